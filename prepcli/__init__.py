@@ -1,0 +1,1 @@
+"""prep: prepares language-model checkpoints for JAX, exactly, within a stated memory, and so that nothing is lost."""

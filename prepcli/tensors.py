@@ -1,0 +1,35 @@
+"""What a source says of one tensor, and the dtypes that prep carries. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ITEM_BITS = {
+    "bool": 8, "uint8": 8, "int8": 8, "uint16": 16, "int16": 16, "uint32": 32, "int32": 32, "uint64": 64, "int64": 64,
+    "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64, "complex64": 64,
+    "float8_e4m3fn": 8, "float8_e5m2": 8, "float8_e8m0fnu": 8, "float8_e4m3fnuz": 8, "float8_e5m2fnuz": 8,
+    "float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as its file holds it: C order, little endian, `nbytes` bytes from `offset` of file number `file`."""
+
+    name: str
+    dtype: str  # a key of ITEM_BITS: NumPy's and ml_dtypes' names
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    nbytes: int
+
+
+def bits_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bits of an array; a dtype below 8 bits is packed."""
+    return math.prod(shape) * ITEM_BITS[dtype]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a dtype of whole bytes."""
+    return ITEM_BITS[dtype] // 8
