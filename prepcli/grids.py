@@ -83,7 +83,7 @@ def cut_dim(factors: Sequence[Factor], chunk: int, ranges: Mapping[str, Range]) 
     spans = [ranges[f.atom] for f in factors]
     if any(low >= high for low, high in spans):
         return
-    at = _cut_atom(extents, chunk)
+    at = cut_atom(extents, chunk)
     if at is None:
         yield from _cell_by_cell(factors, chunk, spans)
         return
@@ -94,8 +94,8 @@ def cut_dim(factors: Sequence[Factor], chunk: int, ranges: Mapping[str, Range]) 
         yield _regular(factors, [*spans[:at], span, *spans[at + 1 :]], at, chunk // within, cells, inner)
 
 
-def _cut_atom(extents: Sequence[int], chunk: int) -> int | None:
-    """The atom that chunk edges cut; None if they fall unevenly over the merged atoms."""
+def cut_atom(extents: Sequence[int], chunk: int) -> int | None:
+    """Number of the atom that chunk edges cut; None if they fall unevenly over the merged atoms."""
     if chunk >= math.prod(extents):
         chunk = math.prod(extents)
     within = 1

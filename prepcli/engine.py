@@ -1,0 +1,243 @@
+"""The engine: read | digest and permute | write, each a thread, each first in, first out, within a budget.
+
+It moves bytes as a Plan's slabs say and knows neither models nor formats. Since slabs pass each stage in order, what is
+durable is one position, and a tensor's digest streams over its bytes in the tensor's own order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from prepcli.budget import Budget, Buffers, anonymous_nbytes
+from prepcli.files import PAGE, Bytes, Files
+from prepcli.fills import Fills
+from prepcli.journal import Journal
+from prepcli.moves import Copy
+from prepcli.permute import gather, scatter
+from prepcli.plan import Stream
+from prepcli.progress import Progress
+from prepcli.slabs import Slab, all_slabs
+
+SYNC_NBYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Time that each stage spent working."""
+
+    read: float = 0.0
+    move: float = 0.0
+    write: float = 0.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run did: the digest of every stream by number, bytes, seconds, and the most memory seen."""
+
+    digests: dict[int, str] = field(default_factory=dict)
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    resumed_nbytes: int = 0
+    peak_nbytes: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+
+
+def run(
+    streams: Sequence[Stream],
+    source: Files,
+    sink: Files | None,
+    spend: Budget,
+    progress: Progress,
+    journal: Journal | None = None,
+    on_digest: Callable[[int, str], None] = lambda number, digest: None,
+) -> Outcome:
+    """Move every stream; without a sink they are only digested. `on_digest` may raise to stop the run.
+
+    Whatever ends it early, what the journal names is durable and a later run with the same journal goes on from there.
+    """
+    task = _Run(streams, source, sink, spend, progress, journal, on_digest)
+    return task.go()
+
+
+@dataclass(slots=True)
+class _Step:
+    """A slab on its way: its buffers, the bytes as read, and the digests of streams that end with it."""
+
+    slab: Slab
+    done_nbytes: int  # of all streams, once this slab is written
+    buffers: list[Bytes]
+    data: Bytes
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+class _Run:
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        source: Files,
+        sink: Files | None,
+        spend: Budget,
+        progress: Progress,
+        journal: Journal | None,
+        on_digest: Callable[[int, str], None],
+    ) -> None:
+        self.streams, self.source, self.sink = streams, source, sink
+        self.spend, self.progress, self.journal, self.on_digest = spend, progress, journal, on_digest
+        self.buffers = Buffers(spend)
+        self.fills = Fills(streams)
+        self.outcome = Outcome(dict(journal.digests) if journal else {})
+        self.durable = journal.done_nbytes if journal else 0
+        self.position = 0  # bytes of the streams that the writer has passed
+        self.dirty = 0  # bytes written since the last sync
+        self.fresh: dict[int, str] = {}  # digests since the last sync
+        self.state = xxhash.xxh3_128()
+        self.error: BaseException | None = None
+
+    def go(self) -> Outcome:
+        """Feed the stages from this thread, which also reads; an error of any stage ends all and is raised here."""
+        first = self._first_stream()
+        self.position = sum(s.nbytes for s in self.streams[:first])
+        self.outcome.resumed_nbytes = self.durable
+        for number in range(first):
+            self.on_digest(number, self.outcome.digests[number])
+        mover, writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        try:
+            for step in self._steps(first):
+                self._reading(step, mover, writer)
+                if self.error:
+                    break
+        finally:
+            mover.shutdown()
+            writer.shutdown()
+            self._mark()
+        if self.error:
+            raise self.error
+        return self.outcome
+
+    def _first_stream(self) -> int:
+        """The first stream to read: whole ones are passed over, one that was cut short begins anew for its digest."""
+        first = 0
+        while first < len(self.streams) and first in self.outcome.digests:
+            first += 1
+        fill = self.streams[first].fill if first < len(self.streams) else None
+        return first - 1 if fill and fill.kind == "mean" else first  # made from the rows of the stream before it
+
+    def _steps(self, first: int) -> Iterator[_Step]:
+        done = self.position
+        for slab in all_slabs(self.streams, self.spend.slab_nbytes, first):
+            done += slab.nbytes
+            yield _Step(slab, done, self.buffers.take(buffers_needed(slab)), np.empty(0, np.uint8))
+
+    def _stage(self, step: _Step, work: Callable[[], None], then: Callable[[], object] | None) -> None:
+        """One stage of one slab: after an error nothing is done any more, but buffers always go back."""
+        passed_on = False
+        try:
+            if self.error is None:
+                work()
+                if then:
+                    then()
+                    passed_on = True
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            if not passed_on:
+                self.buffers.give(step.buffers)
+
+    def _reading(self, step: _Step, mover: ThreadPoolExecutor, writer: ThreadPoolExecutor) -> None:
+        self._stage(step, lambda: self._read(step), lambda: mover.submit(self._moving, step, writer))
+
+    def _moving(self, step: _Step, writer: ThreadPoolExecutor) -> None:
+        self._stage(step, lambda: self._move(step), lambda: writer.submit(self._writing, step))
+
+    def _writing(self, step: _Step) -> None:
+        self._stage(step, lambda: self._write(step), None)
+
+    def _read(self, step: _Step) -> None:
+        began, slab = time.perf_counter(), step.slab
+        if len(slab.left) == 1 and not slab.left[0].repeats:
+            step.data = self.source.read_run(_as_run(slab.left[0]), step.buffers[0])
+        elif slab.left:
+            step.data = self.source.read_runs(slab.left, step.buffers[0])
+        self.outcome.read_nbytes += step.data.size
+        self.outcome.seconds.read += time.perf_counter() - began
+
+    def _move(self, step: _Step) -> None:
+        """Bring the bytes into the tensor's order, digest them, bring them into the order of the sink."""
+        began, slab = time.perf_counter(), step.slab
+        spare = step.buffers[1:]
+        if not slab.left:
+            step.data = self.fills.rows(slab, _lead(slab, step.buffers[0]))
+        elif scattered(slab.left):
+            step.data = scatter(slab, step.data, _lead(slab, spare.pop(0)))
+        self.fills.observe(slab, step.data)
+        self._digest(step)
+        if spare:
+            step.data = gather(slab, step.data, _lead(slab, spare.pop(0)))
+        self.outcome.seconds.move += time.perf_counter() - began
+
+    def _digest(self, step: _Step) -> None:
+        number, slab = step.slab.stream, step.slab
+        self.state.update(step.data.data)
+        if slab.start + slab.nbytes == self.streams[number].span[1]:
+            step.digests = {number: self.state.hexdigest()}
+            self.state.reset()
+            self.outcome.digests |= step.digests
+            self.on_digest(number, step.digests[number])
+
+    def _write(self, step: _Step) -> None:
+        began, slab = time.perf_counter(), step.slab
+        if step.done_nbytes > self.durable:
+            if self.sink and slab.right:
+                self.sink.write(slab.right, step.data)
+                self.outcome.written_nbytes += slab.nbytes
+                self.dirty += slab.nbytes
+            self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
+        self.fresh |= step.digests
+        self.position = step.done_nbytes
+        if self.dirty >= SYNC_NBYTES:
+            self._mark()
+        self.outcome.peak_nbytes = max(self.outcome.peak_nbytes, anonymous_nbytes())
+        self.outcome.seconds.write += time.perf_counter() - began
+
+    def _mark(self) -> None:
+        """What the writer has passed becomes durable, and then known to be so."""
+        if self.sink is None or self.journal is None:
+            return
+        self.sink.sync()
+        self.durable = max(self.durable, self.position)
+        self.journal.mark(self.durable, self.fresh)
+        self.fresh, self.dirty = {}, 0
+
+
+def scattered(side: tuple[Copy, ...]) -> bool:
+    """Whether the runs of a side are not the tensor's own bytes in order."""
+    return len(side) > 1 or any(copy.dims for copy in side)
+
+
+def buffers_needed(slab: Slab) -> int:
+    """One to read into, one more where bytes are brought into the tensor's order, one where into that of the sink."""
+    return 1 + scattered(slab.left) + _gathered(slab)
+
+
+def _gathered(slab: Slab) -> bool:
+    """Whether the sink needs the bytes in another order, or as deep in a page as they are not."""
+    if not slab.right or scattered(slab.right):
+        return bool(slab.right)
+    one_run = slab.left and not scattered(slab.left)
+    return bool(one_run and (slab.left[0].offset - slab.right[0].offset) % PAGE)
+
+
+def _lead(slab: Slab, into: Bytes) -> Bytes:
+    """The part of a buffer that lies as deep in a page as the first byte to be written does."""
+    lead = slab.right[0].offset % PAGE if slab.right else 0
+    return into[lead : lead + slab.nbytes]
+
+
+def _as_run(copy: Copy) -> Copy:
+    return Copy(copy.at, copy.file, copy.offset, copy.run)

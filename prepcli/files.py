@@ -1,0 +1,152 @@
+"""Files read and written in runs: whole pages past the page cache where the file system can, the rest buffered."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from prepcli.errors import PrepError
+from prepcli.moves import Copy
+
+PAGE = 4096
+Bytes = npt.NDArray[np.uint8]
+
+
+def buffer(nbytes: int) -> Bytes:
+    """Page-aligned memory that is only taken when it is touched."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+class Files:
+    """Numbered files, each open twice: for whole pages (O_DIRECT) and buffered for ragged ends."""
+
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int] | None = None) -> None:
+        """Open for reading, or with `sizes` for writing: files are made, or kept if they have their size."""
+        self.paths = tuple(paths)
+        self._buffered: list[int] = []
+        self._direct: list[int] = []
+        self._written: set[int] = set()
+        flags = os.O_RDONLY if sizes is None else os.O_RDWR | os.O_CREAT
+        try:
+            for i, path in enumerate(self.paths):
+                self._open(path, flags, None if sizes is None else sizes[i])
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, flags: int, size: int | None) -> None:
+        try:
+            self._buffered.append(os.open(path, flags | os.O_CLOEXEC, 0o644))
+            if size is not None and os.fstat(self._buffered[-1]).st_size != size:
+                os.ftruncate(self._buffered[-1], size)
+            self._direct.append(_open_direct(path, flags & ~os.O_CREAT))
+        except OSError as error:
+            raise io_error(path, error) from error
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every descriptor; what was not synced may still be in memory."""
+        for fd in {*self._buffered, *self._direct} - {-1}:
+            os.close(fd)
+        self._buffered, self._direct = [], []
+
+    def read_run(self, copy: Copy, into: Bytes) -> Bytes:
+        """Read a copy that is one run; it comes back as deep in a page as it lies in the file."""
+        lead = copy.offset % PAGE
+        need = lead + copy.width
+        if self._direct[copy.file] >= 0:
+            self._all(os.preadv, copy.file, True, into[: -(-need // PAGE) * PAGE], copy.offset - lead, need)
+        else:
+            self._all(os.preadv, copy.file, False, into[lead:need], copy.offset, copy.width)
+        return into[lead:need]
+
+    def read_runs(self, copies: Sequence[Copy], into: Bytes) -> Bytes:
+        """Read all runs of the copies one after another."""
+        at = 0
+        for copy in copies:
+            run = copy.run
+            for offset in copy.offsets():
+                pages = not (offset | run | at) % PAGE
+                self._all(os.preadv, copy.file, pages, into[at : at + run], offset, run)
+                at += run
+        return into[:at]
+
+    def write(self, copies: Sequence[Copy], data: Bytes) -> None:
+        """Write the bytes of all runs of the copies, which follow each other in `data`."""
+        at = 0
+        for copy in copies:
+            run = copy.run
+            self._written.add(copy.file)
+            for offset in copy.offsets():
+                self._write_run(copy.file, offset, data[at : at + run])
+                at += run
+
+    def _write_run(self, file: int, offset: int, data: Bytes) -> None:
+        size = data.size
+        low, high = -offset % PAGE, size - (offset + size) % PAGE  # the whole pages in between
+        if low >= high or (data.ctypes.data + low) % PAGE:
+            low = high = size
+        for pages, start, stop in ((False, 0, low), (True, low, high), (False, high, size)):
+            if start < stop:
+                self._all(os.pwritev, file, pages, data[start:stop], offset + start, stop - start)
+
+    def _all(
+        self, call: Callable[[int, list[memoryview], int], int], file: int, pages: bool, data: Bytes, at: int, need: int
+    ) -> None:
+        fd = self._direct[file] if pages and self._direct[file] >= 0 else self._buffered[file]
+        done, view = 0, data.data
+        while done < need:
+            try:
+                count = call(fd, [view[done:]], at + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and fd != self._buffered[file]:  # a file system that only says so now
+                    fd = self._direct[file] = self._buffered[file]
+                    continue
+                raise io_error(self.paths[file], error) from error
+            if count <= 0:
+                raise PrepError(
+                    f"{self.paths[file].name} is cut short", f"{need - done:,} bytes are missing at byte {at + done:,}"
+                )
+            done += count
+            if done < need and fd != self._buffered[file] and (at + done) % PAGE:
+                fd = self._buffered[file]  # a short count leaves the rest ragged
+
+    def sync(self) -> None:
+        """Make everything written so far durable."""
+        for file in sorted(self._written):
+            fd = self._buffered[file]
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                raise io_error(self.paths[file], error) from error
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._written.clear()
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """A descriptor past the page cache; -1 where the file system has none."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def io_error(path: Path, error: OSError) -> PrepError:
+    """What the system said of a file, as an error that names it."""
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some room and run the same command again: it goes on from where it stopped"
+        return PrepError(f"the disk that holds {path.name} is full", why, hint)
+    return PrepError(f"cannot read or write {path}", why)

@@ -1,0 +1,108 @@
+"""Rows that are made rather than read: the padding of a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from prepcli.files import Bytes
+from prepcli.plan import Stream
+from prepcli.slabs import Slab
+
+GROUP = 64  # rows summed at a time: a number of its own, so that a mean does not depend on how slabs were cut
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """NumPy's dtype of a name, ml_dtypes' where NumPy has none."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, dtype))
+
+
+class Fills:
+    """Makes the rows of streams that have a fill, and sees all bytes on the way, since a mean is made of them."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+        self._mean: _Mean | None = None
+
+    def observe(self, slab: Slab, data: Bytes) -> None:
+        """Take in a slab of a stream whose mean the next stream is filled with."""
+        following = self._streams[slab.stream + 1] if slab.stream + 1 < len(self._streams) else None
+        if following is None or following.fill is None or following.fill.kind != "mean":
+            return
+        stream = self._streams[slab.stream]
+        if slab.start == stream.span[0]:
+            self._mean = _Mean(stream)
+        if self._mean:
+            self._mean.add(data)
+
+    def rows(self, slab: Slab, out: Bytes) -> Bytes:
+        """The bytes of a slab of a filled stream."""
+        stream = self._streams[slab.stream]
+        if stream.fill is None:
+            raise ValueError(f"{stream.name}: nothing to read and nothing to fill it with")
+        if stream.fill.kind == "zeros":
+            out[...] = 0
+            return out
+        low, size = slab.start, stream.row_nbytes
+        for row in range(low // size, -(-(low + slab.nbytes) // size)):
+            values = self._row(stream, row).view(np.uint8)
+            first, last = max(low, row * size), min(low + slab.nbytes, (row + 1) * size)
+            out[first - low : last - low] = values[first - row * size : last - row * size]
+        return out
+
+    def _row(self, stream: Stream, row: int) -> np.ndarray:
+        if stream.fill and stream.fill.kind == "normal":
+            return normal_row(stream, row)
+        if self._mean is None:
+            raise ValueError(f"{stream.name}: its mean is wanted before its rows were seen")
+        return self._mean.value()
+
+
+def normal_row(stream: Stream, row: int) -> np.ndarray:
+    """A row of normal values by seed and row number alone, rounded once from float64."""
+    fill = stream.fill
+    if fill is None:
+        raise ValueError(f"{stream.name} has no fill")
+    count = stream.row_nbytes // numpy_dtype(stream.dtype).itemsize
+    generator = np.random.Generator(np.random.Philox(key=[fill.seed, row]))
+    return (generator.standard_normal(count) * fill.std).astype(numpy_dtype(stream.dtype))
+
+
+class _Mean:
+    """The mean of a stream's rows in float64, rounded once; rows are added in groups of a fixed size."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._dtype = numpy_dtype(stream.dtype)
+        self._sum = np.zeros(stream.row_nbytes // self._dtype.itemsize)
+        self._rest = np.empty(0, np.uint8)
+
+    def add(self, data: Bytes) -> None:
+        size = GROUP * self._stream.row_nbytes
+        first = min(data.size, -self._rest.size % size)  # what completes the group that was begun
+        self._rest = np.concatenate([self._rest, data[:first]])
+        if self._rest.size == size:
+            self._add_rows(self._rest)
+            self._rest = self._rest[:0]
+        last = first + (data.size - first) // size * size
+        for low in range(first, last, size):
+            self._add_rows(data[low : low + size])
+        if last < data.size:
+            self._rest = data[last:].copy()
+
+    def _add_rows(self, data: Bytes) -> None:
+        self._sum += data.view(self._dtype).reshape(-1, self._sum.size).astype(np.float64).sum(axis=0)
+
+    def value(self) -> np.ndarray:
+        """The mean in the stream's own dtype, once all its rows were added."""
+        if self._rest.size:
+            self._add_rows(self._rest)
+            self._rest = np.empty(0, np.uint8)
+        low, high = self._stream.rows
+        return (self._sum / (high - low)).astype(self._dtype)

@@ -1,0 +1,184 @@
+"""A Plan: what a conversion will do, as pure data. Two equal plans write the same bytes.
+
+A conversion streams tensors. Each is moved in its own (C) order, whatever lies left and right of it: a file that has
+it as it is (`Flat`), or leaves that have its elements in chunks (`Region`). So one digest fits every layout; saving,
+exporting and laying out anew are one thing. Padding is rows of a tensor with a stream of their own. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prepcli.boxes import Box, Range, strides, volume, whole
+from prepcli.grids import Grid, Lattice
+from prepcli.moves import Copy, Region, copies
+from prepcli.tensors import itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A side on which the whole tensor lies in C order, from `offset` of a file."""
+
+    file: int
+    offset: int
+
+
+Side = tuple[Flat | Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Rows made rather than read: zeros, the mean of the true rows of the stream before it, or normal values."""
+
+    kind: str  # zeros | mean | normal
+    seed: int = 0
+    std: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Rows `rows` of a tensor of `shape` (0-d: one row), moved in order; the unit of digests.
+
+    left: where they are read (nothing: they are filled); right: where they are written (nothing: digested only).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: Range
+    left: Side
+    right: Side
+    fill: Fill | None = None
+
+    @property
+    def row_nbytes(self) -> int:
+        return math.prod(self.shape[1:]) * itemsize(self.dtype)
+
+    @property
+    def span(self) -> Range:
+        """Bytes of the tensor that are streamed."""
+        return self.rows[0] * self.row_nbytes, self.rows[1] * self.row_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.span[1] - self.span[0]
+
+    @property
+    def box(self) -> Box:
+        """The elements that are streamed."""
+        return (self.rows, *whole(self.shape[1:])) if self.shape else ()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that is read, and what tells whether it is still the same; `path` is relative to the source."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    digest: str  # XXH3-128 of its header, or of the index that points into it
+
+
+@dataclass(frozen=True, slots=True)
+class OutFile:
+    """A file that is written: `head` is its first bytes (a header), the streams write the rest."""
+
+    path: str
+    size: int
+    head: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFile:
+    """A file of settings, whole: a config, a tokenizer, an index of shards."""
+
+    path: str
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A box of a leaf's chunks that lies regularly: chunk indices from `first` up to, not including, `stop`."""
+
+    first: tuple[int, ...]
+    stop: tuple[int, ...]
+    places: Lattice
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf that is written: its path in the tree, its chunks and where they lie."""
+
+    path: tuple[str, ...]
+    dtype: str
+    grid: Grid
+    placed: tuple[Placed, ...]
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        return math.prod(self.grid.chunk) * itemsize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.grid.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A tensor of the source that is not carried over, and by which rule."""
+
+    name: str
+    nbytes: int
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Two tensors that must be equal bit for bit (tied weights), else the conversion stops."""
+
+    name: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a conversion does; `settings` is what the manifest says beyond the streams."""
+
+    command: str
+    sources: tuple[SourceFile, ...]
+    streams: tuple[Stream, ...]
+    files: tuple[OutFile, ...]
+    small_files: tuple[SmallFile, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    checks: tuple[Same, ...] = ()
+    settings: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def read_nbytes(self) -> int:
+        return sum(s.nbytes for s in self.streams if s.left)
+
+    @property
+    def write_nbytes(self) -> int:
+        return sum(s.nbytes for s in self.streams if s.right)
+
+    @property
+    def chunks(self) -> int:
+        return sum(math.prod(leaf.grid.counts) for leaf in self.leaves)
+
+
+def side_copies(side: Side, stream: Stream, box: Box) -> Iterator[Copy]:
+    """The copies that tie a box of a stream's tensor, contiguous in C order, to one of its sides."""
+    for part in side:
+        if isinstance(part, Flat):
+            steps = strides(stream.shape, itemsize(stream.dtype))
+            low = sum(first * step for (first, _), step in zip(box, steps))
+            yield Copy(low, part.file, part.offset + low, volume(box) * itemsize(stream.dtype))
+        else:
+            yield from copies(part, box)

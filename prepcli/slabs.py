@@ -1,0 +1,147 @@
+"""Cut streams into slabs that fit a buffer, so that both sides see long runs of whole chunks and whole pages. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prepcli.boxes import strides, whole
+from prepcli.grids import cut_atom
+from prepcli.moves import Copy, Region
+from prepcli.plan import Stream, side_copies
+from prepcli.tensors import itemsize
+
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A run of a tensor's bytes: the unit of work. `Copy.at` counts from the tensor's first byte, as `start` does."""
+
+    stream: int
+    start: int
+    nbytes: int
+    left: tuple[Copy, ...]
+    right: tuple[Copy, ...]
+
+    @property
+    def plain(self) -> bool:
+        """Both sides are one run: the bytes need no other order."""
+        return len(self.left) <= 1 and len(self.right) <= 1 and not any(c.dims for c in (*self.left, *self.right))
+
+
+def slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
+    """Slabs of stream `number`, each of at most `limit` bytes, in the order of the tensor's bytes."""
+    if not stream.nbytes:
+        return
+    left, right = (tuple(side_copies(side, stream, stream.box)) for side in (stream.left, stream.right))
+    if Slab(number, 0, 0, left, right).plain:
+        yield from _plain(number, stream, left, right, limit)
+    else:
+        yield from _by_rows(number, stream, limit)
+
+
+def _plain(number: int, stream: Stream, left: tuple[Copy, ...], right: tuple[Copy, ...], limit: int) -> Iterator[Slab]:
+    """Cut anywhere; each cut where a page of the file that is written begins."""
+    low, stop = stream.span
+    shift = next((c.offset - c.at for c in (*right, *left)), 0)
+    while low < stop:
+        high = min(stop, max((low + shift + limit) // PAGE * PAGE - shift, low + 1))
+        yield Slab(number, low, high - low, _part(left, low, high), _part(right, low, high))
+        low = high
+
+
+def _part(copies: tuple[Copy, ...], low: int, high: int) -> tuple[Copy, ...]:
+    return tuple(Copy(low, c.file, c.offset + low - c.at, high - low) for c in copies)
+
+
+def _by_rows(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
+    """Cut along one axis, at the edges of bands of whole chunks where those fit the limit."""
+    axis = _axis(stream, limit)
+    inner = math.prod(stream.shape[axis + 1 :]) * itemsize(stream.dtype)
+    extent = stream.shape[axis] if axis else stream.rows[1]
+    edges = _Edges(tuple(_bands(stream, axis)), max(1, limit // inner), _page_rows(stream, axis))
+    for outer in itertools.product(*(range(*span) for span in stream.box[:axis])):
+        low = 0 if axis else stream.rows[0]
+        while low < extent:
+            high = min(extent, edges.after(low))
+            box = (*((i, i + 1) for i in outer), (low, high), *whole(stream.shape[axis + 1 :]))
+            sides = (tuple(side_copies(side, stream, box)) for side in (stream.left, stream.right))
+            start = sum(span[0] * step for span, step in zip(box, strides(stream.shape, itemsize(stream.dtype))))
+            yield Slab(number, start, (high - low) * inner, *sides)
+            low = high
+
+
+def _axis(stream: Stream, limit: int) -> int:
+    """The outermost axis of which one step fits the limit."""
+    sizes = strides(stream.shape, itemsize(stream.dtype))
+    return next((axis for axis, nbytes in enumerate(sizes) if nbytes <= limit), len(sizes) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """Where slabs may end: after whole bands of chunks, else after rows that fill whole pages of a chunk."""
+
+    bands: tuple[tuple[int, int], ...]  # (first row, rows a band) of each region, those written first
+    step: int  # rows that fit a slab
+    pages: int  # rows that fill whole pages in every chunk
+
+    def after(self, low: int) -> int:
+        high = low + self.step
+        for first, band in self.bands:
+            edge = first + (high - first) // band * band
+            if edge <= low:  # a band does not fit
+                return low + (self.step // self.pages * self.pages or self.step)
+            high = edge
+        return high
+
+
+def _bands(stream: Stream, axis: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of the bands of whole chunks along an axis, of the regions written and then of those read."""
+    for part in (*stream.right, *stream.left):
+        if isinstance(part, Region) and (rows := _band(part, axis)) > 1:
+            yield part.row.source[axis].start, rows
+
+
+def _band(region: Region, axis: int) -> int:
+    """Rows along an axis of the tensor that fill whole chunks."""
+    taken = _atoms_in_chunk(region)
+    rows = 1
+    found = 1
+    for factor in reversed(region.row.source[axis].factors):
+        if taken.get(factor.atom, 1) > 1:
+            found = rows * taken[factor.atom]
+        rows *= factor.extent
+    return found
+
+
+def _atoms_in_chunk(region: Region) -> dict[str, int]:
+    """How much of each atom one chunk holds; an atom that chunk edges cut unevenly counts as cut to single steps."""
+    found: dict[str, int] = {}
+    for dim, length in zip(region.row.leaf, region.grid.chunk):
+        extents = [f.extent for f in dim]
+        at = cut_atom(extents, length)
+        for i, factor in enumerate(dim):
+            if at is not None and i >= at:
+                found[factor.atom] = factor.extent if i > at else length // math.prod(extents[at + 1 :])
+    return found
+
+
+def _page_rows(stream: Stream, axis: int) -> int:
+    """Rows along an axis whose bytes in one chunk are whole pages."""
+    rows = 1
+    for part in (*stream.right, *stream.left):
+        if isinstance(part, Region):
+            taken = _atoms_in_chunk(part)
+            inner = [f.atom for dim in part.row.source[axis + 1 :] for f in dim.factors if f.held is None]
+            nbytes = math.prod(taken.get(atom, 1) for atom in inner) * part.itemsize
+            rows = math.lcm(rows, PAGE // math.gcd(PAGE, nbytes))
+    return rows
+
+
+def all_slabs(streams: Sequence[Stream], limit: int, first: int = 0) -> Iterator[Slab]:
+    """The slabs of the streams from number `first` on, in order."""
+    for number in range(first, len(streams)):
+        yield from slabs(number, streams[number], limit)
