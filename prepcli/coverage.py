@@ -52,7 +52,7 @@ def _chunks(leaf: Leaf) -> Iterator[Span]:
     for box in leaf.placed:
         counts = [stop - first for first, stop in zip(box.first, box.stop)]
         found += math.prod(counts)
-        for index in itertools.product(*(range(first, stop) for first, stop in zip(box.first, box.stop))):
+        for index in box.indices():
             file, offset = box.places.find(index)
             yield file, offset, offset + size
     if found != math.prod(leaf.grid.counts):

@@ -16,7 +16,7 @@ import xxhash
 
 from prepcli.budget import Budget, Buffers, anonymous_nbytes
 from prepcli.files import PAGE, Bytes, Files
-from prepcli.fills import Fills
+from prepcli.fills import Fills, mean_source
 from prepcli.journal import Journal
 from prepcli.moves import Copy
 from prepcli.permute import gather, scatter
@@ -126,7 +126,7 @@ class _Run:
         while first < len(self.streams) and first in self.outcome.digests:
             first += 1
         fill = self.streams[first].fill if first < len(self.streams) else None
-        return first - 1 if fill and fill.kind == "mean" else first  # made from the rows of the stream before it
+        return mean_source(self.streams, first) if fill and fill.kind == "mean" else first
 
     def _steps(self, first: int) -> Iterator[_Step]:
         done = self.position

@@ -93,6 +93,11 @@ class Files:
                 self._write_run(copy.file, offset, data[at : at + run])
                 at += run
 
+    def write_head(self, file: int, data: bytes) -> None:
+        """Write the first bytes of a file."""
+        self._written.add(file)
+        self._all(os.pwritev, file, False, np.frombuffer(data, np.uint8), 0, len(data))
+
     def _write_run(self, file: int, offset: int, data: Bytes) -> None:
         size = data.size
         low, high = -offset % PAGE, size - (offset + size) % PAGE  # the whole pages in between

@@ -29,11 +29,11 @@ class Fills:
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
         self._mean: _Mean | None = None
+        self._averaged = {mean_source(streams, i) for i, s in enumerate(streams) if s.fill and s.fill.kind == "mean"}
 
     def observe(self, slab: Slab, data: Bytes) -> None:
-        """Take in a slab of a stream whose mean the next stream is filled with."""
-        following = self._streams[slab.stream + 1] if slab.stream + 1 < len(self._streams) else None
-        if following is None or following.fill is None or following.fill.kind != "mean":
+        """Take in a slab of a stream whose mean other rows are filled with."""
+        if slab.stream not in self._averaged:
             return
         stream = self._streams[slab.stream]
         if slab.start == stream.span[0]:
@@ -62,6 +62,13 @@ class Fills:
         if self._mean is None:
             raise ValueError(f"{stream.name}: its mean is wanted before its rows were seen")
         return self._mean.value()
+
+
+def mean_source(streams: Sequence[Stream], number: int) -> int:
+    """The stream of the true rows of the tensor that stream `number` pads."""
+    while streams[number].rows[0]:
+        number -= 1
+    return number
 
 
 def normal_row(stream: Stream, row: int) -> np.ndarray:

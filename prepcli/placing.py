@@ -46,7 +46,7 @@ def place(wants: Iterable[Want]) -> Layout:
     """
     layout, lattices = Layout(), {}
     for want in wants:
-        first, stop = _cells(want)
+        first, stop = cells_together(want)
         key = (want.leaf, first)
         if key not in lattices:
             lattices[key] = _next(layout, want, first, stop)
@@ -55,7 +55,7 @@ def place(wants: Iterable[Want]) -> Layout:
     return layout
 
 
-def _cells(want: Want) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def cells_together(want: Want) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The chunks that are laid out together: all, but for dims of stacked atoms, which are laid out one by one."""
     at = dict(want.at)
     first, stop = [], []

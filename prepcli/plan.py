@@ -7,8 +7,9 @@ exporting and laying out anew are one thing. Padding is rows of a tensor with a 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prepcli.boxes import Box, Range, strides, volume, whole
@@ -92,10 +93,11 @@ class OutFile:
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A file of settings, whole: a config, a tokenizer, an index of shards."""
+    """A file of settings: its content, or where it is copied from (a tokenizer)."""
 
     path: str
-    content: bytes = field(repr=False)
+    content: bytes = b""
+    copied_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,10 @@ class Placed:
     first: tuple[int, ...]
     stop: tuple[int, ...]
     places: Lattice
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """The index of every chunk."""
+        return itertools.product(*(range(low, high) for low, high in zip(self.first, self.stop)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +154,14 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a conversion does; `settings` is what the manifest says beyond the streams."""
+    """Everything that a conversion does; `settings` is what the manifest says of the model.
+
+    `names`: how a tensor is called outside of prep, where that differs from its name in rows.
+    """
 
     command: str
+    request: str  # the command line that asks for this, defaults left out
+    source_name: str
     sources: tuple[SourceFile, ...]
     streams: tuple[Stream, ...]
     files: tuple[OutFile, ...]
@@ -158,7 +169,8 @@ class Plan:
     leaves: tuple[Leaf, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     checks: tuple[Same, ...] = ()
-    settings: tuple[tuple[str, object], ...] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def read_nbytes(self) -> int:

@@ -60,16 +60,28 @@ def _part(copies: tuple[Copy, ...], low: int, high: int) -> tuple[Copy, ...]:
 def _by_rows(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
     """Cut along one axis, at the edges of bands of whole chunks where those fit the limit."""
     axis = _axis(stream, limit)
-    inner = math.prod(stream.shape[axis + 1 :]) * itemsize(stream.dtype)
-    extent = stream.shape[axis] if axis else stream.rows[1]
-    edges = _Edges(tuple(_bands(stream, axis)), max(1, limit // inner), _page_rows(stream, axis))
+    yield from _along(number, stream, limit, axis, tuple(_bands(stream, axis)), _page_rows(stream, axis))
+
+
+def even_slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
+    """Slabs that depend on the tensor's shape alone, not on what lies left and right of it."""
+    return _along(number, stream, limit, _axis(stream, limit), (), 1) if stream.nbytes else iter(())
+
+
+def _along(
+    number: int, stream: Stream, limit: int, axis: int, bands: tuple[tuple[int, int], ...], pages: int
+) -> Iterator[Slab]:
+    steps = strides(stream.shape, itemsize(stream.dtype)) or (stream.nbytes,)
+    inner, extent = steps[axis], stream.shape[axis] if axis else stream.rows[1]
+    edges = _Edges(bands, max(1, limit // inner), pages)
     for outer in itertools.product(*(range(*span) for span in stream.box[:axis])):
         low = 0 if axis else stream.rows[0]
         while low < extent:
             high = min(extent, edges.after(low))
             box = (*((i, i + 1) for i in outer), (low, high), *whole(stream.shape[axis + 1 :]))
+            box = box if stream.shape else ()
             sides = (tuple(side_copies(side, stream, box)) for side in (stream.left, stream.right))
-            start = sum(span[0] * step for span, step in zip(box, strides(stream.shape, itemsize(stream.dtype))))
+            start = sum(span[0] * step for span, step in zip(box, steps))
             yield Slab(number, start, (high - low) * inner, *sides)
             low = high
 
@@ -77,7 +89,7 @@ def _by_rows(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
 def _axis(stream: Stream, limit: int) -> int:
     """The outermost axis of which one step fits the limit."""
     sizes = strides(stream.shape, itemsize(stream.dtype))
-    return next((axis for axis, nbytes in enumerate(sizes) if nbytes <= limit), len(sizes) - 1)
+    return next((axis for axis, nbytes in enumerate(sizes) if nbytes <= limit), max(0, len(sizes) - 1))
 
 
 @dataclass(frozen=True, slots=True)

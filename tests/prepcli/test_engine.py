@@ -48,7 +48,7 @@ def saved(row: AxisMap, chunk: tuple[int, ...], shift: int = 0) -> tuple[Plan, d
         for name, offset, region in zip(tensors, offsets, layout.regions)
     )
     leaves = (Leaf(("leaf",), "int32", grid, tuple(layout.placed["leaf"])),)
-    return Plan("test", (), streams, (), leaves=leaves), tensors, layout
+    return Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout
 
 
 def source_file(folder: Path, tensors: dict[str, np.ndarray], shift: int) -> Path:

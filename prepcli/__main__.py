@@ -1,0 +1,9 @@
+"""`python -m prepcli`: the same as `prep`."""
+
+from __future__ import annotations
+
+import sys
+
+from prepcli.cli import main
+
+sys.exit(main())

@@ -1,0 +1,199 @@
+"""What becomes of every tensor of a source: which rows use it, by which rule it is dropped, or what does not add up.
+
+Pure. Names here are as rows spell them, without the base prefix; messages show them as the files do.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prepcli.errors import PrepError
+from prepcli.plan import Dropped, Same
+from trainer.axes import AxisMap, Row, bind
+from trainer.table import Config, Family
+
+VOCAB = "vocab"
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A tensor of the source as far as accounting needs it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A leaf that has (a part of) a tensor; `at`: the index of each stacked atom that the tensor's name stands for."""
+
+    path: str
+    row: AxisMap
+    at: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How the tensors of a source are called: with the family's base prefix, or without."""
+
+    family: Family
+    prefixed: bool = True
+
+    def full(self, bare: str) -> str:
+        """The name in a file."""
+        with_prefix = self.prefixed and bare not in self.family.unprefixed
+        return self.family.prefix + bare if with_prefix else bare
+
+    def bare(self, full: str) -> str:
+        """The name in a row."""
+        return full.removeprefix(self.family.prefix) if self.prefixed else full
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The outcome: of each used tensor its uses, the others with the rule that drops them, and what must be equal."""
+
+    uses: Mapping[str, tuple[Use, ...]]
+    dropped: tuple[Dropped, ...]
+    checks: tuple[Same, ...]
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a user says of tensors: patterns that may be lost, and whether a tied head that is stored stays its own."""
+
+    drop: tuple[str, ...] = ()
+    untie: bool = False
+
+
+KEEP_ALL = Wishes()
+
+
+@dataclass(slots=True)
+class _Faults:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+
+def names_of(family: Family, full: Collection[str]) -> Names:
+    """Which form the names have; PrepError where a tensor is there in both."""
+    plain = [name for name in full if name not in family.unprefixed]
+    prefixed = [name for name in plain if family.prefix and name.startswith(family.prefix)]
+    both = {name.removeprefix(family.prefix) for name in prefixed} & set(plain)
+    if both:
+        pair = f"{family.prefix}{min(both)} and {min(both)}"
+        raise PrepError("a tensor is there twice, with and without the base prefix", pair, "keep one of them")
+    return Names(family, prefixed=bool(prefixed))
+
+
+def vocab_tensors(uses: Mapping[str, Sequence[Use]]) -> set[str]:
+    """Tensors whose first dim is the vocabulary."""
+    return {
+        name
+        for name, found in uses.items()
+        if any(use.row.source and VOCAB in {f.atom for f in use.row.source[0].factors} for use in found)
+    }
+
+
+def account(
+    names: Names,
+    config: Config,
+    sizes: Mapping[str, int],
+    rows: Mapping[str, Row],
+    tensors: Mapping[str, Shaped],
+    wishes: Wishes,
+    where: str,
+) -> Account:
+    """Match rows with tensors. PrepError lists all that are missing, unexpected or misshapen, in `where`."""
+    family = names.family
+    rows, tied, alias = _tying(family, config, rows, tensors, wishes)
+    wanted: dict[str, list[Use]] = {}
+    for path, row in rows.items():
+        bound = bind(row, sizes)
+        for name, at in bound.tensors():
+            wanted.setdefault(name, []).append(Use(path.format(**at), bound, tuple(at.items())))
+    dropped = tuple(_dropped(family, wanted, tensors, wishes, alias))
+    faults = _faults(names, wanted, tensors, {d.name for d in dropped})
+    if faults.missing or faults.unexpected or faults.misshapen:
+        raise _error(faults, family, where)
+    checks = (Same(alias, family.tie.embedding),) if alias else ()
+    return Account({name: tuple(found) for name, found in wanted.items()}, dropped, checks, tied)
+
+
+def _tying(
+    family: Family, config: Config, rows: Mapping[str, Row], tensors: Mapping[str, Shaped], wishes: Wishes
+) -> tuple[dict[str, Row], bool, str]:
+    """The rows without a head that is the embedding, whether it is, and the tensor that then repeats the embedding."""
+    tie = family.tie
+    stored = tie.tensor in tensors
+    says_tied = bool(config.get("tie_word_embeddings", tie.default))
+    if not says_tied or (stored and wishes.untie):
+        return dict(rows), False, ""
+    return {path: row for path, row in rows.items() if path != tie.leaf}, True, tie.tensor if stored else ""
+
+
+def _dropped(
+    family: Family, wanted: Collection[str], tensors: Mapping[str, Shaped], wishes: Wishes, alias: str
+) -> Iterable[Dropped]:
+    rules = {re.sub(r"\\{i\\}", r"\\d+", re.escape(pattern)): why for pattern, why in family.dropped.items()}
+    for name, tensor in tensors.items():
+        if name in wanted:
+            continue
+        rule = next((why for pattern, why in rules.items() if re.fullmatch(pattern, name)), "")
+        if name == alias:
+            rule = f"equal to {family.tie.embedding}"
+        elif not rule and any(fnmatch.fnmatchcase(name, p.removeprefix(family.prefix)) for p in wishes.drop):
+            rule = "--drop"
+        if rule:
+            yield Dropped(name, tensor.nbytes, rule)
+
+
+def _faults(
+    names: Names, wanted: Mapping[str, Sequence[Use]], tensors: Mapping[str, Shaped], dropped: Collection[str]
+) -> _Faults:
+    faults = _Faults()
+    for name, uses in wanted.items():
+        expected = uses[0].row.source_shape
+        if name not in tensors:
+            faults.missing.append(f"{names.full(name)} {list(expected)}")
+        elif tensors[name].shape != expected:
+            atoms = " x ".join(" ".join(f"{f.atom} {f.extent}" for f in d.factors) for d in uses[0].row.source)
+            has = f"{names.full(name)} has shape {list(tensors[name].shape)}, expected {list(expected)} ({atoms})"
+            faults.misshapen.append(has)
+    for name, tensor in tensors.items():
+        if name not in wanted and name not in dropped:
+            faults.unexpected.append(f"{names.full(name)} {list(tensor.shape)}")
+    return faults
+
+
+def _error(faults: _Faults, family: Family, where: str) -> PrepError:
+    def count(found: list[str]) -> str:
+        return f"{len(found)} tensor{'' if len(found) == 1 else 's'} of {where}"
+
+    kinds = [kind for kind in (faults.missing, faults.unexpected, faults.misshapen) if kind]
+    if len(kinds) > 1:
+        titles = {"missing": faults.missing, "without a place": faults.unexpected, "misshapen": faults.misshapen}
+        why = "; ".join(f"{title}: {', '.join(found)}" for title, found in titles.items() if found)
+        return PrepError(f"{where} does not add up as family {family.name}", why, _TWO_MODELS)
+    if faults.missing:
+        verb = "is" if len(faults.missing) == 1 else "are"
+        return PrepError(f"{count(faults.missing)} {verb} missing", ", ".join(faults.missing), _TWO_MODELS)
+    if faults.misshapen:
+        return PrepError(f"{count(faults.misshapen)} not as config.json says", "; ".join(faults.misshapen), _TWO_MODELS)
+    verb = "has" if len(faults.unexpected) == 1 else "have"
+    what = f"{count(faults.unexpected)} {verb} no place in family {family.name}"
+    first = faults.unexpected[0].split()[0]
+    return PrepError(what, ", ".join(faults.unexpected), f"if they may be lost: `--drop '{_pattern(first)}'`")
+
+
+_TWO_MODELS = "are config.json and the weights of one model?"
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)

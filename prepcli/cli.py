@@ -1,0 +1,237 @@
+"""The command line: parse, call, print.
+
+To add a command, write what it does as a function from its request to a Report in `commands/NAME.py`, and below a
+function named like the command that takes its options (the shared ones are in options.py), documents itself with two
+or three examples after a `\\b` line, imports that function in its body, and returns the exit code:
+
+    @app.command()
+    def pad_vocab(checkpoint: Checkpoint, out: Out = None, memory: Memory = MEMORY_DEFAULT, …, json: Json = False,
+                  quiet: Quiet = False, verbose: Verbose = 0, progress: ProgressMode = "auto") -> int:
+        from prepcli.commands.pad_vocab import Request, pad_vocab
+        ui = open_ui("pad-vocab", json, quiet, verbose, progress)
+        with stoppable():                             # conversions only: SIGTERM and SIGUSR1 end in exit code 75
+            return ui.finish(pad_vocab(Request(…, parse_bytes(memory)), ui))
+
+Nothing is caught there: `main` turns each exception into its message and exit code. Nothing that takes time to import
+(numpy, jax, huggingface_hub, rich …) is imported at the top of this file or of a module that it imports.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from prepcli.accounting import Wishes
+from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE, PrepError, usage
+from prepcli.guess import guess
+from prepcli.options import (
+    MEMORY_DEFAULT,
+    Checkpoint,
+    Drop,
+    DryRun,
+    Family,
+    Json,
+    Memory,
+    Offline,
+    Out,
+    Overwrite,
+    ProgressMode,
+    Quiet,
+    Restart,
+    Revision,
+    TrueVocab,
+    Untie,
+    Verbose,
+)
+from prepcli.signals import Stopped, stoppable
+from prepcli.ui import Ui, open_ui, version
+from prepcli.units import parse_bytes
+
+app = typer.Typer(
+    name="prep",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"prep {version()}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def prep(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Prepare language-model checkpoints for JAX: exactly, within a stated
+    memory, and so that nothing is lost.
+
+    CHECKPOINT is a folder, an alias (see: prep models) or a hub id.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(USAGE)
+
+
+@app.command()
+def pad_vocab(
+    checkpoint: Checkpoint,
+    multiple: Annotated[int, typer.Option("--multiple", metavar="N", min=1, help="Pad to a multiple of N.")] = 8,
+    size: Annotated[
+        int | None, typer.Option("--size", metavar="N", min=1, help="Pad to N rows.", show_default=False)
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", metavar="DP,FSDP,MP", help="Pad to what this mesh divides.", show_default=False),
+    ] = None,
+    init: Annotated[str, typer.Option("--init", metavar="KIND", help="New rows: zeros, mean or normal.")] = "zeros",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="For --init normal.")] = 0,
+    true_vocab: TrueVocab = None,
+    drop: Drop = None,
+    untie: Untie = False,
+    out: Out = None,
+    memory: Memory = MEMORY_DEFAULT,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    revision: Revision = None,
+    offline: Offline = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Pad the vocabulary, so that it can be sharded.
+
+    \b
+    Examples:
+      prep pad-vocab gpt-neo-1.3B --multiple 8
+      prep pad-vocab ./my-model --mesh 1,64,4 --init mean --dry-run
+    """
+    from prepcli.commands.conversion import Common
+    from prepcli.commands.pad_vocab import Request
+    from prepcli.commands.pad_vocab import pad_vocab as run
+
+    ui = open_ui("pad-vocab", json, quiet, verbose, progress)
+    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart, offline, revision)
+    wishes = Wishes(tuple(drop or ()), untie)
+    with stoppable():
+        return ui.finish(run(Request(common, multiple, size, mesh, init, seed, true_vocab, wishes), ui))
+
+
+@app.command()
+def models(family: Family = None, json: Json = False, quiet: Quiet = False, verbose: Verbose = 0) -> int:
+    """List the checkpoints that have a short name.
+
+    \b
+    Examples:
+      prep models
+      prep models llama --json
+    """
+    from prepcli.commands.models import models as run
+
+    return open_ui("models", json, quiet, verbose).finish(run(family))
+
+
+@app.command()
+def env(
+    devices: Annotated[bool, typer.Option("--devices", help="Import jax and list its devices.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> int:
+    """Show versions, devices, memory, settings and caches.
+
+    \b
+    Examples:
+      prep env
+      prep env --devices --json
+    """
+    from prepcli.commands.env import env as run
+
+    return open_ui("env", json, quiet, verbose).finish(run(MEMORY_DEFAULT, devices))
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command that `args` ask for (default: those of the process) and return the exit code.
+
+    0 ok, 1 failed, 2 usage, 75 stopped by a signal with all that is written kept, 130 interrupted.
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    try:
+        code = _run(args, _ui_of(args))
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
+    except BrokenPipeError:
+        return _muted(FAILED)
+    except SystemExit as error:  # Typer's way to end, also for a closed pipe
+        return OK if error.code in (None, OK) else _muted(FAILED)
+    return code
+
+
+def _run(args: Sequence[str], ui: Ui) -> int:
+    try:
+        code = app(args, prog_name="prep", standalone_mode=False)
+    except Stopped as stopped:
+        return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        return ui.fail(_usage_error(error, ui.command) or error)
+    if code == INTERRUPTED:  # Typer's answer to Ctrl-C
+        return ui.fail(_unfinished("interrupted", args, INTERRUPTED))
+    return code or OK
+
+
+def _ui_of(args: Sequence[str]) -> Ui:
+    """The Ui for failures: options may not have been parsed when they happen."""
+    options = args[: args.index("--")] if "--" in args else args
+    commands = [name for name in _commands() if name in options]
+    first = min(commands, key=options.index, default="")
+    return open_ui(first, "--json" in options, "-q" in options or "--quiet" in options, 0)
+
+
+def _commands() -> list[str]:
+    named = [(command.name, command.callback) for command in app.registered_commands]
+    return [name or callback.__name__.replace("_", "-") for name, callback in named if callback is not None]
+
+
+def _unfinished(what: str, args: Sequence[str], code: int) -> PrepError:
+    return PrepError(what, "what was written is kept", f"to go on: `{shlex.join(['prep', *args])}`", code)
+
+
+def _muted(code: int) -> int:
+    """Whoever read stdout is gone: the interpreter's flush at exit must not complain of it either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return code
+
+
+def _usage_error(error: Exception, command: str) -> PrepError | None:
+    """Typer's usage errors in our form. They are known by what they can do: their class has had several homes."""
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    message: str = format_message()
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else f"prep {command}".strip()
+    if match := re.match(r"No such command ['\"](.+?)['\"]", message):
+        meant = guess(match[1], _commands())
+        return usage(f"no command called `{match[1]}`", hint=f"did you mean `{meant}`?" if meant else "`prep --help`")
+    if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
+        meant = guess(match[1], getattr(error, "possibilities", None) or ())
+        what = f"`{path}` has no option `{match[1].rstrip('.')}`"
+        return usage(what, hint=f"did you mean `{meant}`?" if meant else f"`{path} --help`")
+    first_line = message.partition("\n")[0].rstrip(".")
+    return usage(first_line[:1].lower() + first_line[1:], hint=f"`{path} --help`")

@@ -1,0 +1,197 @@
+"""What every converting command does alike: find the source, make the plan, show it or carry it out, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prepcli.accounting import Account, Wishes, account
+from prepcli.convert import Done, Options, convert, plan_digest
+from prepcli.errors import usage
+from prepcli.locate import Located, default_checkpoint, locate
+from prepcli.plan import Plan
+from prepcli.sources import Source, open_source
+from prepcli.ui import LEAVES, Report, Ui
+from prepcli.units import bytes_text
+from trainer.axes import Row
+from trainer.table import rows
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """The options that converting commands share."""
+
+    checkpoint: str | None
+    out: Path | None
+    memory_nbytes: int
+    dry_run: bool = False
+    overwrite: bool = False
+    restart: bool = False
+    offline: bool = False
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and what comes with it: the output's default name, lines for the user, and what to do next."""
+
+    plan: Plan
+    out_name: str
+    lines: tuple[str, ...]
+    fields: dict[str, Any]
+    next_command: Callable[[Path], str]
+
+
+def find(common: Common, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir) -> tuple[Located, Source]:
+    """The source that was asked for, or the one prep checkpoint here."""
+    name = common.checkpoint
+    if name is None:
+        name = f"./{default_checkpoint(Path(), accept)}"
+        ui.note(f"using {name} (the only prep checkpoint here)")
+    located = locate(name, common.revision, common.offline, progress=ui.progress(), warn=ui.warn)
+    shown = located.hub_id or name
+    return located, open_source(located.path, shown)
+
+
+def run(
+    common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool] = Path.is_dir
+) -> Report:
+    """Plan, then show (`--dry-run`) or carry out."""
+    located, source = find(common, ui, accept)
+    planned = make(source, located)
+    out = common.out or Path(planned.out_name)
+    if out.exists() and out.resolve() == source.root.resolve():
+        raise usage(f"the output {out} is the source", "sources are never written to", "`--out NAME`")
+    ui.note(source_line(source))
+    for line in planned.lines:
+        ui.note(line)
+    _verbose(planned.plan, ui)
+    fields = {"source": _source_fields(source, located), **planned.fields, **_plan_fields(planned.plan, ui)}
+    if common.dry_run:
+        return Report(_summary(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
+    done = convert(
+        planned.plan,
+        source,
+        Options(out, common.memory_nbytes, common.overwrite, common.restart),
+        ui.progress(),
+        ui.note,
+    )
+    ui.note(_closing(planned.plan, done, ui, common))
+    fields |= {"output": str(out), **_done_fields(done, common)}
+    return Report(str(out), fields, planned.next_command(out))
+
+
+def source_line(source: Source) -> str:
+    """`EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
+    dtypes = sorted({t.dtype for t in source.tensors if t.name in _weights(source)})
+    size = bytes_text(sum(t.nbytes for t in source.tensors))
+    files = f"  {len(source.files)} files" if len(source.files) > 1 else ""
+    return f"{source.name}  {source.family.name}  {len(source.tensors)} tensors  {size} {', '.join(dtypes)}{files}"
+
+
+def _weights(source: Source) -> set[str]:
+    large = max((t.nbytes for t in source.tensors), default=0)
+    return {t.name for t in source.tensors if t.nbytes * 8 >= large}
+
+
+def counted(source: Source, table: dict[str, Row], wishes: Wishes) -> Account:
+    """Which row has which tensor of the source."""
+    sizes = source.family.sizes(source.config)
+    return account(source.names, source.config, sizes, table, source.shaped(), wishes, source.name)
+
+
+def table_of(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
+    """The rows of the source's family for its config."""
+    return rows(source.family, source.config, scan, scan_axis)
+
+
+def request_text(command: str, source: Source, options: Sequence[tuple[str, object]]) -> str:
+    """The command line that asks for this, options at their defaults (None, False, empty) left out."""
+    words = [f"prep {command} {source.name}"]
+    for flag, value in options:
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, tuple):
+            words += [f"{flag} {each}" for each in value]
+        elif value is not None and value is not False:
+            words.append(f"{flag} {value}")
+    return " ".join(words)
+
+
+def _verbose(plan: Plan, ui: Ui) -> None:
+    for leaf in plan.leaves:
+        ui.note(f"  {leaf.name}  {list(leaf.grid.shape)} {leaf.dtype} in chunks of {list(leaf.grid.chunk)}", LEAVES)
+    for dropped in plan.dropped:
+        ui.note(f"  dropped {plan.names.get(dropped.name, dropped.name)}: {dropped.rule}", LEAVES)
+
+
+def _source_fields(source: Source, located: Located) -> dict[str, Any]:
+    return {
+        "name": source.name,
+        "revision": located.revision,
+        "files": len(source.files),
+        "bytes": sum(fact.size for fact in source.facts),
+    }
+
+
+def _plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
+    names = plan.names
+    used = {s.name for s in plan.streams if s.right and s.left}
+    fields: dict[str, Any] = {
+        "plan_digest": plan_digest(plan),
+        "accounting": {
+            "tensors": len(used | {d.name for d in plan.dropped if "[" not in d.name}),
+            "used": len(used),
+            "dropped": [{"name": names.get(d.name, d.name), "bytes": d.nbytes, "rule": d.rule} for d in plan.dropped],
+            "filled": [
+                {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
+                for s in plan.streams
+                if s.fill
+            ],
+            "changed_values": 0,
+        },
+        "chunks": plan.chunks,
+    }
+    if ui.level >= LEAVES:
+        fields["leaves"] = [
+            {"name": x.name, "shape": x.grid.shape, "dtype": x.dtype, "chunk": x.grid.chunk} for x in plan.leaves
+        ]
+    return fields
+
+
+def _done_fields(done: Done, common: Common) -> dict[str, Any]:
+    outcome = done.outcome
+    seconds = outcome.seconds
+    return {
+        "already": done.already,
+        "bytes": {"read": outcome.read_nbytes, "written": outcome.written_nbytes, "resumed": outcome.resumed_nbytes},
+        "memory": {"budget": common.memory_nbytes, "peak": done.peak_nbytes},
+        "time": {k: round(v, 3) for k, v in (("read", seconds.read), ("move", seconds.move), ("write", seconds.write))},
+    }
+
+
+def _summary(plan: Plan, out: Path) -> str:
+    dropped = f", {_dropped_text(plan)}" if plan.dropped else ""
+    chunks = f" in {plan.chunks:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
+    return (
+        f"would write {bytes_text(plan.write_nbytes)}{chunks} to {out}:"
+        f" {len({s.name for s in plan.streams if s.right})} tensors{dropped}; plan {plan_digest(plan)}"
+    )
+
+
+def _dropped_text(plan: Plan) -> str:
+    by_rule: dict[str, int] = {}
+    for dropped in plan.dropped:
+        by_rule[dropped.rule] = by_rule.get(dropped.rule, 0) + 1
+    return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
+
+
+def _closing(plan: Plan, done: Done, ui: Ui, common: Common) -> str:
+    if done.already:
+        return f"already done: {done.out} was made by the same request from the same source"
+    used = len({s.name for s in plan.streams if s.right})
+    memory = f"peak {done.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
+    parts = [f"{used} tensors", *([_dropped_text(plan)] if plan.dropped else []), "0 values changed"]
+    return f"done in {ui.clock() - ui.started_s:.1f} s, {memory}; {', '.join(parts)}"

@@ -1,0 +1,52 @@
+"""`prep models`: the checkpoints that have a short name."""
+
+from __future__ import annotations
+
+import math
+
+from prepcli.aliases import ALIASES, FAMILIES, Alias
+from prepcli.errors import usage
+from prepcli.guess import guess
+from prepcli.ui import Report, table
+from prepcli.units import bytes_text
+
+SHARDS = (8, 128)  # the usual numbers of ways to split a vocabulary
+
+
+def models(family: str | None) -> Report:
+    """The aliases of one family, or of all; raises a usage PrepError for a family that has none."""
+    if family is not None and family not in FAMILIES:
+        meant = guess(family, FAMILIES)
+        hint = f"did you mean `{meant}`?" if meant else ""
+        raise usage(f"no aliases of family `{family}`", f"known: {', '.join(FAMILIES)}", hint)
+    found = [alias for alias in ALIASES if family in (None, alias.family)]
+    return Report(text=_text(found), fields={"models": [_fields(alias) for alias in found]})
+
+
+def _text(found: list[Alias]) -> str:
+    head = ["alias", "hub id", "family", "parameters", "size", "vocabulary", *(f"gcd {ways}" for ways in SHARDS)]
+    rows = [
+        [
+            alias.name,
+            alias.hub_id,
+            alias.family,
+            alias.parameters,
+            bytes_text(alias.nbytes),
+            alias.vocab,
+            *(math.gcd(alias.vocab, ways) for ways in SHARDS),
+        ]
+        for alias in found
+    ]
+    return table(rows, head, right=["size"])
+
+
+def _fields(alias: Alias) -> dict[str, object]:
+    return {
+        "alias": alias.name,
+        "hub_id": alias.hub_id,
+        "family": alias.family,
+        "parameters": alias.parameters,
+        "bytes": alias.nbytes,
+        "vocab": alias.vocab,
+        "gcd": {str(ways): math.gcd(alias.vocab, ways) for ways in SHARDS},
+    }

@@ -1,0 +1,153 @@
+"""`prep pad-vocab`: rows added to the vocabulary, so that it can be sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prepcli.accounting import KEEP_ALL, Use, Wishes, vocab_tensors
+from prepcli.commands.conversion import Common, Planned, counted, request_text, run, table_of
+from prepcli.errors import usage
+from prepcli.folders import Group, laid_out, settings
+from prepcli.formats.safetensors_layout import Entry
+from prepcli.locate import Located
+from prepcli.plan import Fill, Flat, Plan
+from prepcli.sources import Source, SourceTensor
+from prepcli.streams import Cut, Target, streams, taken_off
+from prepcli.ui import Report, Ui
+from prepcli.units import bytes_text
+from prepcli.vocabulary import Vocabulary, with_vocabulary
+from trainer.mesh import DEFAULT_RULES, parse
+
+KINDS = ("zeros", "mean", "normal")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """To a multiple, to a size, or to what a mesh divides; `init` is what the new rows hold."""
+
+    common: Common
+    multiple: int = 8
+    size: int | None = None
+    mesh: str | None = None
+    init: str = "zeros"
+    seed: int = 0
+    true_vocab: int | None = None
+    wishes: Wishes = KEEP_ALL
+
+
+def pad_vocab(request: Request, ui: Ui) -> Report:
+    """Pad the vocabulary of a Hugging Face folder into a new one."""
+    return run(request.common, ui, lambda source, located: plan(request, source, located))
+
+
+def padded_size(request: Request, vocabulary: Vocabulary) -> int:
+    """The rows that are asked for; usage PrepError where that is fewer than there are true ones."""
+    if request.size is not None:
+        if request.size < vocabulary.true:
+            why = f"the true vocabulary has {vocabulary.true} rows"
+            raise usage(f"`--size {request.size}` would cut the vocabulary", why, "a size at least as large")
+        return request.size
+    if request.mesh is not None:
+        mesh = parse(request.mesh)
+        return vocabulary.padded_to(math.lcm(*(mesh.size(axis) for axis in DEFAULT_RULES["vocab"][0])))
+    return vocabulary.padded_to(request.multiple)
+
+
+def fill_of(init: str, seed: int, source: Source) -> Fill:
+    """What new rows are made of; usage PrepError for a kind that there is not."""
+    if init not in KINDS:
+        raise usage(f"`--init {init}` is not known", f"it takes {', '.join(KINDS)}")
+    return Fill(init, seed, float(source.config.get("initializer_range", 0.02))) if init == "normal" else Fill(init)
+
+
+def plan(request: Request, source: Source, located: Located) -> Planned:
+    """Every tensor as it is, in the same files, those of the vocabulary with more rows."""
+    if not source.file_names:
+        hint = "`prep save-init --pad-vocab N` pads on the way; `prep export` makes a Hugging Face folder"
+        raise usage(f"{source.name} is an Orbax checkpoint", "pad-vocab pads Hugging Face folders", hint)
+    vocabulary = source.vocabulary(request.true_vocab)
+    size = padded_size(request, vocabulary)
+    found = counted(source, table_of(source), request.wishes)
+    wanted = {d.name for d in found.dropped if d.rule == "--drop"}
+    cut = Cut(vocabulary, _padded(source, found.uses), fill_of(request.init, request.seed, source))
+    rows = {t.name: size if t.name in cut.tensors else (t.shape[0] if t.shape else 1) for t in source.tensors}
+    kept = [(file, t) for file, t in zip(source.file_names, source.tensors) if t.name not in wanted]
+    files, places, layouts = laid_out(_groups(source, kept, rows))
+    targets = {t.name: Target((places[source.names.full(t.name)],), rows[t.name]) for _, t in kept}
+    config = with_vocabulary(source.config, Vocabulary(vocabulary.true, size))
+    if request.wishes.untie and not found.tied:
+        config["tie_word_embeddings"] = False
+    made = Plan(
+        command="pad-vocab",
+        request=_request_text(request, source),
+        source_name=source.name,
+        sources=source.facts,
+        streams=streams(source, targets, cut),
+        files=files,
+        small_files=settings(config, layouts, source.small_files),
+        dropped=(*(d for d in found.dropped if d.name in wanted), *taken_off(source, targets, cut)),
+        checks=found.checks,
+        settings={
+            "name": f"{_base(located)}-padded",
+            "kind": "hf",
+            "family": source.family.name,
+            "vocab": {"true": vocabulary.true, "padded": size, "init": request.init},
+            "prefixed": source.names.prefixed,
+            "tied": found.tied,
+            "config": config,
+        },
+        names={t.name: source.names.full(t.name) for t in source.tensors},
+    )
+    fields = {"vocab": {"true": vocabulary.true, "padded": size, "multiple": request.multiple, "init": request.init}}
+    lines = (_vocabulary_line(source, cut, vocabulary, size, request.init, found.tied),)
+    return Planned(made, f"{_base(located)}-padded", lines, fields, lambda out: f"prep save-init {out}")
+
+
+def _base(located: Located) -> str:
+    return located.name.removesuffix("-padded")
+
+
+def _padded(source: Source, uses: Mapping[str, Sequence[Use]]) -> set[str]:
+    """Embedding, head and head bias, a head that only repeats the embedding among them."""
+    return vocab_tensors(uses) | ({source.family.tie.tensor} & {t.name for t in source.tensors})
+
+
+def _groups(source: Source, kept: list[tuple[str, SourceTensor]], rows: dict[str, int]) -> list[Group]:
+    """The source's files, each tensor in its place, as deep in a page as it was."""
+    groups: list[Group] = []
+    for file in dict.fromkeys(name for name, _ in kept):
+        inside = [t for name, t in kept if name == file]
+        first = inside[0].side[0]
+        entries: list[Entry] = []
+        for t in inside:
+            shape = (rows[t.name], *t.shape[1:]) if t.shape else ()
+            nbytes = t.nbytes // t.shape[0] * rows[t.name] if t.shape and t.shape[0] else t.nbytes
+            entries.append((source.names.full(t.name), t.dtype, shape, nbytes))
+        groups.append((file, entries, first.offset % 4096 if isinstance(first, Flat) else None))
+    return groups
+
+
+def _request_text(request: Request, source: Source) -> str:
+    options = [
+        ("--multiple", request.multiple if request.size is None and request.mesh is None else None),
+        ("--size", request.size),
+        ("--mesh", request.mesh),
+        ("--init", request.init if request.init != "zeros" else None),
+        ("--seed", request.seed or None),
+        ("--true-vocab", request.true_vocab),
+        ("--drop", request.wishes.drop),
+        ("--untie", request.wishes.untie),
+    ]
+    return request_text("pad-vocab", source, options)
+
+
+def _vocabulary_line(source: Source, cut: Cut, vocabulary: Vocabulary, size: int, init: str, tied: bool) -> str:
+    tensor = next(t for t in source.tensors if t.name in cut.tensors)
+    added = size - vocabulary.stored
+    row = tensor.nbytes // tensor.shape[0]
+    tie = "   embedding and head are tied: padded once" if tied else ""
+    if added <= 0:
+        return f"vocabulary {vocabulary.stored} -> {size}: nothing to add{tie}"
+    return f"vocabulary {vocabulary.stored} -> {size} (+{added} rows of {init}, {bytes_text(added * row)}){tie}"

@@ -1,0 +1,251 @@
+"""A Plan carried out: staged, within memory, journalled, checked, and given its name only when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prepcli import coverage, engine
+from prepcli.budget import anonymous_nbytes, budget
+from prepcli.digest import digest
+from prepcli.engine import Outcome
+from prepcli.errors import PrepError
+from prepcli.files import Files, io_error
+from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax_write import Chunk, write_item
+from prepcli.journal import Journal
+from prepcli.manifest import MANIFEST, manifest_bytes, read_manifest
+from prepcli.plan import Leaf, Plan, Same, Stream
+from prepcli.progress import Progress
+from prepcli.slabs import all_slabs
+from prepcli.sources import Source
+from prepcli.staging import Staging, clean, staging
+from prepcli.ui import version
+from prepcli.units import bytes_text
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a plan is carried out; none of this changes a byte of the output."""
+
+    out: Path
+    memory_nbytes: int
+    overwrite: bool = False
+    restart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An output that is there: what the run did (nothing if it was there already), with its most memory above the
+    start of the run."""
+
+    out: Path
+    outcome: Outcome
+    peak_nbytes: int
+    already: bool = False
+
+
+def plan_digest(plan: Plan) -> str:
+    """What tells two plans apart: equal digests mean equal outputs, from sources that are still the same."""
+    return "xxh3:" + digest(repr(plan).encode())
+
+
+def convert(plan: Plan, source: Source, options: Options, progress: Progress, note: Callable[[str], None]) -> Done:
+    """Carry out a plan; run again after any interruption it goes on from what is durable. Raises PrepError."""
+    spend = budget(options.memory_nbytes)
+    run = _run_of(plan)
+    if _is_done(plan, run, options):
+        clean(options.out)
+        return Done(options.out, Outcome(), 0, already=True)
+    base_nbytes = anonymous_nbytes()
+    coverage.check(plan, lambda: all_slabs(plan.streams, spend.slab_nbytes))
+    with staging(options.out) as stage:
+        resumed = stage.open(run, options.restart)
+        _check_room(plan, stage.folder)
+        with _journal(stage, run) as journal, _sink(plan, stage) as sink, Files(source.files) as files:
+            if resumed:
+                there = f"{bytes_text(journal.done_nbytes)} of {bytes_text(_total(plan))} are there"
+                note(f"resuming {stage.folder.name}: {there}")
+            progress.begin(plan.command, _total(plan), journal.done_nbytes)
+            try:
+                expect = _Expectations(plan, source)
+                outcome = engine.run(plan.streams, files, sink, spend, progress, journal, expect.seen)
+            finally:
+                progress.end()
+        _check_unchanged(plan, source)
+        _finish(plan, stage, run, outcome)
+        peak = max(outcome.peak_nbytes, anonymous_nbytes())
+        stage.publish()
+    return Done(options.out, outcome, max(0, peak - base_nbytes))
+
+
+def _total(plan: Plan) -> int:
+    return sum(stream.nbytes for stream in plan.streams)
+
+
+def _run_of(plan: Plan) -> dict[str, object]:
+    facts = digest(repr(plan.sources).encode())
+    return {"request": plan.request, "source": facts, "plan": plan_digest(plan), "prep": version()}
+
+
+def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
+    """Whether the output is there; PrepError if something else is, and may not be replaced."""
+    out = options.out
+    if not out.exists():
+        return False
+    manifest = read_manifest(out) if out.is_dir() else None
+    if manifest is not None and manifest.get("plan") == run["plan"] and not options.restart:
+        return True
+    if options.overwrite:
+        return False
+    why = "it was not made by prep"
+    if manifest is not None:
+        why = f"made by `{manifest.get('request')}`, asked for `{plan.request}`"
+        if manifest.get("request") == plan.request:
+            why = f"made by the same `{plan.request}` from a source that has changed since"
+    raise PrepError(f"{out} exists and is something else", why, "`--out NAME` or `--overwrite`")
+
+
+@contextlib.contextmanager
+def _journal(stage: Staging, run: dict[str, object]) -> Iterator[Journal]:
+    journal = Journal(stage.journal, str(run["plan"]))
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+@contextlib.contextmanager
+def _sink(plan: Plan, stage: Staging) -> Iterator[Files]:
+    """The output's data files, made with their size and head if they are not there."""
+    paths = [stage.folder / file.path for file in plan.files]
+    for folder in {path.parent for path in paths}:
+        folder.mkdir(parents=True, exist_ok=True)
+    with Files(paths, [file.size for file in plan.files]) as sink:
+        for number, file in enumerate(plan.files):
+            if file.head:
+                sink.write_head(number, file.head)
+        yield sink
+
+
+def _check_room(plan: Plan, folder: Path) -> None:
+    """PrepError if the disk has no room for what is still to be written."""
+    there = sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file())
+    needed = sum(file.size for file in plan.files) - there
+    usage = shutil.disk_usage(folder)
+    if needed > usage.free:
+        why = f"needs {bytes_text(needed)}, its disk has {bytes_text(usage.free)} free"
+        raise PrepError(f"not enough room for {folder.name.removesuffix('.partial')}", why, "`--out` on another disk")
+
+
+class _Expectations:
+    """What digests have to be: those that the source's manifest records, and equal ones for tied tensors."""
+
+    def __init__(self, plan: Plan, source: Source) -> None:
+        self._plan, self._source = plan, source
+        recorded = {(t.name, low, high): text for t in source.tensors for low, high, text in t.digests}
+        self._wanted = {i: recorded.get((s.name, *s.rows)) for i, s in enumerate(plan.streams) if s.left}
+        self._seen: dict[tuple[str, tuple[int, int]], str] = {}
+
+    def seen(self, number: int, found: str) -> None:
+        """Take in the digest of a stream. PrepError if it is not what it has to be."""
+        stream = self._plan.streams[number]
+        wanted = self._wanted.get(number)
+        if wanted and wanted != found:
+            why = f"its bytes have the digest {found}, its manifest records {wanted}: they have changed since"
+            raise PrepError(f"{self._called(stream.name)} in {self._source.name} is damaged", why, "make it anew")
+        self._seen[stream.name, stream.rows] = found
+        for check in self._plan.checks:
+            if stream.name in (check.name, check.other):
+                self._compare(check, stream)
+
+    def _compare(self, check: Same, stream: Stream) -> None:
+        pair = [self._seen.get((name, stream.rows)) for name in (check.name, check.other)]
+        if None in pair or pair[0] == pair[1]:
+            return
+        from prepcli.compare import first_difference
+
+        sides = [
+            next(s for s in self._plan.streams if (s.name, s.rows) == (n, stream.rows))
+            for n in (check.name, check.other)
+        ]
+        row = first_difference(self._source.files, sides[0], self._source.files, sides[1]).row
+        what = f"{self._called(check.name)} is not equal to {self._called(check.other)}"
+        raise PrepError(what, f"config says tied, first difference in row {row}", "`--untie` keeps both")
+
+    def _called(self, name: str) -> str:
+        return self._source.names.full(name)
+
+
+def _check_unchanged(plan: Plan, source: Source) -> None:
+    """PrepError if a file of the source was written to while it was read."""
+    for fact, path in zip(plan.sources, source.files):
+        now = path.stat()
+        if (now.st_size, now.st_mtime_ns) != (fact.size, fact.mtime_ns):
+            raise PrepError(f"{path.name} changed while it was read", f"in {source.name}", "run again with `--restart`")
+
+
+def _finish(plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome) -> None:
+    """Write what is not tensors: index, settings, manifest."""
+    try:
+        if plan.leaves:
+            metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk) for x in plan.leaves]
+            names = [file.path for file in plan.files]
+            write_item(stage.folder, metas, _chunks(plan.leaves), names, now_ns=newest_ns(plan))
+        for file in plan.small_files:
+            path = stage.folder / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if file.copied_from:
+                shutil.copyfile(file.copied_from, path)
+            else:
+                path.write_bytes(file.content)
+        (stage.folder / MANIFEST).write_bytes(manifest_bytes(_manifest(plan, run, outcome)))
+    except OSError as error:
+        raise io_error(stage.folder, error) from error
+
+
+def newest_ns(plan: Plan) -> int:
+    """The time that the output's metadata carry: that of the source, so that two runs write the same bytes."""
+    return max((fact.mtime_ns for fact in plan.sources), default=0)
+
+
+def _chunks(leaves: tuple[Leaf, ...]) -> Iterator[Chunk]:
+    for number, leaf in enumerate(leaves):
+        for box in leaf.placed:
+            for index in box.indices():
+                yield Chunk(number, index, *box.places.find(index), leaf.chunk_nbytes)
+
+
+def _manifest(plan: Plan, run: dict[str, object], outcome: Outcome) -> dict[str, Any]:
+    return {
+        **run,
+        "command": plan.command,
+        "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.sources]},
+        **plan.settings,
+        "dropped": [asdict(dropped) for dropped in plan.dropped],
+        "tensors": _tensor_records(plan, outcome),
+        "leaves": {
+            leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk} for leaf in plan.leaves
+        },
+    }
+
+
+def _tensor_records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    """Every tensor that was written: digests of its rows, in pieces where it has padding."""
+    found: dict[str, Any] = {}
+    for number, stream in enumerate(plan.streams):
+        if stream.right:
+            name = plan.names.get(stream.name, stream.name)
+            record = found.setdefault(name, {"dtype": stream.dtype, "shape": stream.shape, "digests": []})
+            record["digests"].append([*stream.rows, outcome.digests[number]])
+    return found
+
+
+def dumps(content: object) -> bytes:
+    """JSON as the settings of a model are stored."""
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,154 @@
+"""What a folder holds, by its content: a checkpoint that prep reads, or one that it knows and refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from prepcli.errors import PrepError
+from prepcli.formats.orbax import find_item
+from prepcli.formats.safetensors import has_safetensors
+from prepcli.formats.untrusted import list_folder, parse_json
+
+Kind = Literal["safetensors", "orbax"]
+
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+MAX_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A format that is known and not read: the names that give it away, and the way out of it for `{folder}`."""
+
+    patterns: tuple[str, ...]  # lower case
+    what: str
+    why: str
+    hint: str
+
+
+FOREIGN = (
+    Foreign(
+        ("*.gguf",),
+        "is in GGUF format",
+        "GGUF is made for inference: its weights are quantised or reordered",
+        "take the model that it was made from: a folder with config.json and *.safetensors",
+    ),
+    Foreign(
+        ("*.distcp",),
+        "is a torch distributed checkpoint",
+        "each rank wrote its part in PyTorch's own format",
+        "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pth, then load it into the"
+        " model and call its save_pretrained(OUT)",
+    ),
+    Foreign(
+        ("*.bin", "*.pth", "*.pt"),
+        "is in PyTorch's pickle format",
+        "prep reads safetensors so far",
+        "with transformers: AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained(OUT)",
+    ),
+    Foreign(
+        ("*.msgpack",),
+        "is in Flax msgpack format",
+        "prep reads safetensors so far",
+        "with transformers 4: AutoModelForCausalLM.from_pretrained('{folder}', from_flax=True).save_pretrained(OUT)",
+    ),
+    Foreign(
+        ("streaming_params*", "streaming_train_state*"),
+        "is an EasyLM stream",
+        "prep reads safetensors so far",
+        "EasyLM's own converter to Hugging Face makes a folder that prep reads",
+    ),
+)
+
+
+def detect(path: Path, shown: str = "") -> Kind:
+    """The kind of checkpoint in the folder `path`, which is `shown` so in messages.
+
+    An Orbax checkpoint may also be a step folder or a run folder with steps. Raises PrepError for formats that are
+    not read, for quantised models and adapters, and for folders that hold none; names what was found.
+    """
+    shown = shown or str(path)
+    if path.is_file():
+        raise format_refusal([path.name], shown) or _is_a_file(path, shown)
+    if find_item(path) is not None:
+        return "orbax"
+    names = list_folder(path)
+    if ADAPTER_CONFIG in names and CONFIG not in names:
+        raise adapter_refusal(shown)
+    if CONFIG in names:
+        check_config(path / CONFIG, shown)
+    if has_safetensors(path):
+        return "safetensors"
+    raise format_refusal(names, shown) or _nothing(names, shown)
+
+
+def format_refusal(names: Iterable[str], shown: str) -> PrepError | None:
+    """The error for a folder or repository of these file names, none of them safetensors; None if nothing is known."""
+    names = list(names)
+    for foreign in FOREIGN:
+        found = [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in foreign.patterns)]
+        if found:
+            why = f"found {_some(found)}; {foreign.why}"
+            return PrepError(f"{shown} {foreign.what}", why, foreign.hint.format(folder=shown))
+    return None
+
+
+def adapter_refusal(shown: str) -> PrepError:
+    """The error for a LoRA or other PEFT adapter."""
+    return PrepError(
+        f"{shown} is an adapter, not a model",
+        f"{ADAPTER_CONFIG} is there: it holds only what is added to a base model",
+        "merge it first: PEFT's merge_and_unload(), then save_pretrained(OUT)",
+    )
+
+
+def check_config(config: Path, shown: str) -> None:
+    """Raise PrepError where config.json cannot be read, or says that the weights are quantised."""
+    try:
+        document = parse_json(config.read_bytes())
+    except ValueError as error:
+        raise PrepError(f"{shown} has a broken {CONFIG}", str(error)) from error
+    except OSError as error:
+        raise PrepError(f"cannot read {config}", error.strerror or str(error)) from error
+    method = _quantisation(document)
+    if method:
+        raise PrepError(
+            f"{shown} is quantised",
+            f"{CONFIG} has a quantization_config: {method}; its weights are not the model's own values",
+            "take the model that it was made from, or dequantise it with its own tool and save it in bfloat16",
+        )
+
+
+def _quantisation(document: Any) -> str:
+    """`gptq`, `fp8`, … or nothing; multimodal models keep it under text_config."""
+    if not isinstance(document, Mapping):
+        return ""
+    inner = document.get("text_config")
+    config = document.get("quantization_config") or (
+        inner.get("quantization_config") if isinstance(inner, Mapping) else None
+    )
+    if not config:
+        return ""
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    return str(method or "of an unnamed method")
+
+
+def _is_a_file(path: Path, shown: str) -> PrepError:
+    return PrepError(f"{shown} is a file", "a checkpoint is a folder", f"the folder that it is in: `{path.parent}`")
+
+
+def _nothing(names: list[str], shown: str) -> PrepError:
+    return PrepError(
+        f"`{shown}` holds no checkpoint",
+        "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; "
+        f"found {_some(names) if names else 'nothing'}",
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return ", ".join(names[:MAX_SHOWN]) + more

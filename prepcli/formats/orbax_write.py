@@ -1,0 +1,209 @@
+"""What makes an Orbax item of raw chunks that lie in data files: the OCDBT index and Orbax's metadata.
+
+Neither Orbax nor TensorStore is imported, and no bytes of weights pass through here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prepcli.errors import PrepError
+from prepcli.formats.ocdbt import NODE_BYTES, Entry, Place, write_database
+from prepcli.formats.orbax import (
+    METADATA,
+    STRINGS,
+    TYPESTR,
+    ArrayMeta,
+    Other,
+    TreePath,
+    chunk_key,
+    clash,
+    dotted,
+    index_at,
+)
+
+_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Where the chunk `index` (one number per axis) of array number `array` lies: `nbytes` from `offset` of a file."""
+
+    array: int
+    index: tuple[int, ...]
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """File and offset of each chunk of one array, in C order of its grid; file -1: not placed yet."""
+
+    meta: ArrayMeta
+    grid: tuple[int, ...]
+    chunk_nbytes: int
+    files: array[int]
+    offsets: array[int]
+
+
+def write_item(
+    folder: Path,
+    arrays: Sequence[ArrayMeta],
+    chunks: Iterable[Chunk],
+    file_names: Sequence[str],
+    now_ns: int,
+    others: Sequence[Other] = (),
+    node_bytes: int = NODE_BYTES,
+) -> None:
+    """Write all that `folder` needs besides its data files to be an Orbax item, and a whole checkpoint of that item.
+
+    `file_names` are paths relative to `folder`. Leaves are declared `np.ndarray`, so that any reader takes them with
+    or without a target. Equal arguments give equal files, whatever the order of `chunks`; nothing is fsynced. Raises
+    PrepError, before it writes, where a leaf cannot be stored or the chunks are not each chunk of each array once.
+    """
+    _check_leaves(arrays, others)
+    tables = [_empty_table(meta) for meta in arrays]
+    for chunk in chunks:
+        _place(tables[chunk.array], chunk)
+    for table in tables:
+        _check_whole(table)
+    write_database(folder, _entries(tables, file_names), now_ns, node_bytes)
+    _write_json(folder / METADATA, _tree_metadata(arrays, others))
+    _write_json(folder / "_CHECKPOINT_METADATA", _checkpoint_metadata(now_ns))
+    if texts := {dotted(leaf.path): leaf.text for leaf in others if leaf.value_type == "string"}:
+        _write_json(folder / STRINGS, texts)
+    (folder / "commit_success.txt").write_text("Checkpoint commit was successful.\n")
+
+
+def zarray(meta: ArrayMeta) -> bytes:
+    """The `.zarray` document of a raw array, in TensorStore's own spelling."""
+    document = {
+        "chunks": meta.chunk,
+        "compressor": None,
+        "dimension_separator": ".",
+        "dtype": TYPESTR[meta.dtype],
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": meta.shape,
+        "zarr_format": 2,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _check_leaves(arrays: Sequence[ArrayMeta], others: Sequence[Other]) -> None:
+    if not arrays:
+        raise PrepError("the checkpoint would hold no arrays")
+    for meta in arrays:
+        if meta.dtype not in TYPESTR:
+            raise PrepError(
+                f"{meta.name} is {meta.dtype}",
+                f"TensorStore's zarr v2 holds {', '.join(TYPESTR)}",
+                "cast it: --dtype bfloat16",
+            )
+        if len(meta.chunk) != len(meta.shape) or min(meta.chunk, default=1) < 1:
+            raise PrepError(f"chunk {meta.chunk} of {meta.name} does not suit its shape {meta.shape}")
+    paths = [leaf.path for leaf in (*arrays, *others)]
+    for path in paths:
+        if not path or not all(part and not {".", "/"} & set(part) for part in map(str, path)):
+            raise PrepError(f"{path} cannot name a leaf of an Orbax checkpoint", "a part is empty or holds a . or a /")
+    if names := clash(paths):
+        raise PrepError(f"the tree has two leaves in one place, {names[0]} and {names[1]}")
+
+
+def _empty_table(meta: ArrayMeta) -> _Table:
+    grid = meta.grid
+    n = math.prod(grid)
+    return _Table(meta, grid, meta.chunk_nbytes, array("q", [-1]) * n, array("q", [0]) * n)
+
+
+def _place(table: _Table, chunk: Chunk) -> None:
+    name = table.meta.name
+    if len(chunk.index) != len(table.grid) or not all(0 <= i < n for i, n in zip(chunk.index, table.grid)):
+        raise PrepError(f"the index of {name} has chunk {chunk_key(chunk.index)}", f"its grid is {table.grid}")
+    if chunk.nbytes != table.chunk_nbytes:
+        why = f"it has {chunk.nbytes:,} bytes, {table.meta.chunk} of {table.meta.dtype} has {table.chunk_nbytes:,}"
+        raise PrepError(f"chunk {chunk_key(chunk.index)} of {name} has the wrong size", why)
+    at = _flat(table.grid, chunk.index)
+    if table.files[at] >= 0:
+        raise PrepError(f"the index of {name} has chunk {chunk_key(chunk.index)} twice")
+    table.files[at], table.offsets[at] = chunk.file, chunk.offset
+
+
+def _flat(grid: tuple[int, ...], index: tuple[int, ...]) -> int:
+    at = 0
+    for i, n in zip(index, grid):
+        at = at * n + i
+    return at
+
+
+def _check_whole(table: _Table) -> None:
+    if -1 not in table.files:
+        return
+    missing = index_at(table.grid, table.files.index(-1))
+    raise PrepError(f"the index of {table.meta.name} misses chunk {chunk_key(missing)}")
+
+
+def _entries(tables: Sequence[_Table], file_names: Sequence[str]) -> Iterator[Entry]:
+    """In the order of keys: no name holds a slash, and both `.` and `/` come before the digits."""
+    by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
+    for prefix, n in by_key:
+        table = tables[n]
+        yield prefix + b".zarray", zarray(table.meta)
+        for index in itertools.product(*(sorted(range(extent), key=str) for extent in table.grid)):
+            at = _flat(table.grid, index)
+            place = Place(file_names[table.files[at]], table.offsets[at], table.chunk_nbytes)
+            yield prefix + chunk_key(index).encode(), place
+
+
+def _tree_metadata(arrays: Sequence[ArrayMeta], others: Sequence[Other]) -> dict[str, object]:
+    tree: dict[str, object] = {}
+    for meta in arrays:
+        value_type = "scalar" if meta.scalar else "np.ndarray"
+        tree[_key(meta.path)] = {
+            "key_metadata": _key_metadata(meta.path),
+            "value_metadata": {"value_type": value_type, "skip_deserialize": False, "write_shape": meta.chunk},
+        }
+    for leaf in others:
+        skip = leaf.value_type != "string"
+        tree[_key(leaf.path)] = {
+            "key_metadata": _key_metadata(leaf.path),
+            "value_metadata": {"value_type": leaf.value_type, "skip_deserialize": skip},
+        }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _key(path: TreePath) -> str:
+    return str(tuple(map(str, path)))
+
+
+def _key_metadata(path: TreePath) -> list[dict[str, object]]:
+    return [{"key": str(part), "key_type": 1 if isinstance(part, int) else 2} for part in path]
+
+
+def _checkpoint_metadata(now_ns: int) -> dict[str, object]:
+    return {
+        "item_handlers": _HANDLER,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now_ns,
+        "commit_timestamp_nsecs": now_ns,
+        "custom_metadata": {},
+    }
+
+
+def _write_json(path: Path, document: object) -> None:
+    path.write_text(json.dumps(document))

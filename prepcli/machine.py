@@ -1,0 +1,44 @@
+"""What this machine lets a process have: memory, and the limit that a container or a job sets below it."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number of this size
+
+
+def memory(root: Path = Path("/")) -> dict[str, int]:
+    """`total` and `available` bytes of the machine, as far as the system tells."""
+    names = {"MemTotal": "total", "MemAvailable": "available"}
+    found = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            found[names[name]] = int(value.split()[0]) << 10
+    return found
+
+
+def cgroup_limit(root: Path = Path("/")) -> int | None:
+    """The smallest memory limit of the control groups that this process is in, in bytes; None without one."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += _limits(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+    return min((limit for limit in limits if limit < UNLIMITED), default=None)
+
+
+def _limits(mount: Path, path: str, name: str) -> list[int]:
+    """The limits of a group and of all groups above it; inside a container its own group is the mount itself."""
+    group = PurePosixPath(path).relative_to("/")
+    texts = [_read(mount / parent / name).strip() for parent in (group, *group.parents)]
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

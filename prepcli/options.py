@@ -1,0 +1,104 @@
+"""The options that commands share, each spelled once. A command takes those that mean something for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prepcli.progress import Mode
+
+
+def complete_checkpoint(incomplete: str) -> list[str]:
+    """Aliases, and folders here that hold a prep manifest."""
+    from prepcli.aliases import BY_NAME
+    from prepcli.locate import MANIFEST
+
+    folders = [path.parent.name for path in Path().glob(f"*/{MANIFEST}")]
+    return [name for name in [*sorted(folders), *BY_NAME] if name.startswith(incomplete)]
+
+
+def complete_family(incomplete: str) -> list[str]:
+    """Families that have an alias."""
+    from prepcli.aliases import FAMILIES
+
+    return [name for name in FAMILIES if name.startswith(incomplete)]
+
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A folder, an alias (see: prep models) or a hub id.",
+        autocompletion=complete_checkpoint,
+        show_default=False,
+    ),
+]
+CheckpointHere = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A folder, an alias or a hub id; left out: the one prep folder here.",
+        autocompletion=complete_checkpoint,
+        show_default=False,
+    ),
+]
+Family = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="FAMILY",
+        help="Only this family.",
+        autocompletion=complete_family,
+        show_default=False,
+    ),
+]
+
+# Every command
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Errors only.")]
+Verbose = Annotated[
+    int,
+    typer.Option("-v", "--verbose", count=True, help="A line a leaf; -vv: a line a slab.", show_default=False),
+]
+
+# Commands that take long
+ProgressMode = Annotated[
+    Mode,
+    typer.Option(
+        "--progress", envvar="PREP_PROGRESS", help="How to show progress; auto: a bar on a terminal, else lines."
+    ),
+]
+
+# Commands that read a checkpoint
+Revision = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.", show_default=False),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Use the hub's cache only.")]
+
+# Commands that write one
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FOLDER", help="Where to write; default: NAME and the kind.", show_default=False),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")]
+Memory = Annotated[
+    str,
+    typer.Option("--memory", metavar="SIZE", envvar="PREP_MEMORY", help="The most memory to use."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another output, at the end.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Drop what an unfinished run has done.")]
+
+MEMORY_DEFAULT = "512MiB"
+Drop = Annotated[
+    list[str] | None,
+    typer.Option("--drop", metavar="PATTERN", help="Tensors that may be lost; may be repeated.", show_default=False),
+]
+Untie = Annotated[bool, typer.Option("--untie", help="Keep a head that differs from its embedding.")]
+TrueVocab = Annotated[
+    int | None,
+    typer.Option(
+        "--true-vocab", metavar="N", min=1, help="True size of a vocabulary that came padded.", show_default=False
+    ),
+]

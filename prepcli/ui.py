@@ -1,0 +1,175 @@
+"""The one place that prints: results on stdout; notes, warnings, errors and progress on stderr.
+
+With `--json` stdout carries exactly one object, also on failure. A Ui is made once a command and handed along.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TextIO
+
+from prepcli.errors import FAILED, OK, PrepError
+from prepcli.progress import Mode, NullProgress, Progress, choose
+
+QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -vv: a line a slab
+
+Cell = str | int
+
+# What the machine refuses, not prep: a full or read-only disk, missing rights, a broken device
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a command found or made.
+
+    `text` goes to stdout, `fields` into the JSON object, `next_command` is shown as what to do next. A report may carry
+    an error besides its result, as `verify` does: then both are shown and the error's code is the exit code.
+    """
+
+    text: str = ""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    next_command: str = ""
+    error: PrepError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ui:
+    """How one run of a command talks: to which streams, how much, in which form."""
+
+    command: str
+    as_json: bool = False
+    level: int = NORMAL
+    progress_mode: Mode = "auto"
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    err: TextIO = field(default_factory=lambda: sys.stderr)
+    clock: Callable[[], float] = time.monotonic
+    started_s: float = field(default_factory=time.monotonic)
+    warned: list[str] = field(default_factory=list)  # kept for the JSON object
+
+    def note(self, text: str, level: int = NORMAL) -> None:
+        """A line on stderr for those who want this much."""
+        if self.level >= level:
+            self._tell(printable(text))
+
+    def warn(self, text: str) -> None:
+        """Something that went another way than asked, but on; part of the JSON object too."""
+        self.warned.append(text)
+        if self.level >= NORMAL:
+            self._tell(f"{self._tinted('warning:', 33)} {printable(text)}")
+
+    def progress(self) -> Progress:
+        """The Progress that the user chose; none by default where the user wants quiet."""
+        if self.level <= QUIET and self.progress_mode == "auto":
+            return NullProgress()
+        return choose(self.progress_mode, self.err)
+
+    def finish(self, report: Report) -> int:
+        """Show the result, and the error if there is one; returns the exit code."""
+        if report.next_command:
+            self.note(f"next: {report.next_command}")
+        if self.as_json:
+            self._result(json.dumps(self._document(report), allow_nan=False))
+        elif report.text:
+            self._result(printable(report.text))
+        if report.error is not None:
+            self._tell(self._error_text(report.error))
+        return report.error.code if report.error is not None else OK
+
+    def fail(self, error: BaseException) -> int:
+        """Show why nothing came of it; returns the exit code. What is not a PrepError is a bug in prep and says so."""
+        if os.environ.get("PREP_TRACEBACK"):
+            self._tell("".join(traceback.format_exception(error)).rstrip())
+        return self.finish(Report(error=as_prep_error(error)))
+
+    def _document(self, report: Report) -> dict[str, object]:
+        """The JSON object: the fields that every command has, around the command's own."""
+        common = {"prep": version(), "command": self.command, "ok": report.error is None}
+        document = {**common, "seconds": round(self.clock() - self.started_s, 3), **report.fields}
+        document["warnings"] = list(self.warned)
+        if report.next_command:
+            document["next"] = report.next_command
+        if report.error is not None:
+            what, why, hint, code = report.error.what, report.error.why, report.error.hint, report.error.code
+            document["error"] = {"what": what, "why": why, "hint": hint, "code": code}
+        return document
+
+    def _error_text(self, error: PrepError) -> str:
+        lines = [f"{self._tinted('error:', 31)} {printable(error.what)}"]
+        lines += [f"  why: {printable(error.why)}"] if error.why else []
+        lines += [f" hint: {printable(error.hint)}"] if error.hint else []
+        return "\n".join(lines)
+
+    def _result(self, text: str) -> None:
+        print(text, file=self.out, flush=True)  # flushed here, where a closed pipe can still be handled
+
+    def _tell(self, text: str) -> None:
+        print(text, file=self.err, flush=True)
+
+    def _tinted(self, word: str, colour: int) -> str:
+        return f"\x1b[1;{colour}m{word}\x1b[0m" if _coloured(self.err) else word
+
+
+def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
+    """The Ui of a command from its shared options; -q wins over -v."""
+    return Ui(command, as_json, QUIET if quiet else min(verbose, SLABS), progress)
+
+
+def version() -> str:
+    """The installed version of prep."""
+    return metadata.version("prepcli")
+
+
+def as_prep_error(error: BaseException) -> PrepError:
+    """The error as it is told to users; the traceback of one that prep did not foresee is saved to a file."""
+    if isinstance(error, PrepError):
+        return error
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
+        what = f"cannot use {error.filename}" if error.filename is not None else "the system refused to read or write"
+        return PrepError(what, error.strerror or str(error))
+    text = "".join(traceback.format_exception(error))
+    with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
+        file.write(text)
+    line = traceback.format_exception_only(error)[-1].strip()
+    return PrepError("this is a bug in prep", line, f"please report it with {file.name}", FAILED)
+
+
+def table(rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection[str] = ()) -> str:
+    """Plain columns, two spaces apart; integers get commas and stand right, as do the columns named in `right`."""
+    shown = [[f"{cell:,}" if isinstance(cell, int) else printable(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *shown, strict=True)]
+    to_the_right = [
+        name in right or (bool(rows) and all(isinstance(row[index], int) for row in rows))
+        for index, name in enumerate(head)
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, to_the_right, strict=True)
+        ).rstrip()
+        for row in [list(head), *shown]
+    ]
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelled out: names come from strangers' files and must not steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def _coloured(stream: TextIO) -> bool:
+    """NO_COLOR wins, then FORCE_COLOR, then whether this is a terminal that knows colours."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")

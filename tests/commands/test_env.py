@@ -1,0 +1,76 @@
+"""`prep env`, in processes of its own: huggingface_hub reads the variables when it is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands.env import env
+
+DECIDING = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
+
+
+def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
+    """Each setting's value and source, and everything that was printed."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(DECIDING)}
+    done = subprocess.run(
+        [sys.executable, "-m", "prepcli", "env", "--json"],
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    settings = json.loads(done.stdout)["settings"]
+    return {each["name"]: (each["value"], each["source"]) for each in settings}, done.stdout + done.stderr
+
+
+def test_settings_come_from_where_they_were_decided(tmp_path: Path) -> None:
+    home = str(tmp_path)
+    settings, _ = settings_with(HF_HOME=home, PREP_MEMORY="1GiB", HF_HUB_OFFLINE="1")
+    assert settings["HF_HOME"] == (home, "HF_HOME")
+    assert settings["HF_HUB_CACHE"] == (f"{home}/hub", "HF_HOME")
+    assert settings["PREP_MEMORY"] == ("1GiB", "PREP_MEMORY")
+    assert settings["PREP_PROGRESS"] == ("auto", "default")
+    assert settings["HF_HUB_OFFLINE"] == ("1", "HF_HUB_OFFLINE")
+    assert settings["HF_TOKEN"] == ("-", "default")
+
+
+def test_a_token_is_never_shown(tmp_path: Path) -> None:
+    settings, printed = settings_with(HF_HOME=str(tmp_path), HF_TOKEN="hf_secret")
+    assert settings["HF_TOKEN"] == ("(set, not shown)", "HF_TOKEN")
+    assert "hf_secret" not in printed
+    (tmp_path / "token").write_text("hf_secret")
+    settings, printed = settings_with(HF_HOME=str(tmp_path))
+    assert settings["HF_TOKEN"] == ("(set, not shown)", str(tmp_path / "token"))
+    assert "hf_secret" not in printed
+
+
+def test_nothing_is_imported_for_devices_that_nobody_asked_for() -> None:
+    script = (
+        "import sys; from prepcli.commands.env import env; report = env('512MiB', with_devices=False);"
+        "print(report.fields['devices'], 'jax' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "None False False\n"
+
+
+def test_devices_on_request() -> None:
+    jax = pytest.importorskip("jax")
+    report = env("512MiB", with_devices=True)
+    devices: Any = report.fields["devices"]
+    assert len(devices) == len(jax.local_devices())
+    assert next(iter(devices)) in report.text
+
+
+def test_the_text_names_what_is_missing_and_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prepcli.commands.env.PACKAGES", ("typer", "no-such-package"))
+    lines = env("512MiB", with_devices=False).text.splitlines()
+    assert "no-such-package  not installed" in lines
+    assert any(line.startswith("total ") for line in lines)
+    assert "not looked for  `prep env --devices` imports jax" in lines

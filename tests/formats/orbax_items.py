@@ -1,0 +1,66 @@
+"""Small Orbax items for the tests: the data files are filled here in the plainest way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from prepcli.formats.ocdbt import NODE_BYTES
+from prepcli.formats.orbax import ArrayMeta, Other, index_at
+from prepcli.formats.orbax_write import Chunk, write_item
+
+NOW_NS = 1_700_000_000_123_456_789
+
+
+def values(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Random bits, so NaN and infinity in all their forms; booleans are 0 and 1."""
+    high = 2 if dtype == "bool" else 256
+    numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    bits = np.random.default_rng(seed).integers(0, high, math.prod(shape) * numpy_dtype.itemsize, np.uint8)
+    return bits.view(numpy_dtype).reshape(shape)
+
+
+def chunk_bytes(array: np.ndarray, chunk: tuple[int, ...], index: tuple[int, ...]) -> bytes:
+    """The chunk at `index`; what of it lies beyond the array's edge is filled with ones' bits."""
+    part = array[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk))]
+    whole = np.full(math.prod(chunk) * array.dtype.itemsize, 255, np.uint8).view(array.dtype).reshape(chunk)
+    whole[tuple(slice(n) for n in part.shape)] = part
+    return whole.tobytes()
+
+
+def place_chunks(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], gap: int = 0) -> tuple[list[Chunk], list[str]]:
+    """Chunks in reversed order into two data files, `gap` unused bytes before each."""
+    names = ["d/" + "b" * 32, "d/" + "a" * 32]
+    (folder / "d").mkdir(parents=True)
+    data, chunks = [bytearray(), bytearray()], []
+    for n, (meta, array) in enumerate(arrays.items()):
+        for at in reversed(range(math.prod(meta.grid))):
+            file = data[(n + at) % 2]
+            file += b"\xaa" * gap
+            index = index_at(meta.grid, at)
+            chunks.append(Chunk(n, index, (n + at) % 2, len(file), meta.chunk_nbytes))
+            file += chunk_bytes(array, meta.chunk, index)
+    for name, file in zip(names, data):
+        (folder / name).write_bytes(file)
+    return chunks, names
+
+
+def make_item(
+    folder: Path,
+    arrays: Mapping[ArrayMeta, np.ndarray],
+    gap: int = 0,
+    others: Sequence[Other] = (),
+    node_bytes: int = NODE_BYTES,
+) -> None:
+    """A whole item of these arrays."""
+    chunks, names = place_chunks(folder, arrays, gap)
+    write_item(folder, list(arrays), chunks, names, NOW_NS, others, node_bytes)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All files under `folder` by their relative paths."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

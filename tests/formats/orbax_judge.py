@@ -1,0 +1,146 @@
+"""Orbax itself, in a process of its own with eight devices: saves trees, and opens items in every way a user may.
+
+Usage: orbax_judge.py save FOLDER            what Orbax itself writes, in several forms
+       orbax_judge.py judge EXPECTED ITEM    every way to open the item gives what the JSON file says
+       orbax_judge.py same A B               two items hold the same tree
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint.experimental import v1
+
+jax.config.update("jax_enable_x64", True)  # or JAX would cast leaves of 64 bits
+MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "mp"))
+
+
+def sharded(tree: Any) -> Any:
+    """What to restore: each array over the mesh along its two last axes, where they divide."""
+
+    def target(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = leaf.shape
+        split = len(shape) >= 2 and shape[-2] % 4 == 0 and shape[-1] % 2 == 0 and all(shape)
+        spec = PartitionSpec(*[None] * (len(shape) - 2), "fsdp", "mp") if split else PartitionSpec()
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(MESH, spec))
+
+    return jax.tree.map(target, tree)
+
+
+def v0_metadata(item: Path) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.metadata(item).item_metadata.tree
+
+
+def v0_standard(item: Path) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(item, sharded(v0_metadata(item)))
+
+
+def v0_standard_no_target(item: Path) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(item)
+
+
+def v0_pytree(item: Path) -> Any:
+    return ocp.PyTreeCheckpointer().restore(item)
+
+
+def v0_pytree_numpy(item: Path) -> Any:
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), v0_metadata(item))
+    return ocp.PyTreeCheckpointer().restore(item, restore_args=as_numpy)
+
+
+def v1_no_target(item: Path) -> Any:
+    return v1.load(str(item))
+
+
+def v1_sharded(item: Path) -> Any:
+    target = sharded(v1.metadata(str(item), checkpointable_name=None).metadata)
+    return v1.load(str(item), target, checkpointable_name=None)
+
+
+def manager(item: Path) -> Any:
+    with tempfile.TemporaryDirectory(dir=item.parent) as root:
+        shutil.copytree(item, Path(root) / "0" / "default")
+        with ocp.CheckpointManager(root) as checkpoints:
+            return checkpoints.restore(checkpoints.latest_step(), args=ocp.args.StandardRestore())
+
+
+WAYS = (v0_standard, v0_standard_no_target, v0_pytree, v0_pytree_numpy, v1_no_target, v1_sharded, manager)
+
+
+def described(leaf: Any) -> list[Any]:
+    """Dtype, shape and bits of an array; kind and value of what is none."""
+    if hasattr(leaf, "dtype"):
+        array = np.asarray(leaf)
+        return [array.dtype.name, list(array.shape), array.tobytes().hex()]
+    return [type(leaf).__name__, leaf]
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf for path, leaf in leaves}
+
+
+def judge(expected_file: Path, item: Path) -> None:
+    expected = json.loads(expected_file.read_text())
+    for way in WAYS:
+        leaves = flat(way(item))
+        found = {name: described(leaf) for name, leaf in leaves.items()}
+        assert found.keys() == expected.keys(), (way.__name__, sorted(found.keys() ^ expected.keys()))
+        for name, leaf in found.items():
+            assert leaf == expected[name], (way.__name__, name, leaf[:2], expected[name][:2])
+        if way in (v0_standard, v1_sharded):
+            shards = {len({str(s.index) for s in leaf.addressable_shards}) for leaf in leaves.values()}
+            assert shards == {1, 8}, (way.__name__, shards)
+
+
+def tree_of_arrays() -> dict[str, Any]:
+    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)  # chunks too long for the index
+    over_mesh = NamedSharding(MESH, PartitionSpec(None, "fsdp", "mp"))
+    return {
+        "params": {"big": jax.device_put(big, over_mesh), "small": np.arange(3, dtype=np.int8)},
+        "opt": [{"mu": jax.numpy.ones((5, 2), jax.numpy.bfloat16)}, None],
+        "step": 3,
+        "name": "a name",
+        "nothing": {},
+    }
+
+
+def save(folder: Path) -> None:
+    """The same tree as raw chunks, compressed (Orbax's default), as zarr3 and as one file a chunk, and a step."""
+    tree = tree_of_arrays()
+    raw = ocp.PyTreeCheckpointer(use_compression=False)
+    raw.save(folder / "raw", tree)
+    ocp.PyTreeCheckpointer().save(folder / "zstd", tree)
+    ocp.PyTreeCheckpointer(use_zarr3=True, use_compression=False).save(folder / "zarr3", tree)
+    ocp.PyTreeCheckpointer(use_ocdbt=False, use_compression=False).save(folder / "files", tree)
+    raw.save(folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd"))  # what the errors advise
+    v1.save(str(folder / "v1"), {"w": np.ones(3)})
+    with ocp.CheckpointManager(folder / "run") as checkpoints:
+        for step in (9, 10):
+            checkpoints.save(step, args=ocp.args.StandardSave({"w": np.ones(3)}))
+
+
+def same(a: Path, b: Path) -> None:
+    trees = [v0_pytree(item) for item in (a, b)]
+    assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+    found = [{name: described(leaf) for name, leaf in flat(tree).items()} for tree in trees]
+    assert found[0] == found[1]
+
+
+if __name__ == "__main__":
+    command, *paths = sys.argv[1:]
+    {"save": save, "judge": judge, "same": same}[command](*(Path(path).absolute() for path in paths))

@@ -1,0 +1,279 @@
+"""Folders of safetensors: which files count, and what is said when index and files differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from prepcli.errors import PrepError
+from prepcli.formats.safetensors import has_safetensors, read_folder
+from prepcli.formats.shard_index import read_weight_map, shard_name
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
+
+
+def write(folder: Path, file: str, *names: str) -> None:
+    save_file({name: np.arange(len(name), dtype=np.float32) for name in names}, folder / file)
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1.5e9}, "weight_map": weight_map}))
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    """Three files of five tensors, and the weight_map of them."""
+    files = {SECOND: ["b", "bb"], FIRST: ["aa", "a"], THIRD: ["c"]}
+    for file, names in files.items():
+        write(folder, file, *names)
+    return {name: file for file, names in files.items() for name in names}
+
+
+def refusal(folder: Path) -> PrepError:
+    with pytest.raises(PrepError) as caught:
+        read_folder(folder)
+    return caught.value
+
+
+def test_files_come_in_the_order_of_their_names_and_tensors_in_that_of_bytes(tmp_path: Path) -> None:
+    write_index(tmp_path, sharded(tmp_path))
+    folder = read_folder(tmp_path)
+    assert (folder.path, folder.indexed) == (tmp_path, True)
+    assert [header.file_name for header in folder.headers] == [FIRST, SECOND, THIRD]
+    assert [(t.name, t.file) for t in folder.tensors] == [("a", 0), ("aa", 0), ("b", 1), ("bb", 1), ("c", 2)]
+    assert folder.tensors == tuple(t for header in folder.headers for t in header.tensors)
+    positions = [(t.file, t.offset) for t in folder.tensors]
+    assert positions == sorted(positions)
+
+
+def test_files_that_the_index_does_not_name_are_ignored(tmp_path: Path) -> None:
+    write_index(tmp_path, sharded(tmp_path))
+    write(tmp_path, "consolidated.safetensors", "a", "other")
+    (tmp_path / "broken.safetensors").write_bytes(b"")
+    assert len(read_folder(tmp_path).headers) == 3
+
+
+def test_a_hub_cache_of_links_is_read(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir()
+    snapshot.mkdir()
+    write_index(blobs, sharded(blobs))
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(f"../blobs/{blob.name}")
+    assert [header.file_name for header in read_folder(snapshot).headers] == [FIRST, SECOND, THIRD]
+
+
+def test_without_an_index_one_file_is_the_model(tmp_path: Path) -> None:
+    write(tmp_path, "model.safetensors", "a")
+    write(tmp_path, "consolidated.safetensors", "b")
+    folder = read_folder(tmp_path)
+    assert ([t.name for t in folder.tensors], folder.indexed) == (["a"], False)
+
+
+def test_without_an_index_all_files_together_are_the_model(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    write(tmp_path, ".hidden.safetensors", "a")
+    assert [t.name for t in read_folder(tmp_path).tensors] == ["a", "aa", "b", "bb", "c"]
+
+
+def test_a_file_of_any_name_will_do(tmp_path: Path) -> None:
+    write(tmp_path, "weights.safetensors", "a")
+    assert read_folder(tmp_path).headers[0].file_name == "weights.safetensors"
+
+
+def test_has_safetensors_tells_what_read_folder_would_read(tmp_path: Path) -> None:
+    assert not has_safetensors(tmp_path)
+    assert not has_safetensors(tmp_path / "absent")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / ".hidden.safetensors").write_bytes(b"")
+    assert not has_safetensors(tmp_path)
+    assert not has_safetensors(tmp_path / "pytorch_model.bin")
+    write(tmp_path, "model.safetensors", "a")
+    assert has_safetensors(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / INDEX)
+    assert has_safetensors(tmp_path)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path).what == f"{tmp_path} holds no safetensors files"
+    assert refusal(tmp_path / "absent").what == f"cannot read {tmp_path / 'absent'}"
+
+
+def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "adapter_model.safetensors", "a.lora_A.weight")
+    error = refusal(tmp_path)
+    assert error.what == f"{tmp_path} is an adapter, not a model"
+    assert "adapter_model.safetensors" in error.why
+    assert "merge_and_unload" in error.hint
+
+
+def test_an_adapter_beside_a_whole_model_is_ignored(tmp_path: Path) -> None:
+    write(tmp_path, "adapter_model.safetensors", "a.lora_A.weight")
+    write(tmp_path, "model.safetensors", "a")
+    assert [t.name for t in read_folder(tmp_path).tensors] == ["a"]
+
+
+def test_a_missing_file_is_named_with_the_number_of_its_tensors(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    write_index(snapshot, sharded(snapshot))
+    (snapshot / SECOND).unlink()
+    error = refusal(snapshot)
+    assert error.what == f"1 of 3 files of {snapshot} is missing"
+    assert error.why == f"the index names {SECOND} (2 tensors)"
+    assert error.hint == "`hf download acme/tiny`"
+    (snapshot / THIRD).unlink()
+    error = refusal(snapshot)
+    assert error.what == f"2 of 3 files of {snapshot} are missing"
+    assert error.why == f"the index names {SECOND} (2 tensors), {THIRD} (1 tensor)"
+
+
+def test_many_missing_files_are_counted(tmp_path: Path) -> None:
+    write_index(tmp_path, {str(i): shard_name("model", i, 30, "safetensors") for i in range(1, 31)})
+    assert refusal(tmp_path).what == f"30 of 30 files of {tmp_path} are missing"
+    assert refusal(tmp_path).why.endswith("model-00003-of-00030.safetensors (1 tensor) and 27 more")
+    assert refusal(tmp_path).hint == f"`hf download OWNER/NAME --local-dir {tmp_path}`"
+
+
+def test_a_link_to_nowhere_is_missing(tmp_path: Path) -> None:
+    write_index(tmp_path, {"a": "model.safetensors"})
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    assert refusal(tmp_path).what == f"1 of 1 files of {tmp_path} is missing"
+    (tmp_path / INDEX).unlink()
+    assert refusal(tmp_path).what == f"cannot read {tmp_path / 'model.safetensors'}"
+
+
+def test_numbered_files_must_be_complete_without_an_index_too(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (tmp_path / SECOND).unlink()
+    error = refusal(tmp_path)
+    assert error.what == f"1 of 3 files of {tmp_path} is missing"
+    assert SECOND in error.why
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path, indexed: bool) -> None:
+    weight_map = sharded(tmp_path)
+    write(tmp_path, THIRD, "c", "a")
+    if indexed:
+        write_index(tmp_path, weight_map)
+    error = refusal(tmp_path)
+    assert error.what == f"tensor `a` is in two files of {tmp_path}"
+    assert error.why == f"{FIRST} and {THIRD}"
+
+
+DISAGREEMENTS = {
+    "only in the index": ({"x": FIRST, "y": THIRD}, "2 only in the index: `x`, `y`"),
+    "only in the files": ({"bb": None, "aa": None}, "2 only in the files: `aa`, `bb`"),
+    "in another file": ({"a": SECOND}, "1 not in the file that the index names: `a`"),
+    "two of it": (
+        {"x": FIRST, "a": SECOND},
+        "1 only in the index: `x`; 1 not in the file that the index names: `a`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "why"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+def test_an_index_that_differs_from_its_files_is_refused(
+    tmp_path: Path, changes: dict[str, str | None], why: str
+) -> None:
+    changed = {**sharded(tmp_path), **changes}
+    write_index(tmp_path, {name: file for name, file in changed.items() if file})
+    error = refusal(tmp_path)
+    assert error.what == f"the index of {tmp_path} and its files name different tensors"
+    assert error.why == why
+
+
+UNSAFE = [
+    "/etc/model.safetensors",
+    "../model.safetensors",
+    "sub/model.safetensors",
+    "sub\\model.safetensors",
+    "C:model.safetensors",
+    "a\nmodel.safetensors",
+    "\x00.safetensors",
+]
+
+
+@pytest.mark.parametrize("file", UNSAFE)
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None:
+    write_index(tmp_path, {"a": file})
+    error = refusal(tmp_path)
+    assert error.what == f"{tmp_path / INDEX} is not a usable index"
+    assert error.why.endswith("which is not the bare name of a file")
+    assert error.why.isprintable()
+
+
+def test_an_overlong_file_name_is_missing(tmp_path: Path) -> None:
+    write_index(tmp_path, {"a": "m" * 300 + ".safetensors"})
+    assert refusal(tmp_path).what == f"1 of 1 files of {tmp_path} is missing"
+
+
+INDEXES = {
+    "empty": (b"", "JSON is broken"),
+    "no JSON": (b"weights", "JSON is broken"),
+    "a list": (b"[]", "no weight_map"),
+    "no weight_map": (b'{"metadata": {}}', "no weight_map"),
+    "weight_map of no tensor": (b'{"weight_map": {}}', "no weight_map"),
+    "weight_map that is no object": (b'{"weight_map": ["a"]}', "no weight_map"),
+    "file that is no text": (b'{"weight_map": {"a": 1}}', "`a` in something other than a *.safetensors file"),
+    "file of another kind": (b'{"weight_map": {"a": "x.bin"}}', "`a` in something other than a *.safetensors file"),
+    "tensor twice": (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "`a` twice"),
+    "not UTF-8": (b'{"weight_map": {"\xff": 1}}', "not UTF-8"),
+    "half a surrogate pair": (b'{"weight_map": {"\\udc00": 1}}', "not UTF-8"),
+    "bomb": (b'{"weight_map":' * 100_000, "nested too deeply"),
+    "endless number": (b'{"metadata":' + b"9" * 1_000_000 + b', "weight_map": 0}', "no weight_map"),
+    "infinite number": (b'{"metadata": Infinity}', "Infinity is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "why"), INDEXES.values(), ids=INDEXES)
+def test_a_broken_index_is_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+    (tmp_path / INDEX).write_bytes(content)
+    error = refusal(tmp_path)
+    assert error.what == f"{tmp_path / INDEX} is not a usable index"
+    assert why in error.why
+    assert INDEX in error.hint
+
+
+def test_an_index_over_the_limit_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / INDEX).open("wb") as file:
+        file.truncate(200_000_000)
+    assert "200,000,000 bytes" in refusal(tmp_path).why
+
+
+def test_a_folder_for_an_index_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX).mkdir()
+    assert refusal(tmp_path).what == f"{tmp_path / INDEX} is not a file"
+
+
+def test_an_index_of_other_files_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin.index.json"
+    path.write_text('{"metadata": {"total_size": "12"}, "weight_map": {"a": "x.bin"}}')
+    assert read_weight_map(path, "bin") == {"a": "x.bin"}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["weight_map", "metadata", "a"]) | st.text(max_size=2), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ).map(lambda value: json.dumps(value).encode())
+    | st.binary(max_size=40)
+)
+def test_any_index_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / INDEX
+    path.write_bytes(text)
+    with pytest.raises(PrepError, match=re.escape(str(path))):
+        read_folder(tmp_path)

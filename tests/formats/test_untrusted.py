@@ -1,0 +1,70 @@
+"""JSON, names and files from strangers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prepcli.errors import PrepError
+from prepcli.formats.untrusted import list_folder, parse_json, shown, stat_file
+
+no_numbers = st.recursive(
+    st.none() | st.booleans() | st.text(max_size=5) | st.integers(0, 10**19 - 1),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(value=no_numbers)
+def test_json_of_counts_is_read_as_it_is(value: object) -> None:
+    assert parse_json(json.dumps(value).encode()) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+def test_other_numbers_are_no_counts() -> None:
+    assert parse_json(b"[1, -1, -0, 9999999999999999999, 10000000000000000000, 1.5, 1e999]") == [
+        1, -1, -1, 9999999999999999999, -1, 1.5, math.inf,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"{", "its JSON is broken"),
+        (b'{"a": 1, "b": 2, "a": 1}', "it names `a` twice"),
+        (b"[NaN]", "NaN is not JSON"),
+        (b"[-Infinity]", "-Infinity is not JSON"),
+        (b"\xff", "its text is not UTF-8"),
+        (b'{"\\ud800": 1}', "its text is not UTF-8"),
+        (b"[" * 100_000, "its JSON is nested too deeply"),
+        (b'{"a":' * 100_000, "its JSON is nested too deeply"),
+    ],
+)
+def test_broken_json_is_refused_with_the_reason(text: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_json(text)
+
+
+@given(name=st.text())
+def test_shown_names_are_short_and_printable(name: str) -> None:
+    assert shown(name).isprintable()
+    assert len(shown(name * 1000)) <= 1002
+    assert shown("layers.0.w") == "`layers.0.w`"
+
+
+def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"xyz")
+    (tmp_path / "a").mkdir()
+    assert list_folder(tmp_path) == ["a", "b"]
+    assert stat_file(tmp_path / "b").st_size == 3
+    with pytest.raises(PrepError, match="a is not a file"):
+        stat_file(tmp_path / "a")
+    with pytest.raises(PrepError, match=r"cannot read .*c"):
+        stat_file(tmp_path / "c")
+    with pytest.raises(PrepError, match=r"cannot read .*b"):
+        list_folder(tmp_path / "b")

@@ -1,0 +1,150 @@
+"""A model hub on the loopback interface: as much of its HTTP interface as downloads by huggingface_hub need.
+
+    with serving({"owner/name": Repo({"config.json": b"{}"})}) as hub:
+        subprocess.run(…, env={**os.environ, **hub.environment(tmp_path)})
+
+The library reads HF_ENDPOINT when it is imported, hence the subprocess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass(frozen=True, slots=True)
+class Repo:
+    """A repository of one commit; a `status` other than 200 is what every request for it gets instead."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    status: int = 200
+    error_code: str = ""  # the hub's X-Error-Code, such as GatedRepo
+    revisions: tuple[str, ...] = ("main", COMMIT)
+    sizes: Mapping[str, int] = field(default_factory=dict)  # told instead of the true ones
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A hub that runs: where, and what it was asked for (`METHOD /path`, the query left out)."""
+
+    url: str
+    requests: list[str] = field(default_factory=list)
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """The variables that make huggingface_hub use this hub, and a cache under `home`."""
+        return environment(self.url, home)
+
+
+def environment(url: str, home: Path) -> dict[str, str]:
+    """As `Hub.environment`, for an address where nobody may answer."""
+    return {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+@contextmanager
+def serving(repos: Mapping[str, Repo]) -> Iterator[Hub]:
+    """A hub with these repositories, in a thread of this process; any other is answered with 404."""
+    requests: list[str] = []
+
+    class Handler(_Handler):
+        asked = requests
+        known = repos
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield Hub(f"http://127.0.0.1:{server.server_port}", requests)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """`/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`."""
+
+    asked: list[str]
+    known: Mapping[str, Repo]
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Tests are quiet."""
+
+    def do_HEAD(self) -> None:
+        """The same headers as for GET."""
+        self._answer()
+
+    def do_GET(self) -> None:
+        """Everything is a GET."""
+        self._answer()
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.asked.append(f"{self.command} {path}")
+        parts = path.strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        owner, name, *rest = parts[2:] if is_api else parts
+        repo = self.known.get(f"{owner}/{name}", Repo(status=404, error_code="RepoNotFound"))
+        revision = rest[1] if len(rest) > 1 else "main"
+        if repo.status != 200:
+            self._error(repo.status, repo.error_code)
+        elif revision not in repo.revisions:
+            self._error(404, "RevisionNotFound")
+        elif is_api:
+            tells_tree = rest[:1] == ["tree"]
+            self._json(_tree(repo) if tells_tree else _info(f"{owner}/{name}", repo))
+        else:
+            self._file(repo, "/".join(rest[2:]))
+
+    def _error(self, status: int, code: str) -> None:
+        self._send(status, b"", {"X-Error-Code": code} if code else {})
+
+    def _json(self, document: object) -> None:
+        self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, repo: Repo, name: str) -> None:
+        if name not in repo.files:
+            self._error(404, "EntryNotFound")
+            return
+        content = repo.files[name]
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_etag(content)}"'}
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        self._send(206 if start else 200, content[start:], headers)
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _etag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+def _size(repo: Repo, name: str) -> int:
+    return repo.sizes.get(name, len(repo.files[name]))
+
+
+def _info(hub_id: str, repo: Repo) -> dict[str, object]:
+    siblings = [{"rfilename": name, "size": _size(repo, name)} for name in repo.files]
+    return {"id": hub_id, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False, "downloads": 0, "likes": 0}
+
+
+def _tree(repo: Repo) -> list[dict[str, object]]:
+    return [
+        {"type": "file", "path": name, "size": _size(repo, name), "oid": _etag(content)}
+        for name, content in repo.files.items()
+    ]

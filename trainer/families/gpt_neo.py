@@ -1,0 +1,60 @@
+"""GPT-Neo: learned positions, global and local attention in turn, no scale and no bias on queries, keys and values."""
+
+from __future__ import annotations
+
+from trainer.table import Config, Family, Parameter, Tie
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """Atom -> extent; GPTNeoConfig's defaults where a field is absent."""
+    embed, heads = config.get("hidden_size", 2048), config.get("num_heads", 16)
+    return {
+        "vocab": config.get("vocab_size", 50257),
+        "positions": config.get("max_position_embeddings", 2048),
+        "layers": config.get("num_layers", 24),
+        "embed": embed,
+        "heads": heads,
+        "head_dim": embed // heads,
+        "mlp": config.get("intermediate_size") or 4 * embed,
+    }
+
+
+FAMILY = Family(
+    name="gpt_neo",
+    prefix="transformer.",
+    unprefixed=("lm_head.weight",),
+    sizes=sizes,
+    table={
+        "embed.tokens": Parameter("vocab embed <- wte.weight: vocab embed"),
+        "embed.positions": Parameter("positions embed <- wpe.weight: positions embed"),
+        "layers.attn_norm.scale": Parameter("layers embed <- h.{layers}.ln_1.weight: embed"),
+        "layers.attn_norm.bias": Parameter("layers embed <- h.{layers}.ln_1.bias: embed"),
+        "layers.attn.q.weight": Parameter(
+            "layers heads head_dim embed <- h.{layers}.attn.attention.q_proj.weight: (heads head_dim) embed"
+        ),
+        "layers.attn.k.weight": Parameter(
+            "layers heads head_dim embed <- h.{layers}.attn.attention.k_proj.weight: (heads head_dim) embed"
+        ),
+        "layers.attn.v.weight": Parameter(
+            "layers heads head_dim embed <- h.{layers}.attn.attention.v_proj.weight: (heads head_dim) embed"
+        ),
+        "layers.attn.o.weight": Parameter(
+            "layers embed heads head_dim <- h.{layers}.attn.attention.out_proj.weight: embed (heads head_dim)"
+        ),
+        "layers.attn.o.bias": Parameter("layers embed <- h.{layers}.attn.attention.out_proj.bias: embed"),
+        "layers.mlp_norm.scale": Parameter("layers embed <- h.{layers}.ln_2.weight: embed"),
+        "layers.mlp_norm.bias": Parameter("layers embed <- h.{layers}.ln_2.bias: embed"),
+        "layers.mlp.up.weight": Parameter("layers mlp embed <- h.{layers}.mlp.c_fc.weight: mlp embed"),
+        "layers.mlp.up.bias": Parameter("layers mlp <- h.{layers}.mlp.c_fc.bias: mlp"),
+        "layers.mlp.down.weight": Parameter("layers embed mlp <- h.{layers}.mlp.c_proj.weight: embed mlp"),
+        "layers.mlp.down.bias": Parameter("layers embed <- h.{layers}.mlp.c_proj.bias: embed"),
+        "final_norm.scale": Parameter("embed <- ln_f.weight: embed"),
+        "final_norm.bias": Parameter("embed <- ln_f.bias: embed"),
+        "head.weight": Parameter("vocab embed <- lm_head.weight: vocab embed"),
+    },
+    dropped={
+        "h.{i}.attn.attention.bias": "causal mask",
+        "h.{i}.attn.attention.masked_bias": "value of masked scores",
+    },
+    tie=Tie(leaf="head.weight", tensor="lm_head.weight", embedding="wte.weight", default=True),
+)

@@ -1,0 +1,68 @@
+"""LLaMA 1, 2, 3, 3.1 and 3.2: rotary positions, grouped key and value heads, a gated feed-forward."""
+
+from __future__ import annotations
+
+from trainer.table import Config, Family, Parameter, Tie
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """Atom -> extent; LlamaConfig's defaults where a field is absent."""
+    embed, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
+    return {
+        "vocab": config.get("vocab_size", 32000),
+        "layers": config.get("num_hidden_layers", 32),
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or embed // heads,
+        "mlp": config.get("intermediate_size", 11008),
+    }
+
+
+FAMILY = Family(
+    name="llama",
+    prefix="model.",
+    unprefixed=("lm_head.weight",),
+    sizes=sizes,
+    table={
+        "embed.tokens": Parameter("vocab embed <- embed_tokens.weight: vocab embed"),
+        "layers.attn_norm.scale": Parameter("layers embed <- layers.{layers}.input_layernorm.weight: embed"),
+        "layers.attn.q.weight": Parameter(
+            "layers heads head_dim embed <- layers.{layers}.self_attn.q_proj.weight: (heads head_dim) embed"
+        ),
+        "layers.attn.q.bias": Parameter(
+            "layers heads head_dim <- layers.{layers}.self_attn.q_proj.bias: (heads head_dim)", when="attention_bias"
+        ),
+        "layers.attn.k.weight": Parameter(
+            "layers kv_heads head_dim embed <- layers.{layers}.self_attn.k_proj.weight: (kv_heads head_dim) embed"
+        ),
+        "layers.attn.k.bias": Parameter(
+            "layers kv_heads head_dim <- layers.{layers}.self_attn.k_proj.bias: (kv_heads head_dim)",
+            when="attention_bias",
+        ),
+        "layers.attn.v.weight": Parameter(
+            "layers kv_heads head_dim embed <- layers.{layers}.self_attn.v_proj.weight: (kv_heads head_dim) embed"
+        ),
+        "layers.attn.v.bias": Parameter(
+            "layers kv_heads head_dim <- layers.{layers}.self_attn.v_proj.bias: (kv_heads head_dim)",
+            when="attention_bias",
+        ),
+        "layers.attn.o.weight": Parameter(
+            "layers embed heads head_dim <- layers.{layers}.self_attn.o_proj.weight: embed (heads head_dim)"
+        ),
+        "layers.attn.o.bias": Parameter(
+            "layers embed <- layers.{layers}.self_attn.o_proj.bias: embed", when="attention_bias"
+        ),
+        "layers.mlp_norm.scale": Parameter("layers embed <- layers.{layers}.post_attention_layernorm.weight: embed"),
+        "layers.mlp.gate.weight": Parameter("layers mlp embed <- layers.{layers}.mlp.gate_proj.weight: mlp embed"),
+        "layers.mlp.gate.bias": Parameter("layers mlp <- layers.{layers}.mlp.gate_proj.bias: mlp", when="mlp_bias"),
+        "layers.mlp.up.weight": Parameter("layers mlp embed <- layers.{layers}.mlp.up_proj.weight: mlp embed"),
+        "layers.mlp.up.bias": Parameter("layers mlp <- layers.{layers}.mlp.up_proj.bias: mlp", when="mlp_bias"),
+        "layers.mlp.down.weight": Parameter("layers embed mlp <- layers.{layers}.mlp.down_proj.weight: embed mlp"),
+        "layers.mlp.down.bias": Parameter("layers embed <- layers.{layers}.mlp.down_proj.bias: embed", when="mlp_bias"),
+        "final_norm.scale": Parameter("embed <- norm.weight: embed"),
+        "head.weight": Parameter("vocab embed <- lm_head.weight: vocab embed"),
+    },
+    dropped={"layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"},
+    tie=Tie(leaf="head.weight", tensor="lm_head.weight", embedding="embed_tokens.weight", default=False),
+)

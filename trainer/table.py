@@ -1,0 +1,77 @@
+"""Parameters and families: what a model's tree is made of, and where each leaf's elements are in Hugging Face tensors.
+
+A family is data: rows of text, a function from its config to extents, and a few names. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.axes import Row, parse
+
+Config = Mapping[str, Any]
+LAYERS = "layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A leaf of the tree: `row` ties it to tensors named without the base prefix; it is there if config[`when`] is."""
+
+    row: str
+    when: str = ""
+
+    def present(self, config: Config) -> bool:
+        """Whether a model with this config has the parameter."""
+        return not self.when or bool(config.get(self.when))
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A head that may be the embedding: leaf and tensor of both, and what holds where the config does not say."""
+
+    leaf: str
+    tensor: str
+    embedding: str  # tensor
+    default: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: everything that conversion asks of it."""
+
+    name: str  # as config.json's model_type says
+    prefix: str  # of tensors in a file that holds the model with its head
+    unprefixed: tuple[str, ...]  # tensors that never have the prefix
+    sizes: Callable[[Config], dict[str, int]]  # atom -> extent; PrepError names a config that makes no sense
+    table: Mapping[str, Parameter]  # path in the tree -> parameter
+    dropped: Mapping[str, str]  # pattern of a tensor's name, `{i}` any number -> what it is
+    tie: Tie
+
+
+def rows(family: Family, config: Config, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
+    """The parameters that a config has, parsed: path in the tree -> row.
+
+    Stacked over layers (on axis `scan_axis`), or not: then a path has `{layers}` and its row stands for many leaves.
+    """
+    found = {path: parse(p.row) for path, p in family.table.items() if p.present(config)}
+    if not scan:
+        return dict(_unstacked(path, row) for path, row in found.items())
+    return {path: _on_axis(row, scan_axis) for path, row in found.items()}
+
+
+def _unstacked(path: str, row: Row) -> tuple[str, Row]:
+    if (LAYERS,) not in row.leaf:
+        return path, row
+    numbered = path.replace(f"{LAYERS}.", f"{LAYERS}.{{{LAYERS}}}.", 1)
+    return numbered, dataclasses.replace(row, leaf=tuple(dim for dim in row.leaf if dim != (LAYERS,)))
+
+
+def _on_axis(row: Row, axis: int) -> Row:
+    if (LAYERS,) not in row.leaf:
+        return row
+    others = [dim for dim in row.leaf if dim != (LAYERS,)]
+    others.insert(min(axis, len(others)), (LAYERS,))
+    return dataclasses.replace(row, leaf=tuple(others))
