@@ -33,11 +33,13 @@ from prepcli.guess import guess
 from prepcli.options import (
     MEMORY_DEFAULT,
     Checkpoint,
+    CheckpointHere,
     Drop,
     DryRun,
     Family,
     Json,
     Memory,
+    MeshOption,
     Offline,
     Out,
     Overwrite,
@@ -45,6 +47,9 @@ from prepcli.options import (
     Quiet,
     Restart,
     Revision,
+    RuleOption,
+    Scan,
+    ScanAxis,
     TrueVocab,
     Untie,
     Verbose,
@@ -128,6 +133,122 @@ def pad_vocab(
     wishes = Wishes(tuple(drop or ()), untie)
     with stoppable():
         return ui.finish(run(Request(common, multiple, size, mesh, init, seed, true_vocab, wishes), ui))
+
+
+@app.command()
+def save_init(
+    checkpoint: Checkpoint,
+    mesh: MeshOption = None,
+    rule: RuleOption = None,
+    scan: Scan = None,
+    scan_axis: ScanAxis = None,
+    pad_vocab: Annotated[
+        str, typer.Option("--pad-vocab", metavar="no|auto|N", help="Pad to a multiple of N; auto: as the mesh needs.")
+    ] = "no",
+    init: Annotated[str, typer.Option("--init", metavar="KIND", help="New rows: zeros, mean or normal.")] = "zeros",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="For --init normal.")] = 0,
+    true_vocab: TrueVocab = None,
+    drop: Drop = None,
+    untie: Untie = False,
+    out: Out = None,
+    memory: Memory = MEMORY_DEFAULT,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    revision: Revision = None,
+    offline: Offline = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Convert a Hugging Face checkpoint into a sharded Orbax one.
+
+    \b
+    Examples:
+      prep save-init gpt-neo-1.3B-padded --mesh 1,1,8
+      prep save-init llama-13b --memory 128MiB
+      prep save-init gpt-neo-1.3B --mesh 1,64,4 --pad-vocab auto --dry-run
+    """
+    from prepcli.commands.conversion import Common
+    from prepcli.commands.save_init import Request
+    from prepcli.commands.save_init import save_init as run
+
+    ui = open_ui("save-init", json, quiet, verbose, progress)
+    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart, offline, revision)
+    wishes = Wishes(tuple(drop or ()), untie)
+    rules = tuple(rule or ())
+    with stoppable():
+        request = Request(common, mesh, rules, scan, scan_axis, pad_vocab, init, seed, true_vocab, wishes)
+        return ui.finish(run(request, ui))
+
+
+@app.command()
+def reshard(
+    checkpoint: CheckpointHere = None,
+    mesh: MeshOption = None,
+    rule: RuleOption = None,
+    scan: Scan = None,
+    scan_axis: ScanAxis = None,
+    out: Out = None,
+    memory: Memory = MEMORY_DEFAULT,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Lay an Orbax checkpoint out for another mesh.
+
+    \b
+    Examples:
+      prep reshard --mesh 1,64,4
+      prep reshard llama-13b-init --mesh fsdp:64,mp:4,sp:2 --out wide
+      prep reshard llama-13b-init --mesh 1,1,8 --no-scan
+    """
+    from prepcli.commands.conversion import Common
+    from prepcli.commands.save_init import Request
+    from prepcli.commands.save_init import reshard as run
+
+    ui = open_ui("reshard", json, quiet, verbose, progress)
+    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart)
+    with stoppable():
+        return ui.finish(run(Request(common, mesh, tuple(rule or ()), scan, scan_axis), ui))
+
+
+@app.command()
+def export(
+    checkpoint: CheckpointHere = None,
+    keep_padding: Annotated[bool, typer.Option("--keep-padding", help="Leave the padded rows on.")] = False,
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The most a file holds.")] = "5GB",
+    true_vocab: TrueVocab = None,
+    out: Out = None,
+    memory: Memory = MEMORY_DEFAULT,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Convert an Orbax checkpoint into a Hugging Face folder.
+
+    \b
+    Examples:
+      prep export llama-13b-init
+      prep export --keep-padding --shard-size 2GB --out padded-hf
+    """
+    from prepcli.commands.conversion import Common
+    from prepcli.commands.export import Request
+    from prepcli.commands.export import export as run
+
+    ui = open_ui("export", json, quiet, verbose, progress)
+    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart)
+    with stoppable():
+        return ui.finish(run(Request(common, keep_padding, parse_bytes(shard_size), true_vocab), ui))
 
 
 @app.command()
@@ -233,5 +354,6 @@ def _usage_error(error: Exception, command: str) -> PrepError | None:
         meant = guess(match[1], getattr(error, "possibilities", None) or ())
         what = f"`{path}` has no option `{match[1].rstrip('.')}`"
         return usage(what, hint=f"did you mean `{meant}`?" if meant else f"`{path} --help`")
-    first_line = message.partition("\n")[0].rstrip(".")
-    return usage(first_line[:1].lower() + first_line[1:], hint=f"`{path} --help`")
+    first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
+    what, _, why = first_line.partition(": ")
+    return usage(what[:1].lower() + what[1:], why.removeprefix("Value error, "), f"`{path} --help`")

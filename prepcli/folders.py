@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prepcli.convert import dumps
+from prepcli.formats.safetensors import INDEX
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out
 from prepcli.plan import Flat, OutFile, SmallFile
-from prepcli.sources import CONFIG
+from prepcli.sources import CONFIG, Source, SourceTensor
 
-INDEX = "model.safetensors.index.json"
 Group = tuple[str, Sequence[Entry], int | None]  # file name, tensors in order, how deep in a page the first one lies
+
+
+def with_rows(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
+    """Shape and bytes of a tensor with so many rows; a 0-d tensor has none to change."""
+    if not tensor.shape:
+        return (), tensor.nbytes
+    row_nbytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+    return (rows, *tensor.shape[1:]), row_nbytes * rows
+
+
+def entries(source: Source, tensors: Iterable[SourceTensor], rows: Mapping[str, int]) -> list[Entry]:
+    """The tensors as a header lists them, each with the rows that it has there."""
+    return [(source.names.full(t.name), t.dtype, *with_rows(t, rows[t.name])) for t in tensors]
+
+
+def rows_of(tensors: Iterable[SourceTensor], vocab: Collection[str], size: int) -> dict[str, int]:
+    """Rows of every tensor in an output with `size` rows of vocabulary; 1 for a 0-d tensor."""
+    return {t.name: size if t.name in vocab else (t.shape[0] if t.shape else 1) for t in tensors}
 
 
 def laid_out(groups: Sequence[Group]) -> tuple[tuple[OutFile, ...], dict[str, Flat], tuple[FileLayout, ...]]:

@@ -11,11 +11,10 @@ from pathlib import Path
 from prepcli.aliases import BY_NAME
 from prepcli.detect import Kind, detect
 from prepcli.errors import PrepError, usage
-from prepcli.formats.untrusted import parse_json
 from prepcli.guess import guess
+from prepcli.manifest import MANIFEST, read_manifest
 from prepcli.progress import NullProgress, Progress
 
-MANIFEST = "prep-manifest.json"
 PARTIAL = ".partial"
 MAX_FOLDERS = 8
 
@@ -112,13 +111,7 @@ def _local(folder: Path, shown: str) -> Located:
 
 def _manifest_name(folder: Path) -> str:
     """The model's name as the manifest keeps it; a name with a slash would leave the folder that outputs go to."""
-    try:
-        document = parse_json((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError) as error:
-        raise PrepError(f"cannot read {folder / MANIFEST}", str(error)) from error
-    name = document.get("name") if isinstance(document, dict) else None
+    name = (read_manifest(folder) or {}).get("name")
     return name if isinstance(name, str) and name == Path(name).name else ""
 
 

@@ -20,7 +20,7 @@ NONE: Mapping[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`width` bytes, repeated over `dims` = (count, step in the tensor, step opposite), the opposite's outermost first."""
+    """`width` bytes, repeated over `dims` = (count, step in the tensor, step opposite), outermost opposite first."""
 
     at: int  # bytes from the start of the tensor
     file: int

@@ -13,7 +13,7 @@ from prepcli.progress import Mode
 def complete_checkpoint(incomplete: str) -> list[str]:
     """Aliases, and folders here that hold a prep manifest."""
     from prepcli.aliases import BY_NAME
-    from prepcli.locate import MANIFEST
+    from prepcli.manifest import MANIFEST
 
     folders = [path.parent.name for path in Path().glob(f"*/{MANIFEST}")]
     return [name for name in [*sorted(folders), *BY_NAME] if name.startswith(incomplete)]
@@ -66,7 +66,7 @@ Verbose = Annotated[
 ProgressMode = Annotated[
     Mode,
     typer.Option(
-        "--progress", envvar="PREP_PROGRESS", help="How to show progress; auto: a bar on a terminal, else lines."
+        "--progress", metavar="MODE", envvar="PREP_PROGRESS", help="auto (bar or lines), bar, lines, json or none."
     ),
 ]
 
@@ -101,4 +101,20 @@ TrueVocab = Annotated[
     typer.Option(
         "--true-vocab", metavar="N", min=1, help="True size of a vocabulary that came padded.", show_default=False
     ),
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option("--mesh", metavar="DP,FSDP,MP", help="Lay out for this mesh of devices.", show_default=False),
+]
+RuleOption = Annotated[
+    list[str] | None,
+    typer.Option("--rule", metavar="DIM=AXIS", help="How a dim is split; may be repeated.", show_default=False),
+]
+Scan = Annotated[
+    bool | None,
+    typer.Option("--scan/--no-scan", help="Stack the layers, or a leaf for each; default: as it was, else stacked."),
+]
+ScanAxis = Annotated[
+    int | None,
+    typer.Option("--scan-axis", metavar="0|1", min=0, max=1, help="The axis of the layers.", show_default=False),
 ]

@@ -30,7 +30,7 @@ from trainer.table import Config, Family, rows
 
 CONFIG = "config.json"
 HF_FOLDER = "hf"  # in an init checkpoint: config, tokenizer and what else belongs to the model
-INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+INDEX_FILES = (safetensors.INDEX, "pytorch_model.bin.index.json")
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
 

@@ -15,6 +15,7 @@ from prepcli.plan import Plan
 from prepcli.sources import Source, open_source
 from prepcli.ui import LEAVES, Report, Ui
 from prepcli.units import bytes_text
+from prepcli.vocabulary import Vocabulary, with_vocabulary
 from trainer.axes import Row
 from trainer.table import rows
 
@@ -105,6 +106,13 @@ def counted(source: Source, table: dict[str, Row], wishes: Wishes) -> Account:
 def table_of(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
     """The rows of the source's family for its config."""
     return rows(source.family, source.config, scan, scan_axis)
+
+
+def output_config(source: Source, vocabulary: Vocabulary, tied: bool) -> dict[str, Any]:
+    """The source's config for an output with this vocabulary; a head that became its own is said to be so."""
+    config = with_vocabulary(source.config, vocabulary)
+    was_tied = config.get("tie_word_embeddings", source.family.tie.default)
+    return config | ({"tie_word_embeddings": False} if was_tied and not tied else {})
 
 
 def request_text(command: str, source: Source, options: Sequence[tuple[str, object]]) -> str:

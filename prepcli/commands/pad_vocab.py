@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.accounting import KEEP_ALL, Use, Wishes, vocab_tensors
-from prepcli.commands.conversion import Common, Planned, counted, request_text, run, table_of
+from prepcli.commands.conversion import Common, Planned, counted, output_config, request_text, run, table_of
 from prepcli.errors import usage
-from prepcli.folders import Group, laid_out, settings
-from prepcli.formats.safetensors_layout import Entry
+from prepcli.folders import Group, entries, laid_out, rows_of, settings
 from prepcli.locate import Located
 from prepcli.plan import Fill, Flat, Plan
 from prepcli.sources import Source, SourceTensor
 from prepcli.streams import Cut, Target, streams, taken_off
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
-from prepcli.vocabulary import Vocabulary, with_vocabulary
+from prepcli.vocabulary import Vocabulary
 from trainer.mesh import DEFAULT_RULES, parse
 
 KINDS = ("zeros", "mean", "normal")
@@ -72,13 +71,11 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
     found = counted(source, table_of(source), request.wishes)
     wanted = {d.name for d in found.dropped if d.rule == "--drop"}
     cut = Cut(vocabulary, _padded(source, found.uses), fill_of(request.init, request.seed, source))
-    rows = {t.name: size if t.name in cut.tensors else (t.shape[0] if t.shape else 1) for t in source.tensors}
+    rows = rows_of(source.tensors, cut.tensors, size)
     kept = [(file, t) for file, t in zip(source.file_names, source.tensors) if t.name not in wanted]
     files, places, layouts = laid_out(_groups(source, kept, rows))
     targets = {t.name: Target((places[source.names.full(t.name)],), rows[t.name]) for _, t in kept}
-    config = with_vocabulary(source.config, Vocabulary(vocabulary.true, size))
-    if request.wishes.untie and not found.tied:
-        config["tie_word_embeddings"] = False
+    config = output_config(source, Vocabulary(vocabulary.true, size), found.tied)
     made = Plan(
         command="pad-vocab",
         request=_request_text(request, source),
@@ -120,12 +117,8 @@ def _groups(source: Source, kept: list[tuple[str, SourceTensor]], rows: dict[str
     for file in dict.fromkeys(name for name, _ in kept):
         inside = [t for name, t in kept if name == file]
         first = inside[0].side[0]
-        entries: list[Entry] = []
-        for t in inside:
-            shape = (rows[t.name], *t.shape[1:]) if t.shape else ()
-            nbytes = t.nbytes // t.shape[0] * rows[t.name] if t.shape and t.shape[0] else t.nbytes
-            entries.append((source.names.full(t.name), t.dtype, shape, nbytes))
-        groups.append((file, entries, first.offset % 4096 if isinstance(first, Flat) else None))
+        lead = first.offset % 4096 if isinstance(first, Flat) else None
+        groups.append((file, entries(source, inside, rows), lead))
     return groups
 
 

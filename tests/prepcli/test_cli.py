@@ -133,6 +133,14 @@ def test_too_many_arguments_and_missing_values_point_to_the_help(capsys: pytest.
         assert lines[1] == f" hint: `prep {args[0]} --help`"
 
 
+def test_a_wrong_value_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pad-vocab", "x", "--progress", "loud"]) == 2
+    what, why, hint = capsys.readouterr().err.splitlines()
+    assert what == "error: invalid value for '--progress'"
+    assert why == "  why: 'loud' is not one of 'auto', 'bar', 'lines', 'json', 'none'"
+    assert hint == " hint: `prep pad-vocab --help`"
+
+
 @pytest.mark.parametrize(
     ("args", "command", "what"),
     [

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from prepcli import hub
 from prepcli.errors import USAGE, PrepError
-from prepcli.locate import MANIFEST, Located, default_checkpoint, locate
+from prepcli.locate import Located, default_checkpoint, locate
+from prepcli.manifest import MANIFEST, manifest_bytes
 from tests.prepcli.test_detect import fill
 
 
@@ -75,19 +75,14 @@ def test_relative_paths_count_from_the_folder_that_is_given(tmp_path: Path) -> N
 
 def test_the_manifest_knows_the_name_of_the_model(here: Path) -> None:
     folder = fill(here / "renamed", "_METADATA")
-    for content, name in [
-        ({"name": "llama-13b"}, "llama-13b"),
-        ({}, "renamed"),
-        ({"name": "../x"}, "renamed"),
-        ([], "renamed"),
-    ]:
-        (folder / MANIFEST).write_text(json.dumps(content))
+    for content, name in [({"name": "llama-13b"}, "llama-13b"), ({}, "renamed"), ({"name": "../x"}, "renamed")]:
+        (folder / MANIFEST).write_bytes(manifest_bytes(content))
         assert locate("renamed").name == name
 
 
 def test_a_broken_manifest_is_named(here: Path) -> None:
     (fill(here / "m", "_METADATA") / MANIFEST).write_text("{")
-    assert refusal("m")[0] == f"cannot read m/{MANIFEST}"
+    assert refusal("m")[0] == f"m/{MANIFEST} is broken"
 
 
 def test_a_path_goes_before_an_alias_and_a_hub_id(here: Path, downloads: list[object]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.guess import guess
-from prepcli.locate import MANIFEST
+from prepcli.manifest import MANIFEST
 from prepcli.options import MEMORY_DEFAULT, complete_checkpoint, complete_family
 from prepcli.units import parse_bytes
 from tests.prepcli.test_detect import fill

@@ -1,0 +1,201 @@
+"""`prep save-init` and `prep reshard`: an Orbax checkpoint of parameters, laid out for a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prepcli.accounting import KEEP_ALL, Wishes, vocab_tensors
+from prepcli.commands.conversion import Common, Planned, counted, output_config, request_text, run, table_of
+from prepcli.commands.pad_vocab import fill_of
+from prepcli.errors import PrepError, usage
+from prepcli.folders import rows_of, settings
+from prepcli.formats.orbax import find_item
+from prepcli.items import Item, Split, make_item
+from prepcli.locate import Located
+from prepcli.manifest import read_manifest
+from prepcli.plan import Plan
+from prepcli.sources import HF_FOLDER, Source
+from prepcli.streams import Cut, Target, streams
+from prepcli.ui import Report, Ui
+from prepcli.units import bytes_text
+from prepcli.vocabulary import Vocabulary
+from trainer.mesh import folder_suffix, parse, with_rules
+
+HOST_DEVICES = 4  # of a TPU host, and of many GPU ones: for the line that tells what a host reads
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the checkpoint is laid out for: None where the source's own layout, or the default, holds."""
+
+    common: Common
+    mesh: str | None = None
+    rules: tuple[str, ...] = ()
+    scan: bool | None = None
+    scan_axis: int | None = None
+    pad_vocab: str = "no"
+    init: str = "zeros"
+    seed: int = 0
+    true_vocab: int | None = None
+    wishes: Wishes = KEEP_ALL
+
+
+def save_init(request: Request, ui: Ui) -> Report:
+    """A Hugging Face folder into an Orbax checkpoint, ready for every host."""
+    return run(request.common, ui, lambda source, located: _planned("save-init", request, source, located))
+
+
+def reshard(request: Request, ui: Ui) -> Report:
+    """An Orbax checkpoint laid out anew for another mesh."""
+    return run(request.common, ui, lambda s, where: _planned("reshard", request, s, where), _is_original)
+
+
+def _is_original(folder: Path) -> bool:
+    """An Orbax checkpoint that is not itself a reshard of another."""
+    manifest = read_manifest(folder)
+    return find_item(folder) is not None and bool(manifest) and manifest.get("command") != "reshard"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What is laid out, with the source's own layout where the request says nothing."""
+
+    split: Split
+    scan: bool
+    scan_axis: int
+    vocabulary: Vocabulary
+    rows: int  # of vocabulary
+    before: Mapping[str, Any]  # the source's manifest, where it is a checkpoint of this kind
+
+
+def _planned(command: str, request: Request, source: Source, located: Located) -> Planned:
+    _check_kind(command, source)
+    layout = _layout(request, source)
+    table = table_of(source, layout.scan, layout.scan_axis)
+    found = counted(source, table, request.wishes)
+    item = make_item(source, found, table, layout.rows, layout.split)
+    compared = {check.name for check in found.checks}
+    cut = Cut(layout.vocabulary, vocab_tensors(found.uses) | compared, fill_of(request.init, request.seed, source))
+    rows = rows_of(source.tensors, cut.tensors, layout.rows)
+    targets = {name: Target(regions, rows[name]) for name, regions in item.regions.items()}
+    config = output_config(source, Vocabulary(layout.vocabulary.true, layout.rows), found.tied)
+    made = Plan(
+        command=command,
+        request=_request_text(command, request, source),
+        source_name=source.name,
+        sources=source.facts,
+        streams=streams(source, targets, cut, compared),
+        files=item.files,
+        small_files=settings(config, (), source.small_files, f"{HF_FOLDER}/"),
+        leaves=item.leaves,
+        dropped=found.dropped,
+        checks=found.checks,
+        settings={**_settings(source, located, layout), "tied": found.tied, "config": config},
+        names={t.name: source.names.full(t.name) for t in source.tensors},
+    )
+    mesh = layout.split.mesh
+    suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
+    meshes = {"from": layout.before.get("mesh"), "to": str(mesh) if mesh else None}
+    fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
+    lines = tuple(_lines(layout, item))
+    return Planned(made, f"{located.name}-{suffix}", lines, fields, lambda out: _next(command, out))
+
+
+def _layout(request: Request, source: Source) -> _Layout:
+    before = source.manifest if source.manifest and source.manifest.get("kind") == "init" else {}
+    mesh = parse(request.mesh) if request.mesh else None
+    if mesh is not None and -1 in mesh.sizes:
+        raise usage(f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number")
+    split = Split(mesh, with_rules(request.rules))
+    vocabulary = source.vocabulary(request.true_vocab)
+    return _Layout(
+        split,
+        before.get("scan", True) if request.scan is None else request.scan,
+        before.get("scan_axis", 0) if request.scan_axis is None else request.scan_axis,
+        vocabulary,
+        _vocab_rows(request, vocabulary, split),
+        before,
+    )
+
+
+def _settings(source: Source, located: Located, layout: _Layout) -> dict[str, Any]:
+    return {
+        "name": located.name,
+        "kind": "init",
+        "family": source.family.name,
+        "vocab": {"true": layout.vocabulary.true, "padded": layout.rows},
+        "layout": "native",
+        "mesh": str(layout.split.mesh) if layout.split.mesh else None,
+        "scan": layout.scan,
+        "scan_axis": layout.scan_axis,
+        "prefixed": source.names.prefixed,
+    }
+
+
+def _check_kind(command: str, source: Source) -> None:
+    if command == "save-init" and not source.file_names:
+        hint = f"`prep reshard {source.name} --mesh …` lays it out anew, `prep export {source.name}` goes back"
+        raise usage(f"{source.name} is an Orbax checkpoint already", "save-init reads Hugging Face folders", hint)
+    if command == "reshard" and source.file_names:
+        hint = f"`prep save-init {source.name} --mesh …`"
+        raise usage(f"{source.name} is a Hugging Face folder", "reshard reads Orbax checkpoints", hint)
+
+
+def _vocab_rows(request: Request, vocabulary: Vocabulary, split: Split) -> int:
+    if request.pad_vocab == "no":
+        return vocabulary.stored
+    if request.pad_vocab == "auto":
+        axes = split.rules["vocab"][0]
+        parts = math.prod(split.mesh.size(a) for a in axes) if split.mesh else 1
+        return max(vocabulary.stored, vocabulary.padded_to(parts)) if vocabulary.stored % parts else vocabulary.stored
+    if not request.pad_vocab.isdecimal() or int(request.pad_vocab) < 1:
+        raise usage(f"`--pad-vocab {request.pad_vocab}` is not understood", "it takes no, auto, or a multiple")
+    padded = vocabulary.padded_to(int(request.pad_vocab))
+    if padded < vocabulary.stored:
+        why = f"the tensors have {vocabulary.stored} rows, {vocabulary.true} of them true"
+        raise PrepError(
+            f"`--pad-vocab {request.pad_vocab}` would take rows off", why, "`prep export` takes padding off"
+        )
+    return padded
+
+
+def _lines(layout: _Layout, item: Item) -> Iterator[str]:
+    stored, mesh = layout.vocabulary.stored, layout.split.mesh
+    if layout.rows != stored:
+        yield f"vocabulary {stored} -> {layout.rows} (+{layout.rows - stored} rows)"
+    if mesh is not None:
+        axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
+        before = layout.before.get("mesh")
+        a_host = HOST_DEVICES if mesh.n_devices % HOST_DEVICES == 0 else mesh.n_devices
+        hosts = mesh.n_devices // a_host
+        reads = (
+            f"{hosts} host{'s' if hosts > 1 else ''} of {a_host} read {item.host_reads(mesh, a_host):.2f} x their bytes"
+        )
+        size = bytes_text(item.device_nbytes())
+        yield f"mesh {f'{before} -> ' if before else ''}{axes} = {mesh.n_devices} devices; {size} a device; {reads}"
+    yield from item.fallbacks
+
+
+def _next(command: str, out: Path) -> str:
+    return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
+
+
+def _request_text(command: str, request: Request, source: Source) -> str:
+    options = [
+        ("--mesh", request.mesh),
+        ("--rule", request.rules),
+        ("--scan", request.scan or None),
+        ("--no-scan", request.scan is False),
+        ("--scan-axis", request.scan_axis),
+        ("--pad-vocab", request.pad_vocab if request.pad_vocab != "no" else None),
+        ("--init", request.init if request.init != "zeros" else None),
+        ("--seed", request.seed or None),
+        ("--true-vocab", request.true_vocab),
+        ("--drop", request.wishes.drop),
+        ("--untie", request.wishes.untie),
+    ]
+    return request_text(command, source, options)

@@ -1,0 +1,124 @@
+"""An Orbax checkpoint of parameters as an output: leaves, chunks for a mesh, and where each tensor goes. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prepcli.accounting import Account, Use
+from prepcli.errors import PrepError
+from prepcli.grids import Grid
+from prepcli.moves import Region
+from prepcli.placing import Layout, Want, place
+from prepcli.plan import Flat, Leaf, OutFile
+from prepcli.sources import Source, SourceTensor
+from prepcli.tensors import ITEM_BITS, itemsize
+from trainer.axes import AxisMap, Row, bind
+from trainer.host_reads import amplification, reads_per_host
+from trainer.mesh import Mesh, Rules, Spec, chunk_shape, spec
+
+ROOT = "params"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """The leaves, the data files, the regions of every tensor, and the dims that a mesh could not split as asked."""
+
+    leaves: tuple[Leaf, ...]
+    files: tuple[OutFile, ...]
+    regions: Mapping[str, tuple[Region, ...]]
+    specs: Mapping[str, Spec]  # by path of the leaf; none without a mesh
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """A line for each dim that is not split as its rule would have it first."""
+        return tuple(dict.fromkeys(str(fallback) for found in self.specs.values() for fallback in found.fallbacks))
+
+    def device_nbytes(self) -> int:
+        """Bytes of parameters that one device of the mesh holds."""
+        return sum(leaf.nbytes // math.prod(self.specs[leaf.name].parts) for leaf in self.leaves)
+
+    def host_reads(self, mesh: Mesh, devices: int) -> float:
+        """Bytes that a host of so many devices reads for each that it needs, on the worst host."""
+        return amplification(
+            reads_per_host(x.grid.shape, x.grid.chunk, itemsize(x.dtype), self.specs[x.name], mesh, devices)
+            for x in self.leaves
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """For which mesh chunks are made (None: for none in particular), by which rules."""
+
+    mesh: Mesh | None
+    rules: Rules
+
+
+def make_item(source: Source, counted: Account, table: Mapping[str, Row], vocab: int, split: Split) -> Item:
+    """Lay out the leaves of `table` with `vocab` rows of vocabulary. PrepError for dtypes that do not fit together,
+    usage for a dim that the mesh does not divide."""
+    sizes = source.family.sizes(source.config) | {"vocab": vocab}
+    bound = {path: bind(row, sizes) for path, row in table.items()}
+    rows = {name: path for path, axis_map in bound.items() for name, _ in axis_map.tensors()}
+    grids: dict[str, tuple[str, Grid]] = {}
+    wants: list[tuple[str, Want]] = []
+    specs: dict[str, Spec] = {}
+    for tensor in source.tensors:
+        for use in counted.uses.get(tensor.name, ()):
+            row = bound[rows[tensor.name]] if len(counted.uses[tensor.name]) == 1 else _same_row(bound, use)
+            if use.path not in grids:
+                grids[use.path] = tensor.dtype, _grid(source, row, tensor, split)
+                specs |= {f"{ROOT}.{use.path}": _spec(source, row, split)} if split.mesh else {}
+            dtype, grid = grids[use.path]
+            if dtype != tensor.dtype:
+                why = f"{source.names.full(tensor.name)} is {tensor.dtype}, tensors before it are {dtype}"
+                raise PrepError(f"the leaf {use.path} would have two dtypes", why)
+            wants.append((tensor.name, Want(use.path, row, use.at, grid, itemsize(dtype), _offset(tensor))))
+    layout = place(want for _, want in wants)
+    regions: dict[str, tuple[Region, ...]] = {}
+    for (name, _), region in zip(wants, layout.regions):
+        regions[name] = (*regions.get(name, ()), region)
+    return Item(tuple(_leaves(layout, grids)), _files(layout), regions, specs)
+
+
+def _same_row(bound: Mapping[str, AxisMap], use: Use) -> AxisMap:
+    """The row of a fused tensor's use: the one of the same text."""
+    return next(row for row in bound.values() if row.text == use.row.text)
+
+
+def _dims(row: AxisMap) -> list[tuple[str, ...]]:
+    return [tuple(f.atom for f in dim) for dim in row.leaf]
+
+
+def _spec(source: Source, row: AxisMap, split: Split) -> Spec:
+    if split.mesh is None:
+        raise ValueError("without a mesh no dim is split")
+    return spec(_dims(row), row.leaf_shape, split.mesh, split.rules, source.name)
+
+
+def _grid(source: Source, row: AxisMap, tensor: SourceTensor, split: Split) -> Grid:
+    if ITEM_BITS[tensor.dtype] % 8:
+        why = "its elements are smaller than a byte, which zarr does not store"
+        raise PrepError(f"{source.names.full(tensor.name)} is {tensor.dtype}", why)
+    if split.mesh is not None:
+        _spec(source, row, split)  # names the checkpoint if the mesh does not divide
+    chunk = chunk_shape(_dims(row), row.leaf_shape, split.mesh, split.rules, itemsize(tensor.dtype))
+    return Grid(row.leaf_shape, chunk)
+
+
+def _offset(tensor: SourceTensor) -> int:
+    first = tensor.side[0]
+    return first.offset if isinstance(first, Flat) else 0
+
+
+def _leaves(layout: Layout, grids: Mapping[str, tuple[str, Grid]]) -> Iterator[Leaf]:
+    for path, (dtype, grid) in grids.items():
+        yield Leaf((ROOT, *path.split(".")), dtype, grid, tuple(layout.placed[path]))
+
+
+def _files(layout: Layout) -> tuple[OutFile, ...]:
+    """Data files as OCDBT names them: 32 hexadecimal digits, here a function of the file's number."""
+    names = (hashlib.md5(f"prep data file {i}".encode(), usedforsecurity=False) for i in range(len(layout.sizes)))
+    return tuple(OutFile(f"d/{name.hexdigest()}", size) for name, size in zip(names, layout.sizes))
