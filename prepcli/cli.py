@@ -252,6 +252,38 @@ def export(
 
 
 @app.command()
+def verify(
+    checkpoint: CheckpointHere = None,
+    against: Annotated[
+        str | None, typer.Argument(metavar="AGAINST", help="Another checkpoint.", show_default=False)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Headers, names and sizes only.")] = False,
+    memory: Memory = MEMORY_DEFAULT,
+    revision: Revision = None,
+    offline: Offline = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Check every bit, against the manifest or another checkpoint.
+
+    \b
+    Examples:
+      prep verify gpt-neo-1.3B-padded-init
+      prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
+    """
+    from prepcli.commands.conversion import Common
+    from prepcli.commands.verify import Request
+    from prepcli.commands.verify import verify as run
+
+    ui = open_ui("verify", json, quiet, verbose, progress)
+    common = Common(checkpoint, None, parse_bytes(memory), offline=offline, revision=revision)
+    with stoppable():
+        return ui.finish(run(Request(common, against, quick), ui))
+
+
+@app.command()
 def models(family: Family = None, json: Json = False, quiet: Quiet = False, verbose: Verbose = 0) -> int:
     """List the checkpoints that have a short name.
 

@@ -1,0 +1,212 @@
+"""`prep verify`: every tensor against what the manifest records, or against another checkpoint, bit by bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prepcli import engine
+from prepcli.accounting import KEEP_ALL, Account, vocab_tensors
+from prepcli.boxes import Range
+from prepcli.budget import budget
+from prepcli.commands.conversion import Common, counted, find, source_line, table_of
+from prepcli.compare import Difference, first_difference
+from prepcli.digest import digest_of_zeros
+from prepcli.errors import PrepError, usage
+from prepcli.files import Files
+from prepcli.plan import Stream
+from prepcli.progress import NullProgress, Progress
+from prepcli.sources import Source, SourceTensor
+from prepcli.ui import Report, Ui
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One checkpoint, or two that should hold the same; `quick`: headers and sizes only."""
+
+    common: Common
+    against: str | None = None
+    quick: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A tensor, or rows of it, that is not what it should be."""
+
+    name: str
+    text: str
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A source with what its rows say of it: the tensors that count, and those that have the vocabulary."""
+
+    source: Source
+    account: Account
+    tensors: dict[str, SourceTensor]
+    vocab: frozenset[str]
+    true: int
+
+
+def verify(request: Request, ui: Ui) -> Report:
+    """Read all of it. The report carries an error if anything differs."""
+    _, source = find(request.common, ui)
+    ui.note(source_line(source))
+    model = _model(source)
+    spend = request.common.memory_nbytes
+    if request.against is None:
+        return _itself(model, request, spend, ui)
+    _, other = find(_for_other(request), ui)
+    ui.note(source_line(other))
+    return _pair(model, _model(other), request, spend, ui)
+
+
+def _for_other(request: Request) -> Common:
+    common = request.common
+    return Common(request.against, None, common.memory_nbytes, offline=common.offline)
+
+
+def _model(source: Source) -> _Model:
+    manifest = source.manifest or {}
+    table = table_of(source, manifest.get("scan", True), manifest.get("scan_axis", 0))
+    found = counted(source, table, KEEP_ALL)
+    tensors = {t.name: t for t in source.tensors if t.name in found.uses}
+    return _Model(source, found, tensors, frozenset(vocab_tensors(found.uses)), source.vocabulary().true)
+
+
+def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:
+    """Against the digests that the manifest records."""
+    source = model.source
+    tensors = [t for t in source.tensors if t.digests]
+    if request.quick:
+        return _ok(model, "headers and sizes", ui)
+    if not tensors:
+        why = "it has no prep-manifest.json with digests"
+        raise usage(f"there is nothing to verify {source.name} against", why, f"`prep verify {source.name} OTHER`")
+    pieces = [(t, (low, high), text) for t in tensors for low, high, text in t.digests]
+    found = _digests(source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify")
+    findings = [
+        Finding(source.names.full(t.name), f"rows {rows[0]}:{rows[1]} have another digest than the manifest records")
+        for (t, rows, wanted), seen in zip(pieces, found)
+        if wanted != seen
+    ]
+    return _report(model, findings, f"{source.name} is damaged", ui)
+
+
+def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:
+    """Against another checkpoint, whatever its format and layout."""
+    if a.source.family.name != b.source.family.name:
+        why = f"{a.source.family.name} and {b.source.family.name}"
+        raise PrepError(f"{a.source.name} and {b.source.name} are of different families", why)
+    findings = list(_shape_findings(a, b))
+    bad = {finding.name for finding in findings}
+    names = [n for n in a.tensors if n in b.tensors and a.source.names.full(n) not in bad]
+    if not request.quick:
+        findings += _value_findings(a, b, names, memory_nbytes, ui)
+        ui.note(f"same  {len(names) - len({f.name for f in findings if f.difference})} tensors")
+        for line in _padding_lines(a, b, names):
+            ui.note(line)
+    return _report(a, findings, f"{a.source.name} is not the same as {b.source.name}", ui)
+
+
+def _shape_findings(a: _Model, b: _Model) -> Iterator[Finding]:
+    """Tensors that one side lacks, or that differ in dtype, shape or true vocabulary."""
+    for name in sorted({*a.tensors, *b.tensors}):
+        full = a.source.names.full(name)
+        x, y = a.tensors.get(name), b.tensors.get(name)
+        if x is None or y is None:
+            lacking = a.source.name if x is None else b.source.name
+            yield Finding(full, f"is not in {lacking}")
+        elif x.dtype != y.dtype:
+            yield Finding(full, f"is {x.dtype} and {y.dtype}")
+        elif name in a.vocab and a.true != b.true:
+            yield Finding(full, f"has {a.true} and {b.true} true rows")
+        elif x.shape[name in a.vocab :] != y.shape[name in a.vocab :]:
+            yield Finding(full, f"has the shapes {list(x.shape)} and {list(y.shape)}")
+
+
+def _true_rows(model: _Model, tensor: SourceTensor) -> Range:
+    rows = tensor.shape[0] if tensor.shape else 1
+    return (0, model.true) if tensor.name in model.vocab else (0, rows)
+
+
+def _value_findings(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
+    sides = []
+    for model in (a, b):
+        wanted = [(t, _true_rows(model, t)) for t in model.source.tensors if t.name in names]
+        found = _digests(model.source, wanted, memory_nbytes, ui.progress(), f"verify {model.source.name}")
+        sides.append({t.name: text for (t, _), text in zip(wanted, found)})
+    for name in names:
+        if sides[0][name] != sides[1][name]:
+            yield _difference(a, b, name)
+
+
+def _difference(a: _Model, b: _Model, name: str) -> Finding:
+    streams = [_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
+    found = first_difference(a.source.files, streams[0], b.source.files, streams[1])
+    values = math.prod(streams[0].shape)
+    text = f"{found.count:,} of {values:,} values; first at {list(found.index)}: {found.a} -> {found.b}"
+    return Finding(a.source.names.full(name), text, found)
+
+
+def _padding_lines(a: _Model, b: _Model, names: Sequence[str]) -> Iterator[str]:
+    """What lies beyond the true vocabulary on either side."""
+    for name in names:
+        for model in (a, b):
+            tensor = model.tensors[name]
+            if name in model.vocab and tensor.shape[0] > model.true:
+                zeros = _padding_is_zeros(model, tensor)
+                full = model.source.names.full(name)
+                rows = f"rows {model.true}:{tensor.shape[0]} of {model.source.name} are padding"
+                yield f"same  {full} [0:{model.true}]; {rows}{' (zeros)' if zeros else ''}"
+
+
+def _padding_is_zeros(model: _Model, tensor: SourceTensor) -> bool:
+    stream = _stream(tensor, (model.true, tensor.shape[0]))
+    with Files(model.source.files) as files:
+        found = engine.run([stream], files, None, budget(64 << 20), NullProgress())
+    return found.digests[0] == digest_of_zeros(stream.nbytes)
+
+
+def _stream(tensor: SourceTensor, rows: Range) -> Stream:
+    return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.side, ())
+
+
+def _digests(
+    source: Source, pieces: Sequence[tuple[SourceTensor, Range]], memory_nbytes: int, progress: Progress, task: str
+) -> list[str]:
+    streams = [_stream(tensor, rows) for tensor, rows in pieces]
+    progress.begin(task, sum(stream.nbytes for stream in streams))
+    try:
+        with Files(source.files) as files:
+            outcome = engine.run(streams, files, None, budget(memory_nbytes), progress)
+    finally:
+        progress.end()
+    return [outcome.digests[i] for i in range(len(streams))]
+
+
+def _report(model: _Model, findings: Sequence[Finding], what: str, ui: Ui) -> Report:
+    if not findings:
+        return _ok(model, "0 different", ui)
+    for finding in findings:
+        ui.note(f"differs  {finding.name}  {finding.text}")
+    names = {finding.name for finding in findings}
+    error = PrepError(
+        f"{what} ({len(names)} of {len(model.tensors)} tensors)", findings[0].name + " " + findings[0].text
+    )
+    return Report(fields={"differences": [_fields(finding) for finding in findings]}, error=error)
+
+
+def _fields(finding: Finding) -> dict[str, object]:
+    found = finding.difference
+    place = {"index": list(found.index), "a": found.a, "b": found.b, "count": found.count} if found else {}
+    return {"leaf": finding.name, "what": finding.text, **place}
+
+
+def _ok(model: _Model, how: str, ui: Ui) -> Report:
+    values = sum(math.prod(t.shape) for t in model.tensors.values())
+    took = ui.clock() - ui.started_s
+    text = f"ok: {len(model.tensors)} tensors, {values:,} values, {how} ({took:.1f} s)"
+    return Report(text, {"tensors": len(model.tensors), "values": values, "differences": []})
