@@ -38,10 +38,14 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How the tensors of a source are called: with the family's base prefix, or without."""
+    """How the tensors of a source are called: with the family's base prefix, or without.
+
+    Of a tied pair a file may hold the head alone (`head_is_embedding`): it is read, and called, as the embedding.
+    """
 
     family: Family
     prefixed: bool = True
+    head_is_embedding: bool = False
 
     def full(self, bare: str) -> str:
         """The name in a file."""
@@ -50,7 +54,8 @@ class Names:
 
     def bare(self, full: str) -> str:
         """The name in a row."""
-        return full.removeprefix(self.family.prefix) if self.prefixed else full
+        name = full.removeprefix(self.family.prefix) if self.prefixed else full
+        return self.family.tie.embedding if self.head_is_embedding and name == self.family.tie.tensor else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +86,24 @@ class _Faults:
     misshapen: list[str] = field(default_factory=list)
 
 
-def names_of(family: Family, full: Collection[str]) -> Names:
-    """Which form the names have; PrepError where a tensor is there in both."""
-    plain = [name for name in full if name not in family.unprefixed]
-    prefixed = [name for name in plain if family.prefix and name.startswith(family.prefix)]
-    both = {name.removeprefix(family.prefix) for name in prefixed} & set(plain)
+def names_of(family: Family, config: Config, full: Collection[str]) -> Names:
+    """Which form the names of a file have; PrepError where a tensor is there in both."""
+    prefixed = {name.removeprefix(family.prefix) for name in full if family.prefix and name.startswith(family.prefix)}
+    both = prefixed & set(full)
     if both:
         pair = f"{family.prefix}{min(both)} and {min(both)}"
         raise PrepError("a tensor is there twice, with and without the base prefix", pair, "keep one of them")
-    return Names(family, prefixed=bool(prefixed))
+    bare = prefixed | set(full)
+    head_alone = family.tied(config) and family.tie.tensor in bare and family.tie.embedding not in bare
+    return Names(family, bool(prefixed), head_alone)
 
 
-def vocab_tensors(uses: Mapping[str, Sequence[Use]]) -> set[str]:
-    """Tensors whose first dim is the vocabulary."""
-    return {
+def vocab_tensors(counted: Account) -> set[str]:
+    """Tensors whose first dim is the vocabulary, a head that only repeats the embedding among them."""
+    aliases = {check.name for check in counted.checks}
+    return aliases | {
         name
-        for name, found in uses.items()
+        for name, found in counted.uses.items()
         if any(use.row.source and VOCAB in {f.atom for f in use.row.source[0].factors} for use in found)
     }
 
@@ -122,6 +129,8 @@ def account(
     faults = _faults(names, wanted, tensors, {d.name for d in dropped})
     if faults.missing or faults.unexpected or faults.misshapen:
         raise _error(faults, family, where)
+    if alias:
+        _check_alias(names, tensors, alias)
     checks = (Same(alias, family.tie.embedding),) if alias else ()
     return Account({name: tuple(found) for name, found in wanted.items()}, dropped, checks, tied)
 
@@ -132,10 +141,19 @@ def _tying(
     """The rows without a head that is the embedding, whether it is, and the tensor that then repeats the embedding."""
     tie = family.tie
     stored = tie.tensor in tensors
-    says_tied = bool(config.get("tie_word_embeddings", tie.default))
-    if not says_tied or (stored and wishes.untie):
+    if not family.tied(config) or (stored and wishes.untie):
         return dict(rows), False, ""
     return {path: row for path, row in rows.items() if path != tie.leaf}, True, tie.tensor if stored else ""
+
+
+def _check_alias(names: Names, tensors: Mapping[str, Shaped], alias: str) -> None:
+    """PrepError where a glance tells that a head does not repeat the embedding; its bytes are compared on the way."""
+    embedding = names.family.tie.embedding
+    head, other = tensors[alias], tensors[embedding]
+    if (head.dtype, head.shape) != (other.dtype, other.shape):
+        what = f"{names.full(alias)} is not equal to {names.full(embedding)}"
+        shown = f"{head.dtype} {list(head.shape)} and {other.dtype} {list(other.shape)}"
+        raise PrepError(what, f"config says tied, they are {shown}", "`--untie` keeps both")
 
 
 def _dropped(

@@ -23,7 +23,8 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -281,6 +282,79 @@ def verify(
     common = Common(checkpoint, None, parse_bytes(memory), offline=offline, revision=revision)
     with stoppable():
         return ui.finish(run(Request(common, against, quick), ui))
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(metavar="PATTERN", help="Tensors whose name matches, as `*.q.*`.", show_default=False),
+    ] = None,
+    sort: Annotated[
+        Literal["name", "size", "file"],
+        typer.Option("--sort", metavar="BY", help="name, size, or file: as they are stored."),
+    ] = "file",
+    tree: Annotated[bool, typer.Option("--tree", help="As a tree, equal layers once.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Least, greatest, mean, nan …; reads the data.")] = False,
+    shards: Annotated[
+        str | None,
+        typer.Option("--shards", metavar="LEAF", help="Draw which device holds what of a leaf.", show_default=False),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh", metavar="DP,FSDP,MP", help="For --shards; default: the checkpoint's.", show_default=False
+        ),
+    ] = None,
+    diff: Annotated[
+        str | None,
+        typer.Option("--diff", metavar="OTHER", help="Names, shapes and dtypes that differ.", show_default=False),
+    ] = None,
+    revision: Revision = None,
+    offline: Offline = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Show what a checkpoint holds.
+
+    \b
+    Examples:
+      prep inspect gpt-neo-1.3B-init --tree
+      prep inspect ./llama-13b '*.q_proj.*' --stats
+      prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
+    """
+    from prepcli.commands.inspect import Request
+    from prepcli.commands.inspect import inspect as run
+
+    ui = open_ui("inspect", json, quiet, verbose, progress)
+    return ui.finish(run(Request(checkpoint, pattern, sort, tree, stats, shards, mesh, diff, offline, revision), ui))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to work.")] = Path("prep-demo"),
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> int:
+    """Take a tiny model all the way and back, offline, and check it.
+
+    It runs the commands that you would type, shows them, kills one midway
+    and goes on, and keeps what they made.
+
+    \b
+    Examples:
+      prep demo
+      prep demo --out /tmp/demo --json
+    """
+    from prepcli.commands.demo import demo as run
+
+    with stoppable():
+        ui = open_ui("demo", json, quiet, verbose)
+        return ui.finish(run(out, ui))
 
 
 @app.command()

@@ -6,21 +6,56 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from prepcli.moves import Copy
-from prepcli.plan import Flat, Leaf, Plan, Stream, side_copies
+from prepcli.boxes import strides
+from prepcli.errors import PrepError
+from prepcli.moves import Copy, Region
+from prepcli.plan import Flat, Leaf, Plan, Side, Stream, side_copies
 from prepcli.slabs import Slab
-from trainer.errors import PrepError
+from trainer.axes import TensorDim
 
 Span = tuple[int, int, int]  # file, first byte, one past the last
 
 
 def check(plan: Plan, slabs: Callable[[], Iterable[Slab]]) -> None:
-    """PrepError unless the slabs read each streamed byte once and write each byte of every tensor and chunk once.
+    """PrepError unless the slabs read each streamed byte once and write each byte of every tensor and chunk once, and
+    each byte of a slab comes from one place and goes to one.
 
     `slabs` makes them anew each time it is called: they are never all in memory.
     """
-    _exact("read", _spans(c for slab in slabs() for c in slab.left), _read_spans(plan))
-    _exact("written", _spans(c for slab in slabs() for c in slab.right), _written_spans(plan))
+    for stream in plan.streams:
+        _check_stream(stream)
+    _exact("read", _spans(_copies(plan, slabs(), "left")), _read_spans(plan))
+    _exact("written", _spans(_copies(plan, slabs(), "right")), _written_spans(plan))
+
+
+def _check_stream(stream: Stream) -> None:
+    """Something makes its bytes, and no two regions of a side have an element of it in common."""
+    if not stream.left and stream.fill is None:
+        raise _error(f"nothing to make {stream.name} of")
+    for side in (stream.left, stream.right):
+        for a, b in itertools.combinations([part for part in side if isinstance(part, Region)], 2):
+            pairs = zip(a.row.source, b.row.source)
+            if not any(_indices(x).isdisjoint(_indices(y)) for x, y in pairs):
+                raise _error(f"two rows have a part of {stream.name}: `{a.row.text}` and `{b.row.text}`")
+
+
+def _indices(dim: TensorDim) -> set[int]:
+    """Of a dim of a tensor, the indices that a row has."""
+    found = [dim.start]
+    for factor, step in zip(dim.factors, strides([f.extent for f in dim.factors])):
+        taken = range(factor.extent) if factor.held is None else (factor.held,)
+        found = [start + index * step for start in found for index in taken]
+    return set(found)
+
+
+def _copies(plan: Plan, slabs: Iterable[Slab], side: str) -> Iterator[Copy]:
+    for slab in slabs:
+        copies: tuple[Copy, ...] = getattr(slab, side)
+        moved = sum(copy.nbytes for copy in copies)
+        if copies and moved != slab.nbytes:
+            name = plan.streams[slab.stream].name
+            raise _error(f"{name}: {slab.nbytes:,} bytes from byte {slab.start:,} on, {moved:,} of them on the {side}")
+        yield from copies
 
 
 def _read_spans(plan: Plan) -> Iterator[Span]:
@@ -38,12 +73,13 @@ def _written_spans(plan: Plan) -> Iterator[Span]:
             yield from _declared(stream, stream.right)
 
 
-def _declared(stream: Stream, side: tuple) -> Iterator[Span]:
+def _declared(stream: Stream, side: Side) -> Iterator[Span]:
     low, high = stream.span
-    if any(isinstance(part, Flat) for part in side):
-        yield from ((part.file, part.offset + low, part.offset + high) for part in side)
-    elif stream.nbytes:
-        yield from _spans(side_copies(side, stream, stream.box))
+    for part in side if stream.nbytes else ():
+        if isinstance(part, Flat):
+            yield part.file, part.offset + low, part.offset + high
+        else:
+            yield from _spans(side_copies((part,), stream, stream.box))
 
 
 def _chunks(leaf: Leaf) -> Iterator[Span]:

@@ -24,7 +24,7 @@ from prepcli.plan import Stream
 from prepcli.progress import Progress
 from prepcli.slabs import Slab, all_slabs
 
-SYNC_NBYTES = 256 << 20
+MOST_UNSYNCED_NBYTES = 256 << 20  # what a kill can cost: written, but not yet known to be durable
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class _Run:
             self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
         self.fresh |= step.digests
         self.position = step.done_nbytes
-        if self.dirty >= SYNC_NBYTES:
+        if self.dirty >= min(MOST_UNSYNCED_NBYTES, self.spend.nbytes // 2):
             self._mark()
         self.outcome.peak_nbytes = max(self.outcome.peak_nbytes, anonymous_nbytes())
         self.outcome.seconds.write += time.perf_counter() - began

@@ -20,8 +20,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def buffer(nbytes: int) -> Bytes:
-    """Page-aligned memory that is only taken when it is touched."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    """Page-aligned memory that is only taken when it is touched, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 class Files:
@@ -33,6 +35,7 @@ class Files:
         self._buffered: list[int] = []
         self._direct: list[int] = []
         self._written: set[int] = set()
+        self._lost: PrepError | None = None
         flags = os.O_RDONLY if sizes is None else os.O_RDWR | os.O_CREAT
         try:
             for i, path in enumerate(self.paths):
@@ -117,6 +120,7 @@ class Files:
                 count = call(fd, [view[done:]], at + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and fd != self._buffered[file]:  # a file system that only says so now
+                    os.close(fd)
                     fd = self._direct[file] = self._buffered[file]
                     continue
                 raise io_error(self.paths[file], error) from error
@@ -129,13 +133,16 @@ class Files:
                 fd = self._buffered[file]  # a short count leaves the rest ragged
 
     def sync(self) -> None:
-        """Make everything written so far durable."""
+        """Make everything written so far durable. PrepError where that failed once: asked again the system says yes."""
+        if self._lost:
+            raise self._lost
         for file in sorted(self._written):
             fd = self._buffered[file]
             try:
                 os.fdatasync(fd)
             except OSError as error:
-                raise io_error(self.paths[file], error) from error
+                self._lost = io_error(self.paths[file], error)
+                raise self._lost from error
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._written.clear()
 

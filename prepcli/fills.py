@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from prepcli.files import Bytes
 from prepcli.plan import Stream
@@ -21,6 +22,17 @@ def numpy_dtype(dtype: str) -> np.dtype:
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, dtype))
+
+
+def rounded(values: npt.NDArray[np.float64], dtype: np.dtype) -> np.ndarray:
+    """Values in a dtype, each rounded once, to the nearest or in a tie to the even one."""
+    if dtype.kind != "V":
+        return values.astype(dtype)
+    # ml_dtypes rounds to float32 first. Where that step is not exact it goes to the odd neighbour, so that it never
+    # ends in a tie that the second step would break in its own way.
+    near = values.astype(np.float32)
+    towards_zero = near.view(np.uint32) - (np.abs(near) > np.abs(values))
+    return (towards_zero | (near != values)).view(np.float32).astype(dtype)
 
 
 class Fills:
@@ -77,8 +89,8 @@ def normal_row(stream: Stream, row: int) -> np.ndarray:
     if fill is None:
         raise ValueError(f"{stream.name} has no fill")
     count = stream.row_nbytes // numpy_dtype(stream.dtype).itemsize
-    generator = np.random.Generator(np.random.Philox(key=[fill.seed, row]))
-    return (generator.standard_normal(count) * fill.std).astype(numpy_dtype(stream.dtype))
+    generator = np.random.Generator(np.random.Philox(key=np.array([fill.seed, row], np.uint64)))
+    return rounded(generator.standard_normal(count) * fill.std, numpy_dtype(stream.dtype))
 
 
 class _Mean:
@@ -112,4 +124,4 @@ class _Mean:
             self._add_rows(self._rest)
             self._rest = np.empty(0, np.uint8)
         low, high = self._stream.rows
-        return (self._sum / (high - low)).astype(self._dtype)
+        return rounded(self._sum / (high - low), self._dtype)

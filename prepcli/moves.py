@@ -89,9 +89,9 @@ def pieces(row: AxisMap, box: Box, itemsize: int = 1, leaf: Mapping[str, int] = 
     corner = [low for low, _ in box]
     steps = strides([high - low for low, high in box], itemsize)
     origin = -sum(low * step for low, step in zip(corner, steps))
-    inner = {f.atom: f.extent for dim in row.source for f in dim.factors if f.held is None}
+    true = {f.atom: f.extent for f in (*row.stacked, *(f for dim in row.source for f in dim.factors)) if f.held is None}
     for ranges in _leaf_boxes(row, box):
-        clipped = apart | {a: overlap(r, (0, inner.get(a, r[1]))) for a, r in ranges.items()}
+        clipped = apart | {a: overlap(r, (0, true[a])) for a, r in ranges.items()}
         for at in _stacked_indices(row, clipped):
             fixed = clipped | {a: (i, i + 1) for a, i in at.items()}
             cuts = [list(cut_dim(dim, math.prod(f.extent for f in dim), fixed)) for dim in row.leaf]

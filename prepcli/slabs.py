@@ -48,7 +48,8 @@ def _plain(number: int, stream: Stream, left: tuple[Copy, ...], right: tuple[Cop
     low, stop = stream.span
     shift = next((c.offset - c.at for c in (*right, *left)), 0)
     while low < stop:
-        high = min(stop, max((low + shift + limit) // PAGE * PAGE - shift, low + 1))
+        page = (low + shift + limit) // PAGE * PAGE - shift
+        high = min(stop, page if page > low else low + limit)
         yield Slab(number, low, high - low, _part(left, low, high), _part(right, low, high))
         low = high
 

@@ -98,7 +98,7 @@ def _open_folder(path: Path, name: str) -> Source:
     config = read_config(path / CONFIG)
     family = family_of(config)
     manifest = read_manifest(path)
-    names = names_of(family, [t.name for t in folder.tensors])
+    names = names_of(family, config, [t.name for t in folder.tensors])
     said = (manifest or {}).get("tensors", {})
     tensors = tuple(
         SourceTensor(names.bare(t.name), t.dtype, t.shape, (Flat(t.file, t.offset),), _said(said, t.name))

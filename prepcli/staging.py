@@ -12,19 +12,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, usage
 from prepcli.files import io_error
 
 WORK = ".prep"
 RUN = "run.json"  # what the run is, for messages
 JOURNAL = "journal"
-REPLACED = ".replaced"
+LOCK = "lock"
+REPLACED = "replaced"  # what had the final name, until the output has it
 
 
 class Staging:
     """The folder in which an output comes to be. `publish` gives it its name, once everything in it is durable."""
 
     def __init__(self, out: Path) -> None:
+        """Nothing is made yet. A usage PrepError for an output without a name of its own."""
+        if out.name in ("", ".."):
+            raise usage(f"`--out {out}` is no name for an output", "it is replaced as a whole", "`--out NAME`")
         self.out = out
         self.folder = out.with_name(out.name + ".partial")
         self.work = self.folder / WORK
@@ -39,31 +43,31 @@ class Staging:
 
         PrepError if it is another run's, or another process is at work on it.
         """
-        self._make()
-        self._take_lock()
-        found = self._read_run()
-        if restart and found is not None:
-            self._clear()
-            found = None
+        try:
+            self._make()
+            self._take_lock()
+            if restart and any((self.work / name).exists() for name in (RUN, JOURNAL)):
+                self._clear()
+            found = self._read_run()
+            if found is None:
+                self._write_run(run)
+        except OSError as error:
+            raise io_error(self.folder, error) from error
         if found is not None and found != run:
             raise _other_run(self.folder, found, run)
-        if found is None:
-            self._write_run(run)
         return found is not None
 
     def _make(self) -> None:
-        try:
-            self.work.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise PrepError(f"{self.folder} is in the way", "it is not a folder") from None
-        except OSError as error:
-            raise io_error(self.folder, error) from error
+        is_ours = self.work.exists() or not self.folder.exists()
+        if not is_ours and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise PrepError(f"{self.folder} is in the way", "prep did not make it", "`--out NAME`, or move it away")
+        self.work.mkdir(parents=True, exist_ok=True)
 
     def _take_lock(self) -> None:
-        self._lock = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = os.open(self.work / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip()
             self.close()
             raise PrepError(
@@ -89,21 +93,19 @@ class Staging:
         fresh.rename(path)
 
     def _clear(self) -> None:
-        for path in self.folder.iterdir():
-            if path != self.work:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in self.work.iterdir():
-            if path.name != "lock":
-                path.unlink()
+        for path in [*self.folder.iterdir(), *self.work.iterdir()]:
+            if path not in (self.work, self.work / LOCK):
+                _remove(path)
 
     def publish(self) -> None:
         """Sync every file and folder bottom-up, then give the folder its final name; what had it goes away after."""
-        replaced = self.out.with_name(self.out.name + REPLACED)
+        replaced = self.work / REPLACED
         try:
+            _remove(replaced)  # of a run that was killed between the two renames
             for folder, _, names in os.walk(self.folder, topdown=False):
                 for name in [*names, "."]:
                     _sync(Path(folder, name))
-            if self.out.exists():
+            if os.path.lexists(self.out):
                 self.out.rename(replaced)
             self.folder.rename(self.out)
             _sync(self.out.parent)
@@ -120,9 +122,8 @@ class Staging:
 
 
 def clean(out: Path) -> None:
-    """Remove what a run leaves beside a published output; also after one that was killed right after publishing."""
+    """Remove what a run leaves in a published output; also after one that was killed right after publishing."""
     shutil.rmtree(out / WORK, ignore_errors=True)
-    shutil.rmtree(out.with_name(out.name + REPLACED), ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -133,6 +134,13 @@ def staging(out: Path) -> Iterator[Staging]:
         yield stage
     finally:
         stage.close()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

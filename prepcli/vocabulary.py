@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.errors import PrepError, usage
+from trainer.table import size
 
 SIZE, TRUE_SIZE = "vocab_size", "true_vocab_size"
 
@@ -25,11 +26,9 @@ class Vocabulary:
 
 def read_vocabulary(config: Mapping[str, Any], default: int, true: int | None = None) -> Vocabulary:
     """What a config says; `true` is what the user says, who knows it where a model came padded."""
-    stored = config.get(SIZE, default)
-    known = true if true is not None else config.get(TRUE_SIZE, stored)
-    if not isinstance(stored, int) or isinstance(stored, bool) or stored < 1:
-        raise PrepError("config.json makes no sense", f"{SIZE} is {stored!r}")
-    if not isinstance(known, int) or isinstance(known, bool) or not 1 <= known <= stored:
+    stored = size(config, SIZE, default)
+    known = true if true is not None else size(config, TRUE_SIZE, stored)
+    if not 1 <= known <= stored:
         origin = "--true-vocab" if true is not None else f"config.json's {TRUE_SIZE}"
         make = usage if true is not None else PrepError
         raise make(f"{origin} {known} is not within the vocabulary", f"the tensors have {stored} rows")

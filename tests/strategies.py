@@ -25,6 +25,16 @@ def axis_maps(draw, padding: bool = True) -> AxisMap:
     return bind(parse(f"{leaf} <- {name}: {source}"), sizes, padded)
 
 
+def tables() -> st.SearchStrategy[tuple[AxisMap, ...]]:
+    """Rows that leave nothing of their tensors over, as a family's table does: one that takes all, or several parts."""
+    return st.one_of(axis_maps(padding=False).filter(_takes_all).map(lambda row: (row,)), fused_rows())
+
+
+def _takes_all(row: AxisMap) -> bool:
+    held = any(f.held is not None and f.extent > 1 for d in row.source for f in d.factors)
+    return not held and all(d.extent == d.taken for d in row.source)
+
+
 def _groups(words: list[str]) -> st.SearchStrategy[list[list[str]]]:
     return st.lists(st.booleans(), min_size=len(words), max_size=len(words)).map(lambda cuts: _cut(words, cuts))
 
@@ -49,6 +59,32 @@ def _dim_text(draw, group: list[str]) -> str:
     parts = [" ".join(group), "b", "c b"]
     order = draw(st.permutations(parts))
     return "(" + " | ".join(">" + p if p == parts[0] else p for p in order) + ")"
+
+
+@st.composite
+def fused_rows(draw) -> tuple[AxisMap, ...]:
+    """Rows that take tensors apart, in equal or unequal parts of one dim: every element is in exactly one of them."""
+    free = [f"a{i}" for i in range(draw(st.integers(1, 3)))]
+    stacked = draw(st.sampled_from([[], ["s0"]]))
+    sizes = {a: draw(st.integers(1, 4)) for a in [*free, *stacked]} | {"b": 2, "c": 3, "h": draw(st.integers(2, 3))}
+    dims = draw(_groups(free))
+    cut = draw(st.integers(0, len(dims) - 1))
+    if draw(st.booleans()):
+        at = draw(st.integers(0, len(dims[cut])))
+        parts = [([*dims[cut][:at], f"h={i}", *dims[cut][at:]], dims[cut]) for i in range(sizes["h"])]
+        texts = [_merged(words) for words, _ in parts]
+    else:
+        parts = [(words, words) for words in draw(st.permutations([dims[cut], ["b"], ["c", "b"]]))]
+        joined = [" ".join(words) for words, _ in parts]
+        texts = ["(" + " | ".join(">" * (i == n) + p for i, p in enumerate(joined)) + ")" for n in range(len(parts))]
+    rows = []
+    for (_, atoms), text in zip(parts, texts):
+        source = " ".join([*map(_merged, dims[:cut]), text, *map(_merged, dims[cut + 1 :])])
+        inside = [a for n, dim in enumerate(dims) if n != cut for a in dim] + atoms
+        leaf = " ".join(_merged(group) for group in draw(_groups(draw(st.permutations([*inside, *stacked])))))
+        name = ".".join(["t", *(f"{{{s}}}" for s in stacked)])
+        rows.append(bind(parse(f"{leaf} <- {name}: {source}"), sizes))
+    return tuple(rows)
 
 
 @st.composite

@@ -146,9 +146,9 @@ def parse(text: str) -> Row:
 
 def bind(row: Row, sizes: Sizes, padded: Mapping[str, int] | None = None) -> AxisMap:
     """Give a row its extents. `sizes`: atom -> extent, or name of an index list -> indices; `padded`: atom -> extent
-    in the tree where that is larger. PrepError names an atom without a size."""
+    in the tree where that is larger. PrepError names an atom without a size, or with one that does not fit."""
     extent = _Extents(row.text, sizes)
-    wider = {a: (padded or {}).get(a, extent.of(a)) for dim in row.leaf for a in dim if not _listed(row, a)}
+    wider = {a: extent.padded(a, padded or {}) for dim in row.leaf for a in dim if not _listed(row, a)}
     name = tuple(part if isinstance(part, str) else _choice(part, extent) for part in row.name)
     listed = {f.atom: f.extent for part in name if isinstance(part, Choice) and part.numbers for f in part.factors}
     return AxisMap(
@@ -169,6 +169,12 @@ class _Extents:
         if not isinstance(size, int):
             raise _bad(self.row, f"there is no size for the atom `{atom}`")
         return size
+
+    def padded(self, atom: str, padded: Mapping[str, int]) -> int:
+        size = self.of(atom)
+        if padded.get(atom, size) < size:
+            raise _bad(self.row, f"`{atom}` would be padded from {size} to {padded[atom]}")
+        return padded.get(atom, size)
 
     def list(self, name: str) -> tuple[int, ...]:
         numbers = self.sizes.get(name)
@@ -211,7 +217,7 @@ def _leaf(text: str, dims: str) -> Dims:
 
 def _split(text: str, dims: str) -> list[str]:
     items = re.findall(r"\([^()]*\)|[^\s()]+", dims)
-    if "".join(items).replace(" ", "") != re.sub(r"\s", "", dims):
+    if re.sub(r"\s", "", "".join(items)) != re.sub(r"\s", "", dims):
         raise _bad(text, "its parentheses do not match")
     return items
 
@@ -221,6 +227,8 @@ def _dim(text: str, item: str) -> SourceDim:
     marked = [i for i, part in enumerate(parts) if part.startswith(">")]
     if len(marked) != (len(parts) > 1):
         raise _bad(text, "of several parts of a dim exactly one is marked with `>`")
+    if len(parts) > 1 and not all(part.strip("> ") for part in parts):
+        raise _bad(text, "a part of a dim is empty")
     return SourceDim(tuple(_terms(text, part.lstrip(">")) for part in parts), marked[0] if marked else 0)
 
 
@@ -238,7 +246,7 @@ def _terms(text: str, words: str) -> tuple[Term, ...]:
 
 def _name(text: str, name: str) -> tuple[str | Hole, ...]:
     pieces = re.split(r"{([^{}]*)}", name)
-    if any(c in piece for piece in pieces[::2] for c in "{} ") or not name:
+    if any(re.search(r"[{}\s]", piece) for piece in pieces[::2]) or not name:
         raise _bad(text, "its tensor's name is empty, has a space, or braces that do not match")
     return tuple(p if i % 2 == 0 else _hole(text, p) for i, p in enumerate(pieces) if p or i % 2)
 

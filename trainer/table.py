@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.axes import Row, parse
+from trainer.errors import PrepError
 
 Config = Mapping[str, Any]
 LAYERS = "layers"
@@ -49,6 +50,20 @@ class Family:
     table: Mapping[str, Parameter]  # path in the tree -> parameter
     dropped: Mapping[str, str]  # pattern of a tensor's name, `{i}` any number -> what it is
     tie: Tie
+
+    def tied(self, config: Config) -> bool:
+        """Whether a config says that the head is the embedding."""
+        return bool(config.get("tie_word_embeddings", self.tie.default))
+
+
+def size(config: Config, key: str, default: int) -> int:
+    """A size that a config gives, `default` where it does not (null is not). PrepError unless it is at least 1."""
+    found = config.get(key)
+    if found is None:
+        return default
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise PrepError("config.json makes no sense", f"{key} is {found!r}, it has to be a whole number from 1 on")
+    return found
 
 
 def rows(family: Family, config: Config, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:

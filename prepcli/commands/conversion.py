@@ -111,8 +111,7 @@ def table_of(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str,
 def output_config(source: Source, vocabulary: Vocabulary, tied: bool) -> dict[str, Any]:
     """The source's config for an output with this vocabulary; a head that became its own is said to be so."""
     config = with_vocabulary(source.config, vocabulary)
-    was_tied = config.get("tie_word_embeddings", source.family.tie.default)
-    return config | ({"tie_word_embeddings": False} if was_tied and not tied else {})
+    return config | ({"tie_word_embeddings": False} if source.family.tied(config) and not tied else {})
 
 
 def request_text(command: str, source: Source, options: Sequence[tuple[str, object]]) -> str:

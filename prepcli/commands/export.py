@@ -42,7 +42,7 @@ def _planned(request: Request, source: Source, located: Located) -> Planned:
     rows = vocabulary.stored if request.keep_padding else vocabulary.true
     scan = (source.manifest or {}).get("scan", True), (source.manifest or {}).get("scan_axis", 0)
     found = counted(source, table_of(source, *scan), KEEP_ALL)
-    cut = Cut(vocabulary, vocab_tensors(found.uses), Fill("zeros"))
+    cut = Cut(vocabulary, vocab_tensors(found), Fill("zeros"))
     kept = [t for t in source.tensors if t.name in found.uses]
     sizes = rows_of(kept, cut.tensors, rows)
     groups = shard(entries(source, kept, sizes), request.shard_nbytes)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prepcli.accounting import KEEP_ALL, Use, Wishes, vocab_tensors
+from prepcli.accounting import KEEP_ALL, Wishes, vocab_tensors
 from prepcli.commands.conversion import Common, Planned, counted, output_config, request_text, run, table_of
 from prepcli.errors import usage
 from prepcli.folders import Group, entries, laid_out, rows_of, settings
@@ -70,7 +69,7 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
     size = padded_size(request, vocabulary)
     found = counted(source, table_of(source), request.wishes)
     wanted = {d.name for d in found.dropped if d.rule == "--drop"}
-    cut = Cut(vocabulary, _padded(source, found.uses), fill_of(request.init, request.seed, source))
+    cut = Cut(vocabulary, vocab_tensors(found), fill_of(request.init, request.seed, source))
     rows = rows_of(source.tensors, cut.tensors, size)
     kept = [(file, t) for file, t in zip(source.file_names, source.tensors) if t.name not in wanted]
     files, places, layouts = laid_out(_groups(source, kept, rows))
@@ -104,11 +103,6 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
 
 def _base(located: Located) -> str:
     return located.name.removesuffix("-padded")
-
-
-def _padded(source: Source, uses: Mapping[str, Sequence[Use]]) -> set[str]:
-    """Embedding, head and head bias, a head that only repeats the embedding among them."""
-    return vocab_tensors(uses) | ({source.family.tie.tensor} & {t.name for t in source.tensors})
 
 
 def _groups(source: Source, kept: list[tuple[str, SourceTensor]], rows: dict[str, int]) -> list[Group]:

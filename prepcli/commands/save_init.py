@@ -79,7 +79,7 @@ def _planned(command: str, request: Request, source: Source, located: Located) -
     found = counted(source, table, request.wishes)
     item = make_item(source, found, table, layout.rows, layout.split)
     compared = {check.name for check in found.checks}
-    cut = Cut(layout.vocabulary, vocab_tensors(found.uses) | compared, fill_of(request.init, request.seed, source))
+    cut = Cut(layout.vocabulary, vocab_tensors(found), fill_of(request.init, request.seed, source))
     rows = rows_of(source.tensors, cut.tensors, layout.rows)
     targets = {name: Target(regions, rows[name]) for name, regions in item.regions.items()}
     config = output_config(source, Vocabulary(layout.vocabulary.true, layout.rows), found.tied)

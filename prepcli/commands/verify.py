@@ -73,7 +73,7 @@ def _model(source: Source) -> _Model:
     table = table_of(source, manifest.get("scan", True), manifest.get("scan_axis", 0))
     found = counted(source, table, KEEP_ALL)
     tensors = {t.name: t for t in source.tensors if t.name in found.uses}
-    return _Model(source, found, tensors, frozenset(vocab_tensors(found.uses)), source.vocabulary().true)
+    return _Model(source, found, tensors, frozenset(vocab_tensors(found)), source.vocabulary().true)
 
 
 def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,16 +14,14 @@ from prepcli import coverage, engine
 from prepcli.budget import Budget
 from prepcli.errors import PrepError
 from prepcli.files import Files
-from prepcli.grids import Grid
 from prepcli.journal import Journal
-from prepcli.placing import Layout, Want, place
-from prepcli.plan import Fill, Flat, Leaf, Plan, Stream
+from prepcli.plan import Fill, Flat, Stream
 from prepcli.progress import NullProgress
 from prepcli.slabs import all_slabs
-from tests.strategies import axis_maps, by_whole_arrays, random_tensors
+from tests.plans import dividing, saved, turned
+from tests.strategies import by_whole_arrays, tables
 from trainer.axes import AxisMap, bind, parse
 
-ITEM = 4
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -34,79 +29,32 @@ def spend(slab_nbytes: int) -> Budget:
     return Budget(1 << 30, slab_nbytes, 6)
 
 
-def saved(row: AxisMap, chunk: tuple[int, ...], shift: int = 0) -> tuple[Plan, dict[str, np.ndarray], Layout]:
-    """A plan that saves every tensor of a row, which lie one after another in a file after `shift` bytes."""
-    tensors, grid = random_tensors(row), Grid(row.leaf_shape, chunk)
-    offsets = [shift + i * math.prod(row.source_shape) * ITEM for i in range(len(tensors))]
-    wants = [
-        Want("leaf", row, tuple(at.items()), grid, ITEM, offset) for (_, at), offset in zip(row.tensors(), offsets)
-    ]
-    layout = place(wants)
-    rows = (0, row.source_shape[0] if row.source_shape else 1)
-    streams = tuple(
-        Stream(name, "int32", row.source_shape, rows, (Flat(0, offset),), (region,))
-        for name, offset, region in zip(tensors, offsets, layout.regions)
-    )
-    leaves = (Leaf(("leaf",), "int32", grid, tuple(layout.placed["leaf"])),)
-    return Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout
-
-
-def source_file(folder: Path, tensors: dict[str, np.ndarray], shift: int) -> Path:
-    path = folder / "source"
-    path.write_bytes(b"\1" * shift + b"".join(t.tobytes() for t in tensors.values()))
-    return path
-
-
-def leaf_from(paths: list[Path], leaf: Leaf) -> np.ndarray:
-    """Put the chunks of a leaf together again, each found where the plan says it is."""
-    out = np.zeros([n * c for n, c in zip(leaf.grid.counts, leaf.grid.chunk)], np.int32)
-    data = [p.read_bytes() for p in paths]
-    for box in leaf.placed:
-        for index in itertools.product(*(range(a, b) for a, b in zip(box.first, box.stop))):
-            file, offset = box.places.find(index)
-            cell = np.frombuffer(data[file], np.int32, math.prod(leaf.grid.chunk), offset).reshape(leaf.grid.chunk)
-            out[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, leaf.grid.chunk))] = cell
-    return out[tuple(slice(0, n) for n in leaf.grid.shape)]
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def whole_rows_only(row: AxisMap) -> bool:
-    """Rows that leave nothing of their tensors or leaves over: what a whole family's table adds up to."""
-    held = any(f.held is not None and f.extent > 1 for d in row.source for f in d.factors)
-    return not held and all(d.extent == d.taken for d in row.source)
-
-
 @QUIET
-@given(axis_maps(padding=False).filter(whole_rows_only), st.data())
-def test_save_and_export_any_row_on_any_grid(tmp_path_factory, row: AxisMap, data):
+@given(tables(), st.data())
+def test_save_and_export_any_row_on_any_grid(tmp_path_factory, rows: tuple[AxisMap, ...], data):
     tmp = tmp_path_factory.mktemp("engine")
-    chunk = tuple(data.draw(st.sampled_from(divisors(n))) for n in row.leaf_shape)
     shift, limit = data.draw(st.integers(0, 9)) * 4, data.draw(st.sampled_from([4, 20, 64, 4096, 1 << 20]))
-    plan, tensors, layout = saved(row, chunk, shift)
+    made = saved(rows, [data.draw(dividing(row.leaf_shape)) for row in rows], shift)
+    plan, tensors = made.plan, made.tensors
     coverage.check(plan, lambda: all_slabs(plan.streams, limit))
-    source = source_file(tmp, tensors, shift)
-    paths = [tmp / f"d{i}" for i in range(len(layout.sizes))]
-    with Files([source]) as left, Files(paths, layout.sizes) as right:
+    source, paths = made.source(tmp), made.data_files(tmp)
+    with Files([source]) as left, Files(paths, made.layout.sizes) as right:
         outcome = engine.run(plan.streams, left, right, spend(limit), NullProgress())
-    assert np.array_equal(leaf_from(paths, plan.leaves[0]), by_whole_arrays(row, tensors))
+    for number, row in enumerate(rows):
+        assert np.array_equal(made.leaf(paths, number), by_whole_arrays(row, tensors))
     assert list(outcome.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
 
-    back = tuple(replace(s, left=s.right, right=s.left) for s in plan.streams)
     copy = tmp / "back"
     with Files(paths) as left, Files([copy], [source.stat().st_size]) as right:
-        again = engine.run(back, left, right, spend(limit), NullProgress())
+        again = engine.run(turned(plan.streams), left, right, spend(limit), NullProgress())
     assert copy.read_bytes()[shift:] == source.read_bytes()[shift:]
     assert again.digests == outcome.digests
 
 
 @QUIET
-@given(axis_maps(padding=False).filter(whole_rows_only), st.data())
-def test_coverage_sees_every_single_omission_and_double_use(row: AxisMap, data):
-    chunk = tuple(data.draw(st.sampled_from(divisors(n))) for n in row.leaf_shape)
-    plan, _, _ = saved(row, chunk)
+@given(tables(), st.data())
+def test_coverage_sees_every_single_omission_and_double_use(rows: tuple[AxisMap, ...], data):
+    plan = saved(rows, [data.draw(dividing(row.leaf_shape)) for row in rows]).plan
     slabs = list(all_slabs(plan.streams, data.draw(st.sampled_from([4, 20, 64]))))
     victim = data.draw(st.integers(0, len(slabs) - 1))
     side = data.draw(st.sampled_from(["left", "right"]))
@@ -124,13 +72,12 @@ class Killed(BaseException):
 
 
 @QUIET
-@given(axis_maps(padding=False).filter(whole_rows_only), st.data())
-def test_a_run_cut_short_anywhere_goes_on_to_the_same_bytes(tmp_path_factory, row: AxisMap, data):
+@given(tables(), st.data())
+def test_a_run_cut_short_anywhere_goes_on_to_the_same_bytes(tmp_path_factory, rows: tuple[AxisMap, ...], data):
     tmp = tmp_path_factory.mktemp("resume")
-    chunk = tuple(data.draw(st.sampled_from(divisors(n))) for n in row.leaf_shape)
-    plan, tensors, layout = saved(row, chunk)
-    source = source_file(tmp, tensors, 0)
-    paths = [tmp / f"d{i}" for i in range(len(layout.sizes))]
+    made = saved(rows, [data.draw(dividing(row.leaf_shape)) for row in rows])
+    plan, tensors = made.plan, made.tensors
+    source, paths = made.source(tmp), made.data_files(tmp)
     count = sum(1 for _ in all_slabs(plan.streams, 8))
     stop = data.draw(st.integers(0, count))
 
@@ -143,7 +90,7 @@ def test_a_run_cut_short_anywhere_goes_on_to_the_same_bytes(tmp_path_factory, ro
                 raise Killed
 
     journal = Journal(tmp / "journal", "run")
-    with Files([source]) as left, Files(paths, layout.sizes) as right:
+    with Files([source]) as left, Files(paths, made.layout.sizes) as right:
         try:
             engine.run(plan.streams, left, right, spend(8), Stopping(), journal)
         except Killed:
@@ -152,10 +99,11 @@ def test_a_run_cut_short_anywhere_goes_on_to_the_same_bytes(tmp_path_factory, ro
     with (tmp / "journal").open("ab") as torn:
         torn.write(b'{"done": 99')
     journal = Journal(tmp / "journal", "run")
-    with Files([source]) as left, Files(paths, layout.sizes) as right:
+    with Files([source]) as left, Files(paths, made.layout.sizes) as right:
         outcome = engine.run(plan.streams, left, right, spend(64), NullProgress(), journal)
     journal.close()
-    assert np.array_equal(leaf_from(paths, plan.leaves[0]), by_whole_arrays(row, tensors))
+    for number, row in enumerate(rows):
+        assert np.array_equal(made.leaf(paths, number), by_whole_arrays(row, tensors))
     assert list(outcome.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
 
 
@@ -199,16 +147,18 @@ def test_a_source_that_shrinks_is_named(tmp_path):
 
 def test_a_row_wider_than_a_slab_is_cut_along_a_second_axis(tmp_path):
     row = bind(parse("experts mlp embed <- w: experts mlp embed"), {"experts": 3, "mlp": 10, "embed": 6})
-    plan, tensors, layout = saved(row, (1, 5, 3))
+    made = saved([row], [(1, 5, 3)])
+    plan, paths = made.plan, made.data_files(tmp_path)
     assert all(slab.nbytes <= 60 for slab in all_slabs(plan.streams, 60))
-    with Files([source_file(tmp_path, tensors, 0)]) as left, Files([tmp_path / "d"], layout.sizes) as right:
+    with Files([made.source(tmp_path)]) as left, Files(paths, made.layout.sizes) as right:
         engine.run(plan.streams, left, right, spend(60), NullProgress())
-    assert np.array_equal(leaf_from([tmp_path / "d"], plan.leaves[0]), tensors["w"])
+    assert np.array_equal(made.leaf(paths), made.tensors["w"])
 
 
 def test_a_transpose_of_a_real_size(tmp_path):
     row = bind(parse("mlp embed <- w: embed mlp"), {"mlp": 300, "embed": 200})
-    plan, tensors, layout = saved(row, (300, 200))
-    with Files([source_file(tmp_path, tensors, 0)]) as left, Files([tmp_path / "d"], layout.sizes) as right:
-        engine.run(plan.streams, left, right, spend(1 << 20), NullProgress())
-    assert np.array_equal(leaf_from([tmp_path / "d"], plan.leaves[0]), tensors["w"].T)
+    made = saved([row], [(300, 200)])
+    paths = made.data_files(tmp_path)
+    with Files([made.source(tmp_path)]) as left, Files(paths, made.layout.sizes) as right:
+        engine.run(made.plan.streams, left, right, spend(1 << 20), NullProgress())
+    assert np.array_equal(made.leaf(paths), made.tensors["w"].T)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from trainer.table import Config, Family, Parameter, Tie
+from trainer.table import Config, Family, Parameter, Tie, size
 
 
 def sizes(config: Config) -> dict[str, int]:
     """Atom -> extent; GPTNeoConfig's defaults where a field is absent."""
-    embed, heads = config.get("hidden_size", 2048), config.get("num_heads", 16)
+    embed, heads = size(config, "hidden_size", 2048), size(config, "num_heads", 16)
     return {
-        "vocab": config.get("vocab_size", 50257),
-        "positions": config.get("max_position_embeddings", 2048),
-        "layers": config.get("num_layers", 24),
+        "vocab": size(config, "vocab_size", 50257),
+        "positions": size(config, "max_position_embeddings", 2048),
+        "layers": size(config, "num_layers", 24),
         "embed": embed,
         "heads": heads,
         "head_dim": embed // heads,
-        "mlp": config.get("intermediate_size") or 4 * embed,
+        "mlp": size(config, "intermediate_size", 4 * embed),
     }
 
 

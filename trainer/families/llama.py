@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from trainer.table import Config, Family, Parameter, Tie
+from trainer.table import Config, Family, Parameter, Tie, size
 
 
 def sizes(config: Config) -> dict[str, int]:
     """Atom -> extent; LlamaConfig's defaults where a field is absent."""
-    embed, heads = config.get("hidden_size", 4096), config.get("num_attention_heads", 32)
+    embed, heads = size(config, "hidden_size", 4096), size(config, "num_attention_heads", 32)
     return {
-        "vocab": config.get("vocab_size", 32000),
-        "layers": config.get("num_hidden_layers", 32),
+        "vocab": size(config, "vocab_size", 32000),
+        "layers": size(config, "num_hidden_layers", 32),
         "embed": embed,
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or embed // heads,
-        "mlp": config.get("intermediate_size", 11008),
+        "kv_heads": size(config, "num_key_value_heads", heads),
+        "head_dim": size(config, "head_dim", embed // heads),
+        "mlp": size(config, "intermediate_size", 11008),
     }
 
 

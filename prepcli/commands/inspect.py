@@ -1,0 +1,301 @@
+"""`prep inspect`: what a checkpoint holds, as a table, a tree, statistics, a picture of shards, or against another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from prepcli.contents import Contents, Entry, parameters, read_contents
+from prepcli.errors import PrepError, usage
+from prepcli.files import Files
+from prepcli.guess import guess
+from prepcli.leaves import leaves_of, pick
+from prepcli.locate import Located, locate
+from prepcli.shard_map import draw
+from prepcli.sources import open_source
+from prepcli.stats import Stats, stats, stored_nbytes
+from prepcli.tree import grow, tree_fields, tree_rows
+from prepcli.ui import Cell, Report, Ui, table
+from prepcli.units import bytes_text
+from prepcli.vocabulary import SIZE, Vocabulary, read_vocabulary
+from trainer.mesh import DEFAULT_RULES, boxes_of_all, copies, parse, shard_shape, spec
+
+Sort = Literal["name", "size", "file"]
+Shape = tuple[tuple[int, ...], str]  # with the dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """At most one of `tree`, `stats`, `shards` (a leaf, split over `mesh`) and `diff` (another checkpoint)."""
+
+    checkpoint: str
+    pattern: str | None = None
+    sort: Sort = "file"
+    tree: bool = False
+    stats: bool = False
+    shards: str | None = None
+    mesh: str | None = None
+    diff: str | None = None
+    offline: bool = False
+    revision: str | None = None
+
+
+def inspect(request: Request, ui: Ui) -> Report:
+    """Look at a checkpoint; only `stats` reads its data. The report of `diff` carries an error if there are any."""
+    _check(request)
+    located, contents = _read(request, request.checkpoint, request.revision, ui)
+    source = {"source": _source_fields(contents, located, ui)}
+    if request.shards is not None:
+        return _shards(request, contents, source)
+    if request.diff is not None:
+        where, other = _read(request, request.diff, None, ui)
+        return _diff(request, contents, other, source | {"against": _source_fields(other, where, ui)})
+    wanted = _matching([entry.name for entry in contents.entries], request.pattern, contents.name)
+    chosen = _sorted([entry for entry in contents.entries if entry.name in wanted], request.sort)
+    text, fields = _view(request, contents, chosen, ui)
+    count = [_count_line(contents, chosen)] if request.pattern else []
+    return Report("\n".join([*_head(contents, source["source"]), "", text, *count]), source | fields)
+
+
+def _check(request: Request) -> None:
+    views = {"--tree": request.tree, "--stats": request.stats, "--shards": request.shards, "--diff": request.diff}
+    asked = [flag for flag, value in views.items() if value not in (None, False)]
+    if len(asked) > 1:
+        raise usage(f"{' and '.join(asked)} are different views", "inspect shows one at a time", f"`{asked[0]}` alone")
+    if request.mesh is not None and request.shards is None:
+        raise usage("`--mesh` is for `--shards`", "it says over which devices a leaf is split", "`--shards LEAF`")
+    if request.pattern is not None and request.shards is not None:
+        raise usage(f"`{request.pattern}` is one argument too many", "`--shards` names the leaf")
+
+
+def _read(request: Request, name: str, revision: str | None, ui: Ui) -> tuple[Located, Contents]:
+    located = locate(name, revision, request.offline, progress=ui.progress(), warn=ui.warn)
+    return located, read_contents(located, located.hub_id or name)
+
+
+def _matching(names: Collection[str], pattern: str | None, where: str) -> set[str]:
+    """Those that the pattern names; PrepError, with a guess, where that is none."""
+    found = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
+    if pattern is None or found:
+        return found
+    inside = f"*{pattern.strip('*')}*"
+    meant = inside if any(fnmatchcase(name, inside) for name in names) else guess(pattern, names)
+    raise PrepError(f"no tensor of {where} matches `{pattern}`", "", f"did you mean `{meant}`?" if meant else "")
+
+
+def _sorted(entries: list[Entry], sort: Sort) -> list[Entry]:
+    """By name, by size with the largest first, or as they come."""
+    if sort == "name":
+        return sorted(entries, key=lambda entry: entry.name)
+    return sorted(entries, key=lambda entry: -entry.nbytes) if sort == "size" else entries
+
+
+# What is said of the whole checkpoint
+
+
+def _source_fields(contents: Contents, located: Located, ui: Ui) -> dict[str, Any]:
+    manifest, vocabulary = contents.manifest, _vocabulary(contents, ui)
+    dtypes: dict[str, int] = {}
+    for entry in contents.entries:
+        dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
+    return {
+        "name": contents.name,
+        "revision": located.revision,
+        "files": len(contents.files),
+        "bytes": sum(path.stat().st_size for path in contents.files),
+        "format": contents.kind,
+        "family": contents.family.name if contents.family else None,
+        "tensors": len(contents.entries),
+        "chunks": contents.chunks,
+        "values": sum(math.prod(entry.shape) for entry in contents.entries),
+        "parameters": parameters(contents),
+        "vocab": {"true": vocabulary.true, "padded": vocabulary.stored} if vocabulary else None,
+        "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
+        **{key: manifest.get(key) for key in ("layout", "mesh", "scan", "scan_axis")},
+        "others": contents.asides,
+    }
+
+
+def _vocabulary(contents: Contents, ui: Ui) -> Vocabulary | None:
+    """What the config says; a config that makes no sense is no reason not to look at the tensors."""
+    if SIZE not in contents.config:
+        return None
+    try:
+        return read_vocabulary(contents.config, 0)
+    except PrepError as error:
+        ui.warn(f"{error.what}: {error.why}")
+        return None
+
+
+def _head(contents: Contents, source: Mapping[str, Any]) -> list[str]:
+    """Two lines: what model it is, and how it lies on disk; and one for each thing in the tree that is no array."""
+    counted = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
+    size = f"{bytes_text(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
+    model = "  ".join([source["name"], _family_text(contents), counted, size])
+    stored = [f"safetensors, {_count(source['files'], 'file')}, {_count(source['tensors'], 'tensor')}"]
+    if contents.kind == "orbax":
+        leaves = f"{_count(source['tensors'], 'leaf', 'leaves')} in {_count(source['chunks'], 'chunk')}"
+        stored = [f"Orbax, {_count(source['files'], 'data file')}, {leaves}"]
+        stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
+        stored += [_layout_text(source)] if source["layout"] else []
+    if vocab := source["vocab"]:
+        true = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
+        stored.append(f"vocabulary {vocab['padded']}{true}")
+    return [model, "; ".join(stored), *contents.asides]
+
+
+def _family_text(contents: Contents) -> str:
+    if contents.family is not None:
+        return contents.family.name
+    said = contents.config.get("model_type")
+    return f"{said} (not a family that prep knows)" if isinstance(said, str) else "of no known family"
+
+
+def _layout_text(source: Mapping[str, Any]) -> str:
+    stacked = f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "a leaf for each layer"
+    return f"layout {source['layout']}, {stacked}"
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def _count_line(contents: Contents, chosen: Sequence[Entry]) -> str:
+    size = bytes_text(sum(entry.nbytes for entry in chosen))
+    return f"{len(chosen):,} of {len(contents.entries):,} tensors, {size}"
+
+
+# Table, statistics and tree
+
+
+def _view(request: Request, contents: Contents, chosen: list[Entry], ui: Ui) -> tuple[str, dict[str, Any]]:
+    names = [str(path.relative_to(contents.folder)) for path in contents.files]
+    listed = [_entry_fields(contents, entry, names) for entry in chosen]
+    if request.tree:
+        nodes = grow(chosen)
+        text = table(list(tree_rows(nodes)), ("name", "shape", "dtype", "size"), {"size"})
+        return text, {"tensors": listed, "tree": [tree_fields(node) for node in nodes]}
+    if request.stats:
+        found = _stats(contents, chosen, ui)
+        for fields, each in zip(listed, found):
+            fields["stats"] = _stats_fields(each)
+        return _stats_table(chosen, found), {"tensors": listed}
+    return _table(contents, chosen, names), {"tensors": listed}
+
+
+def _entry_fields(contents: Contents, entry: Entry, names: Sequence[str]) -> dict[str, Any]:
+    """An entry for JSON; file and offset are those of its first chunk."""
+    first = entry.first
+    fields: dict[str, Any] = {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "bytes": entry.nbytes}
+    fields |= {"file": names[first.file] if first else None, "offset": first.offset if first else None}
+    return fields | ({"chunk": entry.chunk, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
+
+
+def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str]) -> str:
+    last = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
+    rows: list[list[Cell]] = []
+    for entry in chosen:
+        first = entry.first
+        place: list[Cell] = [names[first.file], first.offset] if first else ["", ""]
+        place = [str(list(entry.chunk)), len(entry.chunks)] if contents.kind == "orbax" else place
+        rows.append([entry.name, str(list(entry.shape)), entry.dtype, bytes_text(entry.nbytes), *place])
+    return table(rows, ("name", "shape", "dtype", "size", *last), {"size"})
+
+
+def _stats(contents: Contents, chosen: Sequence[Entry], ui: Ui) -> list[Stats | None]:
+    progress = ui.progress()
+    progress.begin("inspect", sum(map(stored_nbytes, chosen)))
+    try:
+        with Files(contents.files) as files:
+            return [stats(entry, files, progress.advance) for entry in chosen]
+    finally:
+        progress.end()
+
+
+def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None]) -> str:
+    head = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
+    rows: list[list[Cell]] = []
+    for entry, each in zip(chosen, found):
+        known: list[Cell] = ["-"] * 6
+        if each is not None:
+            known = [*map(_value_text, (each.least, each.greatest, each.mean)), each.nan, each.inf, each.zeros]
+        rows.append([entry.name, str(list(entry.shape)), entry.dtype, *known])
+    return table(rows, head, set(head[3:]))
+
+
+def _stats_fields(found: Stats | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    counts = {"nan": found.nan, "inf": found.inf, "zeros": found.zeros}
+    return {"min": found.least, "max": found.greatest, "mean": found.mean, **counts}
+
+
+def _value_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+# Shards
+
+
+def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> Report:
+    asked = request.mesh or contents.manifest.get("mesh")
+    if asked is None:
+        why = f"{contents.name} was not laid out for one"
+        raise usage("no mesh was named to split the leaf over", why, "for example `--mesh 1,2,4`")
+    mesh = parse(asked)
+    leaf = pick(leaves_of(contents), request.shards or "", contents.name)
+    found = spec(leaf.dims, leaf.shape, mesh, DEFAULT_RULES, contents.name)
+    picture = draw(leaf.name, leaf.shape, leaf.dtype, found, mesh)
+    shards = {
+        "leaf": leaf.name,
+        "shape": leaf.shape,
+        "dtype": leaf.dtype,
+        "mesh": str(mesh),
+        "spec": str(found),
+        "shard": shard_shape(found, leaf.shape),
+        "copies": copies(found, mesh),
+        "devices": boxes_of_all(found, mesh, leaf.shape),
+    }
+    return Report("\n".join([picture, *map(str, found.fallbacks)]), {**fields, "shards": shards})
+
+
+# Against another checkpoint
+
+
+def _diff(request: Request, a: Contents, b: Contents, fields: Mapping[str, Any]) -> Report:
+    """Without reading data; tensors in the order of the first one, then those that only the other has."""
+    x, y = (_shapes(contents, a.kind != b.kind) for contents in (a, b))
+    wanted = _matching({*x, *y}, request.pattern, f"{a.name} and {b.name}")
+    names = [name for name in dict.fromkeys([*x, *y]) if name in wanted]
+    found = [(name, x.get(name), y.get(name)) for name in names if x.get(name) != y.get(name)]
+    listed = [{"name": n, "a": _shape_fields(shape), "b": _shape_fields(other)} for n, shape, other in found]
+    if not found:
+        return Report("no difference in names, shapes and dtypes", {**fields, "differences": listed})
+    lines = [_difference_line(name, shape, other, a.name, b.name) for name, shape, other in found]
+    error = PrepError(f"{a.name} and {b.name} differ in {len(found)} of {_count(len(names), 'tensor')}")
+    return Report("\n".join(lines), {**fields, "differences": listed}, error=error)
+
+
+def _shapes(contents: Contents, as_tensors: bool) -> dict[str, Shape]:
+    """Name -> shape and dtype; `as_tensors`: of the Hugging Face tensors that an Orbax checkpoint holds."""
+    if not as_tensors or contents.kind == "safetensors":
+        return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
+    source = open_source(contents.folder, contents.name)
+    return {source.names.full(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}
+
+
+def _shape_fields(shape: Shape | None) -> dict[str, Any] | None:
+    return {"shape": shape[0], "dtype": shape[1]} if shape else None
+
+
+def _difference_line(name: str, x: Shape | None, y: Shape | None, a: str, b: str) -> str:
+    if x and y:
+        return f"differs  {name}  {_shape_text(x)} -> {_shape_text(y)}"
+    return f"only in {a}  {name}  {_shape_text(x)}" if x else f"only in {b}  {name}  {_shape_text(y)}"
+
+
+def _shape_text(shape: Shape | None) -> str:
+    return f"{list(shape[0])} {shape[1]}" if shape else ""

@@ -1,0 +1,131 @@
+"""Tiny Hugging Face checkpoints of every kind that the tests need, written without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prepcli.fills import numpy_dtype
+from prepcli.formats.safetensors_layout import index_json, lay_out, shard
+from prepcli.tensors import itemsize
+from trainer.axes import bind
+from trainer.families import FAMILIES
+from trainer.table import rows
+
+GPT_NEO: dict[str, Any] = {
+    "model_type": "gpt_neo",
+    "architectures": ["GPTNeoForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "intermediate_size": None,
+    "max_position_embeddings": 64,
+    "attention_types": [[["global", "local", "global"], 1]],
+    "window_size": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LEGACY = {
+    "gpt_neo": {
+        "h.{}.attn.attention.bias": ("bool", (1, 1, 64, 64)),
+        "h.{}.attn.attention.masked_bias": ("float32", ()),
+    },
+    "llama": {"layers.{}.self_attn.rotary_emb.inv_freq": ("float32", (2,))},
+}
+
+
+def tensors_of(config: dict[str, Any], dtype: str, tied: bool, legacy: bool, seed: int = 0) -> dict[str, np.ndarray]:
+    """Every tensor that a checkpoint of this config has, by its full name, with random finite values."""
+    family, rng = FAMILIES[config["model_type"]], np.random.default_rng(seed)
+    found: dict[str, np.ndarray] = {}
+
+    def add(bare: str, kind: str, shape: tuple[int, ...]) -> None:
+        name = bare if bare in family.unprefixed else family.prefix + bare
+        values = rng.standard_normal(math.prod(shape)) * 0.3
+        found[name] = (values > 0 if kind == "bool" else values).astype(numpy_dtype(kind)).reshape(shape)
+
+    for path, row in rows(family, config).items():
+        if path != family.tie.leaf or not tied:
+            bound = bind(row, family.sizes(config))
+            for name, _ in bound.tensors():
+                add(name, dtype, bound.source_shape)
+    layers = family.sizes(config)["layers"]
+    for pattern, (kind, shape) in LEGACY[family.name].items() if legacy else ():
+        for layer in range(layers):
+            add(pattern.format(layer), kind, shape)
+    return found
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], files: int = 2) -> Path:
+    """A Hugging Face folder: config, tokenizer files, weights in about so many shards with an index."""
+    folder.mkdir(parents=True)
+    entries = [(name, value.dtype.name, value.shape, value.nbytes) for name, value in tensors.items()]
+    limit = -(-sum(e[3] for e in entries) // files)
+    layouts = lay_out([(name, group, None) for name, group in shard(entries, limit)])
+    for layout in layouts:
+        data = b"".join(tensors[t.name].tobytes() for t in layout.tensors)
+        (folder / layout.name).write_bytes(layout.header + data)
+    if len(layouts) > 1:
+        (folder / "model.safetensors.index.json").write_bytes(index_json(layouts))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"_from_model_config": true}')
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    return folder
+
+
+def make(
+    folder: Path,
+    base: dict[str, Any] = GPT_NEO,
+    dtype: str = "float32",
+    tied: bool | None = None,
+    legacy: bool = False,
+    files: int = 2,
+    **changes: Any,
+) -> dict[str, np.ndarray]:
+    """Write a tiny checkpoint and return its tensors; `tied` as the family has it by default."""
+    default = FAMILIES[base["model_type"]].tie.default
+    is_tied = default if tied is None else tied
+    config = {**base, "torch_dtype": dtype, **changes} | (
+        {} if is_tied == default else {"tie_word_embeddings": is_tied}
+    )
+    tensors = tensors_of(config, dtype, is_tied, legacy)
+    write_checkpoint(folder, config, tensors, files)
+    return tensors
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a Hugging Face folder by the real library's parser, bytes viewed as their own dtype."""
+    from safetensors import deserialize
+
+    from prepcli.formats.safetensors import DTYPES
+
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in deserialize(path.read_bytes()):
+            dtype = DTYPES[entry["dtype"]]
+            assert len(entry["data"]) == math.prod(entry["shape"]) * itemsize(dtype)
+            found[name] = np.frombuffer(bytes(entry["data"]), numpy_dtype(dtype)).reshape(entry["shape"])
+    return found
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -1,0 +1,87 @@
+"""Small plans of int32 tensors that save rows into chunks, and the files that they read and write."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from prepcli.grids import Grid
+from prepcli.placing import Layout, Want, place
+from prepcli.plan import Flat, Leaf, Plan, Stream
+from tests.strategies import random_tensors
+from trainer.axes import AxisMap
+
+ITEM = 4
+Chunk = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A plan that saves tensors which lie one after another in a file after `shift` bytes."""
+
+    plan: Plan
+    tensors: dict[str, np.ndarray]
+    layout: Layout
+    shift: int
+
+    def source(self, folder: Path) -> Path:
+        """Write the file that the plan reads."""
+        path = folder / "source"
+        path.write_bytes(b"\1" * self.shift + b"".join(t.tobytes() for t in self.tensors.values()))
+        return path
+
+    def data_files(self, folder: Path) -> list[Path]:
+        """The files that the plan writes."""
+        return [folder / f"d{i}" for i in range(len(self.layout.sizes))]
+
+    def leaf(self, paths: Sequence[Path], number: int = 0) -> np.ndarray:
+        """Put the chunks of a leaf together again, each found where the plan says it is."""
+        leaf, data = self.plan.leaves[number], [p.read_bytes() for p in paths]
+        shape, chunk = leaf.grid.shape, leaf.grid.chunk
+        out = np.zeros([n * c for n, c in zip(leaf.grid.counts, chunk)], np.int32)
+        for box in leaf.placed:
+            for index in itertools.product(*(range(a, b) for a, b in zip(box.first, box.stop))):
+                file, offset = box.places.find(index)
+                cell = np.frombuffer(data[file], np.int32, math.prod(chunk), offset).reshape(chunk)
+                out[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk))] = cell
+        return out[tuple(slice(0, n) for n in shape)]
+
+
+def saved(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0) -> Saved:
+    """A leaf for each of the rows, which are over the same tensors."""
+    tensors = random_tensors(rows[0])
+    shape = rows[0].source_shape
+    starts = [shift + i * math.prod(shape) * ITEM for i in range(len(tensors))]
+    grids = [Grid(row.leaf_shape, chunk) for row, chunk in zip(rows, chunks)]
+    wants = [
+        Want(f"leaf{n}", row, tuple(at.items()), grid, ITEM, start)
+        for (_, at), start in zip(rows[0].tensors(), starts)
+        for n, (row, grid) in enumerate(zip(rows, grids))
+    ]
+    layout = place(wants)
+    count = len(rows)
+    sides = [tuple(layout.regions[i : i + count]) for i in range(0, len(wants), count)]
+    span = (0, shape[0] if shape else 1)
+    streams = tuple(
+        Stream(name, "int32", shape, span, (Flat(0, start),), regions)
+        for name, start, regions in zip(tensors, starts, sides)
+    )
+    leaves = tuple(Leaf((f"leaf{n}",), "int32", g, tuple(layout.placed[f"leaf{n}"])) for n, g in enumerate(grids))
+    return Saved(Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift)
+
+
+def turned(streams: Sequence[Stream]) -> tuple[Stream, ...]:
+    """The streams that bring everything back."""
+    return tuple(replace(s, left=s.right, right=s.left) for s in streams)
+
+
+@st.composite
+def dividing(draw, shape: tuple[int, ...]) -> Chunk:
+    """A chunk that divides a leaf."""
+    return tuple(draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0])) for n in shape)

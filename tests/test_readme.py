@@ -1,0 +1,98 @@
+"""README and docs: every command that they show is run, on tiny models, and every one that they mention is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli import main
+from tests.models import GPT_NEO, LLAMA, make
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+
+    def commands(self) -> Iterator[tuple[str, str]]:
+        """Each command line of a console, with what is shown as its output."""
+        for part in self.text.split("$ ")[1:]:
+            command, _, output = part.partition("\n")
+            yield command, output
+
+
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(language, text) for language, text in found]
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with tiny models under the names that pages use: a folder comes before an alias."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make(tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
+    make(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_works_and_prints_what_is_shown(
+    page: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = [found for block in blocks(page) if block.language == "console" for found in block.commands()]
+    assert commands
+    for command, output in commands:
+        program, *args = shlex.split(command)
+        assert program == "prep"
+        assert main(args) == 0, f"{command}\n{capsys.readouterr().err}"
+        printed = capsys.readouterr().out
+        assert not output or printed == output, command
+
+
+def test_the_python_of_the_readme_works(models: Path) -> None:
+    (script,) = [block.text for block in blocks(README) if block.language == "python"]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written, *_, shape = done.stdout.splitlines()
+    assert "['wte.weight']" in written
+    assert shape == "(3, 8, 8, 64)"
+
+
+def test_the_readme_begins_with_what_sets_it_up() -> None:
+    """.ci/run runs these two blocks as they are."""
+    first, second = blocks(README)[:2]
+    assert first == Block("bash", "pip install -e . && prep demo\n")
+    assert second == Block("bash", "pip install -e '.[test]' && pytest\n")
+    assert len(README.read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_text_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, rest in re.findall(r"`prep ([a-z-]+)([^`]*)`", page.read_text()):
+        assert main([command, "--help"]) == 0, command
+        options = capsys.readouterr().out
+        for option in re.findall(r"--[a-z-]+", rest):
+            assert re.search(rf"{option}\b", options), f"prep {command} {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_in_the_text_exist(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    files = re.findall(r"`((?:tests|trainer|docs|prepcli)/[\w/.]+)`", text)
+    assert [path for path in links if not (page.parent / path).exists()] == []
+    assert [path for path in files if not (ROOT / path).exists()] == []
