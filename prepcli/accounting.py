@@ -6,6 +6,7 @@ Pure. Names here are as rows spell them, without the base prefix; messages show 
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from trainer.axes import AxisMap, Row, bind
 from trainer.table import Config, Family
 
 VOCAB = "vocab"
+MOST_TENSORS = 1 << 20  # of one row: far above any model; keeps a wrong config from asking for memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class Names:
         """The name in a file."""
         with_prefix = self.prefixed and bare not in self.family.unprefixed
         return self.family.prefix + bare if with_prefix else bare
+
+    def shown(self, bare: str) -> str:
+        """The name in a message, which stays on its line whatever a stranger's file calls its tensors."""
+        full = self.full(bare)
+        return full if full.isprintable() else ascii(full)[1:-1]
 
     def bare(self, full: str) -> str:
         """The name in a row."""
@@ -123,6 +130,8 @@ def account(
     wanted: dict[str, list[Use]] = {}
     for path, row in rows.items():
         bound = bind(row, sizes)
+        if (count := math.prod(f.extent for f in bound.stacked)) > MOST_TENSORS:
+            raise PrepError("config.json makes no sense", f"it asks for {count:,} tensors like {bound.text.strip()}")
         for name, at in bound.tensors():
             wanted.setdefault(name, []).append(Use(path.format(**at), bound, tuple(at.items())))
     dropped = tuple(_dropped(family, wanted, tensors, wishes, alias))
@@ -179,14 +188,14 @@ def _faults(
     for name, uses in wanted.items():
         expected = uses[0].row.source_shape
         if name not in tensors:
-            faults.missing.append(f"{names.full(name)} {list(expected)}")
+            faults.missing.append(f"{names.shown(name)} {list(expected)}")
         elif tensors[name].shape != expected:
             atoms = " x ".join(" ".join(f"{f.atom} {f.extent}" for f in d.factors) for d in uses[0].row.source)
-            has = f"{names.full(name)} has shape {list(tensors[name].shape)}, expected {list(expected)} ({atoms})"
+            has = f"{names.shown(name)} has shape {list(tensors[name].shape)}, expected {list(expected)} ({atoms})"
             faults.misshapen.append(has)
     for name, tensor in tensors.items():
         if name not in wanted and name not in dropped:
-            faults.unexpected.append(f"{names.full(name)} {list(tensor.shape)}")
+            faults.unexpected.append(f"{names.shown(name)} {list(tensor.shape)}")
     return faults
 
 
@@ -203,7 +212,9 @@ def _error(faults: _Faults, family: Family, where: str) -> PrepError:
         verb = "is" if len(faults.missing) == 1 else "are"
         return PrepError(f"{count(faults.missing)} {verb} missing", ", ".join(faults.missing), _TWO_MODELS)
     if faults.misshapen:
-        return PrepError(f"{count(faults.misshapen)} not as config.json says", "; ".join(faults.misshapen), _TWO_MODELS)
+        verb = "is" if len(faults.misshapen) == 1 else "are"
+        what = f"{count(faults.misshapen)} {verb} not as config.json says"
+        return PrepError(what, "; ".join(faults.misshapen), _TWO_MODELS)
     verb = "has" if len(faults.unexpected) == 1 else "have"
     what = f"{count(faults.unexpected)} {verb} no place in family {family.name}"
     first = faults.unexpected[0].split()[0]

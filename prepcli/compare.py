@@ -12,7 +12,7 @@ from prepcli.files import Files
 from prepcli.fills import numpy_dtype
 from prepcli.plan import Stream
 from prepcli.tensors import itemsize
-from prepcli.values import values
+from prepcli.values import run_buffers, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def first_difference(files_a: Sequence[Path], a: Stream, files_b: Sequence[Path]
     """Compare the left sides of two streams of the same rows, shape and dtype, bit by bit."""
     count, first, item = 0, Difference(0), itemsize(a.dtype)
     with Files(files_a) as left, Files(files_b) as right:
-        for (start, x), (_, y) in zip(values(left, a), values(right, b), strict=True):
+        for (start, x), (_, y) in zip(values(left, a, run_buffers()), values(right, b, run_buffers()), strict=True):
             differs = np.flatnonzero((x.reshape(-1, item) != y.reshape(-1, item)).any(axis=1))
             if differs.size and not count:
                 at = int(differs[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from prepcli.locate import Located
 from prepcli.manifest import read_manifest
 from prepcli.sources import CONFIG, read_config
 from prepcli.tensors import Tensor, bits_of
+from trainer.axes import Row
 from trainer.families import FAMILIES
 from trainer.table import Family, rows
 
@@ -117,13 +118,13 @@ def parameters(contents: Contents) -> int | None:
         return None
     if contents.kind == "orbax":
         return sum(math.prod(entry.shape) for entry in contents.entries if entry.path[0] == "params")
-    patterns = _patterns(family, contents.config)
-    names = ((entry, entry.name.removeprefix(family.prefix)) for entry in contents.entries)
-    return sum(math.prod(entry.shape) for entry, name in names if any(p.fullmatch(name) for p in patterns))
+    shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
+    if family.tied(contents.config) and family.tie.embedding in shapes:
+        shapes.pop(family.tie.tensor, None)
+    patterns = [_pattern(row) for row in rows(family, contents.config).values()]
+    return sum(math.prod(shape) for name, shape in shapes.items() if any(p.fullmatch(name) for p in patterns))
 
 
-def _patterns(family: Family, config: Mapping[str, Any]) -> Collection[re.Pattern[str]]:
-    """What the names of a family's tensors look like, without the base prefix."""
-    without = {family.tie.leaf} if config.get("tie_word_embeddings", family.tie.default) else set()
-    names = [row.name for path, row in rows(family, config).items() if path not in without]
-    return [re.compile("".join(re.escape(p) if isinstance(p, str) else "[0-9]+" for p in name)) for name in names]
+def _pattern(row: Row) -> re.Pattern[str]:
+    """What the names of a row's tensors look like; any number will do, so a wrong config does no harm."""
+    return re.compile("".join(re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name))

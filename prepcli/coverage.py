@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 from prepcli.boxes import strides
 from prepcli.errors import PrepError
@@ -48,13 +49,14 @@ def _indices(dim: TensorDim) -> set[int]:
     return set(found)
 
 
-def _copies(plan: Plan, slabs: Iterable[Slab], side: str) -> Iterator[Copy]:
+def _copies(plan: Plan, slabs: Iterable[Slab], side: Literal["left", "right"]) -> Iterator[Copy]:
     for slab in slabs:
-        copies: tuple[Copy, ...] = getattr(slab, side)
+        stream = plan.streams[slab.stream]
+        copies, parts = (slab.left, stream.left) if side == "left" else (slab.right, stream.right)
         moved = sum(copy.nbytes for copy in copies)
-        if copies and moved != slab.nbytes:
-            name = plan.streams[slab.stream].name
-            raise _error(f"{name}: {slab.nbytes:,} bytes from byte {slab.start:,} on, {moved:,} of them on the {side}")
+        if parts and moved != slab.nbytes:
+            missing = f"{slab.nbytes:,} bytes from byte {slab.start:,} on, {moved:,} of them on the {side}"
+            raise _error(f"{stream.name}: {missing}")
         yield from copies
 
 

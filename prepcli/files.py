@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -22,7 +23,8 @@ Bytes = npt.NDArray[np.uint8]
 def buffer(nbytes: int) -> Bytes:
     """Page-aligned memory that is only taken when it is touched, in huge pages where the system has them."""
     memory = mmap.mmap(-1, nbytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 

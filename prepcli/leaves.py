@@ -74,9 +74,8 @@ def pick(leaves: Mapping[str, LogicalLeaf], text: str, where: str) -> LogicalLea
         raise usage(f"`{text}` matches {len(found)} leaves of {where}", _listed(found), hint)
     if not found:
         meant = guess(text, [name.removeprefix(f"{ROOT}.") for name in leaves])
-        raise usage(
-            f"{where} has no leaf `{text}`", f"it has {_listed(leaves)}", f"did you mean `{meant}`?" if meant else ""
-        )
+        hint = f"did you mean `{meant}`?" if meant else ""
+        raise usage(f"{where} has no leaf `{text}`", f"it has {_listed(leaves)}", hint)
     return leaves[found[0]]
 
 

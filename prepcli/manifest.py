@@ -11,6 +11,8 @@ from prepcli.errors import PrepError
 
 MANIFEST = "prep-manifest.json"
 FORMAT = 1
+REQUIRED = {"kind": str, "request": str, "plan": str, "config": dict, "tensors": dict, "prefixed": bool, "tied": bool}
+OF_AN_INIT = {"scan": bool, "scan_axis": int, "rules": list}
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -27,7 +29,25 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         says = found.get("format") if isinstance(found, dict) else type(found).__name__
         raise PrepError(f"{path} is of another format", f"it says {says!r}, this prep reads {FORMAT}")
+    _check(path, found)
     return found
+
+
+def _check(path: Path, found: Mapping[str, Any]) -> None:
+    """PrepError unless the manifest has all that later commands take from it."""
+    for key, kind in (REQUIRED | (OF_AN_INIT if found.get("kind") == "init" else {})).items():
+        if not isinstance(found.get(key), kind):
+            why = f"`{key}` is {found.get(key)!r:.60}" if key in found else f"`{key}` is missing"
+            raise PrepError(f"{path} is broken", why, "make the output anew")
+    for name, record in found["tensors"].items():
+        pieces = record.get("digests") if isinstance(record, dict) else None
+        if not isinstance(pieces, list) or not all(_is_piece(piece) for piece in pieces):
+            raise PrepError(f"{path} is broken", f"what it says of {name!r:.60} is no list of digests", "make it anew")
+
+
+def _is_piece(piece: Any) -> bool:
+    """Whether this is [first row, one past the last, digest]."""
+    return isinstance(piece, list) and [type(part) for part in piece] == [int, int, str]
 
 
 def manifest_bytes(content: Mapping[str, Any]) -> bytes:

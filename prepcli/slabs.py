@@ -28,8 +28,8 @@ class Slab:
 
     @property
     def plain(self) -> bool:
-        """Both sides are one run: the bytes need no other order."""
-        return len(self.left) <= 1 and len(self.right) <= 1 and not any(c.dims for c in (*self.left, *self.right))
+        """Either side is one run of all its bytes, or nothing: they need no other order."""
+        return all(not side or [copy.width for copy in side] == [self.nbytes] for side in (self.left, self.right))
 
 
 def slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
@@ -37,7 +37,7 @@ def slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
     if not stream.nbytes:
         return
     left, right = (tuple(side_copies(side, stream, stream.box)) for side in (stream.left, stream.right))
-    if Slab(number, 0, 0, left, right).plain:
+    if Slab(number, stream.span[0], stream.nbytes, left, right).plain:
         yield from _plain(number, stream, left, right, limit)
     else:
         yield from _by_rows(number, stream, limit)
@@ -69,9 +69,7 @@ def even_slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
     return _along(number, stream, limit, _axis(stream, limit), (), 1) if stream.nbytes else iter(())
 
 
-def _along(
-    number: int, stream: Stream, limit: int, axis: int, bands: tuple[tuple[int, int], ...], pages: int
-) -> Iterator[Slab]:
+def _along(number: int, stream: Stream, limit: int, axis: int, bands: tuple[_Band, ...], pages: int) -> Iterator[Slab]:
     steps = strides(stream.shape, itemsize(stream.dtype)) or (stream.nbytes,)
     inner, extent = steps[axis], stream.shape[axis] if axis else stream.rows[1]
     edges = _Edges(bands, max(1, limit // inner), pages)
@@ -94,31 +92,50 @@ def _axis(stream: Stream, limit: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Band:
+    """Of the rows from `first` to `stop`, which a region has, each `rows` fill whole chunks."""
+
+    first: int
+    stop: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Edges:
     """Where slabs may end: after whole bands of chunks, else after rows that fill whole pages of a chunk."""
 
-    bands: tuple[tuple[int, int], ...]  # (first row, rows a band) of each region, those written first
+    bands: tuple[_Band, ...]  # those written first: they matter more
     step: int  # rows that fit a slab
     pages: int  # rows that fill whole pages in every chunk
 
     def after(self, low: int) -> int:
         high = low + self.step
-        for first, band in self.bands:
-            edge = first + (high - first) // band * band
-            if edge <= low:  # a band does not fit
-                return low + (self.step // self.pages * self.pages or self.step)
-            high = edge
-        return high
+        crossed = [band for band in self.bands if band.first < high < band.stop]
+        if not crossed:
+            return high
+        found, unit = low, 1
+        for band in crossed:
+            together = math.lcm(unit, band.rows)
+            edge = band.first + (high - band.first) // together * together
+            if edge > low and band.first == crossed[0].first:
+                found, unit = edge, together
+        return found if found > low else self._strip(low, crossed[0])
+
+    def _strip(self, low: int, band: _Band) -> int:
+        """Some rows of a band that does not fit."""
+        edge = low + band.rows - (low - band.first) % band.rows
+        return min(edge, low + (self.step // self.pages * self.pages or self.step))
 
 
-def _bands(stream: Stream, axis: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of the bands of whole chunks along an axis, of the regions written and then of those read."""
+def _bands(stream: Stream, axis: int) -> Iterator[_Band]:
+    """The bands of whole chunks along an axis, of the regions written and then of those read."""
     for part in (*stream.right, *stream.left):
-        if isinstance(part, Region) and (rows := _band(part, axis)) > 1:
-            yield part.row.source[axis].start, rows
+        if isinstance(part, Region) and (rows := _band_rows(part, axis)) > 1:
+            dim = part.row.source[axis]
+            yield _Band(dim.start, dim.start + dim.taken, rows)
 
 
-def _band(region: Region, axis: int) -> int:
+def _band_rows(region: Region, axis: int) -> int:
     """Rows along an axis of the tensor that fill whole chunks."""
     taken = _atoms_in_chunk(region)
     rows = 1

@@ -15,7 +15,7 @@ from prepcli.fills import numpy_dtype
 from prepcli.formats.orbax_read import Stored
 from prepcli.plan import Flat, Stream
 from prepcli.tensors import ITEM_BITS, itemsize
-from prepcli.values import values
+from prepcli.values import run_buffers, values
 
 RUN_NBYTES = 1 << 20  # widened to float32, and to an index of 8 bytes where a chunk is padded, it stays in a cache
 
@@ -65,7 +65,7 @@ def stats(entry: Entry, files: Files, read: Callable[[int], object]) -> Stats | 
         return None
     sums = _Sums()
     with np.errstate(over="ignore", invalid="ignore"):
-        for found in _values(entry, files, read):
+        for found in _values(entry, files, read, run_buffers(RUN_NBYTES)):
             sums.add(_computable(found))
         mean = sums.total / sums.finite if sums.finite else math.nan
     known_mean = mean if math.isfinite(mean) else None
@@ -82,19 +82,23 @@ def _computable(found: np.ndarray) -> np.ndarray:
     return found if found.dtype.kind in "iuc" or found.dtype.itemsize >= 4 else found.astype(np.float32)
 
 
-def _values(entry: Entry, files: Files, read: Callable[[int], object]) -> Iterator[np.ndarray]:
+def _values(
+    entry: Entry, files: Files, read: Callable[[int], object], buffers: tuple[Bytes, Bytes]
+) -> Iterator[np.ndarray]:
     """The values of an entry, chunk by chunk, without what lies beyond its edge."""
     dtype = np.dtype(np.uint8) if entry.dtype == "bool" else numpy_dtype(entry.dtype)
     for index, stored in entry.chunks.items():
         inside = [min(length, extent - i * length) for i, length, extent in zip(index, entry.chunk, entry.shape)]
-        for start, data in _runs(entry, stored, files):
+        for start, data in _runs(entry, stored, files, buffers):
             read(data.size)
             found = data.view(dtype)
             padded = inside != list(entry.chunk)
             yield found[_inside(start // dtype.itemsize, found.size, entry.chunk, inside)] if padded else found
 
 
-def _runs(entry: Entry, stored: Stored | bytes, files: Files) -> Iterator[tuple[int, Bytes]]:
+def _runs(
+    entry: Entry, stored: Stored | bytes, files: Files, buffers: tuple[Bytes, Bytes]
+) -> Iterator[tuple[int, Bytes]]:
     """The bytes of a chunk, with the byte of the chunk where each run begins."""
     if isinstance(stored, bytes):
         for start in range(0, len(stored), RUN_NBYTES):
@@ -102,7 +106,7 @@ def _runs(entry: Entry, stored: Stored | bytes, files: Files) -> Iterator[tuple[
         return
     lies = (Flat(stored.file, stored.offset),)
     rows = entry.chunk[0] if entry.chunk else 1
-    yield from values(files, Stream(entry.name, entry.dtype, entry.chunk, (0, rows), lies, ()), RUN_NBYTES)
+    yield from values(files, Stream(entry.name, entry.dtype, entry.chunk, (0, rows), lies, ()), buffers)
 
 
 def _inside(start: int, count: int, chunk: Sequence[int], inside: Sequence[int]) -> np.ndarray:

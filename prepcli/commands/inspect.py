@@ -21,7 +21,7 @@ from prepcli.tree import grow, tree_fields, tree_rows
 from prepcli.ui import Cell, Report, Ui, table
 from prepcli.units import bytes_text
 from prepcli.vocabulary import SIZE, Vocabulary, read_vocabulary
-from trainer.mesh import DEFAULT_RULES, boxes_of_all, copies, parse, shard_shape, spec
+from trainer.mesh import boxes_of_all, copies, parse, shard_shape, spec, with_rules
 
 Sort = Literal["name", "size", "file"]
 Shape = tuple[tuple[int, ...], str]  # with the dtype
@@ -121,7 +121,7 @@ def _source_fields(contents: Contents, located: Located, ui: Ui) -> dict[str, An
 
 def _vocabulary(contents: Contents, ui: Ui) -> Vocabulary | None:
     """What the config says; a config that makes no sense is no reason not to look at the tensors."""
-    if SIZE not in contents.config:
+    if contents.config.get(SIZE) is None:
         return None
     try:
         return read_vocabulary(contents.config, 0)
@@ -247,7 +247,8 @@ def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> 
         raise usage("no mesh was named to split the leaf over", why, "for example `--mesh 1,2,4`")
     mesh = parse(asked)
     leaf = pick(leaves_of(contents), request.shards or "", contents.name)
-    found = spec(leaf.dims, leaf.shape, mesh, DEFAULT_RULES, contents.name)
+    rules = with_rules(contents.manifest.get("rules", ()))
+    found = spec(leaf.dims, leaf.shape, mesh, rules, contents.name)
     picture = draw(leaf.name, leaf.shape, leaf.dtype, found, mesh)
     shards = {
         "leaf": leaf.name,

@@ -69,6 +69,7 @@ class _Layout:
     scan_axis: int
     vocabulary: Vocabulary
     rows: int  # of vocabulary
+    rule_texts: tuple[str, ...]  # `--rule`, or those that the source was laid out by
     before: Mapping[str, Any]  # the source's manifest, where it is a checkpoint of this kind
 
 
@@ -110,7 +111,8 @@ def _layout(request: Request, source: Source) -> _Layout:
     mesh = parse(request.mesh) if request.mesh else None
     if mesh is not None and -1 in mesh.sizes:
         raise usage(f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number")
-    split = Split(mesh, with_rules(request.rules))
+    rule_texts = request.rules or tuple(before.get("rules", ()))
+    split = Split(mesh, with_rules(rule_texts))
     vocabulary = source.vocabulary(request.true_vocab)
     return _Layout(
         split,
@@ -118,6 +120,7 @@ def _layout(request: Request, source: Source) -> _Layout:
         before.get("scan_axis", 0) if request.scan_axis is None else request.scan_axis,
         vocabulary,
         _vocab_rows(request, vocabulary, split),
+        rule_texts,
         before,
     )
 
@@ -130,6 +133,7 @@ def _settings(source: Source, located: Located, layout: _Layout) -> dict[str, An
         "vocab": {"true": layout.vocabulary.true, "padded": layout.rows},
         "layout": "native",
         "mesh": str(layout.split.mesh) if layout.split.mesh else None,
+        "rules": layout.rule_texts,
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.prefixed,

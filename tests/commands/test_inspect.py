@@ -1,4 +1,4 @@
-"""`prep inspect`."""
+"""`prep inspect`: table, tree and statistics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,44 +14,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli import main
-from tests.hf_folders import GPT_NEO, LLAMA, write_folder, write_model
-
-Capture = pytest.CaptureFixture[str]
+from tests.commands.inspecting import NEO, SMALL_LLAMA, Capture, document, make_init, refused, shown
+from tests.hf_folders import write_folder
+from tests.models import make
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def shown(capsys: Capture, *args: str) -> list[str]:
-    """The lines of a run that succeeds."""
-    assert main(["inspect", *args, "-q"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out.splitlines()
-
-
-def document(capsys: Capture, *args: str, code: int = 0) -> dict[str, Any]:
-    assert main(["inspect", *args, "--json", "-q"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys: Capture, *args: str) -> tuple[int, str]:
-    """Exit code and message of a run that fails and shows nothing else."""
-    code = main(["inspect", *args])
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return code, captured.err
-
-
-def make_init(capsys: Capture, config: dict[str, Any], *options: str) -> dict[str, np.ndarray]:
-    """A model in `model` and the checkpoint in `init` that save-init makes of it."""
-    tensors = write_model(Path("model"), config)
-    assert main(["save-init", "model", "--out", "init", "-q", *options]) == 0
-    capsys.readouterr()
-    return tensors
 
 
 def two_files() -> list[int]:
@@ -137,11 +107,11 @@ def test_a_pattern_that_matches_nothing(capsys: Capture, pattern: str, hint: str
 
 
 def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
-    tensors = write_model(Path("plain"), GPT_NEO)
+    tensors = make(Path("plain"), NEO)
     head = tensors["transformer.wte.weight"].copy()
     masks = {f"transformer.h.{i}.attn.attention.bias": np.ones((1, 1, 6, 6), bool) for i in range(3)}
     everything = {**tensors, **masks, "lm_head.weight": head}
-    write_folder(Path("m"), {"model.safetensors": everything}, GPT_NEO)
+    write_folder(Path("m"), {"model.safetensors": everything}, NEO)
     n_parameters = sum(array.size for array in tensors.values())
     n_values = sum(array.size for array in everything.values())
     source = document(capsys, "m")["source"]
@@ -150,10 +120,15 @@ def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
     lines = shown(capsys, "m")
     assert lines[0].startswith(f"m  gpt_neo  {n_parameters:,} parameters  ")
     assert lines[1] == f"safetensors, 1 file, {len(everything)} tensors; vocabulary 13"
+    del everything["transformer.wte.weight"]  # the head alone is the embedding
+    write_folder(Path("n"), {"model.safetensors": everything}, NEO)
+    assert document(capsys, "n")["source"]["parameters"] == n_parameters
+    found = document(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
+    assert (found["shape"], found["spec"]) == ([13, 8], "P(None, fsdp)")
 
 
 def test_a_padded_vocabulary(capsys: Capture) -> None:
-    write_model(Path("model"), GPT_NEO)
+    make(Path("model"), NEO)
     assert main(["pad-vocab", "model", "--out", "padded", "-q"]) == 0
     capsys.readouterr()
     assert shown(capsys, "padded")[1].endswith("; vocabulary 16 (13 true)")
@@ -189,7 +164,7 @@ def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
 
 
 def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
-    tensors = make_init(capsys, LLAMA, "--mesh", "1,2,2")
+    tensors = make_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     n_values = sum(array.size for array in tensors.values())
     lines = shown(capsys, "init")
     assert lines[0] == f"init  llama  {n_values:,} parameters  {n_values * 4 / 1024:.1f} KiB float32"
@@ -200,11 +175,11 @@ def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
         "vocabulary 12",
     ]
     assert lines[3].split() == ["name", "shape", "dtype", "size", "chunk", "chunks"]
-    assert lines[4].split() == ["params.head.weight", "[12,", "8]", "float32", "384", "bytes", "[12,", "8]", "1"]
+    assert lines[4].split() == ["params.embed.tokens", "[12,", "8]", "float32", "384", "bytes", "[12,", "8]", "1"]
 
 
 def test_the_fields_of_leaves(capsys: Capture) -> None:
-    tensors = make_init(capsys, LLAMA, "--no-scan", "--mesh", "1,1,2")
+    tensors = make_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
     found = document(capsys, "init")
     expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
     assert found["source"] | expected == found["source"]
@@ -234,35 +209,42 @@ def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
 
 
 def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
-    write_model(Path("model"), LLAMA, n_files=2)
+    make(Path("model"), SMALL_LLAMA, files=2)
     lines = shown(capsys, "model", "--tree")
     assert [" ".join(line.split()) for line in lines[3:]] == [
         "name shape dtype size",
-        "lm_head.weight [12, 8] float32 384 bytes",
         "model 5.0 KiB",
         "embed_tokens.weight [12, 8] float32 384 bytes",
         "layers.{0..1} 4.6 KiB",
         "input_layernorm.weight 2 x [8] float32 64 bytes",
+        "self_attn 1.5 KiB",
+        "q_proj.weight 2 x [8, 8] float32 512 bytes",
+        "k_proj.weight 2 x [4, 8] float32 256 bytes",
+        "v_proj.weight 2 x [4, 8] float32 256 bytes",
+        "o_proj.weight 2 x [8, 8] float32 512 bytes",
+        "post_attention_layernorm.weight 2 x [8] float32 64 bytes",
         "mlp 3.0 KiB",
-        "down_proj.weight 2 x [8, 16] float32 1.0 KiB",
         "gate_proj.weight 2 x [16, 8] float32 1.0 KiB",
         "up_proj.weight 2 x [16, 8] float32 1.0 KiB",
-        "post_attention_layernorm.weight 2 x [8] float32 64 bytes",
-        "self_attn 1.5 KiB",
-        "k_proj.weight 2 x [4, 8] float32 256 bytes",
-        "o_proj.weight 2 x [8, 8] float32 512 bytes",
-        "q_proj.weight 2 x [8, 8] float32 512 bytes",
-        "v_proj.weight 2 x [4, 8] float32 256 bytes",
+        "down_proj.weight 2 x [8, 16] float32 1.0 KiB",
         "norm.weight [8] float32 32 bytes",
+        "lm_head.weight [12, 8] float32 384 bytes",
     ]
 
 
+def test_a_name_of_thousands_of_parts(capsys: Capture) -> None:
+    name = "a." * 5000 + "b"
+    write_folder(Path("m"), {"model.safetensors": {name: np.ones(1), "a.c": np.ones(1)}})
+    (node,) = document(capsys, "m", "--tree")["tree"]
+    assert [f"a.{child['name']}" for child in node["children"]] in (["a.c", name], [name, "a.c"])
+
+
 def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
-    make_init(capsys, LLAMA)
+    make_init(capsys, SMALL_LLAMA)
     found = document(capsys, "init", "params.layers.mlp.*", "--tree")
     (node,) = found["tree"]
     assert (node["name"], node["tensors"], node["bytes"]) == ("params.layers.mlp", 3, 3072)
-    assert [child["name"] for child in node["children"]] == ["down.weight", "gate.weight", "up.weight"]
+    assert [child["name"] for child in node["children"]] == ["gate.weight", "up.weight", "down.weight"]
     assert len(found["tensors"]) == 3
 
 
@@ -270,7 +252,7 @@ def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
 
 
 def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
-    tensors = make_init(capsys, LLAMA, "--mesh", "1,2,2")
+    tensors = make_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     found = {tensor["name"]: tensor["stats"] for tensor in document(capsys, "model", "--stats")["tensors"]}
     assert found.keys() == tensors.keys()
     for name, array in tensors.items():
@@ -329,166 +311,3 @@ def test_statistics_take_little_memory_whatever_a_tensor_has(here: Path) -> None
         (tensor,) = json.loads(done.stdout)["tensors"]
     assert tensor["stats"] == {"min": 0, "max": 0, "mean": 0, "nan": 0, "inf": 0, "zeros": n}
     assert peaks[1] - peaks[0] < 64 << 10  # KiB
-
-
-# Shards
-
-
-def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
-    make_init(capsys, LLAMA, "--mesh", "1,2,2")
-    lines = shown(capsys, "init", "--shards", "mlp.up")
-    assert lines == [
-        "params.layers.mlp.up.weight  [2, 16, 8] float32  P(None, mp, fsdp)",
-        "  256 bytes a device, 1 copy",
-        "mlp down; embed across; whole: layers",
-        " 0:4                  4:8",
-        "┌────────────────────┬────────────────────┐",
-        "│ 0                  │ 2                  │  0:8",
-        "├────────────────────┼────────────────────┤",
-        "│ 1                  │ 3                  │  8:16",
-        "└────────────────────┴────────────────────┘",
-    ]
-    found = document(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
-    assert found == {
-        "leaf": "params.layers.mlp.up.weight",
-        "shape": [2, 16, 8],
-        "dtype": "float32",
-        "mesh": "2,1,4",
-        "spec": "P(None, mp, None)",
-        "shard": [2, 4, 8],
-        "copies": 2,
-        "devices": [[[0, 2], [4 * i, 4 * i + 4], [0, 8]] for i in range(4)] * 2,
-    }
-
-
-def test_a_folder_shows_the_leaf_that_save_init_would_make(capsys: Capture) -> None:
-    write_model(Path("model"), LLAMA, "float16")
-    found = document(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
-    assert (found["leaf"], found["shape"], found["dtype"]) == ("params.layers.attn.k.weight", [2, 2, 2, 8], "float16")
-    assert shown(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")[-1] == (
-        "kv_heads 2 stays whole, not split over mp: 2 mod 4 = 2"
-    )
-
-
-def test_layers_of_their_own(capsys: Capture) -> None:
-    make_init(capsys, GPT_NEO, "--no-scan")
-    found = document(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
-    assert (found["leaf"], found["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
-
-
-def test_no_leaf_or_several(capsys: Capture) -> None:
-    write_model(Path("model"), GPT_NEO)
-    assert refused(capsys, "model", "--shards", "embed", "--mesh", "1,1,1") == (
-        2,
-        "error: `embed` matches 2 leaves of model\n"
-        "  why: params.embed.tokens, params.embed.positions\n"
-        " hint: one of them: `--shards params.embed.tokens`\n",
-    )
-    code, message = refused(capsys, "model", "--shards", "embed.tokenz", "--mesh", "1,1,1")
-    what, why, hint = message.splitlines()
-    assert (code, what) == (2, "error: model has no leaf `embed.tokenz`")
-    assert why.startswith("  why: it has params.embed.tokens, params.embed.positions, ")
-    assert why.endswith(" and 5 more")
-    assert hint == " hint: did you mean `embed.tokens`?"
-    code, message = refused(capsys, "model", "--shards", "head.weight", "--mesh", "1,1,1")  # it is the embedding
-    assert (code, message.splitlines()[0]) == (2, "error: model has no leaf `head.weight`")
-
-
-def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
-    write_model(Path("model"), GPT_NEO)
-    assert refused(capsys, "model", "--shards", "embed.tokens") == (
-        2,
-        "error: no mesh was named to split the leaf over\n"
-        "  why: model was not laid out for one\n"
-        " hint: for example `--mesh 1,2,4`\n",
-    )
-    code, message = refused(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,2")
-    assert (code, message.splitlines()[0]) == (2, "error: vocabulary 13 cannot be split over mp 2")
-    code, message = refused(capsys, "model", "--shards", "final_norm.bias", "--mesh", "1,-1,2")
-    assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 leaves fsdp open")
-
-
-def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
-    ocp.PyTreeCheckpointer(use_compression=False).save(here / "saved", {"x": np.ones(3)})
-    assert refused(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
-        1,
-        "error: saved was not written by prep\n"
-        "  why: it has no manifest, so nothing says what the dims of its leaves are\n",
-    )
-    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
-    code, message = refused(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
-    assert (code, message.splitlines()[0]) == (1, "error: no family for model_type `mamba`")
-
-
-def test_a_config_of_another_model(capsys: Capture) -> None:
-    write_model(Path("model"), GPT_NEO)
-    (Path("model") / "config.json").write_text(json.dumps(GPT_NEO | {"vocab_size": 14}))
-    assert refused(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
-        1,
-        "error: model: transformer.wte.weight is not what it should be\n"
-        "  why: shape [13, 8], its config makes it [14, 8]\n",
-    )
-
-
-# Differences
-
-
-def test_what_differs(capsys: Capture) -> None:
-    a = {"same": np.ones(2), "shape": np.ones((2, 3)), "dtype": np.ones(3, np.float32), "only a": np.ones(1)}
-    b = {"same": np.zeros(2), "shape": np.ones((3, 2)), "dtype": np.ones(3, np.int32), "only b": np.ones(4)}
-    write_folder(Path("a"), {"model.safetensors": a})
-    write_folder(Path("b"), {"model.safetensors": b})
-    assert main(["inspect", "a", "--diff", "b"]) == 1
-    captured = capsys.readouterr()
-    assert sorted(captured.out.splitlines()) == [
-        "differs  dtype  [3] float32 -> [3] int32",
-        "differs  shape  [2, 3] float64 -> [3, 2] float64",
-        "only in a  only a  [1] float64",
-        "only in b  only b  [4] float64",
-    ]
-    assert captured.err == "error: a and b differ in 4 of 5 tensors\n"
-    found = document(capsys, "a", "s*", "--diff", "b", code=1)
-    assert found["differences"] == [
-        {"name": "shape", "a": {"shape": [2, 3], "dtype": "float64"}, "b": {"shape": [3, 2], "dtype": "float64"}}
-    ]
-    assert (found["source"]["name"], found["against"]["name"], found["error"]["code"]) == ("a", "b", 1)
-    assert shown(capsys, "a", "same", "--diff", "b") == ["no difference in names, shapes and dtypes"]
-    assert refused(capsys, "a", "sane", "--diff", "b") == (
-        1,
-        "error: no tensor of a and b matches `sane`\n hint: did you mean `same`?\n",
-    )
-
-
-def test_a_checkpoint_holds_the_tensors_of_its_folder(capsys: Capture) -> None:
-    make_init(capsys, GPT_NEO, "--pad-vocab", "8")
-    assert main(["inspect", "model", "--diff", "init"]) == 1
-    assert capsys.readouterr().out == "differs  transformer.wte.weight  [13, 8] float32 -> [16, 8] float32\n"
-    assert document(capsys, "init", "transformer.h.*", "--diff", "model")["differences"] == []
-
-
-def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
-    make_init(capsys, LLAMA)
-    assert main(["reshard", "init", "--no-scan", "--mesh", "1,2,2", "--out", "other", "-q"]) == 0
-    capsys.readouterr()
-    names = [each["name"] for each in document(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]]
-    assert names == [
-        "params.layers.attn.q.weight", "params.layers.0.attn.q.weight", "params.layers.1.attn.q.weight",
-    ]  # fmt: skip
-
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("args", "what"),
-    [
-        (["--tree", "--stats"], "--tree and --stats are different views"),
-        (["--shards", "x", "--diff", "y"], "--shards and --diff are different views"),
-        (["--mesh", "1,1,1"], "`--mesh` is for `--shards`"),
-        (["x.*", "--shards", "x", "--mesh", "1,1,1"], "`x.*` is one argument too many"),
-        (["--sort", "age"], "invalid value for '--sort'"),
-    ],
-)
-def test_options_that_contradict_each_other(capsys: Capture, args: list[str], what: str) -> None:
-    code, message = refused(capsys, "nowhere", *args)
-    assert (code, message.splitlines()[0]) == (2, f"error: {what}")

@@ -34,17 +34,14 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as given, and the tensors that a saved model of it holds: name -> shape, aliases left out."""
+    """The config as given, and the parameters of its model: name -> shape, one that is tied once."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
-    parameters = {id(p) for p in model.parameters()}  # one that is tied is listed once
-    first_names = [name for name, p in model.named_parameters() if id(p) in parameters]
-    state = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name in first_names}
-    return {"config": dict(config), "tensors": state}
+    return {"config": dict(config), "tensors": {name: list(p.shape) for name, p in model.named_parameters()}}
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli import app, main
+from prepcli.app import app
+from prepcli.cli import main
 
 SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", "orbax", "tensorstore", "torch"}
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
@@ -21,7 +22,8 @@ HELPS = [[], *([name.replace("_", "-")] for name in COMMANDS)]
 # A process whose prep has one more command, and which says when that runs
 WITH_COMMAND = """
 import sys, time
-from prepcli.cli import app, main
+from prepcli.app import app
+from prepcli.cli import main
 from prepcli.signals import stoppable
 
 @app.command()

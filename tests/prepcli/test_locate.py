@@ -75,8 +75,9 @@ def test_relative_paths_count_from_the_folder_that_is_given(tmp_path: Path) -> N
 
 def test_the_manifest_knows_the_name_of_the_model(here: Path) -> None:
     folder = fill(here / "renamed", "_METADATA")
+    needed = {"kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": True}
     for content, name in [({"name": "llama-13b"}, "llama-13b"), ({}, "renamed"), ({"name": "../x"}, "renamed")]:
-        (folder / MANIFEST).write_bytes(manifest_bytes(content))
+        (folder / MANIFEST).write_bytes(manifest_bytes({**needed, **content}))
         assert locate("renamed").name == name
 
 

@@ -10,13 +10,13 @@ from prepcli.cli import main
 from prepcli.files import Files
 from prepcli.plan import Stream
 from prepcli.sources import open_source
-from prepcli.values import values
-from tests.hf_folders import LLAMA, write_model
+from prepcli.values import run_buffers, values
+from tests.models import LLAMA, make
 
 
-@pytest.mark.parametrize("slab_nbytes", [32, 100, 1 << 20])
-def test_runs_are_the_tensor_in_its_own_order_wherever_it_lies(tmp_path: Path, slab_nbytes: int) -> None:
-    tensors = write_model(tmp_path / "llama", LLAMA, "float16")
+@pytest.mark.parametrize("run_nbytes", [32, 100, 1 << 20])
+def test_runs_are_the_tensor_in_its_own_order_wherever_it_lies(tmp_path: Path, run_nbytes: int) -> None:
+    tensors = make(tmp_path / "llama", LLAMA, "float16", vocab_size=12)
     assert main(["save-init", str(tmp_path / "llama"), "--out", str(tmp_path / "init"), "--mesh", "1,2,2", "-q"]) == 0
     for folder in ("llama", "init"):
         source = open_source(tmp_path / folder, folder)
@@ -24,8 +24,8 @@ def test_runs_are_the_tensor_in_its_own_order_wherever_it_lies(tmp_path: Path, s
         with Files(source.files) as files:
             for tensor in source.tensors:
                 stream = Stream(tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.side, ())
-                runs = [(start, bytes(data)) for start, data in values(files, stream, slab_nbytes)]
+                runs = [(start, bytes(data)) for start, data in values(files, stream, run_buffers(run_nbytes))]
                 whole = b"".join(data for _, data in runs)
                 assert whole == tensors[source.names.full(tensor.name)].tobytes()
                 assert [start for start, _ in runs] == [sum(len(d) for _, d in runs[:i]) for i in range(len(runs))]
-                assert all(0 < len(data) <= slab_nbytes for _, data in runs)
+                assert all(0 < len(data) <= run_nbytes for _, data in runs)

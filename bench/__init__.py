@@ -1,0 +1,1 @@
+"""Measurements of prep: synthetic checkpoints, a cost meter, the evidence table. See README.md."""

@@ -1,0 +1,293 @@
+"""The evidence table: conversions against `cp -r && sync` of the same bytes, cold, in turn; plans; start-up.
+
+python -m bench.evidence --model gpt-neo-1.3B --work FOLDER [--cases save-init,export] [--pairs 3] [--json FILE]
+python -m bench.evidence --work FOLDER --plan --start
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.meter import Cost, cold, measure
+from bench.models import config_of, entries, write_model
+from bench.published import PUBLISHED
+from prepcli.ui import table
+from prepcli.units import bytes_text
+
+PREP = Path(sys.executable).with_name("prep")
+BUDGETS = ("512MiB", "128MiB")
+INIT = ("save-init", "--mesh", "1,1,8", "--pad-vocab", "auto")  # what reshard and export start from
+PLANNED = "llama-13b"
+START_RUNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A conversion: command and options, from the model or from the checkpoint that INIT makes of it."""
+
+    words: tuple[str, ...]
+    from_init: bool = False
+
+
+CASES: Mapping[str, Case] = {
+    "save-init": Case(("save-init",)),
+    "save-init-1x8x1": Case(("save-init", "--mesh", "1,8,1")),
+    "save-init-1x64x4": Case(("save-init", "--mesh", "1,64,4", "--pad-vocab", "auto")),
+    "pad-vocab": Case(("pad-vocab", "--multiple", "8")),
+    "reshard": Case(("reshard", "--mesh", "1,4,2"), from_init=True),
+    "export": Case(("export",), from_init=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where things lie while we measure; all but the model is deleted again."""
+
+    model: Path
+    work: Path
+
+    @property
+    def init(self) -> Path:
+        return self.work / "bench-init"
+
+    @property
+    def out(self) -> Path:
+        return self.work / "bench-out"
+
+    @property
+    def unfinished(self) -> tuple[Path, ...]:
+        """What prep leaves of a run that was cut short."""
+        return tuple(path.with_name(f"{path.name}.partial") for path in (self.init, self.out))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case at a budget: each run's seconds, median CPU seconds, most memory above that of `prep inspect`."""
+
+    case: str
+    memory: str
+    source_nbytes: int
+    seconds: tuple[float, ...]
+    cp_seconds: tuple[float, ...]
+    cpu_s: float
+    cp_cpu_s: float
+    peak_nbytes: int
+    inspect_nbytes: int  # already subtracted
+
+    @property
+    def to_fastest(self) -> float:
+        """The fastest run against the fastest cp."""
+        return min(self.seconds) / min(self.cp_seconds)
+
+    @property
+    def to_median(self) -> float:
+        """The median run against the median cp."""
+        return statistics.median(self.seconds) / statistics.median(self.cp_seconds)
+
+
+def compare(name: str, memory: str, room: Room, pairs: int) -> Row:
+    """Measure a case and cp in turn: A B, B A, A B …"""
+    case = CASES[name]
+    source = room.init if case.from_init else room.model
+    command, *options = case.words
+    prep = (PREP, command, source, *options, "--out", room.out, "--memory", memory, "--quiet")
+    copy = ("bash", "-c", f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(room.out))} && sync")
+    base = succeeded((PREP, "inspect", source, "--quiet"))
+    ours, theirs = [], []
+    for pair in range(pairs):
+        both = ((prep, ours), (copy, theirs))
+        for words, costs in both if pair % 2 == 0 else reversed(both):
+            costs.append(_cold_run(words, source, room.out))
+        tell(f"{name}, {memory}, pair {pair + 1}: {ours[-1].wall_s:.1f} s, cp {theirs[-1].wall_s:.1f} s")
+    return _row(name, memory, source, ours, theirs, base)
+
+
+def _cold_run(words: Sequence[str | Path], source: Path, out: Path) -> Cost:
+    os.sync()
+    cold([source])
+    cost = succeeded(words)
+    remove(out)
+    return cost
+
+
+def _row(name: str, memory: str, source: Path, ours: Sequence[Cost], theirs: Sequence[Cost], base: Cost) -> Row:
+    return Row(
+        name,
+        memory,
+        sum(path.stat().st_size for path in source.rglob("*") if path.is_file()),
+        tuple(cost.wall_s for cost in ours),
+        tuple(cost.wall_s for cost in theirs),
+        statistics.median(cost.cpu_s for cost in ours),
+        statistics.median(cost.cpu_s for cost in theirs),
+        max(cost.peak_nbytes for cost in ours) - base.peak_nbytes,
+        base.peak_nbytes,
+    )
+
+
+def evidence(room: Room, cases: Sequence[str], pairs: int) -> list[Row]:
+    """Measure cases at all budgets, and leave nothing behind but the model."""
+    try:
+        remove(room.init, room.out, *room.unfinished)
+        if any(CASES[name].from_init for name in cases):
+            succeeded((PREP, INIT[0], room.model, *INIT[1:], "--out", room.init, "--quiet"))
+        return [compare(name, memory, room, pairs) for name in cases for memory in BUDGETS]
+    finally:
+        remove(room.init, room.out, *room.unfinished)
+
+
+def evidence_text(rows: Sequence[Row], file_system: str) -> str:
+    """The table that evidence is published as."""
+    head = "case", "memory", "seconds", "cp, seconds", "/ fastest", "/ median", "CPU s", "cp CPU s", "peak MiB", "fs"
+    shown = [
+        (
+            row.case,
+            row.memory,
+            _each(row.seconds),
+            _each(row.cp_seconds),
+            f"{row.to_fastest:.2f}",
+            f"{row.to_median:.2f}",
+            f"{row.cpu_s:.1f}",
+            f"{row.cp_cpu_s:.1f}",
+            f"{row.peak_nbytes / (1 << 20):.0f}",
+            file_system,
+        )
+        for row in rows
+    ]
+    return table(shown, head, right=head[4:9])
+
+
+def plan_figures(work: Path) -> dict[str, float]:
+    """Plan LLaMA-13B for 1,64,4 from headers alone: chunks, seconds, most memory in all and above `prep inspect`."""
+    source = sparse(work)
+    base = succeeded((PREP, "inspect", source, "--quiet"))
+    options = ("--mesh", "1,64,4", "--out", work / "bench-out", "--dry-run", "--json", "--quiet")
+    cost = succeeded((PREP, "save-init", source, *options))
+    return {
+        "chunks": json.loads(cost.stdout)["chunks"],
+        "seconds": cost.wall_s,
+        "peak_nbytes": cost.peak_nbytes,
+        "above_inspect_nbytes": cost.peak_nbytes - base.peak_nbytes,
+    }
+
+
+def start_figures(work: Path) -> dict[str, float]:
+    """Median seconds of `prep --help` and of `prep inspect` of a 13B, nothing cold."""
+    commands = {"help": (PREP, "--help"), "inspect": (PREP, "inspect", sparse(work))}
+    return {
+        name: statistics.median(succeeded(words).wall_s for _ in range(START_RUNS)) for name, words in commands.items()
+    }
+
+
+def sparse(work: Path) -> Path:
+    """A LLaMA-13B of headers and zeros that take no disk."""
+    folder = work / f"bench-{PLANNED}-sparse"
+    if not folder.exists():
+        write_model(folder, config_of(PLANNED), sparse=True)
+    return folder
+
+
+def made(work: Path, name: str, layers: int | None) -> Path:
+    """The model to measure with; it stays there for the next time. SystemExit if the disk has no room for a run."""
+    config = config_of(name, layers=layers)
+    folder = work / f"bench-{name}{f'-{layers}-layers' if layers else ''}"
+    needed = (2 if folder.exists() else 3) * sum(nbytes for *_, nbytes in entries(config))  # with init and output
+    free = shutil.disk_usage(work).free
+    if free < needed:
+        raise SystemExit(f"{work} has {bytes_text(free)} free, this takes {bytes_text(needed)}")
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.partial")
+        remove(unfinished)
+        write_model(unfinished, config)
+        unfinished.rename(folder)
+    return folder
+
+
+def succeeded(words: Sequence[str | Path]) -> Cost:
+    """The cost of a command; SystemExit with what it said if it failed, since its figures mean nothing."""
+    cost = measure(words)
+    if cost.exit_code:
+        raise SystemExit(f"{shlex.join(map(str, words))} ended with {cost.exit_code}\n{cost.stderr}")
+    return cost
+
+
+def remove(*paths: Path) -> None:
+    """Delete folders, if they are there."""
+    for path in filter(Path.exists, paths):
+        shutil.rmtree(path)
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that a folder is on."""
+    return subprocess.check_output(["df", "--output=fstype", folder], text=True).split()[-1]
+
+
+def tell(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _each(seconds: Sequence[float]) -> str:
+    return " ".join(f"{value:.1f}" for value in seconds)
+
+
+def _cases(text: str) -> list[str]:
+    if unknown := [name for name in text.split(",") if name not in CASES]:
+        raise argparse.ArgumentTypeError(f"no case {unknown[0]}; there are {', '.join(CASES)}")
+    return text.split(",")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.evidence", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="on the disk to measure")
+    parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B", metavar="NAME", help="an alias")
+    parser.add_argument("--layers", type=int, metavar="N", help="of a smaller model, to try this out")
+    parser.add_argument("--cases", type=_cases, default=list(CASES), metavar="CASE,…", help="default: all")
+    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="runs of each; default: 3")
+    parser.add_argument("--plan", action="store_true", help=f"instead: plan {PLANNED} for 1,64,4")
+    parser.add_argument("--start", action="store_true", help="instead: what starting takes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the arguments ask for, and print it."""
+    given = _options(arguments)
+    given.work.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, object] = {}
+    if given.plan:
+        figures["plan"] = found = plan_figures(given.work)
+        print(
+            f"plan of {PLANNED} for 1,64,4: {found['chunks']:,} chunks, {found['seconds']:.2f} s,"
+            f" peak {bytes_text(found['peak_nbytes'])}, {bytes_text(found['above_inspect_nbytes'])} above prep inspect"
+        )
+    if given.start:
+        figures["start"] = found = start_figures(given.work)
+        print(f"prep --help: {found['help']:.2f} s; prep inspect of {PLANNED}: {found['inspect']:.2f} s")
+    if not (given.plan or given.start):
+        figures |= _table_figures(given)
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _table_figures(given: argparse.Namespace) -> dict[str, object]:
+    model = made(given.work, given.model, given.layers)
+    disk, how = file_system(given.work), cold([model])
+    rows = evidence(Room(model, given.work), given.cases, given.pairs)
+    print(f"{model.name}, cold by {how}, {os.cpu_count()} cores\n{evidence_text(rows, disk)}")
+    ratios = [{"to_fastest": row.to_fastest, "to_median": row.to_median} for row in rows]
+    shown = [asdict(row) | found for row, found in zip(rows, ratios)]
+    return {"model": model.name, "file_system": disk, "cold": how, "rows": shown}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What one command costs, measured from outside: time, CPU time, anonymous memory of its whole process tree. Linux."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+DROP_CACHES = PROC / "sys/vm/drop_caches"
+PERIOD_S = 0.01
+SCAN_EVERY = 5  # samples: to look for new processes costs more than to ask those that are known
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One run of a command.
+
+    `cpu_s`: user and system time of all processes that were waited for, not of kernel threads. `peak_nbytes`: the most
+    anonymous and shared memory of all processes together that a sample saw. `max_rss_nbytes`: exact, but of the largest
+    single process, with mapped files, and no less than the meter's own process had when it started the command.
+    """
+
+    exit_code: int
+    wall_s: float
+    cpu_s: float
+    peak_nbytes: int
+    max_rss_nbytes: int
+    stdout: str
+    stderr: str
+
+
+def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Cost:
+    """Run a command to its end, but not that of what it leaves running. Whatever interrupts us kills its session."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        started_s = time.perf_counter()
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
+        with _sampled(process.pid, period_s) as samples:
+            try:
+                _, status, usage = os.wait4(process.pid, 0)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            wall_s = time.perf_counter() - started_s
+        process.returncode = os.waitstatus_to_exitcode(status)
+        texts = [os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode() for f in (stdout, stderr)]
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return Cost(process.returncode, wall_s, cpu_s, max(samples), usage.ru_maxrss << 10, *texts)
+
+
+def cold(paths: Sequence[Path]) -> str:
+    """Write back these files, or all files under these folders, and take them out of the page cache.
+
+    Returns how: `drop_caches` where the system lets us drop all that is clean, else `fadvise`, which is a wish.
+    """
+    for path in paths:
+        for file in (path,) if path.is_file() else filter(Path.is_file, path.rglob("*")):
+            _evict(file)
+    try:
+        DROP_CACHES.write_text("1")
+    except OSError:
+        return "fadvise"
+    return "drop_caches"
+
+
+def _evict(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _sampled(root: int, period_s: float) -> Iterator[list[int]]:
+    """Bytes that the process tree under `root` has, sampled until the end of the block."""
+    samples = [0]
+    done = threading.Event()
+    thread = threading.Thread(target=_sample, args=(root, period_s, done, samples), daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        thread.join()
+
+
+def _sample(root: int, period_s: float, done: threading.Event, samples: list[int]) -> None:
+    processes: list[int] = []
+    for count in itertools.count():
+        if count % SCAN_EVERY == 0:
+            processes = process_tree(root)
+        samples.append(sum(map(anonymous_nbytes, processes)))
+        if done.wait(period_s):
+            return
+
+
+def process_tree(root: int) -> list[int]:
+    """The processes that descend from `root` or are in its session, as orphans remain, and itself."""
+    lineage = {int(path.name): _lineage(path) for path in PROC.iterdir() if path.name.isdecimal()}
+    inside = {root} | {process for process, (_, session) in lineage.items() if session == root}
+    while more := {process for process, (parent, _) in lineage.items() if parent in inside} - inside:
+        inside |= more
+    return sorted(inside)
+
+
+def anonymous_nbytes(process: int) -> int:
+    """Anonymous and shared memory of a process; 0 if it is not there any more."""
+    fields = dict(line.split(":", 1) for line in _read(PROC / str(process) / "status").splitlines() if ":" in line)
+    return sum(int(fields.get(key, "0 kB").split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
+
+
+def _lineage(path: Path) -> tuple[int, int]:
+    """Parent and session of a process."""
+    fields = _read(path / "stat").rpartition(")")[2].split()
+    return (int(fields[1]), int(fields[3])) if fields else (0, 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,157 @@
+"""Checkpoints of real size with made-up values: `python -m bench.models gpt-neo-1.3B OUT [--dtype bfloat16] …`.
+
+Names and shapes are the families' own tables, configs those of the published models. Memory stays at a few blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.published import PUBLISHED, config_of
+from prepcli.convert import dumps
+from prepcli.errors import PrepError
+from prepcli.formats.safetensors import INDEX
+from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
+from prepcli.tensors import itemsize
+from prepcli.units import bytes_text
+from trainer.axes import bind
+from trainer.families import family_of
+from trainer.table import LAYERS, Config, rows
+
+BLOCK_NBYTES = 8 << 20
+SHARD_NBYTES = 5 * 10**9
+SEED = 0
+STD = 0.02
+FREE_BITS = {"float32": 0x807FFFFF, "float16": 0x83FF, "bfloat16": 0x807F}  # sign and mantissa of a value
+SPREAD = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses no number
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """One block of random normals as 64-bit words; XORed with a key its values stay finite and become others."""
+
+    block: npt.NDArray[np.uint64]
+    free: tuple[int, ...]  # bits of a word that keys may change
+
+    def key(self, number: int) -> np.uint64:
+        """The key of a block; different numbers have different ones, up to 2^32 of them in any dtype."""
+        mixed = number * SPREAD % (1 << len(self.free))
+        return np.uint64(sum((mixed >> i & 1) << bit for i, bit in enumerate(self.free)))
+
+
+def entries(config: Config) -> list[Entry]:
+    """The tensors that a file of this model holds, layer by layer. Raises PrepError for a config without sense."""
+    family = family_of(config)
+    dtype = config["torch_dtype"]
+    tied = family.tie.leaf if family.tied(config) else None
+    bound = {path: bind(row, family.sizes(config)) for path, row in rows(family, config).items() if path != tied}
+    named = [
+        (at.get(LAYERS, -1 if path.startswith("embed.") else math.inf), name, row.source_shape)
+        for path, row in bound.items()
+        for name, at in row.tensors()
+    ]
+    named.sort(key=lambda found: found[0])
+    return [
+        (name if name in family.unprefixed else family.prefix + name, dtype, shape, math.prod(shape) * itemsize(dtype))
+        for _, name, shape in named
+    ]
+
+
+def write_model(folder: Path, config: Config, shard_nbytes: int = SHARD_NBYTES, sparse: bool = False) -> int:
+    """Write a model into a new folder; `sparse`: true headers over zeros that take no disk. The same config and
+    shards make the same bytes. Returns how many bytes the weights have."""
+    held = entries(config)
+    folder.mkdir(parents=True)
+    groups = shard(held, shard_nbytes)
+    layouts = lay_out([(name, sorted(group), None) for name, group in groups])  # within a file as safetensors sorts
+    values, numbers = None if sparse else _values(config["torch_dtype"]), itertools.count()
+    for layout in layouts:
+        _write_file(folder / layout.name, layout, values, numbers)
+    if len(layouts) > 1:
+        (folder / INDEX).write_bytes(index_json(layouts))
+    for name, content in _settings(config).items():
+        (folder / name).write_bytes(dumps(content))
+    return sum(nbytes for *_, nbytes in held)
+
+
+def _values(dtype: str) -> Values:
+    width = 8 * itemsize(dtype)
+    free = tuple(low + bit for low in range(0, 64, width) for bit in range(width) if FREE_BITS[dtype] >> bit & 1)
+    normals = np.random.default_rng(SEED).standard_normal(BLOCK_NBYTES // itemsize(dtype), np.float32) * np.float32(STD)
+    if dtype == "bfloat16":
+        return Values((normals.view(np.uint32) >> 16).astype(np.uint16).view(np.uint64), free)
+    return Values(normals.astype(dtype, copy=False).view(np.uint64), free)
+
+
+def _write_file(path: Path, layout: FileLayout, values: Values | None, numbers: Iterator[int]) -> None:
+    with path.open("wb") as file:
+        file.write(layout.header)
+        if values is None:
+            file.truncate(layout.size)
+            return
+        changed = np.empty_like(values.block)
+        for tensor in layout.tensors:
+            for start in range(0, tensor.nbytes, BLOCK_NBYTES):
+                nbytes = min(BLOCK_NBYTES, tensor.nbytes - start)
+                words = -(-nbytes // 8)
+                np.bitwise_xor(values.block[:words], values.key(next(numbers)), out=changed[:words])
+                file.write(changed.view(np.uint8)[:nbytes].data)
+
+
+def _settings(config: Config) -> dict[str, object]:
+    tokens = {f"token{number}": number for number in range(config["vocab_size"])}
+    tokenizer = {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "token0"},
+    }
+    return {
+        "config.json": config,
+        "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id")},
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config["max_position_embeddings"],
+        },
+    }
+
+
+def _field(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    try:
+        return key, json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"`{text}` is not KEY=JSON") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the model that the arguments ask for; one line on stdout says what it is."""
+    parser = argparse.ArgumentParser(prog="python -m bench.models", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("name", choices=PUBLISHED, metavar="NAME", help=", ".join(PUBLISHED))
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is not there yet")
+    parser.add_argument("--dtype", choices=FREE_BITS, help="of all weights; default: as published")
+    parser.add_argument("--layers", type=int, help="another depth, widths stay real")
+    parser.add_argument("--shard-gb", type=float, default=5, help="decimal GB a file; default: 5")
+    parser.add_argument("--sparse", action="store_true", help="zeros that take no disk, under true headers")
+    parser.add_argument("--set", type=_field, action="append", default=[], metavar="KEY=JSON", help="a config field")
+    given = parser.parse_args(arguments)
+    try:
+        config = config_of(given.name, given.dtype, given.layers, dict(given.set))
+        nbytes = write_model(given.out, config, int(given.shard_gb * 10**9), given.sparse)
+    except (PrepError, FileExistsError) as error:
+        parser.error(str(error))
+    print(f"{given.out}: {bytes_text(nbytes)} in {len(entries(config))} tensors")
+
+
+if __name__ == "__main__":
+    main()
