@@ -48,10 +48,13 @@ def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Cost:
                 _, status, usage = os.wait4(process.pid, 0)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
                 raise
             wall_s = time.perf_counter() - started_s
         process.returncode = os.waitstatus_to_exitcode(status)
-        texts = [os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode() for f in (stdout, stderr)]
+        texts = [
+            os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode(errors="replace") for f in (stdout, stderr)
+        ]
     cpu_s = usage.ru_utime + usage.ru_stime
     return Cost(process.returncode, wall_s, cpu_s, max(samples), usage.ru_maxrss << 10, *texts)
 

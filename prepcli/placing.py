@@ -85,8 +85,8 @@ def _next(layout: Layout, want: Want, first: tuple[int, ...], stop: tuple[int, .
 
 
 def _plain(want: Want, lattice: Lattice) -> bool:
-    found = list(itertools.islice(copies(_region(want, lattice), whole(want.row.source_shape)), 2))
-    return len(found) == 1 and not found[0].dims
+    found = itertools.islice(copies(_region(want, lattice), whole(want.row.source_shape)), 2)
+    return [copy.width for copy in found] == [math.prod(want.row.source_shape) * want.itemsize]
 
 
 def _region(want: Want, lattice: Lattice) -> Region:

@@ -36,7 +36,8 @@ def slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
     """Slabs of stream `number`, each of at most `limit` bytes, in the order of the tensor's bytes."""
     if not stream.nbytes:
         return
-    left, right = (tuple(side_copies(side, stream, stream.box)) for side in (stream.left, stream.right))
+    first_two = (itertools.islice(side_copies(side, stream, stream.box), 2) for side in (stream.left, stream.right))
+    left, right = map(tuple, first_two)
     if Slab(number, stream.span[0], stream.nbytes, left, right).plain:
         yield from _plain(number, stream, left, right, limit)
     else:

@@ -6,11 +6,11 @@ A family is data: rows of text, a function from its config to extents, and a few
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.axes import Row, parse
+from trainer.axes import Row, Sizes, bind, parse
 from trainer.errors import PrepError
 
 Config = Mapping[str, Any]
@@ -19,10 +19,14 @@ LAYERS = "layers"
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A leaf of the tree: `row` ties it to tensors named without the base prefix; it is there if config[`when`] is."""
+    """A leaf of the tree: `row` ties it to tensors named without the base prefix; it is there if config[`when`] is.
+
+    `other` ties it to tensors of another form that some files have; the row whose tensors exist is taken.
+    """
 
     row: str
     when: str = ""
+    other: str = ""
 
     def present(self, config: Config) -> bool:
         """Whether a model with this config has the parameter."""
@@ -66,15 +70,30 @@ def size(config: Config, key: str, default: int) -> int:
     return found
 
 
-def rows(family: Family, config: Config, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
-    """The parameters that a config has, parsed: path in the tree -> row.
+def rows(
+    family: Family, config: Config, scan: bool = True, scan_axis: int = 0, tensors: Collection[str] = ()
+) -> dict[str, Row]:
+    """The parameters that a config has, parsed: path in the tree -> row; of two forms the one that `tensors` have.
 
     Stacked over layers (on axis `scan_axis`), or not: then a path has `{layers}` and its row stands for many leaves.
+    PrepError where the tensors of both forms are there.
     """
-    found = {path: parse(p.row) for path, p in family.table.items() if p.present(config)}
+    sizes = family.sizes(config)
+    found = {path: _form(p, sizes, tensors) for path, p in family.table.items() if p.present(config)}
     if not scan:
         return dict(_unstacked(path, row) for path, row in found.items())
     return {path: _on_axis(row, scan_axis) for path, row in found.items()}
+
+
+def _form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> Row:
+    row = parse(parameter.row)
+    if not parameter.other:
+        return row
+    other = parse(parameter.other)
+    here, there = (next(name for name, _ in bind(each, sizes).tensors()) for each in (row, other))
+    if here in tensors and there in tensors:
+        raise PrepError("a parameter is there in two forms", f"{here} and {there}", "keep one of them")
+    return other if there in tensors else row
 
 
 def _unstacked(path: str, row: Row) -> tuple[str, Row]:

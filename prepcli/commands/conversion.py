@@ -105,7 +105,7 @@ def counted(source: Source, table: dict[str, Row], wishes: Wishes) -> Account:
 
 def table_of(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
     """The rows of the source's family for its config."""
-    return rows(source.family, source.config, scan, scan_axis)
+    return rows(source.family, source.config, scan, scan_axis, {t.name for t in source.tensors})
 
 
 def output_config(source: Source, vocabulary: Vocabulary, tied: bool) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""What is said of measurements; to take them is for a calm machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import evidence
+from bench.evidence import CASES, Room, Row, evidence_text, main, made, plan_figures, remove, succeeded
+from bench.meter import Cost
+
+MIB = 1 << 20
+ROW = Row("export", "512MiB", 10 * MIB, (7.0, 6.0, 8.0), (20.0, 12.0, 10.0), 2.5, 16.0, 300 * MIB, 30 * MIB)
+
+
+def test_like_is_held_against_like() -> None:
+    assert (ROW.to_fastest, ROW.to_median) == (6 / 10, 7 / 12)
+    assert "7.0 6.0 8.0  20.0 12.0 10.0       0.60      0.58    2.5      16.0       300  ext4" in evidence_text(
+        [ROW], "ext4"
+    )
+
+
+def test_memory_and_order_are_those_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    peaks = {"inspect": 30, "save-init": 130, "cp": 5}
+
+    def run(words: tuple[str | Path, ...]) -> Cost:
+        name = "cp" if words[0] == "bash" else str(words[1])
+        ran.append(name)
+        return Cost(0, 1.0, 0.5, peaks[name], 0, "", "")
+
+    monkeypatch.setattr(evidence, "succeeded", run)
+    monkeypatch.setattr(evidence, "cold", lambda _: ran.append("cold"))
+    row = evidence.compare("save-init-1x8x1", "128MiB", Room(tmp_path / "model", tmp_path), 2)
+    assert ran == ["inspect", "cold", "save-init", "cold", "cp", "cold", "cp", "cold", "save-init"]
+    assert (row.peak_nbytes, row.inspect_nbytes, row.seconds) == (100, 30, (1.0, 1.0))
+
+
+def test_nothing_stays_but_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(tmp_path / "model", tmp_path)
+    for path in (room.model, room.init, room.out, *room.unfinished):
+        path.mkdir()
+
+    def fail(_: object) -> Cost:
+        raise SystemExit("it failed")
+
+    monkeypatch.setattr(evidence, "succeeded", fail)
+    with pytest.raises(SystemExit):
+        evidence.evidence(room, ["export"], 1)
+    assert list(tmp_path.iterdir()) == [room.model]
+
+
+def test_a_failed_command_says_why() -> None:
+    with pytest.raises(SystemExit, match=r"(?s)ended with 3.*no such thing"):
+        succeeded([sys.executable, "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(3)"])
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = dataclasses.make_dataclass("Usage", ["free"])(15 * 10**9)
+    monkeypatch.setattr(evidence.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(SystemExit, match=r"free, this takes 14\.70 GiB"):
+        made(tmp_path, "gpt-neo-1.3B", None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_reads_no_weights_and_writes_nothing(tmp_path: Path) -> None:
+    figures = plan_figures(tmp_path)
+    assert figures["chunks"] > 256
+    assert figures["peak_nbytes"] > figures["above_inspect_nbytes"]
+    (model,) = tmp_path.iterdir()
+    assert sum(path.stat().st_blocks * 512 for path in model.iterdir()) < 4 * MIB
+    remove(model, model)
+    assert not model.exists()
+
+
+def test_unknown_cases_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--work", str(tmp_path / "work"), "--cases", "export,import"])
+    assert f"no case import; there are {', '.join(CASES)}" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,83 @@
+"""The meter sees what a command really takes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import meter
+from bench.meter import anonymous_nbytes, cold, measure, process_tree
+
+MIB = 1 << 20
+MAP = "import mmap, sys, time; m = mmap.mmap(open(sys.argv[1]).fileno(), 0, prot=1); sum(m[::4096]); time.sleep(0.2)"
+HOLD = "import sys, time; held = b'x' * (int(sys.argv[1]) << 20); time.sleep(0.3)"
+
+
+def hold(mib: int) -> list[str]:
+    """A process that has so much memory, for long enough."""
+    return [sys.executable, "-c", HOLD, str(mib)]
+
+
+def test_memory_that_a_process_allocates_is_seen() -> None:
+    base, cost = measure(hold(0)), measure(hold(64))
+    assert 63 * MIB < cost.peak_nbytes - base.peak_nbytes < 72 * MIB
+    assert cost.max_rss_nbytes > 64 * MIB
+
+
+@pytest.mark.parametrize("script", ['"$@"; true', '("$@" &); sleep 1'], ids=["child", "orphan"])
+def test_memory_of_the_whole_tree_counts(script: str) -> None:
+    assert measure(["bash", "-c", script, "bash", *hold(64)]).peak_nbytes > 64 * MIB
+
+
+def test_mapped_files_do_not_count(tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(b"x" * (64 * MIB))
+    cost = measure([sys.executable, "-c", MAP, str(big)])
+    assert cost.peak_nbytes < 32 * MIB
+    assert cost.max_rss_nbytes > 64 * MIB
+
+
+def test_code_output_and_time_are_those_of_the_command() -> None:
+    cost = measure(["bash", "-c", "echo out; echo err >&2; for ((i = 0; i < 100000; i++)); do :; done; exit 3"])
+    assert (cost.exit_code, cost.stdout, cost.stderr) == (3, "out\n", "err\n")
+    assert cost.cpu_s > 0
+    assert cost.wall_s > 0
+    assert measure(["bash", "-c", "kill -9 $$"]).exit_code == -9
+
+
+def test_an_interrupted_measurement_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def interrupted(process: int, _: int) -> None:
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "wait4", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure(["sleep", "600"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+
+def test_this_process_is_in_its_own_tree() -> None:
+    assert os.getpid() in process_tree(os.getpid())
+    assert anonymous_nbytes(os.getpid()) > MIB
+    assert anonymous_nbytes(2**22 + 1) == 0  # more than any process has
+
+
+def test_cold_takes_every_file_and_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model" / "hf").mkdir(parents=True)
+    files = [tmp_path / "model" / "a", tmp_path / "model" / "hf" / "b", tmp_path / "c"]
+    for path in files:
+        path.write_bytes(b"content")
+    evicted: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: evicted.append(os.fstat(file).st_ino))
+    monkeypatch.setattr(meter, "DROP_CACHES", tmp_path / "drop_caches")
+    assert cold([tmp_path / "model", tmp_path / "c"]) == "drop_caches"
+    assert sorted(evicted) == sorted(path.stat().st_ino for path in files)
+    assert (tmp_path / "drop_caches").read_text() == "1"
+    monkeypatch.setattr(meter, "DROP_CACHES", tmp_path / "absent" / "drop_caches")
+    assert cold([tmp_path / "c"]) == "fadvise"

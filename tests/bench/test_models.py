@@ -1,0 +1,129 @@
+"""Synthetic checkpoints: real names and shapes, values that no comparison can mistake."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.models import BLOCK_NBYTES, FREE_BITS, entries, main, write_model
+from bench.published import PUBLISHED, config_of
+from prepcli.aliases import ALIASES, BY_NAME
+from prepcli.sources import open_source
+from prepcli.tensors import itemsize
+from tests.models import read_tensors
+from trainer.axes import bind
+from trainer.families import family_of
+from trainer.table import rows
+
+NARROW = {"vocab_size": 131, "hidden_size": 32, "max_position_embeddings": 64}
+GPT_NEO = config_of("gpt-neo-125M", layers=3, changes={**NARROW, "num_heads": 4})
+LLAMA = config_of(
+    "llama-3-8b", layers=2, changes={**NARROW, "intermediate_size": 48, "num_attention_heads": 8, "eos_token_id": 2}
+)
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes by the family's table alone."""
+    family = family_of(config)
+    bound = [bind(row, family.sizes(config)) for row in rows(family, config).values()]
+    found = {name: row.source_shape for row in bound for name, _ in row.tensors()}
+    if family.tied(config):
+        del found[family.tie.tensor]
+    return {name if name in family.unprefixed else family.prefix + name: shape for name, shape in found.items()}
+
+
+def test_every_alias_has_a_config() -> None:
+    assert list(PUBLISHED) == [alias.name for alias in ALIASES]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_say_what_is_known_of_the_published_models(name: str) -> None:
+    alias, config = BY_NAME[name], config_of(name)
+    assert sum(math.prod(shape) for _, _, shape, _ in entries(config)) == alias.parameters
+    assert sum(nbytes for *_, nbytes in entries(config)) == alias.nbytes
+    assert (config["model_type"], config["vocab_size"]) == (alias.family, alias.vocab)
+
+
+@pytest.mark.parametrize(("layers", "attention"), [(1, [[["global"], 1]]), (4, [[["global", "local"], 2]])])
+def test_attention_follows_the_depth(layers: int, attention: list[object]) -> None:
+    assert config_of("gpt-neo-1.3B", layers=layers)["attention_types"] == attention
+
+
+@pytest.mark.parametrize("config", [GPT_NEO, LLAMA, GPT_NEO | {"tie_word_embeddings": False}])
+def test_names_and_shapes_are_the_tables(config: dict[str, Any], tmp_path: Path) -> None:
+    write_model(tmp_path / "model", config, shard_nbytes=30_000)
+    assert {name: value.shape for name, value in read_tensors(tmp_path / "model").items()} == shapes_of(config)
+    source = open_source(tmp_path / "model", "model")
+    assert len(source.files) > 1
+    assert source.vocabulary().true == 131
+
+
+@pytest.mark.parametrize("dtype", FREE_BITS)
+def test_the_safetensors_library_reads_finite_values_no_two_tensors_alike(dtype: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    write_model(tmp_path / "model", GPT_NEO | {"torch_dtype": dtype})
+    with safetensors.safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
+        assert len(file.keys()) == len(entries(GPT_NEO))
+    tensors = read_tensors(tmp_path / "model")
+    for value in tensors.values():
+        assert value.dtype.name == dtype
+        assert np.isfinite(value.astype(np.float64)).all()
+    for one, other in itertools.combinations(tensors.values(), 2):
+        count = min(one.size, other.size)
+        assert one.ravel()[:count].tobytes() != other.ravel()[:count].tobytes()
+
+
+def test_blocks_of_a_tensor_differ_word_by_word(tmp_path: Path) -> None:
+    config = GPT_NEO | {"vocab_size": 3 * BLOCK_NBYTES // (32 * itemsize("float32"))}
+    write_model(tmp_path / "model", config)
+    words = read_tensors(tmp_path / "model")["transformer.wte.weight"].view(np.uint64).reshape(3, -1)
+    for one, other in itertools.combinations(words, 2):
+        assert (one != other).all()
+
+
+def test_the_same_request_makes_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_model(tmp_path / name, LLAMA, shard_nbytes=30_000)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
+
+
+def test_sparse_takes_no_disk(tmp_path: Path) -> None:
+    main(["llama-13b", str(tmp_path / "model"), "--sparse"])
+    source = open_source(tmp_path / "model", "model")
+    assert sum(tensor.nbytes for tensor in source.tensors) == BY_NAME["llama-13b"].nbytes
+    files = [path.stat() for path in (tmp_path / "model").glob("*.safetensors")]
+    assert len(files) == 6
+    assert sum(file.st_blocks * 512 for file in files) < 1 << 20 < sum(file.st_size for file in files)
+
+
+def test_the_tokenizer_has_as_many_tokens_as_the_vocabulary(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    write_model(tmp_path / "model", GPT_NEO)
+    assert tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).get_vocab_size() == 131
+
+
+def test_the_command_line_changes_the_config(tmp_path: Path) -> None:
+    options = ["--layers", "1", "--dtype", "bfloat16", "--set", "hidden_size=24", "--set", "vocab_size=7"]
+    main(["gpt-neo-125M", str(tmp_path / "model"), *options, "--shard-gb", "0.00005"])
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["num_layers"], config["torch_dtype"], config["hidden_size"]) == (1, "bfloat16", 24)
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [(["--set", "layers"], "is not KEY=JSON"), (["--set", "hidden_size=0"], "hidden_size is 0"), ([], "exists")],
+)
+def test_what_makes_no_sense_is_said(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["llama-7b", str(tmp_path), "--sparse", *options])
+    assert why in capsys.readouterr().err
