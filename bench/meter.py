@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 PROC = Path("/proc")
 DROP_CACHES = PROC / "sys/vm/drop_caches"
@@ -126,6 +127,11 @@ def _lineage(path: Path) -> tuple[int, int]:
     """Parent and session of a process."""
     fields = _read(path / "stat").rpartition(")")[2].split()
     return (int(fields[1]), int(fields[3])) if fields else (0, 0)
+
+
+def _all_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _read(path: Path) -> str:

@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def buffer(nbytes: int) -> Bytes:
     """Page-aligned memory that is only taken when it is touched, in huge pages where the system has them."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

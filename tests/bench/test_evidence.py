@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import evidence
-from bench.evidence import CASES, Room, Row, evidence_text, main, made, plan_figures, remove, succeeded
+from bench.evidence import CASES, Room, Row, evidence_text, made, main, plan_figures, remove, succeeded
 from bench.meter import Cost
 
 MIB = 1 << 20
