@@ -48,15 +48,16 @@ class Names:
     family: Family
     prefixed: bool = True
     head_is_embedding: bool = False
+    without_prefix: frozenset[str] = frozenset()  # the names that lack it though others have it
 
     def full(self, bare: str) -> str:
-        """The name in a file."""
+        """The name in a file, as prep writes it."""
         with_prefix = self.prefixed and bare not in self.family.unprefixed
         return self.family.prefix + bare if with_prefix else bare
 
     def shown(self, bare: str) -> str:
         """The name in a message, which stays on its line whatever a stranger's file calls its tensors."""
-        full = self.full(bare)
+        full = bare if bare in self.without_prefix else self.full(bare)
         return full if full.isprintable() else ascii(full)[1:-1]
 
     def bare(self, full: str) -> str:
@@ -102,7 +103,8 @@ def names_of(family: Family, config: Config, full: Collection[str]) -> Names:
         raise PrepError("a tensor is there twice, with and without the base prefix", pair, "keep one of them")
     bare = prefixed | set(full)
     head_alone = family.tied(config) and family.tie.tensor in bare and family.tie.embedding not in bare
-    return Names(family, bool(prefixed), head_alone)
+    plain = frozenset(name for name in full if not name.startswith(family.prefix))
+    return Names(family, bool(prefixed), head_alone, plain if prefixed else frozenset())
 
 
 def vocab_tensors(counted: Account) -> set[str]:

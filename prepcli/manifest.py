@@ -22,7 +22,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PrepError(f"{path} is broken", str(error), "make the output anew") from error
     except OSError as error:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error

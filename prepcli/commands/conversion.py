@@ -63,8 +63,7 @@ def run(
     located, source = find(common, ui, accept)
     planned = make(source, located)
     out = common.out or Path(planned.out_name)
-    if out.exists() and out.resolve() == source.root.resolve():
-        raise usage(f"the output {out} is the source", "sources are never written to", "`--out NAME`")
+    _check_apart(out, source)
     ui.note(source_line(source))
     for line in planned.lines:
         ui.note(line)
@@ -82,6 +81,17 @@ def run(
     ui.note(_closing(planned.plan, done, ui, common))
     fields |= {"output": str(out), **_done_fields(done, common)}
     return Report(str(out), fields, planned.next_command(out))
+
+
+def _check_apart(out: Path, source: Source) -> None:
+    """Usage PrepError where writing the output would change the source, or replacing what is there would remove it."""
+    target, root = out.resolve(), source.root.resolve()
+    if target == root:
+        raise usage(f"the output {out} is the source", "sources are never written to", "`--out NAME`")
+    if root in target.parents:
+        raise usage(f"the output {out} is inside the source", "sources are never written to", f"`--out ../{out.name}`")
+    if target in root.parents:
+        raise usage(f"the source is inside the output {out}", "it would be replaced with it", "`--out NAME`")
 
 
 def source_line(source: Source) -> str:

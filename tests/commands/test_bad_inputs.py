@@ -321,3 +321,15 @@ def test_a_tensor_name_with_separators_goes_nowhere(capsys):
     assert code == 1
     assert len(lines) == 3
     assert "../../evil [32]" in lines[1]
+
+
+def test_an_output_and_its_source_lie_apart(capsys, monkeypatch):
+    make(Path("m"))
+    assert said(capsys, "save-init", "./m", "--out", "m")[1][0] == "error: the output m is the source"
+    assert said(capsys, "save-init", "./m", "--out", "m/x")[1][0] == "error: the output m/x is inside the source"
+    assert (
+        said(capsys, "save-init", "./m", "--out", ".", "--overwrite")[1][0]
+        == "error: the source is inside the output ."
+    )
+    monkeypatch.chdir("m")
+    assert said(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
