@@ -227,7 +227,7 @@ def _manifest(plan: Plan, run: dict[str, object], outcome: Outcome) -> dict[str,
         "command": plan.command,
         "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.sources]},
         **plan.settings,
-        "dropped": [asdict(dropped) for dropped in plan.dropped],
+        "dropped": [{**asdict(d), "name": plan.names.get(d.name, d.name)} for d in plan.dropped],
         "tensors": _tensor_records(plan, outcome),
         "leaves": {
             leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk} for leaf in plan.leaves
@@ -236,13 +236,15 @@ def _manifest(plan: Plan, run: dict[str, object], outcome: Outcome) -> dict[str,
 
 
 def _tensor_records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
-    """Every tensor that was written: digests of its rows, in pieces where it has padding."""
+    """Every tensor that was written, with the rows it has there, and digests of them in pieces where it has padding."""
     found: dict[str, Any] = {}
     for number, stream in enumerate(plan.streams):
         if stream.right:
             name = plan.names.get(stream.name, stream.name)
             record = found.setdefault(name, {"dtype": stream.dtype, "shape": stream.shape, "digests": []})
             record["digests"].append([*stream.rows, outcome.digests[number]])
+            if stream.shape:
+                record["shape"] = (stream.rows[1], *stream.shape[1:])
     return found
 
 

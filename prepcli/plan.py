@@ -137,11 +137,12 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A tensor of the source that is not carried over, and by which rule."""
+    """A tensor of the source, or some rows of one, that is not carried over, and by which rule."""
 
     name: str
     nbytes: int
     rule: str
+    rows: Range | None = None
 
 
 @dataclass(frozen=True, slots=True)

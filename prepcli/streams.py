@@ -70,6 +70,5 @@ def taken_off(source: Source, targets: Mapping[str, Target], cut: Cut) -> Iterat
         target = targets.get(tensor.name)
         if target and tensor.name in cut.tensors and tensor.shape[0] > target.rows:
             rows = tensor.shape[0] - target.rows
-            yield Dropped(
-                f"{tensor.name}[{target.rows}:]", rows * tensor.nbytes // tensor.shape[0], "padding taken off"
-            )
+            nbytes = rows * tensor.nbytes // tensor.shape[0]
+            yield Dropped(tensor.name, nbytes, "padding taken off", (target.rows, tensor.shape[0]))

@@ -159,9 +159,12 @@ def _plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "plan_digest": plan_digest(plan),
         "accounting": {
-            "tensors": len(used | {d.name for d in plan.dropped if "[" not in d.name}),
+            "tensors": len(used | {d.name for d in plan.dropped}),
             "used": len(used),
-            "dropped": [{"name": names.get(d.name, d.name), "bytes": d.nbytes, "rule": d.rule} for d in plan.dropped],
+            "dropped": [
+                {"name": names.get(d.name, d.name), "rows": d.rows, "bytes": d.nbytes, "rule": d.rule}
+                for d in plan.dropped
+            ],
             "filled": [
                 {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
                 for s in plan.streams

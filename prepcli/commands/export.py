@@ -31,10 +31,11 @@ class Request:
 
 def export(request: Request, ui: Ui) -> Report:
     """An Orbax checkpoint into a Hugging Face folder."""
-    return run(request.common, ui, lambda source, located: _planned(request, source, located))
+    return run(request.common, ui, lambda source, located: plan(request, source, located))
 
 
-def _planned(request: Request, source: Source, located: Located) -> Planned:
+def plan(request: Request, source: Source, located: Located) -> Planned:
+    """Every tensor of the rows into files as they are shared on the hub. PrepError where that does not add up."""
     if source.file_names and not source.manifest:
         why = "there is nothing to export: transformers reads it as it is"
         raise usage(f"{source.name} is a Hugging Face folder", why, f"`prep save-init {source.name}`")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prepcli.accounting import KEEP_ALL, Wishes, vocab_tensors
 from prepcli.commands.conversion import Common, Planned, counted, output_config, request_text, run, table_of
-from prepcli.errors import usage
+from prepcli.errors import PrepError, usage
 from prepcli.folders import Group, entries, laid_out, rows_of, settings
 from prepcli.locate import Located
 from prepcli.plan import Fill, Flat, Plan
@@ -19,6 +19,7 @@ from prepcli.vocabulary import Vocabulary
 from trainer.mesh import DEFAULT_RULES, parse
 
 KINDS = ("zeros", "mean", "normal")
+SEEDS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,17 @@ def padded_size(request: Request, vocabulary: Vocabulary) -> int:
 
 
 def fill_of(init: str, seed: int, source: Source) -> Fill:
-    """What new rows are made of; usage PrepError for a kind that there is not."""
+    """What new rows are made of; PrepError, mostly of usage, for what cannot be made."""
     if init not in KINDS:
         raise usage(f"`--init {init}` is not known", f"it takes {', '.join(KINDS)}")
-    return Fill(init, seed, float(source.config.get("initializer_range", 0.02))) if init == "normal" else Fill(init)
+    if init != "normal":
+        return Fill(init)
+    if seed >= SEEDS:
+        raise usage(f"`--seed {seed}` is too large", f"it has to be below {SEEDS:,}")
+    std = source.config.get("initializer_range", 0.02)
+    if not isinstance(std, int | float) or not 0 <= std < math.inf:
+        raise PrepError("config.json makes no sense", f"initializer_range is {std!r}, it has to be a number from 0 on")
+    return Fill(init, seed, float(std))
 
 
 def plan(request: Request, source: Source, located: Located) -> Planned:

@@ -46,12 +46,12 @@ class Request:
 
 def save_init(request: Request, ui: Ui) -> Report:
     """A Hugging Face folder into an Orbax checkpoint, ready for every host."""
-    return run(request.common, ui, lambda source, located: _planned("save-init", request, source, located))
+    return run(request.common, ui, lambda source, located: plan(request, source, located))
 
 
 def reshard(request: Request, ui: Ui) -> Report:
     """An Orbax checkpoint laid out anew for another mesh."""
-    return run(request.common, ui, lambda s, where: _planned("reshard", request, s, where), _is_original)
+    return run(request.common, ui, lambda s, where: plan(request, s, where, "reshard"), _is_original)
 
 
 def _is_original(folder: Path) -> bool:
@@ -73,7 +73,8 @@ class _Layout:
     before: Mapping[str, Any]  # the source's manifest, where it is a checkpoint of this kind
 
 
-def _planned(command: str, request: Request, source: Source, located: Located) -> Planned:
+def plan(request: Request, source: Source, located: Located, command: str = "save-init") -> Planned:
+    """Every tensor into the leaves of its rows, in chunks for the mesh. PrepError where that does not add up."""
     _check_kind(command, source)
     layout = _layout(request, source)
     table = table_of(source, layout.scan, layout.scan_axis)

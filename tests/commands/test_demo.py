@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from prepcli.tiny_model import VOCABULARY
 from prepcli.ui import Ui
 from tests.models import read_tensors, same_bits
 
+README = Path(__file__).parents[2] / "README.md"
 COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "export", "verify"]
 
 
@@ -47,6 +50,19 @@ def test_the_whole_way(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(same_bits(before[name], after[name]) for name in before)
     assert (out / "tiny-padded" / "config.json").read_text() != (out / "tiny" / "config.json").read_text()
+    picture = [
+        sys.executable,
+        "-m",
+        "prepcli",
+        "inspect",
+        "tiny-padded-init",
+        "--shards",
+        "embed.tokens",
+        "--mesh",
+        "1,2,4",
+    ]
+    drawn = subprocess.run(picture, cwd=out, capture_output=True, text=True, check=True).stdout
+    assert drawn in README.read_text(), "the README shows what the demo's model looks like"
 
 
 def test_a_second_demo_takes_the_folder_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
