@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,17 +98,34 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
     out = options.out
     if not out.exists():
         return False
-    manifest = read_manifest(out) if out.is_dir() else None
-    if manifest is not None and manifest.get("plan") == run["plan"] and not options.restart:
+    try:
+        manifest = read_manifest(out) if out.is_dir() else None
+    except PrepError:
+        if options.overwrite:
+            return False
+        raise
+    same = manifest is not None and manifest["plan"] == run["plan"]
+    whole = same and all(_has_size(out / file.path, file.size) for file in plan.files)
+    if whole and not options.restart:
         return True
     if options.overwrite:
         return False
-    why = "it was not made by prep"
-    if manifest is not None:
-        why = f"made by `{manifest.get('request')}`, asked for `{plan.request}`"
-        if manifest.get("request") == plan.request:
-            why = f"made by the same `{plan.request}` from a source that has changed since"
-    raise PrepError(f"{out} exists and is something else", why, "`--out NAME` or `--overwrite`")
+    hint = "`--out NAME` or `--overwrite`"
+    if same:
+        raise PrepError(f"{out} exists", "it was made by this request" if whole else "but its files are damaged", hint)
+    raise PrepError(f"{out} exists and is something else", _made_by(manifest, plan), hint)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _made_by(manifest: Mapping[str, Any] | None, plan: Plan) -> str:
+    if manifest is None:
+        return "it was not made by prep"
+    if manifest["request"] != plan.request:
+        return f"made by `{manifest['request']}`, asked for `{plan.request}`"
+    return f"made by the same `{plan.request}` from a source that has changed since"
 
 
 @contextlib.contextmanager

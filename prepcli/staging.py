@@ -154,6 +154,8 @@ def _sync(path: Path) -> None:
 def _other_run(folder: Path, found: dict[str, object], run: dict[str, object]) -> PrepError:
     if found.get("request") == run.get("request") and found.get("source") != run.get("source"):
         why = "the source has changed since: its files have other sizes, times or headers"
+    elif found.get("request") == run.get("request"):
+        why = "another version of prep began it"
     else:
         why = f"it was begun by `{found.get('request')}`, this is `{run.get('request')}`"
     return PrepError(f"{folder} belongs to another run", why, "`--restart` drops it")

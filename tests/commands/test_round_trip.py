@@ -196,3 +196,23 @@ def test_a_dry_run_writes_nothing_and_plans_what_a_run_does(capsys: pytest.Captu
     assert planned["plan_digest"] == done["plan_digest"]
     assert planned["accounting"] == done["accounting"]
     assert done["accounting"]["filled"] == [{"name": "transformer.wte.weight", "rows": [131, 132], "with": "zeros"}]
+
+
+def test_an_output_whose_files_were_cut_is_not_taken_for_done(capsys: pytest.CaptureFixture[str]):
+    make(Path("m"))
+    prep("save-init", "./m")
+    largest = max(Path("m-init/d").iterdir(), key=lambda p: p.stat().st_size)
+    largest.write_bytes(b"")
+    assert main(["save-init", "./m", "-q"]) == 1
+    assert "but its files are damaged" in capsys.readouterr().err
+    prep("save-init", "./m", "--overwrite")
+    prep("verify", "m-init")
+
+
+def test_a_broken_manifest_is_no_obstacle_to_overwriting():
+    make(Path("m"))
+    prep("save-init", "./m")
+    Path("m-init/prep-manifest.json").write_text("{")
+    assert main(["save-init", "./m", "-q"]) == 1
+    prep("save-init", "./m", "--overwrite")
+    prep("verify", "m-init")
