@@ -40,7 +40,7 @@ class Journal:
             match _parsed(line):
                 case {"run": str(run)} if at == 0:
                     self._check(run, identity)
-                case {"done": int(done), "digests": dict(digests)} if at > 0:
+                case {"done": int(done), "digests": dict(digests)} if at > 0 and all(map(str.isdecimal, digests)):
                     self.done_nbytes = done
                     self.digests |= {int(number): digest for number, digest in digests.items()}
                 case _:

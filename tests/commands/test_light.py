@@ -1,0 +1,49 @@
+"""No conversion needs jax, orbax or torch, and planning starts at once: what the commands import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli import main
+from tests.models import make
+
+HEAVY = ("jax", "jaxlib", "orbax", "flax", "torch", "transformers", "safetensors")
+SCRIPT = (
+    "import sys; from prepcli.cli import main; code = main(sys.argv[2:]);"
+    "loaded = [name for name in sys.argv[1].split(',') if name in sys.modules];"
+    "sys.exit(code or (f'imported {loaded}' if loaded else 0))"
+)
+COMMANDS = [
+    ["pad-vocab", "./m", "--init", "mean"],
+    ["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto"],
+    ["reshard", "init", "--mesh", "1,4,1", "--out", "again"],
+    ["export", "init"],
+    ["verify", "init", "./m"],
+    ["inspect", "init", "--stats"],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("light")
+    make(path / "m")
+    assert main(["save-init", str(path / "m"), "--out", str(path / "init"), "-q"]) == 0
+    return path
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_no_conversion_imports_a_framework(folder: Path, words: list[str]):
+    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join(HEAVY), *words, "-q"],
+                         cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_plan_of_a_hugging_face_folder_needs_no_array_library_of_its_own(folder: Path):
+    words = ["save-init", "./m", "--dry-run", "--out", "x", "-q"]
+    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join((*HEAVY, "tensorstore", "ml_dtypes")), *words],
+                         cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip
+    assert run.returncode == 0, run.stderr
