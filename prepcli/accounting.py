@@ -34,6 +34,7 @@ class Use:
     """A leaf that has (a part of) a tensor; `at`: the index of each stacked atom that the tensor's name stands for."""
 
     path: str
+    parameter: str  # its path in the table: another where one row stands for many leaves
     row: AxisMap
     at: tuple[tuple[str, int], ...]
 
@@ -135,7 +136,7 @@ def account(
         if (count := math.prod(f.extent for f in bound.stacked)) > MOST_TENSORS:
             raise PrepError("config.json makes no sense", f"it asks for {count:,} tensors like {bound.text.strip()}")
         for name, at in bound.tensors():
-            wanted.setdefault(name, []).append(Use(path.format(**at), bound, tuple(at.items())))
+            wanted.setdefault(name, []).append(Use(path.format(**at), path, bound, tuple(at.items())))
     dropped = tuple(_dropped(family, wanted, tensors, wishes, alias))
     faults = _faults(names, wanted, tensors, {d.name for d in dropped})
     if faults.missing or faults.unexpected or faults.misshapen:

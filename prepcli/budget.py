@@ -10,7 +10,6 @@ from prepcli.errors import usage
 from prepcli.files import PAGE, Bytes, buffer
 
 MIB = 1 << 20
-DEFAULT_NBYTES = 512 * MIB
 FLOOR_NBYTES = 32 * MIB
 SLAB_NBYTES = 32 * MIB  # enough for runs of whole chunks; more only costs the first touch of its pages
 BUFFERS = 8

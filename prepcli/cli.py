@@ -61,7 +61,8 @@ def _commands() -> list[str]:
 
 
 def _unfinished(what: str, args: Sequence[str], code: int) -> PrepError:
-    return PrepError(what, "what was written is kept", f"to go on: `{shlex.join(['prep', *args])}`", code)
+    again = shlex.join(["prep", *(word for word in args if word != "--restart")])  # which would drop what is kept
+    return PrepError(what, "what was written is kept", f"to go on: `{again}`", code)
 
 
 def _muted(code: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +28,8 @@ from prepcli.sources import Source
 from prepcli.staging import Staging, clean, staging
 from prepcli.ui import version
 from prepcli.units import bytes_text
+
+INDEX_OF_ITEM = ("_METADATA", "manifest.ocdbt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
     with staging(options.out) as stage:
         resumed = stage.open(run, options.restart)
         _check_room(plan, stage.folder)
-        with _journal(stage, run) as journal, _sink(plan, stage) as sink, Files(source.files) as files:
+        with _journal(stage, run) as journal, _sink(plan, stage, journal) as sink, Files(source.files) as files:
             if resumed:
                 there = f"{bytes_text(journal.done_nbytes)} of {bytes_text(_total(plan))} are there"
                 note(f"resuming {stage.folder.name}: {there}")
@@ -80,7 +83,7 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
         _check_unchanged(plan, source)
         _finish(plan, stage, run, outcome)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
-        stage.publish()
+        stage.publish(options.overwrite)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
 
 
@@ -96,7 +99,7 @@ def _run_of(plan: Plan) -> dict[str, object]:
 def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
     """Whether the output is there; PrepError if something else is, and may not be replaced."""
     out = options.out
-    if not out.exists():
+    if not os.path.lexists(out):
         return False
     try:
         manifest = read_manifest(out) if out.is_dir() else None
@@ -105,15 +108,21 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
             return False
         raise
     same = manifest is not None and manifest["plan"] == run["plan"]
-    whole = same and all(_has_size(out / file.path, file.size) for file in plan.files)
-    if whole and not options.restart:
-        return True
+    whole = same and _is_whole(plan, out)
     if options.overwrite:
         return False
+    if whole and not options.restart:
+        return True
     hint = "`--out NAME` or `--overwrite`"
     if same:
         raise PrepError(f"{out} exists", "it was made by this request" if whole else "but its files are damaged", hint)
     raise PrepError(f"{out} exists and is something else", _made_by(manifest, plan), hint)
+
+
+def _is_whole(plan: Plan, out: Path) -> bool:
+    """Whether all files of an output are there, those that are large with their size."""
+    small = [file.path for file in plan.small_files] + ([*INDEX_OF_ITEM] if plan.leaves else [])
+    return all(_has_size(out / file.path, file.size) for file in plan.files) and all((out / p).is_file() for p in small)
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -138,9 +147,14 @@ def _journal(stage: Staging, run: dict[str, object]) -> Iterator[Journal]:
 
 
 @contextlib.contextmanager
-def _sink(plan: Plan, stage: Staging) -> Iterator[Files]:
-    """The output's data files, made with their size and head if they are not there."""
+def _sink(plan: Plan, stage: Staging, journal: Journal) -> Iterator[Files]:
+    """The output's data files, made with their size and head. PrepError if the journal promises bytes of one that is
+    not as it was left."""
     paths = [stage.folder / file.path for file in plan.files]
+    spoiled = [path for path, file in zip(paths, plan.files) if not _has_size(path, file.size)]
+    if journal.done_nbytes and spoiled:
+        why = f"{spoiled[0].name} is missing or has another size than an earlier run gave it"
+        raise PrepError(f"{stage.folder} is damaged", why, "`--restart` drops it")
     for folder in {path.parent for path in paths}:
         folder.mkdir(parents=True, exist_ok=True)
     with Files(paths, [file.size for file in plan.files]) as sink:

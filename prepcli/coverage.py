@@ -18,13 +18,17 @@ Span = tuple[int, int, int]  # file, first byte, one past the last
 
 
 def check(plan: Plan, slabs: Callable[[], Iterable[Slab]]) -> None:
-    """PrepError unless the slabs read each streamed byte once and write each byte of every tensor and chunk once, and
-    each byte of a slab comes from one place and goes to one.
+    """PrepError unless the slabs read each streamed byte once and write each byte of every tensor and chunk once, each
+    byte of a slab comes from one place and goes to one, and what has to be equal is read in the same pieces.
 
     `slabs` makes them anew each time it is called: they are never all in memory.
     """
     for stream in plan.streams:
         _check_stream(stream)
+    for same in plan.checks:
+        pieces = [{s.rows for s in plan.streams if s.name == name and s.left} for name in (same.name, same.other)]
+        if not pieces[1] or not pieces[1] <= pieces[0]:
+            raise _error(f"{same.name} and {same.other} would not be compared")
     _exact("read", _spans(_copies(plan, slabs(), "left")), _read_spans(plan))
     _exact("written", _spans(_copies(plan, slabs(), "right")), _written_spans(plan))
 

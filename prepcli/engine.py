@@ -25,6 +25,7 @@ from prepcli.progress import Progress
 from prepcli.slabs import Slab, all_slabs
 
 MOST_UNSYNCED_NBYTES = 256 << 20  # what a kill can cost: written, but not yet known to be durable
+NO_BYTES = xxhash.xxh3_128_hexdigest(b"")  # the digest of a tensor without elements, of which no slab passes by
 
 
 @dataclass(slots=True)
@@ -91,7 +92,8 @@ class _Run:
         self.spend, self.progress, self.journal, self.on_digest = spend, progress, journal, on_digest
         self.buffers = Buffers(spend)
         self.fills = Fills(streams)
-        self.outcome = Outcome(dict(journal.digests) if journal else {})
+        self.outcome = Outcome({number: NO_BYTES for number, stream in enumerate(streams) if not stream.nbytes})
+        self.outcome.digests |= journal.digests if journal else {}
         self.durable = journal.done_nbytes if journal else 0
         self.position = 0  # bytes of the streams that the writer has passed
         self.dirty = 0  # bytes written since the last sync
@@ -113,12 +115,20 @@ class _Run:
                 if self.error:
                     break
         finally:
-            mover.shutdown()
-            writer.shutdown()
+            self._wait_for(mover, writer)
             self._mark()
         if self.error:
             raise self.error
         return self.outcome
+
+    def _wait_for(self, *stages: ThreadPoolExecutor) -> None:
+        """Let the stages end, also when a signal interrupts the waiting: no file is closed under a writer's hands."""
+        for stage in stages:
+            try:
+                stage.shutdown()
+            except BaseException as error:
+                self.error = self.error or error  # what waits in the queues is not begun any more
+                stage.shutdown()
 
     def _first_stream(self) -> int:
         """The first stream to read: whole ones are passed over, one that was cut short begins anew for its digest."""

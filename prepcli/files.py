@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from prepcli.errors import PrepError
 from prepcli.moves import Copy
+from prepcli.slabs import PAGE
 
-PAGE = 4096
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.convert import dumps
-from prepcli.formats.safetensors import INDEX
+from prepcli.formats.safetensors import INDEX, SINGLE
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out
 from prepcli.plan import Flat, OutFile, SmallFile
 from prepcli.sources import CONFIG, Source, SourceTensor
@@ -41,11 +41,16 @@ def laid_out(groups: Sequence[Group]) -> tuple[tuple[OutFile, ...], dict[str, Fl
     return files, places, layouts
 
 
+def _copied(path: Path, below: str) -> SmallFile:
+    found = path.stat()
+    return SmallFile(below + path.name, copied_from=str(path), stamp=(found.st_size, found.st_mtime_ns))
+
+
 def settings(
     config: Mapping[str, Any], layouts: Sequence[FileLayout], copied: Iterable[Path], below: str = ""
 ) -> tuple[SmallFile, ...]:
     """config.json, the index if there are several files, and the files that are copied as they are."""
     files = [SmallFile(below + CONFIG, dumps(config))]
-    if len(layouts) > 1:
+    if len(layouts) > 1 or any(layout.name != SINGLE for layout in layouts):
         files.append(SmallFile(INDEX, index_json(layouts)))
-    return (*files, *(SmallFile(below + path.name, copied_from=str(path)) for path in copied))
+    return (*files, *(_copied(path, below) for path in copied))

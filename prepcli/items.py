@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from prepcli.accounting import Account, Use
+from prepcli.accounting import Account
 from prepcli.errors import PrepError
 from prepcli.grids import Grid
 from prepcli.moves import Region
@@ -56,56 +56,48 @@ class Split:
     rules: Rules
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """How a leaf is stored, and how the mesh splits it, where there is one."""
+
+    dtype: str
+    grid: Grid
+    spec: Spec | None
+
+
 def make_item(source: Source, counted: Account, table: Mapping[str, Row], vocab: int, split: Split) -> Item:
     """Lay out the leaves of `table` with `vocab` rows of vocabulary. PrepError for dtypes that do not fit together,
     usage for a dim that the mesh does not divide."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab}
     bound = {path: bind(row, sizes) for path, row in table.items()}
-    rows = {name: path for path, axis_map in bound.items() for name, _ in axis_map.tensors()}
-    grids: dict[str, tuple[str, Grid]] = {}
+    leaves: dict[str, _Stored] = {}
     wants: list[tuple[str, Want]] = []
-    specs: dict[str, Spec] = {}
     for tensor in source.tensors:
         for use in counted.uses.get(tensor.name, ()):
-            row = bound[rows[tensor.name]] if len(counted.uses[tensor.name]) == 1 else _same_row(bound, use)
-            if use.path not in grids:
-                grids[use.path] = tensor.dtype, _grid(source, row, tensor, split)
-                specs |= {f"{ROOT}.{use.path}": _spec(source, row, split)} if split.mesh else {}
-            dtype, grid = grids[use.path]
-            if dtype != tensor.dtype:
-                why = f"{source.names.full(tensor.name)} is {tensor.dtype}, tensors before it are {dtype}"
-                raise PrepError(f"the leaf {use.path} would have two dtypes", why)
-            wants.append((tensor.name, Want(use.path, row, use.at, grid, itemsize(dtype), _offset(tensor))))
+            row = bound[use.parameter]
+            if use.path not in leaves:
+                leaves[use.path] = _stored(source, row, tensor, split)
+            leaf = leaves[use.path]
+            if leaf.dtype != tensor.dtype:
+                why = f"{source.names.shown(tensor.name)} is {tensor.dtype}, tensors before it are {leaf.dtype}"
+                raise PrepError(f"the leaf {use.path} would have two dtypes", why, "`--no-scan` keeps layers apart")
+            wants.append((tensor.name, Want(use.path, row, use.at, leaf.grid, itemsize(leaf.dtype), _offset(tensor))))
     layout = place(want for _, want in wants)
     regions: dict[str, tuple[Region, ...]] = {}
     for (name, _), region in zip(wants, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
-    return Item(tuple(_leaves(layout, grids)), _files(layout), regions, specs)
+    specs = {f"{ROOT}.{path}": leaf.spec for path, leaf in leaves.items() if leaf.spec}
+    return Item(tuple(_leaves(layout, leaves)), _files(layout), regions, specs)
 
 
-def _same_row(bound: Mapping[str, AxisMap], use: Use) -> AxisMap:
-    """The row of a fused tensor's use: the one of the same text."""
-    return next(row for row in bound.values() if row.text == use.row.text)
-
-
-def _dims(row: AxisMap) -> list[tuple[str, ...]]:
-    return [tuple(f.atom for f in dim) for dim in row.leaf]
-
-
-def _spec(source: Source, row: AxisMap, split: Split) -> Spec:
-    if split.mesh is None:
-        raise ValueError("without a mesh no dim is split")
-    return spec(_dims(row), row.leaf_shape, split.mesh, split.rules, source.name)
-
-
-def _grid(source: Source, row: AxisMap, tensor: SourceTensor, split: Split) -> Grid:
+def _stored(source: Source, row: AxisMap, tensor: SourceTensor, split: Split) -> _Stored:
     if ITEM_BITS[tensor.dtype] % 8:
         why = "its elements are smaller than a byte, which zarr does not store"
-        raise PrepError(f"{source.names.full(tensor.name)} is {tensor.dtype}", why)
-    if split.mesh is not None:
-        _spec(source, row, split)  # names the checkpoint if the mesh does not divide
-    chunk = chunk_shape(_dims(row), row.leaf_shape, split.mesh, split.rules, itemsize(tensor.dtype))
-    return Grid(row.leaf_shape, chunk)
+        raise PrepError(f"{source.names.shown(tensor.name)} is {tensor.dtype}", why)
+    dims, shape, mesh = [tuple(f.atom for f in dim) for dim in row.leaf], row.leaf_shape, split.mesh
+    chosen = spec(dims, shape, mesh, split.rules, source.name) if mesh else None
+    chunk = chunk_shape(dims, shape, mesh, split.rules, itemsize(tensor.dtype))
+    return _Stored(tensor.dtype, Grid(shape, chunk), chosen)
 
 
 def _offset(tensor: SourceTensor) -> int:
@@ -113,9 +105,9 @@ def _offset(tensor: SourceTensor) -> int:
     return first.offset if isinstance(first, Flat) else 0
 
 
-def _leaves(layout: Layout, grids: Mapping[str, tuple[str, Grid]]) -> Iterator[Leaf]:
-    for path, (dtype, grid) in grids.items():
-        yield Leaf((ROOT, *path.split(".")), dtype, grid, tuple(layout.placed[path]))
+def _leaves(layout: Layout, leaves: Mapping[str, _Stored]) -> Iterator[Leaf]:
+    for path, leaf in leaves.items():
+        yield Leaf((ROOT, *path.split(".")), leaf.dtype, leaf.grid, tuple(layout.placed[path]))
 
 
 def _files(layout: Layout) -> tuple[OutFile, ...]:

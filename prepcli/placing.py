@@ -11,9 +11,9 @@ from prepcli.boxes import strides, whole
 from prepcli.grids import Grid, Lattice
 from prepcli.moves import Region, copies
 from prepcli.plan import Placed
+from prepcli.slabs import PAGE
 from trainer.axes import AxisMap
 
-PAGE = 4096
 FILE_NBYTES = 1 << 30  # a data file is closed once it is this long
 PAGED_SLOT = 16 * PAGE  # chunks from this size on begin at a page: below, the gaps would cost more than they help
 

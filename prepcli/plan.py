@@ -98,6 +98,7 @@ class SmallFile:
     path: str
     content: bytes = b""
     copied_from: str = ""
+    stamp: tuple[int, int] = (0, 0)  # size and time of what is copied: another tokenizer is another plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from prepcli.moves import Copy, Region
 from prepcli.plan import Stream, side_copies
 from prepcli.tensors import itemsize
 
-PAGE = 4096
+PAGE = 4096  # bytes: what direct I/O moves at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,26 +80,49 @@ class Staging:
     def _read_run(self) -> dict[str, object] | None:
         path = self.work / RUN
         try:
-            return json.loads(path.read_bytes())
+            found = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
         except ValueError:
-            raise PrepError(f"{path} is broken", "it is not what prep wrote", "`--restart` drops it") from None
+            found = None
+        if not isinstance(found, dict):
+            raise PrepError(f"{path} is broken", "it is not what prep wrote", "`--restart` drops it")
+        return found
 
     def _write_run(self, run: dict[str, object]) -> None:
         path = self.work / RUN
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(run))
+        _sync(fresh)
         fresh.rename(path)
+        _sync(self.work)
 
     def _clear(self) -> None:
+        """Drop an earlier run: first what promises that its bytes are there, then the bytes."""
+        self._put_back()
+        _remove(self.journal)
+        _remove(self.work / RUN)
+        _sync(self.work)
         for path in [*self.folder.iterdir(), *self.work.iterdir()]:
             if path not in (self.work, self.work / LOCK):
                 _remove(path)
 
-    def publish(self) -> None:
-        """Sync every file and folder bottom-up, then give the folder its final name; what had it goes away after."""
+    def _put_back(self) -> None:
+        """Give an output that was about to be replaced its name again, if nothing else has it."""
         replaced = self.work / REPLACED
+        if os.path.lexists(replaced) and not os.path.lexists(self.out):
+            replaced.rename(self.out)
+
+    def publish(self, overwrite: bool = False) -> None:
+        """Sync every file and folder bottom-up, then give the folder its final name.
+
+        What has that name by now is kept unless it may be replaced: PrepError. What is replaced lies in the staging
+        folder, and is removed once its successor has the name; a kill between the two leaves both in NAME.partial.
+        """
+        replaced = self.work / REPLACED
+        if os.path.lexists(self.out) and not overwrite:
+            why = f"it came to be while {self.folder} was made, which is whole"
+            raise PrepError(f"{self.out} exists", why, "move it away, or `--overwrite`, and run again")
         try:
             _remove(replaced)  # of a run that was killed between the two renames
             for folder, _, names in os.walk(self.folder, topdown=False):
@@ -110,6 +133,7 @@ class Staging:
             self.folder.rename(self.out)
             _sync(self.out.parent)
         except OSError as error:
+            self._put_back()
             raise io_error(self.out, error) from error
         self.close()
         clean(self.out)

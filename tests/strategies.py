@@ -21,7 +21,9 @@ def axis_maps(draw, padding: bool = True) -> AxisMap:
     source = " ".join(draw(_dim_text(group)) for group in draw(_groups(words)))
     leaf = " ".join(_merged(group) for group in draw(_groups(draw(st.permutations([*free, *stacked])))))
     name = ".".join(["t", *(f"{{{s}}}" for s in draw(st.permutations(stacked)))])
-    padded = {a: sizes[a] + draw(st.integers(0, 2)) for a in free} if padding and draw(st.booleans()) else {}
+    padded = (
+        {a: sizes[a] + draw(st.integers(0, 2)) for a in [*free, *stacked]} if padding and draw(st.booleans()) else {}
+    )
     return bind(parse(f"{leaf} <- {name}: {source}"), sizes, padded)
 
 

@@ -85,13 +85,17 @@ def run(
 
 def _check_apart(out: Path, source: Source) -> None:
     """Usage PrepError where writing the output would change the source, or replacing what is there would remove it."""
-    target, root = out.resolve(), source.root.resolve()
-    if target == root:
-        raise usage(f"the output {out} is the source", "sources are never written to", "`--out NAME`")
-    if root in target.parents:
-        raise usage(f"the output {out} is inside the source", "sources are never written to", f"`--out ../{out.name}`")
-    if target in root.parents:
-        raise usage(f"the source is inside the output {out}", "it would be replaced with it", "`--out NAME`")
+    target = out.resolve()
+    partial = target.with_name(target.name + ".partial")
+    held = (path.resolve().parent for path in (*source.files, *source.small_files))  # links may lead elsewhere
+    for root in dict.fromkeys((source.root.resolve(), *held)):
+        if root in (target, partial):
+            raise usage(f"the output {out} is the source", "sources are never written to", "`--out NAME`")
+        if root in target.parents:
+            hint = f"`--out ../{out.name}`"
+            raise usage(f"the output {out} is inside the source", "sources are never written to", hint)
+        if target in root.parents:
+            raise usage(f"the source is inside the output {out}", "it would be replaced with it", "`--out NAME`")
 
 
 def source_line(source: Source) -> str:
@@ -193,7 +197,7 @@ def _done_fields(done: Done, common: Common) -> dict[str, Any]:
 
 
 def _summary(plan: Plan, out: Path) -> str:
-    dropped = f", {_dropped_text(plan)}" if plan.dropped else ""
+    dropped = f", {_dropped_text(plan)}" if _dropped_text(plan) else ""
     chunks = f" in {plan.chunks:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
     return (
         f"would write {bytes_text(plan.write_nbytes)}{chunks} to {out}:"
@@ -204,6 +208,8 @@ def _summary(plan: Plan, out: Path) -> str:
 def _dropped_text(plan: Plan) -> str:
     by_rule: dict[str, int] = {}
     for dropped in plan.dropped:
+        if dropped.rows:
+            continue
         by_rule[dropped.rule] = by_rule.get(dropped.rule, 0) + 1
     return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
 
@@ -213,5 +219,5 @@ def _closing(plan: Plan, done: Done, ui: Ui, common: Common) -> str:
         return f"already done: {done.out} was made by the same request from the same source"
     used = len({s.name for s in plan.streams if s.right})
     memory = f"peak {done.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
-    parts = [f"{used} tensors", *([_dropped_text(plan)] if plan.dropped else []), "0 values changed"]
+    parts = [f"{used} tensors", *filter(None, [_dropped_text(plan)]), "0 values changed"]
     return f"done in {ui.clock() - ui.started_s:.1f} s, {memory}; {', '.join(parts)}"

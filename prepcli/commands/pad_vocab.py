@@ -11,6 +11,7 @@ from prepcli.errors import PrepError, usage
 from prepcli.folders import Group, entries, laid_out, rows_of, settings
 from prepcli.locate import Located
 from prepcli.plan import Fill, Flat, Plan
+from prepcli.slabs import PAGE
 from prepcli.sources import Source, SourceTensor
 from prepcli.streams import Cut, Target, streams, taken_off
 from prepcli.ui import Report, Ui
@@ -104,9 +105,14 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
         },
         names={t.name: source.names.full(t.name) for t in source.tensors},
     )
-    fields = {"vocab": {"true": vocabulary.true, "padded": size, "multiple": request.multiple, "init": request.init}}
+    fields = {"vocab": {"true": vocabulary.true, "padded": size, "multiple": _multiple(request), "init": request.init}}
     lines = (_vocabulary_line(source, cut, vocabulary, size, request.init, found.tied),)
     return Planned(made, f"{_base(located)}-padded", lines, fields, lambda out: f"prep save-init {out}")
+
+
+def _multiple(request: Request) -> int | None:
+    """The multiple that decides; None where a size or a mesh does."""
+    return request.multiple if request.size is None and request.mesh is None else None
 
 
 def _base(located: Located) -> str:
@@ -119,14 +125,14 @@ def _groups(source: Source, kept: list[tuple[str, SourceTensor]], rows: dict[str
     for file in dict.fromkeys(name for name, _ in kept):
         inside = [t for name, t in kept if name == file]
         first = inside[0].side[0]
-        lead = first.offset % 4096 if isinstance(first, Flat) else None
+        lead = first.offset % PAGE if isinstance(first, Flat) else None
         groups.append((file, entries(source, inside, rows), lead))
     return groups
 
 
 def _request_text(request: Request, source: Source) -> str:
     options = [
-        ("--multiple", request.multiple if request.size is None and request.mesh is None else None),
+        ("--multiple", _multiple(request)),
         ("--size", request.size),
         ("--mesh", request.mesh),
         ("--init", request.init if request.init != "zeros" else None),

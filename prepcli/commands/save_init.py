@@ -109,7 +109,8 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
 
 def _layout(request: Request, source: Source) -> _Layout:
     before = source.manifest if source.manifest and source.manifest.get("kind") == "init" else {}
-    mesh = parse(request.mesh) if request.mesh else None
+    asked = request.mesh or before.get("mesh")
+    mesh = parse(asked) if asked else None
     if mesh is not None and -1 in mesh.sizes:
         raise usage(f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number")
     rule_texts = request.rules or tuple(before.get("rules", ()))
@@ -156,7 +157,7 @@ def _vocab_rows(request: Request, vocabulary: Vocabulary, split: Split) -> int:
     if request.pad_vocab == "auto":
         axes = split.rules["vocab"][0]
         parts = math.prod(split.mesh.size(a) for a in axes) if split.mesh else 1
-        return max(vocabulary.stored, vocabulary.padded_to(parts)) if vocabulary.stored % parts else vocabulary.stored
+        return -(-vocabulary.stored // parts) * parts
     if not request.pad_vocab.isdecimal() or int(request.pad_vocab) < 1:
         raise usage(f"`--pad-vocab {request.pad_vocab}` is not understood", "it takes no, auto, or a multiple")
     padded = vocabulary.padded_to(int(request.pad_vocab))

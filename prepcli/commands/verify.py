@@ -92,7 +92,24 @@ def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Repo
         for (t, rows, wanted), seen in zip(pieces, found)
         if wanted != seen
     ]
+    findings += [
+        Finding(source.names.full(t.name), "has no digest in the manifest")
+        for t in model.tensors.values()
+        if not t.digests
+    ]
     return _report(model, findings, f"{source.name} is damaged", ui)
+
+
+def _tie_findings(model: _Model, memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
+    """A head that is stored although it is tied, and is not its embedding."""
+    tensors = {t.name: t for t in model.source.tensors}
+    for check in model.account.checks:
+        pair = [tensors[check.name], tensors[check.other]]
+        pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
+        head, embedding = _digests(model.source, pieces, memory_nbytes, ui.progress(), "verify tied")
+        if head != embedding:
+            other = model.source.names.full(check.other)
+            yield Finding(model.source.names.full(check.name), f"is tied and not equal to {other}")
 
 
 def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:
@@ -104,9 +121,10 @@ def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) ->
     bad = {finding.name for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.source.names.full(n) not in bad]
     if not request.quick:
+        findings += [*_tie_findings(a, memory_nbytes, ui), *_tie_findings(b, memory_nbytes, ui)]
         findings += _value_findings(a, b, names, memory_nbytes, ui)
         ui.note(f"same  {len(names) - len({f.name for f in findings if f.difference})} tensors")
-        for line in _padding_lines(a, b, names):
+        for line in _padding_lines(a, b, names, memory_nbytes):
             ui.note(line)
     return _report(a, findings, f"{a.source.name} is not the same as {b.source.name}", ui)
 
@@ -151,23 +169,22 @@ def _difference(a: _Model, b: _Model, name: str) -> Finding:
     return Finding(a.source.names.full(name), text, found)
 
 
-def _padding_lines(a: _Model, b: _Model, names: Sequence[str]) -> Iterator[str]:
+def _padding_lines(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: int) -> Iterator[str]:
     """What lies beyond the true vocabulary on either side."""
     for name in names:
         for model in (a, b):
             tensor = model.tensors[name]
             if name in model.vocab and tensor.shape[0] > model.true:
-                zeros = _padding_is_zeros(model, tensor)
+                zeros = _padding_is_zeros(model, tensor, memory_nbytes)
                 full = model.source.names.full(name)
                 rows = f"rows {model.true}:{tensor.shape[0]} of {model.source.name} are padding"
                 yield f"same  {full} [0:{model.true}]; {rows}{' (zeros)' if zeros else ''}"
 
 
-def _padding_is_zeros(model: _Model, tensor: SourceTensor) -> bool:
-    stream = _stream(tensor, (model.true, tensor.shape[0]))
-    with Files(model.source.files) as files:
-        found = engine.run([stream], files, None, budget(64 << 20), NullProgress())
-    return found.digests[0] == digest_of_zeros(stream.nbytes)
+def _padding_is_zeros(model: _Model, tensor: SourceTensor, memory_nbytes: int) -> bool:
+    rows = (model.true, tensor.shape[0])
+    (found,) = _digests(model.source, [(tensor, rows)], memory_nbytes, NullProgress(), "padding")
+    return found == digest_of_zeros(_stream(tensor, rows).nbytes)
 
 
 def _stream(tensor: SourceTensor, rows: Range) -> Stream:

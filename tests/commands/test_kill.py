@@ -177,3 +177,48 @@ def test_a_source_that_changed_between_two_runs_is_noticed(bench: Bench):
     assert again.returncode == 1
     assert "changed.partial belongs to another run" in again.stderr
     assert "the source has changed since" in again.stderr
+
+
+def killed_when_durable(bench: Bench, out: str) -> Path:
+    """The staging folder of a save-init that was killed with something durable in it."""
+    process = when_durable(bench, "save-init", out, lambda p: p.kill())
+    process.wait(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    return bench.folder / f"{out}.partial"
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"short")])
+def test_a_data_file_that_was_spoiled_between_two_runs_is_never_published(
+    bench: Bench, spoil: Callable[[Path], object]
+):
+    partial = killed_when_durable(bench, "spoiled")
+    spoil(next((partial / "d").iterdir()))
+    again = subprocess.run(command("save-init", "spoiled"), cwd=bench.folder, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "spoiled.partial is damaged" in again.stderr
+    subprocess.run(command("save-init", "spoiled", "--restart"), cwd=bench.folder, check=True, capture_output=True)
+    assert content(bench.folder / "spoiled") == content(bench.whole["save-init"])
+    shutil.rmtree(bench.folder / "spoiled")
+
+
+def test_a_restart_that_is_killed_while_it_clears_leaves_no_false_promise(bench: Bench):
+    partial = killed_when_durable(bench, "cleared")
+    (partial / ".prep/journal").unlink()  # the first thing that clearing does
+    next((partial / "d").iterdir()).unlink()
+    subprocess.run(command("save-init", "cleared"), cwd=bench.folder, check=True, capture_output=True)
+    assert content(bench.folder / "cleared") == content(bench.whole["save-init"])
+
+
+def test_what_took_the_name_meanwhile_is_kept(bench: Bench):
+    def take(_: subprocess.Popen[bytes]) -> None:
+        (bench.folder / "taken").mkdir()
+        (bench.folder / "taken/thesis.txt").write_text("years of work")
+
+    process = when_durable(bench, "save-init", "taken", take)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert b"taken exists" in err
+    assert (bench.folder / "taken/thesis.txt").read_text() == "years of work"
+    shutil.rmtree(bench.folder / "taken")
+    subprocess.run(command("save-init", "taken"), cwd=bench.folder, check=True, capture_output=True)
+    assert content(bench.folder / "taken") == content(bench.whole["save-init"])

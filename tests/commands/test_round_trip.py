@@ -216,3 +216,72 @@ def test_a_broken_manifest_is_no_obstacle_to_overwriting():
     assert main(["save-init", "./m", "-q"]) == 1
     prep("save-init", "./m", "--overwrite")
     prep("verify", "m-init")
+
+
+@pytest.mark.parametrize("lost", ["manifest.ocdbt", "_METADATA", "hf/config.json"])
+def test_an_output_without_its_settings_is_not_taken_for_done(lost: str):
+    make(Path("m"))
+    prep("save-init", "./m")
+    Path("m-init", lost).unlink()
+    assert main(["save-init", "./m", "-q"]) == 1
+    prep("save-init", "./m", "--overwrite")
+    prep("verify", "m-init")
+
+
+def test_another_tokenizer_is_another_output():
+    make(Path("m"))
+    prep("save-init", "./m")
+    Path("m/tokenizer_config.json").write_text('{"model_max_length": 128}')
+    assert main(["save-init", "./m", "-q"]) == 1
+    prep("save-init", "./m", "--overwrite")
+    assert "128" in Path("m-init/hf/tokenizer_config.json").read_text()
+
+
+def test_a_single_file_with_a_number_keeps_its_index():
+    tensors = make(Path("m"), files=1)
+    Path("m/model.safetensors").rename("m/model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    Path("m/model.safetensors.index.json").write_text(json.dumps(index))
+    prep("pad-vocab", "./m")
+    written = json.loads(Path("m-padded/model.safetensors.index.json").read_text())
+    assert written["weight_map"] == index["weight_map"]
+
+
+def test_padding_to_the_mesh_goes_up_from_the_rows_that_are_there():
+    make(Path("m"))
+    prep("pad-vocab", "./m", "--multiple", "100")
+    prep("save-init", "m-padded", "--mesh", "1,1,8", "--pad-vocab", "auto", "--rule", "heads=none")
+    assert json.loads(Path("m-padded-init/prep-manifest.json").read_text())["vocab"] == {"true": 131, "padded": 200}
+
+
+def test_a_reshard_keeps_the_mesh_and_rules_that_it_is_not_told_to_change():
+    make(Path("m"))
+    prep("save-init", "./m", "--mesh", "1,8,1", "--rule", "mlp=none")
+    prep("reshard", "m-init", "--no-scan", "--out", "unstacked")
+    found = json.loads(Path("unstacked/prep-manifest.json").read_text())
+    assert (found["mesh"], found["rules"], found["scan"]) == ("1,8,1", ["mlp=none"], False)
+
+
+def test_verify_looks_at_a_tied_head_that_is_stored(capsys: pytest.CaptureFixture[str]):
+    tensors = make(Path("m"))
+    head = tensors["transformer.wte.weight"] + 1
+    write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), {**tensors, "lm_head.weight": head})
+    assert main(["verify", "./both", "./m", "-q"]) == 1
+    assert "lm_head.weight is tied and not equal to transformer.wte.weight" in capsys.readouterr().err
+
+
+def test_a_source_of_links_is_as_safe_as_one_of_files(capsys: pytest.CaptureFixture[str]):
+    make(Path("weights"))
+    Path("links").mkdir()
+    for path in Path("weights").iterdir():
+        Path("links", path.name).symlink_to(path.resolve())
+    assert main(["pad-vocab", "./links", "--out", "weights", "--overwrite", "-q"]) == 2
+    assert "the output weights is the source" in capsys.readouterr().err
+    prep("pad-vocab", "./links", "--out", "padded")
+
+
+def test_a_link_to_nothing_is_not_replaced():
+    make(Path("m"))
+    Path("m-init").symlink_to("/nowhere/at/all")
+    assert main(["save-init", "./m", "-q"]) == 1
+    assert Path("m-init").is_symlink()

@@ -13,7 +13,7 @@ from prepcli import coverage
 from prepcli.errors import PrepError
 from prepcli.grids import Grid, Lattice
 from prepcli.moves import Region
-from prepcli.plan import Fill, Flat, Leaf, Placed, Plan, Stream
+from prepcli.plan import Fill, Flat, Leaf, Placed, Plan, Same, Stream
 from prepcli.slabs import all_slabs
 from tests.plans import dividing, saved, turned
 from tests.strategies import tables
@@ -147,6 +147,19 @@ def test_two_rows_over_one_part_are_refused_though_the_bytes_add_up(held: tuple[
     (stream,) = twice.streams
     same = tuple(replace(part, row=rows[0]) for part in stream.right)
     refused(replace(twice, streams=(replace(stream, right=same),)), "two rows have a part of w")
+
+
+@pytest.mark.parametrize(("rows", "adds_up"), [([(0, 9), (9, 12)], True), ([(0, 12)], False), ([(0, 9)], False)])
+def test_what_has_to_be_equal_is_read_in_the_same_pieces(rows: list[tuple[int, int]], adds_up: bool):
+    def read(name: str, offset: int, pieces: list[tuple[int, int]]) -> list[Stream]:
+        return [Stream(name, "float32", (12, 4), piece, (Flat(0, offset),), ()) for piece in pieces]
+
+    streams = (*read("wte", 0, [(0, 9), (9, 12)]), *read("head", 192, rows))
+    plan = Plan("test", "test", "test", (), streams, (), checks=(Same("head", "wte"),))
+    if adds_up:
+        check(plan)
+    else:
+        refused(plan, "head and wte would not be compared")
 
 
 def test_digests_alone_write_nothing():

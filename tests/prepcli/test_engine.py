@@ -134,6 +134,22 @@ def test_padding_rows(tmp_path, kind: str, limit: int):
         assert 0.1 < out[131:].std() < 1.0
 
 
+def test_tensors_without_elements_have_their_digest_too(tmp_path):
+    (tmp_path / "source").write_bytes(bytes(20))
+    streams = tuple(
+        Stream(name, "int32", shape, (0, shape[0]), (Flat(0, 0),), (Flat(0, 0),))
+        for name, shape in {"first": (0, 5), "full": (5,), "last": (3, 0)}.items()
+    )
+    with Files([tmp_path / "source"]) as left, Files([tmp_path / "out"], [20]) as right:
+        for read_nbytes in (20, 0):  # the second time there is nothing left to do
+            journal = Journal(tmp_path / "journal", "run")
+            outcome = engine.run(streams, left, right, spend(64), NullProgress(), journal)
+            journal.close()
+            expected = [xxhash.xxh3_128_hexdigest(bytes(n)) for n in (0, 20, 0)]
+            assert [outcome.digests[number] for number in range(3)] == expected
+            assert outcome.read_nbytes == read_nbytes
+
+
 def test_a_source_that_shrinks_is_named(tmp_path):
     (tmp_path / "source").write_bytes(b"\0" * 10)
     stream = Stream("t", "int32", (5,), (0, 5), (Flat(0, 0),), (Flat(0, 0),))

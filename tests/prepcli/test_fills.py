@@ -26,7 +26,7 @@ def nearest(value: float, dtype: str) -> float:
     patterns = patterns[patterns & 0x7FFF < infinity]
     values = patterns.view(numpy_dtype(dtype)).astype(np.float64)
     near = np.argsort(np.abs(values - value), kind="stable")[:4]
-    best = min(near, key=lambda i: (abs(Fraction(values[i]) - Fraction(value)), int(patterns[i]) & 1))
+    best = min(near, key=lambda i: (abs(Fraction(float(values[i])) - Fraction(value)), int(patterns[i]) & 1))
     return float(values[best])
 
 

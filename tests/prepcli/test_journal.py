@@ -72,7 +72,18 @@ def test_a_journal_cut_anywhere_has_the_marks_that_are_whole(path: Path, length:
     assert reopened(path) == expected  # it was written anew, without what was torn
 
 
-@pytest.mark.parametrize("line", [b"nonsense", b"[]", b"7", b"{}", b'{"done": "9", "digests": {}}', b'{"done": 9}', b'{"done": 9, "digests": {"x": "a"}}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"nonsense",
+        b"[]",
+        b"7",
+        b"{}",
+        b'{"done": "9", "digests": {}}',
+        b'{"done": 9}',
+        b'{"done": 9, "digests": {"x": "a"}}',
+    ],
+)
 def test_nothing_counts_from_a_line_on_that_is_not_ours(path: Path, line: bytes):
     lines = filled(path).splitlines()
     path.write_bytes(b"\n".join([*lines[:3], line, *lines[3:], b""]))

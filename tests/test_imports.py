@@ -1,0 +1,145 @@
+"""Who may import whom, read from the source: imports inside functions count as well."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("prepcli", "trainer")
+FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "torch", "transformers", "safetensors"}
+PURE = [
+    "prepcli.accounting",
+    "prepcli.boxes",
+    "prepcli.coverage",
+    "prepcli.grids",
+    "prepcli.moves",
+    "prepcli.placing",
+    "prepcli.plan",
+    "prepcli.shard_map",
+    "prepcli.slabs",
+    "prepcli.tensors",
+    "prepcli.vocabulary",
+    "trainer.axes",
+    "trainer.families",
+    "trainer.host_reads",
+    "trainer.mesh",
+    "trainer.table",
+]
+UPWARDS = [
+    "boxes",
+    "grids",
+    "moves",
+    "plan",
+    "slabs",
+    "coverage",
+    "engine",
+    "convert",
+    "commands",
+]  # each on those before
+NO_CONVERSION = {"prepcli.commands.env"}  # lists the devices that jax sees, if it is asked to
+
+
+def imported(text: str) -> Iterator[str]:
+    """Every module that a source imports, and every name that it takes from one, which may be a module too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def read_graph() -> dict[str, set[str]]:
+    """Module -> modules of ours and first names of others that it imports."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    graph = {}
+    for name, path in names.items():
+        found = set(imported(path.read_text()))
+        others = {each.partition(".")[0] for each in found} - {*PACKAGES, *sys.stdlib_module_names}
+        graph[name] = {each for each in found if each in names} - {*PACKAGES, name} | others
+    return graph
+
+
+GRAPH = read_graph()
+
+
+def reached(name: str, apart_from: Collection[str] = ()) -> set[str]:
+    """All that comes with a module, apart from what one of them brings."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = GRAPH.get(waiting.pop(), set()) - found - {*apart_from}
+        found |= new
+        waiting += new
+    return found
+
+
+def test_imports_within_functions_are_seen():
+    text = "def f():\n    import jax.numpy as jnp\n    from orbax import checkpoint\n    if f:\n        import a.b\n"
+    assert set(imported(text)) == {"jax.numpy", "orbax", "orbax.checkpoint", "a.b"}
+
+
+def test_the_graph_is_that_of_the_packages():
+    assert {"prepcli.moves", "trainer.axes", "prepcli.boxes"} <= reached("prepcli.commands.export")
+    assert "numpy" in GRAPH["prepcli.files"]
+    assert {*PURE, *NO_CONVERSION} <= set(GRAPH)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in GRAPH if name.startswith("trainer")))
+def test_the_trainer_knows_nothing_of_prep(name: str):
+    assert not [other for other in reached(name) if other.startswith("prepcli")]
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_import_the_standard_library_and_one_another(name: str):
+    families = {other for other in GRAPH if other.startswith("trainer.families.")}
+    assert reached(name) <= {*PURE, *families, "prepcli.errors", "prepcli.units", "trainer.errors"}
+
+
+@pytest.mark.parametrize("name", sorted({n for n in GRAPH if n.startswith("prepcli")} - NO_CONVERSION))
+def test_no_conversion_comes_near_a_framework(name: str):
+    assert not FRAMEWORKS & reached(name, NO_CONVERSION)
+
+
+def test_nothing_imports_itself_by_a_detour():
+    assert [name for name in GRAPH if name in reached(name)] == []
+
+
+@pytest.mark.parametrize("number", range(len(UPWARDS)))
+def test_what_is_below_does_not_import_what_is_above(number: int):
+    above = tuple(f"prepcli.{name}" for name in UPWARDS[number + 1 :])
+    below = [name for name in GRAPH if name.split(".")[:2] == ["prepcli", UPWARDS[number]]]
+    assert below
+    for name in below:
+        assert not [other for other in reached(name) if other.startswith(above) and other not in below]
+
+
+def test_formats_know_neither_models_nor_commands():
+    above = {
+        "prepcli.accounting",
+        "prepcli.convert",
+        "prepcli.engine",
+        "prepcli.moves",
+        "prepcli.plan",
+        "trainer.table",
+    }
+    for name in (name for name in GRAPH if name.startswith("prepcli.formats.")):
+        assert not above & reached(name), name
+
+
+def test_the_engine_knows_neither_models_nor_formats():
+    inside = reached("prepcli.engine")
+    assert not [name for name in inside if name.startswith(("prepcli.formats", "trainer.families", "trainer.table"))]
+
+
+def test_only_the_command_line_imports_commands():
+    users = {name for name in GRAPH for other in GRAPH[name] if other.startswith("prepcli.commands.")}
+    assert not [name for name in users if not name.startswith("prepcli.commands.") and name != "prepcli.app"]
