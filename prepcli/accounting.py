@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, usage
 from prepcli.plan import Dropped, Same
 from trainer.axes import AxisMap, Row, bind
 from trainer.table import Config, Family
@@ -138,6 +138,7 @@ def account(
         for name, at in bound.tensors():
             wanted.setdefault(name, []).append(Use(path.format(**at), path, bound, tuple(at.items())))
     dropped = tuple(_dropped(family, wanted, tensors, wishes, alias))
+    _check_patterns(names, wishes, {d.name for d in dropped}, where)
     faults = _faults(names, wanted, tensors, {d.name for d in dropped})
     if faults.missing or faults.unexpected or faults.misshapen:
         raise _error(faults, family, where)
@@ -182,6 +183,17 @@ def _dropped(
             rule = "--drop"
         if rule:
             yield Dropped(name, tensor.nbytes, rule)
+
+
+def _check_patterns(names: Names, wishes: Wishes, dropped: Collection[str], where: str) -> None:
+    """Usage PrepError for a pattern of `--drop` that drops nothing: it was meant to."""
+    for pattern in wishes.drop:
+        bare = pattern.removeprefix(names.family.prefix)
+        if not any(fnmatch.fnmatchcase(name, bare) for name in dropped):
+            why = "no tensor without a place has such a name; those that have one are never dropped"
+            raise usage(
+                f"`--drop '{pattern}'` drops nothing of {where}", why, f"`prep inspect {where}` lists the tensors"
+            )
 
 
 def _faults(

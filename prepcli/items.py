@@ -1,4 +1,4 @@
-"""An Orbax checkpoint of parameters as an output: leaves, chunks for a mesh, and where each tensor goes. Pure."""
+"""An Orbax checkpoint of parameters as an output: leaves, chunks for a mesh, and where each tensor goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint with their logical dims, by which a mesh splits them. Pure.
+"""The leaves of a checkpoint with their logical dims, by which a mesh splits them.
 
 They are those of an Orbax checkpoint, or those that `save-init` makes of a Hugging Face folder.
 """

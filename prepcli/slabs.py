@@ -110,6 +110,7 @@ class _Edges:
     pages: int  # rows that fill whole pages in every chunk
 
     def after(self, low: int) -> int:
+        """The row at which a slab that begins at `low` ends; bands that do not fit with those before them are cut."""
         high = low + self.step
         crossed = [band for band in self.bands if band.first < high < band.stop]
         if not crossed:
@@ -120,12 +121,7 @@ class _Edges:
             edge = band.first + (high - band.first) // together * together
             if edge > low and band.first == crossed[0].first:
                 found, unit = edge, together
-        return found if found > low else self._strip(low, crossed[0])
-
-    def _strip(self, low: int, band: _Band) -> int:
-        """Some rows of a band that does not fit."""
-        edge = low + band.rows - (low - band.first) % band.rows
-        return min(edge, low + (self.step // self.pages * self.pages or self.step))
+        return found if found > low else low + (self.step // self.pages * self.pages or self.step)
 
 
 def _bands(stream: Stream, axis: int) -> Iterator[_Band]:

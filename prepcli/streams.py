@@ -1,4 +1,4 @@
-"""From a source and a wish to the streams of a Plan: the part that saving, exporting and padding share. Pure."""
+"""From a source and a wish to the streams of a Plan: the part that saving, exporting and padding share."""
 
 from __future__ import annotations
 

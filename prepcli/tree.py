@@ -1,4 +1,4 @@
-"""Names as a tree: sizes summed by branch, equal layers shown once. Pure."""
+"""Names as a tree: sizes summed by branch, equal layers shown once."""
 
 from __future__ import annotations
 

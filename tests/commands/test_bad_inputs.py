@@ -333,3 +333,10 @@ def test_an_output_and_its_source_lie_apart(capsys, monkeypatch):
     )
     monkeypatch.chdir("m")
     assert said(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
+
+
+def test_a_pattern_that_drops_nothing(capsys):
+    make(Path("m"))
+    for pattern in ("*.typo", "transformer.wte.weight"):
+        code, lines = said(capsys, "save-init", "./m", "--drop", pattern)
+        assert (code, lines[0]) == (2, f"error: `--drop '{pattern}'` drops nothing of ./m")

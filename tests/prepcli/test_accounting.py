@@ -143,8 +143,12 @@ def test_what_has_no_place_comes_with_the_way_to_lose_it():
 
 
 def test_a_tensor_that_has_a_place_is_not_dropped():
-    tensors = stored(TIED)
-    assert counted(TIED, tensors, Wishes(drop=("*",))) == counted(TIED, tensors)
+    tensors = {**stored(TIED), "extra": Shaped("float32", (3,), 12)}
+    found = counted(TIED, tensors, Wishes(drop=("*",)))
+    assert [(d.name, d.rule) for d in found.dropped] == [("extra", "--drop")]
+    assert found.uses == counted(TIED, stored(TIED)).uses
+    with pytest.raises(PrepError, match="drops nothing"):
+        counted(TIED, stored(TIED), Wishes(drop=("*",)))
 
 
 def test_more_layers_than_config_says_are_without_a_place():

@@ -117,6 +117,18 @@ def test_parts_of_a_fused_tensor_have_their_bands_each():
     assert [slab.nbytes // stream.row_nbytes for slab in found] == [8, 8, 8, 10]
 
 
+def test_bands_that_begin_elsewhere_do_not_shift_those_that_are_written():
+    sizes = {"q": 24, "kv": 10, "all": 34, "embed": 4}
+    parts = [
+        region("q embed <- w: (>q | kv) embed", sizes, (3, 2)),
+        region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
+    ]
+    stream = into(*parts, left=(region("all embed <- w: all embed", sizes, (2, 2)),))
+    found = list(slabs(0, stream, 7 * stream.row_nbytes))
+    check_tiling(found, stream, 7 * stream.row_nbytes)
+    assert [slab.nbytes // stream.row_nbytes for slab in found] == [6, 6, 6, 6, 5, 5]
+
+
 @pytest.mark.parametrize("columns", [256, 384, 1024])
 @pytest.mark.parametrize("rows", [200, 205])
 def test_strips_of_a_chunk_that_does_not_fit_are_whole_pages(columns: int, rows: int):
