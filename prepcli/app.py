@@ -24,6 +24,7 @@ from typing import Annotated, Literal
 import typer
 
 from prepcli.accounting import Wishes
+from prepcli.app_train import train
 from prepcli.errors import USAGE
 from prepcli.options import (
     MEMORY_DEFAULT,
@@ -45,6 +46,7 @@ from prepcli.options import (
     RuleOption,
     Scan,
     ScanAxis,
+    Step,
     TrueVocab,
     Untie,
     Verbose,
@@ -185,6 +187,8 @@ def reshard(
     rule: RuleOption = None,
     scan: Scan = None,
     scan_axis: ScanAxis = None,
+    params_only: Annotated[bool, typer.Option("--params-only", help="Leave a run's optimizer state out.")] = False,
+    step: Step = None,
     out: Out = None,
     memory: Memory = MEMORY_DEFAULT,
     dry_run: DryRun = False,
@@ -202,15 +206,17 @@ def reshard(
       prep reshard --mesh 1,64,4
       prep reshard llama-13b-init --mesh fsdp:64,mp:4,sp:2 --out wide
       prep reshard llama-13b-init --mesh 1,1,8 --no-scan
+      prep reshard runs/llama-13b --step 2000 --params-only
     """
     from prepcli.commands.conversion import Common
     from prepcli.commands.save_init import Request
     from prepcli.commands.save_init import reshard as run
 
     ui = open_ui("reshard", json, quiet, verbose, progress)
-    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart)
+    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart, step=step)
     with stoppable():
-        return ui.finish(run(Request(common, mesh, tuple(rule or ()), scan, scan_axis), ui))
+        request = Request(common, mesh, tuple(rule or ()), scan, scan_axis, params_only=params_only)
+        return ui.finish(run(request, ui))
 
 
 @app.command()
@@ -219,6 +225,7 @@ def export(
     keep_padding: Annotated[bool, typer.Option("--keep-padding", help="Leave the padded rows on.")] = False,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The most a file holds.")] = "5GB",
     true_vocab: TrueVocab = None,
+    step: Step = None,
     out: Out = None,
     memory: Memory = MEMORY_DEFAULT,
     dry_run: DryRun = False,
@@ -235,13 +242,14 @@ def export(
     Examples:
       prep export llama-13b-init
       prep export --keep-padding --shard-size 2GB --out padded-hf
+      prep export runs/llama-13b --step 2000
     """
     from prepcli.commands.conversion import Common
     from prepcli.commands.export import Request
     from prepcli.commands.export import export as run
 
     ui = open_ui("export", json, quiet, verbose, progress)
-    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart)
+    common = Common(checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart, step=step)
     with stoppable():
         return ui.finish(run(Request(common, keep_padding, parse_bytes(shard_size), true_vocab), ui))
 
@@ -325,6 +333,9 @@ def inspect(
 
     ui = open_ui("inspect", json, quiet, verbose, progress)
     return ui.finish(run(Request(checkpoint, pattern, sort, tree, stats, shards, mesh, diff, offline, revision), ui))
+
+
+app.command()(train)
 
 
 @app.command()

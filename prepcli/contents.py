@@ -14,7 +14,8 @@ from prepcli.formats.orbax import ArrayMeta, Other, dotted, find_item
 from prepcli.formats.orbax_read import Chunks, Stored, read_item
 from prepcli.formats.safetensors import read_folder
 from prepcli.locate import Located
-from prepcli.manifest import read_manifest
+from prepcli.manifest import manifest_folder, read_manifest
+from prepcli.slots import PARAMS
 from prepcli.sources import CONFIG, read_config
 from prepcli.tensors import Tensor, bits_of
 from trainer.axes import Row
@@ -93,7 +94,7 @@ def _of_tensor(tensor: Tensor) -> Entry:
 
 def _read_item(path: Path, name: str) -> Contents:
     item = read_item(find_item(path) or path)
-    manifest = read_manifest(item.folder) or {}
+    manifest = read_manifest(manifest_folder(item.folder)) or {}
     entries = tuple(_of_array(meta, chunks) for meta, chunks in zip(item.arrays, item.chunks))
     asides = (*map(_aside, item.others), *(f"{each} is in the index, but not in the tree" for each in item.unlisted))
     return Contents(name, "orbax", item.folder, entries, item.files, manifest.get("config", {}), manifest, asides)
@@ -110,6 +111,11 @@ def _aside(other: Other) -> str:
     return f"{dotted(other.path)} is {value}"
 
 
+def nbytes_below(contents: Contents, root: str) -> int:
+    """Bytes of the entries in a part of the tree, as `opt_state`."""
+    return sum(entry.nbytes for entry in contents.entries if entry.path[0] == root)
+
+
 def parameters(contents: Contents) -> int | None:
     """Values of the model's parameters, without buffers, copies of tied ones and optimizer state; None where prep does
     not know which these are."""
@@ -117,7 +123,7 @@ def parameters(contents: Contents) -> int | None:
     if family is None:
         return None
     if contents.kind == "orbax":
-        return sum(math.prod(entry.shape) for entry in contents.entries if entry.path[0] == "params")
+        return sum(math.prod(entry.shape) for entry in contents.entries if entry.path[0] == PARAMS)
     shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
     if family.tied(contents.config) and family.tie.embedding in shapes:
         shapes.pop(family.tie.tensor, None)

@@ -18,12 +18,13 @@ from prepcli.engine import Outcome
 from prepcli.errors import PrepError
 from prepcli.files import Files, io_error
 from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_write import Chunk, write_item
+from prepcli.formats.orbax_write import Chunk, write_item, write_step
 from prepcli.journal import Journal
 from prepcli.manifest import MANIFEST, manifest_bytes, read_manifest
 from prepcli.plan import Leaf, Plan, Same, Stream
 from prepcli.progress import Progress
 from prepcli.slabs import all_slabs
+from prepcli.slots import PARAMS, joined, parted
 from prepcli.sources import Source
 from prepcli.staging import Staging, clean, staging
 from prepcli.ui import version
@@ -61,7 +62,7 @@ def plan_digest(plan: Plan) -> str:
 def convert(plan: Plan, source: Source, options: Options, progress: Progress, note: Callable[[str], None]) -> Done:
     """Carry out a plan; run again after any interruption it goes on from what is durable. Raises PrepError."""
     spend = budget(options.memory_nbytes)
-    run = _run_of(plan)
+    run = run_of(plan)
     if _is_done(plan, run, options):
         clean(options.out)
         return Done(options.out, Outcome(), 0, already=True)
@@ -69,8 +70,8 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
     coverage.check(plan, lambda: all_slabs(plan.streams, spend.slab_nbytes))
     with staging(options.out) as stage:
         resumed = stage.open(run, options.restart)
-        _check_room(plan, stage.folder)
-        with _journal(stage, run) as journal, _sink(plan, stage, journal) as sink, Files(source.files) as files:
+        check_room(plan, stage.folder)
+        with _journal(stage, run) as journal, sink_of(plan, stage, journal) as sink, Files(source.files) as files:
             if resumed:
                 there = f"{bytes_text(journal.done_nbytes)} of {bytes_text(_total(plan))} are there"
                 note(f"resuming {stage.folder.name}: {there}")
@@ -81,7 +82,7 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
             finally:
                 progress.end()
         _check_unchanged(plan, source)
-        _finish(plan, stage, run, outcome)
+        finish(plan, stage, run, outcome)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
         stage.publish(options.overwrite)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
@@ -91,7 +92,8 @@ def _total(plan: Plan) -> int:
     return sum(stream.nbytes for stream in plan.streams)
 
 
-def _run_of(plan: Plan) -> dict[str, object]:
+def run_of(plan: Plan) -> dict[str, object]:
+    """What an output is asked for by: two runs that say the same of it write the same bytes."""
     facts = digest(repr(plan.sources).encode())
     return {"request": plan.request, "source": facts, "plan": plan_digest(plan), "prep": version()}
 
@@ -121,8 +123,10 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
 
 def _is_whole(plan: Plan, out: Path) -> bool:
     """Whether all files of an output are there, those that are large with their size."""
+    folder = out / plan.item
     small = [file.path for file in plan.small_files] + ([*INDEX_OF_ITEM] if plan.leaves else [])
-    return all(_has_size(out / file.path, file.size) for file in plan.files) and all((out / p).is_file() for p in small)
+    sizes = all(_has_size(folder / file.path, file.size) for file in plan.files)
+    return sizes and all((folder / path).is_file() for path in small)
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -147,12 +151,12 @@ def _journal(stage: Staging, run: dict[str, object]) -> Iterator[Journal]:
 
 
 @contextlib.contextmanager
-def _sink(plan: Plan, stage: Staging, journal: Journal) -> Iterator[Files]:
+def sink_of(plan: Plan, stage: Staging, journal: Journal | None = None) -> Iterator[Files]:
     """The output's data files, made with their size and head. PrepError if the journal promises bytes of one that is
     not as it was left."""
-    paths = [stage.folder / file.path for file in plan.files]
+    paths = [stage.folder / plan.item / file.path for file in plan.files]
     spoiled = [path for path, file in zip(paths, plan.files) if not _has_size(path, file.size)]
-    if journal.done_nbytes and spoiled:
+    if journal and journal.done_nbytes and spoiled:
         why = f"{spoiled[0].name} is missing or has another size than an earlier run gave it"
         raise PrepError(f"{stage.folder} is damaged", why, "`--restart` drops it")
     for folder in {path.parent for path in paths}:
@@ -164,7 +168,7 @@ def _sink(plan: Plan, stage: Staging, journal: Journal) -> Iterator[Files]:
         yield sink
 
 
-def _check_room(plan: Plan, folder: Path) -> None:
+def check_room(plan: Plan, folder: Path) -> None:
     """PrepError if the disk has no room for what is still to be written."""
     there = sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file())
     needed = sum(file.size for file in plan.files) - there
@@ -179,7 +183,7 @@ class _Expectations:
 
     def __init__(self, plan: Plan, source: Source) -> None:
         self._plan, self._source = plan, source
-        recorded = {(t.name, low, high): text for t in source.tensors for low, high, text in t.digests}
+        recorded = {(t.name, low, high): text for t in source.everything for low, high, text in t.digests}
         self._wanted = {i: recorded.get((s.name, *s.rows)) for i, s in enumerate(plan.streams) if s.left}
         self._seen: dict[tuple[str, tuple[int, int]], str] = {}
 
@@ -210,7 +214,7 @@ class _Expectations:
         raise PrepError(what, f"config says tied, first difference in row {row}", "`--untie` keeps both")
 
     def _called(self, name: str) -> str:
-        return self._source.names.full(name)
+        return self._plan.names.get(name, name)
 
 
 def _check_unchanged(plan: Plan, source: Source) -> None:
@@ -221,15 +225,18 @@ def _check_unchanged(plan: Plan, source: Source) -> None:
             raise PrepError(f"{path.name} changed while it was read", f"in {source.name}", "run again with `--restart`")
 
 
-def _finish(plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome) -> None:
+def finish(plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome) -> None:
     """Write what is not tensors: index, settings, manifest."""
+    folder = stage.folder / plan.item
     try:
         if plan.leaves:
             metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk) for x in plan.leaves]
             names = [file.path for file in plan.files]
-            write_item(stage.folder, metas, _chunks(plan.leaves), names, now_ns=newest_ns(plan))
+            write_item(folder, metas, _chunks(plan.leaves), names, now_ns=newest_ns(plan))
+        if plan.item:
+            write_step(stage.folder, plan.item, newest_ns(plan))
         for file in plan.small_files:
-            path = stage.folder / file.path
+            path = folder / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
             if file.copied_from:
                 shutil.copyfile(file.copied_from, path)
@@ -259,24 +266,32 @@ def _manifest(plan: Plan, run: dict[str, object], outcome: Outcome) -> dict[str,
         "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.sources]},
         **plan.settings,
         "dropped": [{**asdict(d), "name": plan.names.get(d.name, d.name)} for d in plan.dropped],
-        "tensors": _tensor_records(plan, outcome),
+        **_records(plan, outcome),
         "leaves": {
             leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk} for leaf in plan.leaves
         },
     }
 
 
-def _tensor_records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
-    """Every tensor that was written, with the rows it has there, and digests of them in pieces where it has padding."""
-    found: dict[str, Any] = {}
+def _records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    """Every tensor that was written, with the rows it has there, and digests of them in pieces where it has padding.
+
+    Those of a training state are apart: by slot, and what stands alone.
+    """
+    tensors: dict[str, Any] = {}
+    slots: dict[str, dict[str, Any]] = {}
+    others: dict[str, Any] = {}
     for number, stream in enumerate(plan.streams):
         if stream.right:
-            name = plan.names.get(stream.name, stream.name)
-            record = found.setdefault(name, {"dtype": stream.dtype, "shape": stream.shape, "digests": []})
+            slot = parted(stream.name)[0] if plan.item else PARAMS
+            shown = plan.names.get(stream.name, stream.name)
+            name = shown.removeprefix(joined(slot, "")) if slot else shown
+            held = tensors if slot == PARAMS else slots.setdefault(slot, {}) if slot else others
+            record = held.setdefault(name, {"dtype": stream.dtype, "shape": stream.shape, "digests": []})
             record["digests"].append([*stream.rows, outcome.digests[number]])
             if stream.shape:
                 record["shape"] = (stream.rows[1], *stream.shape[1:])
-    return found
+    return {"tensors": tensors, **({"slots": slots, "others": others} if plan.item else {})}
 
 
 def dumps(content: object) -> bytes:

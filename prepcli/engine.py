@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from prepcli.budget import Budget, Buffers, anonymous_nbytes
-from prepcli.files import PAGE, Bytes, Files
+from prepcli.files import PAGE, Bytes, Files, Reads
 from prepcli.fills import Fills, mean_source
 from prepcli.journal import Journal
 from prepcli.moves import Copy
@@ -51,7 +51,7 @@ class Outcome:
 
 def run(
     streams: Sequence[Stream],
-    source: Files,
+    source: Reads,
     sink: Files | None,
     spend: Budget,
     progress: Progress,
@@ -81,7 +81,7 @@ class _Run:
     def __init__(
         self,
         streams: Sequence[Stream],
-        source: Files,
+        source: Reads,
         sink: Files | None,
         spend: Budget,
         progress: Progress,

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from prepcli.moves import Copy
 from prepcli.slabs import PAGE
 
 Bytes = npt.NDArray[np.uint8]
+_Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
 def buffer(nbytes: int) -> Bytes:
@@ -28,6 +30,18 @@ def buffer(nbytes: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
+class Reads(Protocol):
+    """What the engine reads from: runs of numbered files, or of what has the same form."""
+
+    def read_run(self, copy: Copy, into: Bytes) -> Bytes:
+        """Read a copy that is one run; it comes back as deep in a page as `copy.offset` is."""
+        ...
+
+    def read_runs(self, copies: Sequence[Copy], into: Bytes) -> Bytes:
+        """Read all runs of the copies one after another."""
+        ...
+
+
 class Files:
     """Numbered files, each open twice: for whole pages (O_DIRECT) and buffered for ragged ends."""
 
@@ -36,6 +50,7 @@ class Files:
         self.paths = tuple(paths)
         self._buffered: list[int] = []
         self._direct: list[int] = []
+        self._opened: list[int] = []
         self._written: set[int] = set()
         self._lost: PrepError | None = None
         flags = os.O_RDONLY if sizes is None else os.O_RDWR | os.O_CREAT
@@ -48,12 +63,16 @@ class Files:
 
     def _open(self, path: Path, flags: int, size: int | None) -> None:
         try:
-            self._buffered.append(os.open(path, flags | os.O_CLOEXEC, 0o644))
+            self._buffered.append(self._keep(os.open(path, flags | os.O_CLOEXEC, 0o644)))
             if size is not None and os.fstat(self._buffered[-1]).st_size != size:
                 os.ftruncate(self._buffered[-1], size)
-            self._direct.append(_open_direct(path, flags & ~os.O_CREAT))
+            self._direct.append(self._keep(_open_direct(path, flags & ~os.O_CREAT)))
         except OSError as error:
             raise io_error(path, error) from error
+
+    def _keep(self, fd: int) -> int:
+        self._opened.append(fd)
+        return fd
 
     def __enter__(self) -> Files:
         return self
@@ -63,9 +82,10 @@ class Files:
 
     def close(self) -> None:
         """Close every descriptor; what was not synced may still be in memory."""
-        for fd in {*self._buffered, *self._direct} - {-1}:
-            os.close(fd)
-        self._buffered, self._direct = [], []
+        for fd in self._opened:
+            if fd >= 0:
+                os.close(fd)
+        self._buffered, self._direct, self._opened = [], [], []
 
     def read_run(self, copy: Copy, into: Bytes) -> Bytes:
         """Read a copy that is one run; it comes back as deep in a page as it lies in the file."""
@@ -95,26 +115,28 @@ class Files:
             run = copy.run
             self._written.add(copy.file)
             for offset in copy.offsets():
-                self._write_run(copy.file, offset, data[at : at + run])
+                self._pages_apart(os.pwritev, copy.file, data[at : at + run], offset)
                 at += run
+
+    def read_at(self, file: int, offset: int, into: Bytes) -> None:
+        """Fill `into` from a file: whole pages past the page cache where memory and file are as deep in a page."""
+        self._pages_apart(os.preadv, file, into, offset)
 
     def write_head(self, file: int, data: bytes) -> None:
         """Write the first bytes of a file."""
         self._written.add(file)
         self._all(os.pwritev, file, False, np.frombuffer(data, np.uint8), 0, len(data))
 
-    def _write_run(self, file: int, offset: int, data: Bytes) -> None:
+    def _pages_apart(self, call: _Call, file: int, data: Bytes, offset: int) -> None:
         size = data.size
         low, high = -offset % PAGE, size - (offset + size) % PAGE  # the whole pages in between
         if low >= high or (data.ctypes.data + low) % PAGE:
             low = high = size
         for pages, start, stop in ((False, 0, low), (True, low, high), (False, high, size)):
             if start < stop:
-                self._all(os.pwritev, file, pages, data[start:stop], offset + start, stop - start)
+                self._all(call, file, pages, data[start:stop], offset + start, stop - start)
 
-    def _all(
-        self, call: Callable[[int, list[memoryview], int], int], file: int, pages: bool, data: Bytes, at: int, need: int
-    ) -> None:
+    def _all(self, call: _Call, file: int, pages: bool, data: Bytes, at: int, need: int) -> None:
         fd = self._direct[file] if pages and self._direct[file] >= 0 else self._buffered[file]
         done, view = 0, data.data
         while done < need:
@@ -122,8 +144,7 @@ class Files:
                 count = call(fd, [view[done:]], at + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and fd != self._buffered[file]:  # a file system that only says so now
-                    os.close(fd)
-                    fd = self._direct[file] = self._buffered[file]
+                    fd = self._direct[file] = self._buffered[file]  # the other one stays open: a thread may be using it
                     continue
                 raise io_error(self.paths[file], error) from error
             if count <= 0:

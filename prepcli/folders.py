@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,6 @@ def with_rows(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
 def entries(source: Source, tensors: Iterable[SourceTensor], rows: Mapping[str, int]) -> list[Entry]:
     """The tensors as a header lists them, each with the rows that it has there."""
     return [(source.names.full(t.name), t.dtype, *with_rows(t, rows[t.name])) for t in tensors]
-
-
-def rows_of(tensors: Iterable[SourceTensor], vocab: Collection[str], size: int) -> dict[str, int]:
-    """Rows of every tensor in an output with `size` rows of vocabulary; 1 for a 0-d tensor."""
-    return {t.name: size if t.name in vocab else (t.shape[0] if t.shape else 1) for t in tensors}
 
 
 def laid_out(groups: Sequence[Group]) -> tuple[tuple[OutFile, ...], dict[str, Flat], tuple[FileLayout, ...]]:

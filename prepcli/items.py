@@ -1,4 +1,4 @@
-"""An Orbax checkpoint of parameters as an output: leaves, chunks for a mesh, and where each tensor goes."""
+"""An Orbax checkpoint as an output: leaves, chunks for a mesh, and where each tensor goes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from prepcli.errors import PrepError
 from prepcli.grids import Grid
 from prepcli.moves import Region
 from prepcli.placing import Layout, Want, place
-from prepcli.plan import Flat, Leaf, OutFile
+from prepcli.plan import Flat, Leaf, OutFile, Stream
+from prepcli.slots import PARAMS, alone, parted
 from prepcli.sources import Source, SourceTensor
+from prepcli.streams import Cut, Target, rows_of, streams
 from prepcli.tensors import ITEM_BITS, itemsize
 from trainer.axes import AxisMap, Row, bind
 from trainer.host_reads import amplification, reads_per_host
 from trainer.mesh import Mesh, Rules, Spec, chunk_shape, spec
 
-ROOT = "params"
-
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The leaves, the data files, the regions of every tensor, and the dims that a mesh could not split as asked."""
+    """The leaves, the data files, the regions of every tensor, and how a mesh splits each leaf, where there is one."""
 
     leaves: tuple[Leaf, ...]
     files: tuple[OutFile, ...]
     regions: Mapping[str, tuple[Region, ...]]
-    specs: Mapping[str, Spec]  # by path of the leaf; none without a mesh
+    specs: Mapping[str, Spec]
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ class Item:
         return tuple(dict.fromkeys(str(fallback) for found in self.specs.values() for fallback in found.fallbacks))
 
     def device_nbytes(self) -> int:
-        """Bytes of parameters that one device of the mesh holds."""
+        """Bytes that one device of the mesh holds."""
         return sum(leaf.nbytes // math.prod(self.specs[leaf.name].parts) for leaf in self.leaves)
 
     def host_reads(self, mesh: Mesh, devices: int) -> float:
@@ -66,28 +66,48 @@ class _Stored:
 
 
 def make_item(source: Source, counted: Account, table: Mapping[str, Row], vocab: int, split: Split) -> Item:
-    """Lay out the leaves of `table` with `vocab` rows of vocabulary. PrepError for dtypes that do not fit together,
-    usage for a dim that the mesh does not divide."""
-    sizes = source.family.sizes(source.config) | {"vocab": vocab}
-    bound = {path: bind(row, sizes) for path, row in table.items()}
+    """Lay out the leaves of `table` with `vocab` rows of vocabulary, and those of a training state alike.
+
+    PrepError for dtypes that do not fit together, usage for a dim that the mesh does not divide.
+    """
     leaves: dict[str, _Stored] = {}
     wants: list[tuple[str, Want]] = []
-    for tensor in source.tensors:
-        for use in counted.uses.get(tensor.name, ()):
-            row = bound[use.parameter]
-            if use.path not in leaves:
-                leaves[use.path] = _stored(source, row, tensor, split)
-            leaf = leaves[use.path]
-            if leaf.dtype != tensor.dtype:
-                why = f"{source.names.shown(tensor.name)} is {tensor.dtype}, tensors before it are {leaf.dtype}"
-                raise PrepError(f"the leaf {use.path} would have two dtypes", why, "`--no-scan` keeps layers apart")
-            wants.append((tensor.name, Want(use.path, row, use.at, leaf.grid, itemsize(leaf.dtype), _offset(tensor))))
+    for tensor, name, row, at in _uses(source, counted, table, vocab):
+        if name not in leaves:
+            leaves[name] = _stored(source, row, tensor, split)
+        leaf = leaves[name]
+        if leaf.dtype != tensor.dtype:
+            why = f"{source.names.shown(tensor.name)} is {tensor.dtype}, tensors before it are {leaf.dtype}"
+            raise PrepError(f"the leaf {name} would have two dtypes", why, "`--no-scan` keeps layers apart")
+        wants.append((tensor.name, Want(name, row, at, leaf.grid, itemsize(leaf.dtype), _offset(tensor))))
     layout = place(want for _, want in wants)
     regions: dict[str, tuple[Region, ...]] = {}
     for (name, _), region in zip(wants, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
-    specs = {f"{ROOT}.{path}": leaf.spec for path, leaf in leaves.items() if leaf.spec}
+    specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     return Item(tuple(_leaves(layout, leaves)), _files(layout), regions, specs)
+
+
+def item_streams(source: Source, counted: Account, item: Item, vocab: int, cut: Cut) -> tuple[Stream, ...]:
+    """Every tensor into the leaves of an item that `make_item` laid out; those that have to be equal are read too."""
+    sizes = rows_of(source.everything, cut.tensors, vocab)
+    targets = {name: Target(regions, sizes[name]) for name, regions in item.regions.items()}
+    return streams(source, targets, cut, {check.name for check in counted.checks})
+
+
+_Use = tuple[SourceTensor, str, AxisMap, tuple[tuple[str, int], ...]]  # with the leaf that has it, and by which row
+
+
+def _uses(source: Source, counted: Account, table: Mapping[str, Row], vocab: int) -> Iterator[_Use]:
+    """Which leaf has which tensor: moments by the rows of their parameters, what stands alone as it is."""
+    sizes = source.family.sizes(source.config) | {"vocab": vocab}
+    bound = {path: bind(row, sizes) for path, row in table.items()}
+    state = [(tensor, *parted(tensor.name)) for tensor in source.state]
+    for tensor, slot, name in (*((t, PARAMS, t.name) for t in source.tensors), *state):
+        if not slot:
+            yield tensor, name, alone(name, tensor.shape), ()
+        for use in counted.uses.get(name, ()) if slot else ():
+            yield tensor, f"{slot}.{use.path}", bound[use.parameter], use.at
 
 
 def _stored(source: Source, row: AxisMap, tensor: SourceTensor, split: Split) -> _Stored:
@@ -96,7 +116,7 @@ def _stored(source: Source, row: AxisMap, tensor: SourceTensor, split: Split) ->
         raise PrepError(f"{source.names.shown(tensor.name)} is {tensor.dtype}", why)
     dims, shape, mesh = [tuple(f.atom for f in dim) for dim in row.leaf], row.leaf_shape, split.mesh
     chosen = spec(dims, shape, mesh, split.rules, source.name) if mesh else None
-    chunk = chunk_shape(dims, shape, mesh, split.rules, itemsize(tensor.dtype))
+    chunk = tuple(max(1, n) for n in chunk_shape(dims, shape, mesh, split.rules, itemsize(tensor.dtype)))
     return _Stored(tensor.dtype, Grid(shape, chunk), chosen)
 
 
@@ -106,8 +126,8 @@ def _offset(tensor: SourceTensor) -> int:
 
 
 def _leaves(layout: Layout, leaves: Mapping[str, _Stored]) -> Iterator[Leaf]:
-    for path, leaf in leaves.items():
-        yield Leaf((ROOT, *path.split(".")), leaf.dtype, leaf.grid, tuple(layout.placed[path]))
+    for name, leaf in leaves.items():
+        yield Leaf(tuple(name.split(".")), leaf.dtype, leaf.grid, tuple(layout.placed[name]))
 
 
 def _files(layout: Layout) -> tuple[OutFile, ...]:

@@ -13,7 +13,7 @@ from prepcli.accounting import names_of
 from prepcli.contents import Contents, Entry
 from prepcli.errors import PrepError, usage
 from prepcli.guess import guess
-from prepcli.items import ROOT
+from prepcli.slots import PARAMS
 from trainer.axes import AxisMap, bind
 from trainer.families import family_of
 from trainer.table import rows
@@ -50,7 +50,7 @@ def _leaves(contents: Contents) -> Iterator[LogicalLeaf]:
         bound = bind(row, sizes)
         dims = tuple(tuple(factor.atom for factor in dim) for dim in bound.leaf)
         for tensor, at in bound.tensors() if path != family.tie.leaf or not family.tied(config) else ():
-            leaf = f"{ROOT}.{path.format(**at)}"
+            leaf = f"{PARAMS}.{path.format(**at)}"
             entry = entries.get(leaf if is_item else tensor)
             if entry is not None:
                 _check(contents, entry, bound, is_item)
@@ -67,13 +67,13 @@ def _check(contents: Contents, entry: Entry, bound: AxisMap, is_item: bool) -> N
 def pick(leaves: Mapping[str, LogicalLeaf], text: str, where: str) -> LogicalLeaf:
     """The leaf that is called so, by its name, by some parts of it, or by a pattern that only it matches. A usage
     PrepError lists several, or guesses which was meant."""
-    found = [name for name in leaves if name in (text, f"{ROOT}.{text}")]
+    found = [name for name in leaves if name in (text, f"{PARAMS}.{text}")]
     found = found or [name for name in leaves if f".{text}." in f".{name}." or fnmatchcase(name, text)]
     if len(found) > 1:
         hint = f"one of them: `--shards {found[0]}`"
         raise usage(f"`{text}` matches {len(found)} leaves of {where}", _listed(found), hint)
     if not found:
-        meant = guess(text, [name.removeprefix(f"{ROOT}.") for name in leaves])
+        meant = guess(text, [name.removeprefix(f"{PARAMS}.") for name in leaves])
         hint = f"did you mean `{meant}`?" if meant else ""
         raise usage(f"{where} has no leaf `{text}`", f"it has {_listed(leaves)}", hint)
     return leaves[found[0]]

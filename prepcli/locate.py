@@ -12,7 +12,7 @@ from prepcli.aliases import BY_NAME
 from prepcli.detect import Kind, detect
 from prepcli.errors import PrepError, usage
 from prepcli.guess import guess
-from prepcli.manifest import MANIFEST, read_manifest
+from prepcli.manifest import MANIFEST, manifest_folder, read_manifest
 from prepcli.progress import NullProgress, Progress
 
 PARTIAL = ".partial"
@@ -72,14 +72,23 @@ def locate(
 
 
 def default_checkpoint(cwd: Path, accept: Callable[[Path], bool] = Path.is_dir) -> Path:
-    """The one prep folder in `cwd` (of those that `accept` takes); raises a usage PrepError for none or several."""
-    found = sorted(child for child in _folders(cwd) if (child / MANIFEST).is_file() and accept(child))
+    """The one prep folder or run in `cwd`, of those that `accept` takes; usage PrepError for none or several."""
+    found = sorted(child for child in _folders(cwd) if _is_ours(child) and accept(child))
     if len(found) == 1:
         return found[0]
     if not found:
         raise usage("no checkpoint was named", f"no folder here holds a {MANIFEST}", "name a folder, alias or hub id")
     names = ", ".join(f"./{path.name}" for path in found)
     raise usage("no checkpoint was named", f"{len(found)} folders here could be meant", f"one of: {names}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder, or a step of the run that it is, has a manifest."""
+    try:
+        steps = (child for child in folder.iterdir() if child.name.isdecimal())
+        return (folder / MANIFEST).is_file() or any((step / MANIFEST).is_file() for step in steps)
+    except OSError:
+        return False
 
 
 def _split(name: str, revision: str | None) -> Asked:
@@ -111,7 +120,7 @@ def _local(folder: Path, shown: str) -> Located:
 
 def _manifest_name(folder: Path) -> str:
     """The model's name as the manifest keeps it; a name with a slash would leave the folder that outputs go to."""
-    name = (read_manifest(folder) or {}).get("name")
+    name = (read_manifest(manifest_folder(folder)) or {}).get("name")
     return name if isinstance(name, str) and name == Path(name).name else ""
 
 

@@ -8,11 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import PrepError
+from prepcli.formats.orbax import find_item
 
 MANIFEST = "prep-manifest.json"
+STATE = "state"  # the item of a training step, which lies beside the step's manifest
 FORMAT = 1
 REQUIRED = {"kind": str, "request": str, "plan": str, "config": dict, "tensors": dict, "prefixed": bool, "tied": bool}
-OF_AN_INIT = {"scan": bool, "scan_axis": int, "rules": list}
+LAYOUT = {"scan": bool, "scan_axis": int, "rules": list}
+OF_A_TREE = {
+    "init": LAYOUT,
+    "train": LAYOUT | {"step": int, "slots": dict, "others": dict},
+}  # by kind, what it says too
+OWN = {
+    *("format", "kind", "request", "plan", "prep", "source", "command", "name", "family", "config", "vocab", "layout"),
+    *(
+        "mesh",
+        "rules",
+        "scan",
+        "scan_axis",
+        "prefixed",
+        "tied",
+        "step",
+        "dropped",
+        "tensors",
+        "leaves",
+        "slots",
+        "others",
+    ),
+}  # keys that prep writes; what else a training step says is the trainer's
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -33,13 +56,29 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return found
 
 
+def manifest_folder(path: Path) -> Path:
+    """The folder whose manifest speaks of what `path` means: of an item its own or its training step's, of a run that
+    of the last step, else `path` itself."""
+    item = find_item(path)
+    if item is None or (item / MANIFEST).exists():
+        return item or path
+    return item.parent if item.name == STATE and (item.parent / MANIFEST).exists() else item
+
+
 def _check(path: Path, found: Mapping[str, Any]) -> None:
     """PrepError unless the manifest has all that later commands take from it."""
-    for key, kind in (REQUIRED | (OF_AN_INIT if found.get("kind") == "init" else {})).items():
+    for key, kind in (REQUIRED | OF_A_TREE.get(str(found.get("kind")), {})).items():
         if not isinstance(found.get(key), kind):
             why = f"`{key}` is {found.get(key)!r:.60}" if key in found else f"`{key}` is missing"
             raise PrepError(f"{path} is broken", why, "make the output anew")
-    for name, record in found["tensors"].items():
+    state = (found["others"], *found["slots"].values()) if found["kind"] == "train" else ()
+    for records in (found["tensors"], *state):
+        _check_records(path, records)
+
+
+def _check_records(path: Path, records: Any) -> None:
+    """PrepError unless each tensor has a list of digests."""
+    for name, record in records.items() if isinstance(records, dict) else [("the state", records)]:
         pieces = record.get("digests") if isinstance(record, dict) else None
         if not isinstance(pieces, list) or not all(_is_piece(piece) for piece in pieces):
             raise PrepError(f"{path} is broken", f"what it says of {name!r:.60} is no list of digests", "make it anew")

@@ -118,3 +118,7 @@ ScanAxis = Annotated[
     int | None,
     typer.Option("--scan-axis", metavar="0|1", min=0, max=1, help="The axis of the layers.", show_default=False),
 ]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="N", min=0, help="The step of a run; default: its last one.", show_default=False),
+]

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prepcli.boxes import Box, Range, strides, volume, whole
 from prepcli.grids import Grid, Lattice
@@ -158,7 +159,8 @@ class Same:
 class Plan:
     """Everything that a conversion does; `settings` is what the manifest says of the model.
 
-    `names`: how a tensor is called outside of prep, where that differs from its name in rows.
+    `names`: how a tensor is called outside of prep, where that differs from its name in rows. `item`: the folder in the
+    output that its files are in, but for the manifest.
     """
 
     command: str
@@ -171,8 +173,9 @@ class Plan:
     leaves: tuple[Leaf, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     checks: tuple[Same, ...] = ()
-    settings: Mapping[str, object] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    item: str = ""
 
     @property
     def read_nbytes(self) -> int:

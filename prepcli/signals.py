@@ -1,9 +1,9 @@
-"""SIGTERM and SIGUSR1 during a conversion: what is done stays, and the same command goes on from there."""
+"""Signals: a conversion is stopped where it is, training at the end of a step; either goes on from there."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,12 +22,30 @@ class Stopped(BaseException):
 def stoppable() -> Iterator[None]:
     """Within, the first signal raises Stopped in the main thread, and a second one ends the process at once."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        raise Stopped(signal.Signals(number).name)
+    def stop(name: str) -> None:
+        raise Stopped(name)
 
-    before = {each: signal.signal(each, stop) for each in SIGNALS}
+    with _on_first(SIGNALS, stop):
+        yield
+
+
+@contextmanager
+def told_to_stop() -> Iterator[Callable[[], str]]:
+    """Within, the first signal or Ctrl-C is only remembered: what is yielded gives its name, empty before it. A second
+    one ends the process at once."""
+    told: list[str] = []
+    with _on_first((*SIGNALS, signal.SIGINT), told.append):
+        yield lambda: told[0] if told else ""
+
+
+@contextmanager
+def _on_first(signals: Sequence[signal.Signals], act: Callable[[str], None]) -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_DFL)
+        act(signal.Signals(number).name)
+
+    before = {each: signal.signal(each, handle) for each in signals}
     try:
         yield
     finally:

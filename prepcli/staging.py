@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.errors import PrepError, usage
 from prepcli.files import io_error
+from prepcli.locks import lock
 
 WORK = ".prep"
 RUN = "run.json"  # what the run is, for messages
@@ -45,7 +43,7 @@ class Staging:
         """
         try:
             self._make()
-            self._take_lock()
+            self._lock = lock(self.work / LOCK, self.folder)
             if restart and any((self.work / name).exists() for name in (RUN, JOURNAL)):
                 self._clear()
             found = self._read_run()
@@ -63,20 +61,6 @@ class Staging:
             raise PrepError(f"{self.folder} is in the way", "prep did not make it", "`--out NAME`, or move it away")
         self.work.mkdir(parents=True, exist_ok=True)
 
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.work / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip()
-            self.close()
-            raise PrepError(
-                f"{self.folder} is locked", f"another process works on it: {holder}", "wait for it"
-            ) from None
-        os.ftruncate(self._lock, 0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-
     def _read_run(self) -> dict[str, object] | None:
         path = self.work / RUN
         try:
@@ -93,19 +77,19 @@ class Staging:
         path = self.work / RUN
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(run))
-        _sync(fresh)
+        sync(fresh)
         fresh.rename(path)
-        _sync(self.work)
+        sync(self.work)
 
     def _clear(self) -> None:
         """Drop an earlier run: first what promises that its bytes are there, then the bytes."""
         self._put_back()
-        _remove(self.journal)
-        _remove(self.work / RUN)
-        _sync(self.work)
+        remove(self.journal)
+        remove(self.work / RUN)
+        sync(self.work)
         for path in [*self.folder.iterdir(), *self.work.iterdir()]:
             if path not in (self.work, self.work / LOCK):
-                _remove(path)
+                remove(path)
 
     def _put_back(self) -> None:
         """Give an output that was about to be replaced its name again, if nothing else has it."""
@@ -124,14 +108,14 @@ class Staging:
             why = f"it came to be while {self.folder} was made, which is whole"
             raise PrepError(f"{self.out} exists", why, "move it away, or `--overwrite`, and run again")
         try:
-            _remove(replaced)  # of a run that was killed between the two renames
+            remove(replaced)  # of a run that was killed between the two renames
             for folder, _, names in os.walk(self.folder, topdown=False):
                 for name in [*names, "."]:
-                    _sync(Path(folder, name))
+                    sync(Path(folder, name))
             if os.path.lexists(self.out):
                 self.out.rename(replaced)
             self.folder.rename(self.out)
-            _sync(self.out.parent)
+            sync(self.out.parent)
         except OSError as error:
             self._put_back()
             raise io_error(self.out, error) from error
@@ -160,14 +144,16 @@ def staging(out: Path) -> Iterator[Staging]:
         stage.close()
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove what is there, if anything is: a folder with all that is in it, of a link only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from prepcli.accounting import Account, vocab_tensors
 from prepcli.plan import Dropped, Fill, Side, Stream
+from prepcli.slots import OPTIMIZER, parted
 from prepcli.sources import Source, SourceTensor
 from prepcli.vocabulary import Vocabulary
+
+OPTIMIZER_RULE = "optimizer state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,18 @@ class Cut:
     fill: Fill
 
 
+def rows_of(tensors: Iterable[SourceTensor], vocab: Collection[str], size: int) -> dict[str, int]:
+    """Rows of every tensor in an output with `size` rows of vocabulary; 1 for a 0-d tensor."""
+    return {t.name: size if t.name in vocab else (t.shape[0] if t.shape else 1) for t in tensors}
+
+
+def vocab_names(source: Source, counted: Account) -> set[str]:
+    """Tensors whose first dim is the vocabulary, those of a training state among them."""
+    found = vocab_tensors(counted)
+    state = ((tensor.name, *parted(tensor.name)) for tensor in source.state)
+    return found | {name for name, slot, tensor in state if slot and tensor in found}
+
+
 def streams(
     source: Source, targets: Mapping[str, Target], cut: Cut, compared: Collection[str] = ()
 ) -> tuple[Stream, ...]:
@@ -36,7 +52,7 @@ def streams(
     A tensor of the vocabulary is cut in its true rows and its padding, which is copied as far as the source has it.
     """
     found: list[Stream] = []
-    for tensor in source.tensors:
+    for tensor in source.everything:
         target = targets.get(tensor.name)
         if target is None and tensor.name in compared:
             target = Target((), tensor.shape[0])
@@ -62,6 +78,21 @@ def _vocab_streams(tensor: SourceTensor, target: Target, cut: Cut) -> Iterator[S
     if target.rows > kept:
         bias = len(tensor.shape) == 1  # of a head: its padding is 0 whatever the rows are filled with
         yield replace(true, rows=(kept, target.rows), left=(), fill=Fill("zeros") if bias else cut.fill)
+
+
+def left_out(source: Source) -> Iterator[Dropped]:
+    """What a training state has besides parameters: each slot as a whole, and each leaf that stands alone."""
+    groups: dict[str, int] = {}
+    for tensor in source.state:
+        slot, name = parted(tensor.name)
+        groups[slot or name] = groups.get(slot or name, 0) + tensor.nbytes
+    for name, nbytes in groups.items():
+        yield Dropped(name, nbytes, OPTIMIZER_RULE if name.split(".")[0] == OPTIMIZER else "training state")
+
+
+def optimizer_nbytes(source: Source) -> int:
+    """Bytes of the optimizer state."""
+    return sum(dropped.nbytes for dropped in left_out(source) if dropped.rule == OPTIMIZER_RULE)
 
 
 def taken_off(source: Source, targets: Mapping[str, Target], cut: Cut) -> Iterator[Dropped]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.axes import Row, Sizes, bind, parse
 from trainer.errors import PrepError
+from trainer.traits import Traits
 
 Config = Mapping[str, Any]
 LAYERS = "layers"
@@ -45,7 +46,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: everything that conversion asks of it."""
+    """A model family: everything that conversion and training ask of it."""
 
     name: str  # as config.json's model_type says
     prefix: str  # of tensors in a file that holds the model with its head
@@ -54,6 +55,7 @@ class Family:
     table: Mapping[str, Parameter]  # path in the tree -> parameter
     dropped: Mapping[str, str]  # pattern of a tensor's name, `{i}` any number -> what it is
     tie: Tie
+    traits: Callable[[Config], Traits]  # PrepError for a config whose mathematics prep does not have
 
     def tied(self, config: Config) -> bool:
         """Whether a config says that the head is the embedding."""

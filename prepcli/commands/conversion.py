@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.accounting import Account, Wishes, account
 from prepcli.convert import Done, Options, convert, plan_digest
 from prepcli.errors import usage
 from prepcli.locate import Located, default_checkpoint, locate
 from prepcli.plan import Plan
+from prepcli.run_folder import step_folder, steps_of
 from prepcli.sources import Source, open_source
+from prepcli.streams import optimizer_nbytes
 from prepcli.ui import LEAVES, Report, Ui
 from prepcli.units import bytes_text
 from prepcli.vocabulary import Vocabulary, with_vocabulary
-from trainer.axes import Row
-from trainer.table import rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,7 @@ class Common:
     restart: bool = False
     offline: bool = False
     revision: str | None = None
+    step: int | None = None  # of a run; None: its last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,20 @@ def find(common: Common, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir) -
     if name is None:
         name = f"./{default_checkpoint(Path(), accept)}"
         ui.note(f"using {name} (the only prep checkpoint here)")
+    if common.step is not None:
+        name = _with_step(name, common.step)
     located = locate(name, common.revision, common.offline, progress=ui.progress(), warn=ui.warn)
     shown = located.hub_id or name
     return located, open_source(located.path, shown)
+
+
+def _with_step(name: str, step: int) -> str:
+    """The name of a run's step; a usage PrepError where the run has none such."""
+    steps = steps_of(Path(name).expanduser())
+    if step in steps:
+        return str(step_folder(Path(name), step))
+    why = f"its steps are {', '.join(map(str, steps))}" if steps else "it is not the folder of a run"
+    raise usage(f"{name} has no step {step}", why)
 
 
 def run(
@@ -102,24 +113,17 @@ def source_line(source: Source) -> str:
     """`EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
     dtypes = sorted({t.dtype for t in source.tensors if t.name in _weights(source)})
     size = bytes_text(sum(t.nbytes for t in source.tensors))
-    files = f"  {len(source.files)} files" if len(source.files) > 1 else ""
-    return f"{source.name}  {source.family.name}  {len(source.tensors)} tensors  {size} {', '.join(dtypes)}{files}"
+    parts = [source.name, source.family.name, f"{len(source.tensors)} tensors", f"{size} {', '.join(dtypes)}"]
+    if nbytes := optimizer_nbytes(source):
+        parts.append(f"optimizer state {bytes_text(nbytes)}")
+    if len(source.files) > 1:
+        parts.append(f"{len(source.files)} files")
+    return "  ".join(parts)
 
 
 def _weights(source: Source) -> set[str]:
     large = max((t.nbytes for t in source.tensors), default=0)
     return {t.name for t in source.tensors if t.nbytes * 8 >= large}
-
-
-def counted(source: Source, table: dict[str, Row], wishes: Wishes) -> Account:
-    """Which row has which tensor of the source."""
-    sizes = source.family.sizes(source.config)
-    return account(source.names, source.config, sizes, table, source.shaped(), wishes, source.name)
-
-
-def table_of(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
-    """The rows of the source's family for its config."""
-    return rows(source.family, source.config, scan, scan_axis, {t.name for t in source.tensors})
 
 
 def output_config(source: Source, vocabulary: Vocabulary, tied: bool) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prepcli.accounting import KEEP_ALL, vocab_tensors
-from prepcli.commands.conversion import Common, Planned, counted, output_config, request_text, run, table_of
+from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.errors import usage
-from prepcli.folders import entries, laid_out, rows_of, settings
+from prepcli.folders import entries, laid_out, settings
 from prepcli.formats.safetensors_layout import shard
 from prepcli.locate import Located
 from prepcli.plan import Fill, Plan
-from prepcli.sources import Source
-from prepcli.streams import Cut, Target, streams, taken_off
+from prepcli.sources import Source, counted, table_of
+from prepcli.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
 from prepcli.ui import Report, Ui
+from prepcli.units import bytes_text
 from prepcli.vocabulary import Vocabulary
 
 PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
@@ -59,7 +60,7 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
         streams=streams(source, targets, cut, {c.name for c in found.checks}),
         files=files,
         small_files=settings(config, layouts, source.small_files),
-        dropped=(*found.dropped, *taken_off(source, targets, cut)),
+        dropped=(*found.dropped, *taken_off(source, targets, cut), *left_out(source)),
         checks=found.checks,
         settings={
             "name": base,
@@ -74,7 +75,11 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
     )
     count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
     off = f"; {vocabulary.stored - rows} rows of padding taken off" if rows < vocabulary.stored else ""
-    lines = (f"{located.name} -> Hugging Face safetensors, {count}{off}",)
+    state = optimizer_nbytes(source)
+    off += f"; optimizer state ({bytes_text(state)}) left out" if state else ""
+    step = (source.manifest or {}).get("step")
+    called = located.name if step is None else f"{located.name} step {step}"
+    lines = (f"{called} -> Hugging Face safetensors, {count}{off}",)
     fields = {"vocab": {"true": vocabulary.true, "written": rows}, "files": len(files)}
     return Planned(made, f"{base}-hf", lines, fields, lambda out: f"prep verify {out} {source.name}")
 

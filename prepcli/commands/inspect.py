@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from prepcli.contents import Contents, Entry, parameters, read_contents
+from prepcli.contents import Contents, Entry, nbytes_below, parameters, read_contents
 from prepcli.errors import PrepError, usage
 from prepcli.files import Files
 from prepcli.guess import guess
 from prepcli.leaves import leaves_of, pick
 from prepcli.locate import Located, locate
 from prepcli.shard_map import draw
+from prepcli.slots import OPTIMIZER, PARAMS
 from prepcli.sources import open_source
 from prepcli.stats import Stats, stats, stored_nbytes
 from prepcli.tree import grow, tree_fields, tree_rows
@@ -112,6 +113,8 @@ def _source_fields(contents: Contents, located: Located, ui: Ui) -> dict[str, An
         "chunks": contents.chunks,
         "values": sum(math.prod(entry.shape) for entry in contents.entries),
         "parameters": parameters(contents),
+        "step": manifest.get("step"),
+        "optimizer_bytes": nbytes_below(contents, OPTIMIZER),
         "vocab": {"true": vocabulary.true, "padded": vocabulary.stored} if vocabulary else None,
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         **{key: manifest.get(key) for key in ("layout", "mesh", "scan", "scan_axis")},
@@ -141,6 +144,7 @@ def _head(contents: Contents, source: Mapping[str, Any]) -> list[str]:
         stored = [f"Orbax, {_count(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
         stored += [_layout_text(source)] if source["layout"] else []
+        stored += [_step_text(contents)] if source["step"] is not None else []
     if vocab := source["vocab"]:
         true = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
         stored.append(f"vocabulary {vocab['padded']}{true}")
@@ -157,6 +161,11 @@ def _family_text(contents: Contents) -> str:
 def _layout_text(source: Mapping[str, Any]) -> str:
     stacked = f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "a leaf for each layer"
     return f"layout {source['layout']}, {stacked}"
+
+
+def _step_text(contents: Contents) -> str:
+    params, state = (bytes_text(nbytes_below(contents, root)) for root in (PARAMS, OPTIMIZER))
+    return f"step {contents.manifest['step']}: parameters {params}, optimizer state {state}"
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:

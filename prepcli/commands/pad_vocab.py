@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from prepcli.accounting import KEEP_ALL, Wishes, vocab_tensors
-from prepcli.commands.conversion import Common, Planned, counted, output_config, request_text, run, table_of
+from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.errors import PrepError, usage
-from prepcli.folders import Group, entries, laid_out, rows_of, settings
+from prepcli.folders import Group, entries, laid_out, settings
 from prepcli.locate import Located
 from prepcli.plan import Fill, Flat, Plan
 from prepcli.slabs import PAGE
-from prepcli.sources import Source, SourceTensor
-from prepcli.streams import Cut, Target, streams, taken_off
+from prepcli.sources import Source, SourceTensor, counted, table_of
+from prepcli.streams import Cut, Target, rows_of, streams, taken_off
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
 from prepcli.vocabulary import Vocabulary

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.accounting import KEEP_ALL, Wishes, vocab_tensors
-from prepcli.commands.conversion import Common, Planned, counted, output_config, request_text, run, table_of
+from prepcli.accounting import KEEP_ALL, Wishes
+from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.commands.pad_vocab import fill_of
 from prepcli.errors import PrepError, usage
-from prepcli.folders import rows_of, settings
+from prepcli.folders import settings
 from prepcli.formats.orbax import find_item
-from prepcli.items import Item, Split, make_item
+from prepcli.items import Item, Split, item_streams, make_item
 from prepcli.locate import Located
-from prepcli.manifest import read_manifest
-from prepcli.plan import Plan
-from prepcli.sources import HF_FOLDER, Source
-from prepcli.streams import Cut, Target, streams
+from prepcli.manifest import OF_A_TREE, OWN, STATE, manifest_folder, read_manifest
+from prepcli.plan import Dropped, Plan
+from prepcli.sources import HF_FOLDER, Source, counted, table_of
+from prepcli.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
 from prepcli.vocabulary import Vocabulary
@@ -42,6 +43,7 @@ class Request:
     seed: int = 0
     true_vocab: int | None = None
     wishes: Wishes = KEEP_ALL
+    params_only: bool = False
 
 
 def save_init(request: Request, ui: Ui) -> Report:
@@ -56,7 +58,7 @@ def reshard(request: Request, ui: Ui) -> Report:
 
 def _is_original(folder: Path) -> bool:
     """An Orbax checkpoint that is not itself a reshard of another."""
-    manifest = read_manifest(folder)
+    manifest = read_manifest(manifest_folder(folder))
     return find_item(folder) is not None and bool(manifest) and manifest.get("command") != "reshard"
 
 
@@ -71,44 +73,45 @@ class _Layout:
     rows: int  # of vocabulary
     rule_texts: tuple[str, ...]  # `--rule`, or those that the source was laid out by
     before: Mapping[str, Any]  # the source's manifest, where it is a checkpoint of this kind
+    is_step: bool  # of a training run, and stays one
 
 
 def plan(request: Request, source: Source, located: Located, command: str = "save-init") -> Planned:
     """Every tensor into the leaves of its rows, in chunks for the mesh. PrepError where that does not add up."""
     _check_kind(command, source)
+    off = tuple(left_out(source)) if request.params_only else ()
+    source = dataclasses.replace(source, state=()) if request.params_only else source
     layout = _layout(request, source)
     table = table_of(source, layout.scan, layout.scan_axis)
     found = counted(source, table, request.wishes)
     item = make_item(source, found, table, layout.rows, layout.split)
-    compared = {check.name for check in found.checks}
-    cut = Cut(layout.vocabulary, vocab_tensors(found), fill_of(request.init, request.seed, source))
-    rows = rows_of(source.tensors, cut.tensors, layout.rows)
-    targets = {name: Target(regions, rows[name]) for name, regions in item.regions.items()}
+    cut = Cut(layout.vocabulary, vocab_names(source, found), fill_of(request.init, request.seed, source))
     config = output_config(source, Vocabulary(layout.vocabulary.true, layout.rows), found.tied)
     made = Plan(
         command=command,
         request=_request_text(command, request, source),
         source_name=source.name,
         sources=source.facts,
-        streams=streams(source, targets, cut, compared),
+        streams=item_streams(source, found, item, layout.rows, cut),
         files=item.files,
         small_files=settings(config, (), source.small_files, f"{HF_FOLDER}/"),
         leaves=item.leaves,
-        dropped=found.dropped,
+        dropped=(*found.dropped, *off),
         checks=found.checks,
         settings={**_settings(source, located, layout), "tied": found.tied, "config": config},
-        names={t.name: source.names.full(t.name) for t in source.tensors},
+        names=source.shown_names(),
+        item=STATE if layout.is_step else "",
     )
     mesh = layout.split.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
     meshes = {"from": layout.before.get("mesh"), "to": str(mesh) if mesh else None}
     fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
-    lines = tuple(_lines(layout, item))
+    lines = (*_lines(layout, item), *_left_out_lines(off))
     return Planned(made, f"{located.name}-{suffix}", lines, fields, lambda out: _next(command, out))
 
 
 def _layout(request: Request, source: Source) -> _Layout:
-    before = source.manifest if source.manifest and source.manifest.get("kind") == "init" else {}
+    before = source.manifest if source.manifest and source.manifest.get("kind") in OF_A_TREE else {}
     asked = request.mesh or before.get("mesh")
     mesh = parse(asked) if asked else None
     if mesh is not None and -1 in mesh.sizes:
@@ -124,13 +127,16 @@ def _layout(request: Request, source: Source) -> _Layout:
         _vocab_rows(request, vocabulary, split),
         rule_texts,
         before,
+        before.get("kind") == "train" and not request.params_only,
     )
 
 
 def _settings(source: Source, located: Located, layout: _Layout) -> dict[str, Any]:
+    of_step = {key: value for key, value in layout.before.items() if key not in OWN or key == "step"}
     return {
+        **(of_step if layout.is_step else {}),
         "name": located.name,
-        "kind": "init",
+        "kind": "train" if layout.is_step else "init",
         "family": source.family.name,
         "vocab": {"true": layout.vocabulary.true, "padded": layout.rows},
         "layout": "native",
@@ -186,6 +192,11 @@ def _lines(layout: _Layout, item: Item) -> Iterator[str]:
     yield from item.fallbacks
 
 
+def _left_out_lines(dropped: tuple[Dropped, ...]) -> Iterator[str]:
+    if nbytes := sum(each.nbytes for each in dropped if each.rule == OPTIMIZER_RULE):
+        yield f"optimizer state ({bytes_text(nbytes)}) left out"
+
+
 def _next(command: str, out: Path) -> str:
     return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
 
@@ -197,6 +208,7 @@ def _request_text(command: str, request: Request, source: Source) -> str:
         ("--scan", request.scan or None),
         ("--no-scan", request.scan is False),
         ("--scan-axis", request.scan_axis),
+        ("--params-only", request.params_only),
         ("--pad-vocab", request.pad_vocab if request.pad_vocab != "no" else None),
         ("--init", request.init if request.init != "zeros" else None),
         ("--seed", request.seed or None),

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from prepcli import engine
-from prepcli.accounting import KEEP_ALL, Account, vocab_tensors
+from prepcli.accounting import KEEP_ALL, Account
 from prepcli.boxes import Range
 from prepcli.budget import budget
-from prepcli.commands.conversion import Common, counted, find, source_line, table_of
+from prepcli.commands.conversion import Common, find, source_line
 from prepcli.compare import Difference, first_difference
 from prepcli.digest import digest_of_zeros
 from prepcli.errors import PrepError, usage
 from prepcli.files import Files
 from prepcli.plan import Stream
 from prepcli.progress import NullProgress, Progress
-from prepcli.sources import Source, SourceTensor
+from prepcli.sources import Source, SourceTensor, counted, table_of
+from prepcli.streams import vocab_names
 from prepcli.ui import Report, Ui
+from prepcli.units import bytes_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A source with what its rows say of it: the tensors that count, and those that have the vocabulary."""
+    """A source with what its rows say of it: the tensors that count and how they are called, and those that have the
+    vocabulary."""
 
     source: Source
     account: Account
     tensors: dict[str, SourceTensor]
+    names: dict[str, str]
     vocab: frozenset[str]
     true: int
 
@@ -54,13 +58,24 @@ def verify(request: Request, ui: Ui) -> Report:
     """Read all of it. The report carries an error if anything differs."""
     _, source = find(request.common, ui)
     ui.note(source_line(source))
-    model = _model(source)
     spend = request.common.memory_nbytes
     if request.against is None:
-        return _itself(model, request, spend, ui)
+        return _itself(_model(source), request, spend, ui)
     _, other = find(_for_other(request), ui)
     ui.note(source_line(other))
-    return _pair(model, _model(other), request, spend, ui)
+    if not (source.state and other.state):
+        for line in _left_out_lines((source, other)):
+            ui.note(line)
+        source, other = replace(source, state=()), replace(other, state=())
+    return _pair(_model(source), _model(other), request, spend, ui)
+
+
+def _left_out_lines(sources: Iterable[Source]) -> Iterator[str]:
+    """What only one side has: the state of a training run."""
+    for source in sources:
+        if source.state:
+            nbytes = sum(tensor.nbytes for tensor in source.state)
+            yield f"training state of {source.name} ({bytes_text(nbytes)}) left out: only parameters are compared"
 
 
 def _for_other(request: Request) -> Common:
@@ -72,14 +87,16 @@ def _model(source: Source) -> _Model:
     manifest = source.manifest or {}
     table = table_of(source, manifest.get("scan", True), manifest.get("scan_axis", 0))
     found = counted(source, table, KEEP_ALL)
-    tensors = {t.name: t for t in source.tensors if t.name in found.uses}
-    return _Model(source, found, tensors, frozenset(vocab_tensors(found)), source.vocabulary().true)
+    used = [t for t in source.tensors if t.name in found.uses]
+    tensors = {t.name: t for t in (*used, *source.state)}
+    vocab = frozenset(vocab_names(source, found))
+    return _Model(source, found, tensors, source.shown_names(), vocab, source.vocabulary().true)
 
 
 def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:
     """Against the digests that the manifest records."""
     source = model.source
-    tensors = [t for t in source.tensors if t.digests]
+    tensors = [t for t in source.everything if t.digests]
     if request.quick:
         return _ok(model, "headers and sizes", ui)
     if not tensors:
@@ -88,14 +105,12 @@ def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Repo
     pieces = [(t, (low, high), text) for t in tensors for low, high, text in t.digests]
     found = _digests(source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify")
     findings = [
-        Finding(source.names.full(t.name), f"rows {rows[0]}:{rows[1]} have another digest than the manifest records")
+        Finding(model.names[t.name], f"rows {rows[0]}:{rows[1]} have another digest than the manifest records")
         for (t, rows, wanted), seen in zip(pieces, found)
         if wanted != seen
     ]
     findings += [
-        Finding(source.names.full(t.name), "has no digest in the manifest")
-        for t in model.tensors.values()
-        if not t.digests
+        Finding(model.names[t.name], "has no digest in the manifest") for t in model.tensors.values() if not t.digests
     ]
     return _report(model, findings, f"{source.name} is damaged", ui)
 
@@ -108,8 +123,7 @@ def _tie_findings(model: _Model, memory_nbytes: int, ui: Ui) -> Iterator[Finding
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
         head, embedding = _digests(model.source, pieces, memory_nbytes, ui.progress(), "verify tied")
         if head != embedding:
-            other = model.source.names.full(check.other)
-            yield Finding(model.source.names.full(check.name), f"is tied and not equal to {other}")
+            yield Finding(model.names[check.name], f"is tied and not equal to {model.names[check.other]}")
 
 
 def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:
@@ -119,7 +133,7 @@ def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) ->
         raise PrepError(f"{a.source.name} and {b.source.name} are of different families", why)
     findings = list(_shape_findings(a, b))
     bad = {finding.name for finding in findings}
-    names = [n for n in a.tensors if n in b.tensors and a.source.names.full(n) not in bad]
+    names = [n for n in a.tensors if n in b.tensors and a.names[n] not in bad]
     if not request.quick:
         findings += [*_tie_findings(a, memory_nbytes, ui), *_tie_findings(b, memory_nbytes, ui)]
         findings += _value_findings(a, b, names, memory_nbytes, ui)
@@ -132,7 +146,7 @@ def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) ->
 def _shape_findings(a: _Model, b: _Model) -> Iterator[Finding]:
     """Tensors that one side lacks, or that differ in dtype, shape or true vocabulary."""
     for name in sorted({*a.tensors, *b.tensors}):
-        full = a.source.names.full(name)
+        full = a.names[name] if name in a.names else b.names[name]
         x, y = a.tensors.get(name), b.tensors.get(name)
         if x is None or y is None:
             lacking = a.source.name if x is None else b.source.name
@@ -153,7 +167,7 @@ def _true_rows(model: _Model, tensor: SourceTensor) -> Range:
 def _value_findings(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
     sides = []
     for model in (a, b):
-        wanted = [(t, _true_rows(model, t)) for t in model.source.tensors if t.name in names]
+        wanted = [(t, _true_rows(model, t)) for t in model.source.everything if t.name in names]
         found = _digests(model.source, wanted, memory_nbytes, ui.progress(), f"verify {model.source.name}")
         sides.append({t.name: text for (t, _), text in zip(wanted, found)})
     for name in names:
@@ -166,7 +180,7 @@ def _difference(a: _Model, b: _Model, name: str) -> Finding:
     found = first_difference(a.source.files, streams[0], b.source.files, streams[1])
     values = math.prod(streams[0].shape)
     text = f"{found.count:,} of {values:,} values; first at {list(found.index)}: {found.a} -> {found.b}"
-    return Finding(a.source.names.full(name), text, found)
+    return Finding(a.names[name], text, found)
 
 
 def _padding_lines(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: int) -> Iterator[str]:
@@ -176,7 +190,7 @@ def _padding_lines(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: in
             tensor = model.tensors[name]
             if name in model.vocab and tensor.shape[0] > model.true:
                 zeros = _padding_is_zeros(model, tensor, memory_nbytes)
-                full = model.source.names.full(name)
+                full = model.names[name]
                 rows = f"rows {model.true}:{tensor.shape[0]} of {model.source.name} are padding"
                 yield f"same  {full} [0:{model.true}]; {rows}{' (zeros)' if zeros else ''}"
 

@@ -28,6 +28,7 @@ from prepcli.formats.orbax import (
     index_at,
 )
 
+CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
 
@@ -76,10 +77,15 @@ def write_item(
         _check_whole(table)
     write_database(folder, _entries(tables, file_names), now_ns, node_bytes)
     _write_json(folder / METADATA, _tree_metadata(arrays, others))
-    _write_json(folder / "_CHECKPOINT_METADATA", _checkpoint_metadata(now_ns))
+    _write_json(folder / CHECKPOINT_METADATA, _checkpoint_metadata(_HANDLER, now_ns))
     if texts := {dotted(leaf.path): leaf.text for leaf in others if leaf.value_type == "string"}:
         _write_json(folder / STRINGS, texts)
     (folder / "commit_success.txt").write_text("Checkpoint commit was successful.\n")
+
+
+def write_step(folder: Path, item: str, now_ns: int) -> None:
+    """Make `folder` a whole checkpoint of the item in its folder `item`, as Orbax keeps those of a run's steps."""
+    _write_json(folder / CHECKPOINT_METADATA, _checkpoint_metadata({item: _HANDLER}, now_ns))
 
 
 def zarray(meta: ArrayMeta) -> bytes:
@@ -194,9 +200,9 @@ def _key_metadata(path: TreePath) -> list[dict[str, object]]:
     return [{"key": str(part), "key_type": 1 if isinstance(part, int) else 2} for part in path]
 
 
-def _checkpoint_metadata(now_ns: int) -> dict[str, object]:
+def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[str, object]:
     return {
-        "item_handlers": _HANDLER,
+        "item_handlers": handlers,
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": now_ns,

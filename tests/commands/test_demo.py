@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prepcli.commands import demo as module
 from prepcli.commands.demo import MARKER, demo
+from prepcli.demo import conversion, training
+from prepcli.demo.page import REPORT
+from prepcli.demo.tasks import Task
 from prepcli.errors import FAILED, OK, USAGE, PrepError
 from prepcli.tiny_model import VOCABULARY
 from prepcli.ui import Ui
@@ -20,6 +25,7 @@ from tests.models import read_tensors, same_bits
 
 README = Path(__file__).parents[2] / "README.md"
 COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "export", "verify"]
+TRAINING = ["", "train", "train", "train", "export", "verify"]
 
 
 def shown(as_json: bool = False) -> Ui:
@@ -38,14 +44,16 @@ def test_the_whole_way(tmp_path: Path) -> None:
     assert found["ok"]
     assert found["output"] == str(out)
     steps = found["steps"]
-    assert [step["command"].removeprefix("prep ").split(" ")[0] for step in steps] == COMMANDS
+    commands = [re.sub(r"^(JAX_NUM_CPU_DEVICES=8 )?prep ", "", step["command"]).split(" ")[0] for step in steps]
+    assert commands == COMMANDS + TRAINING
     assert all(step["ok"] and step["seconds"] > 0 and step["bytes"] > 0 for step in steps)
     assert steps[2]["result"].startswith("killed at ")
     assert steps[2]["bytes"] < steps[4]["bytes"] == steps[1]["bytes"]
     assert all(0 < steps[i]["peak"] <= 32 << 20 < steps[i]["bytes"] for i in (3, 4))
     told = text(ui.err)
-    assert all(f"[{number}/8] {step['step']}\n" in told for number, step in enumerate(steps, 1))
-    assert all(f"$ {step['command']}\n" in told for step in steps[1:])
+    assert all(f"[{number}/14] {step['step']}\n" in told for number, step in enumerate(steps, 1))
+    assert all(f"$ {step['command']}\n" in told for step in steps if step["command"])
+    learned(out, steps)
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-hf")
     assert before.keys() == after.keys()
     assert all(same_bits(before[name], after[name]) for name in before)
@@ -65,9 +73,26 @@ def test_the_whole_way(tmp_path: Path) -> None:
     assert drawn in README.read_text(), "the README shows what the demo's model looks like"
 
 
+def learned(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Training was killed, went on, and ended where the unbroken run did; what it learned is other than the start."""
+    assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 24 steps", steps[9]["result"])
+    assert re.match(r"killed after step \d+, step (8|16) is durable", steps[10]["result"])
+    assert steps[11]["result"].endswith("step 24 is byte for byte that of the unbroken run")
+    losses = [training.losses_of(out, run) for run in (training.KILLED, training.UNBROKEN)]
+    assert losses[0] == losses[1]
+    before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")
+    assert before.keys() == after.keys()
+    assert not any(same_bits(before[name], after[name]) for name in before)
+    page = (out / REPORT).read_text()
+    assert page.count("<svg") == 3
+    assert not re.search(r"https?://|<script", page)
+    assert len(page) < 1 << 20
+
+
 def test_a_second_demo_takes_the_folder_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = module._tasks()[0]
     monkeypatch.setattr(module, "_tasks", lambda: (make,))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
     (tmp_path / "mine").mkdir()
     assert demo(tmp_path / "out", shown()).error is None
     assert demo(tmp_path / "out", shown()).error is None
@@ -78,6 +103,7 @@ def test_a_second_demo_takes_the_folder_of_the_first(tmp_path: Path, monkeypatch
 def test_the_table_has_a_line_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, pad, *_ = module._tasks()
     monkeypatch.setattr(module, "_tasks", lambda: (make, pad))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
     ui = shown()
     assert ui.finish(demo(tmp_path / "out", ui)) == OK
     head, first, second, last = text(ui.out).splitlines()
@@ -85,7 +111,7 @@ def test_the_table_has_a_line_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.startswith("make a tiny GPT-Neo ")
     assert first.endswith("257 words, 3 files")
     assert second.endswith("257 -> 264 rows")
-    assert last == "all 2 steps are as they should be"
+    assert last == f"all 2 steps are as they should be; with pictures: {tmp_path}/out/report.html"
     assert text(ui.out).isascii()
 
 
@@ -95,7 +121,7 @@ def test_a_step_that_fails_ends_the_demo_with_an_error(tmp_path: Path, monkeypat
         shard.write_bytes(shard.read_bytes()[:-1])
 
     make, pad, *_ = module._tasks()
-    broken = module._Task("make", (), lambda folder, words: (make.work(folder, words), damage(folder, words))[0])
+    broken = Task("make", (), lambda folder, words: (make.work(folder, words), damage(folder, words))[0])
     monkeypatch.setattr(module, "_tasks", lambda: (broken, pad, make))
     ui = shown()
     report = demo(tmp_path / "out", ui)
@@ -108,18 +134,18 @@ def test_a_step_that_fails_ends_the_demo_with_an_error(tmp_path: Path, monkeypat
 
 
 def test_files_that_differ_fail_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (module.INIT, module.UNBROKEN):
+    for name in (conversion.INIT, conversion.UNBROKEN):
         (tmp_path / name / "d").mkdir(parents=True)
         (tmp_path / name / "d" / "data").write_text(name)
-    monkeypatch.setattr(module, "_prep", lambda folder, words: {})
+    monkeypatch.setattr(conversion, "prep", lambda folder, words: {})
     with pytest.raises(PrepError, match="not the same in tiny-padded-init: d/data"):
-        module._compare(tmp_path, ())
+        conversion._compare(tmp_path, ())
 
 
 def test_a_run_that_ends_before_the_kill_is_no_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_is_midway", lambda partial, share: False)
+    monkeypatch.setattr(conversion, "_is_midway", lambda partial, share: False)
     with pytest.raises(PrepError, match="over 5 times before it could be killed"):
-        module._kill(tmp_path, ("models",))
+        conversion._kill(tmp_path, ("models",))
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

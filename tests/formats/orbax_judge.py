@@ -2,6 +2,7 @@
 
 Usage: orbax_judge.py save FOLDER            what Orbax itself writes, in several forms
        orbax_judge.py judge EXPECTED ITEM    every way to open the item gives what the JSON file says
+       orbax_judge.py judge-step EXPECTED STEP    the same for a step folder that holds the item `state`, and its run
        orbax_judge.py same A B               two items hold the same tree
 """
 
@@ -107,6 +108,33 @@ def judge(expected_file: Path, item: Path) -> None:
             assert shards == {1, 8}, (way.__name__, shards)
 
 
+def judge_step(expected_file: Path, step: Path) -> None:
+    """The item by itself, the step as a whole, and the run that the step is one of."""
+
+    def managed(args: Any) -> Any:
+        with ocp.CheckpointManager(step.parent) as checkpoints:
+            assert checkpoints.latest_step() == int(step.name)
+            return checkpoints.restore(int(step.name), args=args)["state"]
+
+    expected = json.loads(expected_file.read_text())
+    ways = {
+        "v0_standard": lambda: v0_standard(step / "state"),
+        "v0_standard_no_target": lambda: v0_standard_no_target(step / "state"),
+        "v0_pytree_numpy": lambda: v0_pytree_numpy(step / "state"),
+        "v1_load": lambda: v1.load(str(step)),
+        "v1_checkpointables": lambda: v1.load_checkpointables(str(step))["state"],
+        "v1_checkpointer": lambda: v1.training.Checkpointer(str(step.parent)).load(),
+        "manager": lambda: managed(None),
+        "manager_standard": lambda: managed(ocp.args.Composite(state=ocp.args.StandardRestore())),
+    }
+    for name, way in ways.items():
+        found = {leaf: described(value) for leaf, value in flat(way()).items()}
+        assert found == expected, (
+            name,
+            sorted(leaf for leaf in {*found, *expected} if found.get(leaf) != expected.get(leaf)),
+        )
+
+
 def tree_of_arrays() -> dict[str, Any]:
     big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)  # chunks too long for the index
     over_mesh = NamedSharding(MESH, PartitionSpec(None, "fsdp", "mp"))
@@ -143,4 +171,6 @@ def same(a: Path, b: Path) -> None:
 
 if __name__ == "__main__":
     command, *paths = sys.argv[1:]
-    {"save": save, "judge": judge, "same": same}[command](*(Path(path).absolute() for path in paths))
+    {"save": save, "judge": judge, "judge-step": judge_step, "same": same}[command](
+        *(Path(path).absolute() for path in paths)
+    )

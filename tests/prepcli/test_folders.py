@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from prepcli.accounting import Names
-from prepcli.folders import entries, laid_out, rows_of, settings, with_rows
+from prepcli.folders import entries, laid_out, settings, with_rows
 from prepcli.plan import Flat
 from prepcli.sources import Source, SourceTensor
+from prepcli.streams import rows_of
 from trainer.families.gpt_neo import FAMILY
 
 

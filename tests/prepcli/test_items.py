@@ -97,7 +97,7 @@ def test_a_mixture_of_dtypes_stays_a_mixture_if_each_leaf_has_one():
 
 def test_a_leaf_of_two_dtypes_is_refused_with_the_way_out():
     source = source_of(LLAMA, {"model.layers.1.mlp.up_proj.weight": "bfloat16"})
-    with pytest.raises(PrepError, match=r"the leaf layers\.mlp\.up\.weight would have two dtypes") as caught:
+    with pytest.raises(PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes") as caught:
         item_of(source)
     assert caught.value.why == "model.layers.1.mlp.up_proj.weight is bfloat16, tensors before it are float32"
     assert "--no-scan" in caught.value.hint

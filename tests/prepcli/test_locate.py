@@ -227,3 +227,20 @@ def test_several_prep_folders_are_listed_unless_the_command_takes_only_one_of_th
         "no checkpoint was named", "2 folders here could be meant", "one of: ./a-1x64x4, ./b-init", USAGE,
     )  # fmt: skip
     assert default_checkpoint(here, lambda folder: folder.name.endswith("-init")) == here / "b-init"
+
+
+def test_a_run_is_a_default_and_is_called_as_its_steps_say(here: Path) -> None:
+    needed = {"kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": True}
+    for step in ("9", "10"):
+        (here / "first" / step).mkdir(parents=True)
+        fill(here / "first" / step / "state", "_METADATA")
+        name = {"name": f"tuned-{step}"}
+        (here / "first" / step / MANIFEST).write_bytes(manifest_bytes({**needed, **name}))
+    (here / "second/5").mkdir(parents=True)
+    fill(here / "second/5/state", "_METADATA")
+    assert default_checkpoint(here) == here / "first"
+    assert [locate(f"./first{end}", cwd=here).name for end in ("", "/9", "/10/state")] == [
+        "tuned-10",
+        "tuned-9",
+        "tuned-10",
+    ]

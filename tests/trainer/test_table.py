@@ -6,6 +6,7 @@ import pytest
 
 from trainer.axes import bind
 from trainer.errors import PrepError
+from trainer.families.llama import FAMILY as LLAMA
 from trainer.table import Family, Parameter, Tie, rows, size
 
 SIZES = {"layers": 3, "embed": 4, "mlp": 5, "vocab": 7}
@@ -23,6 +24,7 @@ FAMILY = Family(
     },
     dropped={},
     tie=Tie("head", "head", "wte", False),
+    traits=LLAMA.traits,
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from trainer.errors import PrepError
 from trainer.table import Config, Family, Parameter, Tie, size
+from trainer.traits import ALL_BEFORE, Traits, activation, positive
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -17,6 +19,37 @@ def sizes(config: Config) -> dict[str, int]:
         "head_dim": embed // heads,
         "mlp": size(config, "intermediate_size", 4 * embed),
     }
+
+
+def traits(config: Config) -> Traits:
+    """What its layers compute; PrepError where the config asks for something else."""
+    found = sizes(config)
+    return Traits(
+        norm="layer",
+        norm_eps=positive(config, "layer_norm_epsilon", 1e-5),
+        activation=activation(config, "activation_function", "gelu_new"),
+        gated=False,
+        score_scale=1.0,
+        windows=_windows(config, found["layers"]),
+        rope=None,
+        positions=found["positions"],
+        init_std=positive(config, "initializer_range", 0.02),
+    )
+
+
+def _windows(config: Config, layers: int) -> tuple[int, ...]:
+    """Of each layer; `attention_layers` wins over `attention_types`, as in transformers."""
+    try:
+        pattern = config.get("attention_types") or [[["global", "local"], 12]]
+        kinds = list(config.get("attention_layers") or [kind for kinds, times in pattern for kind in kinds * times])
+    except (TypeError, ValueError):
+        why = f"attention_types is {config.get('attention_types')!r:.60}, not a list of [kinds, times]"
+        raise PrepError("config.json makes no sense", why) from None
+    if len(kinds) != layers or not {*map(str, kinds)} <= {"global", "local"}:
+        why = f"attention_types gives {len(kinds)} layers of {sorted({*map(str, kinds)})!s:.60}, num_layers is {layers}"
+        raise PrepError("config.json makes no sense", why)
+    window = size(config, "window_size", 256)
+    return tuple(window if kind == "local" else ALL_BEFORE for kind in kinds)
 
 
 FAMILY = Family(
@@ -57,4 +90,5 @@ FAMILY = Family(
         "h.{i}.attn.attention.masked_bias": "value of masked scores",
     },
     tie=Tie(leaf="head.weight", tensor="lm_head.weight", embedding="wte.weight", default=True),
+    traits=traits,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from trainer.rope import read_rope
 from trainer.table import Config, Family, Parameter, Tie, size
+from trainer.traits import ALL_BEFORE, Traits, activation, positive
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -17,6 +19,23 @@ def sizes(config: Config) -> dict[str, int]:
         "head_dim": size(config, "head_dim", embed // heads),
         "mlp": size(config, "intermediate_size", 11008),
     }
+
+
+def traits(config: Config) -> Traits:
+    """What its layers compute; PrepError where the config asks for something else."""
+    found = sizes(config)
+    positions = size(config, "max_position_embeddings", 2048)
+    return Traits(
+        norm="rms",
+        norm_eps=positive(config, "rms_norm_eps", 1e-6),
+        activation=activation(config, "hidden_act", "silu"),
+        gated=True,
+        score_scale=found["head_dim"] ** -0.5,
+        windows=(ALL_BEFORE,) * found["layers"],
+        rope=read_rope(config, found["head_dim"], positions),
+        positions=positions,
+        init_std=positive(config, "initializer_range", 0.02),
+    )
 
 
 FAMILY = Family(
@@ -65,4 +84,5 @@ FAMILY = Family(
     },
     dropped={"layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"},
     tie=Tie(leaf="head.weight", tensor="lm_head.weight", embedding="embed_tokens.weight", default=False),
+    traits=traits,
 )

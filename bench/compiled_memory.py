@@ -1,0 +1,106 @@
+"""Memory that a compiled training step of a LLaMA needs for a given context; nothing is allocated, only compiled.
+
+    python -m bench.compiled_memory
+    python -m bench.compiled_memory --size 7b --tokens 2048 --mesh 1,64,4 --remat nothing_saveable
+
+The step is the mean loss and its gradients. `temp` is what the compiler plans for one device beside arguments and
+results. A mesh is compiled for as many CPU devices as it has, whatever this machine has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer import mesh as meshes
+
+if TYPE_CHECKING:
+    from trainer.model import Compute, Model
+
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 1376,
+        "vocab_size": 32000,
+    },
+    "7b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+        "vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the compiler plans for one device, in bytes, and how long it took."""
+
+    temp_nbytes: int
+    argument_nbytes: int
+    took_s: float
+
+
+def plan(model: Model, how: Compute, rows: int, length: int) -> Planned:
+    """Compile loss and gradients for `rows` sequences of `length` tokens."""
+    import jax
+    import jax.numpy as jnp
+
+    from trainer.model import loss_sums
+    from trainer.tree import Tree, nested
+
+    def mean(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+        sums = loss_sums(params, batch, model, how)
+        return sums.loss / sums.weight
+
+    def shape(extents: tuple[int, ...], kind: Any, where: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(extents, kind, sharding=where)
+
+    leaves = {path: (leaf.shape, how.shards.of(leaf)) for path, leaf in model.leaves.items()}
+    params = nested({path: shape(extents, jnp.float32, where) for path, (extents, where) in leaves.items()})
+    dealt = how.shards.activation((rows, length), "batch", "seq")
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {name: shape((rows, length), kind, dealt) for name, kind in kinds.items()}
+    out = nested({path: where for path, (_, where) in leaves.items()})
+    began_s = time.perf_counter()
+    run = jax.jit(jax.value_and_grad(mean), out_shardings=(how.shards.replicated(), out))
+    memory: Any = run.lower(params, batch).compile().memory_analysis()
+    return Planned(memory.temp_size_in_bytes, memory.argument_size_in_bytes, time.perf_counter() - began_s)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of this command."""
+    made = argparse.ArgumentParser(prog="python -m bench.compiled_memory", description=(__doc__ or "").split("\n")[0])
+    made.add_argument("--size", choices=SIZES, default="small")
+    made.add_argument("--tokens", default="8192,32768", help="of a sequence, with commas (default: %(default)s)")
+    made.add_argument("--remat", default="none,nothing_saveable", help="policies, with commas (default: %(default)s)")
+    made.add_argument("--rows", type=int, help="sequences of a batch (default: one for each part of the mesh)")
+    made.add_argument("--dtype", default="float32", help="of the computation (default: %(default)s)")
+    made.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a line for each length and policy."""
+    given = parser().parse_args(arguments)
+    mesh = meshes.parse(given.mesh)
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
+    from trainer.families import FAMILIES
+    from trainer.model import Compute, build
+    from trainer.sharding import Shards, shards
+
+    on = shards(mesh) if mesh.n_devices > 1 else Shards()
+    rows = given.rows or on.replicas
+    model = build(FAMILIES["llama"], SIZES[given.size], tied=False)
+    print(f"{given.size}, {given.dtype}, mesh {mesh}, {rows} sequences a step; of one device:")
+    print(f"{'tokens':>8}  {'remat':<32}{'temp MiB':>10}{'parameters and batch MiB':>26}{'compile s':>11}")
+    for length in map(int, given.tokens.split(",")):
+        for remat in given.remat.split(","):
+            found = plan(model, Compute(dtype=given.dtype, remat=remat, shards=on), rows, length)
+            sizes = f"{found.temp_nbytes >> 20:>10,}{found.argument_nbytes >> 20:>26,}"
+            print(f"{length:>8}  {remat:<32}{sizes}{found.took_s:>11.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""`prep train`: a recipe carried out, from the checkpoint that it names or from where an earlier start left off."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prepcli.commands.conversion import Common
+from prepcli.commands.save_init import Request as SaveInit
+from prepcli.commands.save_init import save_init
+from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
+from prepcli.files import io_error
+from prepcli.locate import locate
+from prepcli.restore import ItemReader, open_reader
+from prepcli.run_folder import RunFolder, step_folder, steps_of
+from prepcli.signals import stoppable, told_to_stop
+from prepcli.sources import HF_FOLDER
+from prepcli.training_lines import Watch, plan_lines
+from prepcli.ui import SLABS, Report, Ui
+from trainer.recipe import Loaded, Recipe, load, recipe_text, schema
+from trainer.recipe.tables import KEYS, value_of
+
+RECIPE = "recipe.toml"
+RUNS = Path("runs")
+STARTS, TOKENS = "init", "data"  # in a run's folder: the init made of a Hugging Face folder, and the token store
+MEMORY_NBYTES = 512 << 20  # for that conversion
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A recipe, changes to it, and where the run goes (default: `runs/NAME`)."""
+
+    recipe: Path
+    sets: tuple[str, ...] = ()
+    out: Path | None = None
+    restart: bool = False
+    stop_after: int = 0
+    dry_run: bool = False
+    offline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that is about to begin, or to go on from `step`."""
+
+    loaded: Loaded
+    folder: Path
+    start: Path  # the checkpoint whose state, or parameters, it begins with
+    step: int
+    job: Any  # trainer.loop.Job, which brings jax along
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+
+def train(request: Request, ui: Ui) -> Report:
+    """Train until the recipe is done or a signal comes; either way the last step is saved."""
+    loaded = load(request.recipe, request.sets)
+    folder = request.out or RUNS / loaded.recipe.name
+    _check_folder(folder)
+    _quieten(ui)
+    with stoppable():
+        if request.restart and not request.dry_run:
+            _clear(folder)
+        reader, on = _opened(loaded, folder, request, ui)
+        with reader:
+            run = _planned(loaded, folder, reader, on, request, ui)
+            for line in plan_lines(run.job, run.recipe, run.step):
+                ui.note(line)
+            if request.dry_run:
+                return Report(
+                    f"would train to step {run.job.steps} in {folder}", _fields(run, run.step) | {"dry_run": True}
+                )
+            state = _state(run, reader)
+    return _carried_out(run, state, ui)
+
+
+def recipe_schema() -> Report:
+    """The JSON schema of recipes."""
+    return Report(json.dumps(schema(), indent=2))
+
+
+def _quieten(ui: Ui) -> None:
+    """What jax says of missing accelerators is for those who ask."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
+    logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
+
+
+def _check_folder(folder: Path) -> None:
+    """PrepError where the run's name is taken by something else."""
+    if folder.is_dir() and any(folder.iterdir()) and not steps_of(folder) and not (folder / RECIPE).is_file():
+        raise PrepError(f"{folder} exists and is something else", f"it has no {RECIPE}", "`--out NAME`")
+    if folder.exists() and not folder.is_dir():
+        raise PrepError(f"{folder} is in the way", "a run is a folder", "`--out NAME`")
+
+
+def _clear(folder: Path) -> None:
+    """Drop what an earlier start of the run left: first the steps, the last one first, so that none is half there."""
+    from trainer.metrics import METRICS
+
+    for step in reversed(steps_of(folder)):
+        away = folder / f"{step}.removed.partial"
+        step_folder(folder, step).rename(away)
+        shutil.rmtree(away)
+    (folder / METRICS).unlink(missing_ok=True)
+
+
+def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[ItemReader, Any]:
+    """The checkpoint to begin with, and the mesh of devices: the run's last step, or what the recipe names."""
+    from trainer import sharding
+    from trainer.job import rules_of
+    from trainer.mesh import DEFAULT_RULES, parse
+
+    mesh = parse(loaded.recipe.mesh, "mesh")
+    on = sharding.shards(mesh, DEFAULT_RULES)
+    steps = [] if request.restart else steps_of(folder)
+    path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
+    reader = open_reader(path)
+    return reader, sharding.shards(mesh, rules_of(reader.facts))
+
+
+def _init(recipe: Recipe, folder: Path, mesh: str, request: Request, ui: Ui) -> Path:
+    """The Orbax checkpoint that the recipe names, or one made of the Hugging Face folder that it names."""
+    located = locate(recipe.model.path, offline=request.offline, progress=ui.progress(), warn=ui.warn)
+    if located.kind == "orbax":
+        return located.path
+    out = folder / STARTS / f"{located.name}-init"
+    if request.dry_run and not out.exists():
+        why, hint = "it is converted first, and a dry run writes nothing", f"`prep save-init {recipe.model.path}`"
+        raise usage(f"{recipe.model.path} is a Hugging Face folder", why, hint)
+    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    common = Common(recipe.model.path, out, MEMORY_NBYTES, offline=request.offline)
+    save_init(SaveInit(common, mesh, pad_vocab="auto"), ui)
+    return out
+
+
+def _planned(loaded: Loaded, folder: Path, reader: ItemReader, on: Any, request: Request, ui: Ui) -> _Run:
+    from trainer import job as jobs
+
+    facts, recipe = reader.facts, loaded.recipe
+    model = jobs.architecture(facts)
+    folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS}
+    found = jobs.texts(recipe, model, facts, folders, _telling(ui), ui.note)
+    own = {"recipe": recipe_text(recipe, loaded.origins)}
+    job = jobs.job(recipe, model, on, found, own, request.stop_after)
+    step = _step_of(folder, reader)
+    if step:
+        jobs.check_continues(facts, job, _changed(folder, recipe), step)
+    return _Run(loaded, folder, reader.folder, step, job)
+
+
+def _step_of(folder: Path, reader: ItemReader) -> int:
+    """The step that the run goes on from; 0 if the checkpoint is not its own."""
+    own = folder.resolve() in reader.folder.resolve().parents and reader.facts.get("kind") == "train"
+    return int(reader.facts["step"]) if own else 0
+
+
+def _changed(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Values of the recipe that the run began with, and of this one, where they differ."""
+    before = load(folder / RECIPE).recipe
+    pairs = {key: (value_of(before, key), value_of(recipe, key)) for key in KEYS}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _telling(ui: Ui) -> Callable[[int, int], None]:
+    """Progress of tokenising: begun when the first bytes are done."""
+    progress = ui.progress()
+    done = -1
+
+    def tell(nbytes: int, total: int) -> None:
+        nonlocal done
+        if done < 0:
+            progress.begin("tokenise", total)
+            done = 0
+        progress.advance(nbytes - done)
+        done = nbytes
+        if nbytes >= total:
+            progress.end()
+
+    return tell
+
+
+def _state(run: _Run, reader: ItemReader) -> Any:
+    from trainer.checkpoint import restored, started
+
+    if not run.step:
+        return started(reader, run.job.setup)
+    if not any(name.startswith("opt_state.") for name in reader.leaves):
+        why = "it was saved with `checkpoint.optimizer_state = false`"
+        hint = f"`--restart`, or another `name` and `--set model.path={step_folder(run.folder, run.step)}`"
+        raise PrepError(f"step {run.step} has no optimizer state to go on with", why, hint)
+    return restored(reader, run.job.setup)
+
+
+def _carried_out(run: _Run, state: Any, ui: Ui) -> Report:
+    from trainer.loop import Loop
+    from trainer.metrics import METRICS, Log
+
+    recipe, shards = run.recipe, run.job.setup.how.shards
+    watch = Watch(ui, run.job.steps, run.job.tokens_a_step)
+    with RunFolder(run.folder, run.start, recipe.name, recipe.checkpoint.keep, mesh=str(shards.mesh)) as store:
+        _keep_recipe(run)
+        log = Log(run.folder / METRICS, run.step)
+        with told_to_stop() as stop:
+            ended = Loop(run.job, state, store, log, watch, stop).run()
+    fields = _fields(run, ended.step) | watch.fields
+    if ended.stopped:
+        return Report(fields=fields, error=_stopped(ended.stopped, ended.step, bool(steps_of(run.folder))))
+    last = step_folder(run.folder, ended.step)
+    return Report(str(last), fields, f"prep export {run.folder}")
+
+
+def _keep_recipe(run: _Run) -> None:
+    path = run.folder / RECIPE
+    fresh = path.with_name(f"{RECIPE}.new")
+    try:
+        fresh.write_text(recipe_text(run.recipe, run.loaded.origins))
+        os.replace(fresh, path)
+    except OSError as error:
+        raise io_error(path, error) from error
+
+
+def _fields(run: _Run, step: int) -> dict[str, Any]:
+    saved = steps_of(run.folder)
+    return {
+        "output": str(step_folder(run.folder, saved[-1])) if saved else None,
+        "run": str(run.folder),
+        "step": step,
+        "steps": run.job.steps,
+        "resumed_at": run.step,
+        "mesh": str(run.job.setup.how.shards.mesh),
+    }
+
+
+def _stopped(reason: str, step: int, saved: bool) -> PrepError:
+    code = INTERRUPTED if reason == signal.Signals.SIGINT.name else STOPPED
+    why = f"step {step} is saved" if saved else "no step was done"
+    what = f"stopped by {reason}" if reason.startswith("SIG") else f"stopped: {reason}"
+    return PrepError(what, why, "run the same command again to go on", code)

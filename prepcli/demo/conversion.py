@@ -1,0 +1,130 @@
+"""The first half of the demo: pad, convert and be killed at it, lay out anew, go back, compare."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from prepcli.demo.tasks import Outcome, Task, check, converted, files_of, killed, partial, prep, remove
+from prepcli.errors import PrepError
+from prepcli.staging import JOURNAL, WORK
+from prepcli.tiny_model import VOCABULARY, write_tiny_model
+from prepcli.units import bytes_text
+
+MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED = (
+    "tiny",
+    "tiny-padded",
+    "tiny-padded-init",
+    "unbroken",
+    "tiny-padded-1x2x4",
+    "tiny-hf",
+)
+MADE = (MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED)
+SAVE = ("save-init", PADDED, "--mesh", "1,1,1", "--memory", "32MiB")  # little memory: many small steps to be killed at
+KILL_AT = (0.6, 0.4, 0.2, 0.05, 0.0)  # parts written; earlier from try to try, should a machine be too fast
+
+
+def tasks() -> tuple[Task, ...]:
+    """From an odd vocabulary to 8 devices, and back to where it came from."""
+    return (
+        Task("make a tiny GPT-Neo", (), _make),
+        Task("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad),
+        Task("save an init, kill -9", SAVE, _kill),
+        Task("the same again", SAVE, _resume),
+        Task("one that is not killed", (*SAVE, "--out", UNBROKEN), _compare),
+        Task("lay out for 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
+        Task("go back", ("export", RESHARDED), _export),
+        Task("compare with the start", ("verify", EXPORTED, MODEL), _verify),
+    )
+
+
+def _make(folder: Path, _: Sequence[str]) -> Outcome:
+    nbytes = write_tiny_model(folder / MODEL)
+    files = sorted((folder / MODEL).glob("*.safetensors"))
+    return Outcome(f"{len(VOCABULARY)} words, {len(files)} files", nbytes)
+
+
+def _pad(folder: Path, words: Sequence[str]) -> Outcome:
+    found = prep(folder, words)
+    vocab = found["vocab"]
+    check(vocab["true"] == len(VOCABULARY) and vocab["padded"] % 8 == 0, f"the vocabulary became {vocab}")
+    return converted(found, f"{vocab['true']} -> {vocab['padded']} rows")
+
+
+def _kill(folder: Path, words: Sequence[str]) -> Outcome:
+    """While the output is half written; tried anew, and earlier, if the run was over before it."""
+    unfinished = partial(folder / INIT)
+    for tries, share in enumerate(KILL_AT, 1):
+        remove(folder / INIT)
+        if killed(folder, words, lambda share=share: _is_midway(unfinished, share)) and not (folder / INIT).exists():
+            written, total = _written(unfinished)
+            durable = _durable(unfinished)
+            again = f" (try {tries}: it was too fast)" if tries > 1 else ""
+            text = f"killed at {written / total:.0%}, {bytes_text(durable)} durable; no {INIT}{again}"
+            return Outcome(text, written)
+    raise PrepError(f"the run was over {len(KILL_AT)} times before it could be killed", "this machine is too fast")
+
+
+def _is_midway(unfinished: Path, share: float) -> bool:
+    """Whether first bytes are durable, or `share` of the output is written."""
+    written, total = _written(unfinished)
+    return written > 0 and (_durable(unfinished) > 0 or written >= share * total)
+
+
+def _written(unfinished: Path) -> tuple[int, int]:
+    """Bytes on disk, and bytes that there will be, of the data files; none once the output has its final name."""
+    try:
+        found = [path.stat() for path in unfinished.glob("d/*")]
+    except FileNotFoundError:
+        return 0, 0
+    return sum(file.st_blocks * 512 for file in found), sum(file.st_size for file in found)
+
+
+def _durable(unfinished: Path) -> int:
+    """Bytes that the journal promises; its last line may be cut short."""
+    try:
+        lines = (unfinished / WORK / JOURNAL).read_bytes().split(b"\n")[1:-1]
+    except FileNotFoundError:
+        return 0
+    return max((json.loads(line)["done"] for line in lines), default=0)
+
+
+def _resume(folder: Path, words: Sequence[str]) -> Outcome:
+    promised = _durable(partial(folder / INIT))
+    found = prep(folder, words)
+    resumed, written = found["bytes"]["resumed"], found["bytes"]["written"]
+    check(resumed == promised, f"{promised:,} bytes were durable, it went on from {resumed:,}")
+    return converted(found, f"went on from {bytes_text(resumed)} of {bytes_text(resumed + written)}")
+
+
+def _compare(folder: Path, words: Sequence[str]) -> Outcome:
+    found = prep(folder, words)
+    names = [files_of(folder / name) for name in (INIT, UNBROKEN)]
+    check(names[0] == names[1], f"{INIT} and {UNBROKEN} have different files")
+    _, differing, unread = filecmp.cmpfiles(folder / INIT, folder / UNBROKEN, names[0], shallow=False)
+    check(not differing and not unread, f"not the same in {INIT}: {', '.join([*differing, *unread])}")
+    return converted(found, f"{len(names[0])} files, byte for byte those of the killed one")
+
+
+def _reshard(folder: Path, words: Sequence[str]) -> Outcome:
+    found = prep(folder, words)
+    return converted(found, f"{found['mesh']['from']} -> {found['mesh']['to']}, {found['chunks']} chunks")
+
+
+def _export(folder: Path, words: Sequence[str]) -> Outcome:
+    found = prep(folder, words)
+    vocab = found["vocab"]
+    check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
+    return converted(found, f"{vocab['written']} rows again")
+
+
+def _verify(folder: Path, words: Sequence[str]) -> Outcome:
+    found = prep(folder, words)
+    before, after = folder / MODEL, folder / EXPORTED
+    kept = filecmp.cmp(before / "tokenizer.json", after / "tokenizer.json", shallow=False)
+    configs = [json.loads((each / "config.json").read_bytes()) for each in (before, after)]
+    check(kept and configs[0] == configs[1], "the settings are not those of the start")
+    nbytes = sum(path.stat().st_size for each in (before, after) for path in each.glob("*.safetensors"))
+    return Outcome(f"{found['tensors']} tensors, {found['values']:,} values: 0 bits changed", nbytes)

@@ -1,0 +1,98 @@
+"""The demo's report: one page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from prepcli.demo.conversion import RESHARDED
+from prepcli.demo.tasks import Step
+from prepcli.demo.training import KILLED, SAVE_EVERY, STEPS, UNBROKEN
+from prepcli.errors import PrepError
+from prepcli.manifest import read_manifest
+from prepcli.svg import Bar, Curve, bars, chart, shard_map
+from prepcli.units import bytes_text, seconds_text
+from trainer.mesh import DEFAULT_RULES, boxes_of_all, parse, spec
+from trainer.metrics import METRICS, read
+
+REPORT = "report.html"
+SHOWN = "embed.tokens"
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100% }
+td, th { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884; vertical-align: top }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
+code { font-size: 13px }
+svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
+"""
+
+
+def write_page(out: Path, steps: Sequence[Step]) -> None:
+    """Write the report of a demo in the folder `out`. PrepError where the disk refuses it."""
+    body = "\n".join(_body(out, steps))
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>prep demo</title>'
+        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+    try:
+        (out / REPORT).write_text(page)
+    except OSError as error:
+        raise PrepError(f"cannot write {out / REPORT}", error.strerror or str(error)) from error
+
+
+def _body(out: Path, steps: Sequence[Step]) -> Iterator[str]:
+    yield "<h1>prep demo</h1>"
+    yield (
+        "<p>A tiny GPT-Neo with 257 words: padded, converted, laid out for eight devices, taken back, trained; twice"
+        f" killed on the way. All {len(steps)} steps are as they should be.</p>"
+    )
+    yield from _table(steps)
+    yield from _learned(out, steps)
+    yield from _devices(out)
+    yield from _memory(steps)
+
+
+def _table(steps: Sequence[Step]) -> Iterator[str]:
+    yield "<h2>Steps</h2><table><tr><th>step</th><th>result</th><th class=n>time</th><th class=n>bytes</th></tr>"
+    for step in steps:
+        command = f"<br><code>$ {escape(step.command)}</code>" if step.command else ""
+        yield (
+            f"<tr><td>{escape(step.step)}{command}</td><td>{escape(step.result)}</td>"
+            f"<td class=n>{seconds_text(step.seconds)}</td><td class=n>{bytes_text(step.bytes)}</td></tr>"
+        )
+    yield "</table>"
+
+
+def _learned(out: Path, steps: Sequence[Step]) -> Iterator[str]:
+    curves = [
+        Curve("not killed", _points(out / UNBROKEN / METRICS), 7.0),
+        Curve("killed, and gone on", _points(out / KILLED / METRICS)),
+    ]
+    marks = [(float(step), "saved") for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
+    how = next((step.result for step in steps if step.step == "train, kill -9"), "")
+    again = next((step.result for step in steps if step.step == "the same again" and "train" in step.command), "")
+    yield "<h2>Training</h2><p>The loss by step. The second run was " + escape(f"{how}; {again}.") + "</p>"
+    yield chart(curves, marks, "loss by step")
+
+
+def _points(path: Path) -> list[tuple[float, float]]:
+    lines: list[dict[str, Any]] = read(path)
+    return [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
+
+
+def _devices(out: Path) -> Iterator[str]:
+    manifest = read_manifest(out / RESHARDED) or {}
+    mesh, shape = parse(manifest["mesh"]), manifest["leaves"][f"params.{SHOWN}"]["shape"]
+    boxes = boxes_of_all(spec([("vocab",), ("embed",)], shape, mesh, DEFAULT_RULES), mesh, shape)
+    what = f"{shape} on mesh {mesh}: which of {mesh.n_devices} devices holds what."
+    yield f"<h2>Devices</h2><p><code>{SHOWN}</code> {what}</p>"
+    yield shard_map(shape, boxes, f"{SHOWN} on mesh {mesh}")
+
+
+def _memory(steps: Sequence[Step]) -> Iterator[str]:
+    found = [Bar(step.step, step.peak, bytes_text(step.peak)) for step in steps if step.peak]
+    yield "<h2>Memory</h2><p>The most that each conversion took on top of its start.</p>"
+    yield bars(found, title="peak memory of each conversion")

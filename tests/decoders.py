@@ -1,0 +1,155 @@
+"""Tiny decoders for tests of the trainer: configs, tensors of Hugging Face's layout with all values filled, trees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer import model as models
+from trainer.axes import bind
+from trainer.families import family_of
+from trainer.model import Compute, Model
+from trainer.table import LAYERS, Config, rows
+from trainer.tree import Tree, flat, nested
+
+Tensors = Mapping[str, np.ndarray]
+ONE_BY_ONE = Compute(scan=False)
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}  # tests compile for longer than they compute
+
+GPT_NEO: dict[str, Any] = {
+    "model_type": "gpt_neo", "vocab_size": 29, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "window_size": 3,
+    "max_position_embeddings": 300, "attention_types": [[["global", "local"], 1], [["global"], 1]],
+    "layer_norm_epsilon": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in the tree: the leaf, and its index there, empty for the whole of it."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    path: str
+    index: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model with the place of each tensor."""
+
+    model: Model
+    places: tuple[Place, ...]
+
+    def params(self, tensors: Tensors) -> Tree:
+        """The tree that holds these tensors; every leaf is filled."""
+        leaves = {path: np.full(leaf.shape, np.nan, np.float32) for path, leaf in self.model.leaves.items()}
+        for place in self.places:
+            part = leaves[place.path][place.index]
+            part[...] = tensors[place.tensor].reshape(part.shape)
+        return nested({path: jnp.asarray(leaf) for path, leaf in leaves.items()})
+
+    def tensors(self, tree: Tree) -> dict[str, np.ndarray]:
+        """The tensors that a tree holds."""
+        leaves = {path: np.asarray(leaf) for path, leaf in flat(tree).items()}
+        return {place.tensor: leaves[place.path][place.index].reshape(place.shape) for place in self.places}
+
+
+def decoder(config: Config, scan: bool = True, scan_axis: int = 0) -> Decoder:
+    """The model that a config describes, its layers stacked on an axis or apart."""
+    family = family_of(config)
+    model = models.build(family, config, family.tied(config), scan, scan_axis)
+    return Decoder(model, tuple(_places(model, config, scan, scan_axis)))
+
+
+def _places(model: Model, config: Config, scan: bool, scan_axis: int) -> Iterator[Place]:
+    family = model.family
+    for path, row in rows(family, config, scan, scan_axis).items():
+        bound = bind(row, family.sizes(config))
+        for bare, at in bound.tensors():
+            leaf = model.leaves.get(path.format(**at))
+            if leaf is not None:
+                name = bare if bare in family.unprefixed else family.prefix + bare
+                axis = leaf.stack_axis
+                index = (...,) if axis is None else (*[slice(None)] * axis, at[LAYERS], ...)
+                yield Place(name, bound.source_shape, leaf.path, index)
+
+
+def filled(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Every tensor that the config asks for; no bias is zero and no scale is one, so that each of them counts."""
+    rng, made = np.random.default_rng(seed), decoder(config)
+    found = {}
+    for place in made.places:
+        values = rng.standard_normal(place.shape)
+        match made.model.leaves[place.path].role:
+            case "scale":
+                values = 1 + 0.2 * values
+            case "bias":
+                values = 0.1 * values
+            case "embedding":
+                values = 0.5 * values
+            case "matrix":
+                values = 0.8 * values / math.sqrt(place.shape[-1])
+        found[place.tensor] = values.astype(np.float32)
+    return found
+
+
+def batch_of(vocab: int, rows: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tokens, targets and weights, several of which are 0: there the target is no token at all."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab, (rows, length + 1), dtype=np.int32)
+    weights = rng.choice(np.array([0, 1, 1, 2], np.float32), (rows, length))
+    return {"tokens": tokens[:, :-1], "targets": np.where(weights > 0, tokens[:, 1:], -100), "weights": weights}
+
+
+def logits_of(model: Model, params: Tree, tokens: np.ndarray, how: Compute = ONE_BY_ONE) -> np.ndarray:
+    """[B, T] -> [B, T, V]; not compiled as a whole, so that its parts are compiled once for many models."""
+    return np.asarray(models.logits(params, jnp.asarray(tokens), model, how))
+
+
+def loss_and_gradients(model: Model, params: Tree, batch: Tensors, how: Compute = ONE_BY_ONE) -> tuple[float, Tree]:
+    """The mean loss over the weights of a batch, and its gradients."""
+
+    def mean(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
+        sums = models.loss_sums(params, batch, model, how)
+        return sums.loss / sums.weight
+
+    loss, gradients = jax.jit(jax.value_and_grad(mean), compiler_options=QUICK)(params, batch)
+    return float(loss), gradients
+
+
+def with_padding(
+    config: Config, tensors: Tensors, rows_more: int, value: float
+) -> tuple[Config, dict[str, np.ndarray]]:
+    """The same model with more rows of the vocabulary, all of `value`."""
+    vocab = config["vocab_size"]
+    heads = {family_of(config).prefix + family_of(config).tie.embedding, family_of(config).tie.tensor}
+    rows = {name: np.full((rows_more, tensors[name].shape[1]), value, np.float32) for name in heads & {*tensors}}
+    padded = {
+        name: np.concatenate([tensor, rows[name]]) if name in rows else tensor for name, tensor in tensors.items()
+    }
+    return {**config, "vocab_size": vocab + rows_more, "true_vocab_size": vocab}, padded
+
+
+def apart(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Norm of the difference, relative to what is wanted."""
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

@@ -1,0 +1,92 @@
+"""Writes decoders/*.npz beside this file: tiny models, and what transformers computes with them.
+
+Run by hand with the `parity` extra installed: `python -m tests.golden.make_decoders`. A file has the tensors,
+right-padded `short` tokens and their logits, and `long` ones with logits, loss and gradients; all float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.decoders import GPT_NEO, LLAMA, ROPES, batch_of, filled
+from trainer.table import Config
+
+FOLDER = Path(__file__).parent / "decoders"
+LENGTHS = (7, 4)  # of the rows of `short`
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "gpt_neo": GPT_NEO,
+    "gpt_neo-untied": GPT_NEO | {"tie_word_embeddings": False, "attention_layers": ["local", "local", "global"]},
+    "llama": LLAMA,
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
+    **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """A file's content; `long` is a batch."""
+
+    config: Config
+    tensors: Mapping[str, np.ndarray]
+    short: np.ndarray
+    short_logits: np.ndarray
+    long: Mapping[str, np.ndarray]
+    long_logits: np.ndarray
+    loss: float
+    gradients: Mapping[str, np.ndarray]
+
+
+def compute(config: Config) -> Golden:
+    """What transformers computes."""
+    from tests.torch_decoders import torch_gradients, torch_logits, torch_model
+
+    tensors, vocab = filled(config), config["vocab_size"]
+    short, long = batch_of(vocab, 2, 7, seed=1)["tokens"], batch_of(vocab, 1, 300, seed=2)
+    model = torch_model(config, tensors)
+    loss, gradients = torch_gradients(model, long)
+    long_logits = torch_logits(model, long["tokens"], (300,))
+    return Golden(config, tensors, short, torch_logits(model, short, LENGTHS), long, long_logits, loss, gradients)
+
+
+def save(golden: Golden, path: Path) -> None:
+    """Write a file that `load` reads."""
+    groups = {"tensor": golden.tensors, "long": golden.long, "gradient": golden.gradients}
+    arrays: dict[str, Any] = {
+        f"{group}:{name}": array for group, named in groups.items() for name, array in named.items()
+    }
+    text = np.array(json.dumps(golden.config))
+    np.savez_compressed(
+        path, config=text, short=golden.short, short_logits=golden.short_logits, long_logits=golden.long_logits,
+        loss=np.float32(golden.loss), **arrays,
+    )  # fmt: skip
+
+
+def load(name: str) -> Golden:
+    """The file of a config."""
+    with np.load(FOLDER / f"{name}.npz") as found:
+        arrays = dict(found)
+
+    def group(prefix: str) -> dict[str, np.ndarray]:
+        return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+
+    single = {key: arrays[key] for key in ("short", "short_logits", "long_logits")}
+    return Golden(
+        config=json.loads(str(arrays["config"])), tensors=group("tensor:"), long=group("long:"),
+        gradients=group("gradient:"), loss=float(arrays["loss"]), **single,
+    )  # fmt: skip
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, config in CONFIGS.items():
+        save(compute(config), FOLDER / f"{name}.npz")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Which files a path stands for, in which order, and what is said if there are none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from trainer.data.files import Type, examine, find
+from trainer.errors import PrepError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a.txt", "sub/c.txt", "a.jsonl", "note.md", ".hidden.txt", ".git/d.txt", "x[1].txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("type", "paths", "names"),
+    [
+        ("text", [""], ["a.txt", "b.txt", "sub/c.txt", "x[1].txt"]),
+        ("json", [""], ["a.jsonl"]),
+        ("text", ["note.md"], ["note.md"]),
+        ("text", ["b.txt", "a.txt"], ["b.txt", "a.txt"]),
+        ("text", ["sub", "*.txt", "b.txt"], ["sub/c.txt", "a.txt", "b.txt", "x[1].txt"]),
+        ("text", ["**/c.txt"], ["sub/c.txt"]),
+        ("text", ["[ab].*"], ["a.jsonl", "a.txt", "b.txt"]),
+        ("text", ["s*"], ["sub/c.txt"]),
+        ("text", ["x[1].txt"], ["x[1].txt"]),
+    ],
+)
+def test_what_paths_stand_for(folder: Path, type: Type, paths: list[str], names: list[str]):
+    found = find([str(folder / path) for path in paths], type)
+    assert [str(path.relative_to(folder)) for path in found] == names
+
+
+def test_a_file_behind_a_link_counts_once(folder: Path):
+    (folder / "again.txt").symlink_to(folder / "b.txt")
+    names = [path.name for path in find([str(folder)], "text")]
+    assert names == ["a.txt", "again.txt", "c.txt", "x[1].txt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "type", "why"),
+    [
+        ("none", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
+        ("*.csv", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
+        ("sub", "json", "looked for *.jsonl; found c.txt"),
+        ("many", "text", "looked for *.txt; found 0.md, 1.md, 2.md …"),
+        ("empty", "text", "looked for *.txt; found nothing"),
+    ],
+)
+def test_nothing_found(folder: Path, path: str, type: Type, why: str):
+    (folder / "empty").mkdir()
+    (folder / "many").mkdir()
+    for number in range(4):
+        (folder / "many" / f"{number}.md").touch()
+    with pytest.raises(PrepError) as caught:
+        find([str(folder / "a.txt"), str(folder / path)], type)
+    assert caught.value.what == f"no data in `{folder / path}`"
+    assert caught.value.why == why
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_not_skipped(folder: Path):
+    (folder / "sub").chmod(0)
+    with pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"):
+        find([str(folder)], "text")
+
+
+def test_a_file_is_known_by_its_bytes(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"abc" * 1_000_000)
+    found = examine(path)
+    assert (found.nbytes, found.digest) == (3_000_000, xxhash.xxh3_128_hexdigest(b"abc" * 1_000_000))
+
+
+def test_an_empty_file(tmp_path: Path):
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(PrepError) as caught:
+        examine(tmp_path / "a.txt")
+    assert (caught.value.what, caught.value.why) == (f"{tmp_path}/a.txt is empty", "looked for text, found 0 bytes")

@@ -1,0 +1,132 @@
+"""A store is whole or not there, and says so when it has been meddled with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.data import store
+from trainer.errors import PrepError
+
+NAME = "0" * 32
+HOLD = """
+import sys
+from pathlib import Path
+from trainer.data.store import locked
+with locked(Path(sys.argv[1]), print):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def fill(writer: store.Writer) -> None:
+    writer.add(np.array([1, 2, 3], np.uint32))
+    writer.add(np.array([], np.uint32))
+    writer.add(np.array([7], np.uint32))
+    writer.end_document()
+    writer.end_document()
+    writer.add(np.array([5], np.uint32))
+    writer.end_document()
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("uint16", "<u2"), ("uint32", "<u4")])
+def test_what_is_written_is_read(tmp_path: Path, dtype: str, code: str):
+    store.build(tmp_path / NAME, dtype, fill)
+    meta = store.read_meta(tmp_path / NAME)
+    tokens = store.map_tokens(tmp_path / NAME, meta, 2)
+    assert meta == store.Meta(NAME, dtype, n_tokens=5, n_documents=3, max_id=7)
+    assert (tokens.ids.tolist(), tokens.ends.tolist()) == ([1, 2, 3, 7, 5], [4, 4, 5])
+    assert (tokens.n_tokens, tokens.n_documents, tokens.n_blocks, tokens.identity) == (5, 3, 2, NAME)
+    assert (tmp_path / NAME / "tokens.bin").read_bytes() == np.array([1, 2, 3, 7, 5], code).tobytes()
+    assert (tmp_path / NAME / "documents.bin").read_bytes() == np.array([4, 4, 5], "<u8").tobytes()
+
+
+@pytest.mark.parametrize(("max_id", "dtype"), [(0, "uint16"), (65535, "uint16"), (65536, "uint32")])
+def test_ids_fit_their_dtype(max_id: int, dtype: str):
+    assert store.dtype_for(max_id) == dtype
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path):
+    def fails(writer: store.Writer) -> None:
+        fill(writer)
+        raise PrepError("bad line")
+
+    with pytest.raises(PrepError, match="bad line"):
+        store.build(tmp_path / NAME, "uint16", fails)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_runs_left_is_dropped_and_nothing_else(tmp_path: Path):
+    for name in ("f" * 32 + ".partial", NAME + ".partial", "model-init.partial", "1" * 32):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens.bin").write_bytes(b"x")
+    store.build(tmp_path / NAME, "uint16", fill)
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, "model-init.partial", "1" * 32}
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "why"),
+    [
+        ("tokens.bin", b"123", "tokens.bin has 3 bytes, meta.json promises 10"),
+        ("documents.bin", b"", "documents.bin has 0 bytes, meta.json promises 24"),
+        ("meta.json", b"{", "meta.json is not what was written"),
+        ("meta.json", b"[]", "meta.json is not what was written"),
+        ("meta.json", b"{}", "meta.json is not what was written"),
+        ("tokens.bin", None, "No such file"),
+        ("meta.json", None, "No such file"),
+    ],
+)
+def test_a_broken_store(tmp_path: Path, file: str, data: bytes | None, why: str):
+    folder = tmp_path / NAME
+    store.build(folder, "uint16", fill)
+    if data is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(data)
+    with pytest.raises(PrepError) as caught:
+        store.read_meta(folder)
+    assert why in caught.value.why
+    assert caught.value.what == f"the tokens in {folder} are broken"
+    assert caught.value.hint.startswith(f"`rm -r {folder}`")
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"n_tokens": "5"}, {"identity": "1" * 32}])
+def test_a_store_that_says_nonsense(tmp_path: Path, change: dict[str, object]):
+    folder = tmp_path / NAME
+    store.build(folder, "uint16", fill)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | change))
+    with pytest.raises(PrepError, match=r"meta\.json is that of another store, or not what was written"):
+        store.read_meta(folder)
+
+
+def test_a_cache_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(PrepError, match=r"cannot read or write .*file - File exists"),
+        store.locked(tmp_path / "file", print),
+    ):
+        pass
+
+
+def test_one_process_writes_at_a_time(tmp_path: Path):
+    notes: list[str] = []
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin
+        assert holder.stdout
+        assert holder.stdout.readline() == "held\n"
+
+        def note(text: str) -> None:
+            notes.append(text)
+            assert holder.poll() is None
+            holder.kill()
+
+        with store.locked(tmp_path, note):
+            assert holder.wait() < 0
+    assert notes == [f"another process writes tokens to {tmp_path}: waiting for it"]

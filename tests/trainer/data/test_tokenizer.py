@@ -1,0 +1,92 @@
+"""The tokenizers library as it is used here: nothing added, nothing cut, nothing random."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import xxhash
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from tests.trainer.data.corpus import TEXT, encode, make_tokenizer
+from trainer.data.tokenizer import load
+from trainer.errors import PrepError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return make_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_ids_are_those_of_the_library(path: Path, whole_folder: bool):
+    encoder = load(path.parent if whole_folder else path)
+    assert [ids.tolist() for ids in encoder.encode([TEXT, "", "the"])] == [encode(path, t) for t in (TEXT, "", "the")]
+    assert encoder.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    assert encoder.max_id == Tokenizer.from_file(str(path)).get_vocab_size() - 1
+
+
+def test_nothing_is_added_cut_or_filled_up(path: Path):
+    wanted = encode(path, TEXT)
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing("<|end|> $A", None, [("<|end|>", 0)])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=999)
+    tokenizer.save(str(path))
+    assert load(path).encode([TEXT])[0].tolist() == wanted
+
+
+def test_ids_of_added_tokens_count(path: Path):
+    tokenizer = Tokenizer.from_file(str(path))
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_tokens(["catmat"])
+    tokenizer.save(str(path))
+    assert load(path).max_id == size
+
+
+def test_a_random_tokenizer(path: Path):
+    found = json.loads(path.read_text())
+    found["model"]["dropout"] = 0.1
+    path.write_text(json.dumps(found))
+    with pytest.raises(PrepError) as caught:
+        load(path)
+    assert caught.value.what == f"{path} encodes at random"
+    assert caught.value.why == "its model has dropout 0.1, so that ids would differ from run to run"
+
+
+def test_an_id_that_is_not_in_the_vocabulary(path: Path):
+    encoder = load(path)
+    top = encoder.max_id
+    encoder.check(top, top + 1)
+    with pytest.raises(PrepError) as caught:
+        encoder.check(top, top)
+    token = Tokenizer.from_file(str(path)).id_to_token(top)
+    assert caught.value.what == f"id {top} ({token!r}) of {path} is not in the model's vocabulary"
+    assert caught.value.why == f"the true vocabulary, padding apart, is {top}; the tokenizer has ids up to {top}"
+
+
+def test_no_tokenizer(tmp_path: Path):
+    with pytest.raises(PrepError, match=r"no tokenizer at .*none - looked for a tokenizer.json, or a folder"):
+        load(tmp_path / "none")
+
+
+def test_a_folder_with_another_tokenizer(tmp_path: Path):
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(PrepError, match=r"has no tokenizer.json - looked for tokenizer.json; found tokenizer.model"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"model": 3}'])
+def test_a_broken_tokenizer(tmp_path: Path, data: bytes):
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(PrepError, match=r"tokenizer.json is no tokenizer"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_that_gives_up(tmp_path: Path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(PrepError, match=r"tokenizer.json cannot encode the data - .*UNK"):
+        load(tmp_path).encode(["a b"])

@@ -1,0 +1,157 @@
+"""Documents out of files, in bounded memory: what is not text is an error that says where, and nothing is skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.data.files import CHUNK_NBYTES, DataFile, Type, io_error
+from trainer.errors import PrepError
+
+PIECE_NBYTES = 1 << 18  # of text that is encoded at once; part of what a store's tokens depend on
+MARK = "\ufeff"  # some editors begin a UTF-8 file with it; it is no text
+WIDE_SPACES = rb"\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"  # Unicode's, of three bytes
+AFTER_VISIBLE = rb"(?<!\s)(?<!\xc2[\x85\xa0])(?<!" + WIDE_SPACES + rb")"
+VISIBLE = rb"(?!\s|\xc2[\x85\xa0]|" + WIDE_SPACES + rb")...."  # all bytes of a character, to be sure what it is
+CUTS = (  # where a text may be cut, from the best place to the worst
+    re.compile(AFTER_VISIBLE + rb"\n(?=" + VISIBLE + rb")|\n(?= " + VISIBLE + rb")", re.DOTALL),
+    re.compile(rb"\n"),
+    re.compile(rb"\S(?= )"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that is encoded by itself: a document, or a part of one. `nbytes`: of the file, for progress."""
+
+    text: str
+    nbytes: int
+    ends_document: bool
+
+
+def pieces(file: DataFile, type: Type, column: str) -> Iterator[Piece]:
+    """The text of a file, in order. PrepError if the file is not what it was when it was examined.
+
+    `text`: the file is one document (see `text_pieces` for how a long one is cut).
+    `json`: each line is an object whose `column` is a document, in one piece however long. Blank lines are none.
+    """
+    state = xxhash.xxh3_128()
+    try:
+        with file.path.open("rb") as handle:
+            if type == "text":
+                yield from text_pieces(file.path, _hashed(iter(lambda: handle.read(CHUNK_NBYTES), b""), state))
+            else:
+                yield from json_pieces(file.path, _hashed(handle, state), column)
+    except OSError as error:
+        raise io_error(file.path, error) from error
+    if state.hexdigest() != file.digest:
+        why = "its bytes are not those of a moment ago, so that nobody could tell what the tokens are made from"
+        raise PrepError(f"{file.path} changed while it was read", why, "run again once it is complete")
+
+
+def _hashed(chunks: Iterable[bytes], state: xxhash.xxh3_128) -> Iterator[bytes]:
+    for chunk in chunks:
+        state.update(chunk)
+        yield chunk
+
+
+def text_pieces(path: Path, chunks: Iterable[bytes]) -> Iterator[Piece]:
+    """A text as one piece, or as several of at most PIECE_NBYTES where it is longer.
+
+    A cut comes after a newline that stands between two visible characters, or that one space and a visible character
+    follow: the pre-tokenisers of GPT-2 and of Llama 3 part the text there as well, so that the tokens are those of the
+    whole text. Where half a piece has no such newline it is cut after another one, else before a space, else anywhere
+    between two characters: then the tokens next to the cut may be others, which spell the same text. A tokeniser that
+    puts a space before every text (Llama 1 and 2) puts one at the start of each piece, wherever the cut is.
+    PrepError with the byte offset for what is not UTF-8.
+    """
+    held, at = b"", 0
+    for chunk in chunks:
+        held += chunk
+        while len(held) > PIECE_NBYTES:
+            cut = _cut(held)
+            yield Piece(_decoded(path, held[:cut], at), cut, ends_document=False)
+            held, at = held[cut:], at + cut
+    yield Piece(_decoded(path, held, at), len(held), ends_document=True)
+
+
+def _cut(held: bytes) -> int:
+    """How much of the text goes into the next piece: more than half a piece."""
+    for pattern in CUTS:
+        ends = [found.end() for found in pattern.finditer(held, PIECE_NBYTES // 2, PIECE_NBYTES)]
+        if ends:
+            return ends[-1]
+    within = (at for at in range(PIECE_NBYTES, PIECE_NBYTES - 4, -1) if held[at] & 0xC0 != 0x80)
+    return next(within, PIECE_NBYTES)  # nowhere: not UTF-8, which decoding tells
+
+
+def _decoded(path: Path, data: bytes, at: int) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        why = f"byte {at + error.start:,} is 0x{data[error.start]:02x}: {error.reason}"
+        raise PrepError(f"{path} is not UTF-8", why, "`iconv -f ENCODING -t UTF-8` converts it") from None
+    return text if at else text.removeprefix(MARK)
+
+
+def json_pieces(path: Path, lines: Iterable[bytes], column: str) -> Iterator[Piece]:
+    """A piece for each line that is not blank. PrepError with the line for what is no object with a text `column`."""
+    at, skipped = 0, 0
+    for number, line in enumerate(lines, start=1):
+        text = _decoded(path, line, at)
+        at += len(line)
+        if text.strip():
+            document = _document(f"{path}:{number}", text.rstrip(), column)
+            yield Piece(document, skipped + len(line), ends_document=True)
+            skipped = 0
+        else:
+            skipped += len(line)
+
+
+def _document(place: str, line: str, column: str) -> str:
+    found = _parsed(place, line)
+    if not isinstance(found, dict):
+        what = f"{place}: not an object but {_kind(found)}"
+        raise PrepError(what, "type `json` reads one object a line", "`jq -c '.[]'` writes a list so")
+    if column not in found:
+        columns = ", ".join(f"`{name}`" for name in found) or "none"
+        raise PrepError(f"{place}: no column `{column}`", f"its columns: {columns}", "`--set data.fields=COLUMN`")
+    value = found[column]
+    if not isinstance(value, str):
+        raise PrepError(f"{place}: column `{column}` is no text", f"it is {_kind(value)}", "mend or remove the line")
+    if not _is_encodable(value):
+        why = "it has half of a surrogate pair, which stands for no character"
+        raise PrepError(f"{place}: column `{column}` is no text", why, "mend or remove the line")
+    return value
+
+
+def _parsed(place: str, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at character {error.pos + 1}"
+    except RecursionError:
+        why = "it is nested too deep"
+    except ValueError as error:  # a number of thousands of digits
+        why = str(error)
+    hint = "an object on a line of its own: `jq -c .` writes one so, `jq -c '.[]'` each of a list"
+    raise PrepError(f"{place}: not JSON", why, hint)
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

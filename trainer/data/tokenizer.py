@@ -1,0 +1,91 @@
+"""A tokenizer.json, read so that a text always gives the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tokenizers import Tokenizer
+
+from trainer.data.files import io_error
+from trainer.errors import PrepError
+
+NAME = "tokenizer.json"
+Ids = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A tokenizer; `digest` is the XXH3-128 of its file, `max_id` the largest id that it can give."""
+
+    path: Path
+    digest: str
+    max_id: int
+    tokenizer: Tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text by itself, nothing put before or after it. PrepError if the tokenizer gives up.
+
+        Texts are spread over threads; order and ids are the same with any number of them, and with
+        TOKENIZERS_PARALLELISM=false. A special token that a text spells out becomes its id.
+        """
+        try:
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library has no type of its own
+            raise PrepError(f"{self.path} cannot encode the data", str(error), "`--set data.tokenizer=PATH`") from error
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def check(self, top: int, vocab: int) -> None:
+        """PrepError if `top`, an id of the data, is none of the model's true vocabulary."""
+        if top < vocab:
+            return
+        what = f"id {top:,} ({self.tokenizer.id_to_token(top)!r}) of {self.path} is not in the model's vocabulary"
+        why = f"the true vocabulary, padding apart, is {vocab:,}; the tokenizer has ids up to {self.max_id:,}"
+        raise PrepError(what, why, "`--set data.tokenizer=PATH` with the tokenizer of the model")
+
+
+def load(path: Path) -> Encoder:
+    """Read a tokenizer.json, or the one of a folder. PrepError if it is missing, broken, or random.
+
+    Truncation and padding that the file asks for are turned off: a document is encoded as a whole.
+    """
+    file = path / NAME if path.is_dir() else path
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except OSError as error:
+        raise io_error(file, error) from error
+    tokenizer = _parsed(file, data)
+    _check_repeatable(file, tokenizer)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    max_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    return Encoder(file, xxhash.xxh3_128_hexdigest(data), max_id, tokenizer)
+
+
+def _parsed(file: Path, data: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # the library has no type of its own
+        raise PrepError(f"{file} is no tokenizer", str(error), "`--set data.tokenizer=PATH`") from error
+
+
+def _check_repeatable(file: Path, tokenizer: Tokenizer) -> None:
+    dropout = getattr(tokenizer.model, "dropout", None)
+    if dropout:
+        why = f"its model has dropout {dropout:g}, so that ids would differ from run to run"
+        raise PrepError(f"{file} encodes at random", why, f"set `model.dropout` to null in {file}")
+
+
+def _missing(path: Path) -> PrepError:
+    if not path.is_dir():
+        why = f"looked for a {NAME}, or a folder that has one"
+        return PrepError(f"no tokenizer at {path}", why, "`--set data.tokenizer=PATH`")
+    found = sorted(each.name for each in path.glob("*token*"))
+    why = f"looked for {NAME}; found {', '.join(found)}" if found else f"looked for {NAME}"
+    return PrepError(f"{path} has no {NAME}", why, "`--set data.tokenizer=PATH`")

@@ -1,0 +1,1 @@
+"""What layers compute, as functions of arrays."""

@@ -1,0 +1,74 @@
+"""Rotary positions: frequencies in float32 as transformers computes them, applied to halves of a head."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from trainer.rope import Rope
+
+
+def frequencies(rope: Rope, length: int) -> np.ndarray:
+    """float32 [dim / 2]: radians a position, for a call of `length` positions."""
+    plain = _powers(rope.theta, rope.dim)
+    match rope.kind:
+        case "linear":
+            return plain / np.float32(rope.factor)
+        case "dynamic":
+            return _dynamic(rope, length)
+        case "llama3":
+            return _llama3(rope, plain)
+        case "yarn":
+            return _yarn(rope, plain)
+    return plain
+
+
+def rotations(rope: Rope, length: int) -> tuple[Array, Array]:
+    """Cosine and sine [length, dim / 2], float32, of positions from 0 on."""
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies(rope, length)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotate(x: Array, cosine: Array, sine: Array) -> Array:
+    """[B, T, heads, head_dim]: element i of a head's first half turns with element i of its second."""
+    cos, sin = (table.astype(x.dtype)[:, None, :] for table in (cosine, sine))
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _powers(theta: float, dim: int) -> np.ndarray:
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
+
+
+def _dynamic(rope: Rope, length: int) -> np.ndarray:
+    """Beyond the positions that the model was made for, theta grows with the length."""
+    longest = max(length, rope.positions)
+    stretch = rope.factor * longest / rope.positions - (rope.factor - 1)
+    return _powers(rope.theta * stretch ** (rope.dim / (rope.dim - 2)), rope.dim)
+
+
+def _llama3(rope: Rope, plain: np.ndarray) -> np.ndarray:
+    """Short waves stay, long ones are stretched, those between are mixed."""
+    wave = 2 * math.pi / plain
+    mix = (rope.positions / wave - rope.low) / (rope.high - rope.low)
+    between = (1 - mix) * plain / rope.factor + mix * plain
+    stretched = np.where(wave > rope.positions / rope.low, plain / rope.factor, between)
+    return np.where(wave < rope.positions / rope.high, plain, stretched).astype(np.float32)
+
+
+def _yarn(rope: Rope, plain: np.ndarray) -> np.ndarray:
+    """https://arxiv.org/abs/2309.00071: a ramp from kept to stretched frequencies."""
+    low, high = (
+        rope.dim * math.log(rope.positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (rope.high, rope.low)
+    )
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / width, 0, 1)
+    return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)

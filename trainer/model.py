@@ -1,0 +1,200 @@
+"""The functional core: first values, hidden states and loss of any family's decoder, from its table and traits."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from trainer.errors import PrepError, usage
+from trainer.layers import head as heads
+from trainer.layers.attention import attention
+from trainer.layers.ffn import feed_forward
+from trainer.layers.head import Head, Sums
+from trainer.layers.norms import norm
+from trainer.layers.positions import rotations
+from trainer.sharding import Shards
+from trainer.table import LAYERS, Config, Family
+from trainer.traits import Traits, period
+from trainer.tree import Leaf, Tree, flat, leaves, nested
+
+REMAT_NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An architecture: `leaves` by path, as they are stored; `vocab` is the true one, padded rows come after it."""
+
+    family: Family
+    traits: Traits
+    leaves: Mapping[str, Leaf]
+    vocab: int
+    tied: bool
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a leaf holds all layers."""
+        return any(leaf.stack_axis is not None for leaf in self.leaves.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How a forward pass is carried out; none of it changes results beyond rounding.
+
+    scan: one compiled layer for all of them. remat: a policy of `jax.checkpoint_policies` for what is kept of each
+    layer, or "none": all. head_chunk: tokens of a row whose logits exist at a time, -1: all.
+    """
+
+    dtype: str = "float32"
+    scan: bool = True
+    remat: str = REMAT_NONE
+    head_chunk: int = 512
+    shards: Shards = field(default_factory=Shards)
+
+
+def build(family: Family, config: Config, tied: bool, scan: bool = True, scan_axis: int = 0) -> Model:
+    """The architecture that a config describes, its leaves stacked or not. PrepError where prep lacks it."""
+    traits = family.traits(config)
+    found = leaves(family, config, tied, scan, scan_axis)
+    padded = family.sizes(config)["vocab"]
+    vocab = config.get("true_vocab_size", padded)
+    if not isinstance(vocab, int) or not 1 <= vocab <= padded:
+        raise PrepError("config.json makes no sense", f"true_vocab_size is {vocab!r}, vocab_size {padded}")
+    return Model(family, traits, found, vocab, tied)
+
+
+def init(model: Model, seed: int) -> Tree:
+    """First float32 values: normal for matrices and embeddings, ones for scales, zeros for biases.
+
+    Those of a layer are the same whether layers are stacked or not, and do not depend on what else a model has.
+    """
+    key = jax.random.key(seed)
+    return nested({path: _first(leaf, key, model.traits.init_std) for path, leaf in model.leaves.items()})
+
+
+def _first(leaf: Leaf, key: Array, std: float) -> Array:
+    if leaf.role in ("scale", "bias"):
+        return jnp.full(leaf.shape, float(leaf.role == "scale"), jnp.float32)
+    own = jax.random.fold_in(key, zlib.crc32(leaf.row.replace(f"{{{LAYERS}}}.", "").encode()))
+    axis = leaf.stack_axis
+    if axis is not None:
+        shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+        own = jax.vmap(partial(jax.random.fold_in, own))(jnp.arange(leaf.shape[axis]))
+        return jnp.moveaxis(jax.vmap(lambda each: jax.random.normal(each, shape))(own), 0, axis) * std
+    own = own if leaf.layer is None else jax.random.fold_in(own, leaf.layer)
+    return jax.random.normal(own, leaf.shape) * std
+
+
+def hidden(params: Tree, tokens: Array, model: Model, how: Compute) -> Array:
+    """Tokens [B, T] -> [B, T, D] after the last norm, in the dtype of the computation."""
+    traits, shards, length = model.traits, how.shards, tokens.shape[1]
+    if traits.rope is None and length > traits.positions:
+        raise usage(
+            f"{length} tokens a sequence", f"the model has {traits.positions} positions", "a smaller seq_length"
+        )
+    params = jax.tree.map(lambda leaf: leaf.astype(how.dtype), params)
+    x = jnp.take(params["embed"]["tokens"], tokens, axis=0)
+    if traits.rope is None:
+        x = x + params["embed"]["positions"][:length]
+    turns = rotations(traits.rope, length) if traits.rope else None
+    x = _layers(
+        _split(x, shards), _by_layer(params[LAYERS], model, how), partial(_layer, model, how, turns), how, traits
+    )
+    return norm(x, params["final_norm"], traits)
+
+
+def logits(params: Tree, tokens: Array, model: Model, how: Compute) -> Array:
+    """Tokens [B, T] -> float32 [B, T, V]; those of padded rows of the vocabulary are far below all others."""
+    x = hidden(params, tokens, model, how)
+    return heads.logits(x, _head_weight(params, model, how), Head(model.vocab, -1, how.shards))
+
+
+def loss_sums(params: Tree, batch: Mapping[str, Array], model: Model, how: Compute) -> Sums:
+    """Sums over the tokens of a batch: `tokens` and `targets` [B, T], `weights` [B, T] float32, 0 for no target."""
+    x = how.shards.constrain(hidden(params, batch["tokens"], model, how), "batch", "seq", "embed")
+    head = Head(model.vocab, how.head_chunk, how.shards)
+    return heads.loss_sums(x, _head_weight(params, model, how), batch["targets"], batch["weights"], head)
+
+
+def _head_weight(params: Tree, model: Model, how: Compute) -> Array:
+    weight = params["embed"]["tokens"] if model.tied else params["head"]["weight"]
+    return weight.astype(how.dtype)
+
+
+def _split(x: Array, shards: Shards) -> Array:
+    return shards.constrain(x, "batch", "residual_seq", "embed")
+
+
+def _layer(
+    model: Model, how: Compute, turns: tuple[Array, Array] | None, window: int, x: Array, weights: Tree
+) -> Array:
+    traits, shards = model.traits, how.shards
+    whole = shards.constrain(norm(x, weights["attn_norm"], traits), "batch", "seq", "embed")
+    x = _split(x + attention(whole, weights["attn"], traits, window, turns, shards), shards)
+    whole = shards.constrain(norm(x, weights["mlp_norm"], traits), "batch", "seq", "embed")
+    return _split(x + feed_forward(whole, weights["mlp"], traits, shards), shards)
+
+
+Layers = Tree | list[Tree]  # stacked on axis 0, or one by one
+
+
+def _by_layer(weights: Tree, model: Model, how: Compute) -> Layers:
+    """Weights as the loop over layers takes them. Usage PrepError for a scan over leaves that are apart."""
+    count = len(model.traits.windows)
+    if not model.stacked:
+        if how.scan:
+            hint = "`model.scan_layers = false`, or `prep reshard --scan`"
+            raise usage("layers cannot be scanned", "the checkpoint has a leaf for each of them", hint)
+        return [weights[str(i)] for i in range(count)]
+    axes = {path.removeprefix(f"{LAYERS}."): leaf.stack_axis for path, leaf in model.leaves.items()}
+    stacked = nested({path: jnp.moveaxis(leaf, axes[path] or 0, 0) for path, leaf in flat(weights).items()})
+    return stacked if how.scan else [_at(stacked, i) for i in range(count)]
+
+
+def _at(stacked: Tree, index: int) -> Tree:
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
+def _layers(
+    x: Array, weights: Layers, layer: Callable[[int, Array, Tree], Array], how: Compute, traits: Traits
+) -> Array:
+    """All layers in turn; scanned by whole periods of the pattern of windows, so that windows are static."""
+    windows, every, done = traits.windows, period(traits.windows), 0
+    if not isinstance(weights, list):
+        bodies = [_kept(partial(layer, window), how, in_loop=True) for window in windows[:every]]
+        if (times := len(windows) // every) > 1:
+            x, done = _scanned(x, weights, bodies, times), times * every
+        weights = [_at(weights, index) for index in range(done, len(windows))]
+    each = {window: _kept(partial(layer, window), how) for window in {*windows}}
+    for window, own in zip(windows[done:], weights):
+        x = each[window](x, own)
+    return x
+
+
+def _scanned(x: Array, stacked: Tree, bodies: list[Callable[[Array, Tree], Array]], times: int) -> Array:
+    every = len(bodies)
+    groups = jax.tree.map(lambda leaf: leaf[: times * every].reshape(times, every, *leaf.shape[1:]), stacked)
+
+    def group(x: Array, weights: Tree) -> tuple[Array, None]:
+        for index, body in enumerate(bodies):
+            x = body(x, _at(weights, index))
+        return x, None
+
+    return lax.scan(group, x, groups)[0]
+
+
+def _kept(layer: Callable[[Array, Tree], Array], how: Compute, in_loop: bool = False) -> Callable[..., Any]:
+    """The layer, with what is kept of it for the backward pass.
+
+    Where no loop lies between the two passes, the compiler would find both computing the same, and keep it all.
+    """
+    if how.remat == REMAT_NONE:
+        return layer
+    policy = getattr(jax.checkpoint_policies, how.remat)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)

@@ -1,0 +1,95 @@
+"""Rotary positions as a config describes them, in the spellings of transformers 4 and 5. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import PrepError
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions rotate queries and keys; fields beyond `factor` are those that its kind uses.
+
+    Frequencies are transformers' (`modeling_rope_utils.py`).
+    """
+
+    dim: int  # of a head
+    theta: float
+    positions: int  # that the model was made for
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
+    high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
+    attention_factor: float = 1.0  # of cosine and sine
+    truncate: bool = True  # yarn: whole corrections
+
+    def __post_init__(self) -> None:
+        """PrepError where the rotation makes no sense."""
+        if self.dim < 2 or self.dim % 2:
+            raise PrepError("config.json makes no sense", f"rotary positions turn pairs, of {self.dim} elements a head")
+        if self.kind == "dynamic" and self.dim == 2:
+            raise PrepError("config.json makes no sense", "dynamic rotary positions need heads of 4 elements or more")
+        if min(self.factor, self.positions, self.low, self.high) <= 0 or self.theta <= 1:
+            above_0 = (
+                f"factor {self.factor:g}, {self.positions} positions, low {self.low:g}, high {self.high:g} above 0"
+            )
+            raise PrepError("config.json makes no sense", f"rope theta {self.theta:g} has to be above 1; {above_0}")
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, positions: int, theta: float = 10_000.0) -> Rope:
+    """The rotation that a config asks for; `theta` where it does not say. PrepError for kinds that prep lacks."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise PrepError("config.json makes no sense", f"its rope scaling is {found!r:.60}, not an object")
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind not in KINDS:
+        hint = "another family may have it; prep does not guess"
+        raise PrepError(f"rope type `{kind}` is not known", f"known: {', '.join(KINDS)}", hint)
+    part = _number(found, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if part != 1:
+        raise PrepError(
+            "config.json asks for what prep lacks", f"partial_rotary_factor {part:g}: heads are turned whole"
+        )
+    base = _number(found, "rope_theta", config.get("rope_theta", theta))
+    if kind == "default":
+        return Rope(head_dim, base, positions)
+    factor = _number(found, "factor")
+    if kind in ("linear", "dynamic"):
+        return Rope(head_dim, base, positions, kind, factor)
+    original = int(_number(config, "original_max_position_embeddings", _original(found, positions)))
+    if kind == "llama3":
+        low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
+        return Rope(head_dim, base, original, kind, factor, low, high)
+    low, high = _number(found, "beta_slow", 1.0), _number(found, "beta_fast", 32.0)
+    attention, truncate = _yarn_attention(found, factor), bool(found.get("truncate", True))
+    return Rope(head_dim, base, original, kind, factor, low, high, attention, truncate)
+
+
+def _original(found: Mapping[str, Any], positions: int) -> float:
+    return _number(found, "original_max_position_embeddings", positions)
+
+
+def _yarn_attention(found: Mapping[str, Any], factor: float) -> float:
+    if found.get("attention_factor") is not None:
+        return _number(found, "attention_factor")
+    if found.get("mscale") and found.get("mscale_all_dim"):
+        return _mscale(factor, _number(found, "mscale")) / _mscale(factor, _number(found, "mscale_all_dim"))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, by: float) -> float:
+    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _number(found: Mapping[str, Any], key: str, default: Any = None) -> float:
+    value = found.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise PrepError("config.json makes no sense", f"{key} of its rope scaling is {value!r:.60}, not a number")
+    return float(value)
