@@ -114,8 +114,8 @@ def test_a_hugging_face_folder_is_converted_first(here: Path, capsys: pytest.Cap
     make(here / "neo", GPT_NEO)
     tokenizer(here / "neo")
     capsys.readouterr()
-    code, found = told(capsys, "--set", "model.path=neo", "--set", "train.steps=1")
-    assert (code, found["step"]) == (OK, 1)
+    code, found = told(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
+    assert (code, found["step"]) == (OK, 3)
     assert (here / "runs/recipe/init/neo-init/_METADATA").is_file()
     assert main(["inspect", "runs/recipe", "-q"]) == OK
 

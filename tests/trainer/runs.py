@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trainer.data.blocks import Blocks
@@ -20,6 +22,7 @@ from trainer.optim import AdamW, Rate
 from trainer.sharding import Shards, shards
 from trainer.state import HostLeaf, Stored
 from trainer.step import Setup, State, first_state, leaf_name, state_shapes
+from trainer.tree import Tree
 
 VOCAB, PADDED, LENGTH, BLOCKS = 131, 136, 16, 50
 GPT_NEO: dict[str, Any] = {
@@ -57,8 +60,19 @@ def setup(config: Mapping[str, Any] = GPT_NEO, mesh: str = "", accumulate: int =
 
 def state(made: Setup, seed: int = 0) -> State:
     """Before the first step, with random parameters."""
-    where = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(made))
-    return jax.jit(lambda: first_state(init(made.model, seed), made), out_shardings=where)()
+    kind = GPT_NEO if made.model.family.name == "gpt_neo" else LLAMA
+    whole = first_state(jax.tree.map(jnp.asarray, _params(kind["model_type"], seed)), made)
+    if made.how.shards.devices is None:
+        return whole
+    return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(made)))
+
+
+@lru_cache
+def _params(name: str, seed: int) -> Tree:
+    """On the host, made once: compiling takes longer than all that a test does."""
+    config, family = GPT_NEO if name == "gpt_neo" else LLAMA, FAMILIES[name]
+    model = build(family, config, family.tied(config))
+    return jax.device_get(jax.jit(lambda: init(model, seed))())
 
 
 def tokens(seed: int = 0) -> Tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,25 @@ class Ran:
         return [line["loss"] for line in read(self.log) if "loss" in line]
 
 
+COMPILED: dict[tuple[int, int], Any] = {}
+compile_step = Loop._compiled
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once() -> Iterator[None]:
+    """One executable for each setup and batch, as a process that resumes has the same one."""
+
+    def cached(self: Loop) -> Any:
+        key = id(self.job.setup), self.job.order.size
+        if key not in COMPILED:
+            COMPILED[key] = compile_step(self), self.job.setup  # kept, so that no other has its id
+        return COMPILED[key][0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_compiled", cached)
+        yield
+
+
 @pytest.fixture(scope="module")
 def made() -> runs.Setup:
     return runs.setup(mesh="1,2,4", accumulate=2)
@@ -62,11 +82,7 @@ def test_a_whole_run(unbroken: Ran):
 
 
 @pytest.mark.parametrize("stop", range(1, STEPS))
-def test_stopped_after_any_step_it_goes_on_to_the_same_bits(
-    stop: int, made: runs.Setup, unbroken: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    step = unbroken.loop._compiled()
-    monkeypatch.setattr(Loop, "_compiled", lambda self: step)  # one executable, as in a process that resumes
+def test_stopped_after_any_step_it_goes_on_to_the_same_bits(stop: int, made: runs.Setup, unbroken: Ran, tmp_path: Path):
     first = Ran(tmp_path, runs.job(made, steps=STEPS, stop_after=stop))
     assert (first.ended.step, first.ended.stopped) == (stop, f"--stop-after {stop}")
     assert first.store.steps() == [stop]
