@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.files import Files
+from prepcli.blobs import Blob, open_blobs
 from prepcli.fills import numpy_dtype
 from prepcli.plan import Stream
 from prepcli.tensors import itemsize
@@ -29,10 +29,12 @@ class Difference:
         return self.index[0] if self.index else 0
 
 
-def first_difference(files_a: Sequence[Path], a: Stream, files_b: Sequence[Path], b: Stream) -> Difference:
+def first_difference(
+    blobs_a: Sequence[Path | Blob], a: Stream, blobs_b: Sequence[Path | Blob], b: Stream
+) -> Difference:
     """Compare the left sides of two streams of the same rows, shape and dtype, bit by bit."""
     count, first, item = 0, Difference(0), itemsize(a.dtype)
-    with Files(files_a) as left, Files(files_b) as right:
+    with open_blobs(blobs_a) as left, open_blobs(blobs_b) as right:
         for (start, x), (_, y) in zip(values(left, a, run_buffers()), values(right, b, run_buffers()), strict=True):
             differs = np.flatnonzero((x.reshape(-1, item) != y.reshape(-1, item)).any(axis=1))
             if differs.size and not count:

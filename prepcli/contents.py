@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prepcli.blobs import Blob
 from prepcli.detect import Kind
 from prepcli.formats.orbax import ArrayMeta, Other, dotted, find_item
 from prepcli.formats.orbax_read import Chunks, Stored, read_item
@@ -61,6 +62,11 @@ class Contents:
     config: Mapping[str, Any]
     manifest: Mapping[str, Any]
     asides: tuple[str, ...] = ()
+    blobs: tuple[Path | Blob, ...] = ()  # what the entries' chunks lie in, where that is not `files`
+
+    @property
+    def reads(self) -> tuple[Path | Blob, ...]:
+        return self.blobs or self.files
 
     @property
     def family(self) -> Family | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli import coverage, engine
+from prepcli.blobs import open_blobs
 from prepcli.budget import anonymous_nbytes, budget
 from prepcli.digest import digest
 from prepcli.engine import Outcome
@@ -71,7 +72,7 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
     with staging(options.out) as stage:
         resumed = stage.open(run, options.restart)
         check_room(plan, stage.folder)
-        with _journal(stage, run) as journal, sink_of(plan, stage, journal) as sink, Files(source.files) as files:
+        with _journal(stage, run) as journal, sink_of(plan, stage, journal) as sink, open_blobs(source.reads) as files:
             if resumed:
                 there = f"{bytes_text(journal.done_nbytes)} of {bytes_text(_total(plan))} are there"
                 note(f"resuming {stage.folder.name}: {there}")
@@ -209,7 +210,7 @@ class _Expectations:
             next(s for s in self._plan.streams if (s.name, s.rows) == (n, stream.rows))
             for n in (check.name, check.other)
         ]
-        row = first_difference(self._source.files, sides[0], self._source.files, sides[1]).row
+        row = first_difference(self._source.reads, sides[0], self._source.reads, sides[1]).row
         what = f"{self._called(check.name)} is not equal to {self._called(check.other)}"
         raise PrepError(what, f"config says tied, first difference in row {row}", "`--untie` keeps both")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from prepcli.boxes import Box, Range, strides, volume, whole
 from prepcli.grids import Grid, Lattice
-from prepcli.moves import Copy, Region, copies
+from prepcli.moves import Copy, Region, copies, merge
 from prepcli.tensors import itemsize
 
 
@@ -27,7 +27,17 @@ class Flat:
     offset: int
 
 
-Side = tuple[Flat | Region, ...]
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A side on which the whole tensor lies with `steps` bytes, above 0, from element to element along each dim: a view
+    of a PyTorch storage."""
+
+    file: int
+    offset: int
+    steps: tuple[int, ...]
+
+
+Side = tuple[Flat | Strided | Region, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,5 +207,16 @@ def side_copies(side: Side, stream: Stream, box: Box) -> Iterator[Copy]:
             steps = strides(stream.shape, itemsize(stream.dtype))
             low = sum(first * step for (first, _), step in zip(box, steps))
             yield Copy(low, part.file, part.offset + low, volume(box) * itemsize(stream.dtype))
+        elif isinstance(part, Strided):
+            yield _strided(part, stream, box)
         else:
             yield from copies(part, box)
+
+
+def _strided(part: Strided, stream: Stream, box: Box) -> Copy:
+    item = itemsize(stream.dtype)
+    steps = strides(stream.shape, item)
+    low = sum(first * step for (first, _), step in zip(box, steps))
+    offset = part.offset + sum(first * step for (first, _), step in zip(box, part.steps))
+    counts = (stop - first for first, stop in box)
+    return merge(Copy(low, part.file, offset, item, tuple(zip(counts, steps, part.steps))))

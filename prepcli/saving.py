@@ -10,13 +10,14 @@ from typing import Any
 from prepcli import coverage
 from prepcli.accounting import KEEP_ALL, Names
 from prepcli.grids import Lattice, Places
+from prepcli.held import HeldLeaf, tree_tensors
 from prepcli.items import Split, item_streams, make_item
 from prepcli.manifest import STATE
 from prepcli.placing import Want
 from prepcli.plan import Fill, Plan
 from prepcli.slabs import all_slabs
 from prepcli.slots import PARAMS
-from prepcli.sources import HeldLeaf, Source, counted, table_of, tree_tensors
+from prepcli.sources import Source, counted, table_of
 from prepcli.streams import Cut, vocab_names
 from trainer.families import family_of
 from trainer.mesh import parse, with_rules

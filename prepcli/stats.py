@@ -10,7 +10,7 @@ import numpy as np
 
 from prepcli.boxes import strides
 from prepcli.contents import Entry
-from prepcli.files import Bytes, Files
+from prepcli.files import Bytes, Reads
 from prepcli.fills import numpy_dtype
 from prepcli.formats.orbax_read import Stored
 from prepcli.plan import Flat, Stream
@@ -59,7 +59,7 @@ class _Sums:
             self.finite += found.size
 
 
-def stats(entry: Entry, files: Files, read: Callable[[int], object]) -> Stats | None:
+def stats(entry: Entry, files: Reads, read: Callable[[int], object]) -> Stats | None:
     """Read all of an entry, telling `read` of the bytes; None for dtypes below a byte, which stay packed."""
     if ITEM_BITS[entry.dtype] % 8:
         return None
@@ -83,7 +83,7 @@ def _computable(found: np.ndarray) -> np.ndarray:
 
 
 def _values(
-    entry: Entry, files: Files, read: Callable[[int], object], buffers: tuple[Bytes, Bytes]
+    entry: Entry, files: Reads, read: Callable[[int], object], buffers: tuple[Bytes, Bytes]
 ) -> Iterator[np.ndarray]:
     """The values of an entry, chunk by chunk, without what lies beyond its edge."""
     dtype = np.dtype(np.uint8) if entry.dtype == "bool" else numpy_dtype(entry.dtype)
@@ -97,7 +97,7 @@ def _values(
 
 
 def _runs(
-    entry: Entry, stored: Stored | bytes, files: Files, buffers: tuple[Bytes, Bytes]
+    entry: Entry, stored: Stored | bytes, files: Reads, buffers: tuple[Bytes, Bytes]
 ) -> Iterator[tuple[int, Bytes]]:
     """The bytes of a chunk, with the byte of the chunk where each run begins."""
     if isinstance(stored, bytes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepcli.engine import scattered
-from prepcli.files import Bytes, Files, buffer
+from prepcli.files import Bytes, Reads, buffer
 from prepcli.permute import scatter
 from prepcli.plan import Stream
 from prepcli.slabs import even_slabs
@@ -18,7 +18,7 @@ def run_buffers(run_nbytes: int = SLAB_NBYTES) -> tuple[Bytes, Bytes]:
     return buffer(run_nbytes), buffer(run_nbytes)
 
 
-def values(files: Files, stream: Stream, buffers: tuple[Bytes, Bytes]) -> Iterator[tuple[int, Bytes]]:
+def values(files: Reads, stream: Stream, buffers: tuple[Bytes, Bytes]) -> Iterator[tuple[int, Bytes]]:
     """The left side of a stream in runs of whole elements, with the byte of the tensor where each begins.
 
     Where they are cut depends on the shape and the buffers alone. A run is overwritten by the next.

@@ -10,9 +10,10 @@ from typing import Any
 from prepcli.convert import Done, Options, convert, plan_digest
 from prepcli.errors import usage
 from prepcli.locate import Located, default_checkpoint, locate
+from prepcli.opening import open_source
 from prepcli.plan import Plan
 from prepcli.run_folder import step_folder, steps_of
-from prepcli.sources import Source, open_source
+from prepcli.sources import Source
 from prepcli.streams import optimizer_nbytes
 from prepcli.ui import LEAVES, Report, Ui
 from prepcli.units import bytes_text

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from prepcli.blobs import open_blobs
 from prepcli.contents import Contents, Entry, nbytes_below, parameters, read_contents
 from prepcli.errors import PrepError, usage
-from prepcli.files import Files
 from prepcli.guess import guess
 from prepcli.leaves import leaves_of, pick
 from prepcli.locate import Located, locate
+from prepcli.opening import open_source
 from prepcli.shard_map import draw
 from prepcli.slots import OPTIMIZER, PARAMS
-from prepcli.sources import open_source
 from prepcli.stats import Stats, stats, stored_nbytes
 from prepcli.tree import grow, tree_fields, tree_rows
 from prepcli.ui import Cell, Report, Ui, table
@@ -218,7 +218,7 @@ def _stats(contents: Contents, chosen: Sequence[Entry], ui: Ui) -> list[Stats | 
     progress = ui.progress()
     progress.begin("inspect", sum(map(stored_nbytes, chosen)))
     try:
-        with Files(contents.files) as files:
+        with open_blobs(contents.reads) as files:
             return [stats(entry, files, progress.advance) for entry in chosen]
     finally:
         progress.end()

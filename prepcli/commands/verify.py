@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from prepcli import engine
 from prepcli.accounting import KEEP_ALL, Account
+from prepcli.blobs import open_blobs
 from prepcli.boxes import Range
 from prepcli.budget import budget
 from prepcli.commands.conversion import Common, find, source_line
 from prepcli.compare import Difference, first_difference
 from prepcli.digest import digest_of_zeros
 from prepcli.errors import PrepError, usage
-from prepcli.files import Files
 from prepcli.plan import Stream
 from prepcli.progress import NullProgress, Progress
 from prepcli.sources import Source, SourceTensor, counted, table_of
@@ -177,7 +177,7 @@ def _value_findings(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: i
 
 def _difference(a: _Model, b: _Model, name: str) -> Finding:
     streams = [_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
-    found = first_difference(a.source.files, streams[0], b.source.files, streams[1])
+    found = first_difference(a.source.reads, streams[0], b.source.reads, streams[1])
     values = math.prod(streams[0].shape)
     text = f"{found.count:,} of {values:,} values; first at {list(found.index)}: {found.a} -> {found.b}"
     return Finding(a.names[name], text, found)
@@ -211,7 +211,7 @@ def _digests(
     streams = [_stream(tensor, rows) for tensor, rows in pieces]
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
-        with Files(source.files) as files:
+        with open_blobs(source.reads) as files:
             outcome = engine.run(streams, files, None, budget(memory_nbytes), progress)
     finally:
         progress.end()

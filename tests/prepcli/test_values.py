@@ -8,8 +8,8 @@ import pytest
 
 from prepcli.cli import main
 from prepcli.files import Files
+from prepcli.opening import open_source
 from prepcli.plan import Stream
-from prepcli.sources import open_source
 from prepcli.values import run_buffers, values
 from tests.models import LLAMA, make
 

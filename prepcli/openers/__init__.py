@@ -1,0 +1,1 @@
+"""How checkpoints of each format become a Source: one module a format."""
