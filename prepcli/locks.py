@@ -2,25 +2,94 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.errors import PrepError
 
+LOOKED_AT_S = 1.0  # for so long, at most, a free lock may seem to be held because somebody looks at it
+TRY_EVERY_S = 0.05
+
 
 def lock(path: Path, what: Path) -> int:
     """A descriptor that holds the lock until it is closed. PrepError names the process that works on `what`."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = _open(path)
+    if not _got(fd, fcntl.LOCK_EX):
+        raise _held(fd, what)
+    _sign(fd)
+    return fd
+
+
+def shared_lock(path: Path, what: Path, count: int) -> tuple[int, bool]:
+    """A descriptor that holds a lock that `count` processes may share if it is more than 1, and whether this one is the
+    first. PrepError where others hold it. To be called by one process at a time."""
+    fd = _open(path)
+    first = _got(fd, fcntl.LOCK_EX)
+    if not first and (count == 1 or not _got(fd, fcntl.LOCK_SH)):
+        raise _held(fd, what)
+    if first:
+        _sign(fd)
+    if first and count > 1:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd, first
+
+
+def patient_lock(path: Path, what: str) -> int:
+    """A lock that others look at with `is_held`: PrepError if it is still held after a moment."""
+    fd = _open(path)
+    until = time.monotonic() + LOOKED_AT_S
+    while not _got(fd, fcntl.LOCK_EX):
+        if time.monotonic() > until:
+            raise _held(fd, what)
+        time.sleep(TRY_EVERY_S)
+    _sign(fd)
+    return fd
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds a lock; OSError (there is no such file: FileNotFoundError)."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+        return not _got(fd, fcntl.LOCK_SH)
+    finally:
         os.close(fd)
-        raise PrepError(f"{what} is locked", f"another process works on it: {holder}", "wait for it") from None
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path) -> Iterator[os.stat_result]:
+    """Wait for the lock and hold it within: what is yielded tells which file it is."""
+    fd = _open(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _got(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(fd: int) -> None:
     os.ftruncate(fd, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-    return fd
+
+
+def _held(fd: int, what: Path | str) -> PrepError:
+    holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+    os.close(fd)
+    return PrepError(f"{what} is locked", f"another process works on it: {holder}", "wait for it")

@@ -119,6 +119,11 @@ class RunFolder:
             os.close(self._lock)
             self._lock = -1
 
+    def clear(self) -> None:
+        """Remove all steps, the last one first, so that what a kill leaves is a run that was stopped earlier."""
+        for step in reversed(self.steps()):
+            self._remove(step)
+
     def steps(self) -> list[int]:
         """Steps of which a whole checkpoint is there, ascending."""
         return steps_of(self._run)
@@ -162,14 +167,17 @@ class RunFolder:
         if isinstance(self._keep, str):
             return
         for step in self.steps()[: -self._keep]:
-            folder = step_folder(self._run, step)
-            away = folder.with_name(f"{folder.name}.removed.partial")
-            try:
-                folder.rename(away)
-                sync(self._run)
-                shutil.rmtree(away)
-            except OSError as error:
-                raise io_error(folder, error) from error
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        folder = step_folder(self._run, step)
+        away = folder.with_name(f"{folder.name}.removed.partial")
+        try:
+            folder.rename(away)
+            sync(self._run)
+            shutil.rmtree(away)
+        except OSError as error:
+            raise io_error(folder, error) from error
 
     def _plan(self, step: int, leaves: Mapping[str, HostLeaf], facts: Mapping[str, Any]) -> Plan:
         """The plan of a save; what does not depend on the step is made once."""

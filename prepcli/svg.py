@@ -36,13 +36,13 @@ def chart(curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), titl
     ys = [y for curve in curves for _, y in curve.points]
     if not xs:
         return ""
-    across, up = _Scale(min(xs), max(xs), MARGIN, WIDTH - 12), _Scale(min(ys), max(ys), HEIGHT - 28, 24)
+    across, up = _Scale(min(xs), max(xs), MARGIN, WIDTH - 28), _Scale(min(ys), max(ys), HEIGHT - 28, 24)
     parts = [*_axes(across, up), *(_mark(across.at(x), name) for x, name in marks)]
     for number, curve in enumerate(curves):
         colour = COLOURS[number % len(COLOURS)]
         line = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in curve.points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{curve.width}"/>')
-        parts.append(_text(WIDTH - 16, 36 + 16 * number, curve.name, "end", colour))
+        parts.append(_text(WIDTH - 36, 36 + 16 * number, curve.name, "end", colour))
     return _svg(WIDTH, HEIGHT, parts, title)
 
 
@@ -112,4 +112,4 @@ def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "c
 def _svg(width: int, height: int, parts: Iterable[str], title: str) -> str:
     inside = "\n".join(parts)
     name = f"<title>{escape(title)}</title>" if title else ""
-    return f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img">{name}\n{inside}\n</svg>'
+    return f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">{name}\n{inside}\n</svg>'

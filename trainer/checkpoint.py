@@ -53,7 +53,14 @@ def host_leaves(state: State, optimizer_state: bool = True) -> dict[str, HostLea
 
 
 def _host_leaf(leaf: jax.Array) -> HostLeaf:
-    return HostLeaf(leaf.shape, leaf.dtype.name, lambda: np.asarray(leaf))
+    return HostLeaf(leaf.shape, leaf.dtype.name, lambda: _fetched(leaf))
+
+
+def _fetched(leaf: jax.Array) -> np.ndarray:
+    """All of a leaf, by way of an array that is thrown away: an array keeps what it was once fetched as, and the state
+    lives on after it is saved."""
+    parts = [shard.data for shard in leaf.addressable_shards]
+    return np.asarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
 
 
 def _shapes(setup: Setup) -> State:

@@ -1,4 +1,4 @@
-"""Batches from blocks onto devices: each device is given the rows of its own part, and makes no others."""
+"""Batches from blocks onto devices: each device is given its own part, and no rows but those of it are read."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def _placed(setup: Setup, blocks: Blocks, rows: Int64s) -> dict[str, Array]:
     made = lru_cache(maxsize=None)(lambda low, high: examples(blocks, rows[low:high]))  # devices of a replica share
 
     def part(name: str, at: Index | None) -> np.ndarray:
-        rows_of_device = (at or (slice(None),))[0]
-        return made(*rows_of_device.indices(shape[0])[:2])[name]
+        of_rows, of_columns = at or (slice(None), slice(None))
+        low, high, _ = of_rows.indices(shape[0])
+        return made(low, high)[name][:, of_columns]
 
     return {
         name: jax.make_array_from_callback(shape, wanted.sharding, lambda at, name=name: part(name, at))

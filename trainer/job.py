@@ -15,7 +15,7 @@ from trainer.errors import PrepError, usage
 from trainer.families import family_of
 from trainer.loop import Job
 from trainer.mesh import Rules, with_rules
-from trainer.model import Compute, Model, build
+from trainer.model import Compute, Model, build, layers_apart
 from trainer.optim import AdamW, Rate
 from trainer.recipe import Recipe, batch_shape, schedule_of
 from trainer.recipe.tables import Data, Optimizer
@@ -27,6 +27,7 @@ from trainer.step import Setup
 # they make, the batch's by its size.
 FREE_TO_CHANGE = frozenset(
     {
+        "name",
         "mesh",
         "model.path",
         "model.scan_layers",
@@ -69,6 +70,18 @@ def architecture(facts: Mapping[str, Any]) -> Model:
     return build(family_of(config), config, facts["tied"], facts["scan"], facts["scan_axis"])
 
 
+def check_computes(recipe: Recipe, model: Model, on: Shards) -> None:
+    """Usage PrepErrors where a mesh does not divide the parameters, and for a scan over layers that are apart."""
+    if recipe.model.scan_layers and not model.stacked:
+        raise layers_apart()
+    for leaf in model.leaves.values():
+        try:
+            on.spec_of(leaf)
+        except PrepError as error:
+            made = f"`prep save-init MODEL --mesh {on.mesh} --pad-vocab auto`, or with `--rule`"
+            raise usage(error.what, error.why, f"another mesh, or a checkpoint made for this one: {made}") from error
+
+
 def rules_of(facts: Mapping[str, Any]) -> Rules:
     """The rules by which a checkpoint was laid out."""
     return with_rules(facts["rules"])
@@ -82,7 +95,8 @@ def texts(
     progress: Callable[[int, int], None],
     note: Callable[[str], None],
 ) -> Texts:
-    """The data of a recipe, tokenised; `folders`: where `tokenizer` and `cache` are unless the recipe says it."""
+    """The data of a recipe, tokenised; `folders`: where `tokenizer` and `cache` are unless the recipe says it, and
+    `spare`, where tokens that the cache lacks are made, if nothing may be written to it."""
     data = recipe.data
     request = Request(
         type=data.type,
@@ -93,6 +107,7 @@ def texts(
         eos_id=_end_of_text(facts["config"]),
         vocab=model.vocab,
         cache=Path(data.cache) if data.cache else folders["cache"],
+        spare=folders.get("spare"),
     )
     _check_length(data, model)
     tokens = prepare(request, progress, note)

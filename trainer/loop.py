@@ -109,7 +109,6 @@ class Loop:
             batch = feed.batch(self.job.setup, self.job.train, self.job.order, self.step)
             self.state, measured = advance(self.state, batch)
             self.step += 1
-            self.speed.stepped()
             self.pending.append((self.step, measured))
             self._look(LAG)
             self._between_steps()
@@ -152,7 +151,8 @@ class Loop:
         while len(self.pending) > lag:
             step, measured = self.pending.popleft()
             job = self.job
-            in_row = int(measured["in_row"])
+            in_row = int(measured["in_row"])  # waits for the step
+            self.speed.stepped()
             if step % job.log_every == 0 or step in (1, job.steps):
                 self._log(step, measured)
             if in_row >= job.max_skipped:
@@ -217,12 +217,12 @@ class Loop:
 
     def _diverged(self, step: int, in_row: int) -> PrepError:
         what = f"no finite loss in {in_row} steps, up to step {step}"
-        return PrepError(what, "each was skipped, and none of them was saved", self._way_back())
+        return PrepError(what, "each was skipped: parameters and moments are those from before them", self._way_back())
 
     def _way_back(self) -> str:
         steps = self.store.steps()
-        last = f"the last good step is {steps[-1]}; " if steps else ""
-        return f"{last}a lower `optimizer.lr`, or more warm-up"
+        start = f" from step {steps[-1]}" if steps else ""
+        return f"another run{start}, with a lower `optimizer.lr` or more warm-up"
 
 
 def finite(value: float) -> float | None:

@@ -91,7 +91,7 @@ def resolve(mesh: Mesh, n_devices: int, where: str = "") -> Mesh:
     `where` says what the devices are (`1 host with 8 × H100`), for the message.
     """
     fixed = math.prod(size for size in mesh.sizes if size != -1)
-    hint = f"`--set mesh=1,{n_devices},1`; to look without devices: `prep plan RECIPE`"
+    hint = f"`--set mesh=1,{n_devices},1`"
     still_open = -1 in mesh.sizes
     if n_devices < fixed or n_devices % fixed or (not still_open and n_devices != fixed):
         needs = f"a multiple of {fixed} devices" if still_open else f"{fixed} devices"

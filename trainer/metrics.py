@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 class Log:
-    """Appends lines; what an earlier run wrote of steps after `step` is taken off, as those are taken again."""
+    """Appends lines; what an earlier start wrote of steps after `step` is taken off, as those are taken again; at step
+    0 all of it, as the run begins anew."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        kept = [line for line in read(path) if line["step"] <= step]
+        kept = [line for line in read(path) if line["step"] <= step] if step else []
         fresh = path.with_name(f"{path.name}.new")
         try:
             fresh.write_text("".join(f"{_spelled(line)}\n" for line in kept))
@@ -68,7 +69,6 @@ class Speed:
     since: float | None = None
     seconds: float = 0.0
     steps: int = 0
-    history: list[float] = field(default_factory=list)  # seconds a step at each log, for what is left
 
     def resume(self) -> None:
         """Steps begin, or go on."""
@@ -81,7 +81,7 @@ class Speed:
         self.since = None
 
     def stepped(self) -> None:
-        """One more step was taken."""
+        """One more step is done: its results are there, it was not only begun."""
         self.steps += 1
 
     def lap(self) -> float | None:
@@ -89,7 +89,5 @@ class Speed:
         self.pause()
         self.resume()
         took = self.seconds / self.steps if self.steps else None
-        if took is not None:
-            self.history.append(took)
         self.seconds, self.steps = 0.0, 0
         return took

@@ -25,6 +25,14 @@ from trainer.traits import Traits, period
 from trainer.tree import Leaf, Tree, flat, leaves, nested
 
 REMAT_NONE = "none"
+REMAT_POLICIES = (  # of jax.checkpoint_policies those that are policies, not makers of one
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +55,8 @@ class Model:
 class Compute:
     """How a forward pass is carried out; none of it changes results beyond rounding.
 
-    scan: one compiled layer for all of them. remat: a policy of `jax.checkpoint_policies` for what is kept of each
-    layer, or "none": all. head_chunk: tokens of a row whose logits exist at a time, -1: all.
+    scan: one compiled layer for all of them. remat: one of REMAT_POLICIES for what is kept of each layer, or "none":
+    all. head_chunk: tokens of a row whose logits exist at a time, -1: all. Usage PrepError for another remat.
     """
 
     dtype: str = "float32"
@@ -56,6 +64,13 @@ class Compute:
     remat: str = REMAT_NONE
     head_chunk: int = 512
     shards: Shards = field(default_factory=Shards)
+
+    def __post_init__(self) -> None:
+        if self.remat not in (REMAT_NONE, *REMAT_POLICIES):
+            known = ", ".join((REMAT_NONE, *REMAT_POLICIES))
+            raise usage(
+                f"`model.remat_policy` is {self.remat!r:.60}", f"known: {known}", '`model.remat_policy = "none"`'
+            )
 
 
 def build(family: Family, config: Config, tied: bool, scan: bool = True, scan_axis: int = 0) -> Model:
@@ -149,12 +164,17 @@ def _by_layer(weights: Tree, model: Model, how: Compute) -> Layers:
     count = len(model.traits.windows)
     if not model.stacked:
         if how.scan:
-            hint = "`model.scan_layers = false`, or `prep reshard --scan`"
-            raise usage("layers cannot be scanned", "the checkpoint has a leaf for each of them", hint)
+            raise layers_apart()
         return [weights[str(i)] for i in range(count)]
     axes = {path.removeprefix(f"{LAYERS}."): leaf.stack_axis for path, leaf in model.leaves.items()}
     stacked = nested({path: jnp.moveaxis(leaf, axes[path] or 0, 0) for path, leaf in flat(weights).items()})
     return stacked if how.scan else [_at(stacked, i) for i in range(count)]
+
+
+def layers_apart() -> PrepError:
+    """The error of a scan over layers that are apart."""
+    hint = "`model.scan_layers = false`, or `prep reshard --scan`"
+    return usage("layers cannot be scanned", "the checkpoint has a leaf for each of them", hint)
 
 
 def _at(stacked: Tree, index: int) -> Tree:

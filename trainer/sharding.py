@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer import mesh as meshes
+from trainer.errors import PrepError
 from trainer.mesh import DEFAULT_RULES, Mesh, Rules, Spec, spec
 from trainer.tree import Leaf
 
@@ -76,14 +79,34 @@ def partition(found: Spec) -> PartitionSpec:
 
 
 def shards(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Shards:
-    """The mesh on this machine's devices; a usage PrepError where their number is another."""
-    devices = jax.devices()
+    """The mesh on this machine's devices; a usage PrepError where their number is another. PrepError without any."""
+    devices = _all_devices()
     hosts, kind = jax.process_count(), devices[0].device_kind
     where = f"{hosts} host{'s' if hosts > 1 else ''} with {len(devices) // hosts} x {kind}"
     if devices[0].platform == "cpu":
         where += "; a CPU can stand in for several: JAX_NUM_CPU_DEVICES=8"
     full = meshes.resolve(mesh, len(devices), where)
     return Shards(full, rules, _devices(full))
+
+
+def _all_devices() -> list[Any]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        hint = "`JAX_PLATFORMS=cpu` takes the CPU, `JAX_PLATFORMS=''` what is there"
+        raise PrepError("jax finds no devices", str(error).partition("\n")[0], hint) from error
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Within, PrepError where the devices have too little memory for what is asked of them."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        hint = 'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
+        raise PrepError("the devices have too little memory", str(error).partition("\n")[0], hint) from error
 
 
 def abstract(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Shards:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from prepcli.commands.conversion import Common
@@ -18,8 +19,9 @@ from prepcli.commands.save_init import save_init
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
 from prepcli.files import io_error
 from prepcli.locate import locate
+from prepcli.manifest import read_manifest
 from prepcli.restore import ItemReader, open_reader
-from prepcli.run_folder import RunFolder, step_folder, steps_of
+from prepcli.run_folder import LOCK, RunFolder, step_folder, steps_of
 from prepcli.signals import stoppable, told_to_stop
 from prepcli.sources import HF_FOLDER
 from prepcli.training_lines import Watch, plan_lines
@@ -67,20 +69,23 @@ def train(request: Request, ui: Ui) -> Report:
     folder = request.out or RUNS / loaded.recipe.name
     _check_folder(folder)
     _quieten(ui)
-    with stoppable():
-        if request.restart and not request.dry_run:
-            _clear(folder)
-        reader, on = _opened(loaded, folder, request, ui)
-        with reader:
-            run = _planned(loaded, folder, reader, on, request, ui)
+    from trainer.sharding import enough_memory
+
+    with enough_memory():
+        with stoppable(), ExitStack() as stack:
+            reader, on = _opened(loaded, folder, request, ui)
+            stack.enter_context(reader)
+            spare = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
+            run = _planned(loaded, folder, reader, on, spare, request, ui)
             for line in plan_lines(run.job, run.recipe, run.step):
                 ui.note(line)
+            fields = _fields(run, run.step)
             if request.dry_run:
-                return Report(
-                    f"would train to step {run.job.steps} in {folder}", _fields(run, run.step) | {"dry_run": True}
-                )
+                return Report(f"would train to step {run.job.steps} in {folder}", fields | {"dry_run": True})
+            if run.step == run.job.steps:
+                return _finished(run, fields)
             state = _state(run, reader)
-    return _carried_out(run, state, ui)
+        return _carried_out(run, state, request.restart, ui)
 
 
 def recipe_schema() -> Report:
@@ -95,22 +100,16 @@ def _quieten(ui: Ui) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """PrepError where the run's name is taken by something else."""
-    if folder.is_dir() and any(folder.iterdir()) and not steps_of(folder) and not (folder / RECIPE).is_file():
+    """PrepError where the run's name is taken by something else. A start that failed, or was killed, may have left no
+    more than an init, tokens or a lock."""
+    from trainer.data.store import LOCK as TOKENS_LOCK
+
+    left = (RECIPE, LOCK, f"{TOKENS}/{TOKENS_LOCK}", STARTS)
+    is_own = bool(steps_of(folder)) or any((folder / name).exists() for name in left)
+    if folder.is_dir() and any(folder.iterdir()) and not is_own:
         raise PrepError(f"{folder} exists and is something else", f"it has no {RECIPE}", "`--out NAME`")
     if folder.exists() and not folder.is_dir():
         raise PrepError(f"{folder} is in the way", "a run is a folder", "`--out NAME`")
-
-
-def _clear(folder: Path) -> None:
-    """Drop what an earlier start of the run left: first the steps, the last one first, so that none is half there."""
-    from trainer.metrics import METRICS
-
-    for step in reversed(steps_of(folder)):
-        away = folder / f"{step}.removed.partial"
-        step_folder(folder, step).rename(away)
-        shutil.rmtree(away)
-    (folder / METRICS).unlink(missing_ok=True)
 
 
 def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[ItemReader, Any]:
@@ -124,7 +123,17 @@ def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[Ite
     steps = [] if request.restart else steps_of(folder)
     path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
     reader = open_reader(path)
+    if request.restart:
+        _check_apart(reader, folder)
     return reader, sharding.shards(mesh, rules_of(reader.facts))
+
+
+def _check_apart(reader: ItemReader, folder: Path) -> None:
+    """PrepError where a run that begins anew would begin from a step that it drops."""
+    own = {step_folder(folder, step).resolve() for step in steps_of(folder)}
+    if not own.isdisjoint(reader.folder.resolve().parents):
+        what = f"`--restart` would drop {reader.folder.parent}"
+        raise usage(what, "the run is to begin from it: it is its `model.path`", "another `name`")
 
 
 def _init(recipe: Recipe, folder: Path, mesh: str, request: Request, ui: Ui) -> Path:
@@ -133,22 +142,36 @@ def _init(recipe: Recipe, folder: Path, mesh: str, request: Request, ui: Ui) -> 
     if located.kind == "orbax":
         return located.path
     out = folder / STARTS / f"{located.name}-init"
-    if request.dry_run and not out.exists():
-        why, hint = "it is converted first, and a dry run writes nothing", f"`prep save-init {recipe.model.path}`"
-        raise usage(f"{recipe.model.path} is a Hugging Face folder", why, hint)
+    if request.dry_run:
+        return _made_before(out, recipe.model.path, mesh)
     ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    common = Common(recipe.model.path, out, MEMORY_NBYTES, offline=request.offline)
-    save_init(SaveInit(common, mesh, pad_vocab="auto"), ui)
+    common = Common(recipe.model.path, out, MEMORY_NBYTES, overwrite=True, offline=request.offline)
+    save_init(SaveInit(common, mesh, pad_vocab="auto"), ui)  # one of another mesh, or of another model, gives way
     return out
 
 
-def _planned(loaded: Loaded, folder: Path, reader: ItemReader, on: Any, request: Request, ui: Ui) -> _Run:
+def _made_before(out: Path, model: str, mesh: str) -> Path:
+    """The init that an earlier start made; a usage PrepError if it is to be made."""
+    manifest = read_manifest(out) if out.exists() else None
+    if manifest is None or manifest["mesh"] != mesh:
+        why, hint = "it is converted first, and a dry run writes nothing", f"`prep save-init {model}`"
+        raise usage(f"{model} is a Hugging Face folder", why, hint)
+    return out
+
+
+def _planned(
+    loaded: Loaded, folder: Path, reader: ItemReader, on: Any, spare: Path | None, request: Request, ui: Ui
+) -> _Run:
+    """`spare`: where tokens are made that the run does not have, if nothing may be written to it."""
     from trainer import job as jobs
 
     facts, recipe = reader.facts, loaded.recipe
     model = jobs.architecture(facts)
+    jobs.check_computes(recipe, model, on)
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS}
+    if spare is not None:
+        folders["spare"] = spare
     found = jobs.texts(recipe, model, facts, folders, _telling(ui), ui.note)
     own = {"recipe": recipe_text(recipe, loaded.origins)}
     job = jobs.job(recipe, model, on, found, own, request.stop_after)
@@ -172,7 +195,7 @@ def _changed(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _telling(ui: Ui) -> Callable[[int, int], None]:
-    """Progress of tokenising: begun when the first bytes are done."""
+    """Progress of tokenising, of several texts one after another: each begins when its first bytes are done."""
     progress = ui.progress()
     done = -1
 
@@ -185,6 +208,7 @@ def _telling(ui: Ui) -> Callable[[int, int], None]:
         done = nbytes
         if nbytes >= total:
             progress.end()
+            done = -1
 
     return tell
 
@@ -201,13 +225,15 @@ def _state(run: _Run, reader: ItemReader) -> Any:
     return restored(reader, run.job.setup)
 
 
-def _carried_out(run: _Run, state: Any, ui: Ui) -> Report:
+def _carried_out(run: _Run, state: Any, restart: bool, ui: Ui) -> Report:
     from trainer.loop import Loop
     from trainer.metrics import METRICS, Log
 
     recipe, shards = run.recipe, run.job.setup.how.shards
     watch = Watch(ui, run.job.steps, run.job.tokens_a_step)
     with RunFolder(run.folder, run.start, recipe.name, recipe.checkpoint.keep, mesh=str(shards.mesh)) as store:
+        if restart:  # not before all else is known to be right, and no other process has the run
+            store.clear()
         _keep_recipe(run)
         log = Log(run.folder / METRICS, run.step)
         with told_to_stop() as stop:
@@ -215,8 +241,12 @@ def _carried_out(run: _Run, state: Any, ui: Ui) -> Report:
     fields = _fields(run, ended.step) | watch.fields
     if ended.stopped:
         return Report(fields=fields, error=_stopped(ended.stopped, ended.step, bool(steps_of(run.folder))))
-    last = step_folder(run.folder, ended.step)
-    return Report(str(last), fields, f"prep export {run.folder}")
+    return _finished(run, fields)
+
+
+def _finished(run: _Run, fields: dict[str, Any]) -> Report:
+    """Where the last step is, whether it was taken now or before."""
+    return Report(str(step_folder(run.folder, run.job.steps)), fields, f"prep export {run.folder}")
 
 
 def _keep_recipe(run: _Run) -> None:

@@ -41,7 +41,7 @@ holdout = 0.02
 size = 8                      # sequences a step
 
 [optimizer]
-lr = 1e-3
+lr = 6e-4
 schedule = "cosine"
 warmup_steps = 4
 weight_decay = 0.1

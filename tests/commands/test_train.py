@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
+from prepcli.commands.train import _telling
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.run_folder import steps_of
+from prepcli.progress import NullProgress
+from prepcli.run_folder import RunFolder, steps_of
+from prepcli.ui import Ui, open_ui
 from tests.models import GPT_NEO, LLAMA, make, read_tensors
 from trainer.metrics import METRICS, read
 
@@ -265,11 +268,11 @@ def test_a_folder_of_somebody_else_is_left_alone(here: Path, capsys: pytest.Capt
     assert (code, what) == (FAILED, "thesis exists and is something else")
 
 
-def test_a_dry_run_writes_no_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_says_what_would_be_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, found = told(capsys, "--dry-run")
     assert (code, found["steps"], found["mesh"], found["dry_run"]) == (OK, 12, "1,2,4", True)
-    assert steps_of(here / "runs/recipe") == []
+    assert not (here / "runs").exists()
 
 
 def test_no_recipe_and_the_schema(capsys: pytest.CaptureFixture[str]):
@@ -277,3 +280,75 @@ def test_no_recipe_and_the_schema(capsys: pytest.CaptureFixture[str]):
     assert "no recipe was named" in capsys.readouterr().err
     assert main(["train", "--schema"]) == OK
     assert json.loads(capsys.readouterr().out)["title"] == "Recipe of prep train"
+
+
+def test_a_start_that_failed_is_not_in_the_way_of_the_next(here: Path, capsys: pytest.CaptureFixture[str]):
+    code, what, *_ = failure(capsys, "--set", "data.seq_length=4000")
+    assert (code, what) == (FAILED, "the data is shorter than one block")
+    assert [path.name for path in (here / "runs/recipe").iterdir()] == ["data"]
+    assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
+
+
+def test_steps_are_dropped_only_by_a_run_that_can_begin(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
+    code, what, *_ = failure(capsys, "--restart", "--set", "data.path=nothing.txt")
+    assert (code, what) == (FAILED, "no data in `nothing.txt`")
+    code, what, *_ = failure(capsys, "--restart", "--set", "model.path=runs/recipe/3")
+    assert (code, what) == (USAGE, "`--restart` would drop runs/recipe/3")
+    with RunFolder(here / "runs/recipe", here / "tiny-init", "another process"):
+        code, what, *_ = failure(capsys, "--restart")
+    assert "is locked" in what
+    assert steps_of(here / "runs/recipe") == [3, 4]
+
+
+def test_a_run_that_is_done_needs_no_moments(here: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("--set", "checkpoint.optimizer_state=false", "--set", "train.steps=3")
+    assert main(["train", "recipe.toml", "-q", *words]) == OK
+    capsys.readouterr()
+    code, found = told(capsys, *words)
+    assert (code, found["output"], found["resumed_at"]) == (OK, "runs/recipe/3", 3)
+
+
+def test_an_init_of_its_own_follows_the_mesh(here: Path, capsys: pytest.CaptureFixture[str]):
+    words = ("--set", "model.path=tiny", "--restart", "--stop-after", "1", "-q")
+    assert main(["train", "recipe.toml", "--set", "mesh=1,8,1", *words]) == STOPPED
+    assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", *words]) == STOPPED
+    code, what, *_ = failure(capsys, "--set", "model.path=tiny", "--set", "mesh=1,8,1", "--restart", "--dry-run")
+    assert (code, what) == (USAGE, "tiny is a Hugging Face folder")
+    assert told(capsys, "--set", "model.path=tiny", "--set", "mesh=1,4,2", "--restart", "--dry-run")[0] == OK
+
+
+def test_a_mesh_or_form_that_cannot_be_is_told_at_once(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
+    code, what, *_ = failure(capsys, "--set", "model.path=apart")
+    assert (code, what) == (USAGE, "layers cannot be scanned")
+    words = ("--set", "model.path=apart", "--set", "model.scan_layers=false")
+    code, what, _, hint = failure(capsys, *words)
+    assert (code, what) == (USAGE, "vocabulary 131 cannot be split over mp 4")
+    assert "`prep save-init MODEL --mesh 1,2,4 --pad-vocab auto`" in hint
+    assert not (here / "runs").exists()
+
+
+def test_a_run_may_be_called_otherwise(here: Path):
+    assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
+    Path("recipe.toml").rename("other.toml")
+    assert main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
+    assert steps_of(here / "runs/recipe") == [1, 2]
+
+
+def test_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
+    """Each begins at 0: of the second not less than nothing is done."""
+    heard: list[tuple[Any, ...]] = []
+
+    class Heard(NullProgress):
+        def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
+            heard.append((task, total_bytes))
+
+        def advance(self, written_bytes: int) -> None:
+            heard.append((written_bytes,))
+
+    monkeypatch.setattr(Ui, "progress", lambda _: Heard())
+    tell = _telling(open_ui("train", False, True, 0))
+    for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
+        tell(done, total)
+    assert heard == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]

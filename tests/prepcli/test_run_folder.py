@@ -18,7 +18,7 @@ import pytest
 from prepcli.cli import main
 from prepcli.errors import PrepError
 from prepcli.run_folder import RunFolder, steps_of
-from tests.models import GPT_NEO, LLAMA, make
+from tests.models import GPT2, GPT_NEO, LLAMA, make
 from tests.states import State, host_leaves, params_of, read_all, same_state, save, state_of
 from trainer.state import HostLeaf
 
@@ -101,7 +101,7 @@ def test_a_run_that_went_on_has_the_same_bytes(init: Path, params: State, tmp_pa
 
 
 @pytest.mark.parametrize(("scan", "axis"), [(False, 0), (True, 1)])
-@pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
+@pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
 def test_a_tree_of_another_form_is_saved_as_it_is(tmp_path: Path, base: dict[str, Any], scan: bool, axis: int):
     make(tmp_path / "m", base)
     for name, options in (("init", []), ("other", ["--scan-axis", str(axis)] if scan else ["--no-scan"])):
@@ -280,3 +280,11 @@ def test_a_step_that_cannot_be_removed_is_named(init: Path, params: State, run: 
             with pytest.raises(PrepError, match="Permission denied"):
                 store.save(2, host_leaves(params), {})
         assert store.steps() == [1, 2]
+
+
+def test_all_steps_can_be_dropped(init: Path, params: State, run: Path):
+    save(run, init, {1: params, 2: params})
+    with RunFolder(run, init, "tuned") as store:
+        store.clear()
+        assert store.steps() == []
+    assert [path.name for path in run.iterdir()] == [".lock"]

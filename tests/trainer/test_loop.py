@@ -162,7 +162,7 @@ def test_steps_that_are_not_finite_end_the_run_and_are_never_saved(tmp_path: Pat
     made = runs.setup()
     with pytest.raises(PrepError, match="no finite loss in 3 steps, up to step 3") as caught:
         Ran(tmp_path, runs.job(made, save_every=10), state=spoiled(runs.state(made)))
-    assert "a lower `optimizer.lr`" in caught.value.hint
+    assert caught.value.hint == "another run, with a lower `optimizer.lr` or more warm-up"
     assert [line["loss"] for line in read(tmp_path / METRICS)] == [None] * 3
 
 
@@ -184,3 +184,38 @@ def test_parameters_alone_are_saved_if_the_optimizer_is_not_wanted(made: runs.Se
 def test_two_equal_jobs_end_in_equal_states(unbroken: Ran, tmp_path: Path):
     again = Ran(tmp_path, replace(runs.job(runs.setup(mesh="1,2,4", accumulate=2)), steps=STEPS))
     assert runs.bits(again.loop.state) == runs.bits(unbroken.loop.state)
+
+
+class Device:
+    """Takes a second for each step, and does so while others are already asked for."""
+
+    def __init__(self, step: Any) -> None:
+        self.step, self.steps_done = step, 0.0
+
+    def __call__(self, *given: Any) -> tuple[State, dict[str, Any]]:
+        state, measured = self.step(*given)
+        return state, {**measured, "in_row": Result(self, float(measured["in_row"]))}
+
+
+class Result:
+    def __init__(self, device: Device, value: float) -> None:
+        self.device, self.value = device, value
+
+    def __int__(self) -> int:
+        self.device.steps_done += 1
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def test_every_line_has_the_rate_of_its_steps(made: runs.Setup, tmp_path: Path):
+    """Also the first one, and those just before a checkpoint, when no further step is under way."""
+    job = runs.job(made, steps=7, save_every=3)
+    running = Loop(job, runs.state(made), runs.MemoryStore(), Log(tmp_path / METRICS, 0), runs.Heard(), runs.never)
+    device = Device(running._compiled())
+    running.speed.clock = lambda: device.steps_done
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_compiled", lambda: device)
+        running.run()
+    assert [line["seconds"] for line in read(tmp_path / METRICS) if "loss" in line] == [1.0] * 7

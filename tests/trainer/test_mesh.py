@@ -154,7 +154,7 @@ def test_resolve_names_both_numbers():
     error = error_of(resolve, parse("1,64,4"), 8, "1 host with 8 × H100")
     assert error.what == "mesh 1,64,4 needs 256 devices, there are 8"
     assert error.why == "1 host with 8 × H100"
-    assert error.hint == "`--set mesh=1,8,1`; to look without devices: `prep plan RECIPE`"
+    assert error.hint == "`--set mesh=1,8,1`"
     assert error_of(resolve, parse("1,64,4"), 8).why == "dp 1 x fsdp 64 x mp 4 = 256"
 
 

@@ -52,3 +52,11 @@ def test_what_lies_between_steps_is_not_counted():
 
 def test_a_lap_without_steps_has_no_rate():
     assert Speed().lap() is None
+
+
+def test_a_run_that_begins_anew_keeps_nothing(tmp_path: Path):
+    """Killed before its first checkpoint, it evaluates again before its first step."""
+    path = tmp_path / "m"
+    path.write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 1.0}\n')
+    Log(path, 0)
+    assert read(path) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from tests.decoders import GPT_NEO, LLAMA, ONE_BY_ONE, QUICK, Decoder, batch_of,
 from trainer import model as models
 from trainer.errors import USAGE, PrepError
 from trainer.model import Compute
+from trainer.recipe.tables import Model as Recipe
 from trainer.tree import Tree, flat, nested
 
 
@@ -123,3 +124,11 @@ def test_master_weights_stay_as_they_are():
     how = dataclasses.replace(ONE_BY_ONE, dtype="bfloat16")
     assert models.hidden(params, tokens, made.model, how).dtype == jnp.bfloat16
     assert models.logits(params, tokens, made.model, how).dtype == jnp.float32
+
+
+def test_what_is_kept_is_one_of_jaxs_policies():
+    with pytest.raises(PrepError, match=r"`model.remat_policy` is 'dots' - known: none, nothing_saveable, ") as caught:
+        Compute(remat="dots")
+    assert caught.value.code == USAGE
+    assert get_args(Recipe.model_fields["remat_policy"].annotation) == (models.REMAT_NONE, *models.REMAT_POLICIES)
+    assert all(hasattr(jax.checkpoint_policies, name) for name in models.REMAT_POLICIES)

@@ -16,7 +16,7 @@ from trainer import model as models
 from trainer.errors import USAGE, PrepError
 from trainer.mesh import DEFAULT_RULES, parse, spec, with_rules
 from trainer.model import Compute
-from trainer.sharding import Shards, abstract, device_nbytes, partition, shards
+from trainer.sharding import Shards, abstract, device_nbytes, enough_memory, partition, shards
 from trainer.tree import Tree, flat, nested
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -211,3 +211,18 @@ def test_without_a_mesh_nothing_is_placed():
     assert on.constrain(x, "batch", "seq") is x
     assert (on.replicas, on.parts("heads", 8), on.replicated()) == (1, 1, None)
     assert on.of(decoder(CONFIGS["llama"]).model.leaves["embed.tokens"]) is None
+
+
+def test_no_devices_and_too_little_memory_are_told(monkeypatch: pytest.MonkeyPatch):
+    def none() -> list[Any]:
+        raise RuntimeError("Unable to initialize backend 'foo'\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", none)
+        with pytest.raises(PrepError, match="jax finds no devices - Unable to initialize backend 'foo' - "):
+            shards(parse("1,1,1"))
+    full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.\nand more"
+    with pytest.raises(PrepError, match=r"too little memory - RESOURCE_EXHAUSTED: .* 5 bytes. - more"), enough_memory():
+        raise jax.errors.JaxRuntimeError(full)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), enough_memory():
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")

@@ -47,6 +47,7 @@ def test_it_learns(alone: np.ndarray):
         ("1,2,4", 1, {}),
         ("1,2,4", 4, {"remat": "nothing_saveable"}),
         ("2,2,2", 2, {"scan": False}),
+        ("fsdp:2,mp:2,sp:2", 1, {}),
         ("", 4, {}),
     ],
 )

@@ -30,7 +30,8 @@ class Request:
 
     `paths`: files, folders and globs (`files.find` says what they stand for); `fields`: for `json` the column that
     holds the text; `tokenizer`: a tokenizer.json, or a folder that has one; `eos_id`: appended to each document;
-    `vocab`: the model's true vocabulary, padding apart; `cache`: the folder of stores.
+    `vocab`: the model's true vocabulary, padding apart; `cache`: the folder of stores; `spare`: another one, where
+    tokens are made that the cache lacks, so that nothing is written to it.
     """
 
     type: Type
@@ -41,6 +42,7 @@ class Request:
     eos_id: int | None
     vocab: int
     cache: Path
+    spare: Path | None = None
 
 
 def prepare(request: Request, progress: Progress, note: Note) -> store.Tokens:
@@ -53,10 +55,12 @@ def prepare(request: Request, progress: Progress, note: Note) -> store.Tokens:
     encoder = load(request.tokenizer)
     _check_end_of_text(request)
     files = [examine(path) for path in find(request.paths, request.type)]
-    folder = request.cache / _identity(request, files, encoder)
+    identity = _identity(request, files, encoder)
+    folder = request.cache / identity
     if folder.exists():
         note(f"tokens of an earlier run are used: {folder}")
     else:
+        folder = (request.spare or request.cache) / identity
         _build(folder, request, files, encoder, progress, note)
     meta = store.read_meta(folder)
     encoder.check(meta.max_id, request.vocab)
@@ -88,7 +92,7 @@ def _identity(request: Request, files: Sequence[DataFile], encoder: Encoder) -> 
 def _build(
     folder: Path, request: Request, files: Sequence[DataFile], encoder: Encoder, progress: Progress, note: Note
 ) -> None:
-    with store.locked(request.cache, note):
+    with store.locked(folder.parent, note):
         if folder.exists():  # another process has just made it
             return
         dtype = store.dtype_for(max(encoder.max_id, request.eos_id or 0))

@@ -45,10 +45,12 @@ def logits(hidden: Array, weight: Array, head: Head) -> Array:
 def loss_sums(hidden: Array, weight: Array, targets: Array, shares: Array, head: Head) -> Sums:
     """hidden [B, T, D], weight [V, D], targets [B, T], shares [B, T]: the weight of each token, 0 for none.
 
-    Where that is 0, the target may be anything.
+    Where that is 0, target and hidden state may be anything, infinite too: they have no part in sums and gradients.
     """
     shares = shares.astype(jnp.float32)
-    targets = jnp.where(shares > 0, targets, 0)
+    counts = shares > 0
+    targets = jnp.where(counts, targets, 0)
+    hidden = jnp.where(counts[..., None], hidden, 0)  # a slope of 0 would not do: 0 x nan is nan
     length = hidden.shape[1]
     chunk = length if head.chunk == -1 else min(head.chunk, length)
     if missing := -length % chunk:

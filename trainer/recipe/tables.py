@@ -40,7 +40,9 @@ class Model(BaseModel):
 
     model_config = STRICT
 
-    path: PathText = Field(description="an init checkpoint, or a step of a run", examples=["gpt-neo-1.3B-init"])
+    path: PathText = Field(
+        description="an init checkpoint, a step of a run, or a Hugging Face folder", examples=["gpt-neo-1.3B-init"]
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the computation; parameters and moments stay float32", examples=["bfloat16"]
     )

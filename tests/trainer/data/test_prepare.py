@@ -222,3 +222,13 @@ def test_ids_beyond_16_bits(tmp_path: Path):
     tokens = prepared(request(tmp_path, tmp_path / "a.txt", eos_id=70_000, vocab=70_001))
     assert tokens.ids.dtype == "uint32"
     assert tokens.ids[-1] == 70_000
+
+
+def test_a_spare_cache_is_for_what_the_cache_lacks(tmp_path: Path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    wanted = request(tmp_path, tmp_path / "a.txt", spare=tmp_path / "spare")
+    made = prepared(wanted)
+    assert not wanted.cache.exists()
+    (tmp_path / "spare").rename(wanted.cache)
+    assert prepared(wanted).identity == made.identity
+    assert not (tmp_path / "spare").exists()

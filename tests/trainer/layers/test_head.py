@@ -90,7 +90,7 @@ def test_any_chunk_gives_what_all_logits_give(case: dict[str, Any]):
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_hidden_states_without_weight_have_no_part_in_sums(value: float):
+def test_hidden_states_without_weight_have_no_part_in_sums_and_gradients(value: float):
     hidden, weight, targets, weights = arrays(
         {"rows": 1, "length": 7, "chunk": 3, "vocab": 6, "padded": 8, "weights": [1.0, 0.0], "garbage": -100, "seed": 1}
     )
@@ -99,6 +99,7 @@ def test_hidden_states_without_weight_have_no_part_in_sums(value: float):
     found, gradients = ours(hidden, weight, targets, jnp.asarray(weights), Head(6, 3, HERE))
     np.testing.assert_array_equal(found, clean)
     np.testing.assert_array_equal(gradients[0], clean_gradients[0])
+    np.testing.assert_array_equal(gradients[1], clean_gradients[1])
 
 
 @pytest.mark.parametrize("chunk", [1, 8, -1])

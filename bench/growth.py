@@ -1,0 +1,89 @@
+"""What `prep save-init` costs as models grow: seconds and memory, as a table and as a picture.
+
+    python -m bench.growth --work FOLDER [--model llama-7b] [--layers 2,8,16,32] [--svg docs/growth.svg]
+
+Models are the named one with fewer or more layers. Each is measured cold, in turn with cp, and deleted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.evidence import Room, Row, compare, made, remove, tell
+from bench.published import PUBLISHED
+from prepcli.svg import Curve, chart
+from prepcli.ui import table
+
+GB, MIB = 10**9, 1 << 20
+CASE, MEMORY = "save-init", "512MiB"
+
+
+def grown(work: Path, name: str, layers: Sequence[int], pairs: int) -> list[Row]:
+    """A row for each number of layers, smallest first."""
+    rows = []
+    for count in sorted(layers):
+        room = Room(made(work, name, count), work)
+        try:
+            rows.append(compare(CASE, MEMORY, room, pairs))
+        finally:
+            remove(room.init, room.out, *room.unfinished)
+            shutil.rmtree(room.model)
+        tell(f"{count} layers: {rows[-1].source_nbytes / GB:.1f} GB in {min(rows[-1].seconds):.1f} s")
+    return rows
+
+
+def growth_text(rows: Sequence[Row]) -> str:
+    """Seconds for each size, seconds a GB, the ratios to cp, and the most memory."""
+    head = "GB", "seconds", "s / GB", "cp, seconds", "/ fastest", "/ median", "peak MiB"
+    shown = [
+        (
+            f"{row.source_nbytes / GB:.1f}",
+            " ".join(f"{value:.1f}" for value in row.seconds),
+            f"{min(row.seconds) / row.source_nbytes * GB:.2f}",
+            " ".join(f"{value:.1f}" for value in row.cp_seconds),
+            f"{row.to_fastest:.2f}",
+            f"{row.to_median:.2f}",
+            f"{row.peak_nbytes / MIB:.0f}",
+        )
+        for row in rows
+    ]
+    return table(shown, head, right=head)
+
+
+def growth_svg(rows: Sequence[Row]) -> str:
+    """Seconds of the fastest runs over GB, and memory over GB, one under the other."""
+    sizes = [row.source_nbytes / GB for row in rows]
+    times = (
+        Curve("prep save-init, seconds", [(x, min(row.seconds)) for x, row in zip(sizes, rows)]),
+        Curve("cp -r && sync, seconds", [(x, min(row.cp_seconds)) for x, row in zip(sizes, rows)]),
+    )
+    memory = Curve("memory, MiB", [(x, row.peak_nbytes / MIB) for x, row in zip(sizes, rows)])
+    budget = Curve("--memory, MiB", [(x, 512.0) for x in sizes])
+    pictures = (chart(times, title="seconds over GB"), chart((memory, budget), title="MiB over GB"))
+    parts = [f'<svg y="{number * 250}"{picture.removeprefix("<svg")}' for number, picture in enumerate(pictures)]
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="490" font-size="12">' + "".join(parts) + "</svg>\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, draw the picture."""
+    parser = argparse.ArgumentParser(prog="python -m bench.growth", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="on the disk to measure")
+    parser.add_argument("--model", choices=PUBLISHED, default="llama-7b", metavar="NAME", help="an alias")
+    parser.add_argument("--layers", default="1,6,16,32,64", metavar="N,…", help="of each model; default: 1,6,16,32,64")
+    parser.add_argument("--pairs", type=int, default=2, metavar="N", help="runs of each; default: 2")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves there")
+    given = parser.parse_args(arguments)
+    given.work.mkdir(parents=True, exist_ok=True)
+    rows = grown(given.work, given.model, [int(text) for text in given.layers.split(",")], given.pairs)
+    print(growth_text(rows))
+    if given.svg:
+        given.svg.write_text(growth_svg(rows))
+
+
+if __name__ == "__main__":
+    main()

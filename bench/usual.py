@@ -1,0 +1,99 @@
+"""`prep save-init` against the usual ways to an Orbax checkpoint, on the same model, cold, in turn.
+
+    python -m bench.usual --work FOLDER [--model gpt-neo-1.3B] [--flax PYTHON] [--pairs 3]
+
+The usual ways: transformers loads the model in torch, its tensors become NumPy arrays, Orbax saves them; and, as redco
+does it, transformers loads it into its Flax class, Orbax saves the parameters. The latter needs an environment of its
+own: `--flax` names its Python (torch, transformers 4.55, flax, orbax-checkpoint).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.evidence import PREP, made, remove, succeeded, tell
+from bench.meter import Cost, cold
+from bench.published import PUBLISHED
+from prepcli.ui import table
+
+TORCH = """
+import sys
+import orbax.checkpoint as ocp
+from transformers import AutoModelForCausalLM
+source, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+params = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+ocp.PyTreeCheckpointer().save(out, {"params": params})
+"""
+FLAX = """
+import os, sys
+os.environ["JAX_PLATFORMS"] = "cpu"
+import orbax.checkpoint as ocp
+from transformers import FlaxAutoModelForCausalLM
+source, out = sys.argv[1:]
+_, params = FlaxAutoModelForCausalLM.from_pretrained(source, from_pt=True, _do_init=False)
+ocp.PyTreeCheckpointer().save(out, {"params": params})
+"""
+MIB = 1 << 20
+
+
+def ways(source: Path, out: Path, flax: Path | None) -> Mapping[str, Sequence[str | Path]]:
+    """Name -> command."""
+    found: dict[str, Sequence[str | Path]] = {
+        "prep save-init": (PREP, "save-init", source, "--out", out, "--quiet"),
+        "transformers, Orbax": (sys.executable, "-c", TORCH, source, out),
+    }
+    return found | ({"redco: torch, Flax, Orbax": (flax, "-c", FLAX, source, out)} if flax else {})
+
+
+def usual_text(costs: Mapping[str, Sequence[Cost]]) -> str:
+    """A line for each way: its runs, and its fastest and its memory as multiples of the first's."""
+    first = next(iter(costs.values()))
+    fastest, peak = min(cost.wall_s for cost in first), max(cost.peak_nbytes for cost in first)
+    head = "way", "seconds", "median", "x time", "peak MiB", "x memory"
+    shown = [
+        (
+            name,
+            " ".join(f"{cost.wall_s:.1f}" for cost in found),
+            f"{statistics.median(cost.wall_s for cost in found):.1f}",
+            f"{min(cost.wall_s for cost in found) / fastest:.1f}",
+            f"{max(cost.peak_nbytes for cost in found) / MIB:.0f}",
+            f"{max(cost.peak_nbytes for cost in found) / peak:.1f}",
+        )
+        for name, found in costs.items()
+    ]
+    return table(shown, head, right=head[2:])
+
+
+def measured(source: Path, out: Path, flax: Path | None, pairs: int) -> dict[str, list[Cost]]:
+    """Each way `pairs` times, in turn; outputs are deleted."""
+    costs: dict[str, list[Cost]] = {}
+    for turn in range(pairs):
+        for name, words in ways(source, out, flax).items():
+            cold([source])
+            costs.setdefault(name, []).append(succeeded(words))
+            remove(out)
+            tell(f"{name}, {turn + 1}: {costs[name][-1].wall_s:.1f} s")
+    return costs
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the arguments ask for, and print it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.usual", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="on the disk to measure")
+    parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B", metavar="NAME", help="an alias")
+    parser.add_argument("--layers", type=int, metavar="N", help="of a smaller model, to try this out")
+    parser.add_argument("--flax", type=Path, metavar="PYTHON", help="of an environment with Flax classes")
+    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="runs of each; default: 3")
+    given = parser.parse_args(arguments)
+    given.work.mkdir(parents=True, exist_ok=True)
+    source = made(given.work, given.model, given.layers)
+    print(usual_text(measured(source, (given.work / "bench-out").absolute(), given.flax, given.pairs)))
+
+
+if __name__ == "__main__":
+    main()

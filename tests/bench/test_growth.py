@@ -1,0 +1,40 @@
+"""What is said of growth and of the usual ways; to take the figures is for a calm machine."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from bench.evidence import Row
+from bench.growth import growth_svg, growth_text
+from bench.meter import Cost
+from bench.usual import usual_text, ways
+
+MIB = 1 << 20
+
+
+def _row(gb: int, seconds: float) -> Row:
+    return Row("save-init", "512MiB", gb * 10**9, (seconds, seconds + 1), (2.0 * seconds,), 1.0, 4.0, 250 * MIB, MIB)
+
+
+def test_a_line_for_each_size() -> None:
+    small, large = growth_text([_row(2, 1.0), _row(20, 12.0)]).splitlines()[-2:]
+    assert small.split() == ["2.0", "1.0", "2.0", "0.50", "2.0", "0.50", "0.75", "250"]
+    assert large.split() == ["20.0", "12.0", "13.0", "0.60", "24.0", "0.50", "0.52", "250"]
+
+
+def test_the_picture_is_svg_with_both_charts() -> None:
+    picture = ElementTree.fromstring(growth_svg([_row(2, 1.0), _row(20, 12.0)]))
+    assert [child.tag.rpartition("}")[2] for child in picture] == ["svg", "svg"]
+    assert len(picture.findall(".//{*}polyline")) == 4
+
+
+def test_ways_are_told_by_what_prep_takes() -> None:
+    ours, theirs = Cost(0, 5.0, 1, 100 * MIB, 0, "", ""), Cost(0, 60.0, 9, 3000 * MIB, 0, "", "")
+    last = usual_text({"prep": [ours, ours], "other": [theirs]}).splitlines()[-1]
+    assert last.split() == ["other", "60.0", "60.0", "12.0", "3000", "30.0"]
+
+
+def test_the_way_of_flax_needs_an_environment() -> None:
+    assert len(ways(Path("a"), Path("b"), None)) == 2
+    assert ways(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][0] == Path("python")
