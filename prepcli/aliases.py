@@ -23,6 +23,10 @@ class Alias:
 
 
 ALIASES = (
+    Alias("gpt2", "openai-community/gpt2", "gpt2", 124_439_808, 4, 50257),
+    Alias("gpt2-medium", "openai-community/gpt2-medium", "gpt2", 354_823_168, 4, 50257),
+    Alias("gpt2-large", "openai-community/gpt2-large", "gpt2", 774_030_080, 4, 50257),
+    Alias("gpt2-xl", "openai-community/gpt2-xl", "gpt2", 1_557_611_200, 4, 50257),
     Alias("gpt-neo-125M", "EleutherAI/gpt-neo-125m", "gpt_neo", 125_198_592, 4, 50257),
     Alias("gpt-neo-1.3B", "EleutherAI/gpt-neo-1.3B", "gpt_neo", 1_315_575_808, 4, 50257),
     Alias("gpt-neo-2.7B", "EleutherAI/gpt-neo-2.7B", "gpt_neo", 2_651_307_520, 4, 50257),

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from prepcli.chunk_cache import CACHE_NBYTES, Cache
 from prepcli.files import PAGE, Bytes, Files
 from prepcli.moves import Copy
 
@@ -34,6 +35,13 @@ class Blob(Protocol):
         ...
 
     def open(self) -> Opened: ...
+
+
+@runtime_checkable
+class Sharing(Blob, Protocol):
+    """A blob that is decoded, within memory that it shares with others."""
+
+    def open_within(self, cache: Cache) -> Opened: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +85,25 @@ class _OpenParts:
         self._files.close()
 
 
-def open_blobs(blobs: Sequence[Path | Blob]) -> Files | Readable:
-    """Files and blobs to read from, by their number; to be closed as a context manager."""
+def open_blobs(blobs: Sequence[Path | Blob], cache_nbytes: int = CACHE_NBYTES) -> Files | Readable:
+    """Files and blobs to read from, by their number; to be closed as a context manager. Those that are decoded take at
+    most `cache_nbytes` together."""
     paths = [blob for blob in blobs if isinstance(blob, Path)]
-    return Files(paths) if len(paths) == len(blobs) else Readable(blobs)
+    return Files(paths) if len(paths) == len(blobs) else Readable(blobs, cache_nbytes)
 
 
 class Readable:
     """Numbered files and blobs, read in runs."""
 
-    def __init__(self, blobs: Sequence[Path | Blob]) -> None:
-        self._stack = contextlib.ExitStack()
+    def __init__(self, blobs: Sequence[Path | Blob], cache_nbytes: int = CACHE_NBYTES) -> None:
+        self._stack, cache = contextlib.ExitStack(), Cache(cache_nbytes)
         self._places: list[int | Opened] = []  # a number of a file, or the blob itself
         paths = [blob for blob in blobs if isinstance(blob, Path)]
         with contextlib.ExitStack() as stack:
             self._files = stack.enter_context(Files(paths))
             numbers = itertools.count()
             for blob in blobs:
-                self._places.append(next(numbers) if isinstance(blob, Path) else _opened(blob, stack))
+                self._places.append(next(numbers) if isinstance(blob, Path) else _opened(blob, cache, stack))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Readable:
@@ -135,8 +144,8 @@ class Readable:
             place.read_at(offset, into)
 
 
-def _opened(blob: Blob, stack: contextlib.ExitStack) -> Opened:
-    opened = blob.open()
+def _opened(blob: Blob, cache: Cache, stack: contextlib.ExitStack) -> Opened:
+    opened = blob.open_within(cache) if isinstance(blob, Sharing) else blob.open()
     stack.callback(opened.close)
     return opened
 

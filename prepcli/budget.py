@@ -23,15 +23,33 @@ class Budget:
     slab_nbytes: int
     count: int
 
+    @property
+    def cache_nbytes(self) -> int:
+        """What decoding may hold: half of what buffers leave, and all that is beyond the bookkeeping."""
+        left = self.nbytes - self.count * (self.slab_nbytes + 2 * PAGE)
+        return left - min(left, _kept(self.nbytes)) // 2
 
-def budget(nbytes: int) -> Budget:
-    """Spend `nbytes`: a quarter, at most 64 MiB, is kept for plan and index; the rest makes 4 to 8 buffers."""
+
+def budget(nbytes: int, wide_nbytes: int = 0) -> Budget:
+    """Spend `nbytes`: a quarter, at most 64 MiB, is kept for plan and index; the rest makes 4 to 8 buffers.
+
+    `wide_nbytes`: a slab that should fit one of them, for which there may be as few as two: the engine takes no more at
+    once.
+    """
     if nbytes < FLOOR_NBYTES:
         why = f"the engine needs at least four buffers of {FLOOR_NBYTES * 3 // 16 // MIB} MiB"
         raise usage(f"`--memory {nbytes // MIB}MiB` is below the floor", why, "`--memory 64MiB`")
-    usable = nbytes - min(nbytes // 4, 64 * MIB)
-    slab = min(SLAB_NBYTES, (usable // 4 - 2 * PAGE) // PAGE * PAGE)
+    usable = nbytes - _kept(nbytes)
+    half, quarter = ((usable // parts - 2 * PAGE) // PAGE * PAGE for parts in (2, 4))
+    slab = min(SLAB_NBYTES, quarter)
+    if wide_nbytes > slab:
+        slab = -(-wide_nbytes // PAGE) * PAGE if wide_nbytes <= half else quarter
     return Budget(nbytes, slab, min(BUFFERS, usable // (slab + 2 * PAGE)))
+
+
+def _kept(nbytes: int) -> int:
+    """Of so many bytes, those for plan and index."""
+    return min(nbytes // 4, 64 * MIB)
 
 
 class Buffers:

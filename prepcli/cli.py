@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from prepcli.app import app
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage
 from prepcli.guess import guess
-from prepcli.signals import Stopped
+from prepcli.signals import Stopped, follow_parent
 from prepcli.ui import Ui, open_ui
 
 
@@ -33,7 +33,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str], ui: Ui) -> int:
     try:
-        code = app(args, prog_name="prep", standalone_mode=False)
+        follow_parent()
+        code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
         return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED))
     except KeyboardInterrupt:

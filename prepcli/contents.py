@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prepcli.blobs import Blob
+from prepcli.decoded import Decoded
 from prepcli.detect import Kind
-from prepcli.formats.orbax import ArrayMeta, Other, dotted, find_item
-from prepcli.formats.orbax_read import Chunks, Stored, read_item
+from prepcli.formats import msgpack
+from prepcli.formats.codecs import CHECKSUM
+from prepcli.formats.orbax import Other, dotted, find_item, index_at
+from prepcli.formats.orbax_read import OrbaxItem, read_item
+from prepcli.formats.orbax_store import Stored, Value
 from prepcli.formats.safetensors import read_folder
+from prepcli.formats.torch_files import read_folder as read_torch_folder
+from prepcli.formats.zarr import Index
+from prepcli.given import NOTHING
 from prepcli.locate import Located
 from prepcli.manifest import manifest_folder, read_manifest
+from prepcli.mirrors import told_of
+from prepcli.openers.flax_tree import read_held
+from prepcli.openers.meta_folder import open_meta
+from prepcli.openers.orbax_item import config_beside, held_leaves
+from prepcli.openers.torch_folder import side_of
+from prepcli.plan import Flat, Side, side_copies
 from prepcli.slots import PARAMS
-from prepcli.sources import CONFIG, read_config
-from prepcli.tensors import Tensor, bits_of
+from prepcli.sources import CONFIG, SourceTensor, read_config
+from prepcli.tensors import Tensor, bits_of, itemsize
 from trainer.axes import Row
 from trainer.families import FAMILIES
 from trainer.table import Family, rows
@@ -36,7 +49,9 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
-    chunks: Chunks
+    chunks: Mapping[Index, Stored]
+    decoded_from: Value | None = None  # its first chunk as it is stored, where `chunks` are those of a blob
+    side: Side = ()  # where it lies as a whole, if that is not in chunks of its own
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +60,7 @@ class Entry:
     @property
     def first(self) -> Stored | None:
         """Where its first chunk lies; None if that is in an index, or if there is none."""
-        stored = next(iter(self.chunks.values()), None)
+        stored = next(iter(self.chunks.values()), None) if self.decoded_from is None else self.decoded_from
         return stored if isinstance(stored, Stored) else None
 
 
@@ -63,6 +78,7 @@ class Contents:
     manifest: Mapping[str, Any]
     asides: tuple[str, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()  # what the entries' chunks lie in, where that is not `files`
+    codecs: tuple[str, ...] = ()  # by which they are decoded
 
     @property
     def reads(self) -> tuple[Path | Blob, ...]:
@@ -80,6 +96,21 @@ class Contents:
 
 def read_contents(located: Located, name: str) -> Contents:
     """Read headers or index of what was located; PrepError names what is broken or not understood."""
+    remote = located.remote
+    if remote is None:
+        return _read_local(located, name)
+    with told_of(remote.mirror, name):
+        contents = _read_local(located, name)
+        return replace(contents, blobs=remote.blobs(contents.files, contents.blobs))
+
+
+def _read_local(located: Located, name: str) -> Contents:
+    if located.kind == "torch":
+        return _read_torch(located.path, name)
+    if located.kind == "meta":
+        return _read_meta(located.path, name)
+    if located.kind in ("flax", "easylm"):
+        return _read_flax(located.path, name, located.kind)
     return _read_item(located.path, name) if located.kind == "orbax" else _read_folder(located.path, name)
 
 
@@ -98,18 +129,85 @@ def _of_tensor(tensor: Tensor) -> Entry:
     return Entry(tensor.name, path, tensor.dtype, tensor.shape, tensor.shape, dict(only))
 
 
+def _read_torch(path: Path, name: str) -> Contents:
+    folder = read_torch_folder(path)
+    config = read_config(path / CONFIG) if (path / CONFIG).exists() else {}
+    entries = tuple(
+        _of_side(t.name, t.dtype, t.shape, (side_of(t, t.file),), (t.file, t.offset)) for t in folder.tensors
+    )
+    asides = tuple(f"{c.file_name}: {aside}" for c in folder.checkpoints for aside in c.asides)
+    return Contents(name, "torch", path, entries, folder.files, config, {}, asides)
+
+
+def _read_meta(path: Path, name: str) -> Contents:
+    """Its tensors as they are together, by the names that Hugging Face has for them."""
+    source = open_meta(path, name, NOTHING)
+    at = [source.files.index(blob) for blob in source.reads]  # of each blob the file that it is
+    entries = tuple(_of_source(source.names.shown(tensor.name), tensor, at) for tensor in source.tensors)
+    return Contents(name, "meta", path, entries, source.files, source.config, {}, (), source.blobs)
+
+
+def _of_source(name: str, tensor: SourceTensor, at: Sequence[int]) -> Entry:
+    first = next(side_copies(tensor.side, tensor.shape, itemsize(tensor.dtype), ((0, 1),) * len(tensor.shape)))
+    return _of_side(name, tensor.dtype, tensor.shape, tensor.side, (at[first.file], first.offset))
+
+
+def _of_side(name: str, dtype: str, shape: tuple[int, ...], side: Side, first: tuple[int, int]) -> Entry:
+    """A tensor as one chunk, or where it lies; `first` is file and offset of its first element."""
+    path, stored = tuple(name.split(".", MAX_DEPTH - 1)), Stored(*first, bits_of(dtype, shape) // 8)
+    if isinstance(flat := side[0], Flat):
+        only = {(0,) * len(shape): Stored(flat.file, flat.offset, stored.nbytes)}
+        return Entry(name, path, dtype, shape, shape, dict(only), stored)
+    return Entry(name, path, dtype, shape, shape, {}, stored, side)
+
+
+def _read_flax(path: Path, name: str, kind: msgpack.Kind) -> Contents:
+    held = read_held(path, kind)
+    home = path if path.is_dir() else path.parent
+    config = read_config(home / CONFIG) if (home / CONFIG).exists() else {}
+    asides = tuple(str(aside) for document in held.documents for aside in document.asides)
+    manifest = (read_manifest(path) or {}) if path.is_dir() else {}
+    entries = tuple(_of_flax(*place) for place in held.places())
+    return Contents(name, kind, path, entries, held.files, config, manifest, asides, held.blobs)
+
+
+def _of_flax(array: msgpack.Array, file: int, offset: int) -> Entry:
+    nbytes = sum(length for _, length in array.runs)
+    only = {(0,) * len(array.shape): Stored(file, offset, nbytes)}
+    return Entry(".".join(array.path), array.path, array.dtype, array.shape, array.shape, dict(only))
+
+
 def _read_item(path: Path, name: str) -> Contents:
     item = read_item(find_item(path) or path)
     manifest = read_manifest(manifest_folder(item.folder)) or {}
-    entries = tuple(_of_array(meta, chunks) for meta, chunks in zip(item.arrays, item.chunks))
+    blobs, _ = held_leaves(item)
+    at = {blob.number: number for number, blob in enumerate(blobs) if isinstance(blob, Decoded)}
+    entries = tuple(_of_array(item, number, at.get(number)) for number in range(len(item.arrays)))
+    config = manifest.get("config") or _config_of(item.folder, path)
     asides = (*map(_aside, item.others), *(f"{each} is in the index, but not in the tree" for each in item.unlisted))
-    return Contents(name, "orbax", item.folder, entries, item.files, manifest.get("config", {}), manifest, asides)
+    return Contents(name, "orbax", item.folder, entries, item.files, config, manifest, asides, blobs, codecs(item))
 
 
-def _of_array(meta: ArrayMeta, chunks: Chunks) -> Entry:
+def _config_of(folder: Path, path: Path) -> Mapping[str, Any]:
+    found = config_beside(folder, path)
+    return read_config(found) if found else {}
+
+
+def codecs(item: OrbaxItem) -> tuple[str, ...]:
+    """How chunks are compressed, by name."""
+    return tuple(dict.fromkeys(step for steps in item.steps for step in steps if step != CHECKSUM))
+
+
+def _of_array(item: OrbaxItem, number: int, blob: int | None) -> Entry:
+    meta, stored = item.arrays[number], item.chunks[number]
+    if blob is None:
+        first, chunks = None, {index: value for index, value in stored.items() if isinstance(value, Stored)}
+    else:
+        first, nbytes, count = next(iter(stored.values()), b""), meta.chunk_nbytes, math.prod(meta.grid)
+        chunks = {index_at(meta.grid, at): Stored(blob, at * nbytes, nbytes) for at in range(count)}
     path = tuple(map(str, meta.path[: MAX_DEPTH - 1]))
     rest = (dotted(meta.path[MAX_DEPTH - 1 :]),) if len(meta.path) >= MAX_DEPTH else ()
-    return Entry(meta.name, path + rest, meta.dtype, meta.shape, meta.chunk, chunks)
+    return Entry(meta.name, path + rest, meta.dtype, meta.shape, meta.chunk, chunks, first)
 
 
 def _aside(other: Other) -> str:
@@ -133,7 +231,7 @@ def parameters(contents: Contents) -> int | None:
     shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
     if family.tied(contents.config) and family.tie.embedding in shapes:
         shapes.pop(family.tie.tensor, None)
-    patterns = [_pattern(row) for row in rows(family, contents.config).values()]
+    patterns = [_pattern(row) for row in rows(family, contents.config, tensors=shapes).values()]
     return sum(math.prod(shape) for name, shape in shapes.items() if any(p.fullmatch(name) for p in patterns))
 
 

@@ -7,46 +7,62 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prepcli import coverage, engine
 from prepcli.blobs import open_blobs
-from prepcli.budget import anonymous_nbytes, budget
+from prepcli.budget import Budget, anonymous_nbytes, budget
+from prepcli.casts import Counts, largest, moved, report
 from prepcli.digest import digest
-from prepcli.engine import Outcome
+from prepcli.engine import NO_BYTES, Outcome
 from prepcli.errors import PrepError
 from prepcli.files import Files, io_error
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import Chunk, write_item, write_step
-from prepcli.journal import Journal
 from prepcli.manifest import MANIFEST, manifest_bytes, read_manifest
+from prepcli.packing import Packed, pack
 from prepcli.plan import Leaf, Plan, Same, Stream
-from prepcli.progress import Progress
-from prepcli.slabs import all_slabs
+from prepcli.progress import NullProgress, Progress
+from prepcli.shares import ALONE, Share
+from prepcli.slabs import all_slabs, wide
 from prepcli.slots import PARAMS, joined, parted
 from prepcli.sources import Source
-from prepcli.staging import Staging, clean, staging
+from prepcli.staging import WORK, Staging, clean, remove, staging
+from prepcli.together import PATIENCE_S, Task, wait_for_all
 from prepcli.ui import version
 from prepcli.units import bytes_text
 
 INDEX_OF_ITEM = ("_METADATA", "manifest.ocdbt")
+RAW, PACKED = "raw", "packed"  # of an output that is compressed, while it is made: its chunks, and how far they are
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a plan is carried out; none of this changes a byte of the output."""
+    """How a plan is carried out; none of this changes a byte of the output.
+
+    `share`: this process's among those that write it together; it ends once all are done. With the `workers` - 1 shares
+    after it progress is shown as one; `start` starts them when there is work, `alarm` raises when one of them failed.
+    Others may give no sign of life for `patience_s` before they count as gone. `allow_overflow`: values that are too
+    large for the dtype that they are cast into become infinite.
+    """
 
     out: Path
     memory_nbytes: int
     overwrite: bool = False
     restart: bool = False
+    share: Share = ALONE
+    workers: int = 1
+    start: Callable[[], None] = lambda: None
+    alarm: Callable[[], None] = lambda: None
+    patience_s: float = PATIENCE_S
+    allow_overflow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An output that is there: what the run did (nothing if it was there already), with its most memory above the
+    """An output that is there: what this process did (nothing if it was there already), with its most memory above the
     start of the run."""
 
     out: Path
@@ -61,8 +77,9 @@ def plan_digest(plan: Plan) -> str:
 
 
 def convert(plan: Plan, source: Source, options: Options, progress: Progress, note: Callable[[str], None]) -> Done:
-    """Carry out a plan; run again after any interruption it goes on from what is durable. Raises PrepError."""
-    spend = budget(options.memory_nbytes)
+    """Carry out a plan, or a share of it and wait for the others; run again after any interruption it goes on from what
+    is durable. Raises PrepError."""
+    spend = budget(options.memory_nbytes, wide(plan.streams))
     run = run_of(plan)
     if _is_done(plan, run, options):
         clean(options.out)
@@ -70,27 +87,59 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
     base_nbytes = anonymous_nbytes()
     coverage.check(plan, lambda: all_slabs(plan.streams, spend.slab_nbytes))
     with staging(options.out) as stage:
-        resumed = stage.open(run, options.restart)
-        check_room(plan, stage.folder)
-        with _journal(stage, run) as journal, sink_of(plan, stage, journal) as sink, open_blobs(source.reads) as files:
-            if resumed:
-                there = f"{bytes_text(journal.done_nbytes)} of {bytes_text(_total(plan))} are there"
-                note(f"resuming {stage.folder.name}: {there}")
-            progress.begin(plan.command, _total(plan), journal.done_nbytes)
-            try:
-                expect = _Expectations(plan, source)
-                outcome = engine.run(plan.streams, files, sink, spend, progress, journal, expect.seen)
-            finally:
-                progress.end()
-        _check_unchanged(plan, source)
-        finish(plan, stage, run, outcome)
+        division = stage.open(run, options.restart, options.share)
+        if not division.resumed and _is_done(plan, run, options):  # others were faster
+            remove(stage.folder)
+            return Done(options.out, Outcome(), 0, already=True)
+        options.start()
+        task = Task(plan, run, stage, division, range(options.share.index, options.share.index + options.workers))
+        try:
+            outcome = _moved(task, source, spend, options.allow_overflow, progress, note)
+            _check_unchanged(plan, source)
+        except PrepError as error:
+            stage.tell_failure(error)
+            raise
+        _finish_once(task, options, outcome, progress, note)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
-        stage.publish(options.overwrite)
+    clean(options.out)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
 
 
-def _total(plan: Plan) -> int:
-    return sum(stream.nbytes for stream in plan.streams)
+def _moved(
+    task: Task, source: Source, spend: Budget, allow_overflow: bool, progress: Progress, note: Callable[[str], None]
+) -> Outcome:
+    """The streams of this process moved."""
+    plan, stage = task.mine, task.stage
+    check_room(plan, stage.folder)
+    promised = task.promises()
+    with (
+        task.journal() as journal,
+        sink_of(plan, stage, promised) as sink,
+        open_blobs(source.reads, spend.cache_nbytes) as files,
+    ):
+        done, total = task.team_nbytes()
+        if done:
+            note(f"resuming {stage.folder.name}: {bytes_text(done)} of {bytes_text(total)} are there")
+        progress.begin(plan.command, total, done)
+        try:
+            expect = _Expectations(plan, source, allow_overflow)
+            outcome = engine.run(plan.streams, files, sink, spend, progress, journal, expect.seen)
+        finally:
+            progress.end()
+        sink.check_there()
+    return outcome
+
+
+def _finish_once(
+    task: Task, options: Options, outcome: Outcome, progress: Progress, note: Callable[[str], None]
+) -> None:
+    """Wait until the shares of all processes are there; who sees it first finishes the output."""
+    digests = wait_for_all(task, options.patience_s, options.alarm, note)
+    with task.stage.publishing() as is_needed:
+        if is_needed:
+            empty = {number: NO_BYTES for number, stream in enumerate(task.plan.streams) if not stream.nbytes}
+            finish(task.plan, task.stage, task.run, replace(outcome, digests=empty | digests), progress)
+            task.stage.publish(options.overwrite)
 
 
 def run_of(plan: Plan) -> dict[str, object]:
@@ -111,7 +160,7 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
             return False
         raise
     same = manifest is not None and manifest["plan"] == run["plan"]
-    whole = same and _is_whole(plan, out)
+    whole = same and _is_whole(plan, out, manifest or {})
     if options.overwrite:
         return False
     if whole and not options.restart:
@@ -122,11 +171,12 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
     raise PrepError(f"{out} exists and is something else", _made_by(manifest, plan), hint)
 
 
-def _is_whole(plan: Plan, out: Path) -> bool:
+def _is_whole(plan: Plan, out: Path, manifest: Mapping[str, Any]) -> bool:
     """Whether all files of an output are there, those that are large with their size."""
     folder = out / plan.item
+    files = manifest.get("packed", {}) if plan.zstd_level else {file.path: file.size for file in plan.files}
     small = [file.path for file in plan.small_files] + ([*INDEX_OF_ITEM] if plan.leaves else [])
-    sizes = all(_has_size(folder / file.path, file.size) for file in plan.files)
+    sizes = all(_has_size(folder / path, size) for path, size in files.items())
     return sizes and all((folder / path).is_file() for path in small)
 
 
@@ -142,55 +192,62 @@ def _made_by(manifest: Mapping[str, Any] | None, plan: Plan) -> str:
     return f"made by the same `{plan.request}` from a source that has changed since"
 
 
-@contextlib.contextmanager
-def _journal(stage: Staging, run: dict[str, object]) -> Iterator[Journal]:
-    journal = Journal(stage.journal, str(run["plan"]))
-    try:
-        yield journal
-    finally:
-        journal.close()
+def data_folder(plan: Plan, folder: Path) -> Path:
+    """Where the data files are written: to be compressed from there, or where they stay."""
+    return folder / WORK / RAW if plan.zstd_level else folder / plan.item
 
 
 @contextlib.contextmanager
-def sink_of(plan: Plan, stage: Staging, journal: Journal | None = None) -> Iterator[Files]:
-    """The output's data files, made with their size and head. PrepError if the journal promises bytes of one that is
+def sink_of(plan: Plan, stage: Staging, promised: bool = False) -> Iterator[Files]:
+    """The output's data files, made with their size and head. PrepError if a journal promises bytes of them, and one is
     not as it was left."""
-    paths = [stage.folder / plan.item / file.path for file in plan.files]
+    paths = [data_folder(plan, stage.folder) / file.path for file in plan.files]
     spoiled = [path for path, file in zip(paths, plan.files) if not _has_size(path, file.size)]
-    if journal and journal.done_nbytes and spoiled:
+    if promised and spoiled:
         why = f"{spoiled[0].name} is missing or has another size than an earlier run gave it"
         raise PrepError(f"{stage.folder} is damaged", why, "`--restart` drops it")
     for folder in {path.parent for path in paths}:
         folder.mkdir(parents=True, exist_ok=True)
     with Files(paths, [file.size for file in plan.files]) as sink:
         for number, file in enumerate(plan.files):
-            if file.head:
-                sink.write_head(number, file.head)
+            for offset, data in ((0, file.head), *file.fixed):
+                if data:
+                    sink.write_head(number, data, offset)
         yield sink
 
 
 def check_room(plan: Plan, folder: Path) -> None:
     """PrepError if the disk has no room for what is still to be written."""
-    there = sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file())
-    needed = sum(file.size for file in plan.files) - there
+    needed = sum(file.size - _taken(data_folder(plan, folder) / file.path) for file in plan.files)
+    needed += sum(file.size for file in plan.files) if plan.zstd_level else 0  # raw and compressed, until it is whole
     usage = shutil.disk_usage(folder)
     if needed > usage.free:
         why = f"needs {bytes_text(needed)}, its disk has {bytes_text(usage.free)} free"
         raise PrepError(f"not enough room for {folder.name.removesuffix('.partial')}", why, "`--out` on another disk")
 
 
-class _Expectations:
-    """What digests have to be: those that the source's manifest records, and equal ones for tied tensors."""
+def _taken(path: Path) -> int:
+    """Bytes of the disk that a file has, if it is there."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
 
-    def __init__(self, plan: Plan, source: Source) -> None:
-        self._plan, self._source = plan, source
+
+class _Expectations:
+    """What digests have to be: those that the source's manifest records, and equal ones for tied tensors; and that no
+    value overflows."""
+
+    def __init__(self, plan: Plan, source: Source, allow_overflow: bool) -> None:
+        self._plan, self._source, self._allow_overflow = plan, source, allow_overflow
         recorded = {(t.name, low, high): text for t in source.everything for low, high, text in t.digests}
         self._wanted = {i: recorded.get((s.name, *s.rows)) for i, s in enumerate(plan.streams) if s.left}
         self._seen: dict[tuple[str, tuple[int, int]], str] = {}
 
-    def seen(self, number: int, found: str) -> None:
-        """Take in the digest of a stream. PrepError if it is not what it has to be."""
-        stream = self._plan.streams[number]
+    def seen(self, number: int, text: str) -> None:
+        """Take in what the engine says of a whole stream. PrepError if it is not what it has to be."""
+        stream, found = self._plan.streams[number], moved(text).read
+        self._check_overflow(stream, moved(text).counts)
         wanted = self._wanted.get(number)
         if wanted and wanted != found:
             why = f"its bytes have the digest {found}, its manifest records {wanted}: they have changed since"
@@ -199,6 +256,12 @@ class _Expectations:
         for check in self._plan.checks:
             if stream.name in (check.name, check.other):
                 self._compare(check, stream)
+
+    def _check_overflow(self, stream: Stream, counts: Counts | None) -> None:
+        if counts and counts.overflowed and not self._allow_overflow:
+            what = f"{counts.overflowed:,} values of {self._called(stream.name)} are too large for {stream.cast}"
+            why = f"the largest that it has is {largest(stream.cast):g}"
+            raise PrepError(what, why, "`--allow-overflow` makes them infinite")
 
     def _compare(self, check: Same, stream: Stream) -> None:
         pair = [self._seen.get((name, stream.rows)) for name in (check.name, check.other)]
@@ -221,19 +284,26 @@ class _Expectations:
 def _check_unchanged(plan: Plan, source: Source) -> None:
     """PrepError if a file of the source was written to while it was read."""
     for fact, path in zip(plan.sources, source.files):
-        now = path.stat()
+        try:
+            now = path.stat()
+        except OSError as error:
+            raise io_error(path, error) from error
         if (now.st_size, now.st_mtime_ns) != (fact.size, fact.mtime_ns):
             raise PrepError(f"{path.name} changed while it was read", f"in {source.name}", "run again with `--restart`")
 
 
-def finish(plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome) -> None:
-    """Write what is not tensors: index, settings, manifest."""
+def finish(
+    plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome, progress: Progress | None = None
+) -> None:
+    """Write what is not tensors: chunks compressed, if they are to be, then index, settings, manifest."""
     folder = stage.folder / plan.item
+    packed = _packed(plan, stage, progress or NullProgress()) if plan.zstd_level else None
     try:
         if plan.leaves:
             metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk) for x in plan.leaves]
-            names = [file.path for file in plan.files]
-            write_item(folder, metas, _chunks(plan.leaves), names, now_ns=newest_ns(plan))
+            names = packed.files if packed else [file.path for file in plan.files]
+            chunks = packed.chunks if packed else _chunks(plan.leaves)
+            write_item(folder, metas, chunks, names, now_ns=newest_ns(plan), zstd_level=plan.zstd_level)
         if plan.item:
             write_step(stage.folder, plan.item, newest_ns(plan))
         for file in plan.small_files:
@@ -243,9 +313,17 @@ def finish(plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome)
                 shutil.copyfile(file.copied_from, path)
             else:
                 path.write_bytes(file.content)
-        (stage.folder / MANIFEST).write_bytes(manifest_bytes(_manifest(plan, run, outcome)))
+        said = {"packed": dict(zip(packed.files, packed.sizes))} if packed else {}
+        (stage.folder / MANIFEST).write_bytes(manifest_bytes(_manifest(plan, run, outcome) | said))
     except OSError as error:
         raise io_error(stage.folder, error) from error
+
+
+def _packed(plan: Plan, stage: Staging, progress: Progress) -> Packed:
+    raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+    chunks = list(_chunks(plan.leaves))
+    folder, journal = stage.folder / plan.item, stage.folder / WORK / PACKED
+    return pack(chunks, raw, folder, journal, plan.zstd_level or 0, progress)
 
 
 def newest_ns(plan: Plan) -> int:
@@ -267,6 +345,7 @@ def _manifest(plan: Plan, run: dict[str, object], outcome: Outcome) -> dict[str,
         "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.sources]},
         **plan.settings,
         "dropped": [{**asdict(d), "name": plan.names.get(d.name, d.name)} for d in plan.dropped],
+        **({"casts": casts} if (casts := report(plan.streams, outcome.digests)) else {}),
         **_records(plan, outcome),
         "leaves": {
             leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk} for leaf in plan.leaves
@@ -288,8 +367,8 @@ def _records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
             shown = plan.names.get(stream.name, stream.name)
             name = shown.removeprefix(joined(slot, "")) if slot else shown
             held = tensors if slot == PARAMS else slots.setdefault(slot, {}) if slot else others
-            record = held.setdefault(name, {"dtype": stream.dtype, "shape": stream.shape, "digests": []})
-            record["digests"].append([*stream.rows, outcome.digests[number]])
+            record = held.setdefault(name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []})
+            record["digests"].append([*stream.rows, moved(outcome.digests[number]).written])
             if stream.shape:
                 record["shape"] = (stream.rows[1], *stream.shape[1:])
     return {"tensors": tensors, **({"slots": slots, "others": others} if plan.item else {})}

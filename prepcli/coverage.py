@@ -12,9 +12,11 @@ from prepcli.errors import PrepError
 from prepcli.moves import Copy, Region
 from prepcli.plan import Flat, Leaf, Plan, Side, Stream, side_copies
 from prepcli.slabs import Slab
+from prepcli.tensors import itemsize
 from trainer.axes import TensorDim
 
 Span = tuple[int, int, int]  # file, first byte, one past the last
+Repeats = tuple[tuple[int, int], ...]  # of a run: (count, step), outermost first
 
 
 def check(plan: Plan, slabs: Callable[[], Iterable[Slab]]) -> None:
@@ -57,9 +59,9 @@ def _copies(plan: Plan, slabs: Iterable[Slab], side: Literal["left", "right"]) -
     for slab in slabs:
         stream = plan.streams[slab.stream]
         copies, parts = (slab.left, stream.left) if side == "left" else (slab.right, stream.right)
-        moved = sum(copy.nbytes for copy in copies)
-        if parts and moved != slab.nbytes:
-            missing = f"{slab.nbytes:,} bytes from byte {slab.start:,} on, {moved:,} of them on the {side}"
+        moved, due = sum(copy.nbytes for copy in copies), slab.nbytes if side == "left" else slab.written_nbytes
+        if parts and moved != due:
+            missing = f"{due:,} bytes from byte {slab.start:,} on, {moved:,} of them on the {side}"
             raise _error(f"{stream.name}: {missing}")
         yield from copies
 
@@ -67,7 +69,7 @@ def _copies(plan: Plan, slabs: Iterable[Slab], side: Literal["left", "right"]) -
 def _read_spans(plan: Plan) -> Iterator[Span]:
     """What the streams should read: Flat sides as they are declared, regions by the bytes of their whole box."""
     for stream in plan.streams:
-        yield from _declared(stream, stream.left)
+        yield from _declared(stream, stream.left, itemsize(stream.dtype))
 
 
 def _written_spans(plan: Plan) -> Iterator[Span]:
@@ -76,16 +78,16 @@ def _written_spans(plan: Plan) -> Iterator[Span]:
         yield from _chunks(leaf)
     if not plan.leaves:
         for stream in plan.streams:
-            yield from _declared(stream, stream.right)
+            yield from _declared(stream, stream.right, itemsize(stream.written_dtype))
 
 
-def _declared(stream: Stream, side: Side) -> Iterator[Span]:
-    low, high = stream.span
+def _declared(stream: Stream, side: Side, item: int) -> Iterator[Span]:
     for part in side if stream.nbytes else ():
         if isinstance(part, Flat):
+            low, high = (edge // itemsize(stream.dtype) * item for edge in stream.span)
             yield part.file, part.offset + low, part.offset + high
         else:
-            yield from _spans(side_copies((part,), stream, stream.box))
+            yield from _spans(side_copies((part,), stream.shape, item, stream.box))
 
 
 def _chunks(leaf: Leaf) -> Iterator[Span]:
@@ -102,10 +104,29 @@ def _chunks(leaf: Leaf) -> Iterator[Span]:
 
 
 def _spans(copies: Iterable[Copy]) -> Iterator[Span]:
+    """The bytes of all copies on the other side.
+
+    A band of a transpose is a run in each of a thousand rows, and the next band goes on there: such copies become one
+    with longer runs before any run is told apart, else there would be millions.
+    """
+    ends: dict[tuple[int, int, Repeats], tuple[int, int]] = {}  # file, end of the first run, repeats -> its start, run
     for copy in copies:
-        run = copy.run
-        for offset in copy.offsets():
-            yield copy.file, offset, offset + run
+        run, repeats = copy.run, copy.repeats
+        start, before = ends.pop((copy.file, copy.offset, repeats), (copy.offset, 0))
+        end = copy.file, copy.offset + run, repeats
+        if end in ends:  # the same bytes once more
+            yield from _runs(copy.file, *ends[end], repeats)
+        ends[end] = start, before + run
+    for (file, _, repeats), (start, run) in ends.items():
+        yield from _runs(file, start, run, repeats)
+
+
+def _runs(file: int, start: int, run: int, repeats: Repeats) -> Iterator[Span]:
+    while repeats and repeats[-1][1] == run:
+        run, repeats = run * repeats[-1][0], repeats[:-1]
+    for steps in itertools.product(*(range(0, count * step, step) for count, step in repeats)):
+        low = start + sum(steps)
+        yield file, low, low + run
 
 
 def _exact(verb: str, found: Iterable[Span], wanted: Iterable[Span]) -> None:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prepcli.errors import PrepError
+from prepcli.formats.flax_folder import kind_of_names
+from prepcli.formats.msgpack import sniff
 from prepcli.formats.orbax import find_item
 from prepcli.formats.safetensors import has_safetensors
+from prepcli.formats.torch_files import OF_TRAINING, SUFFIXES, model_files, torch_kind
 from prepcli.formats.untrusted import list_folder, parse_json
 
-Kind = Literal["safetensors", "orbax"]
+Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm"]
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -44,24 +47,13 @@ FOREIGN = (
         "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pth, then load it into the"
         " model and call its save_pretrained(OUT)",
     ),
-    Foreign(
-        ("*.bin", "*.pth", "*.pt"),
-        "is in PyTorch's pickle format",
-        "prep reads safetensors so far",
-        "with transformers: AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained(OUT)",
-    ),
-    Foreign(
-        ("*.msgpack",),
-        "is in Flax msgpack format",
-        "prep reads safetensors so far",
-        "with transformers 4: AutoModelForCausalLM.from_pretrained('{folder}', from_flax=True).save_pretrained(OUT)",
-    ),
-    Foreign(
-        ("streaming_params*", "streaming_train_state*"),
-        "is an EasyLM stream",
-        "prep reads safetensors so far",
-        "EasyLM's own converter to Hugging Face makes a folder that prep reads",
-    ),
+)
+
+OF_A_RUN = Foreign(
+    OF_TRAINING,
+    "holds no model",
+    "this is what a training run of PyTorch keeps beside one",
+    "the folder that the model itself was saved to",
 )
 
 
@@ -73,6 +65,8 @@ def detect(path: Path, shown: str = "") -> Kind:
     """
     shown = shown or str(path)
     if path.is_file():
+        if (kind := sniff(path)) is not None:
+            return kind
         raise format_refusal([path.name], shown) or _is_a_file(path, shown)
     if find_item(path) is not None:
         return "orbax"
@@ -83,13 +77,25 @@ def detect(path: Path, shown: str = "") -> Kind:
         check_config(path / CONFIG, shown)
     if has_safetensors(path):
         return "safetensors"
-    raise format_refusal(names, shown) or _nothing(names, shown)
+    if (torch := torch_kind(names)) is not None:
+        return torch
+    if (flax := kind_of_names(names)) is not None:
+        return flax
+    if (refusal := format_refusal(names, shown)) is not None:
+        raise refusal
+    if model_files(names):
+        return "torch"
+    of_torch = [name for name in names if name.lower().endswith(SUFFIXES)]
+    raise _refusal((OF_A_RUN,), of_torch, shown) or _nothing(names, shown)
 
 
 def format_refusal(names: Iterable[str], shown: str) -> PrepError | None:
     """The error for a folder or repository of these file names, none of them safetensors; None if nothing is known."""
-    names = list(names)
-    for foreign in FOREIGN:
+    return _refusal(FOREIGN, list(names), shown)
+
+
+def _refusal(foreigns: Iterable[Foreign], names: list[str], shown: str) -> PrepError | None:
+    for foreign in foreigns:
         found = [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in foreign.patterns)]
         if found:
             why = f"found {_some(found)}; {foreign.why}"

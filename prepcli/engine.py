@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from prepcli.budget import Budget, Buffers, anonymous_nbytes
+from prepcli.casts import Cast, Moved
 from prepcli.files import PAGE, Bytes, Files, Reads
 from prepcli.fills import Fills, mean_source
 from prepcli.journal import Journal
@@ -22,7 +23,7 @@ from prepcli.moves import Copy
 from prepcli.permute import gather, scatter
 from prepcli.plan import Stream
 from prepcli.progress import Progress
-from prepcli.slabs import Slab, all_slabs
+from prepcli.slabs import LONG_RUN, Slab, all_slabs
 
 MOST_UNSYNCED_NBYTES = 256 << 20  # what a kill can cost: written, but not yet known to be durable
 NO_BYTES = xxhash.xxh3_128_hexdigest(b"")  # the digest of a tensor without elements, of which no slab passes by
@@ -39,11 +40,13 @@ class Seconds:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run did: the digest of every stream by number, bytes, seconds, and the most memory seen."""
+    """What a run did: of every stream by number its digest, or what `casts.Moved` makes of it; bytes, seconds, and the
+    most memory seen."""
 
     digests: dict[int, str] = field(default_factory=dict)
     read_nbytes: int = 0
     written_nbytes: int = 0
+    copied_nbytes: int = 0  # in memory, into another order or dtype
     resumed_nbytes: int = 0
     peak_nbytes: int = 0
     seconds: Seconds = field(default_factory=Seconds)
@@ -58,7 +61,8 @@ def run(
     journal: Journal | None = None,
     on_digest: Callable[[int, str], None] = lambda number, digest: None,
 ) -> Outcome:
-    """Move every stream; without a sink they are only digested. `on_digest` may raise to stop the run.
+    """Move every stream; without a sink they are only digested. `on_digest`, which is told what `Outcome.digests` has
+    of a stream, may raise to stop the run.
 
     Whatever ends it early, what the journal names is durable and a later run with the same journal goes on from there.
     """
@@ -68,13 +72,18 @@ def run(
 
 @dataclass(slots=True)
 class _Step:
-    """A slab on its way: its buffers, the bytes as read, and the digests of streams that end with it."""
+    """A slab on its way: its buffers, of which the first has its bytes, and the digests of streams that end with it."""
 
     slab: Slab
     done_nbytes: int  # of all streams, once this slab is written
     buffers: list[Bytes]
     data: Bytes
     digests: dict[int, str] = field(default_factory=dict)
+
+    def other(self) -> Bytes:
+        """The buffer that does not have the bytes, to bring them to in another order or dtype."""
+        self.buffers.reverse()
+        return self.buffers[0]
 
 
 class _Run:
@@ -99,6 +108,7 @@ class _Run:
         self.dirty = 0  # bytes written since the last sync
         self.fresh: dict[int, str] = {}  # digests since the last sync
         self.state = xxhash.xxh3_128()
+        self.cast: Cast | None = None  # of the stream that passes by
         self.error: BaseException | None = None
 
     def go(self) -> Outcome:
@@ -178,42 +188,58 @@ class _Run:
         self.outcome.seconds.read += time.perf_counter() - began
 
     def _move(self, step: _Step) -> None:
-        """Bring the bytes into the tensor's order, digest them, bring them into the order of the sink."""
+        """Bring the bytes into the tensor's order, digest and cast them, bring them into the order of the sink."""
         began, slab = time.perf_counter(), step.slab
-        spare = step.buffers[1:]
         if not slab.left:
-            step.data = self.fills.rows(slab, _lead(slab, step.buffers[0]))
+            step.data = self.fills.rows(slab, _lead(slab, step.buffers[0], slab.nbytes))
         elif scattered(slab.left):
-            step.data = scatter(slab, step.data, _lead(slab, spare.pop(0)))
+            step.data = scatter(slab, step.data, _lead(slab, step.other(), slab.nbytes))
+            self.outcome.copied_nbytes += slab.nbytes
         self.fills.observe(slab, step.data)
         self._digest(step)
-        if spare:
-            step.data = gather(slab, step.data, _lead(slab, spare.pop(0)))
+        if _gathered(slab):
+            step.data = gather(slab, step.data, _lead(slab, step.other(), slab.written_nbytes))
+            self.outcome.copied_nbytes += slab.written_nbytes
         self.outcome.seconds.move += time.perf_counter() - began
 
     def _digest(self, step: _Step) -> None:
-        number, slab = step.slab.stream, step.slab
+        number, slab, stream = step.slab.stream, step.slab, self.streams[step.slab.stream]
         self.state.update(step.data.data)
-        if slab.start + slab.nbytes == self.streams[number].span[1]:
-            step.digests = {number: self.state.hexdigest()}
-            self.state.reset()
+        if slab.start == stream.span[0]:
+            self.cast = Cast(stream.dtype, stream.cast) if stream.cast else None
+        if self.cast:
+            step.data = self.cast.run(step.data, _lead(slab, step.other(), slab.written_nbytes))
+            self.outcome.copied_nbytes += slab.written_nbytes
+        if slab.start + slab.nbytes == stream.span[1]:
+            step.digests = {number: str(self._moved())}
             self.outcome.digests |= step.digests
             self.on_digest(number, step.digests[number])
+
+    def _moved(self) -> Moved:
+        """The stream that ended, as `Outcome.digests` has it."""
+        read = self.state.hexdigest()
+        self.state.reset()
+        return Moved(read, self.cast.digest(), self.cast.counts) if self.cast else Moved(read, read)
 
     def _write(self, step: _Step) -> None:
         began, slab = time.perf_counter(), step.slab
         if step.done_nbytes > self.durable:
             if self.sink and slab.right:
                 self.sink.write(slab.right, step.data)
-                self.outcome.written_nbytes += slab.nbytes
-                self.dirty += slab.nbytes
+                self.outcome.written_nbytes += slab.written_nbytes
+                self.dirty += slab.written_nbytes
             self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
         self.fresh |= step.digests
         self.position = step.done_nbytes
-        if self.dirty >= min(MOST_UNSYNCED_NBYTES, self.spend.nbytes // 2):
+        if self.dirty >= min(MOST_UNSYNCED_NBYTES, self.spend.nbytes // 2) and not self._is_ragged(step):
             self._mark()
         self.outcome.peak_nbytes = max(self.outcome.peak_nbytes, anonymous_nbytes())
         self.outcome.seconds.write += time.perf_counter() - began
+
+    def _is_ragged(self, step: _Step) -> bool:
+        """Whether later slabs write to the same pages as this one, in short runs each: were they on the disk already,
+        each page would have to be read again."""
+        return not step.digests and any(copy.repeats and copy.run < LONG_RUN for copy in step.slab.right)
 
     def _mark(self) -> None:
         """What the writer has passed becomes durable, and then known to be so."""
@@ -231,22 +257,22 @@ def scattered(side: tuple[Copy, ...]) -> bool:
 
 
 def buffers_needed(slab: Slab) -> int:
-    """One to read into, one more where bytes are brought into the tensor's order, one where into that of the sink."""
-    return 1 + scattered(slab.left) + _gathered(slab)
+    """One to read into, and one more where bytes are brought into another order or dtype, in turns."""
+    return 1 + (scattered(slab.left) or slab.is_cast or _gathered(slab))
 
 
 def _gathered(slab: Slab) -> bool:
     """Whether the sink needs the bytes in another order, or as deep in a page as they are not."""
     if not slab.right or scattered(slab.right):
         return bool(slab.right)
-    one_run = slab.left and not scattered(slab.left)
+    one_run = slab.left and not scattered(slab.left) and not slab.is_cast
     return bool(one_run and (slab.left[0].offset - slab.right[0].offset) % PAGE)
 
 
-def _lead(slab: Slab, into: Bytes) -> Bytes:
-    """The part of a buffer that lies as deep in a page as the first byte to be written does."""
+def _lead(slab: Slab, into: Bytes, nbytes: int) -> Bytes:
+    """Bytes of a buffer from as deep in a page as the first one to be written lies."""
     lead = slab.right[0].offset % PAGE if slab.right else 0
-    return into[lead : lead + slab.nbytes]
+    return into[lead : lead + nbytes]
 
 
 def _as_run(copy: Copy) -> Copy:

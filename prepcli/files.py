@@ -48,12 +48,13 @@ class Files:
     def __init__(self, paths: Sequence[Path], sizes: Sequence[int] | None = None) -> None:
         """Open for reading, or with `sizes` for writing: files are made, or kept if they have their size."""
         self.paths = tuple(paths)
+        self._sizes = tuple(sizes or ())
         self._buffered: list[int] = []
         self._direct: list[int] = []
         self._opened: list[int] = []
         self._written: set[int] = set()
         self._lost: PrepError | None = None
-        flags = os.O_RDONLY if sizes is None else os.O_RDWR | os.O_CREAT
+        flags = os.O_RDONLY if sizes is None else os.O_WRONLY | os.O_CREAT
         try:
             for i, path in enumerate(self.paths):
                 self._open(path, flags, None if sizes is None else sizes[i])
@@ -86,6 +87,16 @@ class Files:
             if fd >= 0:
                 os.close(fd)
         self._buffered, self._direct, self._opened = [], [], []
+
+    def check_there(self) -> None:
+        """PrepError if a file that was written has not its name or size any more: somebody did something to it."""
+        for path, fd, size in zip(self.paths, self._buffered, self._sizes):
+            try:
+                found, named = os.fstat(fd), path.stat()
+            except OSError as error:
+                raise io_error(path, error) from error
+            if not os.path.samestat(found, named) or found.st_size != size:
+                raise PrepError(f"{path} was changed by somebody else", "while it was written", "`--restart`")
 
     def read_run(self, copy: Copy, into: Bytes) -> Bytes:
         """Read a copy that is one run; it comes back as deep in a page as it lies in the file."""
@@ -122,10 +133,10 @@ class Files:
         """Fill `into` from a file: whole pages past the page cache where memory and file are as deep in a page."""
         self._pages_apart(os.preadv, file, into, offset)
 
-    def write_head(self, file: int, data: bytes) -> None:
-        """Write the first bytes of a file."""
+    def write_head(self, file: int, data: bytes, offset: int = 0) -> None:
+        """Write the first bytes of a file, or others that are no tensor's."""
         self._written.add(file)
-        self._all(os.pwritev, file, False, np.frombuffer(data, np.uint8), 0, len(data))
+        self._all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
 
     def _pages_apart(self, call: _Call, file: int, data: Bytes, offset: int) -> None:
         size = data.size

@@ -24,9 +24,9 @@ def numpy_dtype(dtype: str) -> np.dtype:
         return np.dtype(getattr(ml_dtypes, dtype))
 
 
-def rounded(values: npt.NDArray[np.float64], dtype: np.dtype) -> np.ndarray:
-    """Values in a dtype, each rounded once, to the nearest or in a tie to the even one."""
-    if dtype.kind != "V":
+def rounded(values: npt.NDArray[np.floating], dtype: np.dtype) -> np.ndarray:
+    """float32 or float64 in a dtype, each value rounded once, to the nearest or in a tie to the even one."""
+    if dtype.kind != "V" or values.dtype == np.float32:
         return values.astype(dtype)
     # ml_dtypes rounds to float32 first. Where that step is not exact it goes to the odd neighbour, so that it never
     # ends in a tie that the second step would break in its own way.
@@ -73,7 +73,7 @@ class Fills:
             return normal_row(stream, row)
         if self._mean is None:
             raise ValueError(f"{stream.name}: its mean is wanted before its rows were seen")
-        return self._mean.value()
+        return self._mean.value(numpy_dtype(stream.dtype))
 
 
 def mean_source(streams: Sequence[Stream], number: int) -> int:
@@ -118,10 +118,10 @@ class _Mean:
     def _add_rows(self, data: Bytes) -> None:
         self._sum += data.view(self._dtype).reshape(-1, self._sum.size).astype(np.float64).sum(axis=0)
 
-    def value(self) -> np.ndarray:
-        """The mean in the stream's own dtype, once all its rows were added."""
+    def value(self, dtype: np.dtype) -> np.ndarray:
+        """The mean in a dtype, once all the rows of the stream were added."""
         if self._rest.size:
             self._add_rows(self._rest)
             self._rest = np.empty(0, np.uint8)
         low, high = self._stream.rows
-        return rounded(self._sum / (high - low), self._dtype)
+        return rounded(self._sum / (high - low), dtype)

@@ -45,7 +45,12 @@ def settings(
     config: Mapping[str, Any], layouts: Sequence[FileLayout], copied: Iterable[Path], below: str = ""
 ) -> tuple[SmallFile, ...]:
     """config.json, the index if there are several files, and the files that are copied as they are."""
-    files = [SmallFile(below + CONFIG, dumps(config))]
-    if len(layouts) > 1 or any(layout.name != SINGLE for layout in layouts):
-        files.append(SmallFile(INDEX, index_json(layouts)))
+    files = (SmallFile(below + CONFIG, dumps(config)), *index_files(layouts))
     return (*files, *(_copied(path, below) for path in copied))
+
+
+def index_files(layouts: Sequence[FileLayout]) -> tuple[SmallFile, ...]:
+    """The index, if there are several files or one of another name."""
+    if len(layouts) > 1 or any(layout.name != SINGLE for layout in layouts):
+        return (SmallFile(INDEX, index_json(layouts)),)
+    return ()

@@ -17,11 +17,17 @@ from typing import TYPE_CHECKING
 
 from prepcli.detect import ADAPTER_CONFIG, CONFIG, adapter_refusal, check_config, format_refusal
 from prepcli.errors import PrepError
+from prepcli.formats.flax_folder import flax_weights
+from prepcli.formats.msgpack import SUFFIX as FLAX_SUFFIX
+from prepcli.formats.torch_files import SUFFIXES, torch_weights
+from prepcli.hub_ranges import HTTP_LIBRARIES, HubRanges
+from prepcli.mirrors import Remote, add_headers, add_small, new_mirror
 from prepcli.progress import Progress
+from prepcli.remote import RemoteFile
 from prepcli.units import bytes_text
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,7 +45,6 @@ SMALL_FILES = (
 POLL_S = 0.5
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_HTTP_LIBRARIES = ("httpx", "httpx2", "requests", "urllib3")
 
 
 def download(
@@ -71,18 +76,77 @@ def download(
         return _fetch(hub_id, revision, info, progress)
 
 
+def stream(hub_id: str, revision: str | None, offline: bool) -> tuple[str, Remote]:
+    """The commit of a model and its files, of which only headers and what is small are fetched; tensors are read from
+    the hub. Raises PrepError for what `download` refuses, and while offline."""
+    _set_variables(offline)
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if offline or HF_HUB_OFFLINE:
+        why = "--offline" if offline else f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
+        raise PrepError(f"cannot stream {hub_id}", f"{why} asks for no network", "without `--stream` the cache is used")
+    with _told(hub_id, revision, offline):
+        try:
+            return _streamed(hub_id, _listing(hub_id, revision))
+        except Exception as error:
+            if not _is_unreachable(error):
+                raise
+            why = f"the hub cannot be reached{_at_endpoint()}"
+            raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
+
+
+def _streamed(hub_id: str, info: ModelInfo) -> tuple[str, Remote]:
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
+
+    siblings = {file.rfilename: file for file in info.siblings or ()}
+    names = wanted(list(siblings))
+    _check_format(list(siblings), names, hub_id)
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if not weights or info.sha is None:
+        why = "`--stream` reads safetensors, and it has none"
+        raise PrepError(f"cannot stream {hub_id}", why, "without `--stream` it is downloaded first")
+    if CONFIG in names:
+        check_config(Path(hf_hub_download(hub_id, CONFIG, revision=info.sha)), hub_id)
+    small = sorted({*names} - {*weights})
+    cached = Path(snapshot_download(hub_id, revision=info.sha, allow_patterns=small))
+    ranges = HubRanges(hub_id, info.sha, constants.ENDPOINT)
+    remote = Remote(tuple(_remote_file(hub_id, info.sha, siblings[name]) for name in names), ranges, new_mirror())
+    for file in remote.files:
+        if file.path in small:
+            add_small(remote.mirror, file, (cached / file.path).read_bytes())
+    add_headers(remote.mirror, ranges, [file for file in remote.files if file.path in weights])
+    return info.sha, remote
+
+
+def _remote_file(hub_id: str, commit: str, told: RepoSibling) -> RemoteFile:
+    """A file with the hash that the hub keeps of it: SHA-256 of large ones, else what git calls it."""
+    if told.size is None:
+        raise PrepError(f"cannot stream {hub_id}", f"the hub does not say how large {told.rfilename} is")
+    sha256 = told.lfs.sha256 if told.lfs else None
+    return RemoteFile(
+        told.rfilename, told.size, f"sha256:{sha256}" if sha256 else f"git:{told.blob_id}" if told.blob_id else commit
+    )
+
+
 def wanted(names: Sequence[str]) -> list[str]:
     """Of the files of a repository those that a conversion reads or copies; all lie at the top.
 
-    Weights are the numbered shards where there is an index, else model.safetensors, else all *.safetensors.
+    Weights are the numbered shards where there is an index, else model.safetensors, else all *.safetensors, and only
+    where there are none PyTorch's own, else Flax's.
     """
     top = [name for name in names if "/" not in name]
     if INDEX in top:
         weights = [INDEX, *(name for name in top if _SHARD.fullmatch(name))]
     else:
         weights = [SINGLE] if SINGLE in top else [name for name in top if name.endswith(".safetensors")]
+    weights = weights or wanted_of_others(top)
     small = [name for name in top if any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)]
     return sorted({*weights, *small})
+
+
+def wanted_of_others(names: Sequence[str]) -> list[str]:
+    """The weights of a model without safetensors."""
+    return torch_weights(names) or flax_weights(names)
 
 
 def _set_variables(offline: bool) -> None:
@@ -105,7 +169,8 @@ def _cached(hub_id: str, revision: str | None) -> Path:
 
     folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=[CONFIG]))
     names = [path.name for path in folder.iterdir()]
-    if not any(name.endswith(".safetensors") for name in names) and format_refusal(names, hub_id) is None:
+    weights = [name for name in names if name.endswith(".safetensors")] or wanted_of_others(names)
+    if not weights and format_refusal(names, hub_id) is None:
         raise FileNotFoundError(f"{folder} has no weights")
     return folder
 
@@ -138,7 +203,7 @@ def _fetch(hub_id: str, revision: str | None, info: ModelInfo, progress: Progres
 
 
 def _check_format(all_names: Sequence[str], names: Sequence[str], hub_id: str) -> None:
-    if any(name.endswith(".safetensors") for name in names):
+    if any(name.endswith((".safetensors", *SUFFIXES, f".{FLAX_SUFFIX}")) for name in names):
         if ADAPTER_CONFIG in all_names and CONFIG not in all_names:
             raise adapter_refusal(hub_id)
         return
@@ -236,11 +301,14 @@ def _explained(error: Exception, hub_id: str, revision: str | None, offline: boo
         variable = os.environ.get("HF_HUB_OFFLINE", "1")
         return PrepError(what, f"not in the cache and HF_HUB_OFFLINE={variable}", "run once with network")
     if is_missing or _is_unreachable(error):
-        endpoint = os.environ.get("HF_ENDPOINT")
-        at = f" at HF_ENDPOINT={endpoint}" if endpoint else ""
-        why = f"the hub cannot be reached{at}, and the model is not in the cache"
+        why = f"the hub cannot be reached{_at_endpoint()}, and the model is not in the cache"
         return PrepError(what, why, "check the network, or name a folder that is here")
     return None
+
+
+def _at_endpoint() -> str:
+    endpoint = os.environ.get("HF_ENDPOINT")
+    return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
 
 
 def _refused(what: str, status: int, gated: bool) -> PrepError:
@@ -259,7 +327,7 @@ def _refused(what: str, status: int, gated: bool) -> PrepError:
 def _is_unreachable(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
-    from_library = type(error).__module__.partition(".")[0] in _HTTP_LIBRARIES
+    from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
     return (from_library or isinstance(error, ConnectionError | TimeoutError)) and not isinstance(error, HfHubHTTPError)
 
 

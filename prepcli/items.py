@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prepcli.accounting import Account
 from prepcli.errors import PrepError
@@ -24,12 +24,14 @@ from trainer.mesh import Mesh, Rules, Spec, chunk_shape, spec
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The leaves, the data files, the regions of every tensor, and how a mesh splits each leaf, where there is one."""
+    """The leaves, the data files, the regions of every tensor and its dtype there, and how a mesh splits each leaf,
+    where there is one."""
 
     leaves: tuple[Leaf, ...]
     files: tuple[OutFile, ...]
     regions: Mapping[str, tuple[Region, ...]]
     specs: Mapping[str, Spec]
+    dtypes: Mapping[str, str]
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -65,13 +67,17 @@ class _Stored:
     spec: Spec | None
 
 
-def make_item(source: Source, counted: Account, table: Mapping[str, Row], vocab: int, split: Split) -> Item:
-    """Lay out the leaves of `table` with `vocab` rows of vocabulary, and those of a training state alike.
+def make_item(
+    source: Source, counted: Account, table: Mapping[str, Row], vocab: int, split: Split, dtype: str | None = None
+) -> Item:
+    """Lay out the leaves of `table` with `vocab` rows of vocabulary, and those of a training state alike; parameters
+    in `dtype` where that is asked for.
 
     PrepError for dtypes that do not fit together, usage for a dim that the mesh does not divide.
     """
     leaves: dict[str, _Stored] = {}
     wants: list[tuple[str, Want]] = []
+    source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
     for tensor, name, row, at in _uses(source, counted, table, vocab):
         if name not in leaves:
             leaves[name] = _stored(source, row, tensor, split)
@@ -85,13 +91,14 @@ def make_item(source: Source, counted: Account, table: Mapping[str, Row], vocab:
     for (name, _), region in zip(wants, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
-    return Item(tuple(_leaves(layout, leaves)), _files(layout), regions, specs)
+    dtypes = {tensor.name: tensor.dtype for tensor in source.everything}
+    return Item(tuple(_leaves(layout, leaves)), _files(layout), regions, specs, dtypes)
 
 
 def item_streams(source: Source, counted: Account, item: Item, vocab: int, cut: Cut) -> tuple[Stream, ...]:
     """Every tensor into the leaves of an item that `make_item` laid out; those that have to be equal are read too."""
     sizes = rows_of(source.everything, cut.tensors, vocab)
-    targets = {name: Target(regions, sizes[name]) for name, regions in item.regions.items()}
+    targets = {name: Target(regions, sizes[name], item.dtypes[name]) for name, regions in item.regions.items()}
     return streams(source, targets, cut, {check.name for check in counted.checks})
 
 

@@ -46,7 +46,7 @@ def _leaves(contents: Contents) -> Iterator[LogicalLeaf]:
     names = names_of(family, config, [entry.name for entry in contents.entries])
     entries = {entry.name if is_item else names.bare(entry.name): entry for entry in contents.entries}
     sizes = family.sizes(config)
-    for path, row in rows(family, config, layout.get("scan", True), layout.get("scan_axis", 0)).items():
+    for path, row in rows(family, config, layout.get("scan", True), layout.get("scan_axis", 0), entries).items():
         bound = bind(row, sizes)
         dims = tuple(tuple(factor.atom for factor in dim) for dim in bound.leaf)
         for tensor, at in bound.tensors() if path != family.tie.leaf or not family.tied(config) else ():

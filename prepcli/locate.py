@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prepcli.aliases import BY_NAME
 from prepcli.detect import Kind, detect
 from prepcli.errors import PrepError, usage
+from prepcli.given import parted_name
 from prepcli.guess import guess
 from prepcli.manifest import MANIFEST, manifest_folder, read_manifest
+from prepcli.objects import is_url, parse_url
 from prepcli.progress import NullProgress, Progress
 
+if TYPE_CHECKING:
+    from prepcli.mirrors import Remote
+
 PARTIAL = ".partial"
+FROM_AFAR = ("safetensors", "orbax")  # kinds whose tensors lie in files as they stand
 MAX_FOLDERS = 8
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -31,6 +38,8 @@ class Located:
     kind: Kind
     hub_id: str | None = None
     revision: str | None = None  # the hub's commit
+    remote: Remote | None = None  # where it stays; `path` is then a folder that stands for it
+    part: str = ""  # of a file of EasyLM's, where the name says which
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +57,29 @@ def locate(
     cwd: Path | None = None,
     progress: Progress | None = None,
     warn: Callable[[str], object] = str,
+    stream: bool = False,
+    afar: bool = False,
 ) -> Located:
-    """The checkpoint called `name`: a folder, an alias, or a hub id, in that order; `NAME@REVISION` for the last two.
+    """The checkpoint called `name`: a folder, an address in an object store, an alias, or a hub id, in that order;
+    `NAME@REVISION` for the last two.
 
-    What is not on disk is downloaded, told to `progress`; `warn` hears when the hub is away and its cache serves.
+    What is on the hub is downloaded, told to `progress`; `warn` hears when the hub is away and its cache serves. With
+    `stream` it stays there, as what has an address does; then the caller reads what `remote` says, which `afar`
+    promises.
     Raises PrepError: of usage where nothing can be meant, else where it is not there, not readable or not a format
     that prep reads.
     """
     cwd = cwd or Path()
-    folder = cwd / os.path.expanduser(name)
-    if name and os.path.exists(folder):  # unlike Path.exists, False for any text
+    part, path = parted_name(name)
+    folder = cwd / os.path.expanduser(path)
+    if path and os.path.exists(folder):  # unlike Path.exists, False for any text
         if revision is not None:
             raise usage(f"`{name}` is a folder and has no revision {revision}", "revisions belong to the hub")
-        return _local(folder, name)
+        return replace(_local(folder, name), part=part)
+    if is_url(name):
+        return _at_an_address(name, revision, offline, afar)
+    if part:
+        raise _no_such_path(path, f"follows `{part}::`", cwd)
     asked = _split(name, revision)
     if reason := _path_reason(asked.text):
         raise _no_such_path(asked.text, reason, cwd)
@@ -68,6 +87,8 @@ def locate(
     hub_id = alias.hub_id if alias is not None else asked.text
     if not _HUB_ID.fullmatch(hub_id):
         raise _unknown(asked.text, cwd)
+    if stream:
+        return _streamed(hub_id, asked, offline)
     return _on_the_hub(hub_id, asked, offline, progress or NullProgress(), warn)
 
 
@@ -130,6 +151,42 @@ def _on_the_hub(hub_id: str, asked: Asked, offline: bool, progress: Progress, wa
     path = download(hub_id, asked.revision, offline, progress, warn)
     kind = detect(path, hub_id)
     return Located(asked.text.rpartition("/")[2], path, kind, hub_id, path.name)
+
+
+def _at_an_address(text: str, revision: str | None, offline: bool, afar: bool) -> Located:
+    url = parse_url(text)
+    if revision is not None:
+        raise usage(f"`{text}` has no revision {revision}", "revisions belong to the hub")
+    if offline:
+        raise usage(f"`--offline` with `{text}`", "an object store is not here", "copy it to a folder here first")
+    if not afar:
+        raise usage(f"`{text}` is not here", "this command reads folders", "copy it to a folder here first")
+    from prepcli.remote_folders import open_url
+
+    remote = open_url(text)
+    kind = _kind_of(remote, text)
+    last = (url.path or url.bucket).rpartition("/")[2]
+    return Located(_manifest_name(remote.mirror) or last, remote.mirror, kind, remote=remote)
+
+
+def _streamed(hub_id: str, asked: Asked, offline: bool) -> Located:
+    from prepcli.hub import stream
+
+    commit, remote = stream(hub_id, asked.revision, offline)
+    kind = _kind_of(remote, hub_id)
+    return Located(asked.text.rpartition("/")[2], remote.mirror, kind, hub_id, commit, remote)
+
+
+def _kind_of(remote: Remote, shown: str) -> Kind:
+    """The kind of what stays where it is; PrepError for those that are only read when they are here."""
+    from prepcli.mirrors import told_of
+
+    with told_of(remote.mirror, shown):
+        kind = detect(remote.mirror, shown)
+    if kind not in FROM_AFAR:
+        why = f"it is a checkpoint of the kind {kind}; from afar prep reads {' and '.join(FROM_AFAR)}"
+        raise PrepError(f"{shown} cannot be read from afar", why, "copy it to a folder here first")
+    return kind
 
 
 def _folders(cwd: Path) -> list[Path]:

@@ -34,6 +34,9 @@ OWN = {
         "leaves",
         "slots",
         "others",
+        "compress",
+        "casts",
+        "packed",
     ),
 }  # keys that prep writes; what else a training step says is the trainer's
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -76,6 +76,7 @@ Revision = Annotated[
     typer.Option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.", show_default=False),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use the hub's cache only.")]
+Stream = Annotated[bool, typer.Option("--stream", help="Read tensors from the hub; keep no copy of them.")]
 
 # Commands that write one
 Out = Annotated[
@@ -90,6 +91,18 @@ Memory = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another output, at the end.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Drop what an unfinished run has done.")]
 
+Processes = Annotated[
+    str | None,
+    typer.Option(
+        "--processes",
+        metavar="N/I",
+        envvar="PREP_PROCESSES",
+        help="Be process I, from 0, of N that write this output; default: as SLURM's or JAX's variables say.",
+        show_default=False,
+    ),
+]
+WorkerCount = Annotated[int, typer.Option("--workers", metavar="N", min=1, max=256, help="Processes to use here.")]
+
 MEMORY_DEFAULT = "512MiB"
 Drop = Annotated[
     list[str] | None,
@@ -100,6 +113,26 @@ TrueVocab = Annotated[
     int | None,
     typer.Option(
         "--true-vocab", metavar="N", min=1, help="True size of a vocabulary that came padded.", show_default=False
+    ),
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option("--dtype", metavar="NAME", help="Cast to float32, bfloat16 or float16.", show_default=False),
+]
+AllowOverflow = Annotated[bool, typer.Option("--allow-overflow", help="Values too large for --dtype become infinite.")]
+Compress = Annotated[
+    str | None,
+    typer.Option(
+        "--compress", metavar="zstd[:LEVEL]", help="Compress chunks, as Orbax does; default: raw.", show_default=False
+    ),
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="PATH",
+        help="config.json of a checkpoint without one, or its folder.",
+        show_default=False,
     ),
 ]
 MeshOption = Annotated[

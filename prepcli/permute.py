@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from prepcli.files import Bytes
 from prepcli.moves import Copy
 from prepcli.slabs import Slab
 
-ROWS = 16  # of a transpose at a time: more and each row's cache line is gone before its next element is wanted
+LINE = 64  # bytes of a transpose's target at a time: whole cache lines are written, and none is left before it is full
 PLAIN = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
@@ -18,8 +16,8 @@ def gather(slab: Slab, tensor: Bytes, out: Bytes) -> Bytes:
     """The runs of the slab's right side one after another, taken from the tensor's bytes."""
     at = 0
     for copy in slab.right:
-        packed, spread = _views(copy, out[at:], tensor, slab.start)
-        _assign(packed, spread, copy)
+        packed, spread = _views(copy, out[at:], tensor, slab.written_start)
+        _assign(packed, spread)
         at += copy.nbytes
     return out[:at]
 
@@ -29,7 +27,7 @@ def scatter(slab: Slab, runs: Bytes, out: Bytes) -> Bytes:
     at = 0
     for copy in slab.left:
         packed, spread = _views(copy, runs[at:], out, slab.start)
-        _assign(spread, packed, copy)
+        _assign(spread, packed)
         at += copy.nbytes
     return out
 
@@ -43,14 +41,17 @@ def _views(copy: Copy, packed: Bytes, tensor: Bytes, start: int) -> tuple[np.nda
     return packed[: copy.nbytes].view(kind).reshape(shape), spread
 
 
-def _assign(target: np.ndarray, source: np.ndarray, copy: Copy) -> None:
-    if not _transposes(copy.dims, copy.width):
+def _assign(target: np.ndarray, source: np.ndarray) -> None:
+    """Copy; where what is adjacent on one side is not on the other, in strips of a cache line of the target."""
+    axis, length = _adjacent(target), max(1, LINE // target.itemsize)
+    if axis is None or _adjacent(source) in (None, axis):
         target[...] = source
         return
-    for low in range(0, copy.dims[-1][0], ROWS):
-        target[..., low : low + ROWS] = source[..., low : low + ROWS]
+    for low in range(0, target.shape[axis], length):
+        strip = (*[slice(None)] * axis, slice(low, low + length))
+        target[strip] = source[strip]
 
 
-def _transposes(dims: Sequence[tuple[int, int, int]], width: int) -> bool:
-    """Whether what is adjacent on one side is not on the other, though both have something adjacent."""
-    return len(dims) > 1 and dims[-1][1] != width and any(step == width for _, step, _ in dims[:-1])
+def _adjacent(values: np.ndarray) -> int | None:
+    """The axis along which elements lie side by side."""
+    return next((axis for axis, step in enumerate(values.strides) if step == values.itemsize), None)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prepcli.boxes import Box, Range, strides, volume, whole
+from prepcli.gaps import Gapped
 from prepcli.grids import Grid, Lattice
 from prepcli.moves import Copy, Region, copies, merge
 from prepcli.tensors import itemsize
@@ -37,7 +38,7 @@ class Strided:
     steps: tuple[int, ...]
 
 
-Side = tuple[Flat | Strided | Region, ...]
+Side = tuple[Flat | Strided | Region | Gapped, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Fill:
 class Stream:
     """Rows `rows` of a tensor of `shape` (0-d: one row), moved in order; the unit of digests.
 
-    left: where they are read (nothing: they are filled); right: where they are written (nothing: digested only).
+    left: where they are read (nothing: they are filled); right: where they are written (nothing: digested only), and
+    there `cast` is their dtype where it is not that of the left. Bytes are counted as on the left.
     """
 
     name: str
@@ -63,6 +65,17 @@ class Stream:
     left: Side
     right: Side
     fill: Fill | None = None
+    cast: str = ""
+
+    @property
+    def written_dtype(self) -> str:
+        """The dtype on the right."""
+        return self.cast or self.dtype
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes on the right."""
+        return self.nbytes // itemsize(self.dtype) * itemsize(self.cast) if self.cast else self.nbytes
 
     @property
     def row_nbytes(self) -> int:
@@ -95,11 +108,13 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class OutFile:
-    """A file that is written: `head` is its first bytes (a header), the streams write the rest."""
+    """A file that is written: `head` is its first bytes (a header), `fixed` are others (offset, bytes) that do not hang
+    on tensors, the streams write the rest."""
 
     path: str
     size: int
     head: bytes = field(default=b"", repr=False)
+    fixed: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +123,7 @@ class SmallFile:
 
     path: str
     content: bytes = b""
-    copied_from: str = ""
+    copied_from: str = field(default="", repr=False)  # where it lies is no part of what the plan makes
     stamp: tuple[int, int] = (0, 0)  # size and time of what is copied: another tokenizer is another plan
 
 
@@ -186,6 +201,7 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     item: str = ""
+    zstd_level: int | None = None  # of chunks that are compressed in the end
 
     @property
     def read_nbytes(self) -> int:
@@ -193,29 +209,39 @@ class Plan:
 
     @property
     def write_nbytes(self) -> int:
-        return sum(s.nbytes for s in self.streams if s.right)
+        return sum(s.written_nbytes for s in self.streams if s.right)
 
     @property
     def chunks(self) -> int:
         return sum(math.prod(leaf.grid.counts) for leaf in self.leaves)
 
 
-def side_copies(side: Side, stream: Stream, box: Box) -> Iterator[Copy]:
-    """The copies that tie a box of a stream's tensor, contiguous in C order, to one of its sides."""
+def left_copies(stream: Stream, box: Box) -> Iterator[Copy]:
+    """The copies that tie a box of a stream's tensor, contiguous in C order, to where it is read."""
+    return side_copies(stream.left, stream.shape, itemsize(stream.dtype), box)
+
+
+def right_copies(stream: Stream, box: Box) -> Iterator[Copy]:
+    """The copies that tie a box of a stream's tensor, contiguous in C order, to where it is written."""
+    return side_copies(stream.right, stream.shape, itemsize(stream.written_dtype), box)
+
+
+def side_copies(side: Side, shape: Sequence[int], item: int, box: Box) -> Iterator[Copy]:
+    """The copies that tie a box of a tensor, contiguous in C order, to a side; `item`: bytes an element."""
     for part in side:
         if isinstance(part, Flat):
-            steps = strides(stream.shape, itemsize(stream.dtype))
-            low = sum(first * step for (first, _), step in zip(box, steps))
-            yield Copy(low, part.file, part.offset + low, volume(box) * itemsize(stream.dtype))
+            low = sum(first * step for (first, _), step in zip(box, strides(shape, item)))
+            yield Copy(low, part.file, part.offset + low, volume(box) * item)
         elif isinstance(part, Strided):
-            yield _strided(part, stream, box)
+            yield _strided(part, shape, item, box)
+        elif isinstance(part, Gapped):
+            yield from part.copies(box)
         else:
             yield from copies(part, box)
 
 
-def _strided(part: Strided, stream: Stream, box: Box) -> Copy:
-    item = itemsize(stream.dtype)
-    steps = strides(stream.shape, item)
+def _strided(part: Strided, shape: Sequence[int], item: int, box: Box) -> Copy:
+    steps = strides(shape, item)
     low = sum(first * step for (first, _), step in zip(box, steps))
     offset = part.offset + sum(first * step for (first, _), step in zip(box, part.steps))
     counts = (stop - first for first, stop in box)

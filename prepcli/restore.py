@@ -1,7 +1,11 @@
-"""Leaves of an Orbax item into arrays of any process: each touched chunk is read once, in parallel, within some MiB."""
+"""Leaves of an Orbax item into arrays of any process: each touched chunk is read once, in parallel, within some MiB.
+
+A chunk that is compressed is decoded from its first byte to the last one that is needed, by one thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -17,19 +21,24 @@ import numpy as np
 
 from prepcli.boxes import Box, overlap, strides, volume, whole
 from prepcli.budget import Budget, Buffers
+from prepcli.chunk_cache import Cache
+from prepcli.decoded import Decoded, hold, named
 from prepcli.errors import PrepError
 from prepcli.files import PAGE, Bytes, Files
 from prepcli.fills import numpy_dtype
 from prepcli.formats.orbax import ArrayMeta, find_item
-from prepcli.formats.orbax_read import Chunks, OrbaxItem, Stored, read_item
+from prepcli.formats.orbax_read import OrbaxItem, read_item
+from prepcli.formats.orbax_store import Stored
 from prepcli.manifest import manifest_folder, read_manifest
 from prepcli.moves import Copy
+from prepcli.openers.orbax_item import MOST_FILES, is_direct
 from prepcli.tensors import itemsize
 from trainer import state
 
 PIECE_NBYTES = 4 << 20  # read at a time by a thread
 RUN_NBYTES = 32 << 10  # shorter runs are read with what lies between them: to ask for each would take longer
 MOST_THREADS = 8
+DECODING_NBYTES = 32 << 20  # that a thread may need to decode a chunk: of those that Orbax writes, some 2 MiB
 
 Parts = Mapping[Box, np.ndarray]
 
@@ -52,11 +61,11 @@ class ItemReader:
 
     def __init__(self, item: OrbaxItem, facts: Mapping[str, Any]) -> None:
         self.facts, self.folder, self.read_nbytes = facts, item.folder, 0
-        self._arrays = {meta.name: (meta, chunks) for meta, chunks in zip(item.arrays, item.chunks)}
-        self.leaves = {name: state.Stored(meta.shape, meta.dtype) for name, (meta, _) in self._arrays.items()}
+        self._item, self._numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
+        self.leaves = {meta.name: state.Stored(meta.shape, meta.dtype) for meta in item.arrays}
         self._threads = min(MOST_THREADS, 2 * (os.cpu_count() or 1))
         self._buffers = Buffers(Budget(self._threads * PIECE_NBYTES, PIECE_NBYTES, self._threads))
-        self._files = Files(item.files)
+        self._files = Files(item.files if len(item.files) <= MOST_FILES else ())
         self._counting = threading.Lock()
         self._closing = weakref.finalize(self, self._files.close)
 
@@ -72,11 +81,11 @@ class ItemReader:
 
     def read(self, name: str, parts: Parts) -> None:
         """Fill each array (C order) with its box of the leaf, cast to its dtype. PrepError names leaf and file."""
-        if name not in self._arrays:
-            raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._arrays)} others")
-        meta, chunks = self._arrays[name]
-        _check_parts(meta, parts)
-        jobs = _Queue(_jobs(meta, chunks, parts))
+        if name not in self._numbers:
+            raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._numbers)} others")
+        blob = Decoded(self._item, self._numbers[name])
+        _check_parts(blob.meta, parts)
+        jobs = _Queue(_shares(blob, parts))
         with ThreadPoolExecutor(self._threads) as threads:
             done = [threads.submit(self._work, jobs) for _ in range(self._threads)]
         errors = [error for each in done if (error := each.exception())]
@@ -89,10 +98,10 @@ class ItemReader:
     def _work(self, jobs: _Queue) -> None:
         buffers = self._buffers.take(1)
         try:
-            while (job := jobs.next()) is not None:
-                self._do(job, buffers[0])
+            while (share := jobs.next()) is not None:
+                self._decode(share, buffers[0]) if isinstance(share, _Chunk) else self._do(share, buffers[0])
                 with self._counting:
-                    self.read_nbytes += job.nbytes
+                    self.read_nbytes += share.nbytes
         except BaseException:
             jobs.stop()
             raise
@@ -101,25 +110,39 @@ class ItemReader:
 
     def _do(self, job: _Job, scratch: Bytes) -> None:
         """Read a piece straight to its place, or into scratch and from there to all places that it has."""
-        if isinstance(job.stored, bytes):
-            data = np.frombuffer(job.stored, np.uint8)[job.start : job.start + job.nbytes]
+        assert job.stored is not None  # of an array that is not decoded
+        offset = job.stored.offset + job.start
+        if (straight := _straight(job, offset)) is not None:
+            self._files.read_at(job.stored.file, offset, straight)
         else:
-            offset = job.stored.offset + job.start
-            if (straight := _straight(job, offset)) is not None:
-                self._files.read_at(job.stored.file, offset, straight)
-                return
-            data = self._files.read_run(Copy(0, job.stored.file, offset, job.nbytes), scratch)
-        values = data.view(numpy_dtype(job.dtype)).reshape([high - low for low, high in job.box])
-        for box, array in job.parts.items():
-            shared = _shared(job.box, box)
-            array[_slices(shared, box)] = values[_slices(shared, job.box)]
+            _spread(job, self._files.read_run(Copy(0, job.stored.file, offset, job.nbytes), scratch))
+
+    def _decode(self, chunk: _Chunk, scratch: Bytes) -> None:
+        """Decode a chunk as far as its pieces go, which follow each other in it."""
+        room = Cache(DECODING_NBYTES)
+        try:
+            with contextlib.closing(hold(chunk.blob, chunk.index, room)) as held:
+                for job in chunk.jobs:
+                    held.read(job.start, scratch[: job.nbytes])
+                    _spread(job, scratch[: job.nbytes])
+        except (ValueError, OSError) as error:
+            raise named(chunk.blob, chunk.index, error) from error
+
+
+def _spread(job: _Job, data: Bytes) -> None:
+    """The bytes of a piece to all places that it has."""
+    values = data.view(numpy_dtype(job.dtype)).reshape([high - low for low, high in job.box])
+    for box, array in job.parts.items():
+        shared = _shared(job.box, box)
+        array[_slices(shared, box)] = values[_slices(shared, job.box)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A box of a leaf that lies in one piece in a chunk, `nbytes` from byte `start` of it, and the parts it touches."""
+    """A box of a leaf that lies in one piece in a chunk, `nbytes` from byte `start` of it, and the parts it touches;
+    `stored`: where the chunk lies, if it lies in a file as it is."""
 
-    stored: Stored | bytes
+    stored: Stored | None
     start: int
     nbytes: int
     box: Box
@@ -127,13 +150,26 @@ class _Job:
     parts: Parts
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk that is decoded, and its pieces in their order in it."""
+
+    blob: Decoded
+    index: tuple[int, ...]
+    jobs: tuple[_Job, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(job.nbytes for job in self.jobs)
+
+
 class _Queue:
     """Jobs that several threads take one after another."""
 
-    def __init__(self, jobs: Iterator[_Job]) -> None:
+    def __init__(self, jobs: Iterator[_Job | _Chunk]) -> None:
         self._jobs, self._lock = jobs, threading.Lock()
 
-    def next(self) -> _Job | None:
+    def next(self) -> _Job | _Chunk | None:
         """The next job; None once there is none, or the work was stopped."""
         with self._lock:
             return next(self._jobs, None)
@@ -151,9 +187,19 @@ def _check_parts(meta: ArrayMeta, parts: Parts) -> None:
             raise ValueError(f"{meta.name} {meta.shape}: box {box} and an array of shape {array.shape}")
 
 
-def _jobs(meta: ArrayMeta, chunks: Chunks, parts: Parts) -> Iterator[_Job]:
+def _shares(blob: Decoded, parts: Parts) -> Iterator[_Job | _Chunk]:
+    """What threads take one after another: pieces where they can be read alone, else chunks."""
+    direct = is_direct(blob.item, blob.number)
+    for index, jobs in _chunks(blob, parts, direct):
+        if direct:
+            yield from jobs
+        else:
+            yield _Chunk(blob, index, tuple(jobs))
+
+
+def _chunks(blob: Decoded, parts: Parts, direct: bool) -> Iterator[tuple[tuple[int, ...], Iterator[_Job]]]:
     """Every chunk that a part touches, in C order of the grid, cut into pieces."""
-    item, steps = itemsize(meta.dtype), strides(meta.chunk, itemsize(meta.dtype))
+    meta = blob.meta
     touched: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
     for box, array in parts.items():
         if volume(box):
@@ -161,15 +207,20 @@ def _jobs(meta: ArrayMeta, chunks: Chunks, parts: Parts) -> Iterator[_Job]:
             for index in itertools.product(*spans):
                 touched.setdefault(index, {})[box] = array
     for index in sorted(touched):
-        corner = [i * length for i, length in zip(index, meta.chunk)]
-        found = touched[index]
-        needed = [_moved(_shared(box, _chunk_box(corner, meta)), corner, -1) for box in found]
-        for piece in _pieces(_bound(needed), meta.chunk, item):
-            box = _moved(piece, corner, 1)
-            near = {part: array for part, array in found.items() if volume(_shared(part, box))}
-            if near:
-                start = sum(low * step for (low, _), step in zip(piece, steps))
-                yield _Job(chunks[index], start, volume(piece) * item, box, meta.dtype, near)
+        value = blob.value(index) if direct else None
+        yield index, _jobs(meta, value if isinstance(value, Stored) else None, index, touched[index])
+
+
+def _jobs(meta: ArrayMeta, stored: Stored | None, index: Sequence[int], found: Parts) -> Iterator[_Job]:
+    item, steps = itemsize(meta.dtype), strides(meta.chunk, itemsize(meta.dtype))
+    corner = [i * length for i, length in zip(index, meta.chunk)]
+    needed = [_moved(_shared(box, _chunk_box(corner, meta)), corner, -1) for box in found]
+    for piece in _pieces(_bound(needed), meta.chunk, item):
+        box = _moved(piece, corner, 1)
+        near = {part: array for part, array in found.items() if volume(_shared(part, box))}
+        if near:
+            start = sum(low * step for (low, _), step in zip(piece, steps))
+            yield _Job(stored, start, volume(piece) * item, box, meta.dtype, near)
 
 
 def _chunk_box(corner: Sequence[int], meta: ArrayMeta) -> Box:

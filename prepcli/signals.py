@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PARENT = "PREP_PARENT"  # the variable that names the process that this one belongs to
+PR_SET_PDEATHSIG = 1
 
 
 class Stopped(BaseException):
@@ -36,6 +39,29 @@ def told_to_stop() -> Iterator[Callable[[], str]]:
     told: list[str] = []
     with _on_first((*SIGNALS, signal.SIGINT), told.append):
         yield lambda: told[0] if told else ""
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Within, signals that end a run wait, also for the processes that are made there: see `follow_parent`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def follow_parent() -> None:
+    """In a process that belongs to another one: let signals come again, and die with that one, however it ends."""
+    parent = os.environ.get(PARENT, "")
+    if not parent.isdecimal():
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGINT))
+    if os.getppid() != int(parent):
+        raise Stopped("the end of its parent")
 
 
 @contextmanager

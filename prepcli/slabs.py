@@ -7,24 +7,44 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prepcli.boxes import strides, whole
+from prepcli.boxes import Box, strides, whole
 from prepcli.grids import cut_atom
 from prepcli.moves import Copy, Region
-from prepcli.plan import Stream, side_copies
+from prepcli.plan import Stream, left_copies, right_copies
 from prepcli.tensors import itemsize
 
 PAGE = 4096  # bytes: what direct I/O moves at a time
+LONG_RUN = 64 << 10  # bytes that a disk moves about as fast together as any more
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A run of a tensor's bytes: the unit of work. `Copy.at` counts from the tensor's first byte, as `start` does."""
+    """A run of a tensor's bytes: the unit of work. `Copy.at` counts from the tensor's first byte, as `start` does.
+
+    Where values are cast, `items` are the bytes of one as it is read and as it is written; `right` counts those.
+    """
 
     stream: int
     start: int
     nbytes: int
     left: tuple[Copy, ...]
     right: tuple[Copy, ...]
+    items: tuple[int, int] = (1, 1)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether values come out in another dtype."""
+        return self.items != (1, 1)
+
+    @property
+    def written_start(self) -> int:
+        """`start` in bytes as they are written."""
+        return self.start // self.items[0] * self.items[1]
+
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.nbytes // self.items[0] * self.items[1]
 
     @property
     def plain(self) -> bool:
@@ -36,12 +56,20 @@ def slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
     """Slabs of stream `number`, each of at most `limit` bytes, in the order of the tensor's bytes."""
     if not stream.nbytes:
         return
-    first_two = (itertools.islice(side_copies(side, stream, stream.box), 2) for side in (stream.left, stream.right))
-    left, right = map(tuple, first_two)
-    if Slab(number, stream.span[0], stream.nbytes, left, right).plain:
+    left, right = (tuple(itertools.islice(copies, 2)) for copies in _sides(stream, stream.box))
+    if not stream.cast and Slab(number, stream.span[0], stream.nbytes, left, right).plain:
         yield from _plain(number, stream, left, right, limit)
     else:
-        yield from _by_rows(number, stream, limit)
+        read, written = _items(stream)
+        yield from _by_rows(number, stream, limit * read // max(read, written))
+
+
+def _sides(stream: Stream, box: Box) -> tuple[Iterator[Copy], Iterator[Copy]]:
+    return left_copies(stream, box), right_copies(stream, box)
+
+
+def _items(stream: Stream) -> tuple[int, int]:
+    return (itemsize(stream.dtype), itemsize(stream.cast)) if stream.cast else (1, 1)
 
 
 def _plain(number: int, stream: Stream, left: tuple[Copy, ...], right: tuple[Copy, ...], limit: int) -> Iterator[Slab]:
@@ -62,7 +90,8 @@ def _part(copies: tuple[Copy, ...], low: int, high: int) -> tuple[Copy, ...]:
 def _by_rows(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
     """Cut along one axis, at the edges of bands of whole chunks where those fit the limit."""
     axis = _axis(stream, limit)
-    yield from _along(number, stream, limit, axis, tuple(_bands(stream, axis)), _page_rows(stream, axis))
+    bands, pages = (tuple(_bands(stream, axis)), _page_rows(stream, axis)) if stream.shape else ((), 1)
+    yield from _along(number, stream, limit, axis, bands, pages)
 
 
 def even_slabs(number: int, stream: Stream, limit: int) -> Iterator[Slab]:
@@ -80,9 +109,9 @@ def _along(number: int, stream: Stream, limit: int, axis: int, bands: tuple[_Ban
             high = min(extent, edges.after(low))
             box = (*((i, i + 1) for i in outer), (low, high), *whole(stream.shape[axis + 1 :]))
             box = box if stream.shape else ()
-            sides = (tuple(side_copies(side, stream, box)) for side in (stream.left, stream.right))
+            left, right = map(tuple, _sides(stream, box))
             start = sum(span[0] * step for span, step in zip(box, steps))
-            yield Slab(number, start, (high - low) * inner, *sides)
+            yield Slab(number, start, (high - low) * inner, left, right, _items(stream))
             low = high
 
 
@@ -172,3 +201,26 @@ def all_slabs(streams: Sequence[Stream], limit: int, first: int = 0) -> Iterator
     """The slabs of the streams from number `first` on, in order."""
     for number in range(first, len(streams)):
         yield from slabs(number, streams[number], limit)
+
+
+def wide(streams: Sequence[Stream]) -> int:
+    """Bytes of the largest slab that some stream needs for long runs on both of its sides.
+
+    Where what is adjacent on one side lies apart on the other, a run there is only as long as a slab is wide here.
+    """
+    return max((_wide(stream) for stream in streams if stream.nbytes), default=0)
+
+
+def _wide(stream: Stream) -> int:
+    items = _items(stream)
+    sides = zip(_sides(stream, stream.box), items)
+    found = (_spread(copy) // item for side, item in sides for copy in itertools.islice(side, 4))
+    return max(found, default=0) * max(items)
+
+
+def _spread(copy: Copy) -> int:
+    """Bytes of the tensor over which a long run of the other side is spread; 0 where they lie together, or nowhere."""
+    if not copy.dims:
+        return 0
+    count, here, there = copy.dims[-1]
+    return min(count, -(-LONG_RUN // copy.width)) * here if there == copy.width else 0

@@ -12,6 +12,7 @@ from trainer.axes import AxisMap, Factor, TensorDim
 
 PARAMS = "params"
 OPTIMIZER = "opt_state"
+OPTIMIZER_RULE, STATE_RULE = "optimizer state", "training state"  # by which such leaves are left out
 SEPARATOR = "/"
 
 Shapes = Mapping[str, tuple[int, ...]]

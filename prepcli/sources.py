@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from prepcli.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats import safetensors
 from prepcli.manifest import MANIFEST
-from prepcli.plan import Side, SourceFile
+from prepcli.plan import Dropped, Side, SourceFile
 from prepcli.slots import joined, parted
-from prepcli.tensors import ITEM_BITS
+from prepcli.tensors import ITEM_BITS, cast_dtype
 from prepcli.vocabulary import Vocabulary, read_vocabulary
 from trainer.axes import Row
 from trainer.table import Config, Family, rows
@@ -41,6 +41,10 @@ class SourceTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
+    def cast(self, wanted: str | None) -> SourceTensor:
+        """The tensor as it is written where another dtype is asked for."""
+        return replace(self, dtype=cast_dtype(self.dtype, wanted))
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -63,6 +67,7 @@ class Source:
     file_names: tuple[str, ...] = ()  # of each tensor's file, for a Hugging Face folder
     state: tuple[SourceTensor, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()
+    beside: tuple[Dropped, ...] = ()  # what else the files hold, which no conversion takes
 
     @property
     def reads(self) -> tuple[Path | Blob, ...]:

@@ -12,8 +12,8 @@ from prepcli.boxes import strides
 from prepcli.contents import Entry
 from prepcli.files import Bytes, Reads
 from prepcli.fills import numpy_dtype
-from prepcli.formats.orbax_read import Stored
-from prepcli.plan import Flat, Stream
+from prepcli.formats.orbax_store import Stored
+from prepcli.plan import Flat, Side, Stream
 from prepcli.tensors import ITEM_BITS, itemsize
 from prepcli.values import run_buffers, values
 
@@ -74,7 +74,8 @@ def stats(entry: Entry, files: Reads, read: Callable[[int], object]) -> Stats | 
 
 def stored_nbytes(entry: Entry) -> int:
     """Bytes that `stats` reads: those of whole chunks."""
-    return len(entry.chunks) * math.prod(entry.chunk) * itemsize(entry.dtype)
+    whole = entry.nbytes if entry.side else 0
+    return whole + len(entry.chunks) * math.prod(entry.chunk) * itemsize(entry.dtype)
 
 
 def _computable(found: np.ndarray) -> np.ndarray:
@@ -87,6 +88,9 @@ def _values(
 ) -> Iterator[np.ndarray]:
     """The values of an entry, chunk by chunk, without what lies beyond its edge."""
     dtype = np.dtype(np.uint8) if entry.dtype == "bool" else numpy_dtype(entry.dtype)
+    for _, data in _ordered(entry, entry.side, files, buffers) if entry.side else ():
+        read(data.size)
+        yield data.view(dtype)
     for index, stored in entry.chunks.items():
         inside = [min(length, extent - i * length) for i, length, extent in zip(index, entry.chunk, entry.shape)]
         for start, data in _runs(entry, stored, files, buffers):
@@ -96,17 +100,15 @@ def _values(
             yield found[_inside(start // dtype.itemsize, found.size, entry.chunk, inside)] if padded else found
 
 
-def _runs(
-    entry: Entry, stored: Stored | bytes, files: Reads, buffers: tuple[Bytes, Bytes]
-) -> Iterator[tuple[int, Bytes]]:
+def _runs(entry: Entry, stored: Stored, files: Reads, buffers: tuple[Bytes, Bytes]) -> Iterator[tuple[int, Bytes]]:
     """The bytes of a chunk, with the byte of the chunk where each run begins."""
-    if isinstance(stored, bytes):
-        for start in range(0, len(stored), RUN_NBYTES):
-            yield start, np.frombuffer(stored, np.uint8)[start : start + RUN_NBYTES]
-        return
-    lies = (Flat(stored.file, stored.offset),)
+    yield from _ordered(entry, (Flat(stored.file, stored.offset),), files, buffers)
+
+
+def _ordered(entry: Entry, side: Side, files: Reads, buffers: tuple[Bytes, Bytes]) -> Iterator[tuple[int, Bytes]]:
+    """The bytes of a chunk in its own order, wherever they lie, with the byte where each run begins."""
     rows = entry.chunk[0] if entry.chunk else 1
-    yield from values(files, Stream(entry.name, entry.dtype, entry.chunk, (0, rows), lies, ()), buffers)
+    yield from values(files, Stream(entry.name, entry.dtype, entry.chunk, (0, rows), side, ()), buffers)
 
 
 def _inside(start: int, count: int, chunk: Sequence[int], inside: Sequence[int]) -> np.ndarray:

@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 
 from prepcli.accounting import Account, vocab_tensors
 from prepcli.plan import Dropped, Fill, Side, Stream
-from prepcli.slots import OPTIMIZER, parted
+from prepcli.slots import OPTIMIZER, OPTIMIZER_RULE, STATE_RULE, parted
 from prepcli.sources import Source, SourceTensor
 from prepcli.vocabulary import Vocabulary
-
-OPTIMIZER_RULE = "optimizer state"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a tensor goes, and the rows that it has there; 1 for a 0-d tensor."""
+    """Where a tensor goes, and the rows that it has there; 1 for a 0-d tensor. `dtype`: empty for its own."""
 
     side: Side
     rows: int
+    dtype: str = ""
+
+    def cast(self, tensor: SourceTensor) -> str:
+        """The dtype that a tensor is cast into; empty where it stays as it is."""
+        return self.dtype if self.dtype != tensor.dtype else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,15 @@ def streams(
 
 def _whole(tensor: SourceTensor, target: Target) -> Stream:
     rows = tensor.shape[0] if tensor.shape else 1
-    return Stream(tensor.name, tensor.dtype, tensor.shape, (0, rows), tensor.side, target.side)
+    return Stream(
+        tensor.name, tensor.dtype, tensor.shape, (0, rows), tensor.side, target.side, cast=target.cast(tensor)
+    )
 
 
 def _vocab_streams(tensor: SourceTensor, target: Target, cut: Cut) -> Iterator[Stream]:
     shape = (max(tensor.shape[0], target.rows), *tensor.shape[1:])
-    true = Stream(tensor.name, tensor.dtype, shape, (0, cut.vocabulary.true), tensor.side, target.side)
+    cast = target.cast(tensor)
+    true = Stream(tensor.name, tensor.dtype, shape, (0, cut.vocabulary.true), tensor.side, target.side, cast=cast)
     yield true
     kept = min(tensor.shape[0], target.rows)
     edges = sorted({cut.vocabulary.true, kept, *(low for low, _, _ in tensor.digests)})  # as digests were taken
@@ -77,7 +83,8 @@ def _vocab_streams(tensor: SourceTensor, target: Target, cut: Cut) -> Iterator[S
         yield replace(true, rows=(low, high))
     if target.rows > kept:
         bias = len(tensor.shape) == 1  # of a head: its padding is 0 whatever the rows are filled with
-        yield replace(true, rows=(kept, target.rows), left=(), fill=Fill("zeros") if bias else cut.fill)
+        fill = Fill("zeros") if bias else cut.fill
+        yield replace(true, dtype=true.written_dtype, rows=(kept, target.rows), left=(), fill=fill, cast="")
 
 
 def left_out(source: Source) -> Iterator[Dropped]:
@@ -87,7 +94,8 @@ def left_out(source: Source) -> Iterator[Dropped]:
         slot, name = parted(tensor.name)
         groups[slot or name] = groups.get(slot or name, 0) + tensor.nbytes
     for name, nbytes in groups.items():
-        yield Dropped(name, nbytes, OPTIMIZER_RULE if name.split(".")[0] == OPTIMIZER else "training state")
+        yield Dropped(name, nbytes, OPTIMIZER_RULE if name.split(".")[0] == OPTIMIZER else STATE_RULE)
+    yield from source.beside
 
 
 def optimizer_nbytes(source: Source) -> int:

@@ -11,6 +11,8 @@ ITEM_BITS = {
     "float8_e4m3fn": 8, "float8_e5m2": 8, "float8_e8m0fnu": 8, "float8_e4m3fnuz": 8, "float8_e5m2fnuz": 8,
     "float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4,
 }  # fmt: skip
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # what may be cast
+CAST_TARGETS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +35,8 @@ def bits_of(dtype: str, shape: tuple[int, ...]) -> int:
 def itemsize(dtype: str) -> int:
     """Bytes of one element of a dtype of whole bytes."""
     return ITEM_BITS[dtype] // 8
+
+
+def cast_dtype(dtype: str, wanted: str | None) -> str:
+    """What a tensor of `dtype` is written as where `wanted` is asked for: only floating numbers are cast."""
+    return wanted if wanted and dtype in FLOATS else dtype

@@ -8,16 +8,19 @@ The library reads HF_ENDPOINT when it is imported, hence the subprocess.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.range_server import Faults, QuietServer, Store, send_range
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -31,6 +34,9 @@ class Repo:
     error_code: str = ""  # the hub's X-Error-Code, such as GatedRepo
     revisions: tuple[str, ...] = ("main", COMMIT)
     sizes: Mapping[str, int] = field(default_factory=dict)  # told instead of the true ones
+    store: Store | None = None  # where its large files (LFS) are, by the SHA-256 of their content
+    large: tuple[str, ...] = ()
+    faults: Faults = field(default_factory=Faults)  # of ranges of files that the hub serves itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Hub:
 
     url: str
     requests: list[str] = field(default_factory=list)
+    tokens: list[tuple[str, str]] = field(default_factory=list)  # the request, and who says to be asking
 
     def environment(self, home: Path) -> dict[str, str]:
         """The variables that make huggingface_hub use this hub, and a cache under `home`."""
@@ -54,16 +61,18 @@ def environment(url: str, home: Path) -> dict[str, str]:
 def serving(repos: Mapping[str, Repo]) -> Iterator[Hub]:
     """A hub with these repositories, in a thread of this process; any other is answered with 404."""
     requests: list[str] = []
+    said: list[tuple[str, str]] = []
 
     class Handler(_Handler):
         asked = requests
+        tokens = said
         known = repos
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = QuietServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield Hub(f"http://127.0.0.1:{server.server_port}", requests)
+        yield Hub(f"http://127.0.0.1:{server.server_port}", requests, said)
     finally:
         server.shutdown()
         server.server_close()
@@ -74,8 +83,10 @@ class _Handler(BaseHTTPRequestHandler):
     """`/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`."""
 
     asked: list[str]
+    tokens: list[tuple[str, str]]
     known: Mapping[str, Repo]
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None:
         """Tests are quiet."""
@@ -91,6 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.asked.append(f"{self.command} {path}")
+        self.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
         parts = path.strip("/").split("/")
         is_api = parts[:2] == ["api", "models"]
         owner, name, *rest = parts[2:] if is_api else parts
@@ -118,6 +130,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         content = repo.files[name]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_etag(content)}"'}
+        if name in repo.large and repo.store is not None:
+            linked = {"X-Linked-ETag": f'"{_sha256(content)}"', "X-Linked-Size": str(len(content))}
+            self._send(302, b"", {**headers, **linked, "Location": repo.store.signed(_sha256(content))})
+            return
+        if self.command == "GET" and self.headers.get("Range", "").partition("-")[2]:
+            send_range(self, content, repo.faults.next(), headers)
+            return
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         self._send(206 if start else 200, content[start:], headers)
 
@@ -130,8 +149,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+@functools.lru_cache(64)
 def _etag(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
+
+
+@functools.lru_cache(64)
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _size(repo: Repo, name: str) -> int:
@@ -139,8 +164,14 @@ def _size(repo: Repo, name: str) -> int:
 
 
 def _info(hub_id: str, repo: Repo) -> dict[str, object]:
-    siblings = [{"rfilename": name, "size": _size(repo, name)} for name in repo.files]
+    siblings = [_sibling(repo, name, content) for name, content in repo.files.items()]
     return {"id": hub_id, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False, "downloads": 0, "likes": 0}
+
+
+def _sibling(repo: Repo, name: str, content: bytes) -> dict[str, object]:
+    told = {"rfilename": name, "size": _size(repo, name), "blobId": _etag(content)}
+    lfs = {"sha256": _sha256(content), "size": len(content), "pointerSize": 134}
+    return {**told, "lfs": lfs} if name in repo.large else told
 
 
 def _tree(repo: Repo) -> list[dict[str, object]]:

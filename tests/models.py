@@ -30,6 +30,18 @@ GPT_NEO: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 131,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_inner": None,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -44,12 +56,55 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
+ENDS = {key: value for key, value in SMALL.items() if key.endswith("_id") or key == "vocab_size"}
+RELATIVES: dict[str, dict[str, Any]] = {  # one of each family that has no config above
+    "gptj": ENDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
+    "gpt_neox": SMALL,
+    "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "mistral": GROUPED | {"sliding_window": 8},
+    "mixtral": GROUPED | {"num_local_experts": 3},
+    "qwen2": SMALL | {"num_key_value_heads": 2},
+    "qwen3": GROUPED,
+    "qwen3_moe": GROUPED | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gemma": GROUPED,
+    "gemma2": GROUPED | {"sliding_window": 8},
+    "gemma3_text": GROUPED | {"sliding_window": 8, "sliding_window_pattern": 2},
+    "phi3": SMALL | {"num_key_value_heads": 2},
+}
+CLASSES = {
+    "gptj": "GPTJ", "gpt_neox": "GPTNeoX", "opt": "OPT", "qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3",
+}  # fmt: skip
+for _name, _config in RELATIVES.items():
+    _class = f"{CLASSES.get(_name, _name.capitalize())}ForCausalLM"
+    RELATIVES[_name] = {"model_type": _name, "architectures": [_class], **_config}
+INV_FREQ = {"layers.{}.self_attn.rotary_emb.inv_freq": ("float32", (2,))}
 LEGACY = {
+    "gpt2": {"h.{}.attn.bias": ("bool", (1, 1, 64, 64)), "h.{}.attn.masked_bias": ("float32", ())},
     "gpt_neo": {
         "h.{}.attn.attention.bias": ("bool", (1, 1, 64, 64)),
         "h.{}.attn.attention.masked_bias": ("float32", ()),
     },
-    "llama": {"layers.{}.self_attn.rotary_emb.inv_freq": ("float32", (2,))},
+    "gptj": {"h.{}.attn.bias": ("bool", (1, 1, 64, 64)), "h.{}.attn.masked_bias": ("float32", ())},
+    "gpt_neox": {
+        "layers.{}.attention.bias": ("bool", (1, 1, 64, 64)),
+        "layers.{}.attention.masked_bias": ("float16", ()),
+        "layers.{}.attention.rotary_emb.inv_freq": ("float32", (2,)),
+    },
+    "opt": {},
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), INV_FREQ),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3"), INV_FREQ),
 }
 
 

@@ -1,4 +1,7 @@
-"""Small plans of int32 tensors that save rows into chunks, and the files that they read and write."""
+"""Small plans that save rows into chunks, and the files that they read and write.
+
+Tensors are int32, or float32 where they are cast.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
+from prepcli.fills import numpy_dtype
 from prepcli.grids import Grid
 from prepcli.placing import Layout, Want, place
 from prepcli.plan import Flat, Leaf, Plan, Stream
+from prepcli.tensors import itemsize
 from tests.strategies import random_tensors
 from trainer.axes import AxisMap
 
@@ -44,23 +49,26 @@ class Saved:
         """Put the chunks of a leaf together again, each found where the plan says it is."""
         leaf, data = self.plan.leaves[number], [p.read_bytes() for p in paths]
         shape, chunk = leaf.grid.shape, leaf.grid.chunk
-        out = np.zeros([n * c for n, c in zip(leaf.grid.counts, chunk)], np.int32)
+        dtype = numpy_dtype(leaf.dtype)
+        out = np.zeros([n * c for n, c in zip(leaf.grid.counts, chunk)], dtype)
         for box in leaf.placed:
             for index in itertools.product(*(range(a, b) for a, b in zip(box.first, box.stop))):
                 file, offset = box.places.find(index)
-                cell = np.frombuffer(data[file], np.int32, math.prod(chunk), offset).reshape(chunk)
+                cell = np.frombuffer(data[file], dtype, math.prod(chunk), offset).reshape(chunk)
                 out[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk))] = cell
         return out[tuple(slice(0, n) for n in shape)]
 
 
-def saved(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0) -> Saved:
+def saved(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0, cast: str = "") -> Saved:
     """A leaf for each of the rows, which are over the same tensors."""
-    tensors = random_tensors(rows[0])
+    dtype = "float32" if cast else "int32"
+    tensors = {name: values.astype(dtype) for name, values in random_tensors(rows[0]).items()}
+    item = itemsize(cast or dtype)
     shape = rows[0].source_shape
     starts = [shift + i * math.prod(shape) * ITEM for i in range(len(tensors))]
     grids = [Grid(row.leaf_shape, chunk) for row, chunk in zip(rows, chunks)]
     wants = [
-        Want(f"leaf{n}", row, tuple(at.items()), grid, ITEM, start)
+        Want(f"leaf{n}", row, tuple(at.items()), grid, item, start)
         for (_, at), start in zip(rows[0].tensors(), starts)
         for n, (row, grid) in enumerate(zip(rows, grids))
     ]
@@ -69,10 +77,10 @@ def saved(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0) -> S
     sides = [tuple(layout.regions[i : i + count]) for i in range(0, len(wants), count)]
     span = (0, shape[0] if shape else 1)
     streams = tuple(
-        Stream(name, "int32", shape, span, (Flat(0, start),), regions)
+        Stream(name, dtype, shape, span, (Flat(0, start),), regions, cast=cast)
         for name, start, regions in zip(tensors, starts, sides)
     )
-    leaves = tuple(Leaf((f"leaf{n}",), "int32", g, tuple(layout.placed[f"leaf{n}"])) for n, g in enumerate(grids))
+    leaves = tuple(Leaf((f"leaf{n}",), cast or dtype, g, tuple(layout.placed[f"leaf{n}"])) for n, g in enumerate(grids))
     return Saved(Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift)
 
 

@@ -109,14 +109,15 @@ def by_whole_arrays(row: AxisMap, tensors: dict[str, np.ndarray]) -> np.ndarray:
     atoms = [f for dim in row.leaf for f in dim]
     out = np.zeros([f.extent for f in atoms], np.int32)
     for name, at in row.tensors():
-        values, names = _atoms_of(row, tensors[name])
+        values, names = atoms_of(row, tensors[name])
         order = [f.atom for f in atoms if f.atom not in at]
         place = tuple(at[f.atom] if f.atom in at else slice(0, values.shape[names.index(f.atom)]) for f in atoms)
         out[place] = values.transpose([names.index(a) for a in order])
     return out.reshape(row.leaf_shape)
 
 
-def _atoms_of(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
+def atoms_of(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """What a row has of a tensor, a dim for each atom, as a view; and the atoms."""
     part = tensor[tuple(slice(d.start, d.start + d.taken) for d in row.source)]
     factors: list[Factor] = [f for dim in row.source for f in dim.factors]
     values = part.reshape([f.extent for f in factors])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli import main
+from tests.formats.pickles import saved
 from tests.models import GPT_NEO, LLAMA, make
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +45,11 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with tiny models under the names that pages use: a folder comes before an alias."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make(tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
+    tensors = make(tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
+    of_torch = tmp_path / "gpt-neo-1.3B-bin"
+    of_torch.mkdir()
+    (of_torch / "config.json").write_bytes((tmp_path / "gpt-neo-1.3B/config.json").read_bytes())
+    (of_torch / "pytorch_model.bin").write_bytes(saved(tensors))
     make(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
     return tmp_path
 

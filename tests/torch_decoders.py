@@ -1,4 +1,4 @@
-"""The same decoders as transformers has them; torch is imported by whoever calls."""
+"""The same decoders as transformers has them, by the names of files; torch is imported by whoever calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,26 @@ def torch_model(config: Config, tensors: Tensors) -> Any:
 
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
     made = AutoConfig.for_model(config["model_type"], **fields)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float().eval()
-    names = {name for name, _ in model.named_parameters()}
-    if names != {*tensors}:
-        raise ValueError(f"tensors that only one side has: {sorted(names ^ {*tensors})}")
-    model.load_state_dict({name: torch.tensor(tensor) for name, tensor in tensors.items()}, strict=False)
-    return model
+    plain = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float()
+    wanted = {name: tuple(tensor.shape) for name, tensor in as_files(plain, dict(plain.named_parameters())).items()}
+    if wanted != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise ValueError(f"transformers has {wanted}")
+    state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
+    model, told = type(plain).from_pretrained(
+        None, config=made, state_dict=state, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    if any(told.values()):
+        raise ValueError(f"not loaded: {told}")
+    if hasattr(made, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    return model.eval()
+
+
+def as_files(model: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """Tensors by parameter as they are in memory -> as files have them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, named)
 
 
 def torch_logits(model: Any, tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -47,4 +61,5 @@ def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.nda
     each = torch.nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten(), reduction="none")
     loss = (each * weights.flatten()).sum() / weights.sum()
     loss.backward()
-    return loss.item(), {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
+    found = as_files(model, {name: p.grad for name, p in model.named_parameters()})
+    return loss.item(), {name: gradient.numpy().copy() for name, gradient in found.items()}

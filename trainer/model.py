@@ -14,11 +14,11 @@ from jax import Array, lax
 
 from trainer.errors import PrepError, usage
 from trainer.layers import head as heads
-from trainer.layers.attention import attention
-from trainer.layers.ffn import feed_forward
+from trainer.layers.block import block, split
 from trainer.layers.head import Head, Sums
 from trainer.layers.norms import norm
 from trainer.layers.positions import rotations
+from trainer.rope import Rope
 from trainer.sharding import Shards
 from trainer.table import LAYERS, Config, Family
 from trainer.traits import Traits, period
@@ -85,17 +85,18 @@ def build(family: Family, config: Config, tied: bool, scan: bool = True, scan_ax
 
 
 def init(model: Model, seed: int) -> Tree:
-    """First float32 values: normal for matrices and embeddings, ones for scales, zeros for biases.
+    """First float32 values: normal for matrices and embeddings, zeros for biases; scales do nothing.
 
     Those of a layer are the same whether layers are stacked or not, and do not depend on what else a model has.
     """
     key = jax.random.key(seed)
-    return nested({path: _first(leaf, key, model.traits.init_std) for path, leaf in model.leaves.items()})
+    return nested({path: _first(leaf, key, model.traits) for path, leaf in model.leaves.items()})
 
 
-def _first(leaf: Leaf, key: Array, std: float) -> Array:
+def _first(leaf: Leaf, key: Array, traits: Traits) -> Array:
+    std = traits.init_std
     if leaf.role in ("scale", "bias"):
-        return jnp.full(leaf.shape, float(leaf.role == "scale"), jnp.float32)
+        return jnp.full(leaf.shape, float(leaf.role == "scale" and traits.norm != "rms_offset"), jnp.float32)
     own = jax.random.fold_in(key, zlib.crc32(leaf.row.replace(f"{{{LAYERS}}}.", "").encode()))
     axis = leaf.stack_axis
     if axis is not None:
@@ -107,34 +108,49 @@ def _first(leaf: Leaf, key: Array, std: float) -> Array:
 
 
 def hidden(params: Tree, tokens: Array, model: Model, how: Compute) -> Array:
-    """Tokens [B, T] -> [B, T, D] after the last norm, in the dtype of the computation."""
+    """Tokens [B, T] -> [B, T, D] as the head takes them, in the dtype of the computation."""
     traits, shards, length = model.traits, how.shards, tokens.shape[1]
     if traits.rope is None and length > traits.positions:
         raise usage(
             f"{length} tokens a sequence", f"the model has {traits.positions} positions", "a smaller seq_length"
         )
     params = jax.tree.map(lambda leaf: leaf.astype(how.dtype), params)
+    x = split(_embedded(params, tokens, traits), shards)
+    turns = {rope: rotations(rope, length) for rope in {*map(traits.rope_of, traits.windows)} if rope}
+    x = _layers(x, _by_layer(params[LAYERS], model, how), partial(_layer, model, how, turns), how, traits)
+    x = norm(x, params.get("final_norm", {}), traits) if traits.final_norm else x
+    return _projected(x, params, "project_out")
+
+
+def _embedded(params: Tree, tokens: Array, traits: Traits) -> Array:
     x = jnp.take(params["embed"]["tokens"], tokens, axis=0)
+    if traits.embed_scale != 1.0:
+        x = x * jnp.asarray(traits.embed_scale, x.dtype)  # rounded first, as transformers does
+    x = _projected(x, params, "project_in")
     if traits.rope is None:
-        x = x + params["embed"]["positions"][:length]
-    turns = rotations(traits.rope, length) if traits.rope else None
-    x = _layers(
-        _split(x, shards), _by_layer(params[LAYERS], model, how), partial(_layer, model, how, turns), how, traits
-    )
-    return norm(x, params["final_norm"], traits)
+        first = traits.position_offset
+        x = x + params["embed"]["positions"][first : first + tokens.shape[1]]
+    return x
+
+
+def _projected(x: Array, params: Tree, name: str) -> Array:
+    """Between the width of embeddings and that of layers, where these differ."""
+    return jnp.einsum("bti,oi->bto", x, params[name]["weight"]) if name in params else x
 
 
 def logits(params: Tree, tokens: Array, model: Model, how: Compute) -> Array:
     """Tokens [B, T] -> float32 [B, T, V]; those of padded rows of the vocabulary are far below all others."""
     x = hidden(params, tokens, model, how)
-    return heads.logits(x, _head_weight(params, model, how), Head(model.vocab, -1, how.shards))
+    head = Head(model.vocab, -1, how.shards, model.traits.logit_cap)
+    return heads.logits(x, _head_weight(params, model, how), head, _head_bias(params))
 
 
 def loss_sums(params: Tree, batch: Mapping[str, Array], model: Model, how: Compute) -> Sums:
     """Sums over the tokens of a batch: `tokens` and `targets` [B, T], `weights` [B, T] float32, 0 for no target."""
     x = how.shards.constrain(hidden(params, batch["tokens"], model, how), "batch", "seq", "embed")
-    head = Head(model.vocab, how.head_chunk, how.shards)
-    return heads.loss_sums(x, _head_weight(params, model, how), batch["targets"], batch["weights"], head)
+    head = Head(model.vocab, how.head_chunk, how.shards, model.traits.logit_cap)
+    weight, bias = _head_weight(params, model, how), _head_bias(params)
+    return heads.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
 
 
 def _head_weight(params: Tree, model: Model, how: Compute) -> Array:
@@ -142,18 +158,20 @@ def _head_weight(params: Tree, model: Model, how: Compute) -> Array:
     return weight.astype(how.dtype)
 
 
-def _split(x: Array, shards: Shards) -> Array:
-    return shards.constrain(x, "batch", "residual_seq", "embed")
+def _head_bias(params: Tree) -> Array | None:
+    return params.get("head", {}).get("bias")
 
 
 def _layer(
-    model: Model, how: Compute, turns: tuple[Array, Array] | None, window: int, x: Array, weights: Tree
+    model: Model,
+    how: Compute,
+    turns: Mapping[Rope, tuple[Array, Array]],
+    window: int,
+    x: Array,
+    weights: Tree,
 ) -> Array:
-    traits, shards = model.traits, how.shards
-    whole = shards.constrain(norm(x, weights["attn_norm"], traits), "batch", "seq", "embed")
-    x = _split(x + attention(whole, weights["attn"], traits, window, turns, shards), shards)
-    whole = shards.constrain(norm(x, weights["mlp_norm"], traits), "batch", "seq", "embed")
-    return _split(x + feed_forward(whole, weights["mlp"], traits, shards), shards)
+    rope = model.traits.rope_of(window)
+    return block(x, weights, model.traits, window, turns[rope] if rope else None, how.shards)
 
 
 Layers = Tree | list[Tree]  # stacked on axis 0, or one by one

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.errors import PrepError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Rope:
     Frequencies are transformers' (`modeling_rope_utils.py`).
     """
 
-    dim: int  # of a head
+    dim: int  # elements of a head that turn: the first ones
     theta: float
     positions: int  # that the model was made for
     kind: str = "default"
@@ -28,6 +28,8 @@ class Rope:
     high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
     attention_factor: float = 1.0  # of cosine and sine
     truncate: bool = True  # yarn: whole corrections
+    short: tuple[float, ...] = ()  # longrope: of each frequency, up to `positions` tokens
+    long: tuple[float, ...] = ()  # longrope: beyond
 
     def __post_init__(self) -> None:
         """PrepError where the rotation makes no sense."""
@@ -42,8 +44,13 @@ class Rope:
             raise PrepError("config.json makes no sense", f"rope theta {self.theta:g} has to be above 1; {above_0}")
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, positions: int, theta: float = 10_000.0) -> Rope:
-    """The rotation that a config asks for; `theta` where it does not say. PrepError for kinds that prep lacks."""
+def read_rope(
+    config: Mapping[str, Any], head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False
+) -> Rope:
+    """The rotation that a config asks for; `theta` where it does not say. `partial`: it may turn a part of each head.
+
+    PrepError for kinds that prep lacks.
+    """
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise PrepError("config.json makes no sense", f"its rope scaling is {found!r:.60}, not an object")
@@ -51,21 +58,24 @@ def read_rope(config: Mapping[str, Any], head_dim: int, positions: int, theta: f
     if kind not in KINDS:
         hint = "another family may have it; prep does not guess"
         raise PrepError(f"rope type `{kind}` is not known", f"known: {', '.join(KINDS)}", hint)
-    part = _number(found, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if part != 1:
-        raise PrepError(
-            "config.json asks for what prep lacks", f"partial_rotary_factor {part:g}: heads are turned whole"
-        )
-    base = _number(found, "rope_theta", config.get("rope_theta", theta))
+    part = _number(found, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
+    if part != 1 and not partial:
+        raise PrepError("`partial_rotary_factor` is not known", f"it is {part:g}: this family turns heads whole")
+    head_dim = int(head_dim * part)
+    base = _number(found, "rope_theta", _number(config, "rope_theta", theta))
     if kind == "default":
         return Rope(head_dim, base, positions)
-    factor = _number(found, "factor")
+    factor = _number(found, "factor", 1.0 if kind == "longrope" else None)
     if kind in ("linear", "dynamic"):
         return Rope(head_dim, base, positions, kind, factor)
     original = int(_number(config, "original_max_position_embeddings", _original(found, positions)))
     if kind == "llama3":
         low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
         return Rope(head_dim, base, original, kind, factor, low, high)
+    if kind == "longrope":
+        factors = (_factors(found, key, head_dim // 2) for key in ("short_factor", "long_factor"))
+        attention = _long_attention(found, positions / original, original)
+        return Rope(head_dim, base, original, kind, 1.0, 1.0, 1.0, attention, True, *factors)
     low, high = _number(found, "beta_slow", 1.0), _number(found, "beta_fast", 32.0)
     attention, truncate = _yarn_attention(found, factor), bool(found.get("truncate", True))
     return Rope(head_dim, base, original, kind, factor, low, high, attention, truncate)
@@ -81,6 +91,24 @@ def _yarn_attention(found: Mapping[str, Any], factor: float) -> float:
     if found.get("mscale") and found.get("mscale_all_dim"):
         return _mscale(factor, _number(found, "mscale")) / _mscale(factor, _number(found, "mscale_all_dim"))
     return _mscale(factor, 1.0)
+
+
+def _factors(found: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    values = found.get(key)
+    if not isinstance(values, list) or len(values) != count:
+        why = f"{key} of its rope scaling is {values!r:.60}, it has to be {count} numbers, one for each pair that turns"
+        raise PrepError("config.json makes no sense", why)
+    numbers = tuple(_number({key: value}, key) for value in values)
+    if min(numbers) <= 0:
+        raise PrepError("config.json makes no sense", f"{key} of its rope scaling has {min(numbers):g}, not above 0")
+    return numbers
+
+
+def _long_attention(found: Mapping[str, Any], stretch: float, original: int) -> float:
+    if found.get("attention_factor") is not None:
+        return _number(found, "attention_factor")
+    factor = _number(found, "factor", stretch)
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _mscale(factor: float, by: float) -> float:

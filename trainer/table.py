@@ -6,8 +6,9 @@ A family is data: rows of text, a function from its config to extents, and a few
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.axes import Row, Sizes, bind, parse
@@ -15,23 +16,41 @@ from trainer.errors import PrepError
 from trainer.traits import Traits
 
 Config = Mapping[str, Any]
+When = str | Callable[[Config], bool]  # a field that has to be true in a config, none (""), or a question to it
 LAYERS = "layers"
+NUMBER = f"{{{LAYERS}}}"  # in a path
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A leaf of the tree: `row` ties it to tensors named without the base prefix; it is there if config[`when`] is.
+    """A leaf of the tree: `row` ties it to tensors named without the base prefix; it is there `when` the config says.
 
     `other` ties it to tensors of another form that some files have; the row whose tensors exist is taken.
     """
 
     row: str
-    when: str = ""
+    when: When = ""
     other: str = ""
 
     def present(self, config: Config) -> bool:
         """Whether a model with this config has the parameter."""
+        if callable(self.when):
+            return self.when(config)
         return not self.when or bool(config.get(self.when))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tree that another library keeps the same tensors in: path -> parameter, its row without a dim of the layers.
+
+    `{layers}` in a path is the number of a layer; in a tree with layers stacked `stacked` stands there (empty: it never
+    has them stacked). `spellings`: paths that some of its trees have -> those of the table.
+    """
+
+    table: Mapping[str, Parameter]
+    stacked: str = ""
+    ties: bool = False  # whether the head may be the embedding there, without a leaf of its own
+    spellings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +75,33 @@ class Family:
     dropped: Mapping[str, str]  # pattern of a tensor's name, `{i}` any number -> what it is
     tie: Tie
     traits: Callable[[Config], Traits]  # PrepError for a config whose mathematics prep does not have
+    layouts: Mapping[str, Layout] = field(default_factory=dict)  # other trees, by name
 
     def tied(self, config: Config) -> bool:
         """Whether a config says that the head is the embedding."""
         return bool(config.get("tie_word_embeddings", self.tie.default))
+
+
+def linear(path: str, row: str, bias: When = "") -> dict[str, Parameter]:
+    """`row` of a weight [out, in] and that of its bias, which has the tensor's first dim; `bias`: when it is there."""
+    leaf, name, dims = _row_parts(row)
+    (first,) = re.findall(r"^\([^()]*\)|^\S+", dims)
+    kept = [atom for atom in leaf.split() if atom == LAYERS or atom in re.findall(r"\w+", first)]
+    bias_row = f"{' '.join(kept)} <- {name.removesuffix('weight')}bias: {first}"
+    return {f"{path}.weight": Parameter(row), f"{path}.bias": Parameter(bias_row, bias)}
+
+
+def layer_norm(path: str, row: str, when: When = "") -> dict[str, Parameter]:
+    """`row` of a norm's weight and that of its bias, both there `when` the config says."""
+    leaf, name, dims = _row_parts(row)
+    bias_row = f"{leaf} <- {name.removesuffix('weight')}bias: {dims}"
+    return {f"{path}.scale": Parameter(row, when), f"{path}.bias": Parameter(bias_row, when)}
+
+
+def _row_parts(row: str) -> tuple[str, str, str]:
+    leaf, _, right = row.partition("<-")
+    name, _, dims = right.rpartition(":")
+    return leaf.strip(), name.strip(), dims.strip()
 
 
 def size(config: Config, key: str, default: int) -> int:
@@ -85,6 +127,21 @@ def rows(
     if not scan:
         return dict(_unstacked(path, row) for path, row in found.items())
     return {path: _on_axis(row, scan_axis) for path, row in found.items()}
+
+
+def layout_rows(layout: Layout, config: Config, stacked_on: int | None = None) -> dict[str, Row]:
+    """The parameters of another tree that a config has, parsed: path -> row; layers apart, or stacked on an axis."""
+    found = {path: parse(p.row) for path, p in layout.table.items() if p.present(config)}
+    if stacked_on is None:
+        return found
+    return {
+        path.replace(NUMBER, layout.stacked): _stacked(row, stacked_on, NUMBER in path) for path, row in found.items()
+    }
+
+
+def _stacked(row: Row, axis: int, is_layer: bool) -> Row:
+    leaf = ((LAYERS,), *row.leaf) if is_layer else row.leaf
+    return _on_axis(dataclasses.replace(row, leaf=leaf), axis)
 
 
 def _form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> Row:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prepcli import casts
+from prepcli.budget import anonymous_nbytes
 from prepcli.convert import Done, Options, convert, plan_digest
 from prepcli.errors import usage
 from prepcli.locate import Located, default_checkpoint, locate
-from prepcli.opening import open_source
+from prepcli.manifest import read_manifest
+from prepcli.opening import open_located
 from prepcli.plan import Plan
 from prepcli.run_folder import step_folder, steps_of
+from prepcli.shares import asked_share
 from prepcli.sources import Source
 from prepcli.streams import optimizer_nbytes
 from prepcli.ui import LEAVES, Report, Ui
 from prepcli.units import bytes_text
+from prepcli.uploads import Request as Upload
+from prepcli.uploads import to_url, url_of
 from prepcli.vocabulary import Vocabulary, with_vocabulary
+from prepcli.workers import ONE_PROCESS, PARENT, Asked, Workers, memory_of_each, with_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +42,23 @@ class Common:
     offline: bool = False
     revision: str | None = None
     step: int | None = None  # of a run; None: its last one
+    asked: Asked = ONE_PROCESS
+    stream: bool = False  # from the hub, without a copy here
+    config: Path | None = None  # what the checkpoint is of, where it does not say so itself
+    allow_overflow: bool = False  # of values that are cast
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan and what comes with it: the output's default name, lines for the user, and what to do next."""
+    """A plan and what comes with it: the output's default name, lines for the user, what to do next, and what the plan
+    reads where that is another view of the source."""
 
     plan: Plan
     out_name: str
     lines: tuple[str, ...]
     fields: dict[str, Any]
     next_command: Callable[[Path], str]
+    source: Source | None = None
 
 
 def find(common: Common, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir) -> tuple[Located, Source]:
@@ -54,9 +69,10 @@ def find(common: Common, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir) -
         ui.note(f"using {name} (the only prep checkpoint here)")
     if common.step is not None:
         name = _with_step(name, common.step)
-    located = locate(name, common.revision, common.offline, progress=ui.progress(), warn=ui.warn)
-    shown = located.hub_id or name
-    return located, open_source(located.path, shown)
+    located = locate(
+        name, common.revision, common.offline, progress=ui.progress(), warn=ui.warn, stream=common.stream, afar=True
+    )
+    return located, open_located(located, located.hub_id or name, common.config)
 
 
 def _with_step(name: str, step: int) -> str:
@@ -71,7 +87,18 @@ def _with_step(name: str, step: int) -> str:
 def run(
     common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool] = Path.is_dir
 ) -> Report:
-    """Plan, then show (`--dry-run`) or carry out."""
+    """Plan, then show (`--dry-run`) or carry out; what has an address is made here first."""
+    url = url_of(common.out)
+    if url is None:
+        return _run(common, ui, make, accept)
+    request = Upload(url, common.dry_run, common.overwrite, common.restart)
+    if PARENT in os.environ:
+        return _run(replace(common, out=request.here), ui, make, accept)
+    several = asked_share(common.asked.processes, os.environ)[0].count > 1
+    return to_url(request, several, ui, lambda out, dry: _run(replace(common, out=out, dry_run=dry), ui, make, accept))
+
+
+def _run(common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool]) -> Report:
     located, source = find(common, ui, accept)
     planned = make(source, located)
     out = common.out or Path(planned.out_name)
@@ -83,27 +110,50 @@ def run(
     fields = {"source": _source_fields(source, located), **planned.fields, **_plan_fields(planned.plan, ui)}
     if common.dry_run:
         return Report(_summary(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
-    done = convert(
-        planned.plan,
-        source,
-        Options(out, common.memory_nbytes, common.overwrite, common.restart),
-        ui.progress(),
-        ui.note,
-    )
-    ui.note(_closing(planned.plan, done, ui, common))
-    fields |= {"output": str(out), **_done_fields(done, common)}
+    done, processes = _carried_out(planned.plan, planned.source or source, out, common, ui)
+    said = read_manifest(out) or {}
+    counts = said.get("casts", [])
+    for entry in counts:
+        ui.note(casts.line(entry))
+    ui.note(_closing(planned.plan, done, counts, ui, common))
+    fields["accounting"]["changed_values"] = _changed(counts)
+    if planned.plan.zstd_level:
+        fields["compress"] = packed = _packed_fields(planned.plan, said)
+        ui.note(_packed_line(packed))
+    fields |= {"output": str(out), "casts": counts, **_done_fields(done, common), **processes}
     return Report(str(out), fields, planned.next_command(out))
+
+
+def _carried_out(plan: Plan, source: Source, out: Path, common: Common, ui: Ui) -> tuple[Done, dict[str, Any]]:
+    """The output, with what this process and its workers did, and fields that tell of them."""
+    asked, own_nbytes = common.asked, anonymous_nbytes()
+    share, launcher = asked_share(asked.processes, os.environ)
+    if launcher:
+        ui.note(f"process {share.index} of {share.count}, as {launcher} says")
+    mine, *others = share.among(asked.workers)
+    memory_nbytes = memory_of_each(common.memory_nbytes, asked.workers, own_nbytes)
+    with Workers(asked.words, others, memory_nbytes, ui.progress()) as workers:
+        options = Options(
+            out, memory_nbytes, common.overwrite, common.restart, mine, asked.workers, workers.start, workers.check
+        )
+        options = replace(options, allow_overflow=common.allow_overflow)
+        done = convert(plan, source, options, workers.progress, ui.note)
+        done = with_workers(done, workers.results(), own_nbytes)
+    fields = {"count": mine.count, "index": mine.index, "workers": asked.workers}
+    return done, {"processes": fields} if mine.count > 1 else {}
 
 
 def _check_apart(out: Path, source: Source) -> None:
     """Usage PrepError where writing the output would change the source, or replacing what is there would remove it."""
     target = out.resolve()
     partial = target.with_name(target.name + ".partial")
-    held = (path.resolve().parent for path in (*source.files, *source.small_files))  # links may lead elsewhere
+    beside = () if source.root.is_file() else (*source.files, *source.small_files)
+    held = (path.resolve().parent for path in beside)  # links may lead elsewhere
+    weights = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
     for root in dict.fromkeys((source.root.resolve(), *held)):
         if root in (target, partial):
             raise usage(f"the output {out} is the source", "sources are never written to", "`--out NAME`")
-        if root in target.parents:
+        if root in target.parents and root in weights:  # settings alone may lie where one works
             hint = f"`--out ../{out.name}`"
             raise usage(f"the output {out} is inside the source", "sources are never written to", hint)
         if target in root.parents:
@@ -127,9 +177,12 @@ def _weights(source: Source) -> set[str]:
     return {t.name for t in source.tensors if t.nbytes * 8 >= large}
 
 
-def output_config(source: Source, vocabulary: Vocabulary, tied: bool) -> dict[str, Any]:
-    """The source's config for an output with this vocabulary; a head that became its own is said to be so."""
+def output_config(source: Source, vocabulary: Vocabulary, tied: bool, dtype: str | None = None) -> dict[str, Any]:
+    """The source's config for an output with this vocabulary, in `dtype` where that was asked for; a head that became
+    its own is said to be so."""
     config = with_vocabulary(source.config, vocabulary)
+    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]  # transformers' 5 and 4
+    config |= dict.fromkeys(named, dtype) if dtype else {}
     return config | ({"tie_word_embeddings": False} if source.family.tied(config) and not tied else {})
 
 
@@ -179,9 +232,10 @@ def _plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
                 for s in plan.streams
                 if s.fill
             ],
-            "changed_values": 0,
+            "changed_values": None if any(stream.cast for stream in plan.streams) else 0,
         },
         "chunks": plan.chunks,
+        "casts": casts.report(plan.streams),
     }
     if ui.level >= LEAVES:
         fields["leaves"] = [
@@ -195,10 +249,31 @@ def _done_fields(done: Done, common: Common) -> dict[str, Any]:
     seconds = outcome.seconds
     return {
         "already": done.already,
-        "bytes": {"read": outcome.read_nbytes, "written": outcome.written_nbytes, "resumed": outcome.resumed_nbytes},
+        "bytes": {
+            "read": outcome.read_nbytes,
+            "written": outcome.written_nbytes,
+            "moved": outcome.read_nbytes + outcome.copied_nbytes + outcome.written_nbytes,
+            "resumed": outcome.resumed_nbytes,
+        },
         "memory": {"budget": common.memory_nbytes, "peak": done.peak_nbytes},
         "time": {k: round(v, 3) for k, v in (("read", seconds.read), ("move", seconds.move), ("write", seconds.write))},
     }
+
+
+def _changed(counts: Sequence[Mapping[str, Any]]) -> int:
+    return sum(entry["changed"] for entry in counts)
+
+
+def _packed_fields(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes of an output's chunks, raw and as they are stored."""
+    raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.counts) for leaf in plan.leaves)
+    stored = sum(manifest["packed"].values())
+    return {"with": manifest["compress"], "raw": raw, "stored": stored, "ratio": round(stored / max(1, raw), 4)}
+
+
+def _packed_line(packed: Mapping[str, Any]) -> str:
+    sizes = f"{bytes_text(packed['raw'])} compressed to {bytes_text(packed['stored'])}"
+    return f"{sizes}, {packed['ratio']:.2f} x, with {packed['with']}"
 
 
 def _summary(plan: Plan, out: Path) -> str:
@@ -219,10 +294,10 @@ def _dropped_text(plan: Plan) -> str:
     return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
 
 
-def _closing(plan: Plan, done: Done, ui: Ui, common: Common) -> str:
+def _closing(plan: Plan, done: Done, counts: Sequence[Mapping[str, Any]], ui: Ui, common: Common) -> str:
     if done.already:
         return f"already done: {done.out} was made by the same request from the same source"
     used = len({s.name for s in plan.streams if s.right})
     memory = f"peak {done.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
-    parts = [f"{used} tensors", *filter(None, [_dropped_text(plan)]), "0 values changed"]
+    parts = [f"{used} tensors", *filter(None, [_dropped_text(plan)]), f"{_changed(counts):,} values changed"]
     return f"done in {ui.clock() - ui.started_s:.1f} s, {memory}; {', '.join(parts)}"

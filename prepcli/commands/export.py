@@ -1,56 +1,75 @@
-"""`prep export`: back to a Hugging Face folder, loadable by transformers with no flag."""
+"""`prep export`: back to a Hugging Face folder, or to a checkpoint of another library."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prepcli.accounting import KEEP_ALL, vocab_tensors
 from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.errors import usage
-from prepcli.folders import entries, laid_out, settings
+from prepcli.flax_folders import STREAM_FORMAT, lay_out, with_head
+from prepcli.folders import entries, index_files, laid_out, settings
+from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import shard
 from prepcli.locate import Located
-from prepcli.plan import Fill, Plan
-from prepcli.sources import Source, counted, table_of
+from prepcli.plan import Fill, OutFile, Plan, Side, SmallFile
+from prepcli.sources import Source, SourceTensor, counted, table_of
 from prepcli.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
 from prepcli.vocabulary import Vocabulary
 
 PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
+SHARD_NBYTES = 5 * 10**9
+HF = "hf"
+FORMATS = {HF: "safetensors", "hf-flax": "msgpack", "easylm": STREAM_FORMAT}  # by layout
+TITLES = {HF: "Hugging Face safetensors", "hf-flax": "Flax msgpack for Hugging Face", "easylm": "EasyLM stream"}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Padding is taken off unless it is kept; files hold at most `shard_nbytes`."""
+    """Padding is taken off unless it is kept; files hold at most `shard_nbytes`. `layout` is a tree that the family
+    knows, `container` the format that it is stored in (None: that which goes with it)."""
 
     common: Common
     keep_padding: bool = False
-    shard_nbytes: int = 5 * 10**9
+    shard_nbytes: int = SHARD_NBYTES
     true_vocab: int | None = None
+    layout: str = HF
+    container: str | None = None
+    dtype: str | None = None
 
 
 def export(request: Request, ui: Ui) -> Report:
-    """An Orbax checkpoint into a Hugging Face folder."""
+    """An Orbax checkpoint into a Hugging Face folder, or one of another library's."""
     return run(request.common, ui, lambda source, located: plan(request, source, located))
 
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """The files of weights, where each tensor goes in them, and the index where there is one."""
+
+    files: tuple[OutFile, ...]
+    sides: Mapping[str, Side]
+    index: tuple[SmallFile, ...]
+
+
 def plan(request: Request, source: Source, located: Located) -> Planned:
-    """Every tensor of the rows into files as they are shared on the hub. PrepError where that does not add up."""
-    if source.file_names and not source.manifest:
-        why = "there is nothing to export: transformers reads it as it is"
-        raise usage(f"{source.name} is a Hugging Face folder", why, f"`prep save-init {source.name}`")
+    """Every tensor of the rows into files as others read them. PrepError where that does not add up."""
+    _check(request, source)
     vocabulary = source.vocabulary(request.true_vocab)
     rows = vocabulary.stored if request.keep_padding else vocabulary.true
     scan = (source.manifest or {}).get("scan", True), (source.manifest or {}).get("scan_axis", 0)
+    head = {source.family.tie.tensor} if _repeats_head(request, source) else set()
+    source = with_head(source) if head else source
     found = counted(source, table_of(source, *scan), KEEP_ALL)
     cut = Cut(vocabulary, vocab_tensors(found), Fill("zeros"))
-    kept = [t for t in source.tensors if t.name in found.uses]
+    kept = [t.cast(request.dtype) for t in source.tensors if t.name in found.uses or t.name in head]
     sizes = rows_of(kept, cut.tensors, rows)
-    groups = shard(entries(source, kept, sizes), request.shard_nbytes)
-    files, places, layouts = laid_out([(name, group, PAGE_START) for name, group in groups])
-    targets = {t.name: Target((places[source.names.full(t.name)],), sizes[t.name]) for t in kept}
-    config = output_config(source, Vocabulary(vocabulary.true, rows), found.tied)
+    output = _output(request, source, kept, sizes, rows)
+    targets = {t.name: Target(output.sides[t.name], sizes[t.name], t.dtype) for t in kept}
+    config = output_config(source, Vocabulary(vocabulary.true, rows), found.tied, request.dtype)
     base = located.name.removesuffix("-padded") if rows == vocabulary.true else located.name
     made = Plan(
         command="export",
@@ -58,36 +77,98 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
         source_name=source.name,
         sources=source.facts,
         streams=streams(source, targets, cut, {c.name for c in found.checks}),
-        files=files,
-        small_files=settings(config, layouts, source.small_files),
-        dropped=(*found.dropped, *taken_off(source, targets, cut), *left_out(source)),
+        files=output.files,
+        small_files=(*settings(config, (), source.small_files), *output.index),
+        dropped=(
+            *(d for d in found.dropped if d.name not in head),
+            *taken_off(source, targets, cut),
+            *left_out(source),
+        ),
         checks=found.checks,
         settings={
             "name": base,
             "kind": "hf",
             "family": source.family.name,
             "vocab": {"true": vocabulary.true, "padded": rows},
+            **({"layout": request.layout} if request.layout != HF else {}),
             "prefixed": source.names.prefixed,
             "tied": found.tied,
             "config": config,
         },
         names={t.name: source.names.full(t.name) for t in source.tensors},
     )
-    count = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    off = f"; {vocabulary.stored - rows} rows of padding taken off" if rows < vocabulary.stored else ""
-    state = optimizer_nbytes(source)
-    off += f"; optimizer state ({bytes_text(state)}) left out" if state else ""
+    fields = {
+        "vocab": {"true": vocabulary.true, "written": rows},
+        "files": len(output.files),
+        "layout": request.layout,
+        "format": FORMATS[request.layout],
+    }
+    line = _line(request, source, located, len(output.files), vocabulary.stored - rows)
+    return Planned(
+        made,
+        f"{base}-{request.layout}",
+        (line,),
+        fields,
+        lambda out: f"prep verify {out}" + (f" {source.name}" if not request.dtype else ""),
+        source,
+    )
+
+
+def _check(request: Request, source: Source) -> None:
+    """Usage PrepError for a layout, format or size that do not go together, and where nothing is to be done."""
+    if FORMATS.get(request.layout) is None or request.container not in (None, FORMATS[request.layout]):
+        pairs = ", ".join(f"`--layout {layout} --format {container}`" for layout, container in FORMATS.items())
+        asked = f"`--layout {request.layout}`" + (f" `--format {request.container}`" if request.container else "")
+        raise usage(f"{asked} is not written", "a layout goes with a format", f"one of {pairs}")
+    if request.layout not in (HF, *source.family.layouts):
+        known = ", ".join((HF, *source.family.layouts))
+        raise usage(f"{source.family.name} has no layout {request.layout}", f"prep knows {known} of it")
+    if FORMATS[request.layout] == STREAM_FORMAT and request.shard_nbytes != SHARD_NBYTES:
+        raise usage("`--shard-size` is not for streams", "an EasyLM stream is one file")
+    as_it_is = request.layout == HF and not request.dtype
+    if as_it_is and source.file_names and not source.manifest and _is_safetensors(source):
+        why = "there is nothing to export: transformers reads it as it is"
+        raise usage(f"{source.name} is a Hugging Face folder", why, f"`prep save-init {source.name}`")
+
+
+def _repeats_head(request: Request, source: Source) -> bool:
+    """Whether a head that is the embedding is written all the same: the other library knows no tied one."""
+    tied = source.family.tied(source.config)
+    return tied and request.layout != HF and not source.family.layouts[request.layout].ties
+
+
+def _is_safetensors(source: Source) -> bool:
+    return all(path.name.endswith(f".{SUFFIX}") for path in source.files)
+
+
+def _output(
+    request: Request, source: Source, kept: Sequence[SourceTensor], sizes: Mapping[str, int], vocab: int
+) -> _Output:
+    if request.layout == HF:
+        groups = shard(entries(source, kept, sizes), request.shard_nbytes)
+        files, places, layouts = laid_out([(name, group, PAGE_START) for name, group in groups])
+        return _Output(files, {t.name: (places[source.names.full(t.name)],) for t in kept}, index_files(layouts))
+    found = lay_out(source, kept, request.layout, FORMATS[request.layout], vocab, request.shard_nbytes)
+    return _Output(found.files, found.sides, found.index)
+
+
+def _line(request: Request, source: Source, located: Located, files: int, taken_off: int) -> str:
+    """`llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
     step = (source.manifest or {}).get("step")
     called = located.name if step is None else f"{located.name} step {step}"
-    lines = (f"{called} -> Hugging Face safetensors, {count}{off}",)
-    fields = {"vocab": {"true": vocabulary.true, "written": rows}, "files": len(files)}
-    return Planned(made, f"{base}-hf", lines, fields, lambda out: f"prep verify {out} {source.name}")
+    off = f"; {taken_off} rows of padding taken off" if taken_off > 0 else ""
+    state = optimizer_nbytes(source)
+    off += f"; optimizer state ({bytes_text(state)}) left out" if state else ""
+    return f"{called} -> {TITLES[request.layout]}, {files} file{'s' if files > 1 else ''}{off}"
 
 
 def _request_text(request: Request, source: Source) -> str:
     options = [
+        ("--dtype", request.dtype),
+        ("--layout", request.layout if request.layout != HF else None),
         ("--keep-padding", request.keep_padding),
-        ("--shard-size", request.shard_nbytes if request.shard_nbytes != 5 * 10**9 else None),
+        ("--shard-size", request.shard_nbytes if request.shard_nbytes != SHARD_NBYTES else None),
         ("--true-vocab", request.true_vocab),
+        ("--config", request.common.config),
     ]
     return request_text("export", source, options)

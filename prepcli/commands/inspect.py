@@ -6,9 +6,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
 
-from prepcli.blobs import open_blobs
+from prepcli.blobs import Blob, open_blobs
 from prepcli.contents import Contents, Entry, nbytes_below, parameters, read_contents
 from prepcli.errors import PrepError, usage
 from prepcli.guess import guess
@@ -26,6 +27,12 @@ from trainer.mesh import boxes_of_all, copies, parse, shard_shape, spec, with_ru
 
 Sort = Literal["name", "size", "file"]
 Shape = tuple[tuple[int, ...], str]  # with the dtype
+FORMATS = {
+    "torch": "PyTorch",
+    "meta": "PyTorch as Meta lays it out",
+    "flax": "Flax msgpack",
+    "easylm": "EasyLM stream",
+}  # what a kind is called, if not by its own name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Request:
     diff: str | None = None
     offline: bool = False
     revision: str | None = None
+    stream: bool = False  # from the hub, without a copy here
 
 
 def inspect(request: Request, ui: Ui) -> Report:
@@ -73,7 +81,9 @@ def _check(request: Request) -> None:
 
 
 def _read(request: Request, name: str, revision: str | None, ui: Ui) -> tuple[Located, Contents]:
-    located = locate(name, revision, request.offline, progress=ui.progress(), warn=ui.warn)
+    located = locate(
+        name, revision, request.offline, progress=ui.progress(), warn=ui.warn, stream=request.stream, afar=True
+    )
     return located, read_contents(located, located.hub_id or name)
 
 
@@ -138,10 +148,12 @@ def _head(contents: Contents, source: Mapping[str, Any]) -> list[str]:
     counted = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
     size = f"{bytes_text(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
     model = "  ".join([source["name"], _family_text(contents), counted, size])
-    stored = [f"safetensors, {_count(source['files'], 'file')}, {_count(source['tensors'], 'tensor')}"]
+    kind = FORMATS.get(contents.kind, contents.kind)
+    stored = [f"{kind}, {_count(source['files'], 'file')}, {_count(source['tensors'], 'tensor')}"]
     if contents.kind == "orbax":
         leaves = f"{_count(source['tensors'], 'leaf', 'leaves')} in {_count(source['chunks'], 'chunk')}"
-        stored = [f"Orbax, {_count(source['files'], 'data file')}, {leaves}"]
+        codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
+        stored = [f"Orbax{codecs}, {_count(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
         stored += [_layout_text(source)] if source["layout"] else []
         stored += [_step_text(contents)] if source["step"] is not None else []
@@ -181,7 +193,7 @@ def _count_line(contents: Contents, chosen: Sequence[Entry]) -> str:
 
 
 def _view(request: Request, contents: Contents, chosen: list[Entry], ui: Ui) -> tuple[str, dict[str, Any]]:
-    names = [str(path.relative_to(contents.folder)) for path in contents.files]
+    names = [_file_name(contents, each) for each in contents.reads]
     listed = [_entry_fields(contents, entry, names) for entry in chosen]
     if request.tree:
         nodes = grow(chosen)
@@ -193,6 +205,13 @@ def _view(request: Request, contents: Contents, chosen: list[Entry], ui: Ui) -> 
             fields["stats"] = _stats_fields(each)
         return _stats_table(chosen, found), {"tensors": listed}
     return _table(contents, chosen, names), {"tensors": listed}
+
+
+def _file_name(contents: Contents, read: Path | Blob) -> str:
+    """What a file or a blob is called within the checkpoint."""
+    if isinstance(read, Path) and contents.folder.is_dir():
+        return str(read.relative_to(contents.folder))
+    return read.name
 
 
 def _entry_fields(contents: Contents, entry: Entry, names: Sequence[str]) -> dict[str, Any]:
@@ -291,7 +310,7 @@ def _diff(request: Request, a: Contents, b: Contents, fields: Mapping[str, Any])
 
 def _shapes(contents: Contents, as_tensors: bool) -> dict[str, Shape]:
     """Name -> shape and dtype; `as_tensors`: of the Hugging Face tensors that an Orbax checkpoint holds."""
-    if not as_tensors or contents.kind == "safetensors":
+    if not as_tensors or contents.kind in ("safetensors", "torch", "meta"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     source = open_source(contents.folder, contents.name)
     return {source.names.full(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}

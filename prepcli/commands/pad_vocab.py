@@ -139,6 +139,7 @@ def _request_text(request: Request, source: Source) -> str:
         ("--seed", request.seed or None),
         ("--true-vocab", request.true_vocab),
         ("--drop", request.wishes.drop),
+        ("--config", request.common.config),
         ("--untie", request.wishes.untie),
     ]
     return request_text("pad-vocab", source, options)

@@ -18,6 +18,7 @@ from prepcli.formats.orbax import find_item
 from prepcli.items import Item, Split, item_streams, make_item
 from prepcli.locate import Located
 from prepcli.manifest import OF_A_TREE, OWN, STATE, manifest_folder, read_manifest
+from prepcli.packing import METHOD, parse_compress
 from prepcli.plan import Dropped, Plan
 from prepcli.sources import HF_FOLDER, Source, counted, table_of
 from prepcli.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
@@ -44,6 +45,8 @@ class Request:
     true_vocab: int | None = None
     wishes: Wishes = KEEP_ALL
     params_only: bool = False
+    dtype: str | None = None
+    compress: str | None = None  # zstd, or zstd:LEVEL
 
 
 def save_init(request: Request, ui: Ui) -> Report:
@@ -79,14 +82,16 @@ class _Layout:
 def plan(request: Request, source: Source, located: Located, command: str = "save-init") -> Planned:
     """Every tensor into the leaves of its rows, in chunks for the mesh. PrepError where that does not add up."""
     _check_kind(command, source)
-    off = tuple(left_out(source)) if request.params_only else ()
-    source = dataclasses.replace(source, state=()) if request.params_only else source
+    level = parse_compress(request.compress)
+    keeps_state = not request.params_only and (source.manifest or {}).get("kind") == "train"
+    off = () if keeps_state else tuple(left_out(source))
+    source = source if keeps_state else dataclasses.replace(source, state=())
     layout = _layout(request, source)
     table = table_of(source, layout.scan, layout.scan_axis)
     found = counted(source, table, request.wishes)
-    item = make_item(source, found, table, layout.rows, layout.split)
+    item = make_item(source, found, table, layout.rows, layout.split, request.dtype)
     cut = Cut(layout.vocabulary, vocab_names(source, found), fill_of(request.init, request.seed, source))
-    config = output_config(source, Vocabulary(layout.vocabulary.true, layout.rows), found.tied)
+    config = output_config(source, Vocabulary(layout.vocabulary.true, layout.rows), found.tied, request.dtype)
     made = Plan(
         command=command,
         request=_request_text(command, request, source),
@@ -98,9 +103,15 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
         leaves=item.leaves,
         dropped=(*found.dropped, *off),
         checks=found.checks,
-        settings={**_settings(source, located, layout), "tied": found.tied, "config": config},
+        settings={
+            **_settings(source, located, layout),
+            **({"compress": f"{METHOD}:{level}"} if level else {}),
+            "tied": found.tied,
+            "config": config,
+        },
         names=source.shown_names(),
         item=STATE if layout.is_step else "",
+        zstd_level=level,
     )
     mesh = layout.split.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
@@ -149,7 +160,7 @@ def _settings(source: Source, located: Located, layout: _Layout) -> dict[str, An
 
 
 def _check_kind(command: str, source: Source) -> None:
-    if command == "save-init" and not source.file_names:
+    if command == "save-init" and source.manifest and not source.file_names:
         hint = f"`prep reshard {source.name} --mesh …` lays it out anew, `prep export {source.name}` goes back"
         raise usage(f"{source.name} is an Orbax checkpoint already", "save-init reads Hugging Face folders", hint)
     if command == "reshard" and source.file_names:
@@ -209,11 +220,14 @@ def _request_text(command: str, request: Request, source: Source) -> str:
         ("--no-scan", request.scan is False),
         ("--scan-axis", request.scan_axis),
         ("--params-only", request.params_only),
+        ("--compress", request.compress),
         ("--pad-vocab", request.pad_vocab if request.pad_vocab != "no" else None),
         ("--init", request.init if request.init != "zeros" else None),
         ("--seed", request.seed or None),
         ("--true-vocab", request.true_vocab),
         ("--drop", request.wishes.drop),
+        ("--config", request.common.config),
         ("--untie", request.wishes.untie),
+        ("--dtype", request.dtype),
     ]
     return request_text(command, source, options)

@@ -80,7 +80,9 @@ def _left_out_lines(sources: Iterable[Source]) -> Iterator[str]:
 
 def _for_other(request: Request) -> Common:
     common = request.common
-    return Common(request.against, None, common.memory_nbytes, offline=common.offline)
+    return Common(
+        request.against, None, common.memory_nbytes, offline=common.offline, stream=common.stream, config=common.config
+    )
 
 
 def _model(source: Source) -> _Model:
@@ -211,8 +213,9 @@ def _digests(
     streams = [_stream(tensor, rows) for tensor, rows in pieces]
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
-        with open_blobs(source.reads) as files:
-            outcome = engine.run(streams, files, None, budget(memory_nbytes), progress)
+        spend = budget(memory_nbytes)
+        with open_blobs(source.reads, spend.cache_nbytes) as files:
+            outcome = engine.run(streams, files, None, spend, progress)
     finally:
         progress.end()
     return [outcome.digests[i] for i in range(len(streams))]

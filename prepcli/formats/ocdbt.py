@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,11 +192,12 @@ def _varints(values: Sequence[int]) -> bytes:
     return ((digits & np.uint64(127)).astype(np.uint8) | more.astype(np.uint8))[used].tobytes()
 
 
-def read_database(folder: Path) -> Iterator[Entry]:
+def read_database(folder: Path, before: Callable[[Place], object] = str) -> Iterator[Entry]:
     """All entries of the newest version in ascending order of their keys, node by node.
 
-    Paths are checked to stay in the folder, nodes to lie in their files; what else the places of values hold is the
-    caller's to check. Raises PrepError for a database that is missing or broken.
+    `before` is told the place of each node before it is read: it may have to be fetched. Paths are checked to stay in
+    the folder, nodes to lie in their files; what else the places of values hold is the caller's to check. Raises
+    PrepError for a database that is missing or broken.
     """
     if not (folder / MANIFEST).is_file():
         raise PrepError(f"{folder} has no {MANIFEST}", "the checkpoint was not finished, or was copied in part")
@@ -205,14 +206,16 @@ def read_database(folder: Path) -> Iterator[Entry]:
     if "location" not in root:  # how an empty database is written
         return
     last: bytes | None = None
-    for key, value in _walk(folder, root["location"], version["root_height"], b"", set()):
+    for key, value in _walk(folder, root["location"], version["root_height"], b"", set(), before):
         if last is not None and key <= last:
             raise _broken(folder, f"key {key!r} follows {last!r}")
         last = key
         yield key, value
 
 
-def _walk(folder: Path, location: str, height: int, prefix: bytes, seen: set[str]) -> Iterator[Entry]:
+def _walk(
+    folder: Path, location: str, height: int, prefix: bytes, seen: set[str], before: Callable[[Place], object]
+) -> Iterator[Entry]:
     if location in seen:  # a few small nodes could otherwise stand for any number of keys
         raise _broken(folder, f"it refers twice to the node {location}")
     seen.add(location)
@@ -220,13 +223,15 @@ def _walk(folder: Path, location: str, height: int, prefix: bytes, seen: set[str
     end, size = place.offset + place.nbytes, stat_file(folder / place.path).st_size
     if end > size:
         raise PrepError(f"{folder / place.path} is cut short", f"an index node ends at byte {end}, the file at {size}")
+    before(place)
     node = _dump(folder, location)
     if node["height"] != height:  # also what keeps a node from being its own child
         raise _broken(folder, f"a node says height {node['height']}, its parent {height}")
     for entry in node["entries"]:
         key = prefix + entry["key"]
         if height:
-            yield from _walk(folder, entry["location"], height - 1, prefix + entry["subtree_common_prefix"], seen)
+            below = prefix + entry["subtree_common_prefix"]
+            yield from _walk(folder, entry["location"], height - 1, below, seen, before)
         elif "inline_value" in entry:
             yield key, entry["inline_value"]
         else:

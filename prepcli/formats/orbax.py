@@ -106,12 +106,13 @@ def find_item(path: Path) -> Path | None:
 
 
 def _item_of_step(step: Path) -> Path | None:
-    """Orbax's own names for the tree first; a training job may have named its only item otherwise."""
+    """Orbax's own names for the tree first; a training job may have named its only item otherwise, and parameters may
+    have an optimizer's state beside them, as redco has it."""
     named = [step, step / "default", step / "state", step / "items"]
     if found := next((item for item in named if (item / METADATA).is_file()), None):
         return found
     items = [child for child in _folders(step) if (child / METADATA).is_file() and not child.name.isdigit()]
-    return items[0] if len(items) == 1 else None
+    return items[0] if len(items) == 1 else next((item for item in items if item.name == "params"), None)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -9,63 +9,42 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prepcli.digest import digest
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import Place, read_database
-from prepcli.formats.orbax import (
-    METADATA,
-    STRINGS,
-    TYPESTR,
-    ArrayMeta,
-    Other,
-    TreePath,
-    chunk_key,
-    clash,
-    dotted,
-    index_at,
-)
-from prepcli.formats.untrusted import list_folder, parse_json, shown, stat_file, unreadable
+from prepcli.formats.codecs import CHECKSUM, CHECKSUM_NBYTES
+from prepcli.formats.ocdbt import MANIFEST
+from prepcli.formats.orbax import METADATA, STRINGS, ArrayMeta, Other, TreePath, chunk_key, clash, dotted
+from prepcli.formats.orbax_store import Chunks, Store, Stored, chunks_of, read_bytes
+from prepcli.formats.untrusted import list_folder, parse_json, shown, stat_file
+from prepcli.formats.zarr import Zarr, parse
 
-_DTYPES = {typestr: dtype for dtype, typestr in TYPESTR.items()} | {"<i1": "int8", "<u1": "uint8", "<b1": "bool"}
-_RESAVE = (
-    "save it again raw, in Python: import orbax.checkpoint as ocp; "
-    "ocp.PyTreeCheckpointer(use_compression=False).save(NEW, ocp.PyTreeCheckpointer().restore(OLD))"
-)
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_MAX_ZARRAY_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """`nbytes` bytes from `offset` of file number `file` of the item."""
-
-    file: int
-    offset: int
-    nbytes: int
-
-
-Chunks = dict[tuple[int, ...], Stored | bytes]  # by the index in the array's grid: its place, or the bytes themselves
+_MOST_ABSENT = 1 << 18  # chunks of zeros that are not stored
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItem:
-    """An item of raw chunks.
+    """An item's arrays and where they lie.
 
-    `chunks` and `value_types` are parallel to `arrays`; the latter is what Orbax says the leaf is: `jax.Array`,
-    `np.ndarray` or `scalar`.
+    `chunks`, `steps` and `value_types` are parallel to `arrays`: the chunks that are stored, those that are not stand
+    for zeros; the steps of `codecs` that turn elements into what is stored; and what Orbax says the leaf is:
+    `jax.Array`, `np.ndarray` or `scalar`. `stamp`: a digest of all that says so.
     """
 
     folder: Path
     arrays: tuple[ArrayMeta, ...]
     chunks: tuple[Chunks, ...]
+    steps: tuple[tuple[str, ...], ...]
     files: tuple[Path, ...]
     value_types: tuple[str, ...]
     others: tuple[Other, ...]
     unlisted: tuple[str, ...]  # names in the index that the tree lacks; Orbax does not see them either
+    stamp: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +55,36 @@ class _Leaf:
 
 
 def read_item(folder: Path) -> OrbaxItem:
-    """All that the item says of its arrays. Raises PrepError for what is broken, and for storage that is not raw."""
+    """All that the item says of its arrays. Raises PrepError for what is broken, and for storage that is not read."""
     if unfinished := next((part for part in folder.absolute().parts if _UNFINISHED in part), None):
         raise PrepError(f"{folder} is a checkpoint that Orbax did not finish", f"its folder is {unfinished}")
     tree = _read_tree(folder)
     leaves = [_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
     if names := clash(leaf.path for leaf in leaves):
         raise PrepError(f"{folder / METADATA} is broken", f"it has {shown(names[0])} and {shown(names[1])}")
-    index, files = _read_index(folder)
     listed = [leaf for leaf in leaves if not leaf.empty and leaf.value_type != "string"]
-    arrays = tuple(_array(folder, files, leaf, index.get(dotted(leaf.path), {})) for leaf in listed)
+    uses_ocdbt = tree.get("use_ocdbt", True) is not False
+    names = [dotted(leaf.path) for leaf in listed]
+    store = Store(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
+    documents = [store.document(name) for name in names]
+    zarrs = [parse(shown(name), store.document_name, text) for name, text in zip(names, documents)]
     complete = tree.get("store_array_data_equal_to_fill_value") is True
-    chunks = tuple(_chunks(meta, index.pop(meta.name), complete) for meta in arrays)
-    _check_places(arrays, chunks, files)
+    tables = [chunks_of(shown(name), zarr, store.values.pop(name), store, complete) for name, zarr in zip(names, zarrs)]
+    arrays = tuple(_array(leaf, zarr) for leaf, zarr in zip(listed, zarrs))
+    for meta, zarr, chunks in zip(arrays, zarrs, tables):
+        _check_sizes(meta, zarr, chunks)
+    _check_absent(folder, arrays, tables)
+    _check_places(arrays, tables, store.files)
     return OrbaxItem(
         folder=folder,
         arrays=arrays,
-        chunks=chunks,
-        files=files,
+        chunks=tuple(tables),
+        steps=tuple(zarr.steps for zarr in zarrs),
+        files=store.files,
         value_types=tuple(leaf.value_type for leaf in listed),
         others=_others(folder, leaves),
-        unlisted=tuple(sorted(index)),
+        unlisted=tuple(sorted(store.values)),
+        stamp=_stamp(folder, documents),
     )
 
 
@@ -106,31 +94,23 @@ def _read_tree(folder: Path) -> Mapping[str, Any]:
     tree = _read_json(folder / METADATA)
     if not isinstance(tree.get("tree_metadata"), dict):
         raise PrepError(f"{folder / METADATA} is broken", "it has no tree_metadata")
-    if tree.get("use_zarr3"):
-        raise PrepError(f"{folder} is stored as zarr3", "prep reads zarr v2 so far", _RESAVE)
-    if tree.get("use_ocdbt") is False:
-        raise PrepError(f"{folder} is stored as one file a chunk", "prep reads OCDBT so far", _RESAVE)
     return tree
+
+
+def _stamp(folder: Path, documents: Iterable[bytes]) -> str:
+    index = folder / MANIFEST
+    held = [read_bytes(folder / METADATA), read_bytes(index) if index.exists() else b"", *documents]
+    return digest(b"".join(held))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        document = parse_json(_read(path))
+        document = parse_json(read_bytes(path))
     except ValueError as error:
         raise PrepError(f"{path} is broken", str(error)) from error
     if not isinstance(document, dict):
         raise PrepError(f"{path} is broken", "it is not a JSON object")
     return document
-
-
-def _read(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
-    stat_file(path)
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(nbytes)
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def _leaf(folder: Path, entry: Any) -> _Leaf:
@@ -150,95 +130,28 @@ def _part(folder: Path, key: Any) -> str | int:
     raise PrepError(f"{folder / METADATA} is broken", f"{shown(str(key))} is no part of a path")
 
 
-_Index = dict[str, dict[str, Stored | bytes]]  # by array, then by what follows the slash
+def _array(leaf: _Leaf, zarr: Zarr) -> ArrayMeta:
+    return ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk, leaf.value_type == "scalar" and not zarr.shape)
 
 
-def _read_index(folder: Path) -> tuple[_Index, tuple[Path, ...]]:
-    """The whole index, and the data files that it refers to."""
-    index: _Index = {}
-    numbers: dict[str, int] = {}
-    for key, value in read_database(folder):
-        name, _, rest = key.decode(errors="replace").rpartition("/")
-        if isinstance(value, Place):
-            file = numbers.setdefault(value.path, len(numbers))
-            value = Stored(file, value.offset, value.nbytes)
-        index.setdefault(name, {})[rest] = value
-    return index, tuple(folder / path for path in numbers)
-
-
-def _array(folder: Path, files: Sequence[Path], leaf: _Leaf, index: dict[str, Stored | bytes]) -> ArrayMeta:
-    name = shown(dotted(leaf.path))
-    if (stored := index.pop(".zarray", None)) is None:
-        raise PrepError(f"{name} is not in the index of {folder}", f"{METADATA} lists it, but it has no .zarray")
-    try:
-        document = parse_json(stored if isinstance(stored, bytes) else _read_bytes(stored, files))
-    except ValueError as error:
-        raise PrepError(f"the .zarray of {name} is broken", str(error)) from error
-    if not isinstance(document, dict):
-        raise PrepError(f"the .zarray of {name} is broken", "it is not a JSON object")
-    dtype = _raw_dtype(name, document)
-    shape, chunk = _extents(document.get("shape")), _extents(document.get("chunks"))
-    if shape is None or chunk is None or len(shape) != len(chunk) or 0 in chunk:
-        why = f"shape {document.get('shape')}, chunks {document.get('chunks')}"
-        raise PrepError(f"the .zarray of {name} is broken", why)
-    return ArrayMeta(leaf.path, shape, dtype, chunk, leaf.value_type == "scalar" and not shape)
-
-
-def _read_bytes(stored: Stored, files: Sequence[Path]) -> bytes:
-    path = files[stored.file]
-    if stored.nbytes > _MAX_ZARRAY_NBYTES or stored.offset + stored.nbytes > stat_file(path).st_size:
-        raise ValueError(f"its {stored.nbytes:,} bytes are not in {path}")
-    return _read(path, stored.offset, stored.nbytes)
-
-
-def _extents(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value):
-        return tuple(value)
-    return None
-
-
-def _raw_dtype(name: str, document: Mapping[str, Any]) -> str:
-    """The dtype of an array whose chunks are its elements and nothing else."""
-    compressor, order, separator = (document.get(key) for key in ("compressor", "order", "dimension_separator"))
-    if compressor is not None:
-        method = compressor.get("id") if isinstance(compressor, dict) else compressor
-        raise _not_raw(f"{name} is stored compressed with {shown(str(method))}")
-    if document.get("filters"):
-        raise _not_raw(f"{name} is stored with filters")
-    if order != "C":
-        raise _not_raw(f"{name} is stored in order {shown(str(order))}")
-    if separator not in (None, "."):
-        raise _not_raw(f"the chunks of {name} are named with {shown(str(separator))}")
-    typestr = document.get("dtype")
-    if isinstance(typestr, str) and typestr.startswith(">"):
-        raise _not_raw(f"{name} is stored big endian")
-    if not isinstance(typestr, str) or typestr not in _DTYPES:
-        raise PrepError(f"{name} is {shown(str(typestr))}", f"prep carries {', '.join(TYPESTR)}")
-    return _DTYPES[typestr]
-
-
-def _not_raw(what: str) -> PrepError:
-    return PrepError(what, "prep reads raw chunks so far: C order, little endian, named with dots", _RESAVE)
-
-
-def _chunks(meta: ArrayMeta, index: Mapping[str, Stored | bytes], complete: bool) -> Chunks:
-    """`complete`: the writer promised to store chunks also where they hold nothing but the fill value."""
-    grid, chunk_nbytes, name = meta.grid, meta.chunk_nbytes, shown(meta.name)
-    chunks: Chunks = {}
-    for at in range(min(math.prod(grid), len(index) + 1)):  # a grid may claim to be endless
-        key = chunk_key(grid_index := index_at(grid, at))
-        if (stored := index.get(key)) is None:
-            why = "" if complete else "it was saved by an old Orbax, which left out chunks of zeros"
-            raise PrepError(f"the index of {name} misses chunk {key}", why, "" if complete else _RESAVE)
+def _check_sizes(meta: ArrayMeta, zarr: Zarr, chunks: Chunks) -> None:
+    """Chunks that are not compressed have the bytes of their elements, and no more than those."""
+    if zarr.steps not in ((), (CHECKSUM,)):
+        return
+    wanted = meta.chunk_nbytes + CHECKSUM_NBYTES * bool(zarr.steps)
+    for index, stored in chunks.items():
         nbytes = len(stored) if isinstance(stored, bytes) else stored.nbytes
-        if nbytes != chunk_nbytes:
-            why = f"it has {nbytes:,} bytes, {meta.chunk} of {meta.dtype} has {chunk_nbytes:,}"
-            raise PrepError(f"chunk {key} of {name} has the wrong size", why)
-        chunks[grid_index] = stored
-    if len(index) > len(chunks):
-        extra = next(iter(index.keys() - set(map(chunk_key, chunks))))
-        raise PrepError(f"the index of {name} has chunk {shown(extra)}", f"its grid is {grid}")
-    return chunks
+        if nbytes != wanted:
+            why = f"it has {nbytes:,} bytes, {meta.chunk} of {meta.dtype} has {wanted:,}"
+            raise PrepError(f"chunk {chunk_key(index)} of {shown(meta.name)} has the wrong size", why)
+
+
+def _check_absent(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[Chunks]) -> None:
+    """PrepError where an item claims to be far larger than what it stores."""
+    absent = sum(math.prod(meta.grid) - len(chunks) for meta, chunks in zip(arrays, tables))
+    if absent > _MOST_ABSENT:
+        why = f"{absent:,} chunks stand for zeros, prep takes at most {_MOST_ABSENT:,} such"
+        raise PrepError(f"{folder} does not store what it holds", why)
 
 
 def _check_places(arrays: Sequence[ArrayMeta], chunks: Sequence[Chunks], files: Sequence[Path]) -> None:

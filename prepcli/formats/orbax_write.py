@@ -45,13 +45,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """File and offset of each chunk of one array, in C order of its grid; file -1: not placed yet."""
+    """File, offset and stored bytes of each chunk of one array, in C order of its grid; file -1: not placed yet."""
 
     meta: ArrayMeta
     grid: tuple[int, ...]
-    chunk_nbytes: int
     files: array[int]
     offsets: array[int]
+    nbytes: array[int]
 
 
 def write_item(
@@ -62,20 +62,22 @@ def write_item(
     now_ns: int,
     others: Sequence[Other] = (),
     node_bytes: int = NODE_BYTES,
+    zstd_level: int | None = None,
 ) -> None:
     """Write all that `folder` needs besides its data files to be an Orbax item, and a whole checkpoint of that item.
 
     `file_names` are paths relative to `folder`. Leaves are declared `np.ndarray`, so that any reader takes them with
-    or without a target. Equal arguments give equal files, whatever the order of `chunks`; nothing is fsynced. Raises
-    PrepError, before it writes, where a leaf cannot be stored or the chunks are not each chunk of each array once.
+    or without a target. `zstd_level` says how chunks are compressed, if they are. Equal arguments give equal files,
+    whatever the order of `chunks`; nothing is fsynced. Raises PrepError, before it writes, where a leaf cannot be
+    stored or the chunks are not each chunk of each array once.
     """
     _check_leaves(arrays, others)
     tables = [_empty_table(meta) for meta in arrays]
     for chunk in chunks:
-        _place(tables[chunk.array], chunk)
+        _place(tables[chunk.array], chunk, zstd_level is not None)
     for table in tables:
         _check_whole(table)
-    write_database(folder, _entries(tables, file_names), now_ns, node_bytes)
+    write_database(folder, _entries(tables, file_names, zstd_level), now_ns, node_bytes)
     _write_json(folder / METADATA, _tree_metadata(arrays, others))
     _write_json(folder / CHECKPOINT_METADATA, _checkpoint_metadata(_HANDLER, now_ns))
     if texts := {dotted(leaf.path): leaf.text for leaf in others if leaf.value_type == "string"}:
@@ -88,11 +90,11 @@ def write_step(folder: Path, item: str, now_ns: int) -> None:
     _write_json(folder / CHECKPOINT_METADATA, _checkpoint_metadata({item: _HANDLER}, now_ns))
 
 
-def zarray(meta: ArrayMeta) -> bytes:
-    """The `.zarray` document of a raw array, in TensorStore's own spelling."""
+def zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
+    """The `.zarray` document of an array, raw or compressed, in TensorStore's own spelling."""
     document = {
         "chunks": meta.chunk,
-        "compressor": None,
+        "compressor": None if zstd_level is None else {"id": "zstd", "level": zstd_level},
         "dimension_separator": ".",
         "dtype": TYPESTR[meta.dtype],
         "fill_value": None,
@@ -127,20 +129,20 @@ def _check_leaves(arrays: Sequence[ArrayMeta], others: Sequence[Other]) -> None:
 def _empty_table(meta: ArrayMeta) -> _Table:
     grid = meta.grid
     n = math.prod(grid)
-    return _Table(meta, grid, meta.chunk_nbytes, array("q", [-1]) * n, array("q", [0]) * n)
+    return _Table(meta, grid, array("q", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n)
 
 
-def _place(table: _Table, chunk: Chunk) -> None:
+def _place(table: _Table, chunk: Chunk, compressed: bool) -> None:
     name = table.meta.name
     if len(chunk.index) != len(table.grid) or not all(0 <= i < n for i, n in zip(chunk.index, table.grid)):
         raise PrepError(f"the index of {name} has chunk {chunk_key(chunk.index)}", f"its grid is {table.grid}")
-    if chunk.nbytes != table.chunk_nbytes:
-        why = f"it has {chunk.nbytes:,} bytes, {table.meta.chunk} of {table.meta.dtype} has {table.chunk_nbytes:,}"
+    if not compressed and chunk.nbytes != (wanted := table.meta.chunk_nbytes):
+        why = f"it has {chunk.nbytes:,} bytes, {table.meta.chunk} of {table.meta.dtype} has {wanted:,}"
         raise PrepError(f"chunk {chunk_key(chunk.index)} of {name} has the wrong size", why)
     at = _flat(table.grid, chunk.index)
     if table.files[at] >= 0:
         raise PrepError(f"the index of {name} has chunk {chunk_key(chunk.index)} twice")
-    table.files[at], table.offsets[at] = chunk.file, chunk.offset
+    table.files[at], table.offsets[at], table.nbytes[at] = chunk.file, chunk.offset, chunk.nbytes
 
 
 def _flat(grid: tuple[int, ...], index: tuple[int, ...]) -> int:
@@ -157,15 +159,15 @@ def _check_whole(table: _Table) -> None:
     raise PrepError(f"the index of {table.meta.name} misses chunk {chunk_key(missing)}")
 
 
-def _entries(tables: Sequence[_Table], file_names: Sequence[str]) -> Iterator[Entry]:
+def _entries(tables: Sequence[_Table], file_names: Sequence[str], zstd_level: int | None) -> Iterator[Entry]:
     """In the order of keys: no name holds a slash, and both `.` and `/` come before the digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]
-        yield prefix + b".zarray", zarray(table.meta)
+        yield prefix + b".zarray", zarray(table.meta, zstd_level)
         for index in itertools.product(*(sorted(range(extent), key=str) for extent in table.grid)):
             at = _flat(table.grid, index)
-            place = Place(file_names[table.files[at]], table.offsets[at], table.chunk_nbytes)
+            place = Place(file_names[table.files[at]], table.offsets[at], table.nbytes[at])
             yield prefix + chunk_key(index).encode(), place
 
 

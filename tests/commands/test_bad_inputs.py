@@ -101,7 +101,7 @@ def test_an_unknown_family(capsys):
     edit_config("m", model_type="mamba")
     code, lines = said(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: no family for model_type `mamba`")
-    assert lines[1] == "  why: known: gpt_neo, llama"
+    assert lines[1] == "  why: known: gpt2, gpt_neo, llama"
 
 
 def test_tensors_without_a_place_are_all_named(capsys):
@@ -218,14 +218,14 @@ def test_offline_and_not_in_the_cache(capsys):
     assert "not in the cache" in lines[1]
 
 
-def test_a_pickle_is_refused_by_name_and_not_opened(capsys):
+def test_a_pickle_that_asks_for_something_is_refused_and_not_run(capsys):
     Path("m").mkdir()
     Path("m/config.json").write_text(json.dumps(GPT_NEO))
     Path("m/pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch pwndR.")
     code, lines = said(capsys, "save-init", "./m")
     assert code == 1
-    assert "PyTorch's pickle format" in lines[0]
-    assert "save_pretrained" in lines[2]
+    assert lines[0] == "error: pytorch_model.bin asks for `os.system`"
+    assert "prep runs nothing of a file" in lines[1]
     assert not Path("pwnd").exists()
 
 

@@ -3,119 +3,50 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.models import GPT_NEO, make
-
-LARGE = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 12007, "attention_types": [[["global"], 4]]}
-COMMANDS = {
-    "pad-vocab": ["pad-vocab", "./model", "--multiple", "8", "--init", "mean"],
-    "save-init": ["save-init", "./model", "--mesh", "1,8,4", "--pad-vocab", "auto"],
-    "reshard": ["reshard", "init", "--mesh", "1,4,8"],
-    "export": ["export", "init"],
-}
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A model on disk, its init, and for each command an unbroken output and the seconds that it took."""
-
-    folder: Path
-    whole: dict[str, Path]
-    took_s: dict[str, float]
-
-
-def command(name: str, out: str, *more: str) -> list[str]:
-    words = [*COMMANDS[name], "--out", out, "--memory", "32MiB", "--progress", "none", *more]
-    return [sys.executable, "-m", "prepcli", *words]
+from tests.commands.killing import (
+    ALONE,
+    COMMANDS,
+    TOGETHER,
+    Bench,
+    check_killed,
+    command,
+    content,
+    make_bench,
+    when_durable,
+)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    folder = tmp_path_factory.mktemp("kill")
-    make(folder / "model", GPT_NEO, **LARGE)
-    subprocess.run([sys.executable, "-m", "prepcli", "save-init", "./model", "--out", "init", "--pad-vocab", "8"],
-                   cwd=folder, check=True, capture_output=True)  # fmt: skip
-    whole, took_s = {}, {}
-    for name in COMMANDS:
-        began = time.monotonic()
-        subprocess.run(command(name, f"{name}-whole"), cwd=folder, check=True, capture_output=True)
-        took_s[name] = time.monotonic() - began
-        whole[name] = folder / f"{name}-whole"
-    return Bench(folder, whole, took_s)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def stop(bench: Bench, name: str, out: str, delay_s: float, number: signal.Signals) -> int:
-    """Run a command and send it a signal after so long; its exit code (negative: of the signal)."""
-    process = subprocess.Popen(command(name, out), cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(delay_s)
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    return process.returncode
-
-
-def check_killed(bench: Bench, name: str, kills: int, seed: int) -> None:
-    """Kill runs over and over, then let one end: every file as in the unbroken run, the source as before."""
-    draw = random.Random(seed)
-    source = content(bench.folder / ("model" if name in ("pad-vocab", "save-init") else "init"))
-    out = bench.folder / f"{name}-{seed}"
-    codes = []
-    for _ in range(kills):
-        codes.append(stop(bench, name, out.name, draw.uniform(0.2, 1.0) * bench.took_s[name], signal.SIGKILL))
-        assert out.exists() <= (content_names(out) == content_names(bench.whole[name]))
-        if out.exists():
-            break
-    assert set(codes) <= {0, -signal.SIGKILL}
-    done = subprocess.run(command(name, out.name), cwd=bench.folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert content(out) == content(bench.whole[name])
-    assert not out.with_name(out.name + ".partial").exists()
-    assert content(bench.folder / ("model" if name in ("pad-vocab", "save-init") else "init")) == source
-
-
-def content_names(folder: Path) -> set[str]:
-    """The files of a published output; `.prep` may still lie there when a kill came right after the rename."""
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and ".prep" not in p.parts}
+    return make_bench(tmp_path_factory.mktemp("kill"))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_killed_at_random_moments(bench: Bench, name: str):
-    check_killed(bench, name, kills=4, seed=1)
+    check_killed(bench, name, kills=4, seed=1, ways=ALONE)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_killed_at_random_moments_whoever_takes_part(bench: Bench, name: str):
+    check_killed(bench, name, kills=3, seed=2, ways=TOGETHER)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("ways", [ALONE, TOGETHER], ids=["alone", "together"])
+@pytest.mark.parametrize("seed", range(34))
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_many_random_moments(bench: Bench, name: str, seed: int):
-    check_killed(bench, name, kills=3, seed=100 + seed)
-
-
-def when_durable(
-    bench: Bench, name: str, out: str, then: Callable[[subprocess.Popen[bytes]], None]
-) -> subprocess.Popen[bytes]:
-    """Run a command and act as soon as its journal says that something is durable."""
-    process = subprocess.Popen(command(name, out), cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    journal = bench.folder / f"{out}.partial" / ".prep" / "journal"
-    while process.poll() is None:
-        if journal.exists() and journal.read_bytes().count(b"\n") > 3:
-            then(process)
-            break
-        time.sleep(0.001)
-    return process
+def test_killed_at_many_random_moments(bench: Bench, name: str, seed: int, ways: Sequence[Sequence[Sequence[str]]]):
+    check_killed(bench, name, kills=3, seed=100 + seed, ways=ways)
 
 
 def test_what_was_durable_is_not_written_again(bench: Bench):
@@ -203,7 +134,7 @@ def test_a_data_file_that_was_spoiled_between_two_runs_is_never_published(
 
 def test_a_restart_that_is_killed_while_it_clears_leaves_no_false_promise(bench: Bench):
     partial = killed_when_durable(bench, "cleared")
-    (partial / ".prep/journal").unlink()  # the first thing that clearing does
+    (partial / ".prep/journal.0").unlink()  # the first thing that clearing does
     next((partial / "d").iterdir()).unlink()
     subprocess.run(command("save-init", "cleared"), cwd=bench.folder, check=True, capture_output=True)
     assert content(bench.folder / "cleared") == content(bench.whole["save-init"])

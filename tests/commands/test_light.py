@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli import main
+from tests.formats.pickles import saved
 from tests.models import make
 
 HEAVY = ("jax", "jaxlib", "orbax", "flax", "torch", "transformers", "safetensors")
@@ -22,20 +23,26 @@ COMMANDS = [
     ["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto"],
     ["reshard", "init", "--mesh", "1,4,1", "--out", "again"],
     ["export", "init"],
+    ["export", "init", "--layout", "hf-flax", "--out", "flax"],
     ["verify", "init", "./m"],
     ["inspect", "init", "--stats"],
+    ["save-init", "./of-torch", "--out", "from-torch"],
+    ["inspect", "./of-torch"],
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("light")
-    make(path / "m")
+    tensors = make(path / "m")
+    (path / "of-torch").mkdir()
+    (path / "of-torch/config.json").write_bytes((path / "m/config.json").read_bytes())
+    (path / "of-torch/pytorch_model.bin").write_bytes(saved(tensors))
     assert main(["save-init", str(path / "m"), "--out", str(path / "init"), "-q"]) == 0
     return path
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_no_conversion_imports_a_framework(folder: Path, words: list[str]):
     run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join(HEAVY), *words, "-q"],
                          cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip

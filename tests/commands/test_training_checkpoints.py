@@ -14,7 +14,7 @@ from prepcli.cli import main
 from prepcli.restore import open_reader
 from prepcli.units import bytes_text
 from tests.formats.test_orbax import judge
-from tests.models import GPT_NEO, LLAMA, make, read_tensors, same_bits
+from tests.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits
 from tests.states import SLOTS, State, params_of, read_all, same_state, save, state_of
 
 Capture = pytest.CaptureFixture[str]
@@ -60,7 +60,7 @@ def state_in(path: str) -> State:
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("bfloat16", False)])
-@pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
+@pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
 def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str, Any], dtype: str, tied: bool):
     """To other meshes, with layers apart and stacked on either axis, back, and to Hugging Face."""
     monkeypatch.chdir(tmp_path)

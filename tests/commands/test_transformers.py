@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from prepcli.cli import main
-from tests.models import GPT_NEO, LLAMA, make
+from tests.models import GPT2, GPT_NEO, LLAMA, RELATIVES, make
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
+BASES = [GPT2, GPT_NEO, LLAMA, *RELATIVES.values()]
+FAMILIES = pytest.mark.parametrize("base", BASES, ids=[base["model_type"] for base in BASES])
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +49,10 @@ def test_true_vocabulary_logits_of_a_padded_model_are_the_same_bits(base: dict[s
     assert torch.equal(logits(before, 131), logits(after, 131))
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [*((base, dtype) for base in BASES[:3] for dtype in ("float32", "float16")), *((b, "bfloat16") for b in BASES)],
+)
 def test_what_transformers_saved_comes_back_as_it_saved_it(base: dict[str, Any], dtype: str):
     kind = transformers.AutoConfig.for_model(**base)
     torch.manual_seed(0)

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
-from tests.models import GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
+from tests.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
 
 HEAD = "lm_head.weight"
-EMBEDDINGS = {"gpt_neo": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
+EMBEDDINGS = {
+    "gpt2": "transformer.wte.weight",
+    "gpt_neo": "transformer.wte.weight",
+    "llama": "model.embed_tokens.weight",
+}
 TIED = {"tie_word_embeddings": True}
-BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT_NEO, LLAMA)]
+BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT2, GPT_NEO, LLAMA)]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from prepcli.errors import PrepError
 from prepcli.formats.ocdbt import MANIFEST, Place, read_database, write_database
 from prepcli.formats.orbax import TYPESTR, ArrayMeta
-from prepcli.formats.orbax_read import Stored, read_item
+from prepcli.formats.orbax_read import read_item
+from prepcli.formats.orbax_store import Stored
 
 from .orbax_items import NOW_NS, chunk_bytes, make_item, values
 
@@ -265,12 +266,24 @@ def test_a_string_without_its_text_is_refused(item):
     assert refused(item).what.endswith("_strings.json has no text for `x`")
 
 
-def test_an_old_checkpoint_that_left_out_zeros_is_refused_with_the_way_out(item):
+def test_chunks_that_an_old_orbax_left_out_stand_for_zeros(item):
     rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
     rewrite(item, {b"params.w/1.0": None})
-    error = refused(item)
-    assert "left out chunks of zeros" in error.why
-    assert "use_compression=False" in error.hint
+    assert [*read_item(item).chunks[0]] == [(0, 0)]
+
+
+@pytest.mark.parametrize("fill", [1, -1, 1.5, "NaN", True, [0]])
+def test_chunks_that_were_left_out_and_are_not_zeros_are_refused(item, fill):
+    rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
+    changed_zarray(item, fill_value=fill)
+    rewrite(item, {b"params.w/1.0": None})
+    assert refused(item).what == "the index of `params.w` misses chunk 1.0"
+
+
+def test_an_item_that_claims_endless_zeros_is_refused(item):
+    rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
+    changed_zarray(item, shape=[10**18, 6])
+    assert "chunks stand for zeros" in refused(item).why
 
 
 def reads_or_refuses(item: Path) -> None:

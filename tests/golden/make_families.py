@@ -1,25 +1,36 @@
 """Writes families/*.json beside this file: names and shapes of tiny models as transformers has them.
 
-Run by hand with the `parity` extra installed: `python tests/golden/make_families.py`. No weights are made.
+Run by hand with the `parity` extra installed: `python -m tests.golden.make_families`. No weights are made.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.decoder_configs import OTHER, OWN
 
 FOLDER = Path(__file__).parent / "families"
 GPT_NEO = {
     "model_type": "gpt_neo", "vocab_size": 37, "hidden_size": 12, "num_layers": 2, "num_heads": 3,
     "max_position_embeddings": 10, "attention_types": [[["global", "local"], 1]],
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 37, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 10}
+NEW_NAMES = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 7}
 LLAMA = {
     "model_type": "llama", "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 20,
 }  # fmt: skip
+PLAIN = ("opt", "gpt_neox", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 CONFIGS: Mapping[str, dict[str, Any]] = {
+    "gpt2-tied": GPT2,
+    "gpt2-untied-wide": GPT2 | {"tie_word_embeddings": False, "n_inner": 17},
+    "gpt2-names": {"model_type": "gpt2", "vocab_size": 37, "n_inner": None, **NEW_NAMES},
+    "gpt2-both-names": GPT2 | NEW_NAMES,
+    "gpt2-defaults": {"model_type": "gpt2", "n_layer": 1},
     "gpt_neo-tied": GPT_NEO,
     "gpt_neo-untied-wide": GPT_NEO | {"tie_word_embeddings": False, "intermediate_size": 17},
     "gpt_neo-defaults": {"model_type": "gpt_neo", "num_layers": 1, "attention_types": [[["global"], 1]]},
@@ -30,6 +41,11 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama-head-dim": LLAMA | {"head_dim": 10, "num_key_value_heads": 2},
     "llama-nulls": LLAMA | {"head_dim": None, "num_key_value_heads": None},
     "llama-defaults": {"model_type": "llama", "num_hidden_layers": 1},
+    **OWN,
+    **OTHER,
+    "gptj-defaults": {"model_type": "gptj", "n_layer": 1},
+    **{f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1} for name in OWN if name in PLAIN},
+    "qwen3_moe-defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 3},
 }
 
 
@@ -38,10 +54,13 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {key: value for key, value in config.items() if key != "model_type"}
+    from tests.torch_decoders import as_files
+
+    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
-    return {"config": dict(config), "tensors": {name: list(p.shape) for name, p in model.named_parameters()}}
+    named = as_files(model, dict(model.named_parameters()))
+    return {"config": dict(config), "tensors": {name: list(tensor.shape) for name, tensor in named.items()}}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 from prepcli.accounting import KEEP_ALL, Account, Shaped, Wishes, account, names_of, vocab_tensors
 from prepcli.errors import PrepError
 from prepcli.plan import Same
-from tests.models import GPT_NEO, LLAMA, tensors_of
+from tests.models import GPT2, GPT_NEO, LLAMA, tensors_of
 from trainer.families import family_of
 from trainer.table import rows
 
@@ -41,7 +41,7 @@ def refused(config: Mapping[str, Any], tensors: Tensors, wishes: Wishes = KEEP_A
     return caught.value
 
 
-@pytest.mark.parametrize("config", [TIED, UNTIED, LLAMA, LLAMA | {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("config", [TIED, UNTIED, GPT2, LLAMA, LLAMA | {"attention_bias": True, "mlp_bias": True}])
 @pytest.mark.parametrize("scan", [True, False])
 def test_all_tensors_of_a_model_have_a_use(config: dict[str, Any], scan: bool):
     tensors = stored(config)
@@ -52,11 +52,14 @@ def test_all_tensors_of_a_model_have_a_use(config: dict[str, Any], scan: bool):
     assert not found.checks
     paths = {use.path for uses in found.uses.values() for use in uses}
     assert ("layers.attn.q.weight" in paths) == scan == ("layers.2.attn.q.weight" not in paths)
-    (use,) = found.uses[names.bare(next(n for n in tensors if ".2." in n and "q_proj.weight" in n))]
-    assert (use.path, use.at) == (f"layers.{'' if scan else '2.'}attn.q.weight", (("layers", 2),))
+    wanted = {"q", "k", "v"} if config is GPT2 else {"q"}
+    kind = "c_attn.weight" if config is GPT2 else "q_proj.weight"
+    uses = found.uses[names.bare(next(n for n in tensors if ".2." in n and kind in n))]
+    assert {use.path for use in uses} == {f"layers.{'' if scan else '2.'}attn.{each}.weight" for each in wanted}
+    assert {use.at for use in uses} == {(("layers", 2),)}
 
 
-@pytest.mark.parametrize("config", [TIED, LLAMA])
+@pytest.mark.parametrize("config", [TIED, GPT2, LLAMA])
 def test_names_without_the_base_prefix_are_the_same_model(config: dict[str, Any]):
     family, tensors = family_of(config), stored(config)
     bare = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
@@ -211,7 +214,7 @@ def test_tied_with_the_embedding_alone():
 
 
 @pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("config", [TIED, LLAMA | {"tie_word_embeddings": True}])
+@pytest.mark.parametrize("config", [TIED, GPT2, LLAMA | {"tie_word_embeddings": True}])
 def test_tied_with_the_head_alone(config: dict[str, Any], bare: bool):
     family, tensors = family_of(config), stored(config, head=True)
     del tensors[family.prefix + family.tie.embedding]

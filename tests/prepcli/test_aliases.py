@@ -7,6 +7,10 @@ import pytest
 from prepcli.aliases import ALIASES, BY_NAME, FAMILIES
 
 
+def gpt2(layers: int, embed: int) -> int:
+    return gpt_neo(layers, embed, positions=1024) + layers * 3 * embed  # q, k and v have a bias
+
+
 def gpt_neo(layers: int, embed: int, vocab: int = 50257, positions: int = 2048) -> int:
     attention = 4 * embed * embed + embed  # q, k and v have no bias
     mlp = 2 * 4 * embed * embed + 4 * embed + embed
@@ -25,6 +29,10 @@ def llama(
 
 
 PARAMETERS = {
+    "gpt2": gpt2(12, 768),
+    "gpt2-medium": gpt2(24, 1024),
+    "gpt2-large": gpt2(36, 1280),
+    "gpt2-xl": gpt2(48, 1600),
     "gpt-neo-125M": gpt_neo(12, 768),
     "gpt-neo-1.3B": gpt_neo(24, 2048),
     "gpt-neo-2.7B": gpt_neo(32, 2560),
@@ -66,4 +74,4 @@ def test_names_are_unique_and_cannot_be_taken_for_hub_ids_or_paths() -> None:
 
 
 def test_only_families_that_work_have_aliases() -> None:
-    assert FAMILIES == ("gpt_neo", "llama")
+    assert FAMILIES == ("gpt2", "gpt_neo", "llama")

@@ -14,7 +14,7 @@ from prepcli.blobs import Joined, Part, open_blobs
 from prepcli.errors import PrepError
 from prepcli.files import Files, buffer
 from prepcli.moves import Copy
-from prepcli.plan import Flat, Stream, Strided, side_copies
+from prepcli.plan import Flat, Stream, Strided, left_copies
 from prepcli.values import run_buffers, values
 
 PIECES = ((3, 5000), (20_000, 1), (9000, 4096), (0, 0), (13_000, 7000))  # of the second file: offset, length
@@ -92,4 +92,4 @@ def test_a_view_without_gaps_is_one_run():
     shape = (4, 6, 2)
     views = (Flat(0, 8), Strided(0, 8, (48, 8, 4)))
     flat, view = (Stream("w", "float32", shape, (1, 3), (side,), ()) for side in views)
-    assert [*side_copies(flat.left, flat, flat.box)] == [*side_copies(view.left, view, view.box)]
+    assert [*left_copies(flat, flat.box)] == [*left_copies(view, view.box)]

@@ -13,7 +13,7 @@ from prepcli.budget import BUFFERS, FLOOR_NBYTES, MIB, SLAB_NBYTES, Budget, Buff
 from prepcli.errors import USAGE, PrepError
 from prepcli.files import PAGE
 
-MOST_AT_ONCE = 3  # what a slab takes that is in another order on both sides
+MOST_AT_ONCE = 2  # what a slab takes whose bytes need another order
 
 
 @given(st.integers(FLOOR_NBYTES, 1 << 40))
@@ -31,6 +31,21 @@ def test_more_memory_never_makes_less_of_it(nbytes: int, more: int):
     small, large = budget(nbytes), budget(nbytes + more)
     assert small.slab_nbytes <= large.slab_nbytes
     assert small.count * small.slab_nbytes <= large.count * large.slab_nbytes + PAGE * BUFFERS
+
+
+@given(st.integers(FLOOR_NBYTES, 1 << 36), st.integers(0, 1 << 34))
+def test_a_wide_slab_is_given_room_where_two_of_it_fit(nbytes: int, wide: int):
+    plain, spend = budget(nbytes), budget(nbytes, wide)
+    assert spend.count * (spend.slab_nbytes + 2 * PAGE) <= nbytes - min(nbytes // 4, 64 * MIB)
+    assert MOST_AT_ONCE <= spend.count <= BUFFERS
+    assert spend.slab_nbytes % PAGE == 0
+    assert spend.slab_nbytes >= plain.slab_nbytes
+    if wide <= plain.slab_nbytes:
+        assert spend == plain
+    elif 2 * (wide + 4 * PAGE) <= nbytes - min(nbytes // 4, 64 * MIB):
+        assert wide <= spend.slab_nbytes < wide + PAGE
+    else:
+        assert spend.count >= 4 or wide <= spend.slab_nbytes
 
 
 @pytest.mark.parametrize("nbytes", [0, MIB, FLOOR_NBYTES - 1])

@@ -42,6 +42,21 @@ def test_safetensors_come_first(tmp_path: Path, names: list[str]) -> None:
     assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == "safetensors"
 
 
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["pytorch_model.bin", "training_args.bin", "flax_model.msgpack", "tf_model.h5"], "torch"),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "torch"),
+        (["pytorch_model-00001-of-00002.bin"], "torch"),
+        (["model.pth", "optimizer.pt"], "torch"),
+        (["consolidated.00.pth", "params.json"], "meta"),
+        (["consolidated.00.pth", "pytorch_model.bin"], "torch"),
+    ],
+)
+def test_files_of_pytorch(tmp_path: Path, names: list[str], kind: str) -> None:
+    assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
+
+
 def test_a_folder_without_config_may_hold_safetensors(tmp_path: Path) -> None:
     assert detect(fill(tmp_path, "model.safetensors")) == "safetensors"
 
@@ -67,11 +82,9 @@ def test_an_empty_folder_and_a_foreign_one_say_what_was_looked_for_and_found(tmp
         (["model-Q4_K_M.gguf"], "./m is in GGUF format"),
         (["MODEL.GGUF"], "./m is in GGUF format"),
         ([".metadata", "__0_0.distcp"], "./m is a torch distributed checkpoint"),
-        (["pytorch_model.bin"], "./m is in PyTorch's pickle format"),
-        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "./m is in PyTorch's pickle format"),
-        (["consolidated.00.pth", "params.json"], "./m is in PyTorch's pickle format"),
-        (["flax_model.msgpack"], "./m is in Flax msgpack format"),
-        (["streaming_params_48"], "./m is an EasyLM stream"),
+        (["imatrix.bin", "model.gguf"], "./m is in GGUF format"),
+        (["training_args.bin", "optimizer.pt"], "./m holds no model"),
+        (["optimizer.json", "rng_state_0.pth"], "./m holds no model"),
     ],
 )
 def test_known_formats_are_refused_by_name_with_the_way_out(tmp_path: Path, names: list[str], what: str) -> None:

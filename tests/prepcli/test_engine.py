@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from prepcli import coverage, engine
 from prepcli.budget import Budget
+from prepcli.casts import moved
 from prepcli.errors import PrepError
 from prepcli.files import Files
+from prepcli.fills import numpy_dtype
 from prepcli.journal import Journal
 from prepcli.plan import Fill, Flat, Stream
 from prepcli.progress import NullProgress
@@ -49,6 +52,37 @@ def test_save_and_export_any_row_on_any_grid(tmp_path_factory, rows: tuple[AxisM
         again = engine.run(turned(plan.streams), left, right, spend(limit), NullProgress())
     assert copy.read_bytes()[shift:] == source.read_bytes()[shift:]
     assert again.digests == outcome.digests
+
+
+@QUIET
+@given(tables(), st.sampled_from(["float16", "bfloat16"]), st.data())
+def test_cast_on_the_way_into_any_row_on_any_grid(tmp_path_factory, rows: tuple[AxisMap, ...], cast: str, data):
+    tmp = tmp_path_factory.mktemp("cast")
+    shift, limit = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([4, 20, 64, 4096]))
+    made = saved(rows, [data.draw(dividing(row.leaf_shape)) for row in rows], shift, cast)
+    plan = made.plan
+    coverage.check(plan, lambda: all_slabs(plan.streams, limit))
+    source, paths = made.source(tmp), made.data_files(tmp)
+    with Files([source]) as left, Files(paths, made.layout.sizes) as right:
+        outcome = engine.run(plan.streams, left, right, spend(limit), NullProgress())
+    written = {name: tensor.astype(numpy_dtype(cast)) for name, tensor in made.tensors.items()}
+    bits = {name: tensor.view(np.int16) for name, tensor in written.items()}
+    for number, row in enumerate(rows):
+        assert np.array_equal(made.leaf(paths, number).view(np.int16), by_whole_arrays(row, bits))
+    for text, name in zip(outcome.digests.values(), made.tensors):
+        found = moved(text)
+        assert found.read == xxhash.xxh3_128_hexdigest(made.tensors[name].tobytes())
+        assert found.written == xxhash.xxh3_128_hexdigest(written[name].tobytes())
+        changed = written[name].astype(np.float32) != made.tensors[name]
+        assert found.counts
+        assert (found.counts.values, found.counts.changed) == (changed.size, changed.sum())
+
+    wider = tuple(replace(s, dtype=cast, cast="float32") for s in turned(plan.streams))
+    copy = tmp / "back"
+    with Files(paths) as left, Files([copy], [source.stat().st_size]) as right:
+        engine.run(wider, left, right, spend(limit), NullProgress())
+    expected = b"".join(tensor.astype(np.float32).tobytes() for tensor in written.values())
+    assert copy.read_bytes()[shift:] == expected
 
 
 @QUIET
@@ -169,6 +203,48 @@ def test_a_row_wider_than_a_slab_is_cut_along_a_second_axis(tmp_path):
     with Files([made.source(tmp_path)]) as left, Files(paths, made.layout.sizes) as right:
         engine.run(plan.streams, left, right, spend(60), NullProgress())
     assert np.array_equal(made.leaf(paths), made.tensors["w"])
+
+
+@pytest.mark.parametrize("chunk", [(300, 200), (75, 200), (30, 50), (7, 200)])
+@pytest.mark.parametrize("limit", [1 << 20, 100_000, 5_000, 900])
+def test_transposes_of_any_part_at_a_time(tmp_path, chunk: tuple[int, int], limit: int):
+    row = bind(parse("mlp embed <- w: embed mlp"), {"mlp": 300, "embed": 200})
+    made = saved([row], [chunk])
+    paths, plan = made.data_files(tmp_path), made.plan
+    with Files([made.source(tmp_path)]) as left, Files(paths, made.layout.sizes) as right:
+        engine.run(plan.streams, left, right, spend(limit), NullProgress())
+    assert np.array_equal(made.leaf(paths), made.tensors["w"].T)
+    copy = tmp_path / "back"
+    with Files(paths) as left, Files([copy], [300 * 200 * 4]) as right:
+        engine.run(turned(plan.streams), left, right, spend(limit), NullProgress())
+    assert copy.read_bytes() == made.tensors["w"].tobytes()
+
+
+class Marks(Journal):
+    """A journal that remembers how much was durable each time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.marks: list[int] = []
+        super().__init__(folder / "journal", "run")
+
+    def mark(self, done_nbytes: int, digests: dict[int, str]) -> None:
+        self.marks.append(done_nbytes)
+        super().mark(done_nbytes, digests)
+
+
+@pytest.mark.parametrize("text", ["mlp embed <- {n}: embed mlp", "embed mlp <- {n}: embed mlp"])
+def test_pages_that_several_slabs_write_to_are_not_made_durable_between_them(tmp_path, text: str):
+    row = bind(parse(text), {"mlp": 40, "embed": 60, "n": 3})
+    made = saved([row], [row.leaf_shape])
+    journal = Marks(tmp_path)
+    small = Budget(4000, 1600, 6)  # durable each 2000 bytes
+    with Files([made.source(tmp_path)]) as left, Files(made.data_files(tmp_path), made.layout.sizes) as right:
+        engine.run(made.plan.streams, left, right, small, NullProgress(), journal)
+    journal.close()
+    whole = [n * 40 * 60 * 4 for n in range(4)]
+    is_turned = text.startswith("mlp")
+    assert ({*journal.marks} <= {*whole}) == is_turned
+    assert journal.marks[-1] == whole[-1]
 
 
 def test_a_transpose_of_a_real_size(tmp_path):

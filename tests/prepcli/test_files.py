@@ -157,6 +157,7 @@ def test_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lea
                 data[...] = number + 1
                 files.write([Copy(0, 0, low, width)], data)
                 expected[low : low + width] = number + 1
+    with Files([path]) as files:
         for low, length in spans:
             if width := min(length, SIZE - low):
                 found = files.read_run(Copy(0, 0, low, width), buffer(4 * PAGE))

@@ -29,7 +29,9 @@ GOOD = {
 QUANTISED = {**GOOD, "config.json": b'{"quantization_config": {"quant_method": "gptq"}}'}
 REPOS = {
     "o/good": Repo(GOOD),
-    "o/bin": Repo({"config.json": b"{}", "pytorch_model.bin": b"x"}),
+    "o/flax": Repo({"config.json": b"{}", "flax_model.msgpack": b"x", "tf_model.h5": b"not wanted"}),
+    "o/bin": Repo({"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"not wanted"}),
+    "o/meta": Repo({"consolidated.00.pth": b"x", "params.json": b"{}", "tokenizer.model": b"x"}),
     "o/gguf": Repo({"m-Q4.gguf": b"x", "README.md": b""}),
     "o/lora": Repo({"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}),
     "o/empty": Repo({"README.md": b""}),
@@ -168,7 +170,6 @@ def test_refusals_of_the_hub(ask: Asker, name: str, error: list[object]) -> None
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("o/bin", "o/bin is in PyTorch's pickle format"),
         ("o/gguf", "o/gguf is in GGUF format"),
         ("o/lora", "o/lora is an adapter, not a model"),
         ("o/gptq", "o/gptq is quantised"),
@@ -216,6 +217,18 @@ def test_while_the_hub_is_away_its_cache_serves_and_this_is_said(tmp_path: Path,
     assert answer["warned"] == [f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"]
 
 
+def test_without_safetensors_the_files_of_others_are_downloaded(ask: Asker) -> None:
+    for name, kind, files in (
+        ("o/bin", "torch", ["config.json", "pytorch_model.bin"]),
+        ("o/meta", "meta", ["consolidated.00.pth", "params.json", "tokenizer.model"]),
+        ("o/flax", "flax", ["config.json", "flax_model.msgpack"]),
+    ):
+        for options in ((), ("--offline",)):
+            answer = ask(name, *options)
+            assert answer["kind"] == kind
+            assert sorted(path.name for path in Path(str(answer["path"])).iterdir()) == files
+
+
 def test_of_several_weights_one_format_is_wanted() -> None:
     small = ["config.json", "generation_config.json", "tokenizer_config.json", "merges.txt"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -225,3 +238,11 @@ def test_of_several_weights_one_format_is_wanted() -> None:
     assert wanted([*small, "model.safetensors", *others]) == sorted([*small, "model.safetensors"])
     assert wanted([*small, *others]) == sorted([*small, "consolidated.safetensors"])
     assert wanted(["sub/config.json", "sub/model.safetensors"]) == []
+    bins = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    assert wanted([*small, *bins, "training_args.bin", "optimizer.bin", "model.h5"]) == sorted([*small, *bins])
+    assert wanted(["pytorch_model.bin", "consolidated.00.pth", "x.gguf"]) == ["pytorch_model.bin"]
+    flax = ["flax_model-00001-of-00001.msgpack", "flax_model.msgpack.index.json"]
+    assert wanted([*flax, "other.msgpack"]) == flax
+    assert wanted([*flax, "flax_model.msgpack"]) == ["flax_model.msgpack"]
+    assert wanted(["consolidated.00.pth", "params.json", "checklist.chk"]) == ["consolidated.00.pth", "params.json"]
+    assert wanted(["x.gguf", "imatrix.bin", "training_args.bin"]) == []

@@ -14,7 +14,7 @@ from prepcli.errors import USAGE, PrepError
 from prepcli.items import Item, Split, make_item
 from prepcli.plan import Flat
 from prepcli.sources import Source, SourceTensor
-from tests.models import GPT_NEO, LLAMA, tensors_of
+from tests.models import GPT2, GPT_NEO, LLAMA, tensors_of
 from trainer.families import family_of
 from trainer.mesh import DEFAULT_RULES, parse
 from trainer.table import rows
@@ -42,7 +42,7 @@ def item_of(source: Source, mesh: str = "", scan: bool = True, vocab: int = 131,
 
 @pytest.mark.parametrize("mesh", ["", "1,2,4", "1,1,1"])
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("config", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
+@pytest.mark.parametrize("config", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
 def test_every_tensor_has_its_part_of_a_leaf(config: dict[str, Any], scan: bool, mesh: str):
     source = source_of(config)
     item = item_of(source, mesh, scan, vocab=136)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from prepcli.boxes import strides
 from prepcli.moves import Copy, merge
-from prepcli.permute import ROWS, gather, scatter
+from prepcli.permute import LINE, gather, scatter
 from prepcli.slabs import Slab
 
+ROWS = LINE // 4
 SHAPES = st.lists(st.sampled_from([1, 2, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 5]), max_size=4).filter(
     lambda shape: math.prod(shape) <= 20_000
 )

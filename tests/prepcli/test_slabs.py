@@ -17,7 +17,8 @@ from prepcli.grids import Grid, Lattice
 from prepcli.moves import Copy, Region
 from prepcli.placing import Want, place
 from prepcli.plan import Fill, Flat, Stream
-from prepcli.slabs import PAGE, Slab, all_slabs, even_slabs, slabs
+from prepcli.slabs import LONG_RUN, PAGE, Slab, all_slabs, even_slabs, slabs, wide
+from prepcli.tensors import itemsize
 from tests.plans import dividing, saved, turned
 from tests.strategies import tables
 from trainer.axes import AxisMap, bind, parse
@@ -190,3 +191,60 @@ def test_even_slabs_do_not_depend_on_what_lies_left_and_right(limit: int, data):
     cut = [[(s.start, s.nbytes) for s in even_slabs(0, into(part), limit)] for part in (one, other)]
     flat = Stream("w", "float32", (24, 7), (0, 24), (Flat(0, 0),), (Flat(3, 77),))
     assert cut[0] == cut[1] == [(s.start, s.nbytes) for s in even_slabs(0, flat, limit)]
+
+
+SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of whole chunks
+    "in order": ("mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}, (60, 8), 0),
+    "in strips": ("mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}, (12, 4), 12 * 8 * 4),
+    "turned": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), 60 * 8 * 4),
+    "turned in bands": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 20), 20 * 8 * 4),
+    "turned in chunks": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (4, 20), 20 * 8 * 4),
+    "each expert": ("n embed mlp <- w: n mlp embed", {"n": 5, "mlp": 60, "embed": 8}, (5, 8, 60), 60 * 8 * 4),
+    "a part": ("mlp embed <- w: embed (qkv=1 mlp)", {"qkv": 3, "mlp": 6, "embed": 9}, (6, 9), 9 * 18 * 4),
+    "long": ("embed mlp <- w: mlp embed", {"mlp": LONG_RUN, "embed": 2}, (2, LONG_RUN), LONG_RUN // 4 * 2 * 4),
+    "0-d": ("layers <- s.{layers}:", {"layers": 3}, (3,), 0),
+}
+
+
+@pytest.mark.parametrize("case", SPREADS)
+def test_how_wide_a_slab_has_to_be_for_long_runs(case: str):
+    text, sizes, chunk, nbytes = SPREADS[case]
+    part = region(text, sizes, chunk, layers=1) if case == "0-d" else region(text, sizes, chunk)
+    shape = part.row.source_shape
+    stream = Stream("w", "float32", shape, (0, shape[0] if shape else 1), (Flat(0, 0),), (part,))
+    assert wide([stream]) == wide(turned([stream])) == nbytes
+    assert wide([]) == 0
+    for slab in slabs(0, stream, nbytes) if nbytes else ():
+        assert slab.nbytes <= nbytes
+        assert all(copy.run >= min(LONG_RUN, math.prod(part.grid.chunk[1:]) * 4) for copy in slab.right)
+
+
+def test_a_wide_slab_has_room_in_either_dtype():
+    part = region("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), itemsize=2)
+    stream = replace(into(part), dtype="float32", cast="bfloat16")
+    assert wide([stream]) == 60 * 8 * 4
+    assert wide([replace(turned([stream])[0], dtype="bfloat16", cast="float32")]) == 60 * 8 * 4
+    (slab,) = slabs(0, stream, 60 * 8 * 4)
+    assert slab.written_nbytes == 60 * 8 * 2
+
+
+@given(st.sampled_from([("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_slabs_of_values_that_are_cast_fit_in_either_dtype(pair: tuple[str, str], data):
+    dtype, cast = pair
+    items = [itemsize(dtype), itemsize(cast)]
+    shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30)))
+    stream = Stream("w", dtype, shape, (0, shape[0]), (Flat(0, 3),), (Flat(0, 5),), cast=cast)
+    limit = data.draw(st.integers(max(items), 2000))
+    found = list(slabs(0, stream, limit))
+    assert [slab.start for slab in found] == [0, *itertools.accumulate(slab.nbytes for slab in found)][:-1]
+    assert sum(slab.nbytes for slab in found) == stream.nbytes
+    for slab in found:
+        assert slab.nbytes <= limit
+        assert slab.written_nbytes <= limit
+        assert slab.is_cast
+        assert slab.nbytes * items[1] == slab.written_nbytes * items[0]
+        assert [c.nbytes for c in slab.left] == [slab.nbytes]
+        assert [(c.at, c.offset, c.nbytes) for c in slab.right] == [
+            (slab.written_start, slab.written_start + 5, slab.written_nbytes)
+        ]

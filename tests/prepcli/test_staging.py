@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import USAGE, PrepError
-from prepcli.staging import LOCK, WORK, Staging, clean, staging
+from prepcli.staging import DIVISION, DOOR, LOCK, WORK, Staging, clean, staging
+from prepcli.staging import RUN as RUN_FILE
 
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -23,7 +24,7 @@ def out(tmp_path: Path) -> Path:
 
 def opened(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> tuple[Staging, bool]:
     stage = Staging(out)
-    return stage, stage.open(run, restart)
+    return stage, stage.open(run, restart).resumed
 
 
 def begun(out: Path, text: str = "new") -> Staging:
@@ -64,7 +65,7 @@ def test_restart_drops_what_was_there(out: Path):
     begun(out).close()
     stage, resumed = opened(out, restart=True)
     assert not resumed
-    assert contents(stage.folder).keys() == {f"{WORK}/{LOCK}", f"{WORK}/run.json"}
+    assert contents(stage.folder).keys() == {f"{WORK}/{name}" for name in (LOCK, DOOR, RUN_FILE, DIVISION)}
 
 
 @pytest.mark.parametrize(

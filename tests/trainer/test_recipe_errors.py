@@ -143,13 +143,13 @@ FILES = {
     ),
     "a required table that is missing": (
         GOOD.replace('[model]\npath = "m-init"\n', ""),
-        "x.toml: `model.path` is missing - it takes a path: an init checkpoint, or a step of a run"
-        ' - `path = "gpt-neo-1.3B-init"` in [model]',
+        "x.toml: `model.path` is missing - it takes a path: an init checkpoint, a step of a run, or a Hugging Face"
+        ' folder - `path = "gpt-neo-1.3B-init"` in [model]',
     ),
     "nothing at all": (
         "",
-        "x.toml: `model.path` is missing - it takes a path: an init checkpoint, or a step of a run"
-        ' - `path = "gpt-neo-1.3B-init"` in [model]',
+        "x.toml: `model.path` is missing - it takes a path: an init checkpoint, a step of a run, or a Hugging Face"
+        ' folder - `path = "gpt-neo-1.3B-init"` in [model]',
     ),
     "a mesh with bad grammar": (
         replaced('mesh = "1,2,4"', 'mesh = "1,64"'),

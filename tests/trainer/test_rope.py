@@ -44,7 +44,11 @@ def test_the_length_of_pretraining_is_that_beside_it_first():
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type `ntk` is not known"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor of its rope scaling is None, it has to be 8"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7}}, "long_factor"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7 + ["2"]}}, "short_factor"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7 + [0]}}, "short_factor of its rope scaling has 0"),
     ({"rope_scaling": "linear"}, "not an object"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
@@ -55,8 +59,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "a", "mscale_all_dim": 1}}, "mscale"),
     ({"rope_theta": 1}, "theta"),
     ({"rope_theta": None, "rope_scaling": {"type": "default", "rope_theta": -2}}, "theta"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+    ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is not known - it is 0.5"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "`partial_rotary_factor` is not known - it is 0.25"),
 ]
 
 

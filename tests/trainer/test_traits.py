@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decoders import GPT_NEO, LLAMA
+from tests.decoder_configs import GEMMA2, MISTRAL, QWEN2
+from tests.decoders import GPT2, GPT_NEO, LLAMA
 from trainer.errors import PrepError
 from trainer.families import FAMILIES
-from trainer.traits import ACTIVATIONS, ALL_BEFORE, Traits, period
+from trainer.rope import Rope
+from trainer.traits import ACTIVATIONS, ALL_BEFORE, NO_CAP, Traits, period
 
 
 def traits_of(config: dict[str, Any]) -> Traits:
@@ -26,7 +28,9 @@ def test_a_period_is_the_shortest_that_repeats(windows: list[int]):
 
 
 def test_defaults_are_those_of_transformers():
-    neo, llama = traits_of({"model_type": "gpt_neo"}), traits_of({"model_type": "llama"})
+    gpt2, neo, llama = (traits_of({"model_type": name}) for name in ("gpt2", "gpt_neo", "llama"))
+    assert (gpt2.norm, gpt2.norm_eps, gpt2.activation, gpt2.gated) == ("layer", 1e-5, "gelu_new", False)
+    assert (gpt2.score_scale, gpt2.windows, gpt2.positions) == (64**-0.5, (ALL_BEFORE,) * 12, 1024)
     assert (neo.norm, neo.norm_eps, neo.activation, neo.gated, neo.score_scale) == ("layer", 1e-5, "gelu_new", False, 1)
     assert neo.windows == (ALL_BEFORE, 256) * 12
     assert (neo.positions, neo.rope, neo.init_std) == (2048, None, 0.02)
@@ -38,6 +42,17 @@ def test_defaults_are_those_of_transformers():
 
 def test_scores_are_scaled_by_the_head_that_is_given():
     assert traits_of(LLAMA | {"head_dim": 4}).score_scale == 0.5
+
+
+def test_scores_of_gpt2_are_scaled_unless_the_config_says_no():
+    assert traits_of(GPT2 | {"scale_attn_weights": False}).score_scale == 1.0
+
+
+@pytest.mark.parametrize("field", ["scale_attn_by_inverse_layer_idx", "add_cross_attention"])
+def test_what_gpt2_may_be_told_to_do_besides_is_refused(field: str):
+    assert traits_of(GPT2 | {field: False}) == traits_of(GPT2)
+    with pytest.raises(PrepError, match=f"`{field}` is not known"):
+        traits_of(GPT2 | {field: True})
 
 
 def test_attention_layers_win():
@@ -77,3 +92,102 @@ def test_known_activations_are_taken(name: str):
 def test_an_unknown_activation_is_named():
     with pytest.raises(PrepError, match="activation `mish` is not known"):
         traits_of(LLAMA | {"hidden_act": "mish"})
+
+
+FULL, SLIDES = "full_attention", "sliding_attention"
+
+
+def test_windows_of_layers():
+    assert traits_of(MISTRAL).windows == (5, 5)
+    assert traits_of({"model_type": "mistral"}).windows == (4096,) * 32
+    assert traits_of(MISTRAL | {"sliding_window": None}).windows == (ALL_BEFORE,) * 2
+    assert traits_of({"model_type": "mixtral"}).windows == (ALL_BEFORE,) * 32
+    assert traits_of({"model_type": "phi3"}).windows == (ALL_BEFORE,) * 32
+    upper = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3}
+    assert traits_of(QWEN2 | upper).windows == (ALL_BEFORE, 9, 9)
+    assert traits_of(QWEN2 | upper | {"use_sliding_window": False}).windows == (ALL_BEFORE,) * 3
+    assert traits_of(QWEN2 | upper | {"layer_types": [SLIDES, FULL, FULL]}).windows == (9, ALL_BEFORE, ALL_BEFORE)
+    assert traits_of(GEMMA2).windows == (5, ALL_BEFORE, 5)
+    assert traits_of({"model_type": "gemma3_text", "num_hidden_layers": 7}).windows == (*[4096] * 5, ALL_BEFORE, 4096)
+
+
+def test_rotations_of_gemma_3():
+    found = traits_of({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert found.rope
+    assert found.local_rope
+    assert (found.rope.theta, found.rope.kind, found.rope.factor) == (1e6, "linear", 8.0)
+    assert (found.local_rope.theta, found.local_rope.kind) == (1e4, "default")
+    assert found.rope_of(ALL_BEFORE) is found.rope
+    assert found.rope_of(4096) is found.local_rope
+    assert traits_of(MISTRAL).rope_of(5) == traits_of(MISTRAL).rope
+
+
+def test_bounds_that_are_absent_are_the_defaults_and_null_is_none():
+    plain = traits_of({"model_type": "gemma2"})
+    assert (plain.score_cap, plain.logit_cap, plain.score_scale, plain.embed_scale) == (50.0, 30.0, 256**-0.5, 48.0)
+    none = traits_of(GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (none.score_cap, none.logit_cap) == (NO_CAP, NO_CAP)
+    assert traits_of({"model_type": "gemma3_text"}).logit_cap == NO_CAP
+
+
+def test_more_defaults_are_those_of_transformers():
+    neox, mixtral, phi3 = (traits_of({"model_type": name}) for name in ("gpt_neox", "mixtral", "phi3"))
+    assert neox.rope
+    assert (neox.rope.dim, neox.activation, neox.residual, neox.norm_eps) == (24, "gelu", "parallel", 1e-5)
+    assert mixtral.rope
+    assert (mixtral.rope.theta, mixtral.norm_eps, mixtral.experts_per_token) == (1e6, 1e-5, 2)
+    assert (phi3.norm_eps, phi3.positions) == (1e-5, 4096)
+    assert traits_of({"model_type": "gptj"}).rope == Rope(64, 1e4, 2048)
+    opt = traits_of({"model_type": "opt"})
+    assert (opt.residual, opt.final_norm, opt.position_offset, opt.positions) == ("pre", True, 2, 2048)
+    assert not traits_of({"model_type": "qwen3_moe"}).experts_sum_to_one
+    assert traits_of({"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_pytorch_tanh"
+
+
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"gpt2"}))  # gpt2 says itself what it does not know
+@pytest.mark.parametrize("field", ["clip_qkv", "use_qk_norm", "alibi", "no_rope_layers", "use_bidirectional_attention"])
+def test_what_no_family_computes_is_named(name: str, field: str):
+    plain = {"model_type": name}
+    assert traits_of(plain | {field: None}) == traits_of(plain)
+    with pytest.raises(PrepError, match=f"`{field}` is not known"):
+        traits_of(plain | {field: 4})
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (LLAMA | {"sliding_window": 4}, "sliding_window"),
+        (LLAMA | {"layer_types": [FULL, SLIDES]}, "layer_types"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
+        (LLAMA | {"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias"),
+        (MISTRAL | {"layer_types": [SLIDES, SLIDES]}, "layer_types"),
+        (QWEN2 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        (GEMMA2 | {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        (GEMMA2 | {"layer_types": [SLIDES, "chunked_attention", FULL]}, "layer_types"),
+        (GEMMA2 | {"layer_types": [SLIDES]}, "layer_types"),
+        (GEMMA2 | {"sliding_window": "4"}, "sliding_window"),
+        (GEMMA2 | {"sliding_window": None, "layer_types": [SLIDES, FULL, SLIDES]}, "layer_types"),
+        (GEMMA2 | {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "rope_parameters"),
+        ({"model_type": "gemma3_text", "rope_scaling": "linear"}, "rope_scaling"),
+        (QWEN2 | {"max_window_layers": "2"}, "max_window_layers"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type `linear` is not known"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "num_experts": 3}, "num_experts_per_tok"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"model_type": "gptj", "activation_function": "mish"}, "activation_function"),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.01}, "rotary positions"),
+    ],
+)
+def test_a_field_that_would_change_what_is_computed_is_named(config: dict[str, Any], field: str):
+    with pytest.raises(PrepError, match=field):
+        traits_of(config)
+
+
+def test_layers_that_are_all_alike_may_be_listed():
+    assert traits_of(LLAMA | {"layer_types": [FULL, FULL], "logit_scale": 1.0}) == traits_of(LLAMA)

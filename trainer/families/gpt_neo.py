@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainer.errors import PrepError
-from trainer.table import Config, Family, Parameter, Tie, size
-from trainer.traits import ALL_BEFORE, Traits, activation, positive
+from trainer.table import Config, Family, Layout, Parameter, Tie, size
+from trainer.traits import ALL_BEFORE, Traits, activation, only_knows, positive
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -23,6 +23,7 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
+    only_knows(config)
     found = sizes(config)
     return Traits(
         norm="layer",
@@ -51,6 +52,40 @@ def _windows(config: Config, layers: int) -> tuple[int, ...]:
     window = size(config, "window_size", 256)
     return tuple(window if kind == "local" else ALL_BEFORE for kind in kinds)
 
+
+HF_FLAX = Layout(
+    {
+        "transformer.wte.embedding": Parameter("vocab embed <- wte.weight: vocab embed"),
+        "transformer.wpe.embedding": Parameter("positions embed <- wpe.weight: positions embed"),
+        "transformer.h.{layers}.ln_1.scale": Parameter("embed <- h.{layers}.ln_1.weight: embed"),
+        "transformer.h.{layers}.ln_1.bias": Parameter("embed <- h.{layers}.ln_1.bias: embed"),
+        "transformer.h.{layers}.attn.attention.q_proj.kernel": Parameter(
+            "embed (heads head_dim) <- h.{layers}.attn.attention.q_proj.weight: (heads head_dim) embed"
+        ),
+        "transformer.h.{layers}.attn.attention.k_proj.kernel": Parameter(
+            "embed (heads head_dim) <- h.{layers}.attn.attention.k_proj.weight: (heads head_dim) embed"
+        ),
+        "transformer.h.{layers}.attn.attention.v_proj.kernel": Parameter(
+            "embed (heads head_dim) <- h.{layers}.attn.attention.v_proj.weight: (heads head_dim) embed"
+        ),
+        "transformer.h.{layers}.attn.attention.out_proj.kernel": Parameter(
+            "(heads head_dim) embed <- h.{layers}.attn.attention.out_proj.weight: embed (heads head_dim)"
+        ),
+        "transformer.h.{layers}.attn.attention.out_proj.bias": Parameter(
+            "embed <- h.{layers}.attn.attention.out_proj.bias: embed"
+        ),
+        "transformer.h.{layers}.ln_2.scale": Parameter("embed <- h.{layers}.ln_2.weight: embed"),
+        "transformer.h.{layers}.ln_2.bias": Parameter("embed <- h.{layers}.ln_2.bias: embed"),
+        "transformer.h.{layers}.mlp.c_fc.kernel": Parameter("embed mlp <- h.{layers}.mlp.c_fc.weight: mlp embed"),
+        "transformer.h.{layers}.mlp.c_fc.bias": Parameter("mlp <- h.{layers}.mlp.c_fc.bias: mlp"),
+        "transformer.h.{layers}.mlp.c_proj.kernel": Parameter("mlp embed <- h.{layers}.mlp.c_proj.weight: embed mlp"),
+        "transformer.h.{layers}.mlp.c_proj.bias": Parameter("embed <- h.{layers}.mlp.c_proj.bias: embed"),
+        "transformer.ln_f.scale": Parameter("embed <- ln_f.weight: embed"),
+        "transformer.ln_f.bias": Parameter("embed <- ln_f.bias: embed"),
+        "lm_head.kernel": Parameter("embed vocab <- lm_head.weight: vocab embed"),
+    },
+    ties=True,
+)
 
 FAMILY = Family(
     name="gpt_neo",
@@ -91,4 +126,5 @@ FAMILY = Family(
     },
     tie=Tie(leaf="head.weight", tensor="lm_head.weight", embedding="wte.weight", default=True),
     traits=traits,
+    layouts={"hf-flax": HF_FLAX},
 )

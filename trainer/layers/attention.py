@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, nn
 
+from trainer.layers.norms import norm
 from trainer.layers.positions import rotate
 from trainer.sharding import Shards
-from trainer.traits import ALL_BEFORE, Traits
+from trainer.traits import ALL_BEFORE, NO_CAP, Traits
 
 MASKED = -1e30  # finite: a difference of two of them is 0, not nan
 
@@ -18,11 +19,14 @@ MASKED = -1e30  # finite: a difference of two of them is 0, not nan
 def attention(
     x: Array, weights: Mapping[str, Any], traits: Traits, window: int, turns: tuple[Array, Array] | None, shards: Shards
 ) -> Array:
-    """[B, T, D] -> [B, T, D]. `turns`: cosine and sine of rotary positions."""
+    """[B, T, D] -> [B, T, D]. `turns`: cosine and sine of rotary positions. Queries and keys have a norm where there
+    are weights for it."""
     q, k, v = (_heads(x, weights[name], shards, name) for name in ("q", "k", "v"))
+    if "q_norm" in weights:
+        q, k = norm(q, weights["q_norm"], traits), norm(k, weights["k_norm"], traits)
     if turns is not None:
-        q, k = rotate(q, *turns), rotate(k, *turns)
-    mixed = _mix(q, *_matched(q, k, v, shards), traits.score_scale, window)
+        q, k = (rotate(each, *turns, traits.rotary_pairs == "neighbours") for each in (q, k))
+    mixed = _mix(q, *_matched(q, k, v, shards), traits, window)
     mixed = shards.constrain(mixed, "batch", "seq", "heads", "head_dim")
     out = weights["o"]
     return _with_bias(jnp.einsum("bthe,dhe->btd", mixed, out["weight"]), out)
@@ -47,11 +51,13 @@ def _matched(q: Array, k: Array, v: Array, shards: Shards) -> tuple[Array, Array
     return k, v
 
 
-def _mix(q: Array, k: Array, v: Array, scale: float, window: int) -> Array:
+def _mix(q: Array, k: Array, v: Array, traits: Traits, window: int) -> Array:
     """[B, T, H, E]: of each query head the values of its group's head, weighted by softmax."""
     b, t, heads, dim = q.shape
     groups = q.reshape(b, t, k.shape[2], heads // k.shape[2], dim)
-    scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) * traits.score_scale
+    if traits.score_cap != NO_CAP:
+        scores = traits.score_cap * jnp.tanh(scores / traits.score_cap)
     scores = jnp.where(_visible(t, window), scores, MASKED)
     shares = nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bske->btkge", shares, v).reshape(b, t, heads, dim)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.sharding import Shards
+from trainer.traits import NO_CAP
 
 MASKED = -1e30
 
@@ -26,24 +27,36 @@ class Sums(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What does not change in a run: the true vocabulary, tokens a chunk (-1: all), and the mesh."""
+    """What does not change in a run: the true vocabulary, tokens a chunk (-1: all), the mesh, the bound of logits."""
 
     vocab: int
     chunk: int
     shards: Shards
+    cap: float = NO_CAP
 
 
-def logits(hidden: Array, weight: Array, head: Head) -> Array:
+def logits(hidden: Array, weight: Array, head: Head, bias: Array | None = None) -> Array:
     """[B, T, D] by [V, D] -> [B, T, V] in float32; those of padded rows are `MASKED`."""
+    return _bound(_linear(hidden, weight, head, bias), head)
+
+
+def _linear(hidden: Array, weight: Array, head: Head, bias: Array | None) -> Array:
     found = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
     found = head.shards.constrain(found, "batch", "seq", "vocab")
-    if head.vocab == weight.shape[0]:
-        return found
-    return jnp.where(jnp.arange(weight.shape[0]) < head.vocab, found, MASKED)
+    return found if bias is None else found + bias
 
 
-def loss_sums(hidden: Array, weight: Array, targets: Array, shares: Array, head: Head) -> Sums:
-    """hidden [B, T, D], weight [V, D], targets [B, T], shares [B, T]: the weight of each token, 0 for none.
+def _bound(found: Array, head: Head) -> Array:
+    if head.cap != NO_CAP:
+        found = head.cap * jnp.tanh(found / head.cap)
+    rows = found.shape[-1]
+    return found if head.vocab == rows else jnp.where(jnp.arange(rows) < head.vocab, found, MASKED)
+
+
+def loss_sums(
+    hidden: Array, weight: Array, targets: Array, shares: Array, head: Head, bias: Array | None = None
+) -> Sums:
+    """hidden [B, T, D], weight [V, D], targets [B, T], shares [B, T]: the weight of each token, 0 for none; bias [V].
 
     Where that is 0, target and hidden state may be anything, infinite too: they have no part in sums and gradients.
     """
@@ -55,7 +68,7 @@ def loss_sums(hidden: Array, weight: Array, targets: Array, shares: Array, head:
     chunk = length if head.chunk == -1 else min(head.chunk, length)
     if missing := -length % chunk:
         hidden, targets, shares = _extended(hidden, missing), _extended(targets, missing), _extended(shares, missing)
-    loss, correct = _fused(head._replace(chunk=chunk), hidden, weight, targets, shares)
+    loss, correct = _fused(head._replace(chunk=chunk), hidden, weight, bias, targets, shares)
     return Sums(loss, shares.sum(), correct)
 
 
@@ -63,19 +76,21 @@ def _extended(x: Array, missing: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
 
-def _sums(head: Head, hidden: Array, weight: Array, targets: Array, shares: Array) -> tuple[Array, Array]:
-    return _forward(head, hidden, weight, targets, shares)[0]
+def _sums(
+    head: Head, hidden: Array, weight: Array, bias: Array | None, targets: Array, shares: Array
+) -> tuple[Array, Array]:
+    return _forward(head, hidden, weight, bias, targets, shares)[0]
 
 
-Saved = tuple[Array, Array, Array, Array, Array]
+Saved = tuple[Array, Array, Array | None, Array, Array, Array]
 
 
 def _forward(
-    head: Head, hidden: Array, weight: Array, targets: Array, shares: Array
+    head: Head, hidden: Array, weight: Array, bias: Array | None, targets: Array, shares: Array
 ) -> tuple[tuple[Array, Array], Saved]:
     def step(sums: tuple[Array, Array], chunk: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         x, target, share = chunk
-        found = logits(x, weight, head)
+        found = logits(x, weight, head, bias)
         partition = jax.nn.logsumexp(found, axis=-1)
         gold = jnp.where(_is_target(found, target), found, 0.0).sum(-1)  # no gather: the vocabulary may be split
         counts = share > 0  # `where`, not `*`: what has no weight may be inf
@@ -85,25 +100,35 @@ def _forward(
 
     zero = jnp.zeros((), jnp.float32)
     sums, partitions = lax.scan(step, (zero, zero), _all_chunks(hidden, targets, shares, head.chunk))
-    return sums, (hidden, weight, targets, shares, partitions)
+    return sums, (hidden, weight, bias, targets, shares, partitions)
 
 
-def _backward(head: Head, saved: Saved, slopes: tuple[Array, Array]) -> tuple[Array, Array, None, None]:
+Gradients = tuple[Array, Array | None]  # of weight and bias
+
+
+def _backward(head: Head, saved: Saved, slopes: tuple[Array, Array]) -> tuple[Array, Array, Array | None, None, None]:
     """Logits again, chunk by chunk. The weight's gradient adds up in float32: in bfloat16 it loses 1 % and more."""
-    hidden, weight, targets, shares, partitions = saved
+    hidden, weight, bias, targets, shares, partitions = saved
 
-    def step(gradient: Array, chunk: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+    def step(gradients: Gradients, chunk: tuple[Array, Array, Array, Array]) -> tuple[Gradients, Array]:
         x, target, share, partition = chunk
-        found = logits(x, weight, head)
+        free = _linear(x, weight, head, bias)
+        found = _bound(free, head)
         slope = jnp.exp(found - partition[..., None]) - _is_target(found, target)
-        slope = jnp.where(share[..., None] > 0, slope * (share * slopes[0])[..., None], 0.0).astype(x.dtype)
+        if head.cap != NO_CAP:
+            slope = slope * (1.0 - jnp.square(jnp.tanh(free / head.cap)))
+        wide = jnp.where(share[..., None] > 0, slope * (share * slopes[0])[..., None], 0.0)
+        slope = wide.astype(x.dtype)
         here = jnp.einsum("btv,vd->btd", slope, weight, preferred_element_type=jnp.float32)
         there = jnp.einsum("btv,btd->vd", slope, x, preferred_element_type=jnp.float32)
-        return gradient + there, here.astype(x.dtype)
+        by_bias = None if gradients[1] is None else gradients[1] + wide.sum((0, 1))
+        return (gradients[0] + there, by_bias), here.astype(x.dtype)
 
     chunks = (*_all_chunks(hidden, targets, shares, head.chunk), partitions)
-    gradient, here = lax.scan(step, jnp.zeros(weight.shape, jnp.float32), chunks)
-    return _joined(here), gradient.astype(weight.dtype), None, None
+    zeros = jax.tree.map(lambda each: jnp.zeros(each.shape, jnp.float32), (weight, bias))
+    gradients, here = lax.scan(step, zeros, chunks)
+    by_weight, by_bias = jax.tree.map(lambda found, of: found.astype(of.dtype), gradients, (weight, bias))
+    return _joined(here), by_weight, by_bias, None, None
 
 
 _fused = jax.custom_vjp(_sums, nondiff_argnums=(0,))

@@ -11,13 +11,17 @@ from trainer.traits import Traits
 
 
 def norm(x: Array, weights: Mapping[str, Array], traits: Traits) -> Array:
-    """[..., D] -> [..., D] by the family's norm, in the dtype of `x`."""
-    if traits.norm == "layer":
-        return _layer_norm(x, weights["scale"], weights["bias"], traits.norm_eps)
-    return _rms_norm(x, weights["scale"], traits.norm_eps)
+    """[..., D] -> [..., D] by the family's norm, in the dtype of `x`; a layer norm may lack its weights."""
+    match traits.norm:
+        case "layer":
+            return _layer_norm(x, weights.get("scale", 1.0), weights.get("bias", 0.0), traits.norm_eps)
+        case "rms":
+            return _unit(x, traits.norm_eps).astype(x.dtype) * weights["scale"]  # LLaMA's: rounded before it is scaled
+        case "rms_offset":
+            return (_unit(x, traits.norm_eps) * (1.0 + weights["scale"].astype(jnp.float32))).astype(x.dtype)
 
 
-def _layer_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
+def _layer_norm(x: Array, scale: Array | float, bias: Array | float, eps: float) -> Array:
     """torch's LayerNorm: the biased variance."""
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(-1, keepdims=True)
@@ -25,8 +29,7 @@ def _layer_norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
     return (unit * scale + bias).astype(x.dtype)
 
 
-def _rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """LLaMA's: rounded to the dtype of `x` before it is scaled."""
+def _unit(x: Array, eps: float) -> Array:
+    """Of root mean square 1, in float32."""
     wide = x.astype(jnp.float32)
-    unit = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-    return unit.astype(x.dtype) * scale
+    return wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)

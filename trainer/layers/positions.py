@@ -23,6 +23,9 @@ def frequencies(rope: Rope, length: int) -> np.ndarray:
             return _llama3(rope, plain)
         case "yarn":
             return _yarn(rope, plain)
+        case "longrope":
+            factors = np.array(rope.short if length <= rope.positions else rope.long, np.float32)
+            return (np.float32(1.0) / (factors * _waves(rope.theta, rope.dim))).astype(np.float32)
     return plain
 
 
@@ -32,16 +35,23 @@ def rotations(rope: Rope, length: int) -> tuple[Array, Array]:
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def rotate(x: Array, cosine: Array, sine: Array) -> Array:
-    """[B, T, heads, head_dim]: element i of a head's first half turns with element i of its second."""
+def rotate(x: Array, cosine: Array, sine: Array, neighbours: bool = False) -> Array:
+    """[B, T, heads, head_dim]: as many elements of a head as the tables have angles for turn, the first ones; element i
+    of their first half with element i of their second, or `neighbours` with each other."""
     cos, sin = (table.astype(x.dtype)[:, None, :] for table in (cosine, sine))
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turning, rest = jnp.split(x, [2 * cosine.shape[-1]], axis=-1)
+    first, second = (turning[..., 0::2], turning[..., 1::2]) if neighbours else jnp.split(turning, 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    both = jnp.stack(turned, axis=-1).reshape(turning.shape) if neighbours else jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([both, rest], axis=-1) if rest.shape[-1] else both
 
 
 def _powers(theta: float, dim: int) -> np.ndarray:
-    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
+    return (np.float32(1.0) / _waves(theta, dim)).astype(np.float32)
+
+
+def _waves(theta: float, dim: int) -> np.ndarray:
+    return np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
 
 
 def _dynamic(rope: Rope, length: int) -> np.ndarray:

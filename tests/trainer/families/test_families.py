@@ -58,14 +58,19 @@ def test_no_rule_drops_a_parameter(name: str):
     assert not [tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)]
 
 
+NARROW = {"word_embed_proj_dim": 24}  # an OPT with all that it may have
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_table_is_in_itself_consistent(family):
-    config = {"model_type": family.name, **{p.when: True for p in family.table.values() if p.when}}
+    fields = {p.when: True for p in family.table.values() if p.when and isinstance(p.when, str)}
+    config = {"model_type": family.name, **NARROW, **fields}
     table = rows(family, config)
     assert list(table) == list(family.table)
     assert family.tie.leaf in table
-    names = [bind(row, family.sizes(config)).name for row in table.values()]
-    assert len(set(names)) == len(names)
+    bound = [bind(row, family.sizes(config)) for row in table.values()]
+    names = [row.name for row in bound]
+    assert len({(row.name, row.source) for row in bound}) == len(bound)
     assert {family.tie.tensor, family.tie.embedding} <= {name[0] for name in names}
     for path, row in table.items():
         assert path.startswith("layers.") == (("layers",) in row.leaf)
@@ -75,6 +80,9 @@ def test_a_table_is_in_itself_consistent(family):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
+        ({"model_type": "gpt2", "n_head": 0}, "n_head is 0"),
+        ({"model_type": "gpt2", "hidden_size": -1, "n_embd": 8}, "hidden_size is -1"),
+        ({"model_type": "gpt2", "n_inner": 0.5}, "n_inner is 0.5"),
         ({"model_type": "gpt_neo", "num_heads": 0}, "num_heads is 0"),
         ({"model_type": "gpt_neo", "hidden_size": "12"}, "hidden_size is '12'"),
         ({"model_type": "gpt_neo", "num_layers": -1}, "num_layers is -1"),
@@ -83,6 +91,10 @@ def test_a_table_is_in_itself_consistent(family):
         ({"model_type": "llama", "hidden_size": 4096.0}, "hidden_size is 4096.0"),
         ({"model_type": "llama", "num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"model_type": "llama", "intermediate_size": [1]}, r"intermediate_size is \[1\]"),
+        ({"model_type": "opt", "ffn_dim": 0}, "ffn_dim is 0"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": "7"}, "moe_intermediate_size is '7'"),
+        ({"model_type": "gpt_neox", "num_attention_heads": False}, "num_attention_heads is False"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_named(config: dict[str, Any], reason: str):
@@ -93,9 +105,27 @@ def test_a_config_that_makes_no_sense_is_named(config: dict[str, Any], reason: s
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "bert"}, {"model_type": None}, {"model_type": ["llama"]}])
 def test_a_family_that_is_not_known_is_named_with_those_that_are(config: dict[str, Any]):
-    with pytest.raises(PrepError, match="known: gpt_neo, llama") as caught:
+    with pytest.raises(PrepError, match=f"known: {', '.join(FAMILIES)}") as caught:
         family_of(config)
     assert str(config.get("model_type")) in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("config", "nearest"),
+    [
+        ({"model_type": "gpt_j"}, "gptj"),
+        ({"model_type": "gpt-neox"}, "gpt_neox"),
+        ({"model_type": "gemma3"}, "gemma"),
+        ({"model_type": "zzz", "architectures": ["MistralForCausalLM"]}, "mistral"),
+        ({"model_type": "zzz", "architectures": [3, "LLaMAForCausalLM"]}, "llama"),
+        ({"model_type": "zzz", "architectures": "Llama"}, ""),
+        ({"model_type": "bert", "architectures": None}, ""),
+    ],
+)
+def test_the_nearest_family_is_named(config: dict[str, Any], nearest: str):
+    with pytest.raises(PrepError) as caught:
+        family_of(config)
+    assert caught.value.hint.startswith(f"the nearest is {nearest};" if nearest else "a family is one file")
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -106,7 +136,11 @@ def test_what_a_config_says_of_tying_wins_over_the_class(family, says: dict[str,
 
 
 def test_the_defaults_of_tying_are_those_of_the_classes():
-    assert {name: family.tie.default for name, family in FAMILIES.items()} == {"gpt_neo": True, "llama": False}
+    assert {name: family.tie.default for name, family in FAMILIES.items()} == {
+        **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text"), True),
+        **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
+        **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), False),
+    }
 
 
 def test_golden_files_are_small():

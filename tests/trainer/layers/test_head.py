@@ -169,3 +169,36 @@ def test_logits_of_padding_are_far_below():
     assert found.shape == (1, 2, 4)
     np.testing.assert_array_equal(found[..., :3], 5)
     assert (found[..., 3] < -1e29).all()
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("padded", [6, 8])
+def test_a_bias_and_a_bound_have_the_gradients_of_their_formula(cap: float, padded: int):
+    """Against the derivative of the whole, chunked or not; padding has none, even where its logits are huge."""
+    case = {"rows": 2, "length": 7, "vocab": 6, "padded": padded, "weights": [1.0, 0.0, 2.0], "garbage": -1, "seed": 4}
+    hidden, weight, targets, weights = map(jnp.asarray, arrays(case))
+    bias = jnp.linspace(-2, 2, padded)
+
+    def formula(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        found = x @ w[:6].T + b[:6]
+        found = cap * jnp.tanh(found / cap) if cap else found
+        own = jnp.take_along_axis(found, jnp.where(weights > 0, targets, 0)[..., None], -1)[..., 0]
+        return (weights * (jax.nn.logsumexp(found, -1) - own)).sum()
+
+    def chunked(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        return loss_sums(x, w, targets, weights, Head(6, 3, HERE, cap), b).loss
+
+    wanted = jax.value_and_grad(formula, (0, 1, 2))(hidden, weight, bias)
+    found = jax.value_and_grad(chunked, (0, 1, 2))(hidden, weight, bias)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    for ours, theirs in zip(found[1], wanted[1]):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+    assert not np.any(found[1][2][6:])
+    assert not np.any(found[1][1][6:])
+
+
+def test_bounded_logits_stay_within_and_padding_far_below():
+    hidden, weight = 100 * jnp.ones((1, 2, D)), jnp.ones((8, D))
+    found = logits(hidden, weight, Head(6, -1, HERE, 3.0), jnp.arange(8.0))
+    np.testing.assert_allclose(found[..., :6], 3.0)
+    assert (found[..., 6:] < -1e29).all()

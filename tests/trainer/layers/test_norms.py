@@ -42,3 +42,24 @@ def test_sums_of_bfloat16_are_taken_in_float32(kind: Literal["layer", "rms"]):
     found = norm(x, ones, traits)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=5e-3, atol=5e-3)
+
+
+def test_an_offset_scale_counts_from_one():
+    traits = dataclasses.replace(traits_of(), norm="rms_offset", norm_eps=0.5)
+    found = norm(jnp.asarray(X, jnp.float32), {"scale": WEIGHTS["scale"] - 1}, traits)
+    np.testing.assert_allclose(found, wanted("rms", 0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_an_offset_scale_is_applied_before_rounding():
+    """1 + 1/512 is 1 in bfloat16: added there it would be lost."""
+    traits = dataclasses.replace(traits_of(), norm="rms_offset", norm_eps=1e-6)
+    x = jnp.asarray(np.linspace(1, 2, 256)[None], jnp.bfloat16)
+    plain, more = (norm(x, {"scale": jnp.full(256, scale, jnp.bfloat16)}, traits) for scale in (0.0, 1 / 512))
+    assert np.any(np.asarray(plain) != np.asarray(more))
+
+
+def test_a_layer_norm_may_have_no_weights():
+    traits = dataclasses.replace(traits_of(), norm="layer")
+    ones = {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
+    x = jnp.asarray(X, jnp.float32)
+    np.testing.assert_array_equal(norm(x, {}, traits), norm(x, ones, traits))

@@ -1,0 +1,29 @@
+"""Commands as the tests run them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from prepcli.cli import main
+
+
+def done(*words: str) -> None:
+    assert main([*words, "-q"]) == 0
+
+
+def error(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines of the error that a command ends with."""
+    assert main([*words, "-q"]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err.splitlines()
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*words, "--json"]) in (0, 1)
+    return json.loads(capsys.readouterr().out)

@@ -1,0 +1,106 @@
+"""Tiny configs of decoders with an odd vocabulary and odd numbers of heads: of each family one by its own name, and
+others by longer ones, which have what it may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ENDS = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+SMALL = ENDS | {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GROUPED = SMALL | {"num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3}
+GEMMA = GROUPED | {"query_pre_attn_scalar": 7, "sliding_window": 5}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.5, 4.0], "long_factor": [2.0, 3.0, 5.0, 9.0]}
+
+GPTJ = ENDS | {
+    "model_type": "gptj", "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 300, "rotary_dim": 4, "n_inner": 20,
+    "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
+OPT = ENDS | {
+    "model_type": "opt", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "ffn_dim": 20,
+    "max_position_embeddings": 300,
+}  # fmt: skip
+GPT_NEOX = SMALL | {"model_type": "gpt_neox", "rotary_pct": 0.5, "layer_norm_eps": 1e-3}
+MISTRAL = GROUPED | {"model_type": "mistral", "sliding_window": 5}
+MIXTRAL = GROUPED | {"model_type": "mixtral", "num_local_experts": 3, "rope_theta": 2e4, "router_jitter_noise": 0.0}
+QWEN2 = SMALL | {"model_type": "qwen2", "num_key_value_heads": 1, "rms_norm_eps": 1e-3}
+QWEN3 = GROUPED | {"model_type": "qwen3"}
+QWEN3_MOE = GROUPED | {
+    "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7,
+    "norm_topk_prob": True,
+}  # fmt: skip
+GEMMA1 = GROUPED | {"model_type": "gemma"}
+GEMMA2 = GEMMA | {
+    "model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+}  # fmt: skip
+GEMMA3 = GEMMA | {
+    "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window_pattern": 2, "rope_theta": 5e4,
+    "rope_local_base_freq": 500.0,
+}  # fmt: skip
+PHI3 = SMALL | {"model_type": "phi3", "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "partial_rotary_factor": 0.5}
+
+OWN: dict[str, dict[str, Any]] = {  # with what transformers computes in a file
+    "gptj": GPTJ,
+    "opt": OPT,
+    "opt-350m": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 10},
+    "gpt_neox": GPT_NEOX,
+    "gpt_neox-serial": GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "gemma": GEMMA1,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "phi3": PHI3,
+    "phi3-longrope": PHI3 | {
+        "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "rope_scaling": LONG_ROPE,
+    },
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
+OTHER: dict[str, dict[str, Any]] = {  # compared live alone
+    "gptj-tied": GPTJ | {"tie_word_embeddings": True},
+    "gptj-names": GPTJ | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "n_inner": None},
+    "opt-bare": OPT | {
+        "enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False,
+        "activation_function": "gelu",
+    },
+    "opt-no-last-norm": OPT | {"_remove_final_layer_norm": True, "word_embed_proj_dim": 30},
+    "gpt_neox-whole": GPT_NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 500},
+    "gpt_neox-default": {key: value for key, value in GPT_NEOX.items() if key != "rotary_pct"},
+    "gpt_neox-version-5": GPT_NEOX | {"rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.75}},
+    "gpt_neox-linear": GPT_NEOX | {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "mistral-no-window": MISTRAL | {"sliding_window": None, "num_key_value_heads": 3, "head_dim": None},
+    "mixtral-window": MIXTRAL | {"sliding_window": 4, "num_experts_per_tok": 1},
+    "mixtral-all": MIXTRAL | {"num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "qwen2-sliding": QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen2-off": QWEN2 | {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1},
+    "qwen2-kinds": QWEN2 | SLIDING | {"tie_word_embeddings": True},
+    "qwen3-biases": QWEN3 | SLIDING | {"attention_bias": True},
+    "qwen3_moe-plain": QWEN3_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 3, "attention_bias": True},
+    "qwen3_moe-sliding": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 4},
+    "gemma-legacy": GEMMA1 | {"hidden_act": "gelu", "hidden_activation": None},
+    "gemma-biases": GEMMA1 | {"attention_bias": True, "tie_word_embeddings": False},
+    "gemma2-no-caps": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma2-kinds": GEMMA2 | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "gemma3_text-linear": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3_text-version-5": GEMMA3 | {
+        "final_logit_softcapping": 2.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "phi3-window": PHI3 | {"sliding_window": 4, "num_key_value_heads": None},
+    "phi3-su": PHI3 | {
+        "original_max_position_embeddings": 400, "partial_rotary_factor": 1.0,
+        "rope_scaling": LONG_ROPE | {"type": "su", "original_max_position_embeddings": 16},
+    },
+    "phi3-version-5": PHI3 | {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 2.0, 3.0],
+        "long_factor": [3.0, 4.0, 6.0], "attention_factor": 0.9, "original_max_position_embeddings": 16,
+    }},
+}  # fmt: skip

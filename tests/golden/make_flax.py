@@ -1,0 +1,159 @@
+"""Writes flax/ beside this file: tiny models as transformers 4 saves them, and what Flax, optax and EasyLM make of it.
+
+Run by hand where `transformers==4.55.*`, `torch`, `flax` and `msgpack` are installed, which is a place of its own, as
+prep's tests want transformers 5: `python -m tests.golden.make_flax`. Each model has `hf/` (safetensors, the truth) and
+`flax/` (flax_model.msgpack); LLaMA also `sharded/`, and files of EasyLM's tree, whose transposes and rotary order are
+spelled out here as EasyLM's own converter does them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "flax"
+NEO = {
+    "vocab_size": 53,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 12,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 4,
+}
+GPT2 = {"vocab_size": 53, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_inner": 24, "n_positions": 12}
+LLAMA = {
+    "vocab_size": 53,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+CHUNK_NBYTES = 600  # in place of 1 GiB: of what is larger, Flax stores pieces
+Tree = dict[str, Any]
+
+
+def main() -> None:
+    import torch
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        GPTNeoConfig,
+        GPTNeoForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )  # fmt: skip
+
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    torch.manual_seed(0)
+    neo = GPTNeoForCausalLM(GPTNeoConfig(**NEO)).to(torch.bfloat16)
+    write_hf("neo", neo)
+    llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    write_hf("llama", llama)
+    write_easylm(FOLDER / "llama", {name: tensor.numpy() for name, tensor in llama.state_dict().items()})
+    write_hf("gpt2", GPT2LMHeadModel(GPT2Config(**GPT2)).to(torch.float16))
+
+
+def write_hf(name: str, model: Any) -> None:
+    """As torch saves it, and as Flax does: in one file, and in several."""
+    import torch
+    from transformers import FlaxAutoModelForCausalLM
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32) * 0.3)
+    model.save_pretrained(FOLDER / name / "hf")
+    flax_model = FlaxAutoModelForCausalLM.from_pretrained(FOLDER / name / "hf")
+    flax_model.save_pretrained(FOLDER / name / "flax")
+    if name == "llama":
+        flax_model.save_pretrained(FOLDER / name / "sharded", max_shard_size="8KB")
+        (FOLDER / name / "flax" / "generation_config.json").unlink()
+    (FOLDER / name / "hf" / "generation_config.json").unlink()
+
+
+def write_easylm(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """EasyLM's streams and Flax files of one model: parameters, a training state, layers stacked, boxed, in pieces."""
+    import jax
+    import numpy as np
+    import optax
+    from flax import serialization
+    from flax.core import meta
+    from flax.training.train_state import TrainState
+
+    params = jax.tree.map(np.ascontiguousarray, easylm_tree(tensors))
+    write_stream(folder / "streaming_params", params)
+    variables = {"params": params}
+    state = TrainState.create(apply_fn=print, params=variables, tx=optax.adamw(1e-3))
+    write_stream(folder / "streaming_train_state", state)
+    for axis in (0, 1):
+        write_stream(
+            folder / f"stacked_{axis}",
+            stacked(params, lambda leaves, a=axis: np.stack(leaves, a if leaves[0].ndim > 1 else min(a, 1))),
+        )
+    (folder / "flax_params.msgpack").write_bytes(serialization.to_bytes(variables))
+    boxed = jax.tree.map(lambda leaf: meta.Partitioned(leaf, ("x",) * leaf.ndim), params)
+    (folder / "boxed.msgpack").write_bytes(serialization.to_bytes(boxed))
+    serialization.MAX_CHUNK_SIZE = CHUNK_NBYTES
+    (folder / "pieces.msgpack").write_bytes(serialization.to_bytes(variables))
+    write_stream(folder / "streaming_pieces", params)
+    (folder / "train_state.msgpack").write_bytes(
+        serialization.to_bytes({"step": 7, "params": params, "opt_state": {"mu": params}})
+    )
+
+
+def easylm_tree(tensors: Mapping[str, Any]) -> Tree:
+    """As EasyLM's convert_hf_to_easylm makes it."""
+
+    def interleaved(weight: Any, heads: int) -> Any:
+        out, inner = weight.shape
+        return weight.reshape(heads, 2, out // heads // 2, inner).transpose(0, 2, 1, 3).reshape(out, inner)
+
+    def layer(at: str) -> Tree:
+        q, k, v, o = (tensors[f"{at}.self_attn.{each}_proj.weight"] for each in "qkvo")
+        gate, up, down = (tensors[f"{at}.mlp.{each}_proj.weight"] for each in ("gate", "up", "down"))
+        return {
+            "attention": {
+                "wq": {"kernel": interleaved(q, LLAMA["num_attention_heads"]).T},
+                "wk": {"kernel": interleaved(k, LLAMA["num_key_value_heads"]).T},
+                "wv": {"kernel": v.T},
+                "wo": {"kernel": o.T},
+            },
+            "feed_forward": {"w1": {"kernel": gate.T}, "w2": {"kernel": down.T}, "w3": {"kernel": up.T}},
+            "attention_norm": {"kernel": tensors[f"{at}.input_layernorm.weight"]},
+            "ffn_norm": {"kernel": tensors[f"{at}.post_attention_layernorm.weight"]},
+        }
+
+    layers = {str(i): layer(f"model.layers.{i}") for i in range(LLAMA["num_hidden_layers"])}
+    wte, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
+    transformer = {"wte": {"embedding": wte}, "ln_f": {"kernel": norm}, "h": layers}
+    return {"transformer": transformer, "lm_head": {"kernel": tensors["lm_head.weight"].T}}
+
+
+def stacked(params: Tree, stack: Callable[[list[Any]], Any]) -> Tree:
+    """The tree with its layers in one, as EasyLM has it with `scan_layers`."""
+    import jax
+
+    layers = params["transformer"]["h"]
+    together = jax.tree.map(lambda *leaves: stack(list(leaves)), *(layers[str(i)] for i in range(len(layers))))
+    return params | {"transformer": params["transformer"] | {"h": {"scan_decoder": together}}}
+
+
+def write_stream(path: Path, tree: Any) -> None:
+    """As EasyLM's StreamingCheckpointer.save_train_state_to_file writes it."""
+    import msgpack
+    from flax.serialization import to_bytes, to_state_dict
+    from flax.traverse_util import flatten_dict
+
+    packer = msgpack.Packer()
+    with path.open("wb") as file:
+        for key, value in flatten_dict(to_state_dict(tree)).items():
+            file.write(packer.pack((key, to_bytes(value))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""PyTorch checkpoints for the tests, written by torch itself; it is imported by whoever calls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LAYER = {
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+ACROSS = ("attention.wo", "feed_forward.w2")  # cut along their second dim; norms are in each file
+
+
+def tensor(array: np.ndarray) -> Any:
+    """The same bits as a torch tensor, of NumPy's dtypes or ml_dtypes'."""
+    import torch
+
+    raw = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
+    kind = getattr(torch, array.dtype.name)
+    return raw.view(kind).reshape(array.shape) if array.size else torch.empty(array.shape, dtype=kind)
+
+
+def bits(value: Any) -> bytes:
+    """The bytes of a torch tensor in C order."""
+    import torch
+
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def to_bin(folder: Path, out: Path, tensors: Mapping[str, Any], files: int = 1, legacy: bool = False) -> Path:
+    """The settings of a folder with these tensors as pytorch_model.bin, or as several files with an index."""
+    import torch
+
+    copy_settings(folder, out)
+    names = list(tensors)
+    parts = [names[i * len(names) // files : (i + 1) * len(names) // files] for i in range(files)]
+    held: dict[str, str] = {}
+    for i, part in enumerate(parts, 1):
+        file = "pytorch_model.bin" if files == 1 else f"pytorch_model-{i:05d}-of-{files:05d}.bin"
+        torch.save({name: tensors[name] for name in part}, out / file, _use_new_zipfile_serialization=not legacy)
+        held |= dict.fromkeys(part, file)
+    if files > 1:
+        index = {"metadata": {"total_size": 1.5}, "weight_map": held}
+        (out / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return out
+
+
+def copy_settings(folder: Path, out: Path) -> None:
+    """A new folder with all of another but weights and their index."""
+    out.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".json" and not path.name.endswith(".index.json"):
+            shutil.copy(path, out)
+
+
+def meta_params(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The params.json of a LLaMA config whose feed-forward is a multiple of itself."""
+    return {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "n_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"], "vocab_size": -1, "multiple_of": config["intermediate_size"],
+        "ffn_dim_multiplier": 0.1, "norm_eps": config["rms_norm_eps"], **more,
+    }  # fmt: skip
+
+
+def to_meta(
+    out: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], files: int, embedding_axis: int = 1
+) -> Path:
+    """A folder as Meta has it, of the tensors of a Hugging Face one, cut for so many devices."""
+    import torch
+
+    out.mkdir()
+    (out / "params.json").write_text(json.dumps(meta_params(config)))
+    (out / "tokenizer.model").write_bytes(b"words")
+    (out / "checklist.chk").write_text("0  params.json")
+    whole = {_meta_name(name): _interleaved(name, value, config) for name, value in tensors.items()}
+    for i in range(files):
+        part = {name: _part(name, value, i, files, embedding_axis) for name, value in whole.items()}
+        torch.save(part | {"rope.freqs": torch.arange(4.0)}, out / f"consolidated.{i:02d}.pth")
+    return out
+
+
+def _meta_name(name: str) -> str:
+    if not name.startswith("model.layers."):
+        return {"model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight"}.get(
+            name, "output.weight"
+        )
+    _, _, layer, rest = name.split(".", 3)
+    return f"layers.{layer}.{LAYER[rest.removesuffix('.weight')]}.weight"
+
+
+def _interleaved(name: str, value: Any, config: Mapping[str, Any]) -> Any:
+    """Rows of queries and keys in Meta's order: the two halves of a head in turn."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    if heads is None:
+        return value
+    return value.view(config[heads], 2, -1, value.shape[1]).transpose(1, 2).reshape(value.shape).contiguous()
+
+
+def _part(name: str, value: Any, number: int, files: int, embedding_axis: int) -> Any:
+    if value.dim() == 1:
+        return value
+    axis = embedding_axis if name.startswith("tok") else int(any(part in name for part in ACROSS))
+    return value.chunk(files, axis)[number].clone()

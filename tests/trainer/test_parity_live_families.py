@@ -1,0 +1,65 @@
+"""Parity of each family with transformers itself, in all that its configs may ask for; needs the `parity` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.decoder_configs import OTHER, OWN
+from tests.decoders import apart, batch_of, decoder, filled, logits_of, loss_and_gradients, with_padding
+from tests.golden import make_decoders
+from tests.torch_decoders import torch_gradients, torch_logits, torch_model
+from trainer.model import Compute
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+CONFIGS = {**OWN, **OTHER}
+SHORT, LONG = (7, 4), (300,)  # lengths of right-padded rows; shapes as in golden files, which are compiled already
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_right_padded_batches(name: str):
+    config = CONFIGS[name]
+    tensors, made = filled(config, seed=3), decoder(config)
+    params, theirs = made.params(tensors), torch_model(config, tensors)
+    for lengths in (SHORT, LONG):
+        tokens = batch_of(config["vocab_size"], len(lengths), lengths[0], seed=4)["tokens"]
+        found, wanted = logits_of(made.model, params, tokens), torch_logits(theirs, tokens, lengths)
+        assert max(abs(found[i, :n] - wanted[i, :n]).max() for i, n in enumerate(lengths)) <= 2e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["gptj-tied", "opt-bare", "qwen3_moe-plain", "gemma3_text-version-5", "phi3-version-5"]
+)
+def test_gradients_of_padded_models(name: str):
+    config = CONFIGS[name]
+    tensors, batch = filled(config, seed=5), batch_of(config["vocab_size"], 2, 40, seed=6)
+    wanted_loss, wanted = torch_gradients(torch_model(config, tensors), batch)
+    wider, padded = with_padding(config, tensors, 5, -50.0)
+    made = decoder(wider)
+    loss, gradients = loss_and_gradients(made.model, made.params(padded), batch, Compute(head_chunk=16))
+    found = made.tensors(gradients)
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    for tensor, gradient in wanted.items():
+        rows = gradient.shape[0]
+        assert apart(found[tensor][:rows], gradient) <= 1e-5, tensor
+        assert not np.any(found[tensor][rows:])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_transformers_still_computes_what_the_golden_files_say(name: str):
+    golden, fresh = make_decoders.load(name), make_decoders.compute(OWN[name])
+    assert abs(golden.short_logits - fresh.short_logits).max() <= 2e-5
+    assert abs(golden.long_logits - fresh.long_logits).max() <= 2e-5
+    assert all(apart(fresh.gradients[tensor], wanted) <= 1e-5 for tensor, wanted in golden.gradients.items())

@@ -1,0 +1,52 @@
+"""Gemma 2: Gemma with norms around each part, bounded scores and logits, and a window in every other layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trainer import llama_like
+from trainer.table import Config, Family
+from trainer.traits import Traits, activation, cap, only_knows, positive, sliding_windows
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """Atom -> extent; Gemma2Config's defaults where a field is absent."""
+    return llama_like.sizes(config, vocab=256000, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256)
+
+
+def traits(config: Config) -> Traits:
+    """What its layers compute; PrepError where the config asks for something else."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    only_knows(config, "attention_bias", "layer_types", "query_pre_attn_scalar", "sliding_window", *caps)
+    found = sizes(config)
+    return dataclasses.replace(
+        llama_like.traits(config, found, positions=8192),
+        norm="rms_offset",
+        activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        residual="sandwich",
+        embed_scale=found["embed"] ** 0.5,
+        score_scale=positive(config, "query_pre_attn_scalar", 256) ** -0.5,
+        windows=sliding_windows(
+            config, found["layers"], config.get("sliding_window", 4096), lambda layer: layer % 2 == 0
+        ),
+        score_cap=cap(config, "attn_logit_softcapping", 50.0),
+        logit_cap=cap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+FAMILY = Family(
+    name="gemma2",
+    prefix=llama_like.PREFIX,
+    unprefixed=llama_like.UNPREFIXED,
+    sizes=sizes,
+    table={
+        **llama_like.EMBEDDING,
+        **llama_like.norms(llama_like.SANDWICH_NORMS),
+        **llama_like.attention(bias="attention_bias", out_bias="attention_bias"),
+        **llama_like.gated(),
+        **llama_like.END,
+    },
+    dropped=llama_like.OLD_BUFFERS,
+    tie=llama_like.tie(default=True),
+    traits=traits,
+)

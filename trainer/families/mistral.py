@@ -1,0 +1,40 @@
+"""Mistral: LLaMA with a window."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trainer import llama_like
+from trainer.table import Config, Family
+from trainer.traits import Traits, only_knows, sliding_windows
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """Atom -> extent; MistralConfig's defaults where a field is absent."""
+    return llama_like.sizes(config, mlp=14336, kv_heads=8)
+
+
+def traits(config: Config) -> Traits:
+    """What its layers compute; PrepError where the config asks for something else. A window that is null is none."""
+    only_knows(config, "sliding_window")
+    found = sizes(config)
+    windows = sliding_windows(config, found["layers"], config.get("sliding_window", 4096), lambda layer: True)
+    return dataclasses.replace(llama_like.traits(config, found, positions=131072), windows=windows)
+
+
+FAMILY = Family(
+    name="mistral",
+    prefix=llama_like.PREFIX,
+    unprefixed=llama_like.UNPREFIXED,
+    sizes=sizes,
+    table={
+        **llama_like.EMBEDDING,
+        **llama_like.NORMS,
+        **llama_like.attention(),
+        **llama_like.gated(),
+        **llama_like.END,
+    },
+    dropped=llama_like.OLD_BUFFERS,
+    tie=llama_like.tie(default=False),
+    traits=traits,
+)

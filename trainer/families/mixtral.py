@@ -1,0 +1,50 @@
+"""Mixtral: Mistral with a few large experts in each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from trainer import llama_like
+from trainer.table import Config, Family, size
+from trainer.traits import Traits, only_knows, positive, sliding_windows
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """Atom -> extent; MixtralConfig's defaults where a field is absent."""
+    experts = size(config, "num_local_experts", size(config, "num_experts", 8))
+    return {**llama_like.sizes(config, mlp=14336, kv_heads=8), "experts": experts, "gate_up": 2}
+
+
+def traits(config: Config) -> Traits:
+    """What its layers compute; PrepError where the config asks for something else."""
+    only_knows(config, "sliding_window", "num_local_experts", "num_experts")
+    found = sizes(config)
+    return dataclasses.replace(
+        llama_like.traits(config, found, positions=131072, theta=1e6),
+        norm_eps=positive(config, "rms_norm_eps", 1e-5),
+        windows=sliding_windows(config, found["layers"], config.get("sliding_window"), lambda layer: True),
+        experts_per_token=llama_like.experts_per_token(config, found["experts"], default=2),
+    )
+
+
+FAMILY = Family(
+    name="mixtral",
+    prefix=llama_like.PREFIX,
+    unprefixed=llama_like.UNPREFIXED,
+    sizes=sizes,
+    table={
+        **llama_like.EMBEDDING,
+        **llama_like.NORMS,
+        **llama_like.attention(),
+        **llama_like.experts(
+            gate="block_sparse_moe.experts.{experts}.w1.weight",
+            up="block_sparse_moe.experts.{experts}.w3.weight",
+            down="block_sparse_moe.experts.{experts}.w2.weight",
+            router="block_sparse_moe.gate.weight",
+        ),
+        **llama_like.END,
+    },
+    dropped=llama_like.OLD_BUFFERS,
+    tie=llama_like.tie(default=False),
+    traits=traits,
+)
