@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A published checkpoint; `parameters` counts tied tensors once, `vocab` is the true size, without padding."""
+    """A published checkpoint; `parameters` counts tied tensors once, `vocab` is that of its embedding."""
 
     name: str
     hub_id: str
@@ -30,6 +30,22 @@ ALIASES = (
     Alias("gpt-neo-125M", "EleutherAI/gpt-neo-125m", "gpt_neo", 125_198_592, 4, 50257),
     Alias("gpt-neo-1.3B", "EleutherAI/gpt-neo-1.3B", "gpt_neo", 1_315_575_808, 4, 50257),
     Alias("gpt-neo-2.7B", "EleutherAI/gpt-neo-2.7B", "gpt_neo", 2_651_307_520, 4, 50257),
+    Alias("gpt-j-6b", "EleutherAI/gpt-j-6b", "gptj", 6_050_882_784, 4, 50400),
+    Alias("pythia-70m", "EleutherAI/pythia-70m", "gpt_neox", 70_426_624, 2, 50304),
+    Alias("pythia-160m", "EleutherAI/pythia-160m", "gpt_neox", 162_322_944, 2, 50304),
+    Alias("pythia-410m", "EleutherAI/pythia-410m", "gpt_neox", 405_334_016, 2, 50304),
+    Alias("pythia-1b", "EleutherAI/pythia-1b", "gpt_neox", 1_011_781_632, 2, 50304),
+    Alias("pythia-1.4b", "EleutherAI/pythia-1.4b", "gpt_neox", 1_414_647_808, 2, 50304),
+    Alias("pythia-2.8b", "EleutherAI/pythia-2.8b", "gpt_neox", 2_775_208_960, 2, 50304),
+    Alias("pythia-6.9b", "EleutherAI/pythia-6.9b", "gpt_neox", 6_857_302_016, 2, 50432),
+    Alias("pythia-12b", "EleutherAI/pythia-12b", "gpt_neox", 11_846_072_320, 2, 50688),
+    Alias("gpt-neox-20b", "EleutherAI/gpt-neox-20b", "gpt_neox", 20_554_567_680, 2, 50432),
+    Alias("opt-125m", "facebook/opt-125m", "opt", 125_239_296, 2, 50272),
+    Alias("opt-350m", "facebook/opt-350m", "opt", 331_196_416, 2, 50272),
+    Alias("opt-1.3b", "facebook/opt-1.3b", "opt", 1_315_758_080, 2, 50272),
+    Alias("opt-2.7b", "facebook/opt-2.7b", "opt", 2_651_596_800, 2, 50272),
+    Alias("opt-6.7b", "facebook/opt-6.7b", "opt", 6_658_473_984, 2, 50272),
+    Alias("opt-13b", "facebook/opt-13b", "opt", 12_853_473_280, 2, 50272),
     Alias("llama-7b", "huggyllama/llama-7b", "llama", 6_738_415_616, 2, 32000),
     Alias("llama-13b", "huggyllama/llama-13b", "llama", 13_015_864_320, 2, 32000),
     Alias("llama-30b", "huggyllama/llama-30b", "llama", 32_528_943_616, 2, 32000),
@@ -44,6 +60,22 @@ ALIASES = (
     Alias("llama-3.1-405b", "meta-llama/Llama-3.1-405B", "llama", 405_853_388_800, 2, 128256),
     Alias("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "llama", 1_235_814_400, 2, 128256),
     Alias("llama-3.2-3b", "meta-llama/Llama-3.2-3B", "llama", 3_212_749_824, 2, 128256),
+    Alias("mistral-7b", "mistralai/Mistral-7B-v0.1", "mistral", 7_241_732_096, 2, 32000),
+    Alias("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", "mixtral", 46_702_792_704, 2, 32000),
+    Alias("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "qwen2", 494_032_768, 2, 151936),
+    Alias("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B", "qwen2", 1_543_714_304, 2, 151936),
+    Alias("qwen2.5-7b", "Qwen/Qwen2.5-7B", "qwen2", 7_615_616_512, 2, 152064),
+    Alias("qwen3-0.6b", "Qwen/Qwen3-0.6B", "qwen3", 596_049_920, 2, 151936),
+    Alias("qwen3-1.7b", "Qwen/Qwen3-1.7B", "qwen3", 1_720_574_976, 2, 151936),
+    Alias("qwen3-8b", "Qwen/Qwen3-8B", "qwen3", 8_190_735_360, 2, 151936),
+    Alias("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", "qwen3_moe", 30_532_122_624, 2, 151936),
+    Alias("gemma-2b", "google/gemma-2b", "gemma", 2_506_172_416, 2, 256000),
+    Alias("gemma-7b", "google/gemma-7b", "gemma", 8_537_680_896, 2, 256000),
+    Alias("gemma-2-2b", "google/gemma-2-2b", "gemma2", 2_614_341_888, 2, 256000),
+    Alias("gemma-2-9b", "google/gemma-2-9b", "gemma2", 9_241_705_984, 2, 256000),
+    Alias("gemma-3-1b", "google/gemma-3-1b-pt", "gemma3_text", 999_885_952, 2, 262144),
+    Alias("phi-3-mini", "microsoft/Phi-3-mini-4k-instruct", "phi3", 3_821_079_552, 2, 32064),
+    Alias("phi-3.5-mini", "microsoft/Phi-3.5-mini-instruct", "phi3", 3_821_079_552, 2, 32064),
 )
 
 BY_NAME = {alias.name: alias for alias in ALIASES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from prepcli.errors import usage
@@ -128,8 +128,3 @@ def part_of(plan: Plan, numbers: Container[int]) -> Plan:
     streams = tuple(stream for number, stream in enumerate(plan.streams) if number in numbers)
     names = {stream.name for stream in streams}
     return dataclasses.replace(plan, streams=streams, checks=tuple(c for c in plan.checks if c.name in names))
-
-
-def missing(plan: Plan, digests: Container[int]) -> Iterator[int]:
-    """The streams that have bytes and no digest yet."""
-    return (number for number, stream in enumerate(plan.streams) if stream.nbytes and number not in digests)

@@ -12,7 +12,7 @@ from prepcli.errors import STOPPED, PrepError
 from prepcli.files import io_error
 from prepcli.journal import Journal, Marked, read_journal
 from prepcli.plan import Plan
-from prepcli.shares import Division, divided, missing, part_of
+from prepcli.shares import Division, divided, part_of
 from prepcli.staging import Staging
 from prepcli.units import seconds_text
 
@@ -60,7 +60,7 @@ class Task:
 
     def is_whole(self, index: int, marked: Marked) -> bool:
         """Whether the share of process `index` is done."""
-        return not any(number in set(self.shares[index]) for number in missing(self.plan, marked.digests))
+        return all(n in marked.digests or not self.plan.streams[n].nbytes for n in self.shares[index])
 
     def team_nbytes(self) -> tuple[int, int]:
         """Bytes that are durable, and all bytes, of the shares of the team."""

@@ -136,7 +136,7 @@ def as_prep_error(error: BaseException) -> PrepError:
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         what = f"cannot use {error.filename}" if error.filename is not None else "the system refused to read or write"
         return PrepError(what, error.strerror or str(error))
-    if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         why = "it holds the process to less than `--memory`, and what Python takes besides"
         return PrepError("the system has no memory left for this", why, "a smaller `--memory`, or a larger limit")
     text = "".join(traceback.format_exception(error))

@@ -170,6 +170,6 @@ def with_padding(
 
 
 def apart(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Norm of the difference, relative to what is wanted; what should be 0, as gradients of a bias that all keys have in
-    common, is not what counts."""
+    """Norm of the difference, relative to what is wanted; rounding of what should be 0, as the gradient of a bias that
+    all keys have in common, does not count."""
     return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-2))

@@ -31,6 +31,7 @@ PURE = [
     "trainer.axes",
     "trainer.families",
     "trainer.host_reads",
+    "trainer.llama_like",
     "trainer.mesh",
     "trainer.rope",
     "trainer.table",

@@ -85,7 +85,7 @@ def _written(unfinished: Path) -> tuple[int, int]:
 def _durable(unfinished: Path) -> int:
     """Bytes that the journal promises; its last line may be cut short."""
     try:
-        lines = (unfinished / WORK / JOURNAL).read_bytes().split(b"\n")[1:-1]
+        lines = (unfinished / WORK / f"{JOURNAL}.0").read_bytes().split(b"\n")[1:-1]
     except FileNotFoundError:
         return 0
     return max((json.loads(line)["done"] for line in lines), default=0)

@@ -36,11 +36,6 @@ def test_killed_at_random_moments(bench: Bench, name: str):
     check_killed(bench, name, kills=4, seed=1, ways=ALONE)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_random_moments_whoever_takes_part(bench: Bench, name: str):
-    check_killed(bench, name, kills=3, seed=2, ways=TOGETHER)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", [ALONE, TOGETHER], ids=["alone", "together"])
 @pytest.mark.parametrize("seed", range(34))

@@ -25,8 +25,8 @@ WIDTH = 256
 
 # Stacks of threads are of 1 MiB here, so that they hardly count; what a process holds is told at the end.
 LIMITED = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))
+import resource, sys, threading
+threading.stack_size(1 << 20)
 if limit := int(sys.argv[1]):
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 from prepcli.cli import main
@@ -131,11 +131,10 @@ def test_a_command_keeps_within_larger_budgets_with_larger_tensors(large: Bench,
 
 def test_a_system_without_memory_is_named(small: Bench):
     limit = small.inspect_nbytes["./m"] + 8 * MIB
-    words = ["pad-vocab", "./m", "--multiple", "1000", "--out", "out", "--memory", "512MiB", "-q"]
+    words = ["pad-vocab", "./m", "--multiple", "1000", "--out", "starved", "--memory", "512MiB", "-q"]
     run = subprocess.run(
         [sys.executable, "-c", LIMITED, str(limit), *words], cwd=small.folder, capture_output=True, text=True
     )
     assert run.returncode == 1
     assert "error: the system has no memory left" in run.stderr
     assert "`--memory`" in run.stderr
-    shutil.rmtree(small.folder / "out.partial", ignore_errors=True)

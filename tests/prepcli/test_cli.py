@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.aliases import FAMILIES
 from prepcli.app import app
 from prepcli.cli import main
 
@@ -114,7 +115,7 @@ def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
         (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
         (
             ["models", "lama"],
-            "error: no aliases of family `lama`\n  why: known: gpt2, gpt_neo, llama\n hint: did you mean `llama`?\n",
+            f"error: no aliases of family `lama`\n  why: known: {', '.join(FAMILIES)}\n hint: did you mean `llama`?\n",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.journal import Journal
+from prepcli.journal import Journal, Marked, read_journal
 
 QUIET = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MARKS = [(10, {0: "a"}), (25, {}), (25, {}), (40, {1: "b", 2: "c"})]
@@ -166,3 +166,38 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path):
     (tmp_path / "journal").mkdir()
     with pytest.raises(PrepError, match=r"cannot read or write .*journal"):
         Journal(tmp_path / "journal", "run")
+
+
+# Of several processes
+
+
+def test_digests_are_kept_by_the_number_that_streams_have_in_the_plan(path: Path):
+    journal = Journal(path, "run", "3 without ", (4, 7, 9))
+    journal.mark(10, {0: "a", 2: "c"})
+    journal.close()
+    assert read_journal(path, "run", "3 without ") == Marked(10, {4: "a", 9: "c"})
+    again = Journal(path, "run", "3 without ", (4, 7, 9))
+    again.close()
+    assert (again.done_nbytes, again.digests) == (10, {0: "a", 2: "c"})
+
+
+def test_a_journal_of_another_division_promises_nothing(path: Path):
+    filled(path)
+    assert read_journal(path, "run", "2 without ") == Marked(0, {})
+    journal = Journal(path, "run", "2 without ")
+    journal.close()
+    assert (journal.done_nbytes, journal.digests) == (0, {})
+
+
+def test_a_process_with_nothing_to_do_has_a_journal_too(path: Path):
+    journal = Journal(path, "run", "8 without ", ())
+    journal.mark(0, {})
+    journal.close()
+    assert read_journal(path, "run", "8 without ") == Marked(0, {})
+
+
+def test_reading_a_journal_of_another_run_is_refused_and_one_that_is_not_there_is_empty(path: Path):
+    assert read_journal(path, "run") == Marked(0, {})
+    filled(path)
+    with pytest.raises(PrepError, match="belongs to another run"):
+        read_journal(path, "other")

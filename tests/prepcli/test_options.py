@@ -22,7 +22,7 @@ def test_prep_folders_and_aliases_complete_a_checkpoint(tmp_path: Path, monkeypa
 
 
 def test_families_complete() -> None:
-    assert complete_family("gpt") == ["gpt2", "gpt_neo"]
+    assert complete_family("gpt") == ["gpt2", "gpt_neo", "gptj", "gpt_neox"]
 
 
 def test_one_guess_or_none() -> None:

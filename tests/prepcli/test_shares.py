@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prepcli.errors import USAGE, PrepError
 from prepcli.plan import Fill, Flat, Plan, Same, Stream
-from prepcli.shares import ALONE, Division, Share, asked_share, divided, missing, parse_share, part_of
+from prepcli.shares import ALONE, Division, Share, asked_share, divided, parse_share, part_of
 
 
 def stream(name: str, rows: tuple[int, int] = (0, 4), fill: Fill | None = None) -> Stream:
@@ -75,11 +75,6 @@ def test_a_part_has_the_checks_of_its_tensors():
     assert part_of(plan, {0, 1}).checks == plan.checks
     assert part_of(plan, {2}).checks == ()
     assert [s.name for s in part_of(plan, {0, 2}).streams] == ["a", "c"]
-
-
-def test_what_is_missing_has_bytes():
-    plan = plan_of([stream("a"), stream("empty", (0, 0)), stream("c")])
-    assert list(missing(plan, {0: "x"})) == [2]
 
 
 def test_divisions_have_names_of_their_own():

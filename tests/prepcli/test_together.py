@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from prepcli import together
 from prepcli.errors import STOPPED, PrepError
 from prepcli.locks import lock
 from prepcli.plan import Flat, Plan, Stream
-from prepcli.shares import Share, divided
+from prepcli.shares import Division, Share, divided
 from prepcli.staging import Staging
 from prepcli.together import Task, wait_for_all
 
@@ -192,3 +193,11 @@ def test_the_shares_are_those_of_the_division(tmp_path: Path):
     assert task.shares == divided(PLAN, task.division)
     assert [s.name for s in task.mine.streams] == [f"t{n}" for n in task.shares[1]]
     assert task.team_nbytes() == (0, sum(s.nbytes for s in task.mine.streams))
+
+
+def test_a_share_without_bytes_is_whole_from_the_beginning(tmp_path: Path):
+    task = joined(tmp_path / "out", Share(8, 0))
+    assert [task.is_whole(index, task.marked(index)) for index in range(8)] == [not share for share in task.shares]
+    empty = Stream("empty", "float32", (0,), (0, 0), (Flat(0, 0),), (Flat(0, 0),))
+    alone = Task(dataclasses.replace(PLAN, streams=(empty,)), RUN, task.stage, Division())
+    assert alone.is_whole(0, alone.marked(0))

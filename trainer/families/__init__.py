@@ -47,6 +47,6 @@ def _nearest(config: Config) -> str:
     words = [word.lower().removesuffix("forcausallm")[:60] for word in said if isinstance(word, str)]
     bare = {name.replace("_", ""): name for name in FAMILIES}
     for word in words:
-        if near := difflib.get_close_matches(word.replace("_", ""), bare, n=1):
+        if near := difflib.get_close_matches(word.replace("_", ""), bare, n=1, cutoff=0.7):
             return f"the nearest is {bare[near[0]]}; a family is one file in trainer/families"
     return "a family is one file in trainer/families"

@@ -116,7 +116,7 @@ FAMILY = Family(
         **llama_like.gated(bias="mlp_bias"),
         **llama_like.END,
     },
-    dropped=llama_like.OLD_BUFFERS,
+    dropped={**llama_like.OLD_BUFFERS, "rope.freqs": "rotary frequencies of Meta's files, computed from the config"},
     tie=llama_like.tie(default=False),
     traits=traits,
     layouts={"hf-flax": HF_FLAX, "easylm": EASYLM},
