@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.meter import Cost, cold, measure
-from bench.models import config_of, entries, write_model
+from bench.models import SHARD_NBYTES, config_of, entries, write_model
 from bench.published import PUBLISHED
 from prepcli.ui import table
 from prepcli.units import bytes_text
@@ -196,10 +196,15 @@ def sparse(work: Path) -> Path:
     return folder
 
 
-def made(work: Path, name: str, layers: int | None) -> Path:
+def made(work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NBYTES) -> Path:
     """The model to measure with; it stays there for the next time. SystemExit if the disk has no room for a run."""
     config = config_of(name, layers=layers)
-    folder = work / f"bench-{name}{f'-{layers}-layers' if layers else ''}"
+    parts = [
+        f"bench-{name}",
+        *([f"{layers}-layers"] if layers else []),
+        *([] if shard_nbytes == SHARD_NBYTES else ["whole"]),
+    ]
+    folder = work / "-".join(parts)
     needed = (2 if folder.exists() else 3) * sum(nbytes for *_, nbytes in entries(config))  # with init and output
     free = shutil.disk_usage(work).free
     if free < needed:
@@ -207,7 +212,7 @@ def made(work: Path, name: str, layers: int | None) -> Path:
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.partial")
         remove(unfinished)
-        write_model(unfinished, config)
+        write_model(unfinished, config, shard_nbytes)
         unfinished.rename(folder)
     return folder
 

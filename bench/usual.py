@@ -35,10 +35,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import orbax.checkpoint as ocp
 from transformers import FlaxAutoModelForCausalLM
 source, out = sys.argv[1:]
-_, params = FlaxAutoModelForCausalLM.from_pretrained(source, from_pt=True, _do_init=False)
-ocp.PyTreeCheckpointer().save(out, {"params": params})
+model = FlaxAutoModelForCausalLM.from_pretrained(source, from_pt=True)
+ocp.PyTreeCheckpointer().save(out, {"params": model.params})
 """
 MIB = 1 << 20
+WHOLE = 1 << 40  # bytes a file: Flax classes read safetensors only where they are one file
 
 
 def ways(source: Path, out: Path, flax: Path | None) -> Mapping[str, Sequence[str | Path]]:
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=3, metavar="N", help="runs of each; default: 3")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
-    source = made(given.work, given.model, given.layers)
+    source = made(given.work, given.model, given.layers, WHOLE)
     print(usual_text(measured(source, (given.work / "bench-out").absolute(), given.flax, given.pairs)))
 
 
