@@ -62,7 +62,10 @@ def growth_svg(rows: Sequence[Row]) -> str:
     )
     memory = Curve("memory, MiB", [(x, row.peak_nbytes / MIB) for x, row in zip(sizes, rows)])
     budget = Curve("--memory, MiB", [(x, 512.0) for x in sizes])
-    pictures = (chart(times, title="seconds over GB"), chart((memory, budget), title="MiB over GB"))
+    pictures = (
+        chart(times, title="seconds over GB", from_zero=True),
+        chart((memory, budget), title="MiB", from_zero=True),
+    )
     parts = [f'<svg y="{number * 250}"{picture.removeprefix("<svg")}' for number, picture in enumerate(pictures)]
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="490" font-size="12">' + "".join(parts) + "</svg>\n"

@@ -30,19 +30,22 @@ class Bar:
     text: str
 
 
-def chart(curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), title: str = "") -> str:
-    """Curves over one pair of axes; `marks` are upright lines with a name."""
+def chart(
+    curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), title: str = "", from_zero: bool = False
+) -> str:
+    """Curves over one pair of axes, which may begin at 0; `marks` are upright lines with a name."""
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     if not xs:
         return ""
-    across, up = _Scale(min(xs), max(xs), MARGIN, WIDTH - 28), _Scale(min(ys), max(ys), HEIGHT - 28, 24)
+    low_x, low_y = (0, 0) if from_zero else (min(xs), min(ys))
+    across, up = _Scale(low_x, max(xs), MARGIN, WIDTH - 28), _Scale(low_y, max(ys), HEIGHT - 28, 24)
     parts = [*_axes(across, up), *(_mark(across.at(x), name) for x, name in marks)]
     for number, curve in enumerate(curves):
         colour = COLOURS[number % len(COLOURS)]
         line = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in curve.points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{curve.width}"/>')
-        parts.append(_text(WIDTH - 36, 36 + 16 * number, curve.name, "end", colour))
+        parts.append(_text(WIDTH / 2, 36 + 16 * number, curve.name, "middle", colour))
     return _svg(WIDTH, HEIGHT, parts, title)
 
 
@@ -63,7 +66,7 @@ def _axes(across: _Scale, up: _Scale) -> Iterable[str]:
     for value in (up.low, (up.low + up.high) / 2, up.high):
         yield _text(across.first - 6, up.at(value) + 4, f"{value:.2f}", "end")
     for value in (across.low, across.high):
-        yield _text(across.at(value), up.first + 18, f"{value:g}", "middle")
+        yield _text(across.at(value), up.first + 18, f"{value:.3g}", "middle")
 
 
 def _mark(x: float, name: str) -> str:
