@@ -38,8 +38,8 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name if name in family.unprefixed else family.prefix + name: shape for name, shape in found.items()}
 
 
-def test_every_alias_has_a_config() -> None:
-    assert list(PUBLISHED) == [alias.name for alias in ALIASES]
+def test_every_config_is_of_an_alias() -> None:
+    assert list(PUBLISHED) == [alias.name for alias in ALIASES if alias.family in ("gpt_neo", "llama")]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

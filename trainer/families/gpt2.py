@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.errors import PrepError
 from trainer.table import Config, Family, Layout, Parameter, Tie, size
-from trainer.traits import ALL_BEFORE, Traits, activation, positive
+from trainer.traits import ALL_BEFORE, Traits, activation, only_knows, positive
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -31,6 +31,7 @@ def traits(config: Config) -> Traits:
     for field in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config.get(field):
             raise PrepError(f"`{field}` is not known", "config.json sets it; prep computes the published GPT-2")
+    only_knows(config)
     found = sizes(config)
     return Traits(
         norm="layer",
