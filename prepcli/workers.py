@@ -22,6 +22,7 @@ from prepcli.progress import Progress
 from prepcli.shares import Share
 from prepcli.signals import PARENT, Stopped, held_back
 
+FRESH_NBYTES = 64 * MIB  # more than Python with prep takes at its start; a program that calls us may hold far more
 GRACE_S = 60.0  # for a worker that was told to stop
 
 
@@ -38,8 +39,10 @@ ONE_PROCESS = Asked("1/0")  # whatever a launcher says
 
 
 def memory_of_each(memory_nbytes: int, workers: int, own_nbytes: int) -> int:
-    """What each worker may use, where `own_nbytes` is what a process takes before it has done anything; this process's
-    own does not count. A usage PrepError where that is too little."""
+    """What each worker may use, where `own_nbytes` is what this process takes before it has done anything, and a worker
+    too, but for what a program that calls us holds; this process's own does not count. A usage PrepError where that is
+    too little."""
+    own_nbytes = min(own_nbytes, FRESH_NBYTES)
     each = (memory_nbytes - (workers - 1) * own_nbytes) // workers
     if workers > 1 and each < FLOOR_NBYTES:
         most = max(1, (memory_nbytes + own_nbytes) // (FLOOR_NBYTES + own_nbytes))

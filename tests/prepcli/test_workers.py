@@ -10,7 +10,7 @@ from prepcli.budget import FLOOR_NBYTES, MIB
 from prepcli.errors import USAGE, PrepError
 from prepcli.progress import NullProgress
 from prepcli.shares import Share
-from prepcli.workers import Workers, memory_of_each, worker_words
+from prepcli.workers import FRESH_NBYTES, Workers, memory_of_each, worker_words
 
 OWN = ["--workers", "1", "--processes", "4/2", "--memory", "99", "--json", "--quiet", "--progress", "json"]
 
@@ -26,7 +26,7 @@ def test_a_worker_does_what_was_asked_and_its_own_words_come_last(words: list[st
     assert worker_words(words, Share(4, 2), 99) == expected
 
 
-@given(st.integers(FLOOR_NBYTES, 1 << 40), st.integers(1, 64), st.integers(0, 1 << 27))
+@given(st.integers(FLOOR_NBYTES, 1 << 40), st.integers(1, 64), st.integers(0, FRESH_NBYTES))
 def test_workers_and_what_python_takes_fit_into_the_memory(memory_nbytes: int, workers: int, own_nbytes: int):
     if workers * FLOOR_NBYTES + (workers - 1) * own_nbytes <= memory_nbytes:
         each = memory_of_each(memory_nbytes, workers, own_nbytes)
@@ -39,6 +39,10 @@ def test_workers_and_what_python_takes_fit_into_the_memory(memory_nbytes: int, w
     needed, fitting = (word.strip("`,") for word in (caught.value.hint.split()[1], caught.value.hint.split()[-1]))
     assert memory_of_each(int(needed.removesuffix("MiB")) * MIB, workers, own_nbytes) >= FLOOR_NBYTES
     assert memory_of_each(memory_nbytes, int(fitting), own_nbytes) >= FLOOR_NBYTES
+
+
+def test_what_a_program_that_calls_us_holds_is_not_taken_for_a_workers_own():
+    assert memory_of_each(512 << 20, 2, 2 << 30) == memory_of_each(512 << 20, 2, FRESH_NBYTES) == (512 - 64) << 19
 
 
 def test_one_process_alone_has_all_of_it_and_says_itself_if_that_is_too_little():
