@@ -5,6 +5,29 @@ from __future__ import annotations
 
 from typing import Any
 
+GPT_NEO: dict[str, Any] = {
+    "model_type": "gpt_neo", "vocab_size": 29, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "window_size": 3,
+    "max_position_embeddings": 300, "attention_types": [[["global", "local"], 1], [["global"], 1]],
+    "layer_norm_epsilon": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 29, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 300,
+    "layer_norm_epsilon": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
 ENDS = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 SMALL = ENDS | {
     "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 3,
@@ -104,3 +127,51 @@ OTHER: dict[str, dict[str, Any]] = {  # compared live alone
         "long_factor": [3.0, 4.0, 6.0], "attention_factor": 0.9, "original_max_position_embeddings": 16,
     }},
 }  # fmt: skip
+
+FIRST: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 24, "reorder_and_upcast_attn": True},
+    "gpt_neo": GPT_NEO,
+    "gpt_neo-untied": GPT_NEO | {"tie_word_embeddings": False, "attention_layers": ["local", "local", "global"]},
+    "llama": LLAMA,
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
+    **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
+}
+GOLDEN = FIRST | OWN  # with what transformers computes in a file
+OTHER_GPT2: dict[str, dict[str, Any]] = {
+    "names": {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 8, "max_position_embeddings": 301},
+    "plain-scores": {"scale_attn_weights": False},
+    "upcast": {"reorder_and_upcast_attn": True, "activation_function": "relu"},
+}
+OTHER_NEO: dict[str, dict[str, Any]] = {
+    "odd": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
+    "attention-layers": {"attention_layers": ["local", "global", "local"]},
+    "window-1": {"window_size": 1},
+    "window-7": {"window_size": 7},
+    "window-300": {"window_size": 300},
+    "wide": {"intermediate_size": 37, "activation_function": "gelu", "tie_word_embeddings": False},
+    "tanh": {"activation_function": "gelu_pytorch_tanh"},
+}
+OTHER_LLAMA: dict[str, dict[str, Any]] = {
+    "odd": {"num_hidden_layers": 3, "num_key_value_heads": None},
+    "groups": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+    "theta": {"rope_theta": 5e5},
+    "version-5": {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}},
+    "both-spellings": {"rope_scaling": ROPES["linear"], "rope_parameters": {"rope_type": "default"}},
+    "llama3-outside": {"rope_scaling": ROPES["llama3"], "original_max_position_embeddings": 16},
+    "llama3-no-length": {
+        "rope_scaling": {k: v for k, v in ROPES["llama3"].items() if k != "original_max_position_embeddings"}
+    },
+    "yarn-attention": {"rope_scaling": ROPES["yarn"] | {"attention_factor": 0.9, "truncate": False}},
+    "yarn-mscale": {"rope_scaling": ROPES["yarn"] | {"mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 3}},
+    "yarn-half": {"rope_scaling": ROPES["yarn"] | {"factor": 0.5, "mscale": 0.7, "beta_slow": 0.5}},
+    "gelu": {"hidden_act": "gelu_new"},
+    "relu": {"hidden_act": "relu", "attention_bias": True},
+}
+LIVE: dict[str, dict[str, Any]] = {  # all that is compared live
+    **GOLDEN,
+    **OTHER,
+    **{f"gpt2-{name}": GPT2 | more for name, more in OTHER_GPT2.items()},
+    **{f"gpt_neo-{name}": GPT_NEO | more for name, more in OTHER_NEO.items()},
+    **{f"llama-{name}": LLAMA | more for name, more in OTHER_LLAMA.items()},
+}

@@ -23,30 +23,6 @@ Tensors = Mapping[str, np.ndarray]
 ONE_BY_ONE = Compute(scan=False)
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}  # tests compile for longer than they compute
 
-GPT_NEO: dict[str, Any] = {
-    "model_type": "gpt_neo", "vocab_size": 29, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "window_size": 3,
-    "max_position_embeddings": 300, "attention_types": [[["global", "local"], 1], [["global"], 1]],
-    "layer_norm_epsilon": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-GPT2: dict[str, Any] = {
-    "model_type": "gpt2", "vocab_size": 29, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 300,
-    "layer_norm_epsilon": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

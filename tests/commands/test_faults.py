@@ -164,8 +164,7 @@ def test_a_disk_that_fills_up_meanwhile(capsys, monkeypatch, disk: Path, name: s
     capsys.readouterr()
 
     def fill(*args, **more) -> engine.Outcome:
-        ballast = open(disk / "ballast", "wb", buffering=0)  # noqa: SIM115
-        with ballast:
+        with (disk / "ballast").open("wb", buffering=0) as ballast:
             for size in (1 << 16, 1 << 12):
                 try:
                     while ballast.write(b"x" * size) == size:
@@ -335,8 +334,7 @@ def test_a_source_that_changes_between_two_runs(capsys, monkeypatch, change: Cal
     before = shard().read_bytes()
     time.sleep(0.01)
     change(shard())
-    if change is another_header and shard().read_bytes() == before:
-        pytest.skip("its header has nothing to change")
+    assert change is touched or shard().read_bytes() != before
     err = failed(capsys, "save-init")
     if change is longer:
         assert shard().name in err

@@ -14,22 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.decoder_configs import OWN
-from tests.decoders import GPT2, GPT_NEO, LLAMA, ROPES, batch_of, filled
+from tests.decoder_configs import GOLDEN
+from tests.decoders import batch_of, filled
 from trainer.table import Config
 
 FOLDER = Path(__file__).parent / "decoders"
 LENGTHS = (7, 4)  # of the rows of `short`
-CONFIGS: Mapping[str, dict[str, Any]] = {
-    "gpt2": GPT2,
-    "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 24, "reorder_and_upcast_attn": True},
-    "gpt_neo": GPT_NEO,
-    "gpt_neo-untied": GPT_NEO | {"tie_word_embeddings": False, "attention_layers": ["local", "local", "global"]},
-    "llama": LLAMA,
-    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
-    **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
-    **OWN,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +78,7 @@ def load(name: str) -> Golden:
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name, config in CONFIGS.items():
+    for name, config in GOLDEN.items():
         save(compute(config), FOLDER / f"{name}.npz")
 
 

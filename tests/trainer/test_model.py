@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.decoders import GPT_NEO, LLAMA, ONE_BY_ONE, QUICK, Decoder, batch_of, decoder, filled, logits_of
+from tests.decoder_configs import GPT_NEO, LLAMA
+from tests.decoders import ONE_BY_ONE, QUICK, Decoder, batch_of, decoder, filled, logits_of
 from trainer import model as models
 from trainer.errors import USAGE, PrepError
 from trainer.model import Compute

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.decoders import ROPES
+from tests.decoder_configs import ROPES
 from trainer.errors import PrepError
 from trainer.layers.positions import frequencies, rotations
 from trainer.rope import Rope, read_rope

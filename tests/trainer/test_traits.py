@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decoder_configs import GEMMA2, MISTRAL, QWEN2
-from tests.decoders import GPT2, GPT_NEO, LLAMA
+from tests.decoder_configs import GEMMA2, GPT2, GPT_NEO, LLAMA, MISTRAL, QWEN2
 from trainer.errors import PrepError
 from trainer.families import FAMILIES
 from trainer.rope import Rope

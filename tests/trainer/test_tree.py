@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decoders import GPT_NEO, LLAMA
+from tests.decoder_configs import GPT_NEO, LLAMA
 from trainer.families import FAMILIES
 from trainer.tree import flat, leaves, nested
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,11 +70,25 @@ def test_nothing_found(folder: Path, path: str, type: Type, why: str):
     assert caught.value.why == why
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_folder_that_may_not_be_read_is_not_skipped(folder: Path):
-    (folder / "sub").chmod(0)
-    with pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"):
-        find([str(folder)], "text")
+def test_a_folder_that_may_not_be_read_is_not_skipped():
+    with tempfile.TemporaryDirectory() as folder:
+        for path in (Path(folder), Path(folder, "sub")):  # anyone may look into the first, nobody into the second
+            path.mkdir(exist_ok=True)
+            path.chmod(0o755 if path == Path(folder) else 0)
+        with nobody(), pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"):
+            find([folder], "text")
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Without the rights of root, who may read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 def test_a_file_is_known_by_its_bytes(tmp_path: Path):
