@@ -9,7 +9,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.published import PUBLISHED, config_of
-from prepcli.convert import dumps
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import INDEX
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
-from prepcli.tensors import itemsize
+from prepcli.planning.tensors import itemsize
 from prepcli.units import bytes_text
+from prepcli.writing.convert import dumps
 from trainer.axes import bind
 from trainer.families import family_of
-from trainer.table import LAYERS, Config, rows
+from trainer.table import STACKS, Config, rows
 
 BLOCK_NBYTES = 8 << 20
 SHARD_NBYTES = 5 * 10**9
@@ -56,7 +56,7 @@ def entries(config: Config) -> list[Entry]:
     tied = family.tie.leaf if family.tied(config) else None
     bound = {path: bind(row, family.sizes(config)) for path, row in rows(family, config).items() if path != tied}
     named = [
-        (at.get(LAYERS, -1 if path.startswith("embed.") else math.inf), name, row.source_shape)
+        (_place(path, at), name, row.source_shape)
         for path, row in bound.items()
         for name, at in row.tensors()
     ]
@@ -65,6 +65,13 @@ def entries(config: Config) -> list[Entry]:
         (name if name in family.unprefixed else family.prefix + name, dtype, shape, math.prod(shape) * itemsize(dtype))
         for _, name, shape in named
     ]
+
+
+def _place(path: str, at: Mapping[str, int]) -> tuple[float, int]:
+    """Where files have a leaf's tensor: the embedding, an encoder's layers, a decoder's, the rest."""
+    if path.startswith("embed."):
+        return -1, 0
+    return next(((-STACKS.index(stack), at[stack]) for stack in STACKS if stack in at), (1, 0))
 
 
 def write_model(folder: Path, config: Config, shard_nbytes: int = SHARD_NBYTES, sparse: bool = False) -> int:

@@ -43,7 +43,7 @@ def main() -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
     import jax
 
-    from prepcli.restore import open_reader
+    from prepcli.reading.restore import open_reader
     from trainer.checkpoint import parameters
     from trainer.job import architecture, optimizer, rules_of
     from trainer.mesh import parse

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from prepcli.app import app
+from prepcli.app.root import app
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage
 from prepcli.guess import guess
 from prepcli.signals import Stopped, follow_parent

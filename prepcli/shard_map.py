@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prepcli.tensors import bits_of
+from prepcli.planning.tensors import bits_of
 from prepcli.units import bytes_text
 from trainer.mesh import Box, Mesh, Spec, boxes_of_all, copies, shard_shape
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prepcli.boxes import strides
-from prepcli.contents import Entry
-from prepcli.files import Bytes, Reads
-from prepcli.fills import numpy_dtype
+from prepcli.engine.files import Bytes, Reads
+from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.values import run_buffers, values
 from prepcli.formats.orbax_store import Stored
-from prepcli.plan import Flat, Side, Stream
-from prepcli.tensors import ITEM_BITS, itemsize
-from prepcli.values import run_buffers, values
+from prepcli.planning.boxes import strides
+from prepcli.planning.plan import Flat, Side, Stream
+from prepcli.planning.tensors import ITEM_BITS, itemsize
+from prepcli.reading.contents import Entry
 
 RUN_NBYTES = 1 << 20  # widened to float32, and to an index of 8 bytes where a chunk is padded, it stays in a cache
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.convert import dumps
 from prepcli.formats.safetensors import INDEX
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
-from prepcli.tensors import Tensor
+from prepcli.planning.tensors import Tensor
+from prepcli.writing.convert import dumps
 from trainer.axes import bind
 from trainer.families.gpt_neo import FAMILY
 from trainer.table import rows

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from prepcli.contents import Entry
+from prepcli.reading.contents import Entry
 from prepcli.units import bytes_text
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")

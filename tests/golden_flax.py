@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from prepcli.fills import numpy_dtype
+from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.msgpack import Keys, Kind
 
 FOLDER = Path(__file__).parent / "golden" / "flax"

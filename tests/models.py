@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.fills import numpy_dtype
+from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.safetensors_layout import index_json, lay_out, shard
-from prepcli.tensors import itemsize
+from prepcli.planning.tensors import itemsize
 from trainer.axes import bind
 from trainer.families import FAMILIES
 from trainer.table import rows

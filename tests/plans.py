@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from prepcli.fills import numpy_dtype
-from prepcli.grids import Grid
-from prepcli.placing import Layout, Want, place
-from prepcli.plan import Flat, Leaf, Plan, Stream
-from prepcli.tensors import itemsize
+from prepcli.engine.fills import numpy_dtype
+from prepcli.planning.grids import Grid
+from prepcli.planning.placing import Layout, Want, place
+from prepcli.planning.plan import Flat, Leaf, Plan, Stream
+from prepcli.planning.tensors import itemsize
 from tests.strategies import random_tensors
 from trainer.axes import AxisMap
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from prepcli.boxes import whole
-from prepcli.restore import open_reader
-from prepcli.run_folder import RunFolder
+from prepcli.planning.boxes import whole
+from prepcli.reading.restore import open_reader
+from prepcli.writing.run_folder import RunFolder
 from trainer.state import HostLeaf, Reader
 
 State = dict[str, np.ndarray]

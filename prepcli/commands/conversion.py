@@ -9,24 +9,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prepcli import casts
-from prepcli.budget import anonymous_nbytes
-from prepcli.convert import Done, Options, convert, plan_digest
+from prepcli.engine import casts
+from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import usage
-from prepcli.locate import Located, default_checkpoint, locate
 from prepcli.manifest import read_manifest
-from prepcli.opening import open_located
-from prepcli.plan import Plan
-from prepcli.run_folder import step_folder, steps_of
-from prepcli.shares import asked_share
-from prepcli.sources import Source
-from prepcli.streams import optimizer_nbytes
+from prepcli.planning.plan import Plan
+from prepcli.planning.shares import asked_share
+from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.reading.locate import Located, default_checkpoint, locate
+from prepcli.reading.opening import open_located
+from prepcli.reading.sources import Source
 from prepcli.ui import LEAVES, Report, Ui
 from prepcli.units import bytes_text
-from prepcli.uploads import Request as Upload
-from prepcli.uploads import to_url, url_of
-from prepcli.vocabulary import Vocabulary, with_vocabulary
-from prepcli.workers import ONE_PROCESS, PARENT, Asked, Workers, memory_of_each, with_workers
+from prepcli.writing.convert import Done, Options, convert, plan_digest
+from prepcli.writing.run_folder import step_folder, steps_of
+from prepcli.writing.streams import optimizer_nbytes
+from prepcli.writing.uploads import Request as Upload
+from prepcli.writing.uploads import to_url, url_of
+from prepcli.writing.workers import ONE_PROCESS, PARENT, Asked, Workers, memory_of_each, with_workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prepcli.accounting import KEEP_ALL, vocab_tensors
 from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.errors import usage
-from prepcli.flax_folders import STREAM_FORMAT, lay_out, with_head
-from prepcli.folders import entries, index_files, laid_out, settings
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import shard
-from prepcli.locate import Located
-from prepcli.plan import Fill, OutFile, Plan, Side, SmallFile
-from prepcli.sources import Source, SourceTensor, counted, table_of
-from prepcli.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
+from prepcli.planning.accounting import KEEP_ALL, vocab_tensors
+from prepcli.planning.plan import Fill, OutFile, Plan, Side, SmallFile
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.reading.locate import Located
+from prepcli.reading.sources import Source, SourceTensor, counted, table_of
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
-from prepcli.vocabulary import Vocabulary
+from prepcli.writing.flax_folders import STREAM_FORMAT, lay_out, with_head
+from prepcli.writing.folders import entries, index_files, laid_out, settings
+from prepcli.writing.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
 
 PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
 SHARD_NBYTES = 5 * 10**9

@@ -9,20 +9,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from prepcli.blobs import Blob, open_blobs
-from prepcli.contents import Contents, Entry, nbytes_below, parameters, read_contents
+from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.errors import PrepError, usage
 from prepcli.guess import guess
-from prepcli.leaves import leaves_of, pick
-from prepcli.locate import Located, locate
-from prepcli.opening import open_source
+from prepcli.planning.slots import OPTIMIZER, PARAMS
+from prepcli.planning.vocabulary import SIZE, Vocabulary, read_vocabulary
+from prepcli.reading.contents import Contents, Entry, nbytes_below, parameters, read_contents
+from prepcli.reading.leaves import leaves_of, pick
+from prepcli.reading.locate import Located, locate
+from prepcli.reading.opening import open_source
 from prepcli.shard_map import draw
-from prepcli.slots import OPTIMIZER, PARAMS
 from prepcli.stats import Stats, stats, stored_nbytes
 from prepcli.tree import grow, tree_fields, tree_rows
 from prepcli.ui import Cell, Report, Ui, table
 from prepcli.units import bytes_text
-from prepcli.vocabulary import SIZE, Vocabulary, read_vocabulary
 from trainer.mesh import boxes_of_all, copies, parse, shard_shape, spec, with_rules
 
 Sort = Literal["name", "size", "file"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from prepcli.accounting import KEEP_ALL, Wishes, vocab_tensors
 from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.errors import PrepError, usage
-from prepcli.folders import Group, entries, laid_out, settings
-from prepcli.locate import Located
-from prepcli.plan import Fill, Flat, Plan
-from prepcli.slabs import PAGE
-from prepcli.sources import Source, SourceTensor, counted, table_of
-from prepcli.streams import Cut, Target, rows_of, streams, taken_off
+from prepcli.planning.accounting import KEEP_ALL, Wishes, vocab_tensors
+from prepcli.planning.plan import Fill, Flat, Plan
+from prepcli.planning.slabs import PAGE
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.reading.locate import Located
+from prepcli.reading.sources import Source, SourceTensor, counted, table_of
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
-from prepcli.vocabulary import Vocabulary
+from prepcli.writing.folders import Group, entries, laid_out, settings
+from prepcli.writing.streams import Cut, Target, rows_of, streams, taken_off
 from trainer.mesh import DEFAULT_RULES, parse
 
 KINDS = ("zeros", "mean", "normal")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from prepcli.commands.export import Request, export
 from prepcli.errors import PrepError, usage
-from prepcli.hub_push import Target, check, push, target_of
-from prepcli.shares import asked_share
+from prepcli.planning.shares import asked_share
 from prepcli.ui import Report, Ui
-from prepcli.workers import PARENT
+from prepcli.writing.hub_push import Target, check, push, target_of
+from prepcli.writing.workers import PARENT
 
 
 def export_and_push(request: Request, to: str | None, private: bool, ui: Ui) -> Report:

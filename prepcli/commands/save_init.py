@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.accounting import KEEP_ALL, Wishes
 from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.commands.pad_vocab import fill_of
 from prepcli.errors import PrepError, usage
-from prepcli.folders import settings
 from prepcli.formats.orbax import find_item
-from prepcli.items import Item, Split, item_streams, make_item
-from prepcli.locate import Located
 from prepcli.manifest import OF_A_TREE, OWN, STATE, manifest_folder, read_manifest
-from prepcli.packing import METHOD, parse_compress
-from prepcli.plan import Dropped, Plan
-from prepcli.sources import HF_FOLDER, Source, counted, table_of
-from prepcli.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
+from prepcli.planning.accounting import KEEP_ALL, Wishes
+from prepcli.planning.plan import Dropped, Plan
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.reading.locate import Located
+from prepcli.reading.sources import HF_FOLDER, Source, counted, table_of
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
-from prepcli.vocabulary import Vocabulary
+from prepcli.writing.folders import settings
+from prepcli.writing.items import Item, Split, item_streams, make_item
+from prepcli.writing.packing import METHOD, parse_compress
+from prepcli.writing.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
 from trainer.mesh import folder_suffix, parse, with_rules
 
 HOST_DEVICES = 4  # of a TPU host, and of many GPU ones: for the line that tells what a host reads

@@ -16,16 +16,16 @@ from typing import Any
 from prepcli.commands.conversion import Common
 from prepcli.commands.save_init import Request as SaveInit
 from prepcli.commands.save_init import save_init
+from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
-from prepcli.files import io_error
-from prepcli.locate import locate
 from prepcli.manifest import read_manifest
-from prepcli.restore import ItemReader, open_reader
-from prepcli.run_folder import LOCK, RunFolder, step_folder, steps_of
+from prepcli.reading.locate import locate
+from prepcli.reading.restore import ItemReader, open_reader
+from prepcli.reading.sources import HF_FOLDER
 from prepcli.signals import stoppable, told_to_stop
-from prepcli.sources import HF_FOLDER
 from prepcli.training_lines import Watch, plan_lines
 from prepcli.ui import SLABS, Report, Ui
+from prepcli.writing.run_folder import LOCK, RunFolder, step_folder, steps_of
 from trainer.recipe import Loaded, Recipe, load, recipe_text, schema
 from trainer.recipe.tables import KEYS, value_of
 

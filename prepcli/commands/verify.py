@@ -6,21 +6,21 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli import engine
-from prepcli.accounting import KEEP_ALL, Account
-from prepcli.blobs import open_blobs
-from prepcli.boxes import Range
-from prepcli.budget import budget
 from prepcli.commands.conversion import Common, find, source_line
-from prepcli.compare import Difference, first_difference
-from prepcli.digest import digest_of_zeros
+from prepcli.engine import pipeline
+from prepcli.engine.blobs import open_blobs
+from prepcli.engine.budget import budget
+from prepcli.engine.compare import Difference, first_difference
+from prepcli.engine.digest import digest_of_zeros
 from prepcli.errors import PrepError, usage
-from prepcli.plan import Stream
+from prepcli.planning.accounting import KEEP_ALL, Account
+from prepcli.planning.boxes import Range
+from prepcli.planning.plan import Stream
 from prepcli.progress import NullProgress, Progress
-from prepcli.sources import Source, SourceTensor, counted, table_of
-from prepcli.streams import vocab_names
+from prepcli.reading.sources import Source, SourceTensor, counted, table_of
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
+from prepcli.writing.streams import vocab_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _digests(
     try:
         spend = budget(memory_nbytes)
         with open_blobs(source.reads, spend.cache_nbytes) as files:
-            outcome = engine.run(streams, files, None, spend, progress)
+            outcome = pipeline.run(streams, files, None, spend, progress)
     finally:
         progress.end()
     return [outcome.digests[i] for i in range(len(streams))]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from prepcli.demo.tasks import Outcome, Task, check, converted, files_of, killed, partial, prep, remove
 from prepcli.errors import PrepError
-from prepcli.staging import JOURNAL, WORK
 from prepcli.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.units import bytes_text
+from prepcli.writing.staging import JOURNAL, WORK
 
 MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED = (
     "tiny",

@@ -12,8 +12,8 @@ import numpy as np
 from prepcli.demo.conversion import RESHARDED
 from prepcli.demo.tasks import Outcome, Task, check, converted, files_of, killed, prep, remove
 from prepcli.errors import PrepError
-from prepcli.run_folder import step_folder, steps_of
 from prepcli.tiny_model import VOCABULARY, WORDS
+from prepcli.writing.run_folder import step_folder, steps_of
 
 TEXT, RECIPE, UNBROKEN, KILLED, LEARNED = "tiny.txt", "tiny.toml", "runs/unbroken", "runs/tiny", "tiny-learned"
 MADE = (TEXT, RECIPE, "runs", LEARNED)

@@ -21,7 +21,7 @@ import xxhash
 from prepcli.errors import PrepError
 from prepcli.formats.shard_index import download_again
 from prepcli.formats.untrusted import shown, stat_file, unreadable
-from prepcli.tensors import ITEM_BITS
+from prepcli.planning.tensors import ITEM_BITS
 
 ARRAY, SCALAR = 1, 3  # codes of extensions: an array, and a scalar of NumPy, which is stored as one
 CHUNKED = "__msgpack_chunked_array__"

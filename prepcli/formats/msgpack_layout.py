@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prepcli.errors import PrepError
 from prepcli.formats.msgpack import ARRAY, CHUNKED, Keys
-from prepcli.tensors import ITEM_BITS, itemsize
+from prepcli.planning.tensors import ITEM_BITS, itemsize
 
 MAX_PIECE_NBYTES = 1 << 30  # of an array: Flax stores a larger one in pieces
 MAX_RECORD_NBYTES = (1 << 32) - 1  # of a record of a stream: its length has 32 bits

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.formats.untrusted import list_folder
-from prepcli.tensors import itemsize
+from prepcli.planning.tensors import itemsize
 
 METADATA = "_METADATA"
 STRINGS = "_strings.json"

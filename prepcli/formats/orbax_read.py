@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.digest import digest
+from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
 from prepcli.formats.codecs import CHECKSUM, CHECKSUM_NBYTES
 from prepcli.formats.ocdbt import MANIFEST

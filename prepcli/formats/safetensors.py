@@ -25,7 +25,7 @@ from prepcli.formats.shard_index import (
     read_weight_map,
 )
 from prepcli.formats.untrusted import list_folder, parse_json, shown, stat_file, unreadable
-from prepcli.tensors import Tensor, bits_of
+from prepcli.planning.tensors import Tensor, bits_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

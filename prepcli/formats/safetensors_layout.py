@@ -11,7 +11,7 @@ from typing import TypeAlias
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import CODES, LENGTH_NBYTES, MAX_HEADER_NBYTES, METADATA
 from prepcli.formats.shard_index import shard_name
-from prepcli.tensors import Tensor, bits_of
+from prepcli.planning.tensors import Tensor, bits_of
 
 PAGE_NBYTES = 4096
 ALIGN_NBYTES = 8

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from prepcli.digest import digest
+from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
@@ -29,7 +29,7 @@ from prepcli.formats.torch_legacy import read_legacy
 from prepcli.formats.torch_pickle import MAX_NBYTES, UnexpectedName, Window, load
 from prepcli.formats.torch_state import EXPECTED, NOT_CARRIED, State, View, read_state
 from prepcli.formats.untrusted import list_folder, shown, stat_file, unreadable
-from prepcli.tensors import bits_of
+from prepcli.planning.tensors import bits_of
 
 INDEX = "pytorch_model.bin.index.json"
 PARAMS = "params.json"  # of Meta's

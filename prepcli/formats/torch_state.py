@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prepcli.boxes import strides
 from prepcli.formats.torch_pickle import MAPPINGS, Loaded, Made, Name, Outside, Pairs
 from prepcli.formats.untrusted import shown
-from prepcli.tensors import itemsize
+from prepcli.planning.boxes import strides
+from prepcli.planning.tensors import itemsize
 
 MAX_DIMS = 64
 MAX_RUNS = 1 << 18  # of a view's bytes that do not lie together: each would be read by itself

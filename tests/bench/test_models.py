@@ -14,8 +14,8 @@ import pytest
 from bench.models import BLOCK_NBYTES, FREE_BITS, entries, main, write_model
 from bench.published import PUBLISHED, config_of
 from prepcli.aliases import ALIASES, BY_NAME
-from prepcli.opening import open_source
-from prepcli.tensors import itemsize
+from prepcli.planning.tensors import itemsize
+from prepcli.reading.opening import open_source
 from tests.models import read_tensors
 from trainer.axes import bind
 from trainer.families import family_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
-from prepcli.fills import numpy_dtype
+from prepcli.engine.fills import numpy_dtype
 from tests.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
 
 BASES = pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli import packing
-from prepcli.boxes import whole
 from prepcli.cli import main
-from prepcli.fills import numpy_dtype
-from prepcli.restore import open_reader
+from prepcli.engine.fills import numpy_dtype
+from prepcli.planning.boxes import whole
+from prepcli.reading.restore import open_reader
+from prepcli.writing import packing
 from tests.commands.killing import content
 from tests.formats.test_orbax import judge
 from tests.models import GPT_NEO, LLAMA, make, read_tensors, same_bits

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from prepcli import engine
 from prepcli.cli import main
-from prepcli.files import Files
+from prepcli.engine import pipeline
+from prepcli.engine.files import Files
 from tests.commands.killing import content
 from tests.models import make
 
@@ -160,10 +160,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_disk_that_fills_up_meanwhile(capsys, monkeypatch, disk: Path, name: str):
-    expected, real = whole(name), engine.run
+    expected, real = whole(name), pipeline.run
     capsys.readouterr()
 
-    def fill(*args, **more) -> engine.Outcome:
+    def fill(*args, **more) -> pipeline.Outcome:
         with (disk / "ballast").open("wb", buffering=0) as ballast:
             for size in (1 << 16, 1 << 12):
                 try:
@@ -174,7 +174,7 @@ def test_a_disk_that_fills_up_meanwhile(capsys, monkeypatch, disk: Path, name: s
         return real(*args, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "run", fill)
+        patched.setattr(pipeline, "run", fill)
         assert main([*COMMANDS[name], "--out", str(disk / "out"), "-q"]) == 1
     err = capsys.readouterr().err
     assert " is full\n  why: No space left on device\n hint: free some room and run the same command again" in err
@@ -214,7 +214,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> Non
         real(files)
 
     monkeypatch.setattr(Files, "sync", sync)
-    monkeypatch.setattr(engine, "MOST_UNSYNCED_NBYTES", 10_000)
+    monkeypatch.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
 
 
 def data_file() -> Path:
@@ -250,15 +250,15 @@ def test_an_output_that_is_removed_while_it_is_written(capsys, monkeypatch, name
 
 
 def test_a_data_file_that_is_cut_before_the_end(capsys, monkeypatch):
-    expected, real = whole("save-init"), engine.run
+    expected, real = whole("save-init"), pipeline.run
 
-    def cut(*args, **more) -> engine.Outcome:
+    def cut(*args, **more) -> pipeline.Outcome:
         outcome = real(*args, **more)
         os.truncate(data_file(), 100)
         return outcome
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "run", cut)
+        patched.setattr(pipeline, "run", cut)
         assert "was changed by somebody else" in failed(capsys, "save-init")
     assert "out.partial is damaged" in failed(capsys, "save-init")
     check_goes_on("save-init", expected, "--restart")
@@ -322,7 +322,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, name: str, syncs: int = 3) -> N
 
     with monkeypatch.context() as patched:
         patched.setattr(Files, "sync", sync)
-        patched.setattr(engine, "MOST_UNSYNCED_NBYTES", 10_000)
+        patched.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
         with pytest.raises(Killed):
             main([*COMMANDS[name], "--out", "out", "-q"])
     assert Path("out.partial/.prep/journal.0").read_bytes().count(b"\n") > syncs

@@ -20,9 +20,9 @@ from tests.object_server import Objects, serving_objects
 
 PREP = """
 import sys
-from prepcli import remote
+from prepcli.reading import remote_files
 from prepcli.cli import main
-remote.FIRST_WAIT_S = 0.001
+remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())
 """
 READ_FAULTS = ("drop", "empty", "refuse", "busy", "limit", "short")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli import restore
-from prepcli.boxes import whole
 from prepcli.cli import main
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import read_item
-from prepcli.openers import orbax_item
+from prepcli.planning.boxes import whole
+from prepcli.reading import restore
+from prepcli.reading.openers import orbax_item
 from tests.commands.test_restore import leaves_of
 from tests.formats.zarr_items import FORMS, Form, write
 from tests.models import GPT_NEO, LLAMA, make, read_tensors, same_bits

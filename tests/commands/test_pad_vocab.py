@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.accounting import Names
 from prepcli.cli import main
 from prepcli.commands.conversion import Common
 from prepcli.commands.pad_vocab import Request, fill_of, padded_size
 from prepcli.errors import FAILED, USAGE, PrepError
-from prepcli.plan import Fill
-from prepcli.sources import Source
-from prepcli.vocabulary import Vocabulary
+from prepcli.planning.accounting import Names
+from prepcli.planning.plan import Fill
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.reading.sources import Source
 from tests.models import GPT_NEO, read_tensors, same_bits, tensors_of, write_checkpoint
 from trainer.families.gpt_neo import FAMILY
 

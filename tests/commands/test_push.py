@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.hub_push import Target, target_of
+from prepcli.writing.hub_push import Target, target_of
 from tests.hub_server import environment
 from tests.models import make
 from tests.push_server import TOKEN, PushHub, Taken, taking

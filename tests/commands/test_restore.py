@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.boxes import whole
 from prepcli.cli import main
-from prepcli.moves import pieces
+from prepcli.planning.boxes import whole
+from prepcli.planning.moves import pieces
 from tests.formats.test_orbax import judge
 from tests.models import GPT_NEO, LLAMA, make
-from tests.prepcli.test_moves import as_bytes, move
+from tests.prepcli.planning.test_moves import as_bytes, move
 from trainer.axes import bind
 from trainer.families import FAMILIES
 from trainer.table import rows

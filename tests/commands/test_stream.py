@@ -23,9 +23,9 @@ from tests.range_server import Faults, Store, serving_ranges
 
 PREP = """
 import sys
-from prepcli import remote
+from prepcli.reading import remote_files
 from prepcli.cli import main
-remote.FIRST_WAIT_S = 0.001
+remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())
 """
 SMALL = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
-from prepcli.openers.torch_folder import MOST_SHARING, output_name
+from prepcli.reading.openers.torch_folder import MOST_SHARING, output_name
 from tests.commands.running import done, error, said
 from tests.formats.pickles import call, mapping, packed, saved, storage, tensor, text, whole
 from tests.models import GPT_NEO, LLAMA, make, read_tensors, same_bits

@@ -20,8 +20,8 @@ from prepcli.cli import main
 from prepcli.commands.train import _telling
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.progress import NullProgress
-from prepcli.run_folder import RunFolder, steps_of
 from prepcli.ui import Ui, open_ui
+from prepcli.writing.run_folder import RunFolder, steps_of
 from tests.models import GPT_NEO, LLAMA, make, read_tensors
 from trainer.metrics import METRICS, read
 

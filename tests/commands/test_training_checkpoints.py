@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
-from prepcli.restore import open_reader
+from prepcli.reading.restore import open_reader
 from prepcli.units import bytes_text
 from tests.formats.test_orbax import judge
 from tests.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import PrepError
-from prepcli.fills import numpy_dtype
 from prepcli.formats import msgpack_layout
 from prepcli.formats.msgpack import Keys
 from prepcli.formats.msgpack_layout import (

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prepcli.boxes import whole
-from prepcli.fills import numpy_dtype
+from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.orbax import find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.restore import ItemReader
+from prepcli.planning.boxes import whole
+from prepcli.reading.restore import ItemReader
 
 SAVER = Path(__file__).parent / "orbax_forms.py"
 FORMS = [

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from prepcli.errors import FAILED, PrepError
 from prepcli.formats.safetensors import DTYPES, Header, read_header
-from prepcli.tensors import ITEM_BITS, bits_of
+from prepcli.planning.tensors import ITEM_BITS, bits_of
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 fuzzed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import CODES, read_folder, read_header
 from prepcli.formats.safetensors_layout import Entry, FileLayout, header_bytes, index_json, lay_out, shard
-from prepcli.tensors import ITEM_BITS, bits_of
+from prepcli.planning.tensors import ITEM_BITS, bits_of
 
 fuzzed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.errors import FAILED, PrepError
 from prepcli.formats.torch_files import Checkpoint, TorchTensor, read_checkpoint
-from prepcli.tensors import itemsize
+from prepcli.planning.tensors import itemsize
 
 
 def read(folder: Path, content: bytes) -> Checkpoint:

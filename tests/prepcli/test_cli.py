@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.aliases import FAMILIES
-from prepcli.app import app
+from prepcli.app.root import app
 from prepcli.cli import main
 
 SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", "orbax", "tensorstore", "torch"}
@@ -23,7 +23,7 @@ HELPS = [[], *([name.replace("_", "-")] for name in COMMANDS)]
 # A process whose prep has one more command, and which says when that runs
 WITH_COMMAND = """
 import sys, time
-from prepcli.app import app
+from prepcli.app.root import app
 from prepcli.cli import main
 from prepcli.signals import stoppable
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli import stats as module
-from prepcli.blobs import open_blobs
-from prepcli.contents import Contents, Entry, read_contents
+from prepcli.engine.blobs import open_blobs
 from prepcli.formats.orbax import TYPESTR, ArrayMeta
 from prepcli.formats.safetensors import CODES
-from prepcli.locate import locate
+from prepcli.reading.contents import Contents, Entry, read_contents
+from prepcli.reading.locate import locate
 from prepcli.stats import Stats, stats, stored_nbytes
 from tests.formats.orbax_items import make_item, values
 from tests.hf_folders import write_folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.opening import open_source
+from prepcli.reading.opening import open_source
 from prepcli.tiny_model import CONFIG, VOCABULARY, write_tiny_model
 
 SENTENCE = "ba zul mou fen"

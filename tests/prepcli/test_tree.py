@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.contents import Entry
+from prepcli.reading.contents import Entry
 from prepcli.tree import Node, grow, tree_fields, tree_rows
 
 

@@ -1,0 +1,1 @@
+"""The commands as Typer takes them: what is parsed, called and printed."""

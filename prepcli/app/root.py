@@ -1,0 +1,65 @@
+"""The commands as Typer takes them: parse, call, print.
+
+To add a command, write what it does as a function from its request to a Report in `commands/NAME.py`, and in the
+module here of its group a function named like the command that takes its options (the shared ones are in options.py),
+documents itself with two or three examples after a `\\b` line, imports that function in its body, and returns the exit
+code; then name it in COMMANDS below:
+
+    def pad_vocab(checkpoint: Checkpoint, out: Out = None, memory: Memory = MEMORY_DEFAULT, …, json: Json = False,
+                  quiet: Quiet = False, verbose: Verbose = 0, progress: ProgressMode = "auto") -> int:
+        from prepcli.commands.pad_vocab import Request, pad_vocab
+        ui = open_ui("pad-vocab", json, quiet, verbose, progress)
+        with stoppable():                             # conversions only: SIGTERM and SIGUSR1 end in exit code 75
+            return ui.finish(pad_vocab(Request(…, parse_bytes(memory)), ui))
+
+Nothing is caught there: `cli.main` turns each exception into its message and exit code. Nothing that takes time to
+import (numpy, jax, huggingface_hub, rich …) is imported at the top of these files or of a module that they import.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prepcli.app.converting import export, pad_vocab, reshard, save_init
+from prepcli.app.looking import demo, env, inspect, models, verify
+from prepcli.app.training import train
+from prepcli.errors import USAGE
+from prepcli.ui import version
+
+COMMANDS = (pad_vocab, save_init, reshard, export, verify, inspect, train, demo, models, env)  # as `--help` lists them
+
+app = typer.Typer(
+    name="prep",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"prep {version()}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def prep(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Prepare language-model checkpoints for JAX: exactly, within a stated
+    memory, and so that nothing is lost.
+
+    CHECKPOINT is a folder, an alias (see: prep models) or a hub id.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(USAGE)
+
+
+for command in COMMANDS:
+    app.command()(command)

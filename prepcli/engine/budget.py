@@ -1,0 +1,87 @@
+"""Memory: how `--memory` becomes buffers, and what the process holds."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from prepcli.engine.files import PAGE, Bytes, buffer
+from prepcli.errors import usage
+
+MIB = 1 << 20
+FLOOR_NBYTES = 32 * MIB
+SLAB_NBYTES = 32 * MIB  # enough for runs of whole chunks; more only costs the first touch of its pages
+BUFFERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How a number of bytes is spent: `count` buffers that hold slabs of `slab_nbytes`; the rest is for bookkeeping."""
+
+    nbytes: int
+    slab_nbytes: int
+    count: int
+
+    @property
+    def cache_nbytes(self) -> int:
+        """What decoding may hold: half of what buffers leave, and all that is beyond the bookkeeping."""
+        left = self.nbytes - self.count * (self.slab_nbytes + 2 * PAGE)
+        return left - min(left, _kept(self.nbytes)) // 2
+
+
+def budget(nbytes: int, wide_nbytes: int = 0) -> Budget:
+    """Spend `nbytes`: a quarter, at most 64 MiB, is kept for plan and index; the rest makes 4 to 8 buffers.
+
+    `wide_nbytes`: a slab that should fit one of them, for which there may be as few as two: the engine takes no more at
+    once.
+    """
+    if nbytes < FLOOR_NBYTES:
+        why = f"the engine needs at least four buffers of {FLOOR_NBYTES * 3 // 16 // MIB} MiB"
+        raise usage(f"`--memory {nbytes // MIB}MiB` is below the floor", why, "`--memory 64MiB`")
+    usable = nbytes - _kept(nbytes)
+    half, quarter = ((usable // parts - 2 * PAGE) // PAGE * PAGE for parts in (2, 4))
+    slab = min(SLAB_NBYTES, quarter)
+    if wide_nbytes > slab:
+        slab = -(-wide_nbytes // PAGE) * PAGE if wide_nbytes <= half else quarter
+    return Budget(nbytes, slab, min(BUFFERS, usable // (slab + 2 * PAGE)))
+
+
+def _kept(nbytes: int) -> int:
+    """Of so many bytes, those for plan and index."""
+    return min(nbytes // 4, 64 * MIB)
+
+
+class Buffers:
+    """Buffers, made when first needed and reused, the latest first: memory that is not needed is never touched."""
+
+    def __init__(self, spend: Budget) -> None:
+        self._nbytes = spend.slab_nbytes + 2 * PAGE
+        self._free: list[Bytes] = []
+        self._left = spend.count
+        self._change = threading.Condition()
+
+    def take(self, count: int) -> list[Bytes]:
+        """Wait for `count` buffers and take them at once, so that no slab ever waits for its second one."""
+        with self._change:
+            self._change.wait_for(lambda: self._left >= count)
+            self._left -= count
+            reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        return reused + [buffer(self._nbytes) for _ in range(count - len(reused))]
+
+    def give(self, buffers: list[Bytes]) -> None:
+        """Give buffers back."""
+        with self._change:
+            self._free.extend(buffers)
+            self._left += len(buffers)
+            self._change.notify_all()
+
+
+def anonymous_nbytes() -> int:
+    """Anonymous and shared memory that this process holds now; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return sum(int(fields.get(key, "0 kB").split()[0]) * 1024 for key in ("RssAnon", "RssShmem"))

@@ -1,0 +1,62 @@
+"""Chunks that are being read, kept within a number of bytes that all of a checkpoint's arrays share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from prepcli.engine.files import Bytes
+from prepcli.units import bytes_text
+
+CACHE_NBYTES = 16 << 20  # where nobody says how much memory there is
+MOST_HELD = 64  # chunks, each of which may have a file open
+
+
+class Held(Protocol):
+    """A chunk that is being read, and the memory that it takes."""
+
+    nbytes: int
+
+    def read(self, start: int, into: Bytes) -> bool:
+        """Fill `into` from byte `start` on; False where that is not ahead any more. ValueError for a broken chunk."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Cache:
+    """Chunks that are being read, the latest last; together they take at most `most_nbytes`."""
+
+    def __init__(self, most_nbytes: int = CACHE_NBYTES) -> None:
+        self.most_nbytes = most_nbytes
+        self._held: OrderedDict[tuple[int, int], Held] = OrderedDict()
+
+    def get(self, key: tuple[int, int]) -> Held | None:
+        """What is held of a chunk."""
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key)
+
+    def make_room(self, nbytes: int) -> None:
+        """Let go of the oldest until so much is free. ValueError where there will never be so much."""
+        if nbytes > self.most_nbytes:
+            why = f"decoding it takes {bytes_text(nbytes)}, of `--memory` {bytes_text(self.most_nbytes)} are for that"
+            raise ValueError(why)
+        held = self._held
+        while held and (sum(h.nbytes for h in held.values()) + nbytes > self.most_nbytes or len(held) >= MOST_HELD):
+            held.popitem(last=False)[1].close()
+
+    def put(self, key: tuple[int, int], held: Held) -> Held:
+        """Take in what is held of a chunk."""
+        self._held[key] = held
+        return held
+
+    def drop(self, key: tuple[int, int]) -> None:
+        """Let go of a chunk."""
+        if old := self._held.pop(key, None):
+            old.close()
+
+    def close(self) -> None:
+        """Let go of all."""
+        while self._held:
+            self._held.popitem()[1].close()

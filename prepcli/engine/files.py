@@ -1,0 +1,198 @@
+"""Files read and written in runs: whole pages past the page cache where the file system can, the rest buffered."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prepcli.errors import PrepError
+from prepcli.planning.moves import Copy
+from prepcli.planning.slabs import PAGE
+
+Bytes = npt.NDArray[np.uint8]
+_Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
+
+
+def buffer(nbytes: int) -> Bytes:
+    """Page-aligned memory that is only taken when it is touched, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+class Reads(Protocol):
+    """What the engine reads from: runs of numbered files, or of what has the same form."""
+
+    def read_run(self, copy: Copy, into: Bytes) -> Bytes:
+        """Read a copy that is one run; it comes back as deep in a page as `copy.offset` is."""
+        ...
+
+    def read_runs(self, copies: Sequence[Copy], into: Bytes) -> Bytes:
+        """Read all runs of the copies one after another."""
+        ...
+
+
+class Files:
+    """Numbered files, each open twice: for whole pages (O_DIRECT) and buffered for ragged ends."""
+
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int] | None = None) -> None:
+        """Open for reading, or with `sizes` for writing: files are made, or kept if they have their size."""
+        self.paths = tuple(paths)
+        self._sizes = tuple(sizes or ())
+        self._buffered: list[int] = []
+        self._direct: list[int] = []
+        self._opened: list[int] = []
+        self._written: set[int] = set()
+        self._lost: PrepError | None = None
+        flags = os.O_RDONLY if sizes is None else os.O_WRONLY | os.O_CREAT
+        try:
+            for i, path in enumerate(self.paths):
+                self._open(path, flags, None if sizes is None else sizes[i])
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, flags: int, size: int | None) -> None:
+        try:
+            self._buffered.append(self._keep(os.open(path, flags | os.O_CLOEXEC, 0o644)))
+            if size is not None and os.fstat(self._buffered[-1]).st_size != size:
+                os.ftruncate(self._buffered[-1], size)
+            self._direct.append(self._keep(_open_direct(path, flags & ~os.O_CREAT)))
+        except OSError as error:
+            raise io_error(path, error) from error
+
+    def _keep(self, fd: int) -> int:
+        self._opened.append(fd)
+        return fd
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every descriptor; what was not synced may still be in memory."""
+        for fd in self._opened:
+            if fd >= 0:
+                os.close(fd)
+        self._buffered, self._direct, self._opened = [], [], []
+
+    def check_there(self) -> None:
+        """PrepError if a file that was written has not its name or size any more: somebody did something to it."""
+        for path, fd, size in zip(self.paths, self._buffered, self._sizes):
+            try:
+                found, named = os.fstat(fd), path.stat()
+            except OSError as error:
+                raise io_error(path, error) from error
+            if not os.path.samestat(found, named) or found.st_size != size:
+                raise PrepError(f"{path} was changed by somebody else", "while it was written", "`--restart`")
+
+    def read_run(self, copy: Copy, into: Bytes) -> Bytes:
+        """Read a copy that is one run; it comes back as deep in a page as it lies in the file."""
+        lead = copy.offset % PAGE
+        need = lead + copy.width
+        if self._direct[copy.file] >= 0:
+            self._all(os.preadv, copy.file, True, into[: -(-need // PAGE) * PAGE], copy.offset - lead, need)
+        else:
+            self._all(os.preadv, copy.file, False, into[lead:need], copy.offset, copy.width)
+        return into[lead:need]
+
+    def read_runs(self, copies: Sequence[Copy], into: Bytes) -> Bytes:
+        """Read all runs of the copies one after another."""
+        at = 0
+        for copy in copies:
+            run = copy.run
+            for offset in copy.offsets():
+                pages = not (offset | run | at) % PAGE
+                self._all(os.preadv, copy.file, pages, into[at : at + run], offset, run)
+                at += run
+        return into[:at]
+
+    def write(self, copies: Sequence[Copy], data: Bytes) -> None:
+        """Write the bytes of all runs of the copies, which follow each other in `data`."""
+        at = 0
+        for copy in copies:
+            run = copy.run
+            self._written.add(copy.file)
+            for offset in copy.offsets():
+                self._pages_apart(os.pwritev, copy.file, data[at : at + run], offset)
+                at += run
+
+    def read_at(self, file: int, offset: int, into: Bytes) -> None:
+        """Fill `into` from a file: whole pages past the page cache where memory and file are as deep in a page."""
+        self._pages_apart(os.preadv, file, into, offset)
+
+    def write_head(self, file: int, data: bytes, offset: int = 0) -> None:
+        """Write the first bytes of a file, or others that are no tensor's."""
+        self._written.add(file)
+        self._all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
+
+    def _pages_apart(self, call: _Call, file: int, data: Bytes, offset: int) -> None:
+        size = data.size
+        low, high = -offset % PAGE, size - (offset + size) % PAGE  # the whole pages in between
+        if low >= high or (data.ctypes.data + low) % PAGE:
+            low = high = size
+        for pages, start, stop in ((False, 0, low), (True, low, high), (False, high, size)):
+            if start < stop:
+                self._all(call, file, pages, data[start:stop], offset + start, stop - start)
+
+    def _all(self, call: _Call, file: int, pages: bool, data: Bytes, at: int, need: int) -> None:
+        fd = self._direct[file] if pages and self._direct[file] >= 0 else self._buffered[file]
+        done, view = 0, data.data
+        while done < need:
+            try:
+                count = call(fd, [view[done:]], at + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and fd != self._buffered[file]:  # a file system that only says so now
+                    fd = self._direct[file] = self._buffered[file]  # the other one stays open: a thread may be using it
+                    continue
+                raise io_error(self.paths[file], error) from error
+            if count <= 0:
+                raise PrepError(
+                    f"{self.paths[file].name} is cut short", f"{need - done:,} bytes are missing at byte {at + done:,}"
+                )
+            done += count
+            if done < need and fd != self._buffered[file] and (at + done) % PAGE:
+                fd = self._buffered[file]  # a short count leaves the rest ragged
+
+    def sync(self) -> None:
+        """Make everything written so far durable. PrepError where that failed once: asked again the system says yes."""
+        if self._lost:
+            raise self._lost
+        for file in sorted(self._written):
+            fd = self._buffered[file]
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                self._lost = io_error(self.paths[file], error)
+                raise self._lost from error
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._written.clear()
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """A descriptor past the page cache; -1 where the file system has none."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def io_error(path: Path, error: OSError) -> PrepError:
+    """What the system said of a file, as an error that names it."""
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some room and run the same command again: it goes on from where it stopped"
+        return PrepError(f"the disk that holds {path.name} is full", why, hint)
+    return PrepError(f"cannot read or write {path}", why)

@@ -1,0 +1,152 @@
+"""A finished export, uploaded to the hub in one commit: until that is made, nobody sees any of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepcli.errors import PrepError, usage
+from prepcli.progress import Progress
+from prepcli.reading.hub_ranges import is_of_the_network
+from prepcli.writing.staging import WORK
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_REVISION = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_AGAIN = "run the same command again: what is uploaded is not uploaded twice"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A repository, the branch in it that gets the commit, and whether nobody else may see it."""
+
+    repo: str
+    revision: str | None = None
+    private: bool = False
+
+
+def target_of(text: str, private: bool) -> Target:
+    """`OWNER/NAME` or `OWNER/NAME@BRANCH`; a usage PrepError for what is neither."""
+    repo, at, revision = text.partition("@")
+    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
+        raise usage(f"`--push {text}` names no repository", "it has the form OWNER/NAME or OWNER/NAME@BRANCH")
+    if at and (not _REVISION.fullmatch(revision) or ".." in revision or revision.endswith(("/", ".", ".lock"))):
+        raise usage(f"`--push {text}` names no branch", f"`{revision}` cannot be the name of one")
+    return Target(repo, revision or None, private)
+
+
+def check(target: Target) -> None:
+    """Raise what would make an upload fail, as far as it is known before there is anything to upload: no token, no
+    network, a repository that is public although it should not be."""
+    _set_variables()
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
+
+    if HF_HUB_OFFLINE:
+        raise PrepError(f"cannot push to {target.repo}", "HF_HUB_OFFLINE asks for no network")
+    with _told(target):
+        try:
+            HfApi().whoami()
+        except LocalTokenNotFoundError:
+            why = "there is no token: the hub would not know who you are"
+            raise PrepError(f"cannot push to {target.repo}", why, "`hf auth login`, or set HF_TOKEN") from None
+        try:
+            is_public = HfApi().model_info(target.repo).private is False
+        except RepositoryNotFoundError:
+            return
+    if target.private and is_public:
+        why = "`--private` makes new repositories private, and this one is there"
+        raise PrepError(f"{target.repo} is public", why, "make it private on its page, or leave `--private` out")
+
+
+def push(folder: Path, target: Target, progress: Progress) -> str:
+    """Upload a folder as it is, and take what an earlier push left of other weights away; the address of the commit.
+
+    Large files go one by one before the commit; those that are there are not sent again. Raises PrepError, and the
+    folder is as it was.
+    """
+    _set_variables()
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api, names = HfApi(), _names(folder)
+    with _told(target):
+        api.create_repo(target.repo, private=target.private or None, exist_ok=True)
+        if target.revision:
+            api.create_branch(target.repo, branch=target.revision, exist_ok=True)
+        there = api.list_repo_files(target.repo, revision=target.revision)
+        old = [name for name in there if _OURS.fullmatch(name) and name not in names]
+        added = [CommitOperationAdd(name, str(folder / name)) for name in names]
+        _upload(api, target, added, progress)
+        deleted = [CommitOperationDelete(name) for name in old]
+        made = api.create_commit(
+            target.repo, [*added, *deleted], commit_message=f"{folder.name} by prep", revision=target.revision
+        )
+    return made.commit_url
+
+
+def _upload(api: HfApi, target: Target, added: Sequence[CommitOperationAdd], progress: Progress) -> None:
+    """One file after another, so that there is something to tell while it takes hours."""
+    progress.begin("push", sum(each.upload_info.size for each in added))
+    try:
+        for each in added:
+            api.preupload_lfs_files(target.repo, [each], revision=target.revision, free_memory=False)
+            progress.advance(each.upload_info.size)
+    finally:
+        progress.end()
+
+
+def _names(folder: Path) -> list[str]:
+    """All files of an output by their path in it."""
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in found if not name.startswith(f"{WORK}/")]
+
+
+def _set_variables() -> None:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+
+
+@contextmanager
+def _told(target: Target) -> Iterator[None]:
+    """Errors of the library as PrepErrors, without addresses and tokens; others pass."""
+    try:
+        yield
+    except PrepError:
+        raise
+    except Exception as error:
+        told = _explained(error, f"cannot push to {target.repo}")
+        if told is None:
+            raise
+        raise told from error
+
+
+def _explained(error: BaseException | None, what: str) -> PrepError | None:
+    """By the first error of the chain that says something: the library wraps those of single files."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    while error is not None:
+        if isinstance(error, HfHubHTTPError):
+            return _refused(what, error.response.status_code)
+        if is_of_the_network(error):
+            return PrepError(what, "the hub cannot be reached, or hung up", _AGAIN)
+        error = error.__cause__
+    return None
+
+
+def _refused(what: str, status: int) -> PrepError:
+    if status == 401:
+        return PrepError(what, "the hub says 401: it does not take the token", "`hf auth login`, or set HF_TOKEN")
+    if status == 403:
+        return PrepError(what, "the hub says 403: the token may not write there", "use a token that may")
+    if status == 404:
+        return PrepError(what, "the hub says 404: there is no such owner, repository or branch", "check the spelling")
+    return PrepError(what, f"the hub says {status}", _AGAIN)

@@ -1,0 +1,218 @@
+"""Chunks of an output compressed, one after another, once all of them lie raw in its staging folder.
+
+How long a chunk becomes is only known when it is compressed, so its place cannot be planned; what is written depends on
+the raw bytes and the level alone. A chunk is compressed in pieces: it may be of any size. The journal holds the lengths
+of the chunks that are durable, and a later run goes on after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prepcli.engine.files import io_error
+from prepcli.errors import PrepError, usage
+from prepcli.formats.orbax_write import Chunk
+from prepcli.planning.placing import FILE_NBYTES
+from prepcli.progress import Progress
+
+PIECE_NBYTES = 1 << 20
+MARK_NBYTES = 256 << 20  # of raw bytes: what a kill can cost
+METHOD, DEFAULT_LEVEL, MOST_LEVEL = "zstd", 1, 19  # the level that Orbax takes; those above ask for much memory
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The chunks where they lie now, their files relative to the item, and the size of each."""
+
+    chunks: tuple[Chunk, ...]
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def parse_compress(text: str | None) -> int | None:
+    """The level that `zstd` or `zstd:LEVEL` names; usage PrepError for anything else."""
+    if text is None:
+        return None
+    method, colon, level = text.partition(":")
+    number = int(level) if level.isdecimal() and len(level) < 3 else DEFAULT_LEVEL if not colon else 0
+    if method != METHOD or not 1 <= number <= MOST_LEVEL:
+        raise usage(f"`--compress {text}` is not understood", f"it takes zstd, or zstd:1 to zstd:{MOST_LEVEL}")
+    return number
+
+
+def pack(
+    chunks: Sequence[Chunk], raw: Sequence[Path], folder: Path, journal: Path, level: int, progress: Progress
+) -> Packed:
+    """Compress raw chunks into data files of the item in `folder`, in the order in which they lie; run again it goes on
+    from what is durable. PrepError where the system does not let it."""
+    ordered = sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset))
+    (folder / "d").mkdir(parents=True, exist_ok=True)
+    task = _Packing(ordered, raw, folder, journal, level)
+    total = sum(chunk.nbytes for chunk in ordered)
+    progress.begin("compress", total, sum(chunk.nbytes for chunk in ordered[: len(task.lengths)]))
+    try:
+        task.go(progress)
+    finally:
+        progress.end()
+        task.close()
+    return task.packed()
+
+
+class _Packing:
+    def __init__(self, chunks: list[Chunk], raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
+        self.chunks, self.raw, self.folder, self.journal, self.level = chunks, raw, folder, journal, level
+        self.lengths = _durable(journal, len(chunks))
+        self.out = -1  # the descriptor of the data file that is being written
+        self.source = (-1, -1)  # number and descriptor of the raw file that is being read
+
+    def go(self, progress: Progress) -> None:
+        """Compress what is left."""
+        marked, unmarked = len(self.lengths), 0
+        places = _places(self.lengths)
+        file, offset = places[-1] if places else (0, 0)
+        offset += self.lengths[-1] if places else 0
+        self._open(file, offset)
+        for chunk in self.chunks[marked:]:
+            if offset >= FILE_NBYTES:
+                marked, unmarked = self._mark(marked), 0
+                file, offset = file + 1, 0
+                self._open(file, offset)
+            self.lengths.append(self._compress(chunk, progress))
+            offset += self.lengths[-1]
+            unmarked += chunk.nbytes
+            if unmarked >= MARK_NBYTES:
+                marked, unmarked = self._mark(marked), 0
+        self._mark(marked)
+
+    def _open(self, file: int, nbytes: int) -> None:
+        """Go on with a data file after so many bytes."""
+        path = self.folder / _name(file)
+        try:
+            if self.out >= 0:
+                os.close(self.out)
+            self.out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if os.fstat(self.out).st_size < nbytes:
+                why = f"{path.name} has lost bytes that an earlier run wrote"
+                raise PrepError(f"{self.folder} is damaged", why, "`--restart` drops it")
+            os.ftruncate(self.out, nbytes)
+            os.lseek(self.out, nbytes, os.SEEK_SET)
+        except OSError as error:
+            raise io_error(path, error) from error
+
+    def _compress(self, chunk: Chunk, progress: Progress) -> int:
+        import zstandard  # late: most outputs are raw
+
+        stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)
+        length = 0
+        for piece in self._pieces(chunk):
+            length += self._write(stream.compress(piece))
+            progress.advance(len(piece))
+        return length + self._write(stream.flush())
+
+    def _pieces(self, chunk: Chunk) -> Iterator[bytes]:
+        path = self.raw[chunk.file]
+        try:
+            if self.source[0] != chunk.file:
+                self._let_go()
+                self.source = chunk.file, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            for start in range(0, chunk.nbytes, PIECE_NBYTES):
+                count = min(PIECE_NBYTES, chunk.nbytes - start)
+                piece = os.pread(self.source[1], count, chunk.offset + start)
+                if len(piece) < count:
+                    raise PrepError(f"{path.name} is cut short", f"{count - len(piece):,} bytes are missing")
+                yield piece
+            os.posix_fadvise(self.source[1], chunk.offset, chunk.nbytes, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise io_error(path, error) from error
+
+    def _write(self, data: bytes) -> int:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self.out, view) :]
+        except OSError as error:
+            raise io_error(self.folder, error) from error
+        return len(data)
+
+    def _mark(self, marked: int) -> int:
+        """What was compressed since becomes durable, and then known to be so; how many chunks are."""
+        try:
+            os.fdatasync(self.out)
+            fd = os.open(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(fd, json.dumps(self.lengths[marked:]).encode() + b"\n")
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise io_error(self.journal, error) from error
+        return len(self.lengths)
+
+    def _let_go(self) -> None:
+        if self.source[1] >= 0:
+            os.close(self.source[1])
+            self.source = (-1, -1)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._let_go()
+        if self.out >= 0:
+            os.close(self.out)
+            self.out = -1
+
+    def packed(self) -> Packed:
+        """Where everything lies."""
+        places = _places(self.lengths)
+        chunks = (
+            replace(chunk, file=file, offset=offset, nbytes=nbytes)
+            for chunk, (file, offset), nbytes in zip(self.chunks, places, self.lengths)
+        )
+        sizes = [0] * (places[-1][0] + 1 if places else 0)
+        for (file, _), nbytes in zip(places, self.lengths):
+            sizes[file] += nbytes
+        return Packed(tuple(chunks), tuple(_name(number) for number in range(len(sizes))), tuple(sizes))
+
+
+def _places(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """File and offset of each chunk: a file is closed once it is long enough."""
+    found, file, offset = [], 0, 0
+    for nbytes in lengths:
+        if offset >= FILE_NBYTES:
+            file, offset = file + 1, 0
+        found.append((file, offset))
+        offset += nbytes
+    return found
+
+
+def _durable(journal: Path, most: int) -> list[int]:
+    """The lengths that a journal promises; a torn line is left out with what follows it, and cut off."""
+    try:
+        lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
+        whole = list(itertools.takewhile(lambda found: found is not None, map(_parsed, lines)))
+        if journal.exists():
+            os.truncate(journal, sum(len(line) + 1 for line in lines[: len(whole)]))
+    except OSError as error:
+        raise io_error(journal, error) from error
+    lengths = [length for line in whole if line is not None for length in line]
+    if len(lengths) > most:
+        raise PrepError(f"{journal.parent.parent} is damaged", "its journal is of another output", "`--restart`")
+    return lengths
+
+
+def _parsed(line: bytes) -> list[int] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, list) and all(type(n) is int and n > 0 for n in found) else None
+
+
+def _name(number: int) -> str:
+    """A data file as OCDBT names them."""
+    return f"d/{hashlib.md5(f'prep packed file {number}'.encode(), usedforsecurity=False).hexdigest()}"

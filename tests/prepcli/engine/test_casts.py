@@ -1,0 +1,224 @@
+"""Casts against an oracle that only compares: every 16-bit pattern, every midpoint and its neighbours, any bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prepcli.engine.casts import BLOCK, Cast, Counts, Moved, largest, line, moved, report
+from prepcli.engine.fills import numpy_dtype
+from prepcli.planning.plan import Fill, Flat, Stream
+from prepcli.planning.tensors import CAST_TARGETS, FLOATS, ITEM_BITS, cast_dtype
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the oracle works on nan, too
+HALVES = ("float16", "bfloat16")
+PAIRS = [(source, target) for source in FLOATS for target in CAST_TARGETS if source != target]
+
+
+def patterns(dtype: str) -> np.ndarray:
+    """All values of a 16-bit dtype."""
+    return np.arange(1 << 16, dtype=np.uint16).view(numpy_dtype(dtype))
+
+
+def midpoints(dtype: str) -> np.ndarray:
+    """float64, from 0 up: between each value of a 16-bit dtype that is not negative and the next; after the largest
+    comes what would be next if there were no infinity."""
+    values = np.arange(1 << 15, dtype=np.uint16).view(numpy_dtype(dtype)).astype(np.float64)
+    values = values[np.isfinite(values)]
+    beyond = 2 * values[-1] - values[-2]
+    return (values + np.append(values[1:], beyond)) / 2
+
+
+def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Bits of the nearest value of a 16-bit dtype, of two the even one, by comparing alone; for numbers."""
+    middles, size = midpoints(dtype), np.abs(values.astype(np.float64))
+    found = np.searchsorted(middles, size, side="left")
+    tie = (found < middles.size) & (middles[np.minimum(found, middles.size - 1)] == size)
+    found += tie & (found % 2 == 1)
+    return (found | np.signbit(values).astype(np.int64) << 15).astype(np.uint16)
+
+
+def run(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[np.ndarray, Counts]:
+    """What comes out of a cast, and its counts."""
+    cast = Cast(source, target)
+    out = [cast.run(part.view(np.uint8), np.empty(part.size * 4, np.uint8)) for part in np.array_split(values, pieces)]
+    joined = np.concatenate(out)
+    assert cast.digest() == xxhash.xxh3_128_hexdigest(joined.tobytes())
+    return joined.view(numpy_dtype(target)), cast.counts
+
+
+def check(values: np.ndarray, source: str, target: str) -> None:
+    """Each number becomes the nearest one, what is no number stays none, and all is counted."""
+    found, counts = run(values, source, target)
+    wide, after = values.astype(np.float64), found.astype(np.float64)
+    number = ~np.isnan(wide)
+    assert np.array_equal(np.isnan(after), ~number)
+    if ITEM_BITS[target] == 16:
+        assert np.array_equal(found.view(np.uint16)[number], nearest(values[number], target))
+    else:
+        assert np.array_equal(np.signbit(after), np.signbit(wide)) or not number.all()
+        for step in (np.inf, -np.inf):  # no neighbour is nearer
+            with np.errstate(over="ignore"):
+                beside = np.nextafter(found, np.float32(step)).astype(np.float64)
+            kept = number & np.isfinite(after) & np.isfinite(beside)
+            assert (np.abs(after - wide)[kept] <= np.abs(beside - wide)[kept]).all()
+    expected = truth(wide, after)
+    assert counts == replace(expected, worst=counts.worst)
+    assert counts.worst == pytest.approx(expected.worst, rel=1e-6, abs=1e-12)
+
+
+def truth(before: np.ndarray, after: np.ndarray) -> Counts:
+    """The counts by float64 and masks."""
+    number = ~np.isnan(before)
+    changed = number & (before != after)
+    kept = changed & np.isfinite(after) & (after != 0)
+    with np.errstate(over="ignore"):
+        errors = np.abs(after[kept] - before[kept]) / np.abs(before[kept])
+    return Counts(
+        before.size,
+        int(changed.sum()),
+        int((np.isinf(after) & np.isfinite(before)).sum()),
+        int(((after == 0) & (before != 0)).sum()),
+        int((~number).sum()),
+        float(errors.max(initial=0.0)),
+    )
+
+
+@pytest.mark.parametrize(("source", "target"), [pair for pair in PAIRS if pair[0] in HALVES])
+def test_every_16_bit_pattern(source: str, target: str):
+    check(patterns(source), source, target)
+
+
+@pytest.mark.parametrize("source", HALVES)
+def test_every_16_bit_number_comes_back_from_float32(source: str):
+    wide, counts = run(patterns(source), source, "float32")
+    assert (counts.changed, counts.nan) == (0, int(np.isnan(wide).sum()))
+    back, again = run(wide, "float32", source)
+    number = ~np.isnan(wide)
+    assert np.array_equal(back.view(np.uint16)[number], patterns(source).view(np.uint16)[number])
+    assert again.changed == again.overflowed == again.underflowed == 0
+
+
+@pytest.mark.parametrize("target", HALVES)
+@pytest.mark.parametrize("source", ["float32", "float64"])
+def test_around_every_midpoint(source: str, target: str):
+    """There a second rounding, or a tie that goes the wrong way, would be seen."""
+    kind = np.dtype(source)
+    with np.errstate(over="ignore", under="ignore"):
+        middles = midpoints(target).astype(kind)
+        near = [middles, np.nextafter(middles, kind.type(0)), np.nextafter(middles, kind.type(np.inf))]
+        if source == "float64":  # a float32 away: what rounds to the midpoint on the way
+            near += [middles * (1 + sign * 2.0**-power) for power in (24, 25, 26, 40) for sign in (1, -1)]
+    values = np.concatenate(near)
+    check(np.concatenate([values, -values]), source, target)
+
+
+EDGES = [
+    0.0,
+    5e-324,
+    1e-310,
+    1e-46,
+    7.0e-46,
+    1.4e-45,
+    2.1e-45,
+    1.17e-38,
+    6e-8,
+    2.98e-8,
+    2.9802322387695312e-08,
+    65504.0,
+]
+EDGES += [65519.99, 65520.0, 65536.0, 3.3895313892515355e38, 3.3961775292304601e38, 3.4028234663852886e38]
+EDGES += [3.4028235677973366e38, 3.4028235677973362e38, 1e300, math.inf, math.nan]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_the_ends_of_what_dtypes_hold(source: str, target: str):
+    with np.errstate(all="ignore"):
+        values = np.array([sign * edge for edge in EDGES for sign in (1, -1)]).astype(numpy_dtype(source))
+    check(values, source, target)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(PAIRS), st.binary(min_size=8, max_size=800), st.integers(1, 5))
+def test_any_bits(pair: tuple[str, str], data: bytes, pieces: int):
+    source, target = pair
+    values = np.frombuffer(data[: len(data) // 8 * 8], numpy_dtype(source))
+    check(values, source, target)
+    whole, parts = run(values, source, target), run(values, source, target, pieces)
+    assert whole[0].tobytes() == parts[0].tobytes()
+    assert whole[1] == parts[1]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_more_than_a_block_at_any_depth(source: str, target: str):
+    values = (np.random.default_rng(0).standard_normal(2 * BLOCK + 77) * 1e-3).astype(numpy_dtype(source))
+    check(values, source, target)
+    lead, size = 3, numpy_dtype(target).itemsize
+    data = np.concatenate([np.zeros(lead, np.uint8), values.view(np.uint8)])
+    out = np.zeros(values.size * size + lead, np.uint8)
+    made = Cast(source, target).run(data[lead:], out[lead:])
+    assert made.tobytes() == run(values, source, target)[0].tobytes() == out[lead:].tobytes()
+
+
+def test_counts_tell_what_became_of_values():
+    values = np.array([1.0, 1.0001, 70000, -70000, 1e-9, -1e-9, 0, math.nan, math.inf, 0.5], np.float32)
+    found, counts = run(values, "float32", "float16")
+    assert (counts.values, counts.changed, counts.overflowed, counts.underflowed, counts.nan) == (10, 5, 2, 2, 1)
+    assert counts.worst == pytest.approx(1e-4, rel=0.01)
+    assert [float(v) for v in found[2:7]] == [math.inf, -math.inf, 0, 0, 0]
+    assert np.signbit(found[5])
+    assert counts + counts == Counts(20, 10, 4, 4, 2, counts.worst)
+
+
+@pytest.mark.parametrize("worst", [0.0, 0.1, 2.0**-9, 5e-324])
+def test_what_is_known_of_a_stream_is_one_word(worst: float):
+    known = Moved("ab" * 16, "cd" * 16, Counts(9, 8, 7, 6, 5, worst))
+    assert moved(str(known)) == known
+    assert len(str(known).split()) == 1
+    assert moved(str(Moved("ef" * 16, "ef" * 16))) == Moved("ef" * 16, "ef" * 16)
+    assert str(Moved("ef" * 16, "ef" * 16)) == "ef" * 16
+
+
+def test_only_floating_numbers_are_cast():
+    assert {dtype for dtype in ITEM_BITS if cast_dtype(dtype, "bfloat16") != dtype} == {*FLOATS} - {"bfloat16"}
+    assert all(cast_dtype(dtype, None) == dtype for dtype in ITEM_BITS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float16", 65504), ("bfloat16", 3.38953139e38), ("float32", 3.40282347e38)]
+)
+def test_the_largest_number(dtype: str, value: float):
+    assert largest(dtype) == pytest.approx(value)
+
+
+def test_a_report_adds_up_the_streams_of_a_pair_of_dtypes():
+    def stream(name: str, dtype: str, cast: str, rows: tuple[int, int] = (0, 6)) -> Stream:
+        return Stream(name, dtype, (9, 5), rows, (Flat(0, 0),), (Flat(0, 0),), cast=cast)
+
+    streams = [
+        stream("a", "float32", "bfloat16"),
+        stream("a", "float32", "bfloat16", (6, 9)),
+        Stream("a", "bfloat16", (12, 5), (9, 12), (), (Flat(0, 0),), Fill("zeros")),
+        stream("b", "float32", "bfloat16"),
+        stream("c", "float64", "bfloat16"),
+        stream("mask", "bool", ""),
+    ]
+    numbers = {0: Counts(30, 1, 2, 3, 4, 0.5), 1: Counts(15, 5, 0, 0, 0, 0.1), 3: Counts(30), 4: Counts(30, nan=9)}
+    seen = {n: str(Moved("a", "b", numbers.get(n)) if n in numbers else Moved("a", "a")) for n in range(len(streams))}
+    first, second = report(streams, seen)
+    assert first == {
+        "from": "float32", "to": "bfloat16", "tensors": 2, "values": 75,
+        "changed": 6, "overflowed": 2, "underflowed": 3, "nan": 4, "worst": 0.5,
+    }  # fmt: skip
+    assert (second["from"], second["tensors"], second["values"], second["nan"]) == ("float64", 1, 30, 9)
+    assert report(streams) == [{k: e[k] for k in ("from", "to", "tensors", "values")} for e in (first, second)]
+    assert line(first) == (
+        "float32 -> bfloat16: 2 tensors, 75 values: 6 changed, 2 overflowed, 3 became 0, 4 are nan;"
+        " largest relative error 0.5"
+    )
