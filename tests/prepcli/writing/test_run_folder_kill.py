@@ -32,7 +32,7 @@ def saving(run: Path, start: Path) -> None:
 
 def kill_soon(run: Path, start: Path, delay_s: float) -> None:
     words = [sys.executable, "-m", "tests.prepcli.writing.test_run_folder_kill", str(run), str(start)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
         assert process.stdout
         assert process.stdout.readline() == b"begins\n"
         time.sleep(delay_s)
