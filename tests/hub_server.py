@@ -11,16 +11,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.range_server import Faults, QuietServer, Store, send_range
+from tests import loopback
+from tests.range_server import Faults, Store, send_range
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -68,28 +66,16 @@ def serving(repos: Mapping[str, Repo]) -> Iterator[Hub]:
         tokens = said
         known = repos
 
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield Hub(f"http://127.0.0.1:{server.server_port}", requests, said)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with loopback.listening(Handler) as url:
+        yield Hub(url, requests, said)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
     """`/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`."""
 
     asked: list[str]
     tokens: list[tuple[str, str]]
     known: Mapping[str, Repo]
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Tests are quiet."""
 
     def do_HEAD(self) -> None:
         """The same headers as for GET."""

@@ -6,18 +6,14 @@ with serving_objects({"bucket/folder/file": b"…"}) as store:
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from tests.range_server import Faults, QuietServer, send_range
+from tests import loopback
+from tests.range_server import Faults, etag, send_range
 
 WHEN = "2024-01-01T00:00:00.000Z"
 PAGE = 7  # objects that one answer lists
@@ -53,30 +49,12 @@ def serving_objects(there: Mapping[str, bytes] | None = None, faults: Faults | N
     class Handler(_Handler):
         kept = store
 
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    store.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with loopback.listening(Handler) as store.url:
         yield store
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
-@functools.lru_cache(64)
-def _etag(data: bytes) -> str:
-    return f'"{hashlib.md5(data).hexdigest()}"'
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
     kept: Objects
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Tests are quiet."""
 
     def do_GET(self) -> None:
         self._answer()
@@ -127,16 +105,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _contents(self, key: str, data: bytes) -> str:
         told = f"<Key>{escape(key)}</Key><LastModified>{WHEN}</LastModified><Size>{len(data)}</Size>"
-        return f"<Contents>{told}<ETag>{escape(_etag(data))}</ETag></Contents>"
+        return f"<Contents>{told}<ETag>{escape(etag(data))}</ETag></Contents>"
 
     def _read(self, key: str) -> None:
         data = self.kept.there.get(key)
         if data is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
-        elif self.headers.get("If-Match", _etag(data)) != _etag(data):
+        elif self.headers.get("If-Match", etag(data)) != etag(data):
             self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         else:
-            told = {"ETag": _etag(data), "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+            told = {"ETag": etag(data), "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
             if self.command == "HEAD":
                 self._send(200, data, told)
             else:
@@ -147,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.kept.parts[query["uploadId"]][int(query["partNumber"])] = body
         else:
             self.kept.there[key] = body
-        self._send(200, b"", {"ETag": _etag(body)})
+        self._send(200, b"", {"ETag": etag(body)})
 
     def _multipart(self, key: str, query: dict[str, str]) -> None:
         if "uploads" in query:
@@ -158,8 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             parts = self.kept.parts.pop(query["uploadId"])
             self.kept.there[key] = b"".join(parts[number] for number in sorted(parts))
-            etag = escape(_etag(self.kept.there[key]))
-            xml = f"<CompleteMultipartUploadResult><ETag>{etag}</ETag></CompleteMultipartUploadResult>"
+            known = escape(etag(self.kept.there[key]))
+            xml = f"<CompleteMultipartUploadResult><ETag>{known}</ETag></CompleteMultipartUploadResult>"
         self._send(200, xml.encode())
 
     def _deleted(self, bucket: str, body: bytes) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.range_server import QuietServer
+from tests import loopback
 
 TOKEN = "hf_secret"
 
@@ -47,25 +45,12 @@ def taking(repos: dict[str, Taken] | None = None) -> Iterator[PushHub]:
     class Handler(_Handler):
         kept = hub
 
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with loopback.listening(Handler) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
     kept: PushHub
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Tests are quiet."""
 
     def do_GET(self) -> None:
         self._answer()

@@ -10,14 +10,14 @@ import functools
 import hashlib
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests import loopback
 
 KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "other")
 
@@ -123,34 +123,12 @@ def serving_ranges(files: Mapping[str, bytes], faults: Faults | None = None, las
     class Handler(_Handler):
         served = store
 
-    server = QuietServer(("127.0.0.1", 0), Handler)
-    store.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with loopback.listening(Handler) as store.url:
         yield store
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
-class QuietServer(ThreadingHTTPServer):
-    """A server to which it is no news that a client hangs up."""
-
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that were killed, or had enough."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(loopback.Handler):
     served: Store
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Tests are quiet."""
 
     def do_GET(self) -> None:
         """A range of a file, while its address is good."""

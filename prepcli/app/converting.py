@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prepcli.app.groups import Hub, Losses, Output, Shown, grouped
 from prepcli.app.options import (
-    MEMORY_DEFAULT,
     AllowOverflow,
     Checkpoint,
     CheckpointHere,
     Compress,
     ConfigOption,
-    Drop,
-    DryRun,
     Dtype,
-    Json,
-    Memory,
     MeshOption,
     NewRows,
     NewRowsSeed,
-    Offline,
-    Out,
-    Overwrite,
-    Processes,
     ProgressMode,
-    Quiet,
-    Restart,
-    Revision,
     RuleOption,
     Scan,
     ScanAxis,
     Step,
-    Stream,
     TrueVocab,
-    Untie,
-    Verbose,
-    WorkerCount,
 )
-from prepcli.planning.accounting import Wishes
 from prepcli.signals import stoppable
-from prepcli.ui import open_ui
 from prepcli.units import parse_bytes
 
+if TYPE_CHECKING:
+    from prepcli.commands.conversion import Common
 
+
+@grouped
 def pad_vocab(
     context: typer.Context,
     checkpoint: Checkpoint,
@@ -60,21 +48,11 @@ def pad_vocab(
     seed: NewRowsSeed = 0,
     true_vocab: TrueVocab = None,
     config: ConfigOption = None,
-    drop: Drop = None,
-    untie: Untie = False,
-    out: Out = None,
-    memory: Memory = MEMORY_DEFAULT,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    restart: Restart = False,
-    processes: Processes = None,
-    workers: WorkerCount = 1,
-    revision: Revision = None,
-    offline: Offline = False,
-    stream: Stream = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    losses: Losses,
+    output: Output,
+    hub: Hub,
+    shown: Shown,
     progress: ProgressMode = "auto",
 ) -> int:
     """Pad the vocabulary, so that it can be sharded.
@@ -84,30 +62,16 @@ def pad_vocab(
       prep pad-vocab gpt-neo-1.3B --multiple 8
       prep pad-vocab ./my-model --mesh 1,64,4 --init mean --dry-run
     """
-    from prepcli.commands.conversion import Asked, Common
     from prepcli.commands.pad_vocab import Request
     from prepcli.commands.pad_vocab import pad_vocab as run
 
-    ui = open_ui("pad-vocab", json, quiet, verbose, progress)
-    asked = Asked(processes, workers, tuple(context.obj or ()))
-    common = Common(
-        checkpoint,
-        out,
-        parse_bytes(memory),
-        dry_run,
-        overwrite,
-        restart,
-        offline,
-        revision,
-        stream=stream,
-        asked=asked,
-        config=config,
-    )
-    wishes = Wishes(tuple(drop or ()), untie)
+    ui = shown.open("pad-vocab", progress)
+    common = _common(context, checkpoint, output, hub, config=config)
     with stoppable():
-        return ui.finish(run(Request(common, multiple, size, mesh, init, seed, true_vocab, wishes), ui))
+        return ui.finish(run(Request(common, multiple, size, mesh, init, seed, true_vocab, losses.wishes()), ui))
 
 
+@grouped
 def save_init(
     context: typer.Context,
     checkpoint: Checkpoint,
@@ -124,22 +88,12 @@ def save_init(
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
     config: ConfigOption = None,
-    drop: Drop = None,
-    untie: Untie = False,
+    *,
+    losses: Losses,
     compress: Compress = None,
-    out: Out = None,
-    memory: Memory = MEMORY_DEFAULT,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    restart: Restart = False,
-    processes: Processes = None,
-    workers: WorkerCount = 1,
-    revision: Revision = None,
-    offline: Offline = False,
-    stream: Stream = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    output: Output,
+    hub: Hub,
+    shown: Shown,
     progress: ProgressMode = "auto",
 ) -> int:
     """Convert a Hugging Face checkpoint into a sharded Orbax one.
@@ -151,37 +105,22 @@ def save_init(
       prep save-init llama-13b --dtype bfloat16 --out llama-13b-bf16
       prep save-init gpt-neo-1.3B --mesh 1,64,4 --pad-vocab auto --dry-run
     """
-    from prepcli.commands.conversion import Asked, Common
     from prepcli.commands.save_init import Request
     from prepcli.commands.save_init import save_init as run
 
-    ui = open_ui("save-init", json, quiet, verbose, progress)
-    asked = Asked(processes, workers, tuple(context.obj or ()))
-    common = Common(
-        checkpoint,
-        out,
-        parse_bytes(memory),
-        dry_run,
-        overwrite,
-        restart,
-        offline,
-        revision,
-        stream=stream,
-        asked=asked,
-        config=config,
-        allow_overflow=allow_overflow,
-    )
-    wishes = Wishes(tuple(drop or ()), untie)
+    ui = shown.open("save-init", progress)
+    common = _common(context, checkpoint, output, hub, config=config, allow_overflow=allow_overflow)
     rules = tuple(rule or ())
     with stoppable():
         request = Request(
-            *(common, mesh, rules, scan, scan_axis, pad_vocab, init, seed, true_vocab, wishes),
+            *(common, mesh, rules, scan, scan_axis, pad_vocab, init, seed, true_vocab, losses.wishes()),
             dtype=dtype,
             compress=compress,
         )
         return ui.finish(run(request, ui))
 
 
+@grouped
 def reshard(
     context: typer.Context,
     checkpoint: CheckpointHere = None,
@@ -193,16 +132,9 @@ def reshard(
     step: Step = None,
     config: ConfigOption = None,
     compress: Compress = None,
-    out: Out = None,
-    memory: Memory = MEMORY_DEFAULT,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    restart: Restart = False,
-    processes: Processes = None,
-    workers: WorkerCount = 1,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    output: Output,
+    shown: Shown,
     progress: ProgressMode = "auto",
 ) -> int:
     """Lay an Orbax checkpoint out for another mesh.
@@ -214,21 +146,18 @@ def reshard(
       prep reshard llama-13b-init --mesh 1,1,8 --no-scan
       prep reshard runs/llama-13b --step 2000 --params-only
     """
-    from prepcli.commands.conversion import Asked, Common
     from prepcli.commands.save_init import Request
     from prepcli.commands.save_init import reshard as run
 
-    ui = open_ui("reshard", json, quiet, verbose, progress)
-    asked = Asked(processes, workers, tuple(context.obj or ()))
-    common = Common(
-        checkpoint, out, parse_bytes(memory), dry_run, overwrite, restart, step=step, asked=asked, config=config
-    )
+    ui = shown.open("reshard", progress)
+    common = _common(context, checkpoint, output, step=step, config=config)
     with stoppable():
         rules = tuple(rule or ())
         request = Request(common, mesh, rules, scan, scan_axis, params_only=params_only, compress=compress)
         return ui.finish(run(request, ui))
 
 
+@grouped
 def export(
     context: typer.Context,
     checkpoint: CheckpointHere = None,
@@ -254,16 +183,9 @@ def export(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="With --push: a new repository is private.")] = False,
     step: Step = None,
-    out: Out = None,
-    memory: Memory = MEMORY_DEFAULT,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
-    restart: Restart = False,
-    processes: Processes = None,
-    workers: WorkerCount = 1,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    output: Output,
+    shown: Shown,
     progress: ProgressMode = "auto",
 ) -> int:
     """Convert an Orbax checkpoint into a Hugging Face folder, or one for Flax.
@@ -276,24 +198,42 @@ def export(
       prep export llama-13b-init --layout easylm
       prep export llama-13b-init --push me/llama-13b --private
     """
-    from prepcli.commands.conversion import Asked, Common
     from prepcli.commands.export import Request
     from prepcli.commands.push import export_and_push
 
-    ui = open_ui("export", json, quiet, verbose, progress)
-    asked = Asked(processes, workers, tuple(context.obj or ()))
-    common = Common(
-        checkpoint,
-        out,
-        parse_bytes(memory),
-        dry_run,
-        overwrite,
-        restart,
-        step=step,
-        asked=asked,
-        config=config,
-        allow_overflow=allow_overflow,
-    )
+    ui = shown.open("export", progress)
+    common = _common(context, checkpoint, output, step=step, config=config, allow_overflow=allow_overflow)
     with stoppable():
         request = Request(common, keep_padding, parse_bytes(shard_size), true_vocab, layout, container, dtype)
         return ui.finish(export_and_push(request, push, private, ui))
+
+
+def _common(
+    context: typer.Context,
+    checkpoint: str | None,
+    output: Output,
+    hub: Hub | None = None,
+    *,
+    config: Path | None,
+    step: int | None = None,
+    allow_overflow: bool = False,
+) -> Common:
+    """What each of these commands is asked for."""
+    from prepcli.commands.conversion import Asked, Common
+
+    hub = hub or Hub()
+    return Common(
+        checkpoint=checkpoint,
+        out=output.out,
+        memory_nbytes=parse_bytes(output.memory),
+        dry_run=output.dry_run,
+        overwrite=output.overwrite,
+        restart=output.restart,
+        offline=hub.offline,
+        revision=hub.revision,
+        stream=hub.stream,
+        step=step,
+        asked=Asked(output.processes, output.workers, tuple(context.obj or ())),
+        config=config,
+        allow_overflow=allow_overflow,
+    )

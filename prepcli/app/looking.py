@@ -7,26 +7,21 @@ from typing import Annotated, Literal
 
 import typer
 
+from prepcli.app.groups import Hub, Shown, grouped
 from prepcli.app.options import (
     MEMORY_DEFAULT,
     Checkpoint,
     CheckpointHere,
     ConfigOption,
     Family,
-    Json,
     Memory,
-    Offline,
     ProgressMode,
-    Quiet,
-    Revision,
-    Stream,
-    Verbose,
 )
 from prepcli.signals import stoppable
-from prepcli.ui import open_ui
 from prepcli.units import parse_bytes
 
 
+@grouped
 def verify(
     checkpoint: CheckpointHere = None,
     against: Annotated[
@@ -35,12 +30,9 @@ def verify(
     config: ConfigOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Headers, names and sizes only.")] = False,
     memory: Memory = MEMORY_DEFAULT,
-    revision: Revision = None,
-    offline: Offline = False,
-    stream: Stream = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    hub: Hub,
+    shown: Shown,
     progress: ProgressMode = "auto",
 ) -> int:
     """Check every bit, against the manifest or another checkpoint.
@@ -54,14 +46,21 @@ def verify(
     from prepcli.commands.verify import Request
     from prepcli.commands.verify import verify as run
 
-    ui = open_ui("verify", json, quiet, verbose, progress)
+    ui = shown.open("verify", progress)
     common = Common(
-        checkpoint, None, parse_bytes(memory), offline=offline, revision=revision, stream=stream, config=config
+        checkpoint,
+        None,
+        parse_bytes(memory),
+        offline=hub.offline,
+        revision=hub.revision,
+        stream=hub.stream,
+        config=config,
     )
     with stoppable():
         return ui.finish(run(Request(common, against, quick), ui))
 
 
+@grouped
 def inspect(
     checkpoint: Checkpoint,
     pattern: Annotated[
@@ -88,12 +87,9 @@ def inspect(
         str | None,
         typer.Option("--diff", metavar="OTHER", help="Names, shapes and dtypes that differ.", show_default=False),
     ] = None,
-    revision: Revision = None,
-    offline: Offline = False,
-    stream: Stream = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    hub: Hub,
+    shown: Shown,
     progress: ProgressMode = "auto",
 ) -> int:
     """Show what a checkpoint holds.
@@ -107,16 +103,16 @@ def inspect(
     from prepcli.commands.inspect import Request
     from prepcli.commands.inspect import inspect as run
 
-    ui = open_ui("inspect", json, quiet, verbose, progress)
-    request = Request(checkpoint, pattern, sort, tree, stats, shards, mesh, diff, offline, revision, stream)
+    ui = shown.open("inspect", progress)
+    request = Request(checkpoint, pattern, sort, tree, stats, shards, mesh, diff, hub.offline, hub.revision, hub.stream)
     return ui.finish(run(request, ui))
 
 
+@grouped
 def demo(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to work.")] = Path("prep-demo"),
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    shown: Shown,
 ) -> int:
     """Take a tiny model all the way and back, offline, and check it.
 
@@ -131,11 +127,12 @@ def demo(
     from prepcli.commands.demo import demo as run
 
     with stoppable():
-        ui = open_ui("demo", json, quiet, verbose)
+        ui = shown.open("demo")
         return ui.finish(run(out, ui))
 
 
-def models(family: Family = None, json: Json = False, quiet: Quiet = False, verbose: Verbose = 0) -> int:
+@grouped
+def models(family: Family = None, *, shown: Shown) -> int:
     """List the checkpoints that have a short name.
 
     \b
@@ -145,14 +142,14 @@ def models(family: Family = None, json: Json = False, quiet: Quiet = False, verb
     """
     from prepcli.commands.models import models as run
 
-    return open_ui("models", json, quiet, verbose).finish(run(family))
+    return shown.open("models").finish(run(family))
 
 
+@grouped
 def env(
     devices: Annotated[bool, typer.Option("--devices", help="Import jax and list its devices.")] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    shown: Shown,
 ) -> int:
     """Show versions, devices, memory, settings and caches.
 
@@ -163,4 +160,4 @@ def env(
     """
     from prepcli.commands.env import env as run
 
-    return open_ui("env", json, quiet, verbose).finish(run(MEMORY_DEFAULT, devices))
+    return shown.open("env").finish(run(MEMORY_DEFAULT, devices))

@@ -5,12 +5,13 @@ module here of its group a function named like the command that takes its option
 documents itself with two or three examples after a `\\b` line, imports that function in its body, and returns the exit
 code; then name it in COMMANDS below:
 
-    def pad_vocab(checkpoint: Checkpoint, out: Out = None, memory: Memory = MEMORY_DEFAULT, …, json: Json = False,
-                  quiet: Quiet = False, verbose: Verbose = 0, progress: ProgressMode = "auto") -> int:
+    @grouped                                          # groups.py: options that go together are one parameter here
+    def pad_vocab(context: typer.Context, checkpoint: Checkpoint, …, *, output: Output, shown: Shown,
+                  progress: ProgressMode = "auto") -> int:
         from prepcli.commands.pad_vocab import Request, pad_vocab
-        ui = open_ui("pad-vocab", json, quiet, verbose, progress)
+        ui = shown.open("pad-vocab", progress)
         with stoppable():                             # conversions only: SIGTERM and SIGUSR1 end in exit code 75
-            return ui.finish(pad_vocab(Request(…, parse_bytes(memory)), ui))
+            return ui.finish(pad_vocab(Request(_common(context, checkpoint, output), …), ui))
 
 Nothing is caught there: `cli.main` turns each exception into its message and exit code. Nothing that takes time to
 import (numpy, jax, huggingface_hub, rich …) is imported at the top of these files or of a module that they import.

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from prepcli.app.options import DryRun, Json, Offline, ProgressMode, Quiet, Verbose
+from prepcli.app.groups import Shown, grouped
+from prepcli.app.options import DryRun, Offline, ProgressMode
 from prepcli.errors import usage
-from prepcli.ui import open_ui
 
 
+@grouped
 def train(
     recipe: Annotated[
         Path | None,
@@ -34,9 +35,8 @@ def train(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
     dry_run: DryRun = False,
     offline: Offline = False,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    *,
+    shown: Shown,
     progress: ProgressMode = "auto",
 ) -> int:
     """Train from a checkpoint as a recipe says; resumes by itself.
@@ -50,7 +50,7 @@ def train(
     from prepcli.commands.train import Request, recipe_schema
     from prepcli.commands.train import train as run
 
-    ui = open_ui("train", json, quiet, verbose, progress)
+    ui = shown.open("train", progress)
     if schema:
         return ui.finish(recipe_schema())
     if recipe is None:
