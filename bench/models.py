@@ -1,4 +1,5 @@
-"""Checkpoints of real size with made-up values: `python -m bench.models gpt-neo-1.3B OUT [--dtype bfloat16] …`.
+"""Checkpoints of real size with made-up values: `python -m bench.models gpt-neo-1.3B OUT [--dtype bfloat16] …`, or of
+any config.json of a family that prep knows.
 
 Names and shapes are the families' own tables, configs those of the published models. Memory stays at a few blocks.
 """
@@ -17,13 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.published import PUBLISHED, config_of
+from bench.published import PUBLISHED, changed
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import INDEX
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
 from prepcli.planning.tensors import itemsize
 from prepcli.units import bytes_text
-from prepcli.writing.convert import dumps
+from prepcli.writing.folders import dumps
 from trainer.axes import bind
 from trainer.families import family_of
 from trainer.table import STACKS, Config, rows
@@ -32,6 +33,7 @@ BLOCK_NBYTES = 8 << 20
 SHARD_NBYTES = 5 * 10**9
 SEED = 0
 STD = 0.02
+MANY_TOKENS = 10**30  # as transformers writes it where there is no end
 FREE_BITS = {"float32": 0x807FFFFF, "float16": 0x83FF, "bfloat16": 0x807F}  # sign and mantissa of a value
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses no number
 
@@ -55,15 +57,12 @@ def entries(config: Config) -> list[Entry]:
     dtype = config["torch_dtype"]
     tied = family.tie.leaf if family.tied(config) else None
     bound = {path: bind(row, family.sizes(config)) for path, row in rows(family, config).items() if path != tied}
-    named = [
-        (_place(path, at), name, row.source_shape)
-        for path, row in bound.items()
-        for name, at in row.tensors()
-    ]
-    named.sort(key=lambda found: found[0])
+    named = {  # several rows may share a tensor
+        name: (_place(path, at), row.source_shape) for path, row in bound.items() for name, at in row.tensors()
+    }
     return [
         (name if name in family.unprefixed else family.prefix + name, dtype, shape, math.prod(shape) * itemsize(dtype))
-        for _, name, shape in named
+        for name, (_, shape) in sorted(named.items(), key=lambda found: found[1][0])
     ]
 
 
@@ -75,8 +74,8 @@ def _place(path: str, at: Mapping[str, int]) -> tuple[float, int]:
 
 
 def write_model(folder: Path, config: Config, shard_nbytes: int = SHARD_NBYTES, sparse: bool = False) -> int:
-    """Write a model into a new folder; `sparse`: true headers over zeros that take no disk. The same config and
-    shards make the same bytes. Returns how many bytes the weights have."""
+    """Write a model into a new folder; `sparse`: true headers over zeros that take no disk, and no tokenizer. The same
+    config and shards make the same bytes. Returns how many bytes the weights have."""
     held = entries(config)
     folder.mkdir(parents=True)
     groups = shard(held, shard_nbytes)
@@ -86,7 +85,7 @@ def write_model(folder: Path, config: Config, shard_nbytes: int = SHARD_NBYTES, 
         _write_file(folder / layout.name, layout, values, numbers)
     if len(layouts) > 1:
         (folder / INDEX).write_bytes(index_json(layouts))
-    for name, content in _settings(config).items():
+    for name, content in ({"config.json": config} if sparse else _settings(config)).items():
         (folder / name).write_bytes(dumps(content))
     return sum(nbytes for *_, nbytes in held)
 
@@ -124,13 +123,22 @@ def _settings(config: Config) -> dict[str, object]:
     }
     return {
         "config.json": config,
-        "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id")},
+        "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config["max_position_embeddings"],
+            "model_max_length": family_of(config).traits(config).positions or MANY_TOKENS,
         },
     }
+
+
+def _config(text: str) -> Config:
+    if text in PUBLISHED:
+        return PUBLISHED[text]
+    try:
+        return {"torch_dtype": "float32", **json.loads(Path(text).read_text())}
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"`{text}` is neither an alias nor a config.json") from error
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -144,7 +152,7 @@ def _field(text: str) -> tuple[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the model that the arguments ask for; one line on stdout says what it is."""
     parser = argparse.ArgumentParser(prog="python -m bench.models", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", choices=PUBLISHED, metavar="NAME", help=", ".join(PUBLISHED))
+    parser.add_argument("config", type=_config, metavar="NAME", help="an alias (`prep models`), or a config.json")
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is not there yet")
     parser.add_argument("--dtype", choices=FREE_BITS, help="of all weights; default: as published")
     parser.add_argument("--layers", type=int, help="another depth, widths stay real")
@@ -153,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", type=_field, action="append", default=[], metavar="KEY=JSON", help="a config field")
     given = parser.parse_args(arguments)
     try:
-        config = config_of(given.name, given.dtype, given.layers, dict(given.set))
+        config = changed(given.config, given.dtype, given.layers, dict(given.set))
         nbytes = write_model(given.out, config, int(given.shard_gb * 10**9), given.sparse)
     except (PrepError, FileExistsError) as error:
         parser.error(str(error))

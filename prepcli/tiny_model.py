@@ -11,7 +11,7 @@ import numpy as np
 from prepcli.formats.safetensors import INDEX
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
 from prepcli.planning.tensors import Tensor
-from prepcli.writing.convert import dumps
+from prepcli.writing.folders import dumps
 from trainer.axes import bind
 from trainer.families.gpt_neo import FAMILY
 from trainer.table import rows

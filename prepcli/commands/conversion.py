@@ -158,11 +158,15 @@ def _check_apart(out: Path, source: Source) -> None:
             raise usage(f"the output {out} is inside the source", "sources are never written to", hint)
         if target in root.parents:
             raise usage(f"the source is inside the output {out}", "it would be replaced with it", "`--out NAME`")
+    for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
+        if target == folder or target in folder.parents:
+            what = f"the output {out} would be in place of where you are, or live"
+            raise usage(what, f"{folder} is there, and outputs replace whole folders", "`--out NAME`")
 
 
 def source_line(source: Source) -> str:
     """`EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
-    dtypes = sorted({t.dtype for t in source.tensors if t.name in _weights(source)})
+    dtypes = _weight_dtypes(source)
     size = bytes_text(sum(t.nbytes for t in source.tensors))
     parts = [source.name, source.family.name, f"{len(source.tensors)} tensors", f"{size} {', '.join(dtypes)}"]
     if nbytes := optimizer_nbytes(source):
@@ -172,9 +176,10 @@ def source_line(source: Source) -> str:
     return "  ".join(parts)
 
 
-def _weights(source: Source) -> set[str]:
+def _weight_dtypes(source: Source) -> list[str]:
+    """Those of tensors that are not small beside the largest."""
     large = max((t.nbytes for t in source.tensors), default=0)
-    return {t.name for t in source.tensors if t.nbytes * 8 >= large}
+    return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= large})
 
 
 def output_config(source: Source, vocabulary: Vocabulary, tied: bool, dtype: str | None = None) -> dict[str, Any]:
@@ -183,7 +188,9 @@ def output_config(source: Source, vocabulary: Vocabulary, tied: bool, dtype: str
     config = with_vocabulary(source.config, vocabulary)
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]  # transformers' 5 and 4
     config |= dict.fromkeys(named, dtype) if dtype else {}
-    return config | ({"tie_word_embeddings": False} if source.family.tied(config) and not tied else {})
+    if tied or not source.family.tied(config, (source.family.tie.tensor,)):
+        return config
+    return config | {"tie_word_embeddings": False, **source.family.tie.untied(config)}
 
 
 def request_text(command: str, source: Source, options: Sequence[tuple[str, object]]) -> str:

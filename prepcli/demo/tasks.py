@@ -57,7 +57,7 @@ class Task:
 
 def argv(words: Sequence[str]) -> list[str]:
     """The command as a process."""
-    return [sys.executable, "-m", "prepcli", *words, "--json", "--quiet"]
+    return [sys.executable, "-P", "-m", "prepcli", *words, "--json", "--quiet"]
 
 
 def environment(**more: str) -> dict[str, str]:

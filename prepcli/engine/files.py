@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from prepcli.planning.moves import Copy
 from prepcli.planning.slabs import PAGE
 
 Bytes = npt.NDArray[np.uint8]
+SPARE_FILES = 32  # for whatever else is opened
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
@@ -55,6 +57,7 @@ class Files:
         self._written: set[int] = set()
         self._lost: PrepError | None = None
         flags = os.O_RDONLY if sizes is None else os.O_WRONLY | os.O_CREAT
+        _let_open(2 * len(self.paths))
         try:
             for i, path in enumerate(self.paths):
                 self._open(path, flags, None if sizes is None else sizes[i])
@@ -181,6 +184,16 @@ class Files:
         self._written.clear()
 
 
+def _let_open(count: int) -> None:
+    """Let this process have so many more files open, as far as the system does: by default far fewer than it could."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    needed = there + count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
 def _open_direct(path: Path, flags: int) -> int:
     """A descriptor past the page cache; -1 where the file system has none."""
     try:
@@ -195,4 +208,6 @@ def io_error(path: Path, error: OSError) -> PrepError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "free some room and run the same command again: it goes on from where it stopped"
         return PrepError(f"the disk that holds {path.name} is full", why, hint)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return PrepError(f"cannot read or write {path}", why, "`ulimit -n` says how many: let it be more")
     return PrepError(f"cannot read or write {path}", why)

@@ -43,12 +43,13 @@ class Use:
 class Names:
     """How the tensors of a source are called: with the family's base prefix, or without.
 
-    Of a tied pair a file may hold the head alone (`head_is_embedding`): it is read, and called, as the embedding.
+    Of a tied pair a file may hold the head alone, or of copies another one: it is read, and called, as the embedding
+    (`embedding_as`: what the file calls that, where it is so).
     """
 
     family: Family
     prefixed: bool = True
-    head_is_embedding: bool = False
+    embedding_as: str = ""
     without_prefix: frozenset[str] = frozenset()  # the names that lack it though others have it
 
     def full(self, bare: str) -> str:
@@ -64,7 +65,7 @@ class Names:
     def bare(self, full: str) -> str:
         """The name in a row."""
         name = full.removeprefix(self.family.prefix) if self.prefixed else full
-        return self.family.tie.embedding if self.head_is_embedding and name == self.family.tie.tensor else name
+        return self.family.tie.embedding if name and name == self.embedding_as else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,20 @@ def names_of(family: Family, config: Config, full: Collection[str]) -> Names:
         pair = f"{family.prefix}{min(both)} and {min(both)}"
         raise PrepError("a tensor is there twice, with and without the base prefix", pair, "keep one of them")
     bare = prefixed | set(full)
-    head_alone = family.tied(config) and family.tie.tensor in bare and family.tie.embedding not in bare
     plain = frozenset(name for name in full if not name.startswith(family.prefix))
-    return Names(family, bool(prefixed), head_alone, plain if prefixed else frozenset())
+    return Names(family, bool(prefixed), _embedding_as(family, config, bare), plain if prefixed else frozenset())
+
+
+def _embedding_as(family: Family, config: Config, bare: Collection[str]) -> str:
+    """Of tensors that repeat the embedding the first that a file has, where it lacks that."""
+    tie = family.tie
+    heads = [tie.tensor] if family.tied(config) else []
+    others = [*heads, *(copy for copy, of in family.copies.items() if of == tie.embedding)]
+    return "" if tie.embedding in bare else next((name for name in others if name in bare), "")
 
 
 def vocab_tensors(counted: Account) -> set[str]:
-    """Tensors whose first dim is the vocabulary, a head that only repeats the embedding among them."""
+    """Tensors whose first dim is the vocabulary, those that only repeat the embedding among them."""
     aliases = {check.name for check in counted.checks}
     return aliases | {
         name
@@ -129,7 +137,7 @@ def account(
 ) -> Account:
     """Match rows with tensors. PrepError lists all that are missing, unexpected or misshapen, in `where`."""
     family = names.family
-    rows, tied, alias = _tying(family, config, rows, tensors, wishes)
+    rows, tied, repeats = _tying(family, config, rows, tensors, wishes)
     wanted: dict[str, list[Use]] = {}
     for path, row in rows.items():
         bound = bind(row, sizes)
@@ -137,48 +145,61 @@ def account(
             raise PrepError("config.json makes no sense", f"it asks for {count:,} tensors like {bound.text.strip()}")
         for name, at in bound.tensors():
             wanted.setdefault(name, []).append(Use(path.format(**at), path, bound, tuple(at.items())))
-    dropped = tuple(_dropped(family, wanted, tensors, wishes, alias))
+    dropped = tuple(_dropped(family, wanted, tensors, wishes, repeats))
     _check_patterns(names, wishes, {d.name for d in dropped}, where)
     faults = _faults(names, wanted, tensors, {d.name for d in dropped})
     if faults.missing or faults.unexpected or faults.misshapen:
         raise _error(faults, family, where)
-    if alias:
-        _check_alias(names, tensors, alias)
-    checks = (Same(alias, family.tie.embedding),) if alias else ()
+    checks = tuple(Same(name, other) for name, other in repeats.items())
+    for check in checks:
+        _check_same(names, tensors, check)
     return Account({name: tuple(found) for name, found in wanted.items()}, dropped, checks, tied)
 
 
 def _tying(
     family: Family, config: Config, rows: Mapping[str, Row], tensors: Mapping[str, Shaped], wishes: Wishes
-) -> tuple[dict[str, Row], bool, str]:
-    """The rows without a head that is the embedding, whether it is, and the tensor that then repeats the embedding."""
+) -> tuple[dict[str, Row], bool, dict[str, str]]:
+    """The rows without a head that is the embedding, whether it is, and the tensors that repeat another."""
     tie = family.tie
+    repeats = {name: other for name, other in family.copies.items() if name in tensors}
     stored = tie.tensor in tensors
-    if not family.tied(config) or (stored and wishes.untie):
-        return dict(rows), False, ""
-    return {path: row for path, row in rows.items() if path != tie.leaf}, True, tie.tensor if stored else ""
+    if not family.tied(config, tensors) or (stored and wishes.untie):
+        return dict(rows), False, repeats
+    heads = {tie.tensor: tie.embedding} if stored else {}
+    return {path: row for path, row in rows.items() if path != tie.leaf}, True, heads | repeats
 
 
-def _check_alias(names: Names, tensors: Mapping[str, Shaped], alias: str) -> None:
-    """PrepError where a glance tells that a head does not repeat the embedding; its bytes are compared on the way."""
-    embedding = names.family.tie.embedding
-    head, other = tensors[alias], tensors[embedding]
+def _check_same(names: Names, tensors: Mapping[str, Shaped], check: Same) -> None:
+    """PrepError where a glance tells that a tensor does not repeat the other; bytes are compared on the way."""
+    head, other = tensors[check.name], tensors[check.other]
     if (head.dtype, head.shape) != (other.dtype, other.shape):
-        what = f"{names.full(alias)} is not equal to {names.full(embedding)}"
-        shown = f"{head.dtype} {list(head.shape)} and {other.dtype} {list(other.shape)}"
-        raise PrepError(what, f"config says tied, they are {shown}", "`--untie` keeps both")
+        shown = f"they are {head.dtype} {list(head.shape)} and {other.dtype} {list(other.shape)}"
+        raise not_same(names.family, check, {name: names.full(name) for name in (check.name, check.other)}, shown)
+
+
+def not_same(family: Family, check: Same, called: Mapping[str, str], how: str) -> PrepError:
+    """The error of two tensors that should be equal; `called`: what the file calls them."""
+    first, second = called.get(check.name, check.name), called.get(check.other, check.other)
+    what = f"{first} is not equal to {second}"
+    if check.name == family.tie.tensor:
+        return PrepError(what, f"config says tied, {how}", "`--untie` keeps both")
+    return PrepError(what, f"it is a copy in every {family.name}, {how}", f"a file without {first}, if that is right")
 
 
 def _dropped(
-    family: Family, wanted: Collection[str], tensors: Mapping[str, Shaped], wishes: Wishes, alias: str
+    family: Family,
+    wanted: Collection[str],
+    tensors: Mapping[str, Shaped],
+    wishes: Wishes,
+    repeats: Mapping[str, str],
 ) -> Iterable[Dropped]:
     rules = {re.sub(r"\\{i\\}", r"\\d+", re.escape(pattern)): why for pattern, why in family.dropped.items()}
     for name, tensor in tensors.items():
         if name in wanted:
             continue
         rule = next((why for pattern, why in rules.items() if re.fullmatch(pattern, name)), "")
-        if name == alias:
-            rule = f"equal to {family.tie.embedding}"
+        if name in repeats:
+            rule = f"equal to {repeats[name]}"
         elif not rule and any(fnmatch.fnmatchcase(name, p.removeprefix(family.prefix)) for p in wishes.drop):
             rule = "--drop"
         if rule:

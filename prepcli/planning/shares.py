@@ -74,11 +74,10 @@ def asked_share(text: str | None, environ: Mapping[str, str]) -> tuple[Share, st
 @dataclass(frozen=True, slots=True)
 class Division:
     """Among how many processes the streams of a plan are divided, those left out that were durable before it was made:
-    their digests by number. `resumed`: an earlier run left something there."""
+    their digests by number."""
 
     count: int = 1
     done: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    resumed: bool = False
 
     @property
     def name(self) -> str:

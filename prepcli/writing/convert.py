@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget, anonymous_nbytes, budget
-from prepcli.engine.casts import Counts, largest, moved, report
 from prepcli.engine.digest import digest
 from prepcli.engine.files import Files, io_error
 from prepcli.engine.pipeline import NO_BYTES, Outcome
 from prepcli.errors import PrepError
-from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_write import Chunk, write_item, write_step
-from prepcli.manifest import MANIFEST, manifest_bytes, read_manifest
+from prepcli.manifest import read_manifest
 from prepcli.planning import coverage
-from prepcli.planning.plan import Leaf, Plan, Same, Stream
+from prepcli.planning.plan import Plan
 from prepcli.planning.shares import ALONE, Share
 from prepcli.planning.slabs import all_slabs, wide
-from prepcli.planning.slots import PARAMS, joined, parted
-from prepcli.progress import NullProgress, Progress
+from prepcli.progress import Progress
 from prepcli.reading.sources import Source
 from prepcli.ui import version
 from prepcli.units import bytes_text
-from prepcli.writing.packing import Packed, pack
-from prepcli.writing.staging import WORK, Staging, clean, remove, staging
+from prepcli.writing.expectations import Expectations
+from prepcli.writing.finishing import data_folder, finish, unpacked
+from prepcli.writing.staging import Staging, clean, staging
 from prepcli.writing.together import PATIENCE_S, Task, wait_for_all
 
 INDEX_OF_ITEM = ("_METADATA", "manifest.ocdbt")
-RAW, PACKED = "raw", "packed"  # of an output that is compressed, while it is made: its chunks, and how far they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +84,8 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
     coverage.check(plan, lambda: all_slabs(plan.streams, spend.slab_nbytes))
     with staging(options.out) as stage:
         division = stage.open(run, options.restart, options.share)
-        if not division.resumed and _is_done(plan, run, options):  # others were faster
-            remove(stage.folder)
+        if _is_done(plan, run, options):  # others were faster
+            shutil.rmtree(stage.folder, ignore_errors=True)  # some may be coming to the same end in it
             return Done(options.out, Outcome(), 0, already=True)
         options.start()
         task = Task(plan, run, stage, division, range(options.share.index, options.share.index + options.workers))
@@ -123,7 +118,7 @@ def _moved(
             note(f"resuming {stage.folder.name}: {bytes_text(done)} of {bytes_text(total)} are there")
         progress.begin(plan.command, total, done)
         try:
-            expect = _Expectations(plan, source, allow_overflow)
+            expect = Expectations(plan, source, allow_overflow)
             outcome = pipeline.run(plan.streams, files, sink, spend, progress, journal, expect.seen)
         finally:
             progress.end()
@@ -150,7 +145,10 @@ def run_of(plan: Plan) -> dict[str, object]:
 
 
 def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
-    """Whether the output is there; PrepError if something else is, and may not be replaced."""
+    """Whether the output is there; PrepError if something else is, and may not be replaced.
+
+    One of several processes may come when the others are done: what they made is never taken for an older output.
+    """
     out = options.out
     if not os.path.lexists(out):
         return False
@@ -162,10 +160,10 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
         raise
     same = manifest is not None and manifest["plan"] == run["plan"]
     whole = same and _is_whole(plan, out, manifest or {})
+    if whole and (options.share.count > 1 or not (options.restart or options.overwrite)):
+        return True
     if options.overwrite:
         return False
-    if whole and not options.restart:
-        return True
     hint = "`--out NAME` or `--overwrite`"
     if same:
         raise PrepError(f"{out} exists", "it was made by this request" if whole else "but its files are damaged", hint)
@@ -193,11 +191,6 @@ def _made_by(manifest: Mapping[str, Any] | None, plan: Plan) -> str:
     return f"made by the same `{plan.request}` from a source that has changed since"
 
 
-def data_folder(plan: Plan, folder: Path) -> Path:
-    """Where the data files are written: to be compressed from there, or where they stay."""
-    return folder / WORK / RAW if plan.zstd_level else folder / plan.item
-
-
 @contextlib.contextmanager
 def sink_of(plan: Plan, stage: Staging, promised: bool = False) -> Iterator[Files]:
     """The output's data files, made with their size and head. PrepError if a journal promises bytes of them, and one is
@@ -220,7 +213,7 @@ def sink_of(plan: Plan, stage: Staging, promised: bool = False) -> Iterator[File
 def check_room(plan: Plan, folder: Path) -> None:
     """PrepError if the disk has no room for what is still to be written."""
     needed = sum(file.size - _taken(data_folder(plan, folder) / file.path) for file in plan.files)
-    needed += sum(file.size for file in plan.files) if plan.zstd_level else 0  # raw and compressed, until it is whole
+    needed += unpacked(plan, folder)  # which is there raw and compressed until it is whole
     usage = shutil.disk_usage(folder)
     if needed > usage.free:
         why = f"needs {bytes_text(needed)}, its disk has {bytes_text(usage.free)} free"
@@ -235,53 +228,6 @@ def _taken(path: Path) -> int:
         return 0
 
 
-class _Expectations:
-    """What digests have to be: those that the source's manifest records, and equal ones for tied tensors; and that no
-    value overflows."""
-
-    def __init__(self, plan: Plan, source: Source, allow_overflow: bool) -> None:
-        self._plan, self._source, self._allow_overflow = plan, source, allow_overflow
-        recorded = {(t.name, low, high): text for t in source.everything for low, high, text in t.digests}
-        self._wanted = {i: recorded.get((s.name, *s.rows)) for i, s in enumerate(plan.streams) if s.left}
-        self._seen: dict[tuple[str, tuple[int, int]], str] = {}
-
-    def seen(self, number: int, text: str) -> None:
-        """Take in what the engine says of a whole stream. PrepError if it is not what it has to be."""
-        stream, found = self._plan.streams[number], moved(text).read
-        self._check_overflow(stream, moved(text).counts)
-        wanted = self._wanted.get(number)
-        if wanted and wanted != found:
-            why = f"its bytes have the digest {found}, its manifest records {wanted}: they have changed since"
-            raise PrepError(f"{self._called(stream.name)} in {self._source.name} is damaged", why, "make it anew")
-        self._seen[stream.name, stream.rows] = found
-        for check in self._plan.checks:
-            if stream.name in (check.name, check.other):
-                self._compare(check, stream)
-
-    def _check_overflow(self, stream: Stream, counts: Counts | None) -> None:
-        if counts and counts.overflowed and not self._allow_overflow:
-            what = f"{counts.overflowed:,} values of {self._called(stream.name)} are too large for {stream.cast}"
-            why = f"the largest that it has is {largest(stream.cast):g}"
-            raise PrepError(what, why, "`--allow-overflow` makes them infinite")
-
-    def _compare(self, check: Same, stream: Stream) -> None:
-        pair = [self._seen.get((name, stream.rows)) for name in (check.name, check.other)]
-        if None in pair or pair[0] == pair[1]:
-            return
-        from prepcli.engine.compare import first_difference
-
-        sides = [
-            next(s for s in self._plan.streams if (s.name, s.rows) == (n, stream.rows))
-            for n in (check.name, check.other)
-        ]
-        row = first_difference(self._source.reads, sides[0], self._source.reads, sides[1]).row
-        what = f"{self._called(check.name)} is not equal to {self._called(check.other)}"
-        raise PrepError(what, f"config says tied, first difference in row {row}", "`--untie` keeps both")
-
-    def _called(self, name: str) -> str:
-        return self._plan.names.get(name, name)
-
-
 def _check_unchanged(plan: Plan, source: Source) -> None:
     """PrepError if a file of the source was written to while it was read."""
     for fact, path in zip(plan.sources, source.files):
@@ -291,90 +237,3 @@ def _check_unchanged(plan: Plan, source: Source) -> None:
             raise io_error(path, error) from error
         if (now.st_size, now.st_mtime_ns) != (fact.size, fact.mtime_ns):
             raise PrepError(f"{path.name} changed while it was read", f"in {source.name}", "run again with `--restart`")
-
-
-def finish(
-    plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome, progress: Progress | None = None
-) -> None:
-    """Write what is not tensors: chunks compressed, if they are to be, then index, settings, manifest."""
-    folder = stage.folder / plan.item
-    packed = _packed(plan, stage, progress or NullProgress()) if plan.zstd_level else None
-    try:
-        if plan.leaves:
-            metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk) for x in plan.leaves]
-            names = packed.files if packed else [file.path for file in plan.files]
-            chunks = packed.chunks if packed else _chunks(plan.leaves)
-            write_item(folder, metas, chunks, names, now_ns=newest_ns(plan), zstd_level=plan.zstd_level)
-        if plan.item:
-            write_step(stage.folder, plan.item, newest_ns(plan))
-        for file in plan.small_files:
-            path = folder / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if file.copied_from:
-                shutil.copyfile(file.copied_from, path)
-            else:
-                path.write_bytes(file.content)
-        said = {"packed": dict(zip(packed.files, packed.sizes))} if packed else {}
-        (stage.folder / MANIFEST).write_bytes(manifest_bytes(_manifest(plan, run, outcome) | said))
-    except OSError as error:
-        raise io_error(stage.folder, error) from error
-
-
-def _packed(plan: Plan, stage: Staging, progress: Progress) -> Packed:
-    raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-    chunks = list(_chunks(plan.leaves))
-    folder, journal = stage.folder / plan.item, stage.folder / WORK / PACKED
-    return pack(chunks, raw, folder, journal, plan.zstd_level or 0, progress)
-
-
-def newest_ns(plan: Plan) -> int:
-    """The time that the output's metadata carry: that of the source, so that two runs write the same bytes."""
-    return max((fact.mtime_ns for fact in plan.sources), default=0)
-
-
-def _chunks(leaves: tuple[Leaf, ...]) -> Iterator[Chunk]:
-    for number, leaf in enumerate(leaves):
-        for box in leaf.placed:
-            for index in box.indices():
-                yield Chunk(number, index, *box.places.find(index), leaf.chunk_nbytes)
-
-
-def _manifest(plan: Plan, run: dict[str, object], outcome: Outcome) -> dict[str, Any]:
-    return {
-        **run,
-        "command": plan.command,
-        "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.sources]},
-        **plan.settings,
-        "dropped": [{**asdict(d), "name": plan.names.get(d.name, d.name)} for d in plan.dropped],
-        **({"casts": casts} if (casts := report(plan.streams, outcome.digests)) else {}),
-        **_records(plan, outcome),
-        "leaves": {
-            leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk} for leaf in plan.leaves
-        },
-    }
-
-
-def _records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
-    """Every tensor that was written, with the rows it has there, and digests of them in pieces where it has padding.
-
-    Those of a training state are apart: by slot, and what stands alone.
-    """
-    tensors: dict[str, Any] = {}
-    slots: dict[str, dict[str, Any]] = {}
-    others: dict[str, Any] = {}
-    for number, stream in enumerate(plan.streams):
-        if stream.right:
-            slot = parted(stream.name)[0] if plan.item else PARAMS
-            shown = plan.names.get(stream.name, stream.name)
-            name = shown.removeprefix(joined(slot, "")) if slot else shown
-            held = tensors if slot == PARAMS else slots.setdefault(slot, {}) if slot else others
-            record = held.setdefault(name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []})
-            record["digests"].append([*stream.rows, moved(outcome.digests[number]).written])
-            if stream.shape:
-                record["shape"] = (stream.rows[1], *stream.shape[1:])
-    return {"tensors": tensors, **({"slots": slots, "others": others} if plan.item else {})}
-
-
-def dumps(content: object) -> bytes:
-    """JSON as the settings of a model are stored."""
-    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

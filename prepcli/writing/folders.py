@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from prepcli.formats.safetensors import INDEX, SINGLE
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out
 from prepcli.planning.plan import Flat, OutFile, SmallFile
 from prepcli.reading.sources import CONFIG, Source, SourceTensor
-from prepcli.writing.convert import dumps
 
 Group = tuple[str, Sequence[Entry], int | None]  # file name, tensors in order, how deep in a page the first one lies
 
@@ -54,3 +54,8 @@ def index_files(layouts: Sequence[FileLayout]) -> tuple[SmallFile, ...]:
     if len(layouts) > 1 or any(layout.name != SINGLE for layout in layouts):
         return (SmallFile(INDEX, index_json(layouts)),)
     return ()
+
+
+def dumps(content: object) -> bytes:
+    """JSON as the settings of a model are stored."""
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_WEIGHTS = tuple(  # of each format: a file, one of several, and the index of these
+    re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}|{stem}\.{suffix}\.index\.json")
+    for stem, suffix in (("model", "safetensors"), ("flax_model", "msgpack"))
+)
 _AGAIN = "run the same command again: what is uploaded is not uploaded twice"
 
 
@@ -69,7 +72,8 @@ def check(target: Target) -> None:
 
 
 def push(folder: Path, target: Target, progress: Progress) -> str:
-    """Upload a folder as it is, and take what an earlier push left of other weights away; the address of the commit.
+    """Upload a folder as it is, and take away what an earlier push left of other weights in its format; the address of
+    the commit.
 
     Large files go one by one before the commit; those that are there are not sent again. Raises PrepError, and the
     folder is as it was.
@@ -83,7 +87,7 @@ def push(folder: Path, target: Target, progress: Progress) -> str:
         if target.revision:
             api.create_branch(target.repo, branch=target.revision, exist_ok=True)
         there = api.list_repo_files(target.repo, revision=target.revision)
-        old = [name for name in there if _OURS.fullmatch(name) and name not in names]
+        old = _replaced(there, names)
         added = [CommitOperationAdd(name, str(folder / name)) for name in names]
         _upload(api, target, added, progress)
         deleted = [CommitOperationDelete(name) for name in old]
@@ -91,6 +95,12 @@ def push(folder: Path, target: Target, progress: Progress) -> str:
             target.repo, [*added, *deleted], commit_message=f"{folder.name} by prep", revision=target.revision
         )
     return made.commit_url
+
+
+def _replaced(there: Sequence[str], names: Sequence[str]) -> list[str]:
+    """What an earlier push left of weights in the format of the new ones: readers would mix them up."""
+    ours = [kind for kind in _WEIGHTS if any(map(kind.fullmatch, names))]
+    return [name for name in there if name not in names and any(kind.fullmatch(name) for kind in ours)]
 
 
 def _upload(api: HfApi, target: Target, added: Sequence[CommitOperationAdd], progress: Progress) -> None:

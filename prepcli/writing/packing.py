@@ -11,9 +11,13 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage
@@ -26,13 +30,29 @@ MARK_NBYTES = 256 << 20  # of raw bytes: what a kill can cost
 METHOD, DEFAULT_LEVEL, MOST_LEVEL = "zstd", 1, 19  # the level that Orbax takes; those above ask for much memory
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The chunks where they lie now, their files relative to the item, and the size of each."""
+_Table = npt.NDArray[np.int64]  # a row a chunk: file, offset, bytes. Of objects there would be too many
 
-    chunks: tuple[Chunk, ...]
+
+class _Run(NamedTuple):
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Where the chunks lie now, in the order in which they were given, their files relative to the item, and the size
+    of each."""
+
+    places: _Table
     files: tuple[str, ...]
     sizes: tuple[int, ...]
+
+    def chunks(self, raw: Iterable[Chunk]) -> Iterator[Chunk]:
+        """The chunks that were given, where they lie now."""
+        for chunk, row in zip(raw, self.places, strict=True):
+            file, offset, nbytes = map(int, row)
+            yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
 
 
 def parse_compress(text: str | None) -> int | None:
@@ -47,25 +67,45 @@ def parse_compress(text: str | None) -> int | None:
 
 
 def pack(
-    chunks: Sequence[Chunk], raw: Sequence[Path], folder: Path, journal: Path, level: int, progress: Progress
+    chunks: Iterable[Chunk], raw: Sequence[Path], folder: Path, journal: Path, level: int, progress: Progress
 ) -> Packed:
     """Compress raw chunks into data files of the item in `folder`, in the order in which they lie; run again it goes on
     from what is durable. PrepError where the system does not let it."""
-    ordered = sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset))
+    given = _table(chunks)
+    order = _in_order(given)
     (folder / "d").mkdir(parents=True, exist_ok=True)
-    task = _Packing(ordered, raw, folder, journal, level)
-    total = sum(chunk.nbytes for chunk in ordered)
-    progress.begin("compress", total, sum(chunk.nbytes for chunk in ordered[: len(task.lengths)]))
+    task = _Packing(given[order], raw, folder, journal, level)
+    total, done = int(given[:, 2].sum()), int(task.chunks[: len(task.lengths), 2].sum())
+    progress.begin("compress", total, done)
     try:
         task.go(progress)
     finally:
         progress.end()
         task.close()
-    return task.packed()
+    places = np.empty_like(given)
+    places[order] = _places(task.lengths)
+    sizes = np.bincount(places[:, 0], places[:, 2]).astype(np.int64).tolist()
+    return Packed(places, tuple(_name(number) for number in range(len(sizes))), tuple(sizes))
+
+
+def unpacked_nbytes(chunks: Iterable[Chunk], journal: Path) -> int:
+    """Bytes of the raw chunks that are still to be compressed. PrepError where the journal cannot be read."""
+    given = _table(chunks)
+    return int(given[_in_order(given)][len(_promised(journal)[0]) :, 2].sum())
+
+
+def _table(chunks: Iterable[Chunk]) -> _Table:
+    flat = itertools.chain.from_iterable((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
+    return np.fromiter(flat, np.int64).reshape(-1, 3)
+
+
+def _in_order(table: _Table) -> npt.NDArray[np.intp]:
+    """The rows in the order in which the chunks lie."""
+    return np.lexsort((table[:, 1], table[:, 0]))
 
 
 class _Packing:
-    def __init__(self, chunks: list[Chunk], raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
+    def __init__(self, chunks: _Table, raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
         self.chunks, self.raw, self.folder, self.journal, self.level = chunks, raw, folder, journal, level
         self.lengths = _durable(journal, len(chunks))
         self.out = -1  # the descriptor of the data file that is being written
@@ -74,11 +114,11 @@ class _Packing:
     def go(self, progress: Progress) -> None:
         """Compress what is left."""
         marked, unmarked = len(self.lengths), 0
-        places = _places(self.lengths)
-        file, offset = places[-1] if places else (0, 0)
-        offset += self.lengths[-1] if places else 0
+        last = _Run(*map(int, _places(self.lengths)[-1])) if marked else _Run(0, 0, 0)
+        file, offset = last.file, last.offset + last.nbytes
         self._open(file, offset)
-        for chunk in self.chunks[marked:]:
+        for row in self.chunks[marked:]:
+            chunk = _Run(*map(int, row))
             if offset >= FILE_NBYTES:
                 marked, unmarked = self._mark(marked), 0
                 file, offset = file + 1, 0
@@ -94,9 +134,9 @@ class _Packing:
         """Go on with a data file after so many bytes."""
         path = self.folder / _name(file)
         try:
-            if self.out >= 0:
-                os.close(self.out)
-            self.out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            before, self.out = self.out, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if before >= 0:
+                os.close(before)
             if os.fstat(self.out).st_size < nbytes:
                 why = f"{path.name} has lost bytes that an earlier run wrote"
                 raise PrepError(f"{self.folder} is damaged", why, "`--restart` drops it")
@@ -105,7 +145,7 @@ class _Packing:
         except OSError as error:
             raise io_error(path, error) from error
 
-    def _compress(self, chunk: Chunk, progress: Progress) -> int:
+    def _compress(self, chunk: _Run, progress: Progress) -> int:
         import zstandard  # late: most outputs are raw
 
         stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)
@@ -115,7 +155,7 @@ class _Packing:
             progress.advance(len(piece))
         return length + self._write(stream.flush())
 
-    def _pieces(self, chunk: Chunk) -> Iterator[bytes]:
+    def _pieces(self, chunk: _Run) -> Iterator[bytes]:
         path = self.raw[chunk.file]
         try:
             if self.source[0] != chunk.file:
@@ -166,43 +206,47 @@ class _Packing:
             os.close(self.out)
             self.out = -1
 
-    def packed(self) -> Packed:
-        """Where everything lies."""
-        places = _places(self.lengths)
-        chunks = (
-            replace(chunk, file=file, offset=offset, nbytes=nbytes)
-            for chunk, (file, offset), nbytes in zip(self.chunks, places, self.lengths)
-        )
-        sizes = [0] * (places[-1][0] + 1 if places else 0)
-        for (file, _), nbytes in zip(places, self.lengths):
-            sizes[file] += nbytes
-        return Packed(tuple(chunks), tuple(_name(number) for number in range(len(sizes))), tuple(sizes))
 
-
-def _places(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """File and offset of each chunk: a file is closed once it is long enough."""
-    found, file, offset = [], 0, 0
-    for nbytes in lengths:
+def _places(lengths: Sequence[int]) -> _Table:
+    """Where each chunk lies: a file is closed once it is long enough."""
+    found, file, offset = np.empty((len(lengths), 3), np.int64), 0, 0
+    for at, nbytes in enumerate(lengths):
         if offset >= FILE_NBYTES:
             file, offset = file + 1, 0
-        found.append((file, offset))
+        found[at] = file, offset, nbytes
         offset += nbytes
     return found
 
 
 def _durable(journal: Path, most: int) -> list[int]:
-    """The lengths that a journal promises; a torn line is left out with what follows it, and cut off."""
+    """The lengths that a journal promises; a torn line is cut off with what follows it."""
+    lengths, nbytes = _promised(journal)
     try:
-        lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
-        whole = list(itertools.takewhile(lambda found: found is not None, map(_parsed, lines)))
         if journal.exists():
-            os.truncate(journal, sum(len(line) + 1 for line in lines[: len(whole)]))
+            os.truncate(journal, nbytes)
     except OSError as error:
         raise io_error(journal, error) from error
-    lengths = [length for line in whole if line is not None for length in line]
     if len(lengths) > most:
         raise PrepError(f"{journal.parent.parent} is damaged", "its journal is of another output", "`--restart`")
     return lengths
+
+
+def _promised(journal: Path) -> tuple[list[int], int]:
+    """The lengths in the whole lines of a journal up to a torn one, and the bytes of these lines."""
+    try:
+        lines = journal.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise io_error(journal, error) from error
+    lengths, nbytes = list[int](), 0
+    for line in lines:
+        found = _parsed(line)
+        if found is None:
+            break
+        lengths += found
+        nbytes += len(line) + 1
+    return lengths, nbytes
 
 
 def _parsed(line: bytes) -> list[int] | None:

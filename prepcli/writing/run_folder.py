@@ -26,7 +26,8 @@ from prepcli.planning.plan import Plan
 from prepcli.progress import NullProgress
 from prepcli.reading.restore import ItemReader, open_reader
 from prepcli.reading.sources import HF_FOLDER, small_files
-from prepcli.writing.convert import check_room, finish, run_of, sink_of
+from prepcli.writing.convert import check_room, run_of, sink_of
+from prepcli.writing.finishing import finish
 from prepcli.writing.folders import settings
 from prepcli.writing.locks import lock
 from prepcli.writing.saving import state_plan

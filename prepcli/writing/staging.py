@@ -7,7 +7,6 @@ written down in `.prep/division.json`. Who comes, and who gives the output its n
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -54,10 +53,10 @@ class Staging:
         return self.work / f"{JOURNAL}.{index}"
 
     def open(self, run: dict[str, object], restart: bool, share: Share = ALONE) -> Division:
-        """Make or take up the folder and lock it; how the plan is divided, and whether an earlier run left something.
+        """Make or take up the folder and lock it; how the plan is divided.
 
-        `restart` drops that, unless processes are at work with which this one shares. PrepError if it is another run's,
-        or other processes are at work on it.
+        `restart` drops what an earlier run left, unless processes are at work with which this one shares. PrepError if
+        it is another run's, or other processes are at work on it.
         """
         self.share = share
         with contextlib.ExitStack() as on_error:
@@ -72,6 +71,8 @@ class Staging:
             with self._in_the_door():
                 fd, first = shared_lock(self.work / LOCK, self.folder, share.count)
                 self._locks.append(fd)
+                for told in self.work.glob(f"{FAILED}.*") if first else ():  # by processes that are gone
+                    remove(told)
                 if restart and first and any((self.work / name).exists() for name in (RUN, DIVISION)):
                     self._clear()
                 found = self._read(RUN)
@@ -79,7 +80,7 @@ class Staging:
                     self._write(RUN, run)
                 elif found != run:
                     raise _other_run(self.folder, found, run)
-                division = self._divide(str(run["plan"]), first, found is not None)
+                division = self._divide(str(run["plan"]), first)
                 self._take_place()
         except OSError as error:
             raise io_error(self.folder, error) from error
@@ -103,7 +104,7 @@ class Staging:
             self._locks.append(patient_lock(self.work / f"{LOCK}.{self.share.index}", what))
             remove(self.work / f"{FAILED}.{self.share.index}")
 
-    def _divide(self, identity: str, first: bool, resumed: bool) -> Division:
+    def _divide(self, identity: str, first: bool) -> Division:
         """How the plan is divided; anew if it was among other processes, of which none is there any more."""
         found = _division(self._read(DIVISION))
         count = self.share.count
@@ -116,7 +117,7 @@ class Staging:
             self._write(DIVISION, {"count": count, "done": found.done})  # before what it was made of is removed
             for path in self.work.glob(f"{JOURNAL}.*"):
                 remove(path)
-        return dataclasses.replace(found, resumed=resumed)
+        return found
 
     def _gathered(self, identity: str, division: Division) -> dict[int, str]:
         """The digests of all streams that are whole and durable."""

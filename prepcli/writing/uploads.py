@@ -2,20 +2,21 @@
 
 There a name cannot be given to what is made, and an object cannot be written in pieces in any order. So it is made in
 `NAME.upload` in the current folder as any output is, resumable, and goes up from there; `NAME.upload/uploaded.jsonl`
-names what is up. Readers of Orbax look for `commit_success.txt`, those of prep for its manifest: they come last, and
-where something is replaced they go first.
+names the address and what is up. Readers of Orbax look for `commit_success.txt`, those of prep for its manifest: they
+come last, and where something is replaced they go first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage
 from prepcli.manifest import MANIFEST
 from prepcli.progress import Progress
@@ -23,7 +24,7 @@ from prepcli.reading.mirrors import whole
 from prepcli.reading.objects import Bucket, Url, is_url, parse_url
 from prepcli.reading.remote_files import RemoteFile
 from prepcli.ui import Report, Ui
-from prepcli.writing.staging import WORK
+from prepcli.writing.staging import WORK, remove
 
 SUFFIX = ".upload"
 MARKS = "uploaded.jsonl"
@@ -77,10 +78,10 @@ def to_url(request: Request, several: bool, ui: Ui, make: Callable[[Path, bool],
     if there and not request.overwrite and (already := _already(request, bucket, there, ui, make)):
         return already
     if request.restart:
-        shutil.rmtree(request.here.parent, ignore_errors=True)
+        _drop(request)
     report = make(request.here, False)
     _upload(request, str(report.fields["plan_digest"]), bucket, there, ui.progress())
-    shutil.rmtree(request.here.parent)
+    _drop(request)
     return _renamed(report, request)
 
 
@@ -90,7 +91,7 @@ def _already(
     """The report where the output is there; None where an upload of it goes on. PrepError for anything else."""
     manifest = next((file for file in there if file.path == MANIFEST), None)
     if manifest is None:
-        if request.marks.exists():
+        if _is_begun(request):
             return None
         what, why = f"{bucket.name} exists", f"{len(there):,} objects lie below it, and no {MANIFEST}"
         raise PrepError(what, why, "`--out` another address, or `--overwrite`")
@@ -104,9 +105,21 @@ def _already(
         why = "it was made by this request" if same else "it was made by another request, or of another source"
         raise PrepError(f"{bucket.name} exists", why, "`--out` another address, or `--overwrite`")
     ui.note(f"already done: {request.url} was made by the same request from the same source")
-    shutil.rmtree(request.here.parent, ignore_errors=True)
+    _drop(request)
     fields = {key: value for key, value in report.fields.items() if key != "dry_run"}
     return _renamed(replace(report, text=str(request.here), fields={**fields, "already": True}), request)
+
+
+def _drop(request: Request) -> None:
+    """Remove what was made here, and nothing that lies beside it."""
+    here = request.here
+    try:
+        for path in (request.marks, here, here.with_name(f"{here.name}.partial")):
+            remove(path)
+    except OSError as error:
+        raise io_error(here.parent, error) from error
+    with contextlib.suppress(OSError):  # there is more in it, or it is not there
+        here.parent.rmdir()
 
 
 def _renamed(report: Report, request: Request) -> Report:
@@ -126,7 +139,7 @@ def _upload(request: Request, plan: str, bucket: Bucket, there: Sequence[RemoteF
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.relative_to(folder).parts[0] != WORK]
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     last = [name for name in (COMMITTED, MANIFEST) if name in names]
-    up = _uploaded(request.marks, plan, there)
+    up = _uploaded(request.marks, plan, there) if _is_begun(request) else _begin(request)
     for file in there:
         if file.path in (COMMITTED, MANIFEST):
             bucket.delete(file.path)
@@ -147,6 +160,25 @@ def _upload(request: Request, plan: str, bucket: Bucket, there: Sequence[RemoteF
         progress.end()
 
 
+def _is_begun(request: Request) -> bool:
+    """Whether an upload to this address was begun here."""
+    return request.marks.exists() and request.marks.read_text().startswith(_title(request))
+
+
+def _begin(request: Request) -> set[str]:
+    """Begin an upload: nothing is up."""
+    with request.marks.open("w") as marks:
+        marks.write(_title(request))
+        marks.flush()
+        os.fsync(marks.fileno())
+    return set()
+
+
+def _title(request: Request) -> str:
+    """The first line of the marks: to where they were brought up."""
+    return json.dumps([str(request.url)]) + "\n"
+
+
 def _mark(marks: TextIO, plan: str, file: RemoteFile) -> None:
     marks.write(json.dumps([plan, file.path, file.size, file.digest]) + "\n")
     marks.flush()
@@ -161,7 +193,7 @@ def _uploaded(marks: Path, plan: str, there: Sequence[RemoteFile]) -> set[str]:
     for line in marks.read_text().splitlines():
         try:
             of_plan, path, size, digest = json.loads(line)
-        except ValueError:  # of a run that was killed while it wrote it
+        except ValueError:  # the address, or of a run that was killed while it wrote it
             continue
         if of_plan == plan and RemoteFile(path, size, digest) in known:
             found.add(path)

@@ -122,7 +122,7 @@ class _Worker:
         self._report = b""
         self._said = b""  # what it last said that was not progress
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "prepcli", *words],
+            [sys.executable, "-P", "-m", "prepcli", *words],  # -P: nothing is imported from where the command is given
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -336,6 +336,18 @@ def test_an_output_and_its_source_lie_apart(capsys, monkeypatch):
     assert said(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
 
 
+def test_a_folder_in_which_one_works_or_lives_is_never_replaced(capsys, monkeypatch, tmp_path: Path):
+    make(tmp_path / "m")
+    for folder in ("work/deep", "homes/me"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir("work/deep")
+    monkeypatch.setenv("HOME", str(tmp_path / "homes/me"))
+    for out in (tmp_path / "work", tmp_path / "homes", tmp_path / "homes/me", Path("../deep")):
+        code, lines = said(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
+        assert (code, lines[0]) == (2, f"error: the output {out} would be in place of where you are, or live")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]
+
+
 def test_a_pattern_that_drops_nothing(capsys):
     make(Path("m"))
     for pattern in ("*.typo", "transformer.wte.weight"):

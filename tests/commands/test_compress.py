@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from prepcli.cli import main
 from prepcli.engine.fills import numpy_dtype
+from prepcli.errors import PrepError
 from prepcli.planning.boxes import whole
 from prepcli.reading.restore import open_reader
 from prepcli.writing import packing
+from prepcli.writing.staging import Staging
 from tests.commands.killing import content
 from tests.formats.test_orbax import judge
 from tests.models import GPT_NEO, LLAMA, make, read_tensors, same_bits
@@ -129,3 +132,18 @@ def test_a_damaged_chunk_is_found(tmp_path: Path, model: dict[str, np.ndarray], 
 def test_nothing_else_compresses(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
     assert main(["save-init", "./model", "--compress", "lz4"]) == 2
     assert "it takes zstd, or zstd:1 to zstd:19" in capsys.readouterr().err
+
+
+def test_what_is_compressed_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model):
+    words = ["save-init", "./model", "--out", "out", "--compress", "zstd", "-q"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "publish", fail)
+        assert main(words) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        assert main(words) == 0
+    run("verify", "out", "./model")
+
+
+def fail(*_: object) -> None:
+    raise PrepError("the power is gone")

@@ -173,6 +173,27 @@ def test_an_upload_that_fails_goes_on_where_it_stopped(site: Site, home: Path):
     assert list(site.cwd.iterdir()) == []
 
 
+def test_an_upload_that_was_begun_is_no_leave_to_replace_what_has_another_address(site: Site, home: Path):
+    arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out")
+    site.store.refused = "PUT bucket/out/hf/"
+    assert not site.prep(*arguments, "gs://bucket/out")["ok"]
+    site.store.refused = "\0"
+    site.store.there["bucket/mine/out/thesis"] = b"x"
+    site.store.requests.clear()
+    error = site.prep(*arguments, "gs://bucket/mine/out")["error"]
+    assert error["what"] == "gs://bucket/mine/out exists"
+    assert site.writes() == []
+    assert site.prep(*arguments, "gs://bucket/out")["ok"]
+
+
+@pytest.mark.parametrize("more", [(), ("--restart",)])
+def test_what_lies_beside_an_output_that_goes_up_is_left(site: Site, home: Path, more: tuple[str, ...]):
+    (site.cwd / "out.upload").mkdir()
+    (site.cwd / "out.upload" / "thesis.txt").write_text("mine")
+    assert site.prep("save-init", str(home / "m"), "--out", "gs://bucket/out", *more)["ok"]
+    assert contents(site.cwd) == {"out.upload/thesis.txt": b"mine"}
+
+
 def test_killed_while_it_uploads_it_goes_on(site: Site, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out", "s3://bucket/out")
     running = site.start(*arguments)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -79,6 +80,18 @@ def test_more_processes_than_tensors(bench: Bench):
     shutil.rmtree(bench.folder / "out")
 
 
+def test_workers_run_no_code_that_lies_where_the_command_is_given(bench: Bench):
+    folder = bench.folder / "stranger"
+    folder.mkdir()
+    shutil.copytree(bench.folder / "model", folder / "model")
+    for name in ("json", "numpy", "xxhash"):
+        (folder / f"{name}.py").write_text("open('ran', 'w').close()\n")
+    words = ["save-init", "./model", "--workers", "2", "--memory", "200MiB", "-q"]
+    subprocess.run([sys.executable, "-P", "-m", "prepcli", *words], cwd=folder, check=True)
+    assert not (folder / "ran").exists()
+    shutil.rmtree(folder)
+
+
 def test_a_launcher_tells_each_process_its_share(bench: Bench):
     each = [
         subprocess.Popen(
@@ -115,6 +128,16 @@ def test_what_some_have_done_is_used_by_another_number_of_processes(bench: Bench
     whole = sum(len(data) for data in content(bench.whole["save-init"]).values())
     assert report["bytes"]["written"] < whole * 0.6
     assert content(bench.folder / "out") == content(bench.whole["save-init"])
+    shutil.rmtree(bench.folder / "out")
+
+
+def test_one_that_comes_when_the_others_are_done_does_not_begin_anew(bench: Bench):
+    ended(*[start(bench, "export", "out", "--overwrite", "--processes", share) for share in shares(2)])
+    _, late = run(bench, "export", "out", "--overwrite", "--processes", "2/1")
+    assert "already done" in late
+    assert not (bench.folder / "out.partial").exists()
+    _, alone = run(bench, "export", "out", "--overwrite")
+    assert "already done" not in alone
     shutil.rmtree(bench.folder / "out")
 
 

@@ -97,6 +97,16 @@ def test_weights_of_an_earlier_push_go_with_the_same_commit_and_what_is_not_ours
     assert "model.safetensors" not in there
 
 
+def test_of_each_format_an_earlier_push_goes_and_weights_of_another_format_stay(init: Path, tmp_path: Path):
+    old = {"flax_model.msgpack": b"old", "flax_model-00001-of-00009.msgpack": b"older", "model.safetensors": b"theirs"}
+    with taking({"o/m": Taken(True, {"main": dict(old)})}) as hub:
+        words = ("export", str(init), "--out", "flax", "--layout", "hf-flax", "--shard-size", "40KB", "--push", "o/m")
+        assert Runner(hub, tmp_path)(*words)["ok"]
+        there = hub.repos["o/m"].branches["main"]
+    assert there == {"model.safetensors": b"theirs"} | contents(tmp_path / "flax")
+    assert "flax_model.msgpack.index.json" in there
+
+
 @pytest.mark.parametrize("broken", ["PUT /lfs/", "/commit/", "/preupload/", "/repos/create"])
 def test_an_upload_that_fails_leaves_the_export_whole_and_can_be_made_again(init: Path, tmp_path: Path, broken: str):
     arguments = ("export", str(init), "--out", "hf", "--push", "o/m")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,6 +185,24 @@ def test_all_descriptors_are_closed_in_the_end(way: str, source: Path, tmp_path:
     with pytest.raises(PrepError), Files([source, tmp_path / "absent"]):
         pass
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_more_files_than_a_process_may_have_open_unless_it_asks_for_more(tmp_path: Path):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, before[1]))
+    try:
+        with Files([tmp_path / str(number) for number in range(100)], [10] * 100) as files:
+            files.write_head(99, b"x" * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (tmp_path / "99").read_bytes() == b"x" * 10
+
+
+def test_more_files_than_the_system_lets_a_process_have_open(monkeypatch, source: Path):
+    failing(monkeypatch, "open", errno.EMFILE, after=3)
+    with pytest.raises(PrepError, match="cannot read or write") as caught:
+        Files([source] * 9)
+    assert "ulimit -n" in caught.value.hint
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path):

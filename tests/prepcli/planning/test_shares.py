@@ -80,7 +80,6 @@ def test_a_part_has_the_checks_of_its_tensors():
 def test_divisions_have_names_of_their_own():
     names = {Division(count, done).name for count in (1, 2, 12) for done in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})}
     assert len(names) == 12
-    assert Division(2, {1: "a"}, resumed=True).name == Division(2, {1: "a"}).name
 
 
 @pytest.mark.parametrize(("text", "share"), [("1/0", ALONE), ("4/3", Share(4, 3)), (" 64/0 ", Share(64, 0))])

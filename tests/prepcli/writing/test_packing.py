@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +20,7 @@ from prepcli.errors import PrepError
 from prepcli.formats.orbax_write import Chunk
 from prepcli.progress import NullProgress
 from prepcli.writing import packing
-from prepcli.writing.packing import Packed, pack, parse_compress
+from prepcli.writing.packing import pack, parse_compress
 
 LENGTHS = [1, 5000, 70_000, 3, 200_000, 4096, 12, 90_000, 90_000, 17]
 
@@ -53,9 +58,19 @@ def raw_chunks(folder: Path) -> tuple[list[Chunk], list[Path], dict[tuple[int, .
     return chunks[::-1], paths, contents
 
 
-def packed_in(folder: Path, progress: NullProgress | None = None) -> Packed:
+@dataclass(frozen=True)
+class Found:
+    """What was packed: the chunks where they lie, the files and the size of each."""
+
+    chunks: tuple[Chunk, ...]
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def packed_in(folder: Path, progress: NullProgress | None = None) -> Found:
     chunks, paths, _ = raw_chunks(folder)
-    return pack(chunks, paths, folder, folder / "journal", 1, progress or NullProgress())
+    packed = pack(iter(chunks), paths, folder, folder / "journal", 1, progress or NullProgress())
+    return Found(tuple(packed.chunks(iter(chunks))), packed.files, packed.sizes)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +80,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "FILE_NBYTES", 60_000)
 
 
-def content(folder: Path, packed: Packed) -> list[bytes]:
+def content(folder: Path, packed: Found) -> list[bytes]:
     return [(folder / name).read_bytes() for name in packed.files]
 
 
@@ -101,6 +116,25 @@ def test_stopped_anywhere_it_ends_in_the_same_bytes(tmp_path_factory, stops: lis
     assert content(folder / "item", again) == content(folder / "whole", whole)
 
 
+def test_a_chunk_takes_little_memory(tmp_path: Path):
+    count = 5000
+    (tmp_path / "raw").write_bytes(bytes(count))
+
+    def chunks() -> Iterator[Chunk]:
+        return (Chunk(0, (at, 0, 0, 0), 0, at, 1) for at in range(count))
+
+    def bring() -> int:
+        packed = pack(chunks(), [tmp_path / "raw"], tmp_path, tmp_path / "journal", 1, NullProgress())
+        return sum(chunk.nbytes for chunk in packed.chunks(chunks()))
+
+    tracemalloc.start()
+    try:
+        assert bring() == sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
+        assert tracemalloc.get_traced_memory()[1] < 200 * count
+    finally:
+        tracemalloc.stop()
+
+
 def test_what_is_durable_is_not_compressed_again(tmp_path: Path):
     with pytest.raises(Stopped):
         packed_in(tmp_path / "item", StopAfter(100))
@@ -118,6 +152,21 @@ def test_data_that_is_gone_is_told(tmp_path: Path):
         path.write_bytes(b"")
     with pytest.raises(PrepError, match="is damaged"):
         packed_in(tmp_path / "item")
+
+
+def test_a_data_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if path == tmp_path / "item" / packing._name(1):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, flags, *mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(PrepError, match="cannot read or write"):
+            packed_in(tmp_path / "item")
+    assert packed_in(tmp_path / "item") == packed_in(tmp_path / "whole")
 
 
 def test_a_raw_file_that_is_cut_short_is_named(tmp_path: Path):

@@ -44,9 +44,12 @@ def check_killed(folder: Path, kills: int, seed: int) -> None:
     make(folder / "m", GPT_NEO, hidden_size=256, num_layers=4, attention_types=[[["global"], 4]])
     assert main(["save-init", str(folder / "m"), "--out", str(folder / "init"), "-q", "--mesh", "1,2,1"]) == 0
     run, start, draw = folder / "run", folder / "init", random.Random(seed)
-    params, last = params_of(start), 0
+    params, last, began = params_of(start), 1, time.monotonic()
+    with RunFolder(run, start, "tuned", keep=KEEP) as store:
+        store.save(1, host_leaves(state_of(params, 1)), {"recipe": "r"})
+    took_s = time.monotonic() - began
     for _ in range(kills):
-        kill_soon(run, start, draw.uniform(0.0, 1.0))
+        kill_soon(run, start, draw.uniform(0.0, 3 * took_s))
         steps = steps_of(run)
         assert max(steps, default=0) >= last
         last = max(steps, default=0)

@@ -22,14 +22,15 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def opened(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> tuple[Staging, bool]:
+def opened(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> Staging:
     stage = Staging(out)
-    return stage, stage.open(run, restart).resumed
+    stage.open(run, restart)
+    return stage
 
 
 def begun(out: Path, text: str = "new") -> Staging:
     """A stage with something in it."""
-    stage, _ = opened(out)
+    stage = opened(out)
     (stage.folder / "d").mkdir(exist_ok=True)
     (stage.folder / "d" / "data").write_text(text)
     stage.journal.write_text("journal")
@@ -55,16 +56,14 @@ def test_the_name_is_not_there_before(out: Path):
 
 def test_a_run_is_taken_up_again(out: Path):
     begun(out).close()
-    stage, resumed = opened(out)
-    assert resumed
+    stage = opened(out)
     assert (stage.folder / "d" / "data").read_text() == "new"
     assert stage.journal.read_text() == "journal"
 
 
 def test_restart_drops_what_was_there(out: Path):
     begun(out).close()
-    stage, resumed = opened(out, restart=True)
-    assert not resumed
+    stage = opened(out, restart=True)
     assert contents(stage.folder).keys() == {f"{WORK}/{name}" for name in (LOCK, DOOR, RUN_FILE, DIVISION)}
 
 
@@ -83,8 +82,7 @@ def test_another_run_is_in_the_way_until_restart(out: Path, change: dict[str, ob
     assert reason in caught.value.why
     assert "--restart" in caught.value.hint
     assert (out.parent / "out.partial" / "d" / "data").exists()
-    stage, resumed = opened(out, RUN | change, restart=True)
-    assert not resumed
+    stage = opened(out, RUN | change, restart=True)
     assert not (stage.folder / "d").exists()
 
 
@@ -96,8 +94,7 @@ def test_a_broken_note_of_the_run_is_dropped_by_restart_as_its_hint_says(out: Pa
     with staging(out) as other, pytest.raises(PrepError, match="is broken") as caught:
         other.open(RUN, restart=False)
     assert "--restart" in caught.value.hint
-    _, resumed = opened(out, restart=True)
-    assert not resumed
+    opened(out, restart=True)
     assert not (stage.folder / "d").exists()
 
 
@@ -105,8 +102,7 @@ def test_restart_drops_a_journal_whose_run_is_not_known(out: Path):
     stage = begun(out)
     stage.close()
     (stage.work / "run.json").unlink()
-    _, resumed = opened(out, restart=True)
-    assert not resumed
+    opened(out, restart=True)
     assert not stage.journal.exists()
 
 
@@ -125,8 +121,7 @@ def test_a_folder_that_prep_did_not_make_is_left_alone(out: Path):
 
 def test_a_folder_that_was_just_made_is_taken(out: Path):
     out.with_name("out.partial").mkdir()  # by a run that was killed there
-    _, resumed = opened(out)
-    assert not resumed
+    assert opened(out).work.is_dir()
 
 
 def test_a_file_of_that_name_is_in_the_way(out: Path):
@@ -172,12 +167,11 @@ def test_a_lock_that_another_process_holds(out: Path):
             assert f"process {os.getpid()} on " in caught.value.why  # who wrote it there last
         assert (out.with_name("out.partial") / "d" / "data").exists()
         holder.kill()
-    _, resumed = opened(out)  # a lock dies with its process
-    assert resumed
+    opened(out)  # a lock dies with its process
 
 
 def test_a_lock_of_this_process_is_a_lock_too(out: Path):
-    stage, _ = opened(out)
+    stage = opened(out)
     with pytest.raises(PrepError, match="is locked"):
         opened(out)
     stage.close()
@@ -236,8 +230,7 @@ def test_what_came_to_have_the_name_meanwhile_is_kept(out: Path, kind: str):
     assert "--overwrite" in caught.value.hint
     stage.close()
     assert out.is_symlink() == (kind != "folder")
-    again, resumed = opened(out)
-    assert resumed
+    again = opened(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
@@ -275,8 +268,7 @@ def test_killed_while_it_replaces_what_had_the_name(out: Path, monkeypatch, mome
     if moment == "cleaned":
         clean(out)
     else:
-        again, resumed = opened(out)
-        assert resumed
+        again = opened(out)
         again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
@@ -286,15 +278,14 @@ def test_killed_between_the_renames_and_then_something_else_has_the_name(out: Pa
     (out / "old").mkdir(parents=True)
     publish_until(begun(out), monkeypatch, "named")
     (out / "another").mkdir(parents=True)
-    again, _ = opened(out)
+    again = opened(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
 
 def test_a_later_run_replaces_an_output_that_was_never_cleaned(out: Path, monkeypatch):
     publish_until(begun(out), monkeypatch, "cleaned")
-    stage, resumed = opened(out, RUN | {"request": "prep y"})
-    assert not resumed
+    stage = opened(out, RUN | {"request": "prep y"})
     (stage.folder / "later").write_text("later")
     stage.publish(overwrite=True)
     assert contents(out) == {"later": "later"}
@@ -335,8 +326,7 @@ def test_an_error_while_publishing_is_named_and_can_be_gone_on_from(out: Path, m
             stage.publish(overwrite=True)
     stage.close()
     assert not out.exists()
-    again, resumed = opened(out)
-    assert resumed
+    again = opened(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 

@@ -123,6 +123,17 @@ def test_the_word_of_one_that_failed_is_passed_on_and_forgotten_when_it_is_back(
     assert task.stage.failure_of(1) is None
 
 
+def test_the_word_of_one_that_failed_is_forgotten_once_all_are_gone(tmp_path: Path):
+    tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
+    finish(tasks[0])
+    tasks[1].stage.tell_failure(PrepError("the disk is full", "why", "hint"))
+    for task in tasks:
+        task.stage.close()
+    again = joined(tmp_path / "out", Share(2, 0))  # the other one is about to be run again, too
+    with pytest.raises(PrepError, match="process 1 of 2 is not at work"):
+        wait(again, patience_s=0.01)
+
+
 @pytest.mark.parametrize("told", [b"", b"{", b"[]", b"{}"])
 def test_a_word_that_is_broken_does_no_harm(tmp_path: Path, told: bytes):
     task = joined(tmp_path / "out", Share(2, 0))
