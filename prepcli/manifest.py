@@ -9,6 +9,7 @@ from typing import Any
 
 from prepcli.errors import PrepError
 from prepcli.formats.orbax import find_item
+from prepcli.formats.untrusted import read_small
 
 MANIFEST = "prep-manifest.json"
 STATE = "state"  # the item of a training step, which lies beside the step's manifest
@@ -47,11 +48,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_small(path))
     except (ValueError, RecursionError) as error:
         raise PrepError(f"{path} is broken", str(error), "make the output anew") from error
-    except OSError as error:
-        raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         says = found.get("format") if isinstance(found, dict) else type(found).__name__
         raise PrepError(f"{path} is of another format", f"it says {says!r}, this prep reads {FORMAT}")

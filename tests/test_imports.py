@@ -11,16 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("prepcli", "trainer")
-FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "torch", "transformers", "safetensors"}
+FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
 PURE = [
     "prepcli.formats.meta_params",
     "prepcli.shard_map",
     *sorted(f"prepcli.planning.{path.stem}" for path in (ROOT / "prepcli" / "planning").glob("[!_]*.py")),
     "trainer.axes",
     "trainer.families",
+    "trainer.gpt_like",
     "trainer.host_reads",
+    "trainer.layouts",
     "trainer.llama_like",
     "trainer.mesh",
+    "trainer.parts",
     "trainer.rope",
     "trainer.table",
     "trainer.traits",
@@ -28,8 +31,11 @@ PURE = [
 ]
 UPWARDS = ["planning", "engine", "formats", "reading", "writing", "commands", "app"]  # each on those before
 ALGEBRA = ["boxes", "grids", "moves", "plan", "slabs", "coverage"]  # so are these, within planning
-# lists the devices that jax sees, if it is asked to; trains
-NO_CONVERSION = {"prepcli.commands.env", "prepcli.commands.train", "prepcli.training_lines"}
+# lists the devices that jax sees, if it is asked to; train, and generate
+NO_CONVERSION = {
+    *(f"prepcli.commands.{name}" for name in ("env", "train", "generate")),
+    "prepcli.training_lines",
+}
 
 
 def imported(text: str) -> Iterator[str]:

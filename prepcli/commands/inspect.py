@@ -34,6 +34,8 @@ FORMATS = {
     "easylm": "EasyLM stream",
 }  # what a kind is called, if not by its own name
 
+MOST_ASIDES = 24  # shown; a strange index may have any number
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -144,7 +146,7 @@ def _vocabulary(contents: Contents, ui: Ui) -> Vocabulary | None:
 
 
 def _head(contents: Contents, source: Mapping[str, Any]) -> list[str]:
-    """Two lines: what model it is, and how it lies on disk; and one for each thing in the tree that is no array."""
+    """Two lines: what model it is, and how it lies on disk; and one for each of the first things that are no array."""
     counted = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
     size = f"{bytes_text(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
     model = "  ".join([source["name"], _family_text(contents), counted, size])
@@ -160,7 +162,9 @@ def _head(contents: Contents, source: Mapping[str, Any]) -> list[str]:
     if vocab := source["vocab"]:
         true = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
         stored.append(f"vocabulary {vocab['padded']}{true}")
-    return [model, "; ".join(stored), *contents.asides]
+    more = len(contents.asides) - MOST_ASIDES
+    asides = [*contents.asides[:MOST_ASIDES], *([f"and {more:,} more that are no arrays"] if more > 0 else [])]
+    return [model, "; ".join(stored), *asides]
 
 
 def _family_text(contents: Contents) -> str:

@@ -1,4 +1,4 @@
-"""OCDBT, TensorStore's key-value database in files: its index written byte by byte, and read through TensorStore.
+"""OCDBT, TensorStore's key-value database in files: its index written byte by byte (`ocdbt_read` reads it).
 
 Values lie in data files that somebody else fills; what is written here is the sorted list of keys and where their
 values are: B-tree nodes in one file `d/<hex>`, and `manifest.ocdbt`, which names the root.
@@ -9,21 +9,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
 
 import google_crc32c
 import numpy as np
 
-from prepcli.errors import PrepError
-from prepcli.formats.untrusted import shown, stat_file
-
 MANIFEST = "manifest.ocdbt"
 NODE_BYTES = 4 << 20  # decoded size of a node, some 37,000 chunks: it bounds the memory of writing
-_NODE_MAGIC, _MANIFEST_MAGIC = 0x0CDB20DE, 0x0CDB3A2A
+NODE_MAGIC, MANIFEST_MAGIC = 0x0CDB20DE, 0x0CDB3A2A
 _ENTRY_BYTES = 32  # what TensorStore counts for a decoded entry beside key, path and inline value
 _INLINE_BYTES, _MAX_NODE_BYTES, _VERSION_ARITY_LOG2 = 1024, 100_000_000, 4  # as Orbax configures its databases
 
@@ -98,7 +93,7 @@ def _leaf(entries: Sequence[Entry]) -> _Node:
         _varints([place.offset for place in places]),
         *inline,
     ]
-    data = _framed(_NODE_MAGIC, b"".join(body))
+    data = _framed(NODE_MAGIC, b"".join(body))
     return _Node(entries[0][0], data, len(entries), sum(place.nbytes for place in places))
 
 
@@ -116,7 +111,7 @@ def _interior(leaves: Sequence[_Node], path: str) -> _Node:
         *suffixes,
         *_references([0, *itertools.accumulate(sizes[:-1])], leaves, sizes),
     ]
-    data = _framed(_NODE_MAGIC, b"".join(body))
+    data = _framed(NODE_MAGIC, b"".join(body))
     sums = sum(leaf.num_keys for leaf in leaves), sum(leaf.value_bytes for leaf in leaves)
     return _Node(leaves[0].first_key, data, *sums)
 
@@ -149,7 +144,7 @@ def _manifest(nodes: Sequence[_Node], path: str, uuid: bytes, now_ns: int) -> by
         struct.pack("<Q", now_ns),
         b"\0",  # number of older version tree nodes
     ]
-    return _framed(_MANIFEST_MAGIC, b"".join(body))
+    return _framed(MANIFEST_MAGIC, b"".join(body))
 
 
 def _framed(magic: int, body: bytes) -> bytes:
@@ -190,74 +185,3 @@ def _varints(values: Sequence[int]) -> bytes:
     used[:, 0] = True
     more = np.where(digits > 127, 128, 0)
     return ((digits & np.uint64(127)).astype(np.uint8) | more.astype(np.uint8))[used].tobytes()
-
-
-def read_database(folder: Path, before: Callable[[Place], object] = str) -> Iterator[Entry]:
-    """All entries of the newest version in ascending order of their keys, node by node.
-
-    `before` is told the place of each node before it is read: it may have to be fetched. Paths are checked to stay in
-    the folder, nodes to lie in their files; what else the places of values hold is the caller's to check. Raises
-    PrepError for a database that is missing or broken.
-    """
-    if not (folder / MANIFEST).is_file():
-        raise PrepError(f"{folder} has no {MANIFEST}", "the checkpoint was not finished, or was copied in part")
-    version = _dump(folder)["versions"][-1]
-    root = version["root"]
-    if "location" not in root:  # how an empty database is written
-        return
-    last: bytes | None = None
-    for key, value in _walk(folder, root["location"], version["root_height"], b"", set(), before):
-        if last is not None and key <= last:
-            raise _broken(folder, f"key {key!r} follows {last!r}")
-        last = key
-        yield key, value
-
-
-def _walk(
-    folder: Path, location: str, height: int, prefix: bytes, seen: set[str], before: Callable[[Place], object]
-) -> Iterator[Entry]:
-    if location in seen:  # a few small nodes could otherwise stand for any number of keys
-        raise _broken(folder, f"it refers twice to the node {location}")
-    seen.add(location)
-    place = _place(folder, location)
-    end, size = place.offset + place.nbytes, stat_file(folder / place.path).st_size
-    if end > size:
-        raise PrepError(f"{folder / place.path} is cut short", f"an index node ends at byte {end}, the file at {size}")
-    before(place)
-    node = _dump(folder, location)
-    if node["height"] != height:  # also what keeps a node from being its own child
-        raise _broken(folder, f"a node says height {node['height']}, its parent {height}")
-    for entry in node["entries"]:
-        key = prefix + entry["key"]
-        if height:
-            below = prefix + entry["subtree_common_prefix"]
-            yield from _walk(folder, entry["location"], height - 1, below, seen, before)
-        elif "inline_value" in entry:
-            yield key, entry["inline_value"]
-        else:
-            yield key, _place(folder, entry["indirect_value"])
-
-
-def _dump(folder: Path, location: str | None = None) -> Mapping[str, Any]:
-    import tensorstore as ts  # late: 60 MB that a conversion need not hold while it moves bytes
-
-    try:
-        base = ts.KvStore.open({"driver": "file", "path": f"{folder.resolve()}/"}).result()
-        return ts.ocdbt.dump(base, location).result()
-    except Exception as error:  # TensorStore's status codes come as half a dozen of Python's types
-        raise _broken(folder, str(error).splitlines()[0]) from None
-
-
-def _place(folder: Path, location: str) -> Place:
-    """A location as TensorStore spells it: `kind:base path:path:offset:length`, both paths percent-encoded."""
-    _, base_path, path, offset, nbytes = location.split(":")
-    place = Place(unquote(base_path) + unquote(path), int(offset), int(nbytes))
-    if place.path.startswith("/") or ".." in place.path.split("/") or "\0" in place.path:
-        raise PrepError(
-            f"the index of {folder} refers to {shown(place.path)}", "data files must lie inside the checkpoint"
-        )
-    return place
-
-
-def _broken(folder: Path, why: str) -> PrepError:
-    return PrepError(f"the index of {folder} cannot be read", why, "copy the folder again, with all it holds")

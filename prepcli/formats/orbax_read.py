@@ -19,8 +19,8 @@ from prepcli.errors import PrepError
 from prepcli.formats.codecs import CHECKSUM, CHECKSUM_NBYTES
 from prepcli.formats.ocdbt import MANIFEST
 from prepcli.formats.orbax import METADATA, STRINGS, ArrayMeta, Other, TreePath, chunk_key, clash, dotted
-from prepcli.formats.orbax_store import Chunks, Store, Stored, chunks_of, read_bytes
-from prepcli.formats.untrusted import list_folder, parse_json, shown, stat_file
+from prepcli.formats.orbax_store import Chunks, Store, Stored, chunks_of
+from prepcli.formats.untrusted import list_folder, parse_json, read_small, shown, stat_file
 from prepcli.formats.zarr import Zarr, parse
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -99,13 +99,13 @@ def _read_tree(folder: Path) -> Mapping[str, Any]:
 
 def _stamp(folder: Path, documents: Iterable[bytes]) -> str:
     index = folder / MANIFEST
-    held = [read_bytes(folder / METADATA), read_bytes(index) if index.exists() else b"", *documents]
+    held = [read_small(folder / METADATA), read_small(index) if index.exists() else b"", *documents]
     return digest(b"".join(held))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        document = parse_json(read_bytes(path))
+        document = parse_json(read_small(path))
     except ValueError as error:
         raise PrepError(f"{path} is broken", str(error)) from error
     if not isinstance(document, dict):

@@ -19,8 +19,9 @@ import numpy as np
 
 from prepcli.errors import PrepError
 from prepcli.formats.codecs import CHECKSUM_NBYTES
-from prepcli.formats.ocdbt import Place, read_database
-from prepcli.formats.untrusted import list_folder, shown, stat_file, unreadable
+from prepcli.formats.ocdbt import Place
+from prepcli.formats.ocdbt_read import read_database
+from prepcli.formats.untrusted import list_folder, read_bytes, shown, stat_file
 from prepcli.formats.zarr import ZARR_JSON, ZARRAY, Index, Shards, Zarr, broken
 
 MOST_VALUES = 1 << 21  # of an item: far above any model; a small hostile index may stand for more
@@ -48,14 +49,22 @@ class Store:
     def __init__(self, folder: Path, names: Iterable[str], uses_ocdbt: bool, uses_zarr3: bool) -> None:
         """Read the index, or the folders of the arrays `names`. PrepError for what is broken or beyond measure."""
         self.folder, self._document = folder, ZARR_JSON if uses_zarr3 else ZARRAY
-        self._numbers: dict[str, int] = {}
+        self._paths: list[str] = []
+        self._numbers: dict[str, int] = {}  # of the paths
+        self._chunks = 0
         self.values: dict[str, dict[str, Value]] = {}
         found = self._in_database() if uses_ocdbt else self._in_folders(names)
-        for count, (name, key, value) in enumerate(found):
-            if count >= MOST_VALUES:
-                raise PrepError(f"{folder} says that it holds more than {MOST_VALUES:,} chunks", "prep takes no more")
+        for name, key, value in found:
+            self.count(1)
             self.values.setdefault(name, {})[key] = value
-        self.files = tuple(folder / path for path in self._numbers)
+        self.files = tuple(folder / path for path in self._paths)
+
+    def count(self, chunks: int) -> None:
+        """Count values, and chunks that are parts of one; PrepError for more than any model has."""
+        self._chunks += chunks
+        if self._chunks > MOST_VALUES:
+            what = f"{self.folder} says that it holds more than {MOST_VALUES:,} chunks"
+            raise PrepError(what, "prep takes no more")
 
     def _in_database(self) -> Iterator[tuple[str, str, Value]]:
         for key, value in read_database(self.folder):
@@ -72,7 +81,10 @@ class Store:
         return name, rest
 
     def _number(self, path: str) -> int:
-        return self._numbers.setdefault(path, len(self._numbers))
+        number = self._numbers.setdefault(path, len(self._paths))
+        if number == len(self._paths):
+            self._paths.append(path)
+        return number
 
     def _in_folders(self, names: Iterable[str]) -> Iterator[tuple[str, str, Value]]:
         for name in names:
@@ -102,7 +114,7 @@ class Store:
         """All of a small value. ValueError where it is no such, or not in its file."""
         if isinstance(value, bytes):
             return value
-        path = self.folder / next(itertools.islice(self._numbers, value.file, None))
+        path = self.folder / self._paths[value.file]
         if value.nbytes > most_nbytes or value.offset + value.nbytes > stat_file(path).st_size:
             raise ValueError(f"its {value.nbytes:,} bytes are not in {path}")
         return read_bytes(path, value.offset, value.nbytes)
@@ -120,21 +132,10 @@ def _files_below(folder: Path) -> Iterator[str]:
             raise PrepError(f"{folder} holds folders in folders", "chunks do not lie so deep")
         for name in list_folder(folder / below):
             path = f"{below}{name}"
-            if (folder / path).is_dir():
+            if (folder / path).is_dir() and not (folder / path).is_symlink():
                 waiting.append(f"{path}/")
             else:
                 yield path
-
-
-def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
-    """Bytes of an ordinary file; PrepError where the system does not give them."""
-    stat_file(path)
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(nbytes)
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def chunks_of(name: str, zarr: Zarr, values: Mapping[str, Value], store: Store, complete: bool) -> Chunks:
@@ -193,6 +194,7 @@ def _in_shards(
     parts = tuple(whole // part for whole, part in zip(shards.shape, zarr.chunk))
     grid = tuple(-(-n // c) for n, c in zip(zarr.shape, zarr.chunk))
     for outer, value in values.items():
+        store.count(math.prod(parts))
         table = _table(name, zarr.key(outer), shards, math.prod(parts), value, store)
         for inner, (offset, nbytes) in zip(np.ndindex(parts), table):
             index = tuple(o * n + i for o, n, i in zip(outer, parts, inner))

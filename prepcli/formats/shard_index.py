@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -13,7 +14,8 @@ from prepcli.errors import PrepError
 from prepcli.formats.untrusted import parse_json, shown, stat_file, unreadable
 
 MAX_INDEX_NBYTES = 100_000_000
-_NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})\.([^.]+)")
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)
+_SHOWN = 3
 
 
 def shard_name(stem: str, number: int, count: int, suffix: str) -> str:
@@ -48,10 +50,14 @@ def files_of(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
 
 def check_numbered(folder: Path, names: Sequence[str]) -> None:
     """Raises PrepError if a file is missing of those that are numbered `-00001-of-00003`."""
-    sets = {(found[1], int(found[2]), found[3]) for name in names if (found := _NUMBERED.fullmatch(name))}
-    wanted = [shard_name(stem, i, count, suffix) for stem, count, suffix in sorted(sets) for i in range(1, count + 1)]
-    if missing := sorted(set(wanted) - set(names)):
-        raise _missing(folder, len(missing), len(wanted), f"the names of the others promise {_some(missing)}")
+    found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    there = {match[0] for match in found if 1 <= int(match[2]) <= int(match[3])}
+    sets = sorted({(match[1], int(match[3]), match[4]) for match in found})
+    wanted = (shard_name(stem, i, count, suffix) for stem, count, suffix in sets for i in range(1, count + 1))
+    total = sum(count for _, count, _ in sets)
+    if missing := [*itertools.islice((name for name in wanted if name not in there), _SHOWN)]:  # of maybe millions
+        why = f"the names of the others promise {_some(missing, total - len(there))}"
+        raise _missing(folder, total - len(there), total, why)
 
 
 def holders_of(folder: Path, tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -99,8 +105,10 @@ def _missing(folder: Path, nmissing: int, nfiles: int, why: str) -> PrepError:
     return PrepError(f"{nmissing} of {nfiles} files of {folder} {verb} missing", why, f"`{_download(folder)}`")
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _some(names: Sequence[str], total: int | None = None) -> str:
+    """The first ones, and how many more there are of `total`, which is all of them if nothing is said."""
+    more = (len(names) if total is None else total) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _download(folder: Path, *arguments: str) -> str:

@@ -6,6 +6,7 @@ Nothing here touches a file. All raises ValueError with the reason.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from prepcli.planning.tensors import itemsize
 MAX_DIMS = 64
 MAX_RUNS = 1 << 18  # of a view's bytes that do not lie together: each would be read by itself
 MOST = 1 << 63
+MAX_WRAPS = 8  # of a tensor in a parameter in a subclass …; a pickle may name the outermost very often
+MAX_FLAGS = 16
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_SHOWN = 40
 
@@ -39,6 +42,7 @@ PARAMETERS = {f"{UTILS}_rebuild_parameter", f"{UTILS}_rebuild_parameter_with_sta
 TENSORS = {f"{UTILS}_rebuild_tensor": 4, f"{UTILS}_rebuild_tensor_v2": 6, f"{UTILS}_rebuild_tensor_v3": 7}  # arguments
 OF_TYPE = "torch._tensor._rebuild_from_type_v2"
 TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"}
+_MAKERS = frozenset({*TENSORS, *PARAMETERS, OF_TYPE})
 SIZE = "torch.Size"
 SETTINGS = {  # beside tensors: what settings and counters are made of
     "torch.device", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray", "builtins.slice",
@@ -128,9 +132,10 @@ def _state_dict(root: object) -> Pairs:
     if not isinstance(root, Pairs):
         raise ValueError(f"it holds {_kind(root)}, not tensors by name")
     inside = [("", root)] if _is_model(root) else []
-    for key, value in root.items:
-        if isinstance(key, str) and key in WRAPPERS and isinstance(value, Pairs) and _is_model(value):
-            inside.append((key, value))
+    wrappers = [(key, value) for key, value in root.items if isinstance(key, str) and key in WRAPPERS]
+    if twice := [key for key, count in Counter(key for key, _ in wrappers).items() if count > 1]:
+        raise ValueError(f"it names {shown(twice[0])} twice")
+    inside += [(key, value) for key, value in wrappers if isinstance(value, Pairs) and _is_model(value)]
     if not inside:
         raise ValueError("it holds no tensors by name")
     if len(inside) > 1:
@@ -144,7 +149,7 @@ def _is_model(pairs: Pairs) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, Made) and value.maker.text in {*TENSORS, *PARAMETERS, OF_TYPE}
+    return isinstance(value, Made) and value.maker.text in _MAKERS
 
 
 def _beside(root: object, taken: Pairs) -> Iterator[tuple[object, object]]:
@@ -186,24 +191,30 @@ def _named(name: str, value: object) -> View:
 def _view(name: str, value: object) -> View:
     made = _unwrapped(value)
     count = TENSORS.get(made.maker.text)
-    if count is None or len(made.args) < count or made.state is not None:
+    if count is None or not count <= len(made.args) <= max(count, 6) + 1 or made.state is not None:
         raise ValueError("it is not made as PyTorch makes a tensor")
     storage, dtype = _storage(made.args[0])
     if count == 7:
         dtype = _dtype(made.args[6])
-    if any(_is_flagged(more) for more in list(made.args)[max(count, 6) :]):
+    if any(map(_is_flagged, made.args[max(count, 6) :])):
         raise ValueError("it is a conjugate or negative view, whose values are not stored")
     offset, shape, steps = _count(made.args[1]), _counts(made.args[2]), _counts(made.args[3])
     return _placed(name, dtype, storage, (offset, shape, steps))
 
 
 def _is_flagged(metadata: object) -> bool:
-    return isinstance(metadata, Pairs) and any(flag is not False for _, flag in metadata.items)
+    if not isinstance(metadata, Pairs):
+        return False
+    if len(metadata.items) > MAX_FLAGS:
+        raise ValueError("it is not made as PyTorch makes a tensor")
+    return any(flag is not False for _, flag in metadata.items)
 
 
 def _unwrapped(value: object) -> Made:
     """The call that makes a tensor, out of those that make a parameter of it."""
-    while isinstance(value, Made):
+    for _ in range(MAX_WRAPS):
+        if not isinstance(value, Made):
+            break
         if value.maker.text == OF_TYPE:
             value = _of_type(value)
         elif value.maker.text in PARAMETERS and value.args:

@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
 
+MOST_CONFIG_NBYTES = 16 << 20
+MOST_SMALL_NBYTES = 100_000_000  # of a manifest, or of another document that grows with a model
+
 
 def parse_json(text: bytes) -> Any:
     """JSON whose integers are either counts, from 0 and below 10^19, or -1.
@@ -29,7 +32,7 @@ def parse_json(text: bytes) -> Any:
 
 def shown(name: str) -> str:
     """A name for a message: without control characters, and never a page long."""
-    return f"`{name}`" if name.isprintable() and len(name) <= 100 else ascii(name[:100])
+    return f"`{name}`" if len(name) <= 100 and name.isprintable() else ascii(name[:100])
 
 
 def stat_file(path: Path) -> os.stat_result:
@@ -41,6 +44,25 @@ def stat_file(path: Path) -> os.stat_result:
     if not stat.S_ISREG(found.st_mode):
         raise PrepError(f"{path} is not a file")
     return found
+
+
+def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
+    """Bytes of an ordinary file; PrepError where the system does not give them."""
+    stat_file(path)
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(nbytes)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def read_small(path: Path, most_nbytes: int = MOST_SMALL_NBYTES) -> bytes:
+    """All of a file of settings; PrepError for one that is larger, and for what is no ordinary file."""
+    nbytes = stat_file(path).st_size
+    if nbytes > most_nbytes:
+        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, prep takes {most_nbytes:,}")
+    return read_bytes(path, 0, nbytes)
 
 
 def list_folder(folder: Path) -> list[str]:

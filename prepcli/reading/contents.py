@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.engine.blobs import Blob
+from prepcli.errors import PrepError
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CHECKSUM
 from prepcli.formats.orbax import Other, dotted, find_item, index_at
@@ -222,14 +223,21 @@ def nbytes_below(contents: Contents, root: str) -> int:
 
 def parameters(contents: Contents) -> int | None:
     """Values of the model's parameters, without buffers, copies of tied ones and optimizer state; None where prep does
-    not know which these are."""
+    not know which these are, or the config makes no sense."""
     family = contents.family
     if family is None:
         return None
     if contents.kind == "orbax":
         return sum(math.prod(entry.shape) for entry in contents.entries if entry.path[0] == PARAMS)
+    try:
+        return _parameters_of(family, contents)
+    except PrepError:
+        return None
+
+
+def _parameters_of(family: Family, contents: Contents) -> int:
     shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
-    if family.tied(contents.config) and family.tie.embedding in shapes:
+    if family.tied(contents.config, shapes) and family.tie.embedding in shapes:
         shapes.pop(family.tie.tensor, None)
     patterns = [_pattern(row) for row in rows(family, contents.config, tensors=shapes).values()]
     return sum(math.prod(shape) for name, shape in shapes.items() if any(p.fullmatch(name) for p in patterns))

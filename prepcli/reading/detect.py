@@ -14,13 +14,15 @@ from prepcli.formats.msgpack import sniff
 from prepcli.formats.orbax import find_item
 from prepcli.formats.safetensors import has_safetensors
 from prepcli.formats.torch_files import OF_TRAINING, SUFFIXES, model_files, torch_kind
-from prepcli.formats.untrusted import list_folder, parse_json
+from prepcli.formats.untrusted import MOST_CONFIG_NBYTES, list_folder, parse_json, read_small
 
 Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm"]
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_SHOWN = 6
+OF_QUANTISING = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}  # by tools whose config.json says nothing
+_KEYS_OF_QUANTISING = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ def detect(path: Path, shown: str = "") -> Kind:
         raise adapter_refusal(shown)
     if CONFIG in names:
         check_config(path / CONFIG, shown)
+    if (refusal := quantised_refusal(names, shown)) is not None:
+        raise refusal
     if has_safetensors(path):
         return "safetensors"
     if (torch := torch_kind(names)) is not None:
@@ -115,18 +119,26 @@ def adapter_refusal(shown: str) -> PrepError:
 def check_config(config: Path, shown: str) -> None:
     """Raise PrepError where config.json cannot be read, or says that the weights are quantised."""
     try:
-        document = parse_json(config.read_bytes())
+        document = parse_json(read_small(config, MOST_CONFIG_NBYTES))
     except ValueError as error:
         raise PrepError(f"{shown} has a broken {CONFIG}", str(error)) from error
-    except OSError as error:
-        raise PrepError(f"cannot read {config}", error.strerror or str(error)) from error
-    method = _quantisation(document)
-    if method:
-        raise PrepError(
-            f"{shown} is quantised",
-            f"{CONFIG} has a quantization_config: {method}; its weights are not the model's own values",
-            "take the model that it was made from, or dequantise it with its own tool and save it in bfloat16",
-        )
+    if method := _quantisation(document):
+        raise _quantised(shown, f"{CONFIG} has a quantization_config: {method}")
+
+
+def quantised_refusal(names: Iterable[str], shown: str) -> PrepError | None:
+    """The error for a folder or repository with a file that a tool for quantising leaves in its output; None: there is
+    no such file."""
+    found = next((name for name in names if name in OF_QUANTISING), None)
+    return _quantised(shown, f"found {found}, which {OF_QUANTISING[found]} leaves beside them") if found else None
+
+
+def _quantised(shown: str, why: str) -> PrepError:
+    return PrepError(
+        f"{shown} is quantised",
+        f"{why}; its weights are not the model's own values",
+        "take the model that it was made from, or dequantise it with its own tool and save it in bfloat16",
+    )
 
 
 def _quantisation(document: Any) -> str:
@@ -134,9 +146,8 @@ def _quantisation(document: Any) -> str:
     if not isinstance(document, Mapping):
         return ""
     inner = document.get("text_config")
-    config = document.get("quantization_config") or (
-        inner.get("quantization_config") if isinstance(inner, Mapping) else None
-    )
+    places = [document, inner] if isinstance(inner, Mapping) else [document]
+    config = next((found for place in places for key in _KEYS_OF_QUANTISING if (found := place.get(key))), None)
     if not config:
         return ""
     method = config.get("quant_method") if isinstance(config, Mapping) else None

@@ -20,7 +20,14 @@ from prepcli.formats.flax_folder import flax_weights
 from prepcli.formats.msgpack import SUFFIX as FLAX_SUFFIX
 from prepcli.formats.torch_files import SUFFIXES, torch_weights
 from prepcli.progress import Progress
-from prepcli.reading.detect import ADAPTER_CONFIG, CONFIG, adapter_refusal, check_config, format_refusal
+from prepcli.reading.detect import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    adapter_refusal,
+    check_config,
+    format_refusal,
+    quantised_refusal,
+)
 from prepcli.reading.hub_ranges import HTTP_LIBRARIES, HubRanges
 from prepcli.reading.mirrors import Remote, add_headers, add_small, new_mirror
 from prepcli.reading.remote_files import RemoteFile
@@ -120,7 +127,7 @@ def _streamed(hub_id: str, info: ModelInfo) -> tuple[str, Remote]:
 
 def _remote_file(hub_id: str, commit: str, told: RepoSibling) -> RemoteFile:
     """A file with the hash that the hub keeps of it: SHA-256 of large ones, else what git calls it."""
-    if told.size is None:
+    if not isinstance(told.size, int) or not 0 <= told.size < 1 << 63:
         raise PrepError(f"cannot stream {hub_id}", f"the hub does not say how large {told.rfilename} is")
     sha256 = told.lfs.sha256 if told.lfs else None
     return RemoteFile(
@@ -203,6 +210,8 @@ def _fetch(hub_id: str, revision: str | None, info: ModelInfo, progress: Progres
 
 
 def _check_format(all_names: Sequence[str], names: Sequence[str], hub_id: str) -> None:
+    if (refusal := quantised_refusal(all_names, hub_id)) is not None:
+        raise refusal
     if any(name.endswith((".safetensors", *SUFFIXES, f".{FLAX_SUFFIX}")) for name in names):
         if ADAPTER_CONFIG in all_names and CONFIG not in all_names:
             raise adapter_refusal(hub_id)

@@ -45,11 +45,11 @@ def _leaves(contents: Contents) -> Iterator[LogicalLeaf]:
     layout = contents.manifest if is_item else {}
     names = names_of(family, config, [entry.name for entry in contents.entries])
     entries = {entry.name if is_item else names.bare(entry.name): entry for entry in contents.entries}
-    sizes = family.sizes(config)
+    sizes, tied = family.sizes(config), layout["tied"] if is_item else family.tied(config, entries)
     for path, row in rows(family, config, layout.get("scan", True), layout.get("scan_axis", 0), entries).items():
         bound = bind(row, sizes)
         dims = tuple(tuple(factor.atom for factor in dim) for dim in bound.leaf)
-        for tensor, at in bound.tensors() if path != family.tie.leaf or not family.tied(config) else ():
+        for tensor, at in bound.tensors() if path != family.tie.leaf or not tied else ():
             leaf = f"{PARAMS}.{path.format(**at)}"
             entry = entries.get(leaf if is_item else tensor)
             if entry is not None:

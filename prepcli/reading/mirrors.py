@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ from prepcli.units import bytes_text
 
 SMALL_NBYTES = 64 << 20  # tokenizers are smaller; a file of settings that is larger is none
 MOST_PATH_NBYTES = 1024
+_MIRROR = "prep-remote-"
+_LEAST_AGE_S = 60.0  # of a folder that nobody holds: one that was just made is not held yet
 FIRST_NBYTES = 64 << 10  # of a header, with its length: most are no longer
 
 
@@ -49,10 +54,32 @@ class Remote:
 
 
 def new_mirror() -> Path:
-    """An empty folder that goes when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="prep-remote-"))
+    """An empty folder that goes when the process ends; those of processes that were killed go now."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_MIRROR}*"):
+        if (fd := _claimed(left, _LEAST_AGE_S)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(fd)
+    folder = Path(tempfile.mkdtemp(prefix=_MIRROR))
+    _claimed(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _claimed(folder: Path, least_age_s: float = -math.inf) -> int | None:
+    """A lock on a folder of this user's, held until it is closed or the process ends; None: it is not to be had."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(fd)
+        if found.st_uid == os.getuid() and time.time() - found.st_mtime >= least_age_s:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+    except OSError:  # somebody else has it, or locks are unknown there
+        pass
+    os.close(fd)
+    return None
 
 
 def checked_path(mirror: Path, file: RemoteFile) -> Path:

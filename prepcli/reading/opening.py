@@ -18,9 +18,8 @@ from prepcli.reading.openers.safetensors_folder import open_folder
 from prepcli.reading.openers.torch_folder import open_torch
 from prepcli.reading.sources import Source
 
-OPENERS: Mapping[Kind, Callable[[Path, str], Source]] = {"safetensors": open_folder}
-
-OF_OTHERS: Mapping[Kind, Callable[[Path, str, Given], Source]] = {
+OPENERS: Mapping[Kind, Callable[[Path, str, Given], Source]] = {
+    "safetensors": open_folder,
     "flax": open_flax,
     "easylm": open_stream,
     "torch": open_torch,
@@ -32,8 +31,7 @@ OF_OTHERS: Mapping[Kind, Callable[[Path, str, Given], Source]] = {
 def open_source(path: Path, name: str, given: Given = NOTHING) -> Source:
     """Read headers and settings of a checkpoint, no weights; messages call it `name`. PrepError names what is broken
     or not understood."""
-    kind = detect(path, name)
-    return OF_OTHERS[kind](path, name, given) if kind in OF_OTHERS else OPENERS[kind](path, name)
+    return OPENERS[detect(path, name)](path, name, given)
 
 
 def open_located(located: Located, name: str, config: Path | None = None) -> Source:

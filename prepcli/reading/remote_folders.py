@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import MANIFEST, Place, read_database
+from prepcli.formats.ocdbt import MANIFEST, Place
+from prepcli.formats.ocdbt_read import read_database
 from prepcli.formats.orbax import METADATA, find_item
 from prepcli.reading.mirrors import (
     SMALL_NBYTES,
@@ -28,6 +29,7 @@ from prepcli.units import bytes_text
 MOST_INDEX_NBYTES = 1 << 30  # of all nodes of an index
 MOST_DOCUMENT_NBYTES = 1 << 20
 MOST_SMALL_NBYTES = 1 << 30  # of all small files together
+_DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})
 _DOCUMENTS = (b".zarray", b"zarr.json")
 
 
@@ -66,21 +68,27 @@ def _add_folder(remote: Remote) -> None:
 
 def _add_item(remote: Remote) -> None:
     """What is not in data files, then of the item that is meant the nodes of its index."""
-    data = [file for file in remote.files if _is_data(file.path)]
-    _add_all_small(remote, [file for file in remote.files if not _is_data(file.path) and file.size <= SMALL_NBYTES])
+    if not any(file.path.rpartition("/")[2] == MANIFEST for file in remote.files):
+        raise _without_index(remote)
+    data = [file for file in remote.files if _is_data(file)]
+    _add_all_small(remote, [file for file in remote.files if not _is_data(file)])
     item = find_item(remote.mirror)
     if item is None or not (item / MANIFEST).is_file():
-        why = "it has no OCDBT index: its arrays are folders of files, or it was not finished"
-        raise PrepError(f"{remote.ranges.name} cannot be read from afar", why, "copy it to a folder here first")
+        raise _without_index(remote)
     for file in data:
         if checked_path(remote.mirror, file).is_relative_to(item):
             add_holes(remote.mirror, remote.ranges, file)
     _add_index(remote, item)
 
 
-def _is_data(path: str) -> bool:
-    """Whether a file is one that an OCDBT database keeps values in."""
-    return path.startswith("d/") or "/d/" in path
+def _without_index(remote: Remote) -> PrepError:
+    why = "it has no OCDBT index: its arrays are folders of files, or it was not finished"
+    return PrepError(f"{remote.ranges.name} cannot be read from afar", why, "copy it to a folder here first")
+
+
+def _is_data(file: RemoteFile) -> bool:
+    """Whether a file is one that an OCDBT database keeps nodes and values in, as TensorStore or Orbax calls them."""
+    return file.size > SMALL_NBYTES or not _DATA_FOLDERS.isdisjoint(file.path.split("/")[:-1])
 
 
 def _add_index(remote: Remote, item: Path) -> None:

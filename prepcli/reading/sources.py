@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats import safetensors
+from prepcli.formats.untrusted import MOST_CONFIG_NBYTES, read_small
 from prepcli.manifest import MANIFEST
 from prepcli.planning.accounting import Account, Names, Shaped, Wishes, account
 from prepcli.planning.plan import Dropped, Side, SourceFile
@@ -108,10 +110,10 @@ def table_of(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str,
 
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json; PrepError where it is missing or no JSON object."""
+    if not os.path.exists(path):
+        raise PrepError(f"{path.parent} has no {path.name}", "it says what model the weights are of")
     try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise PrepError(f"{path.parent} has no {path.name}", "it says what model the weights are of") from None
+        found = json.loads(read_small(path, MOST_CONFIG_NBYTES))
     except (ValueError, RecursionError) as error:
         raise PrepError(f"{path} is broken", str(error)) from error
     if not isinstance(found, dict):

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli import main
+from prepcli.commands.inspect import MOST_ASIDES
+from prepcli.formats.orbax import ArrayMeta, Other
 from tests.commands.inspecting import NEO, SMALL_LLAMA, Capture, document, make_init, refused, shown
+from tests.formats.orbax_items import make_item
 from tests.hf_folders import write_folder
 from tests.models import make
 
@@ -148,6 +152,15 @@ def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
     assert captured.out.splitlines()[4].startswith("x ")
 
 
+@pytest.mark.parametrize("changes", [{"num_layers": -1}, {"vocab_size": True}, {"num_heads": 0}, {"hidden_size": "x"}])
+def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, changes: dict[str, Any]) -> None:
+    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, NEO | changes)
+    assert main(["inspect", "m", "-q"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 values" in lines[0]
+    assert any(line.startswith("x ") for line in lines)
+
+
 def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
     code, message = refused(capsys, "./nowhere")
     assert (code, message.splitlines()[0]) == (2, "error: `./nowhere` does not exist")
@@ -206,6 +219,15 @@ def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
 
 
 # Tree
+
+
+def test_of_very_many_things_beside_arrays_a_few_are_shown(capsys: Capture) -> None:
+    asides = [Other((f"empty{number:02d}",), "None") for number in range(40)]
+    make_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, others=asides)
+    lines = shown(capsys, "item")
+    assert [line for line in lines if "empty" in line] == [f"empty{n:02d} is an empty None" for n in range(MOST_ASIDES)]
+    assert f"and {40 - MOST_ASIDES} more that are no arrays" in lines
+    assert len(document(capsys, "item")["source"]["others"]) == 40
 
 
 def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import MANIFEST, Place, read_database, write_database
+from prepcli.formats.ocdbt import MANIFEST, Place, write_database
+from prepcli.formats.ocdbt_read import read_database
 from prepcli.formats.orbax import TYPESTR, ArrayMeta
 from prepcli.formats.orbax_read import read_item
 from prepcli.formats.orbax_store import Stored

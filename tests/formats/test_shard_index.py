@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import has_safetensors, read_folder
-from prepcli.formats.shard_index import read_weight_map, shard_name
+from prepcli.formats.shard_index import check_numbered, read_weight_map, shard_name
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
@@ -277,3 +278,17 @@ def test_any_index_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
     path.write_bytes(text)
     with pytest.raises(PrepError, match=re.escape(str(path))):
         read_folder(tmp_path)
+
+
+def test_names_that_promise_very_many_files_cost_no_more_than_their_own_number(tmp_path: Path) -> None:
+    """Each of 300 sets promises 99,999 files: to list them would take gigabytes."""
+    names = [f"set{number:03d}-00001-of-99999.bin" for number in range(300)]
+    tracemalloc.start()
+    with pytest.raises(PrepError) as caught:
+        check_numbered(tmp_path, [*names, "set000-00003-of-99999.bin"])
+    peak_nbytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_nbytes < 1 << 20
+    assert caught.value.what == f"29999399 of 29999700 files of {tmp_path} are missing"
+    shown = ", ".join(f"set000-{number:05d}-of-99999.bin" for number in (2, 4, 5))
+    assert caught.value.why == f"the names of the others promise {shown} and 29999396 more"

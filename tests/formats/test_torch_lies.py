@@ -35,6 +35,13 @@ def with_tensor(made: bytes) -> bytes:
     return whole(mapping({"w": made}))
 
 
+def parameter(depth: int, made: bytes) -> bytes:
+    """A tensor of which a parameter is made, and of that another one."""
+    for _ in range(depth):
+        made = call("torch._utils._rebuild_parameter", made, b"\x89", call("collections.OrderedDict"))
+    return made
+
+
 def held(**changes: Any) -> bytes:
     return with_tensor(tensor(held=storage(**changes)))
 
@@ -42,6 +49,26 @@ def held(**changes: Any) -> bytes:
 STATES = {
     "no mapping": (whole(number(3)), "it holds 3, not tensors by name"),
     "no tensors": (whole(mapping({"a": number(3)})), "it holds no tensors"),
+    "a name of a model twice": (
+        whole(mapping([(text("model"), mapping({})), (text("model"), mapping({"w": tensor()}))])),
+        "it names `model` twice",
+    ),
+    "a tensor in ten parameters": (with_tensor(parameter(10, tensor())), "not made as PyTorch makes a tensor"),
+    "a tensor of too many facts": (
+        with_tensor(
+            call("torch._utils._rebuild_tensor_v2", storage(), number(0), numbers((6,)), numbers((1,)), *[b"N"] * 9)
+        ),
+        "not made as PyTorch makes a tensor",
+    ),
+    "a tensor with too many flags": (
+        with_tensor(
+            call(
+                "torch._utils._rebuild_tensor_v2", storage(), number(0), numbers((6,)), numbers((1,)), b"\x89", b"N",
+                mapping({f"flag {n}": b"\x89" for n in range(20)}),
+            )
+        ),
+        "not made as PyTorch makes a tensor",
+    ),
     "a list of tensors": (whole(b"]", tensor(), b"a"), "a list of 1, not tensors by name"),
     "two models": (
         whole(mapping({"model": mapping({"w": tensor()}), "module": mapping({"w": tensor()})})),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.formats.untrusted import list_folder, parse_json, shown, stat_file
+from prepcli.formats.untrusted import list_folder, parse_json, read_small, shown, stat_file
 
 no_numbers = st.recursive(
     st.none() | st.booleans() | st.text(max_size=5) | st.integers(0, 10**19 - 1),
@@ -68,3 +69,16 @@ def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
         stat_file(tmp_path / "c")
     with pytest.raises(PrepError, match=r"cannot read .*b"):
         list_folder(tmp_path / "b")
+
+
+def test_what_is_small_is_read_and_what_has_no_end_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"xyz")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    assert read_small(tmp_path / "a", 3) == b"xyz"
+    with pytest.raises(PrepError) as caught:
+        read_small(tmp_path / "a", 2)
+    assert (caught.value.what, caught.value.why) == (f"{tmp_path / 'a'} is too large", "it has 3 bytes, prep takes 2")
+    for name in ("pipe", "zeros"):
+        with pytest.raises(PrepError, match="is not a file"):
+            read_small(tmp_path / name, 3)

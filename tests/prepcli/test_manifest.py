@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,13 @@ def test_what_later_commands_need_is_checked(tmp_path, change: dict[str, object]
 
 def test_a_manifest_that_is_a_folder_is_named(tmp_path):
     (tmp_path / MANIFEST).mkdir()
-    with pytest.raises(PrepError, match="cannot read"):
+    with pytest.raises(PrepError, match="is not a file"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(PrepError, match="is not a file"):
         read_manifest(tmp_path)
 
 

@@ -14,6 +14,7 @@ from prepcli.errors import PrepError
 from prepcli.formats.orbax import METADATA, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import Stored
+from prepcli.formats.untrusted import read_small
 from prepcli.manifest import MANIFEST, OF_A_TREE, manifest_folder, read_manifest
 from prepcli.planning.accounting import Names
 from prepcli.planning.boxes import strides
@@ -48,7 +49,7 @@ def open_item(path: Path, name: str, given: Given) -> Source:
     names = Names(family_of(config), bool(manifest["prefixed"]))
     blobs, leaves = held_leaves(item)
     tensors, state = (tuple(sorted(found, key=_position)) for found in tree_tensors(leaves, names, manifest, folder))
-    facts = _facts(item, (home / MANIFEST).read_bytes())
+    facts = _facts(item, read_small(home / MANIFEST))
     small, files = small_files(folder / HF_FOLDER), _files(item)
     return Source(name, home, names.family, config, names, tensors, files, facts, small, manifest, (), state, blobs)
 
@@ -64,7 +65,7 @@ def _foreign(item: OrbaxItem, path: Path, name: str, given: Given) -> Source:
     blobs, leaves = held_leaves(item)
     found = foreign_tensors(leaves, family_of(config), config, name)
     tensors = tuple(sorted(found.tensors, key=_position))
-    facts = _facts(item, config_path.read_bytes())
+    facts = _facts(item, read_small(config_path))
     small = tuple(p for p in small_files(config_path.parent) if p.name in OF_A_MODEL)
     return Source(
         name=name,

@@ -8,14 +8,15 @@ from prepcli.formats import safetensors
 from prepcli.manifest import read_manifest
 from prepcli.planning.accounting import names_of
 from prepcli.planning.plan import Flat, SourceFile
+from prepcli.reading.given import Given
 from prepcli.reading.sources import CONFIG, Source, SourceTensor, read_config, recorded, small_files
 from trainer.families import family_of
 
 
-def open_folder(path: Path, name: str) -> Source:
+def open_folder(path: Path, name: str, given: Given) -> Source:
     """Read headers and settings. PrepError names what is broken or not understood."""
     folder = safetensors.read_folder(path)
-    config = read_config(path / CONFIG)
+    config = read_config(given.config_file(path, name) if given.config else path / CONFIG)
     family = family_of(config)
     manifest = read_manifest(path)
     names = names_of(family, config, [t.name for t in folder.tensors])

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from prepcli.engine.chunk_cache import Cache
 from prepcli.errors import PrepError
 from prepcli.formats.codecs import PIECE_NBYTES
-from prepcli.formats.ocdbt import Place, read_database, write_database
+from prepcli.formats.ocdbt import Place, write_database
+from prepcli.formats.ocdbt_read import read_database
 from prepcli.formats.orbax import TYPESTR, ArrayMeta, index_at
 from prepcli.formats.orbax_read import read_item
 from prepcli.planning.tensors import itemsize

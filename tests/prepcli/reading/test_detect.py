@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,7 @@ def test_a_file_of_a_known_format_is_refused_alike(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"quantization_config": {"load_in_8bit": True}}, "of an unnamed method"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
     ],
 )
@@ -129,6 +131,21 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     fill(tmp_path, "model.safetensors")
     (tmp_path / "config.json").write_text("{")
     assert refusal(tmp_path).what == "./m has a broken config.json"
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    fill(tmp_path, "model.safetensors")
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "config.json")
+    assert refusal(tmp_path).what == f"{tmp_path / 'config.json'} is not a file"
+
+
+@pytest.mark.parametrize(("name", "tool"), [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")])
+def test_what_older_tools_quantised_is_refused(tmp_path: Path, name: str, tool: str) -> None:
+    error = refusal(fill(tmp_path, "model.safetensors", name, config={}))
+    assert error.what == "./m is quantised"
+    assert f"{name}" in error.why
+    assert tool in error.why
 
 
 def test_adapters_are_refused(tmp_path: Path) -> None:

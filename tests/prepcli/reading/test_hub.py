@@ -36,6 +36,7 @@ REPOS = {
     "o/lora": Repo({"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}),
     "o/empty": Repo({"README.md": b""}),
     "o/gptq": Repo(QUANTISED),
+    "o/older": Repo({**GOOD, "quantize_config.json": b'{"bits": 4}'}),
     "o/huge": Repo(GOOD, sizes={"model.safetensors": 1 << 60}),
     "o/gated": Repo(status=401, error_code="GatedRepo"),
     "o/refused": Repo(status=403, error_code="GatedRepo"),
@@ -173,6 +174,7 @@ def test_refusals_of_the_hub(ask: Asker, name: str, error: list[object]) -> None
         ("o/gguf", "o/gguf is in GGUF format"),
         ("o/lora", "o/lora is an adapter, not a model"),
         ("o/gptq", "o/gptq is quantised"),
+        ("o/older", "o/older is quantised"),
         ("o/huge", "not enough room for o/huge"),
     ],
 )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +19,10 @@ from obstore.store import MemoryStore
 
 from prepcli.engine.files import Bytes
 from prepcli.errors import PrepError
+from prepcli.formats.ocdbt import Place, write_database
+from prepcli.formats.ocdbt_read import read_database
 from prepcli.formats.safetensors import read_header
-from prepcli.reading import remote_files
+from prepcli.reading import remote_files, remote_folders
 from prepcli.reading.contents import read_contents
 from prepcli.reading.locate import Located, _kind_of
 from prepcli.reading.mirrors import add_header, add_holes, add_small, checked_path, new_mirror, told_of, whole
@@ -160,6 +167,51 @@ def test_a_run_is_opened_at_its_last_step(item: Path):
     files = {f"100/state/{name}": data for name, data in contents(item).items() if name != "prep-manifest.json"}
     files["100/prep-manifest.json"] = contents(item)["prep-manifest.json"]
     opened(files)
+
+
+def test_values_that_lie_apart_from_the_index_stay_where_they_are(tmp_path: Path, item: Path, monkeypatch):
+    """Orbax keeps the two in folders of their own where it is asked to."""
+    files, places = {}, {}
+    for key, value in read_database(item):
+        if isinstance(value, Place):
+            path = f"ocdbt.process_0/ocdbt_data/{value.path.removeprefix('d/')}"
+            files[path], value = (item / value.path).read_bytes(), Place(path, value.offset, value.nbytes)
+        places[key] = value
+    write_database(tmp_path, sorted(places.items()), 0)
+    others = {path: data for path, data in contents(item).items() if not path.startswith("d/")}
+    monkeypatch.setattr(remote_folders, "SMALL_NBYTES", 40_000)
+    assert max(map(len, files.values())) > 40_000
+    opened(others | files | contents(tmp_path))
+
+
+def test_without_an_index_nothing_is_brought(item: Path, monkeypatch: pytest.MonkeyPatch):
+    """What has a file for each chunk would come here whole before it is refused."""
+    monkeypatch.setattr(remote_folders, "add_small", lambda *_: pytest.fail("a file was brought"))
+    files = {name: data for name, data in contents(item).items() if name != "manifest.ocdbt"}
+    with pytest.raises(PrepError, match="has no OCDBT index"):
+        opened(files)
+
+
+def killed_with_a_mirror(environment: dict[str, str]) -> Path:
+    program = "import os; from prepcli.reading import mirrors as m; print(m.new_mirror(), flush=True); os.abort()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGABRT
+    return Path(done.stdout.strip())
+
+
+def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = killed_with_a_mirror(os.environ | {"TMPDIR": str(tmp_path)})
+    assert left.parent == tmp_path
+    (left / "config.json").write_text("{}")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "prep-remote-link").symlink_to(tmp_path / "kept")
+    alive = new_mirror()
+    assert left.exists()  # whoever made it a moment ago may not have got to hold it
+    for folder in (left, alive, tmp_path / "kept"):
+        os.utime(folder, (0, 0))
+    another = new_mirror()
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, another.name, "kept", "prep-remote-link"}
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "_METADATA", "notes.txt"])
