@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.meter import Cost, cold, measure
-from bench.models import SHARD_NBYTES, config_of, entries, write_model
-from bench.published import PUBLISHED
+from bench.models import SHARD_NBYTES, entries, write_model
+from bench.published import PUBLISHED, config_of
 from prepcli.ui import table
 from prepcli.units import bytes_text
 

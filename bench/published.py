@@ -1,58 +1,256 @@
-"""config.json of the models that prep has aliases for, as data; what no conversion asks of it is left out."""
+"""config.json of the models that prep has aliases for, as data; what neither conversion nor training asks of it is left
+out, and LongRoPE's factors are made up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from prepcli.aliases import BY_NAME
 from trainer.table import Config
 
-GPT_NEO = {
-    "model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"], "torch_dtype": "float32", "vocab_size": 50257,
-    "max_position_embeddings": 2048, "intermediate_size": None, "window_size": 256, "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "attention_dropout": 0.0, "embed_dropout": 0.0,
-    "resid_dropout": 0.0, "use_cache": True, "bos_token_id": 50256, "eos_token_id": 50256,
+Given = dict[str, Any]
+GPT2_ENDS = {"bos_token_id": 50256, "eos_token_id": 50256}
+LLAMA_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+DEPTHS = {  # num_hidden_layers else
+    "gpt2": ("n_layer",), "gptj": ("n_layer",), "gpt_neo": ("num_layers",), "t5": ("num_layers", "num_decoder_layers"),
 }  # fmt: skip
-LLAMA_1 = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "vocab_size": 32000,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "initializer_range": 0.02,
-    "tie_word_embeddings": False, "use_cache": True, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-LLAMA_2 = LLAMA_1 | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-LLAMA_3 = LLAMA_2 | {
-    "torch_dtype": "bfloat16", "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
-    "bos_token_id": 128000, "eos_token_id": 128001,
-}  # fmt: skip
-ROPE = {
+
+
+def _gpt2(embed: int, layers: int, heads: int) -> Config:
+    return GPT2_ENDS | {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32", "vocab_size": 50257,
+        "n_embd": embed, "n_layer": layers, "n_head": heads, "n_positions": 1024, "n_ctx": 1024,
+        "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1, "resid_pdrop": 0.1,
+    }  # fmt: skip
+
+
+def _gpt_neo(embed: int, layers: int, heads: int) -> Config:
+    return GPT2_ENDS | {
+        "model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"], "torch_dtype": "float32", "vocab_size": 50257,
+        "hidden_size": embed, "num_layers": layers, "num_heads": heads, "max_position_embeddings": 2048,
+        "intermediate_size": None, "window_size": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02, "attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0,
+        "use_cache": True,
+    }  # fmt: skip
+
+
+def _gptj() -> Config:
+    return GPT2_ENDS | {
+        "model_type": "gptj", "architectures": ["GPTJForCausalLM"], "torch_dtype": "float32", "vocab_size": 50400,
+        "n_embd": 4096, "n_layer": 28, "n_head": 16, "n_inner": None, "n_positions": 2048, "rotary": True,
+        "rotary_dim": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+        "scale_attn_weights": True, "tie_word_embeddings": False, "use_cache": True,
+    }  # fmt: skip
+
+
+def _neox(embed: int, layers: int, heads: int, vocab: int = 50304, **more: Any) -> Config:
+    return {
+        "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "torch_dtype": "float16",
+        "vocab_size": vocab, "hidden_size": embed, "intermediate_size": 4 * embed, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "max_position_embeddings": 2048, "rotary_pct": 0.25, "rotary_emb_base": 10000,
+        "use_parallel_residual": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "initializer_range": 0.02,
+        "tie_word_embeddings": False, "use_cache": True, "bos_token_id": 0, "eos_token_id": 0, **more,
+    }  # fmt: skip
+
+
+def _opt(embed: int, layers: int, heads: int, word_embed: int | None = None, first: bool = True) -> Config:
+    return {
+        "model_type": "opt", "architectures": ["OPTForCausalLM"], "torch_dtype": "float16", "vocab_size": 50272,
+        "hidden_size": embed, "num_hidden_layers": layers, "num_attention_heads": heads, "ffn_dim": 4 * embed,
+        "max_position_embeddings": 2048, "word_embed_proj_dim": word_embed or embed, "do_layer_norm_before": first,
+        "_remove_final_layer_norm": False, "activation_function": "relu", "init_std": 0.02, "dropout": 0.1,
+        "use_cache": True, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+    }  # fmt: skip
+
+
+def _llama_like(
+    common: Given, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> Config:
+    """`common`: model_type and class, and what a generation has in common."""
+    sizes = {"hidden_size": embed, "intermediate_size": mlp, "num_hidden_layers": layers}
+    counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
+    usual = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "tie_word_embeddings": False}
+    return {**LLAMA_ENDS, **usual, **common, **sizes, **counts, **more}
+
+
+def _common(family: str, name: str, dtype: str, positions: int, eps: float, theta: float | None = None) -> Given:
+    found: Given = {"model_type": family, "architectures": [f"{name}ForCausalLM"], "torch_dtype": dtype}
+    found |= {"max_position_embeddings": positions, "rms_norm_eps": eps}
+    return found | ({} if theta is None else {"rope_theta": theta})
+
+
+def _ropes(kind: str, count: int) -> Given:
+    ramp = [1.0 + 0.05 * i for i in range(count)]
+    return {"type": kind, "short_factor": ramp, "long_factor": [2 * factor for factor in ramp]}
+
+
+def _t5(embed: int, mlp: int, layers: int, heads: int, head_dim: int = 64) -> Config:
+    return {
+        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "torch_dtype": "float32",
+        "vocab_size": 32128, "d_model": embed, "d_ff": mlp, "d_kv": head_dim, "num_layers": layers,
+        "num_decoder_layers": layers, "num_heads": heads, "relative_attention_num_buckets": 32, "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-6, "initializer_factor": 1.0, "is_encoder_decoder": True, "n_positions": 512,
+        "use_cache": True, "decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+LLAMA_1 = _common("llama", "Llama", "float16", 2048, 1e-6)
+LLAMA_2 = _common("llama", "Llama", "float16", 4096, 1e-5)
+LLAMA_3 = _common("llama", "Llama", "bfloat16", 8192, 1e-5, 5e5) | {"bos_token_id": 128000, "eos_token_id": 128001}
+LLAMA_31_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-LLAMA_31 = LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": ROPE}
-LLAMA_32 = LLAMA_31 | {"rope_scaling": ROPE | {"factor": 32.0}, "tie_word_embeddings": True}
+LLAMA_31 = LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": LLAMA_31_ROPE}
+LLAMA_32 = LLAMA_31 | {"rope_scaling": LLAMA_31_ROPE | {"factor": 32.0}, "tie_word_embeddings": True}
+SMOLLM2 = _common("llama", "Llama", "bfloat16", 8192, 1e-5, 1e5) | {
+    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "rope_scaling": None, "attention_bias": False,
+}  # fmt: skip
+MISTRAL = _common("mistral", "Mistral", "bfloat16", 32768, 1e-5, 1e4) | {"sliding_window": 4096}
+MISTRAL_3 = MISTRAL | {"rope_theta": 1e6, "sliding_window": None}
+MIXTRAL = _common("mixtral", "Mixtral", "bfloat16", 32768, 1e-5, 1e6) | {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+}  # fmt: skip
+QWEN_ENDS = {"bos_token_id": 151643, "eos_token_id": 151643, "use_sliding_window": False}
+QWEN2 = _common("qwen2", "Qwen2", "bfloat16", 131072, 1e-6, 1e6) | QWEN_ENDS | {
+    "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False,
+}  # fmt: skip
+QWEN3 = _common("qwen3", "Qwen3", "bfloat16", 40960, 1e-6, 1e6) | QWEN_ENDS | {
+    "head_dim": 128, "attention_bias": False, "rope_scaling": None, "sliding_window": None, "max_window_layers": 28,
+}  # fmt: skip
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "mlp_only_layers": [], "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+GEMMA_ENDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": True, "head_dim": 256}
+GEMMA = _common("gemma", "Gemma", "bfloat16", 8192, 1e-6, 1e4) | GEMMA_ENDS | {
+    "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False, "rope_scaling": None,
+}  # fmt: skip
+TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+GEMMA_2 = _common("gemma2", "Gemma2", "float32", 8192, 1e-6, 1e4) | GEMMA_ENDS | TANH | {
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
+}  # fmt: skip
+GEMMA_3 = _common("gemma3_text", "Gemma3", "bfloat16", 32768, 1e-6, 1e6) | GEMMA_ENDS | TANH | {
+    "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+}  # fmt: skip
+PHI_3 = _common("phi3", "Phi3", "bfloat16", 4096, 1e-5, 1e4) | {
+    "original_max_position_embeddings": 4096, "sliding_window": 2047, "rope_scaling": None, "attention_bias": False,
+    "eos_token_id": 32000, "pad_token_id": 32000,
+}  # fmt: skip
+PHI_35 = PHI_3 | {"max_position_embeddings": 131072, "sliding_window": 262144, "rope_scaling": _ropes("longrope", 48)}
+PHI_4 = PHI_3 | {
+    "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rope_theta": 250000,
+    "sliding_window": None, "bos_token_id": 100257, "eos_token_id": 100265, "pad_token_id": 100349,
+}  # fmt: skip
+PHI_4_MINI = PHI_35 | {
+    "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "lm_head_bias": False, "mlp_bias": False,
+    "bos_token_id": 199999, "eos_token_id": 199999, "pad_token_id": 199999,
+}  # fmt: skip
+T5_11 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+FLAN = T5_11 | {"relative_attention_max_distance": 128}
+LATER_T5 = {
+    "small": _t5(512, 1024, 8, 6),
+    "base": _t5(768, 2048, 12, 12),
+    "large": _t5(1024, 2816, 24, 16),
+    "xl": _t5(2048, 5120, 24, 32),
+    "xxl": _t5(4096, 10240, 24, 64),
+}
+SMALL_QWEN = {"tie_word_embeddings": True}
 
-GPT_NEO_SIZES = ("hidden_size", "num_layers", "num_heads")
-LLAMA_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-SIZES = {"gpt_neo": GPT_NEO_SIZES, "llama": LLAMA_SIZES}
-DEPTH = {"gpt_neo": "num_layers", "llama": "num_hidden_layers"}
-PUBLISHED: Mapping[str, tuple[Config, tuple[int, ...]]] = {
-    "gpt-neo-125M": (GPT_NEO, (768, 12, 12)),
-    "gpt-neo-1.3B": (GPT_NEO, (2048, 24, 16)),
-    "gpt-neo-2.7B": (GPT_NEO, (2560, 32, 20)),
-    "llama-7b": (LLAMA_1, (4096, 11008, 32, 32, 32)),
-    "llama-13b": (LLAMA_1, (5120, 13824, 40, 40, 40)),
-    "llama-30b": (LLAMA_1, (6656, 17920, 60, 52, 52)),
-    "llama-65b": (LLAMA_1 | {"rms_norm_eps": 1e-5}, (8192, 22016, 80, 64, 64)),
-    "llama-2-7b": (LLAMA_2, (4096, 11008, 32, 32, 32)),
-    "llama-2-13b": (LLAMA_2, (5120, 13824, 40, 40, 40)),
-    "llama-2-70b": (LLAMA_2, (8192, 28672, 80, 64, 8)),
-    "llama-3-8b": (LLAMA_3, (4096, 14336, 32, 32, 8)),
-    "llama-3-70b": (LLAMA_3, (8192, 28672, 80, 64, 8)),
-    "llama-3.1-8b": (LLAMA_31, (4096, 14336, 32, 32, 8)),
-    "llama-3.1-70b": (LLAMA_31, (8192, 28672, 80, 64, 8)),
-    "llama-3.1-405b": (LLAMA_31, (16384, 53248, 126, 128, 8)),
-    "llama-3.2-1b": (LLAMA_32 | {"head_dim": 64}, (2048, 8192, 16, 32, 8)),
-    "llama-3.2-3b": (LLAMA_32 | {"head_dim": 128}, (3072, 8192, 28, 24, 8)),
+PUBLISHED: Mapping[str, Config] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "gpt-neo-125M": _gpt_neo(768, 12, 12),
+    "gpt-neo-1.3B": _gpt_neo(2048, 24, 16),
+    "gpt-neo-2.7B": _gpt_neo(2560, 32, 20),
+    "gpt-j-6b": _gptj(),
+    "pythia-70m": _neox(512, 6, 8),
+    "pythia-160m": _neox(768, 12, 12),
+    "pythia-410m": _neox(1024, 24, 16),
+    "pythia-1b": _neox(2048, 16, 8),
+    "pythia-1.4b": _neox(2048, 24, 16),
+    "pythia-2.8b": _neox(2560, 32, 32),
+    "pythia-6.9b": _neox(4096, 32, 32, 50432),
+    "pythia-12b": _neox(5120, 36, 40, 50688),
+    "gpt-neox-20b": _neox(6144, 44, 64, 50432, hidden_act="gelu_fast"),
+    "opt-125m": _opt(768, 12, 12),
+    "opt-350m": _opt(1024, 24, 16, word_embed=512, first=False),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-2.7b": _opt(2560, 32, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "opt-30b": _opt(7168, 48, 56),
+    "opt-66b": _opt(9216, 64, 72),
+    "llama-7b": _llama_like(LLAMA_1, 4096, 11008, 32, 32, 32, 32000),
+    "llama-13b": _llama_like(LLAMA_1, 5120, 13824, 40, 40, 40, 32000),
+    "llama-30b": _llama_like(LLAMA_1, 6656, 17920, 60, 52, 52, 32000),
+    "llama-65b": _llama_like(LLAMA_1, 8192, 22016, 80, 64, 64, 32000, rms_norm_eps=1e-5),
+    "llama-2-7b": _llama_like(LLAMA_2, 4096, 11008, 32, 32, 32, 32000),
+    "llama-2-13b": _llama_like(LLAMA_2, 5120, 13824, 40, 40, 40, 32000),
+    "llama-2-70b": _llama_like(LLAMA_2, 8192, 28672, 80, 64, 8, 32000),
+    "llama-3-8b": _llama_like(LLAMA_3, 4096, 14336, 32, 32, 8, 128256),
+    "llama-3-70b": _llama_like(LLAMA_3, 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-8b": _llama_like(LLAMA_31, 4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": _llama_like(LLAMA_31, 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-405b": _llama_like(LLAMA_31, 16384, 53248, 126, 128, 8, 128256),
+    "llama-3.2-1b": _llama_like(LLAMA_32, 2048, 8192, 16, 32, 8, 128256, head_dim=64),
+    "llama-3.2-3b": _llama_like(LLAMA_32, 3072, 8192, 28, 24, 8, 128256, head_dim=128),
+    "smollm2-135m": _llama_like(SMOLLM2, 576, 1536, 30, 9, 3, 49152),
+    "smollm2-360m": _llama_like(SMOLLM2, 960, 2560, 32, 15, 5, 49152),
+    "smollm2-1.7b": _llama_like(SMOLLM2, 2048, 8192, 24, 32, 32, 49152, rope_theta=130000),
+    "mistral-7b": _llama_like(MISTRAL, 4096, 14336, 32, 32, 8, 32000),
+    "mistral-7b-v0.3": _llama_like(MISTRAL_3, 4096, 14336, 32, 32, 8, 32768),
+    "mistral-nemo-12b": _llama_like(
+        MISTRAL_3, 5120, 14336, 40, 32, 8, 131072, head_dim=128, max_position_embeddings=128000
+    ),
+    "mixtral-8x7b": _llama_like(MIXTRAL, 4096, 14336, 32, 32, 8, 32000),
+    "mixtral-8x22b": _llama_like(MIXTRAL, 6144, 16384, 56, 48, 8, 32000, max_position_embeddings=65536),
+    "qwen2-0.5b": _llama_like(QWEN2, 896, 4864, 24, 14, 2, 151936, **SMALL_QWEN),
+    "qwen2-1.5b": _llama_like(QWEN2, 1536, 8960, 28, 12, 2, 151936, **SMALL_QWEN),
+    "qwen2-7b": _llama_like(QWEN2, 3584, 18944, 28, 28, 4, 152064),
+    "qwen2-72b": _llama_like(QWEN2, 8192, 29568, 80, 64, 8, 152064, rms_norm_eps=1e-5),
+    "qwen2.5-0.5b": _llama_like(QWEN2, 896, 4864, 24, 14, 2, 151936, **SMALL_QWEN),
+    "qwen2.5-1.5b": _llama_like(QWEN2, 1536, 8960, 28, 12, 2, 151936, **SMALL_QWEN),
+    "qwen2.5-3b": _llama_like(QWEN2, 2048, 11008, 36, 16, 2, 151936, **SMALL_QWEN),
+    "qwen2.5-7b": _llama_like(QWEN2, 3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _llama_like(QWEN2, 5120, 13824, 48, 40, 8, 152064, rms_norm_eps=1e-5),
+    "qwen2.5-32b": _llama_like(QWEN2, 5120, 27648, 64, 40, 8, 152064, rms_norm_eps=1e-5),
+    "qwen2.5-72b": _llama_like(QWEN2, 8192, 29568, 80, 64, 8, 152064, rms_norm_eps=1e-5),
+    "qwen3-0.6b": _llama_like(QWEN3, 1024, 3072, 28, 16, 8, 151936, **SMALL_QWEN),
+    "qwen3-1.7b": _llama_like(QWEN3, 2048, 6144, 28, 16, 8, 151936, **SMALL_QWEN),
+    "qwen3-4b": _llama_like(QWEN3, 2560, 9728, 36, 32, 8, 151936, **SMALL_QWEN),
+    "qwen3-8b": _llama_like(QWEN3, 4096, 12288, 36, 32, 8, 151936),
+    "qwen3-14b": _llama_like(QWEN3, 5120, 17408, 40, 40, 8, 151936),
+    "qwen3-32b": _llama_like(QWEN3, 5120, 25600, 64, 64, 8, 151936),
+    "qwen3-30b-a3b": _llama_like(QWEN3_MOE, 2048, 6144, 48, 32, 4, 151936, moe_intermediate_size=768),
+    "qwen3-235b-a22b": _llama_like(QWEN3_MOE, 4096, 12288, 94, 64, 4, 151936, moe_intermediate_size=1536),
+    "gemma-2b": _llama_like(GEMMA, 2048, 16384, 18, 8, 1, 256000),
+    "gemma-7b": _llama_like(GEMMA, 3072, 24576, 28, 16, 16, 256000),
+    "gemma-2-2b": _llama_like(GEMMA_2, 2304, 9216, 26, 8, 4, 256000),
+    "gemma-2-9b": _llama_like(GEMMA_2, 3584, 14336, 42, 16, 8, 256000),
+    "gemma-2-27b": _llama_like(GEMMA_2, 4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144),
+    "gemma-3-270m": _llama_like(GEMMA_3, 640, 2048, 18, 4, 1, 262144),
+    "gemma-3-1b": _llama_like(GEMMA_3, 1152, 6912, 26, 4, 1, 262144),
+    "phi-3-mini": _llama_like(PHI_3, 3072, 8192, 32, 32, 32, 32064),
+    "phi-3-medium": _llama_like(PHI_3, 5120, 17920, 40, 40, 10, 32064),
+    "phi-3.5-mini": _llama_like(PHI_35, 3072, 8192, 32, 32, 32, 32064),
+    "phi-4": _llama_like(PHI_4, 5120, 17920, 40, 40, 10, 100352),
+    "phi-4-mini": _llama_like(PHI_4_MINI, 3072, 8192, 32, 24, 8, 200064),
+    "t5-small": _t5(512, 2048, 6, 8),
+    "t5-base": _t5(768, 3072, 12, 12),
+    "t5-large": _t5(1024, 4096, 24, 16),
+    "t5-3b": _t5(1024, 16384, 24, 32, head_dim=128),
+    "t5-11b": _t5(1024, 65536, 24, 128, head_dim=128),
+    **{f"t5-v1_1-{name}": {**config, **T5_11} for name, config in LATER_T5.items()},
+    **{f"flan-t5-{name}": {**config, **FLAN} for name, config in LATER_T5.items()},
 }
 
 
@@ -60,12 +258,18 @@ def config_of(
     name: str, dtype: str | None = None, layers: int | None = None, changes: Config | None = None
 ) -> dict[str, Any]:
     """config.json of the published model of an alias, made another with so many layers, a dtype, other fields."""
-    common, sizes = PUBLISHED[name]
-    family = BY_NAME[name].family
-    config = {**common, **dict(zip(SIZES[family], sizes, strict=True)), **(changes or {})}
-    config |= {} if layers is None else {DEPTH[family]: layers}
+    return changed(PUBLISHED[name], dtype, layers, changes)
+
+
+def changed(
+    config: Config, dtype: str | None = None, layers: int | None = None, changes: Config | None = None
+) -> dict[str, Any]:
+    """A config with so many layers, a dtype, other fields."""
+    config = {**config, **(changes or {})}
+    depths = DEPTHS.get(config["model_type"], ("num_hidden_layers",))
+    config |= {} if layers is None else dict.fromkeys(depths, layers)
     config |= {} if dtype is None else {"torch_dtype": dtype}
-    if family == "gpt_neo" and "attention_types" not in config:
+    if config["model_type"] == "gpt_neo" and "attention_types" not in config:
         pairs, rest = divmod(config["num_layers"], 2)
         alternating = [[["global", "local"], pairs]] if pairs else []
         config["attention_types"] = alternating + ([[["global"], 1]] if rest else [])

@@ -17,7 +17,7 @@ def plan_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
     """What the run is about to do."""
     from trainer.sharding import device_nbytes
 
-    setup, size, length = job.setup, job.order.size, job.train.seq_length
+    setup, size, length = job.setup, job.order.size, job.tokens_a_step // job.order.size
     mesh, leaves = setup.how.shards.mesh, setup.model.leaves
     if mesh is not None:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))

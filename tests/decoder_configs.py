@@ -63,6 +63,12 @@ GEMMA3 = GEMMA | {
     "rope_local_base_freq": 500.0,
 }  # fmt: skip
 PHI3 = SMALL | {"model_type": "phi3", "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "partial_rotary_factor": 0.5}
+T5 = {
+    "model_type": "t5", "vocab_size": 29, "d_model": 16, "d_kv": 6, "d_ff": 12, "num_layers": 2,
+    "num_decoder_layers": 3, "num_heads": 3, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 40,
+    "layer_norm_epsilon": 0.1, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+T5_GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 
 OWN: dict[str, dict[str, Any]] = {  # with what transformers computes in a file
     "gptj": GPTJ,
@@ -79,6 +85,8 @@ OWN: dict[str, dict[str, Any]] = {  # with what transformers computes in a file
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "phi3": PHI3,
+    "t5": T5,
+    "t5-gated": T5_GATED,
     "phi3-longrope": PHI3 | {
         "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "rope_scaling": LONG_ROPE,
     },
@@ -122,6 +130,9 @@ OTHER: dict[str, dict[str, Any]] = {  # compared live alone
         "original_max_position_embeddings": 400, "partial_rotary_factor": 1.0,
         "rope_scaling": LONG_ROPE | {"type": "su", "original_max_position_embeddings": 16},
     },
+    "t5-stored": T5_GATED | {"dense_act_fn": "quick_gelu", "is_gated_act": True, "num_decoder_layers": None},
+    "t5-silu": T5 | {"feed_forward_proj": "gated-silu", "scale_decoder_outputs": False, "num_layers": 1},
+    "t5-untied": T5 | {"tie_word_embeddings": False, "scale_decoder_outputs": True},
     "phi3-version-5": PHI3 | {"rope_parameters": {
         "rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 2.0, 3.0],
         "long_factor": [3.0, 4.0, 6.0], "attention_factor": 0.9, "original_max_position_embeddings": 16,
@@ -139,11 +150,13 @@ FIRST: dict[str, dict[str, Any]] = {
 }
 GOLDEN = FIRST | OWN  # with what transformers computes in a file
 OTHER_GPT2: dict[str, dict[str, Any]] = {
+    "odd-heads": {"n_embd": 24, "n_head": 3},
     "names": {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 8, "max_position_embeddings": 301},
     "plain-scores": {"scale_attn_weights": False},
     "upcast": {"reorder_and_upcast_attn": True, "activation_function": "relu"},
 }
 OTHER_NEO: dict[str, dict[str, Any]] = {
+    "odd-heads": {"hidden_size": 24, "num_heads": 3},
     "odd": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "attention-layers": {"attention_layers": ["local", "global", "local"]},
     "window-1": {"window_size": 1},
@@ -153,6 +166,7 @@ OTHER_NEO: dict[str, dict[str, Any]] = {
     "tanh": {"activation_function": "gelu_pytorch_tanh"},
 }
 OTHER_LLAMA: dict[str, dict[str, Any]] = {
+    "odd-heads": {"num_attention_heads": 3, "hidden_size": 24, "head_dim": None},
     "odd": {"num_hidden_layers": 3, "num_key_value_heads": None},
     "groups": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
     "theta": {"rope_theta": 5e5},
@@ -174,4 +188,8 @@ LIVE: dict[str, dict[str, Any]] = {  # all that is compared live
     **{f"gpt2-{name}": GPT2 | more for name, more in OTHER_GPT2.items()},
     **{f"gpt_neo-{name}": GPT_NEO | more for name, more in OTHER_NEO.items()},
     **{f"llama-{name}": LLAMA | more for name, more in OTHER_LLAMA.items()},
+}
+ODD = {  # of each family one with an odd number of heads
+    **{name: LIVE[f"{name}-odd-heads"] for name in ("gpt2", "gpt_neo", "llama")},
+    **{name: config for name, config in OWN.items() if name == config["model_type"]},
 }

@@ -101,24 +101,38 @@ def filled(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
             case "bias":
                 values = 0.1 * values
             case "embedding":
-                values = 0.5 * values
+                values = 0.5 * values / made.model.traits.head_scale
             case "matrix":
                 values = 0.8 * values / math.sqrt(shape[-1])
         found[place.tensor] = values.astype(np.float32)
     return found
 
 
-def batch_of(vocab: int, rows: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Tokens, targets and weights, several of which are 0: there the target is no token at all."""
+def batch_of(vocab: int, rows: int, length: int, seed: int = 0, encodes: bool = False) -> dict[str, np.ndarray]:
+    """Tokens, targets and weights, several of which are 0: there the target is no token at all. For a model that
+    `encodes` also a source, longer where tokens are few, the end of each of its rows padding."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length + 1), dtype=np.int32)
     weights = rng.choice(np.array([0, 1, 1, 2], np.float32), (rows, length))
-    return {"tokens": tokens[:, :-1], "targets": np.where(weights > 0, tokens[:, 1:], -100), "weights": weights}
+    batch = {"tokens": tokens[:, :-1], "targets": np.where(weights > 0, tokens[:, 1:], -100), "weights": weights}
+    if encodes:
+        longer = length + 5 if length < 100 else length
+        source = rng.integers(0, vocab, (rows, longer), dtype=np.int32)
+        batch |= {"source": source, "present": np.arange(longer) < rng.integers(longer // 2, longer, (rows, 1))}
+    return batch
 
 
-def logits_of(model: Model, params: Tree, tokens: np.ndarray, how: Compute = ONE_BY_ONE) -> np.ndarray:
-    """[B, T] -> [B, T, V]; not compiled as a whole, so that its parts are compiled once for many models."""
-    return np.asarray(models.logits(params, jnp.asarray(tokens), model, how))
+def encodes(config: Config) -> bool:
+    """Whether a model has an encoder."""
+    return family_of(config).traits(config).encoder is not None
+
+
+def logits_of(model: Model, params: Tree, batch: Tensors, how: Compute = ONE_BY_ONE) -> np.ndarray:
+    """Of the tokens [B, T] of a batch: [B, T, V]. Not compiled as a whole, so that its parts are compiled once for
+    many models."""
+    given = {name: jnp.asarray(batch[name]) for name in ("tokens", "source", "present") if name in batch}
+    memory = models.encode(params, given["source"], model, how, given["present"]) if "source" in given else None
+    return np.asarray(models.logits(params, given["tokens"], model, how, memory))
 
 
 def loss_and_gradients(model: Model, params: Tree, batch: Tensors, how: Compute = ONE_BY_ONE) -> tuple[float, Tree]:

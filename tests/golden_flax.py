@@ -13,11 +13,10 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.msgpack import Keys, Kind
 
 FOLDER = Path(__file__).parent / "golden" / "flax"
-NEO, LLAMA, GPT2 = FOLDER / "neo", FOLDER / "llama", FOLDER / "gpt2"
+LLAMA = FOLDER / "llama"
+MODELS = [FOLDER / name for name in ("gpt2", "neo", "llama", "gptj", "opt", "mistral", "gemma", "t5", "t5-gated")]
 FILES: dict[str, Kind] = {
-    "gpt2/flax/flax_model.msgpack": "flax",
-    "neo/flax/flax_model.msgpack": "flax",
-    "llama/flax/flax_model.msgpack": "flax",
+    **{f"{model.name}/flax/flax_model.msgpack": "flax" for model in MODELS},
     "llama/boxed.msgpack": "flax",
     "llama/flax_params.msgpack": "flax",
     "llama/pieces.msgpack": "flax",

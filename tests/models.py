@@ -82,13 +82,20 @@ RELATIVES: dict[str, dict[str, Any]] = {  # one of each family that has no confi
     "gemma2": GROUPED | {"sliding_window": 8},
     "gemma3_text": GROUPED | {"sliding_window": 8, "sliding_window_pattern": 2},
     "phi3": SMALL | {"num_key_value_heads": 2},
-}
+    "t5": ENDS | {
+        "d_model": 64, "d_kv": 24, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "eos_token_id": 1,
+        "decoder_start_token_id": 0, "pad_token_id": 0,
+    },
+}  # fmt: skip
 CLASSES = {
-    "gptj": "GPTJ", "gpt_neox": "GPTNeoX", "opt": "OPT", "qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3",
+    "gptj": "GPTJForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "opt": "OPTForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "t5": "T5ForConditionalGeneration",
 }  # fmt: skip
 for _name, _config in RELATIVES.items():
-    _class = f"{CLASSES.get(_name, _name.capitalize())}ForCausalLM"
+    _class = CLASSES.get(_name, f"{_name.capitalize()}ForCausalLM")
     RELATIVES[_name] = {"model_type": _name, "architectures": [_class], **_config}
+BASES = [GPT2, GPT_NEO, LLAMA, *RELATIVES.values()]
 INV_FREQ = {"layers.{}.self_attn.rotary_emb.inv_freq": ("float32", (2,))}
 LEGACY = {
     "gpt2": {"h.{}.attn.bias": ("bool", (1, 1, 64, 64)), "h.{}.attn.masked_bias": ("float32", ())},
@@ -103,6 +110,7 @@ LEGACY = {
         "layers.{}.attention.rotary_emb.inv_freq": ("float32", (2,)),
     },
     "opt": {},
+    "t5": {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": ("float32", (8, 4))},
     **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), INV_FREQ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3"), INV_FREQ),
 }

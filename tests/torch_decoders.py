@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,23 +16,52 @@ from trainer.table import Config
 def torch_model(config: Config, tensors: Tensors) -> Any:
     """The model of a config in float32 with these tensors; every parameter is among them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
     made = AutoConfig.for_model(config["model_type"], **fields)
-    plain = AutoModelForCausalLM.from_config(made, attn_implementation="eager").float()
-    wanted = {name: tuple(tensor.shape) for name, tensor in as_files(plain, dict(plain.named_parameters())).items()}
+    plain = torch_class(made).from_config(made, attn_implementation="eager").float()
+    named, every = (dict(plain.named_parameters(remove_duplicate=once)) for once in (True, False))
+    named |= {name: every[name] for name in tensors if name in every}  # a tied one may be its own in files
+    wanted = {name: tuple(tensor.shape) for name, tensor in as_files(plain, named).items()}
     if wanted != {name: tensor.shape for name, tensor in tensors.items()}:
         raise ValueError(f"transformers has {wanted}")
     state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
-    model, told = type(plain).from_pretrained(
-        None, config=made, state_dict=state, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
-    )
+    return _loaded(type(plain), None, config=made, state_dict=state, dtype=torch.float32)
+
+
+def loaded(folder: Path, dtype: str = "float32") -> Any:
+    """The model of a folder, of which every tensor is used and none is missing."""
+    from transformers import AutoConfig
+
+    return _loaded(torch_class(AutoConfig.from_pretrained(folder)), folder, dtype=dtype)
+
+
+def _loaded(kind: Any, source: Path | None, **options: Any) -> Any:
+    model, told = kind.from_pretrained(source, attn_implementation="eager", output_loading_info=True, **options)
     if any(told.values()):
         raise ValueError(f"not loaded: {told}")
-    if hasattr(made, "num_experts_per_tok"):
+    if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")
     return model.eval()
+
+
+def torch_class(config: Any) -> Any:
+    """The class that makes models of a config of transformers."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def _called(model: Any, batch: Tensors, **more: Any) -> Any:
+    """The logits of a batch's tokens, with its source where there is one."""
+    import torch
+
+    given = {name: torch.tensor(batch[name]).long() for name in ("tokens", "source", "present") if name in batch}
+    if "source" not in given:
+        return model(given["tokens"], use_cache=False, **more).logits
+    source = {"input_ids": given["source"], "attention_mask": given["present"]}
+    return model(decoder_input_ids=given["tokens"], use_cache=False, **source).logits
 
 
 def as_files(model: Any, named: dict[str, Any]) -> dict[str, Any]:
@@ -41,14 +71,13 @@ def as_files(model: Any, named: dict[str, Any]) -> dict[str, Any]:
     return revert_weight_conversion(model, named)
 
 
-def torch_logits(model: Any, tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """[B, T] of which `lengths` count in each row -> [B, T, V]."""
+def torch_logits(model: Any, batch: Tensors, lengths: Sequence[int]) -> np.ndarray:
+    """Of the tokens [B, T] of a batch, of which `lengths` count in each row: [B, T, V]."""
     import torch
 
-    mask = np.arange(tokens.shape[1]) < np.array(lengths)[:, None]
+    mask = np.arange(batch["tokens"].shape[1]) < np.array(lengths)[:, None]
     with torch.no_grad():
-        out = model(torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long(), use_cache=False)
-    return out.logits.numpy()
+        return _called(model, batch, attention_mask=torch.tensor(mask).long()).numpy()
 
 
 def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.ndarray]]:
@@ -56,7 +85,7 @@ def torch_gradients(model: Any, batch: Tensors) -> tuple[float, dict[str, np.nda
     import torch
 
     model.zero_grad()
-    found = model(torch.tensor(batch["tokens"]).long(), use_cache=False).logits
+    found = _called(model, batch)
     targets, weights = torch.tensor(batch["targets"]).long(), torch.tensor(batch["weights"])
     each = torch.nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten(), reduction="none")
     loss = (each * weights.flatten()).sum() / weights.sum()

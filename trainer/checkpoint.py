@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from trainer.errors import PrepError
 from trainer.mesh import Box
+from trainer.model import Model
+from trainer.sharding import Shards
 from trainer.state import HostLeaf, Reader, Stored
 from trainer.step import Setup, State, first_state, leaf_name, state_shapes
-from trainer.tree import Tree
+from trainer.tree import Tree, nested
 
 ALIGNMENT = 4096  # of host memory: a CPU device then takes it over without a copy, and files are read into it directly
 OPTIMIZER = "opt_state"
@@ -41,8 +43,18 @@ def started(reader: Reader, setup: Setup) -> State:
 
 def parameters(reader: Reader, setup: Setup) -> Tree:
     """The parameters alone, in float32, each part read once for the devices that hold it."""
-    wanted = _shapes(setup)["params"]
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf(reader, f"params.{leaf_name(path)}", leaf), wanted)
+    return weights(reader, setup.model, setup.how.shards, lambda path: "float32")
+
+
+def weights(reader: Reader, model: Model, shards: Shards, dtype_of: Callable[[str], str]) -> Tree:
+    """The parameters of a model, each in the dtype that its path is to have, on a mesh or on the first device."""
+    alone = SingleDeviceSharding(jax.devices()[0])
+    found = {}
+    for path, leaf in model.leaves.items():
+        dtype = jax.numpy.dtype(dtype_of(path))
+        wanted = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shards.of(leaf) or alone)
+        found[path] = _leaf(reader, f"params.{path}", wanted)
+    return nested(found)
 
 
 def host_leaves(state: State, optimizer_state: bool = True) -> dict[str, HostLeaf]:

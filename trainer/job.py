@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.blocks import Blocks, split
+from trainer.data.blocks import Blocks, Dataset, split
 from trainer.data.order import Order
+from trainer.data.pairs import pairs
 from trainer.data.prepare import Request, prepare
+from trainer.data.store import Tokens
 from trainer.errors import PrepError, usage
 from trainer.families import family_of
 from trainer.loop import Job
@@ -57,10 +59,10 @@ HELD = {"data": "the data", "batch_size": "the batch", "rate": "the learning rat
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The blocks to train on and to evaluate on; `identity` says what they are made of."""
+    """What is trained and what is evaluated on; `identity` says what they are made of."""
 
-    train: Blocks
-    evaluation: Blocks | None
+    train: Dataset
+    evaluation: Dataset | None
     identity: str
 
 
@@ -74,6 +76,11 @@ def check_computes(recipe: Recipe, model: Model, on: Shards) -> None:
     """Usage PrepErrors where a mesh does not divide the parameters, and for a scan over layers that are apart."""
     if recipe.model.scan_layers and not model.stacked:
         raise layers_apart()
+    check_divides(model, on)
+
+
+def check_divides(model: Model, on: Shards) -> None:
+    """Usage PrepErrors where a mesh does not divide the parameters."""
     for leaf in model.leaves.values():
         try:
             on.spec_of(leaf)
@@ -108,14 +115,24 @@ def texts(
         vocab=model.vocab,
         cache=Path(data.cache) if data.cache else folders["cache"],
         spare=folders.get("spare"),
+        source_length=data.source_length or 0,
+        prefix=data.source_prefix or "",
     )
     _check_length(data, model)
+    _check_source(request, model)
     tokens = prepare(request, progress, note)
     if data.eval_path is None:
-        train, held = split(tokens, data.holdout)
+        train, held = split(_rows(tokens, request, facts["config"]), data.holdout)
         return Texts(train, held, tokens.identity)
     other = prepare(_with_paths(request, data.eval_path), progress, note)
-    return Texts(split(tokens, 0.0)[0], split(other, 0.0)[0], f"{tokens.identity} {other.identity}")
+    train, held = (_rows(each, request, facts["config"]) for each in (tokens, other))
+    return Texts(train, held, f"{tokens.identity} {other.identity}")
+
+
+def _rows(tokens: Tokens, request: Request, config: Mapping[str, Any]) -> Dataset:
+    if not request.read.source:
+        return Blocks(tokens, 0, tokens.n_blocks)
+    return pairs(tokens, request.source_length, start_token(config, request.vocab), request.eos_id)
 
 
 def _with_paths(request: Request, paths: tuple[str, ...]) -> Request:
@@ -124,9 +141,32 @@ def _with_paths(request: Request, paths: tuple[str, ...]) -> Request:
 
 def _check_length(data: Data, model: Model) -> None:
     most = model.traits.positions
-    if model.traits.rope is None and data.seq_length > most:
+    if model.traits.learns_positions and data.seq_length > most:
         why = f"the model has {most} positions"
         raise usage(f"`data.seq_length` is {data.seq_length}", why, f"`--set data.seq_length={most}`")
+
+
+def _check_source(request: Request, model: Model) -> None:
+    """Usage PrepError where the data has a source and the model no encoder, or the other way round."""
+    has_encoder, name = model.traits.encoder is not None, model.family.name
+    if request.read.source and not has_encoder:
+        why = f"{name} has no encoder, which would read what stands in brackets"
+        raise usage(f"`data.fields` is {request.fields!r:.60}", why, "`--set data.fields=text`")
+    if has_encoder and not request.read.source:
+        why = "it learns to make a target of a source; to learn from texts alone (spans left out) is not there"
+        hint = '`type = "json"` and `fields = "[article], summary"`'
+        raise usage(f"{name} has an encoder, and the data has nothing for it", why, hint)
+
+
+def start_token(config: Mapping[str, Any], vocab: int) -> int:
+    """What a decoder that has an encoder before it is given before the first token; PrepError where nothing says it, or
+    it is none of the vocabulary."""
+    ids = (config.get(key) for key in ("decoder_start_token_id", "pad_token_id"))
+    found = next((each for each in ids if each is not None), None)
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < vocab:
+        why = f"decoder_start_token_id is {found!r:.60}, it has to be a token of {vocab:,}"
+        raise PrepError("config.json does not say what a target begins with", why)
+    return found
 
 
 def _end_of_text(config: Mapping[str, Any]) -> int | None:

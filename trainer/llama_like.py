@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from trainer import parts
 from trainer.errors import PrepError
-from trainer.rope import read_rope
-from trainer.table import Config, Parameter, Tie, When, linear, size
+from trainer.parts import Rows, embedding, linear, matrix, rms_norm, stack
+from trainer.rope import Rope, read_rope
+from trainer.table import Config, Family, Layout, When, size
 from trainer.traits import ALL_BEFORE, Traits, activation, positive, sliding_windows
 
 PREFIX = "model."
-UNPREFIXED = ("lm_head.weight",)
 OLD_BUFFERS = {"layers.{i}.self_attn.rotary_emb.inv_freq": "rotary frequencies, computed from the config"}
-Rows = dict[str, Parameter]
 
 
-def tie(default: bool) -> Tie:
-    """The head and the embedding."""
-    return Tie(leaf="head.weight", tensor="lm_head.weight", embedding="embed_tokens.weight", default=default)
+def family(
+    name: str,
+    sizes: Callable[[Config], dict[str, int]],
+    traits: Callable[[Config], Traits],
+    layer: Rows,
+    tied: bool,
+    layouts: Callable[[Rows], Mapping[str, Layout]] = lambda table: {},
+    dropped: Mapping[str, str] = OLD_BUFFERS,
+) -> Family:
+    """A family whose files are named as LLaMA's are; `layer`: the rows of one."""
+    table = {
+        **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
+        **stack("layers", "layers.{layers}", layer),
+        **rms_norm("final_norm", "embed <- norm.weight: embed"),
+        **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
+    }
+    return parts.family(name, PREFIX, sizes, traits, table, tied, dropped, layouts(table))
 
 
 def sizes(
@@ -46,17 +60,25 @@ def sizes(
     }
 
 
-def traits(config: Config, found: Mapping[str, int], positions: int, theta: float = 10_000.0) -> Traits:
-    """LLaMA's, for these sizes; `positions` and `theta` where the config does not say."""
+def traits(
+    config: Config,
+    found: Mapping[str, int],
+    positions: int,
+    theta: float = 10_000.0,
+    rope: Rope | None = None,
+    act: tuple[str, str] = ("hidden_act", "silu"),
+) -> Traits:
+    """LLaMA's, for these sizes; `positions`, `theta` and the last of `act`, after the field that has the activation,
+    where the config does not say. `rope`: read already."""
     positions = size(config, "max_position_embeddings", positions)
     return Traits(
         norm="rms",
         norm_eps=positive(config, "rms_norm_eps", 1e-6),
-        activation=activation(config, "hidden_act", "silu"),
+        activation=activation(config, *act),
         gated=True,
         score_scale=found["head_dim"] ** -0.5,
         windows=(ALL_BEFORE,) * found["layers"],
-        rope=read_rope(config, found["head_dim"], positions, theta),
+        rope=rope or read_rope(config, found["head_dim"], positions, theta),
         positions=positions,
         init_std=positive(config, "initializer_range", 0.02),
     )
@@ -79,78 +101,52 @@ def experts_per_token(config: Config, experts: int, default: int) -> int:
     return found
 
 
-EMBEDDING: Rows = {"embed.tokens": Parameter("vocab embed <- embed_tokens.weight: vocab embed")}
-END: Rows = {
-    "final_norm.scale": Parameter("embed <- norm.weight: embed"),
-    "head.weight": Parameter("vocab embed <- lm_head.weight: vocab embed"),
-}
-HEAD_NORMS: Rows = {
-    "layers.attn.q_norm.scale": Parameter("layers head_dim <- layers.{layers}.self_attn.q_norm.weight: head_dim"),
-    "layers.attn.k_norm.scale": Parameter("layers head_dim <- layers.{layers}.self_attn.k_norm.weight: head_dim"),
-}
-SANDWICH_NORMS = {
-    "attn_norm": "input_layernorm",
-    "attn_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-
-
-def norms(names: Mapping[str, str]) -> Rows:
-    """The norms of a layer: ours -> the tensor's name."""
+def norms(**names: str) -> Rows:
+    """The norms of a layer: ours -> the module's name."""
     return {
-        f"layers.{ours}.scale": Parameter(f"layers embed <- layers.{{layers}}.{name}.weight: embed")
-        for ours, name in names.items()
+        path: p for ours, name in names.items() for path, p in rms_norm(ours, f"embed <- {name}.weight: embed").items()
     }
 
 
-NORMS = norms({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+NORMS = norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+SANDWICH_NORMS = norms(
+    attn_norm="input_layernorm",
+    attn_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+HEAD_NORMS = {
+    **rms_norm("attn.q_norm", "head_dim <- self_attn.q_norm.weight: head_dim"),
+    **rms_norm("attn.k_norm", "head_dim <- self_attn.k_norm.weight: head_dim"),
+}
 
 
 def attention(bias: When | None = None, out_bias: When | None = None) -> Rows:
     """Queries, keys, values and what is made of them; `bias`: when the first three have one, None: never."""
-    found = {}
-    for ours, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
-        name = f"layers.{{layers}}.self_attn.{ours}_proj.weight"
-        row = f"layers {heads} head_dim embed <- {name}: ({heads} head_dim) embed"
-        found |= _matrix(f"layers.attn.{ours}", row, bias)
-    row = "layers embed heads head_dim <- layers.{layers}.self_attn.o_proj.weight: embed (heads head_dim)"
-    return found | _matrix("layers.attn.o", row, out_bias)
+    return parts.attention("self_attn.{}_proj", "o", "kv_heads", bias, out_bias)
 
 
 def gated(bias: When | None = None) -> Rows:
     """A gated feed-forward part; `bias`: when its matrices have one, None: never."""
-    mlp = "layers.{layers}.mlp"
     return {
-        **_matrix("layers.mlp.gate", f"layers mlp embed <- {mlp}.gate_proj.weight: mlp embed", bias),
-        **_matrix("layers.mlp.up", f"layers mlp embed <- {mlp}.up_proj.weight: mlp embed", bias),
-        **_matrix("layers.mlp.down", f"layers embed mlp <- {mlp}.down_proj.weight: embed mlp", bias),
+        **linear("mlp.gate", "mlp embed <- mlp.gate_proj.weight: mlp embed", bias),
+        **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
+        **linear("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp", bias),
     }
-
-
-def _matrix(path: str, row: str, bias: When | None) -> Rows:
-    return {f"{path}.weight": Parameter(row)} if bias is None else linear(path, row, bias)
 
 
 def experts(gate: str, up: str, down: str, router: str) -> Rows:
     """A feed-forward part of many experts, each with tensors of these names, or fused for all as transformers 5 has
     them in memory: gate and up one after the other."""
-    fused = "layers.{layers}.mlp.experts"
-    own_router, fused_router = (
-        f"layers experts embed <- layers.{{layers}}.{name}: experts embed" for name in (router, "mlp.gate.weight")
-    )
+    own_router, fused_router = (f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight"))
+    fused = "experts mlp embed <- mlp.experts.gate_up_proj: experts (gate_up={} mlp) embed"
     return {
-        "layers.mlp.router.weight": Parameter(own_router, other="" if own_router == fused_router else fused_router),
-        "layers.mlp.gate.weight": Parameter(
-            f"layers experts mlp embed <- layers.{{layers}}.{gate}: mlp embed",
-            other=f"layers experts mlp embed <- {fused}.gate_up_proj: experts (gate_up=0 mlp) embed",
-        ),
-        "layers.mlp.up.weight": Parameter(
-            f"layers experts mlp embed <- layers.{{layers}}.{up}: mlp embed",
-            other=f"layers experts mlp embed <- {fused}.gate_up_proj: experts (gate_up=1 mlp) embed",
-        ),
-        "layers.mlp.down.weight": Parameter(
-            f"layers experts embed mlp <- layers.{{layers}}.{down}: embed mlp",
-            other=f"layers experts embed mlp <- {fused}.down_proj: experts embed mlp",
+        **matrix("mlp.router", own_router, other="" if own_router == fused_router else fused_router),
+        **matrix("mlp.gate", f"experts mlp embed <- {gate}: mlp embed", other=fused.format(0)),
+        **matrix("mlp.up", f"experts mlp embed <- {up}: mlp embed", other=fused.format(1)),
+        **matrix(
+            "mlp.down",
+            f"experts embed mlp <- {down}: embed mlp",
+            other="experts embed mlp <- mlp.experts.down_proj: experts embed mlp",
         ),
     }

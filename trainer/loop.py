@@ -15,7 +15,7 @@ from jax import Array
 
 from trainer import feed
 from trainer.checkpoint import host_leaves
-from trainer.data.blocks import Blocks
+from trainer.data.blocks import Dataset
 from trainer.data.order import Order
 from trainer.errors import PrepError
 from trainer.metrics import Log, Speed
@@ -35,8 +35,8 @@ class Job:
     setup: Setup
     steps: int
     order: Order
-    train: Blocks
-    evaluation: Blocks | None
+    train: Dataset
+    evaluation: Dataset | None
     eval_limit: int
     log_every: int
     eval_every: int
@@ -53,7 +53,9 @@ class Job:
 
     @property
     def tokens_a_step(self) -> int:
-        return self.order.size * self.train.seq_length
+        """Those of sources among them."""
+        columns = self.train.columns
+        return self.order.size * sum(columns[name][0] for name in ("tokens", "source") if name in columns)
 
 
 class Watcher(Protocol):
@@ -132,7 +134,7 @@ class Loop:
         placed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.state
         )
-        found = step.lower(placed, feed.shapes(setup, self.job.order.size, self.job.train.seq_length)).compile()
+        found = step.lower(placed, feed.shapes(setup, self.job.train, self.job.order.size)).compile()
         self.watcher.compiled(self.speed.clock() - began)
         return found
 
@@ -178,12 +180,12 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Loss over the evaluation split; sums add up in float64, so batches do not matter."""
-        job, blocks = self.job, self.job.evaluation
-        if blocks is None:
+        job, data = self.job, self.job.evaluation
+        if data is None:
             return
         self._look(0)
         self.speed.pause()
-        batches = feed.evaluation(job.setup, blocks, job.eval_size, job.eval_limit)
+        batches = feed.evaluation(job.setup, data, job.eval_size, job.eval_limit)
         sums = np.zeros(3)
         for batch in batches:
             found = self.evaluate_batch(self.state["params"], batch)

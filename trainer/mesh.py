@@ -33,6 +33,7 @@ DEFAULT_RULES: Rules = {
     "embed": (("fsdp",),),
     "word_embed": (("fsdp",), ()),  # embeddings that are narrower than the layers; beside `embed` it stays whole
     "layers": ((),),  # a split stack would be gathered again at each step of the scan
+    "encoder_layers": ((),),
     "head_dim": ((),),
     "positions": ((),),
     "buckets": ((),),
@@ -324,7 +325,7 @@ def chunk_shape(
     rules: Rules,
     itemsize: int,
     whole_below: int = 1 << 20,
-    stacked: Collection[str] = ("layers", "experts"),
+    stacked: Collection[str] = ("layers", "encoder_layers", "experts"),
 ) -> tuple[int, ...]:
     """The chunk that a leaf is stored in; it divides the leaf, and is 1 in `stacked` dims (each index is a tensor).
 

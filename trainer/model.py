@@ -1,7 +1,9 @@
-"""The functional core: first values, hidden states and loss of any family's decoder, from its table and traits."""
+"""The functional core: first values, hidden states and loss of any family, from its table and traits."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +16,15 @@ from jax import Array, lax
 
 from trainer.errors import PrepError, usage
 from trainer.layers import head as heads
+from trainer.layers.attention import keys_values
 from trainer.layers.block import block, split
 from trainer.layers.head import Head, Sums
 from trainer.layers.norms import norm
-from trainer.layers.positions import rotations
+from trainer.layers.positions import by_distance, rotations
+from trainer.layers.seen import STACK, Cache, KeysValues, Memory, Seen, Turns, causal
 from trainer.rope import Rope
 from trainer.sharding import Shards
-from trainer.table import LAYERS, Config, Family
+from trainer.table import DECODER, ENCODER, LAYERS, Config, Family
 from trainer.traits import Traits, period
 from trainer.tree import Leaf, Tree, flat, leaves, nested
 
@@ -97,7 +101,7 @@ def _first(leaf: Leaf, key: Array, traits: Traits) -> Array:
     std = traits.init_std
     if leaf.role in ("scale", "bias"):
         return jnp.full(leaf.shape, float(leaf.role == "scale" and traits.norm != "rms_offset"), jnp.float32)
-    own = jax.random.fold_in(key, zlib.crc32(leaf.row.replace(f"{{{LAYERS}}}.", "").encode()))
+    own = jax.random.fold_in(key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.row).encode()))
     axis = leaf.stack_axis
     if axis is not None:
         shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
@@ -107,30 +111,109 @@ def _first(leaf: Leaf, key: Array, traits: Traits) -> Array:
     return jax.random.normal(own, leaf.shape) * std
 
 
-def hidden(params: Tree, tokens: Array, model: Model, how: Compute) -> Array:
-    """Tokens [B, T] -> [B, T, D] as the head takes them, in the dtype of the computation."""
-    traits, shards, length = model.traits, how.shards, tokens.shape[1]
-    if traits.rope is None and length > traits.positions:
+def encode(params: Tree, source: Array, model: Model, how: Compute, present: Array | None = None) -> Memory:
+    """What the encoder makes of source tokens [B, S]; `present`: bool [B, S], false for padding."""
+    traits = model.traits.encoder
+    if traits is None:
+        raise PrepError(f"{model.family.name} has no encoder", "its layers look at nothing but their own tokens")
+    params = computed_in(params, how.dtype)
+    at = jnp.arange(source.shape[1])
+    seen = Seen(present=present, bias=_bias(params[ENCODER], at, at, traits, how))
+    layer = partial(_layer, traits, how, seen, {}, None)
+    x, _ = _stack((embedded(params, source, model, how), None), params, ENCODER, model, traits, how, layer)
+    return Memory(how.shards.constrain(x, "batch", "seq", "embed"), present)
+
+
+def remembered(params: Tree, memory: Memory, model: Model, how: Compute) -> Memory:
+    """What each layer makes of a memory, for steps with a cache; `params` in the dtype of the computation."""
+
+    states = memory.states
+    assert not isinstance(states, KeysValues)
+
+    def look(weights: Tree) -> KeysValues:
+        return keys_values(states, weights["cross"], model.traits, Seen(), how.shards)
+
+    layers = _by_layer(params[DECODER][LAYERS], DECODER, len(model.traits.windows), model, how)
+    if isinstance(layers, list):
+        found = jax.tree.map(lambda *each: jnp.stack(each), *map(look, layers))
+    else:
+        found = lax.map(look, layers)
+    return memory._replace(states=KeysValues(*(how.shards.constrain(each, *STACK) for each in found)))
+
+
+def hidden(params: Tree, tokens: Array, model: Model, how: Compute, memory: Memory | None = None) -> Array:
+    """Tokens [B, T] -> [B, T, D] as the head takes them, in the dtype of the computation; `memory` of the source where
+    the model has an encoder."""
+    traits, length = model.traits, tokens.shape[1]
+    if traits.learns_positions and length > traits.positions:
         raise usage(
             f"{length} tokens a sequence", f"the model has {traits.positions} positions", "a smaller seq_length"
         )
-    params = jax.tree.map(lambda leaf: leaf.astype(how.dtype), params)
-    x = split(_embedded(params, tokens, traits), shards)
-    turns = {rope: rotations(rope, length) for rope in {*map(traits.rope_of, traits.windows)} if rope}
-    x = _layers(x, _by_layer(params[LAYERS], model, how), partial(_layer, model, how, turns), how, traits)
-    x = norm(x, params.get("final_norm", {}), traits) if traits.final_norm else x
-    return _projected(x, params, "project_out")
+    params = computed_in(params, how.dtype)
+    turns = {rope: rotations(rope, length) for rope in traits.ropes}
+    return decoded(params, embedded(params, tokens, model, how), model, how, causal(length), turns, memory=memory)[0]
 
 
-def _embedded(params: Tree, tokens: Array, traits: Traits) -> Array:
+def computed_in(params: Tree, dtype: str) -> Tree:
+    """Parameters in the dtype of a computation."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def embedded(params: Tree, tokens: Array, model: Model, how: Compute, positions: Array | None = None) -> Array:
+    """Tokens [B, T] -> [B, T, D] as the first layer takes them, at positions [B, T], or from 0 on."""
+    traits = model.traits
     x = jnp.take(params["embed"]["tokens"], tokens, axis=0)
     if traits.embed_scale != 1.0:
         x = x * jnp.asarray(traits.embed_scale, x.dtype)  # rounded first, as transformers does
     x = _projected(x, params, "project_in")
-    if traits.rope is None:
-        first = traits.position_offset
-        x = x + params["embed"]["positions"][first : first + tokens.shape[1]]
-    return x
+    if traits.learns_positions:
+        first, table = traits.position_offset, params["embed"]["positions"]
+        x = x + (table[first : first + tokens.shape[1]] if positions is None else table[first + positions])
+    return split(x, how.shards)
+
+
+def decoded(
+    params: Tree,
+    x: Array,
+    model: Model,
+    how: Compute,
+    seen: Seen,
+    turns: Mapping[Rope, Turns],
+    cache: Cache | None = None,
+    memory: Memory | None = None,
+) -> tuple[Array, Cache | None]:
+    """What all layers and the last norm make of [B, T, D], and the cache with these tokens in it.
+
+    `params` in the dtype of the computation; `turns`: of each rotation that `model.traits.ropes` has; `memory`: of the
+    source where the model has an encoder.
+    """
+    if (memory is None) != (model.traits.encoder is None):
+        raise ValueError(f"{model.family.name}: a memory goes with an encoder, and an encoder with a memory")
+    traits, of = model.traits, DECODER if DECODER in params else ""
+    if seen.queries is not None and seen.keys is not None:
+        seen = dataclasses.replace(seen, bias=_bias(params[of] if of else params, seen.queries, seen.keys, traits, how))
+    layer = partial(_layer, traits, how, seen, turns, memory)
+    x, cache = _stack((x, cache), params, of, model, traits, how, layer)
+    x = _projected(x, params, "project_out")
+    x = x if traits.head_scale == 1.0 else x * jnp.asarray(traits.head_scale, x.dtype)
+    return x, None if cache is None else cache.after(x.shape[1])
+
+
+def _stack(
+    stream: Stream, params: Tree, of: str, model: Model, traits: Traits, how: Compute, layer: Callable[..., Stream]
+) -> Stream:
+    """All layers and the last norm of one half of a model, or (`of` is empty) of one that has no halves."""
+    part = params[of] if of else params
+    x, cache = _layers(stream, _by_layer(part[LAYERS], of, len(traits.windows), model, how), layer, how, traits)
+    return norm(x, part.get("final_norm", {}), traits) if traits.final_norm else x, cache
+
+
+def _bias(part: Tree, queries: Array, keys: Array, traits: Traits, how: Compute) -> Array | None:
+    """What is added to scores for distances between positions [T] and [S]; None where nothing is."""
+    if traits.distances is None:
+        return None
+    bias = by_distance(part["relative_positions"]["weight"], queries, keys, traits.distances)
+    return how.shards.constrain(bias, *("batch",) * (bias.ndim - 3), "heads", "seq", "seq")
 
 
 def _projected(x: Array, params: Tree, name: str) -> Array:
@@ -138,16 +221,23 @@ def _projected(x: Array, params: Tree, name: str) -> Array:
     return jnp.einsum("bti,oi->bto", x, params[name]["weight"]) if name in params else x
 
 
-def logits(params: Tree, tokens: Array, model: Model, how: Compute) -> Array:
+def logits(params: Tree, tokens: Array, model: Model, how: Compute, memory: Memory | None = None) -> Array:
     """Tokens [B, T] -> float32 [B, T, V]; those of padded rows of the vocabulary are far below all others."""
-    x = hidden(params, tokens, model, how)
+    return logits_of(params, hidden(params, tokens, model, how, memory), model, how)
+
+
+def logits_of(params: Tree, x: Array, model: Model, how: Compute) -> Array:
+    """The same from hidden states [B, T, D]."""
     head = Head(model.vocab, -1, how.shards, model.traits.logit_cap)
     return heads.logits(x, _head_weight(params, model, how), head, _head_bias(params))
 
 
 def loss_sums(params: Tree, batch: Mapping[str, Array], model: Model, how: Compute) -> Sums:
-    """Sums over the tokens of a batch: `tokens` and `targets` [B, T], `weights` [B, T] float32, 0 for no target."""
-    x = how.shards.constrain(hidden(params, batch["tokens"], model, how), "batch", "seq", "embed")
+    """Sums over the tokens of a batch: `tokens` and `targets` [B, T], `weights` [B, T] float32, 0 for no target; for
+    an encoder `source` [B, S] and `present` [B, S], 0 for padding."""
+    has = model.traits.encoder is not None
+    memory = encode(params, batch["source"], model, how, batch["present"] != 0) if has else None
+    x = how.shards.constrain(hidden(params, batch["tokens"], model, how, memory), "batch", "seq", "embed")
     head = Head(model.vocab, how.head_chunk, how.shards, model.traits.logit_cap)
     weight, bias = _head_weight(params, model, how), _head_bias(params)
     return heads.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
@@ -163,29 +253,36 @@ def _head_bias(params: Tree) -> Array | None:
 
 
 def _layer(
-    model: Model,
+    traits: Traits,
     how: Compute,
-    turns: Mapping[Rope, tuple[Array, Array]],
+    seen: Seen,
+    turns: Mapping[Rope, Turns],
+    memory: Memory | None,
     window: int,
-    x: Array,
+    stream: Stream,
     weights: Tree,
-) -> Array:
-    rope = model.traits.rope_of(window)
-    return block(x, weights, model.traits, window, turns[rope] if rope else None, how.shards)
+) -> Stream:
+    x, cache = stream
+    if memory is not None and cache is not None:
+        memory = memory.of(cache.layer)
+    rope = traits.rope_of(window)
+    own = dataclasses.replace(seen, window=window, turns=turns[rope] if rope else None)
+    return block(x, weights, traits, own, how.shards, cache, memory)
 
 
 Layers = Tree | list[Tree]  # stacked on axis 0, or one by one
+Stream = tuple[Array, Cache | None]  # [B, T, D] between layers, and what is kept of it
 
 
-def _by_layer(weights: Tree, model: Model, how: Compute) -> Layers:
+def _by_layer(weights: Tree, of: str, count: int, model: Model, how: Compute) -> Layers:
     """Weights as the loop over layers takes them. Usage PrepError for a scan over leaves that are apart."""
-    count = len(model.traits.windows)
     if not model.stacked:
         if how.scan:
             raise layers_apart()
         return [weights[str(i)] for i in range(count)]
-    axes = {path.removeprefix(f"{LAYERS}."): leaf.stack_axis for path, leaf in model.leaves.items()}
-    stacked = nested({path: jnp.moveaxis(leaf, axes[path] or 0, 0) for path, leaf in flat(weights).items()})
+    axes = {path: leaf.stack_axis for path, leaf in model.leaves.items()}
+    above = f"{of}.{LAYERS}." if of else f"{LAYERS}."
+    stacked = nested({path: jnp.moveaxis(leaf, axes[above + path] or 0, 0) for path, leaf in flat(weights).items()})
     return stacked if how.scan else [_at(stacked, i) for i in range(count)]
 
 
@@ -200,8 +297,8 @@ def _at(stacked: Tree, index: int) -> Tree:
 
 
 def _layers(
-    x: Array, weights: Layers, layer: Callable[[int, Array, Tree], Array], how: Compute, traits: Traits
-) -> Array:
+    x: Stream, weights: Layers, layer: Callable[[int, Stream, Tree], Stream], how: Compute, traits: Traits
+) -> Stream:
     """All layers in turn; scanned by whole periods of the pattern of windows, so that windows are static."""
     windows, every, done = traits.windows, period(traits.windows), 0
     if not isinstance(weights, list):
@@ -215,11 +312,11 @@ def _layers(
     return x
 
 
-def _scanned(x: Array, stacked: Tree, bodies: list[Callable[[Array, Tree], Array]], times: int) -> Array:
+def _scanned(x: Stream, stacked: Tree, bodies: list[Callable[[Stream, Tree], Stream]], times: int) -> Stream:
     every = len(bodies)
     groups = jax.tree.map(lambda leaf: leaf[: times * every].reshape(times, every, *leaf.shape[1:]), stacked)
 
-    def group(x: Array, weights: Tree) -> tuple[Array, None]:
+    def group(x: Stream, weights: Tree) -> tuple[Stream, None]:
         for index, body in enumerate(bodies):
             x = body(x, _at(weights, index))
         return x, None
@@ -227,7 +324,7 @@ def _scanned(x: Array, stacked: Tree, bodies: list[Callable[[Array, Tree], Array
     return lax.scan(group, x, groups)[0]
 
 
-def _kept(layer: Callable[[Array, Tree], Array], how: Compute, in_loop: bool = False) -> Callable[..., Any]:
+def _kept(layer: Callable[[Stream, Tree], Stream], how: Compute, in_loop: bool = False) -> Callable[..., Any]:
     """The layer, with what is kept of it for the backward pass.
 
     Where no loop lies between the two passes, the compiler would find both computing the same, and keep it all.

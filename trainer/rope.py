@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import PrepError
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,26 @@ class Rope:
 
 
 def read_rope(
-    config: Mapping[str, Any], head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False
+    config: Mapping[str, Any],
+    head_dim: int,
+    positions: int,
+    theta: float = 10_000.0,
+    partial: bool = False,
+    kinds: Mapping[str, str] = KINDS,
 ) -> Rope:
     """The rotation that a config asks for; `theta` where it does not say. `partial`: it may turn a part of each head.
+    `kinds`: a config's word -> one of KINDS.
 
-    PrepError for kinds that prep lacks.
+    PrepError for kinds that prep, or a family, lacks.
     """
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise PrepError("config.json makes no sense", f"its rope scaling is {found!r:.60}, not an object")
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in kinds:
         hint = "another family may have it; prep does not guess"
-        raise PrepError(f"rope type `{kind}` is not known", f"known: {', '.join(KINDS)}", hint)
+        raise PrepError(f"rope type `{kind!s:.60}` is not known", f"known: {', '.join(kinds)}", hint)
+    kind = kinds[kind]
     part = _number(found, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
     if part != 1 and not partial:
         raise PrepError("`partial_rotary_factor` is not known", f"it is {part:g}: this family turns heads whole")
@@ -79,6 +86,20 @@ def read_rope(
     low, high = _number(found, "beta_slow", 1.0), _number(found, "beta_fast", 32.0)
     attention, truncate = _yarn_attention(found, factor), bool(found.get("truncate", True))
     return Rope(head_dim, base, original, kind, factor, low, high, attention, truncate)
+
+
+def read_rope_of(
+    config: Mapping[str, Any], kind: str, kinds: Sequence[str], theta: Any, head_dim: int, positions: int
+) -> Rope:
+    """The rotation in one of several kinds of layers, as `read_rope` reads it; the first kind is that which has what is
+    said for all. transformers 5 has a dict for each; before, scaling was of the first alone, thetas had own fields."""
+    each, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    own: Any = each.get(kind) or {} if isinstance(each, dict) and {*each} <= {*kinds} else None
+    if not isinstance(own, dict) or not isinstance(scaling, dict):
+        why = f"rope_parameters is {each!r:.60}, it has to have an object for each of {' and '.join(kinds)}"
+        raise PrepError("config.json makes no sense", f"{why}; rope_scaling is {scaling!r:.60}, an object of its own")
+    merged = {**own, **scaling} if kind == kinds[0] else own
+    return read_rope({"rope_theta": theta, "rope_parameters": merged}, head_dim, positions)
 
 
 def _original(found: Mapping[str, Any], positions: int) -> float:

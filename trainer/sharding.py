@@ -97,15 +97,17 @@ def _all_devices() -> list[Any]:
         raise PrepError("jax finds no devices", str(error).partition("\n")[0], hint) from error
 
 
+FOR_TRAINING = 'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
+
+
 @contextmanager
-def enough_memory() -> Iterator[None]:
+def enough_memory(hint: str = FOR_TRAINING) -> Iterator[None]:
     """Within, PrepError where the devices have too little memory for what is asked of them."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        hint = 'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
         raise PrepError("the devices have too little memory", str(error).partition("\n")[0], hint) from error
 
 

@@ -6,45 +6,55 @@ A family is data: rows of text, a function from its config to extents, and a few
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.axes import Row, Sizes, bind, parse
+from trainer.axes import Dims, Row, Sizes, bind, parse
 from trainer.errors import PrepError
 from trainer.traits import Traits
 
 Config = Mapping[str, Any]
 When = str | Callable[[Config], bool]  # a field that has to be true in a config, none (""), or a question to it
-LAYERS = "layers"
-NUMBER = f"{{{LAYERS}}}"  # in a path
+LAYERS = "layers"  # in a path; and the atom that counts a decoder's
+NUMBER = f"{{{LAYERS}}}"  # of such a layer, in a name
+ENCODER_LAYERS = "encoder_layers"
+ENCODER, DECODER = "encoder", "decoder"  # in the paths of a model that has both
+STACKS = (LAYERS, ENCODER_LAYERS)  # atoms each index of which is a layer; a leaf has one of them or none
+EMBEDDINGS = {"embed", "relative_positions"}  # in a path: of tokens, positions, distances
+
+
+def says(config: Config, when: When) -> bool:
+    """Whether a config says so."""
+    return when(config) if callable(when) else not when or bool(config.get(when))
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A leaf of the tree: `row` ties it to tensors named without the base prefix; it is there `when` the config says.
 
-    `other` ties it to tensors of another form that some files have; the row whose tensors exist is taken.
+    `other` ties it to tensors of another form that some files have; the row whose tensors exist is taken. `otherwise`
+    is its row where the config says no; without one it is not there.
     """
 
     row: str
     when: When = ""
     other: str = ""
+    otherwise: str = ""
 
-    def present(self, config: Config) -> bool:
-        """Whether a model with this config has the parameter."""
-        if callable(self.when):
-            return self.when(config)
-        return not self.when or bool(config.get(self.when))
+    def of(self, config: Config) -> Parameter | None:
+        """The parameter as a model with this config has it."""
+        if says(config, self.when):
+            return self
+        return Parameter(self.otherwise) if self.otherwise else None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The tree that another library keeps the same tensors in: path -> parameter, its row without a dim of the layers.
 
-    `{layers}` in a path is the number of a layer; in a tree with layers stacked `stacked` stands there (empty: it never
-    has them stacked). `spellings`: paths that some of its trees have -> those of the table.
+    `{layers}`, or another of STACKS, in a path is the number of a layer; in a tree with layers stacked `stacked` stands
+    there (empty: it never has them stacked). `spellings`: paths that some of its trees have -> those of the table.
     """
 
     table: Mapping[str, Parameter]
@@ -55,12 +65,18 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A head that may be the embedding: leaf and tensor of both, and what holds where the config does not say."""
+    """A head that may be the embedding: leaf and tensor of both, and what holds where the config does not say.
+
+    `own`: whether a config that says so means it only where no head is stored. `untied`: what a config says besides,
+    once a head that was the embedding is its own.
+    """
 
     leaf: str
     tensor: str
     embedding: str  # tensor
     default: bool
+    own: Callable[[Config], bool] = lambda config: False
+    untied: Callable[[Config], Config] = lambda config: {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +92,12 @@ class Family:
     tie: Tie
     traits: Callable[[Config], Traits]  # PrepError for a config whose mathematics prep does not have
     layouts: Mapping[str, Layout] = field(default_factory=dict)  # other trees, by name
+    copies: Mapping[str, str] = field(default_factory=dict)  # tensor that some files have -> the one that it repeats
 
-    def tied(self, config: Config) -> bool:
-        """Whether a config says that the head is the embedding."""
-        return bool(config.get("tie_word_embeddings", self.tie.default))
-
-
-def linear(path: str, row: str, bias: When = "") -> dict[str, Parameter]:
-    """`row` of a weight [out, in] and that of its bias, which has the tensor's first dim; `bias`: when it is there."""
-    leaf, name, dims = _row_parts(row)
-    (first,) = re.findall(r"^\([^()]*\)|^\S+", dims)
-    kept = [atom for atom in leaf.split() if atom == LAYERS or atom in re.findall(r"\w+", first)]
-    bias_row = f"{' '.join(kept)} <- {name.removesuffix('weight')}bias: {first}"
-    return {f"{path}.weight": Parameter(row), f"{path}.bias": Parameter(bias_row, bias)}
-
-
-def layer_norm(path: str, row: str, when: When = "") -> dict[str, Parameter]:
-    """`row` of a norm's weight and that of its bias, both there `when` the config says."""
-    leaf, name, dims = _row_parts(row)
-    bias_row = f"{leaf} <- {name.removesuffix('weight')}bias: {dims}"
-    return {f"{path}.scale": Parameter(row, when), f"{path}.bias": Parameter(bias_row, when)}
-
-
-def _row_parts(row: str) -> tuple[str, str, str]:
-    leaf, _, right = row.partition("<-")
-    name, _, dims = right.rpartition(":")
-    return leaf.strip(), name.strip(), dims.strip()
+    def tied(self, config: Config, tensors: Collection[str] = ()) -> bool:
+        """Whether a config, of a file with these tensors, says that the head is the embedding."""
+        said = bool(config.get("tie_word_embeddings", self.tie.default))
+        return said and not (self.tie.tensor in tensors and self.tie.own(config))
 
 
 def size(config: Config, key: str, default: int) -> int:
@@ -119,11 +115,12 @@ def rows(
 ) -> dict[str, Row]:
     """The parameters that a config has, parsed: path in the tree -> row; of two forms the one that `tensors` have.
 
-    Stacked over layers (on axis `scan_axis`), or not: then a path has `{layers}` and its row stands for many leaves.
+    Stacked over layers (on axis `scan_axis`), or not: then a path has `{layers}`, or another of STACKS, and its row
+    stands for many leaves.
     PrepError where the tensors of both forms are there.
     """
     sizes = family.sizes(config)
-    found = {path: _form(p, sizes, tensors) for path, p in family.table.items() if p.present(config)}
+    found = {path: _form(parameter, sizes, tensors) for path, parameter in present(family.table, config)}
     if not scan:
         return dict(_unstacked(path, row) for path, row in found.items())
     return {path: _on_axis(row, scan_axis) for path, row in found.items()}
@@ -131,17 +128,30 @@ def rows(
 
 def layout_rows(layout: Layout, config: Config, stacked_on: int | None = None) -> dict[str, Row]:
     """The parameters of another tree that a config has, parsed: path -> row; layers apart, or stacked on an axis."""
-    found = {path: parse(p.row) for path, p in layout.table.items() if p.present(config)}
+    found = {path: parse(parameter.row) for path, parameter in present(layout.table, config)}
     if stacked_on is None:
         return found
-    return {
-        path.replace(NUMBER, layout.stacked): _stacked(row, stacked_on, NUMBER in path) for path, row in found.items()
-    }
+    return dict(_stacked(path, row, stacked_on, layout.stacked) for path, row in found.items())
 
 
-def _stacked(row: Row, axis: int, is_layer: bool) -> Row:
-    leaf = ((LAYERS,), *row.leaf) if is_layer else row.leaf
-    return _on_axis(dataclasses.replace(row, leaf=leaf), axis)
+def present(table: Mapping[str, Parameter], config: Config) -> Iterator[tuple[str, Parameter]]:
+    """The parameters that a model with this config has, as it has them."""
+    for path, parameter in table.items():
+        if own := parameter.of(config):
+            yield path, own
+
+
+def numbered(path: str) -> str:
+    """Of STACKS the one whose number a path has; empty for none."""
+    return next((stack for stack in STACKS if f"{{{stack}}}" in path), "")
+
+
+def _stacked(path: str, row: Row, axis: int, label: str) -> tuple[str, Row]:
+    stack = numbered(path)
+    if not stack:
+        return path, row
+    leaf = ((stack,), *row.leaf)
+    return path.replace(f"{{{stack}}}", label), _on_axis(dataclasses.replace(row, leaf=leaf), axis)
 
 
 def _form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> Row:
@@ -155,16 +165,24 @@ def _form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> Row:
     return other if there in tensors else row
 
 
+def stack_axis(dims: Dims) -> int | None:
+    """The dim of a leaf over which layers are stacked."""
+    return next((axis for axis, dim in enumerate(dims) if len(dim) == 1 and dim[0] in STACKS), None)
+
+
 def _unstacked(path: str, row: Row) -> tuple[str, Row]:
-    if (LAYERS,) not in row.leaf:
+    axis = stack_axis(row.leaf)
+    if axis is None:
         return path, row
-    numbered = path.replace(f"{LAYERS}.", f"{LAYERS}.{{{LAYERS}}}.", 1)
-    return numbered, dataclasses.replace(row, leaf=tuple(dim for dim in row.leaf if dim != (LAYERS,)))
+    (stack,) = row.leaf[axis]
+    apart = path.replace(f"{LAYERS}.", f"{LAYERS}.{{{stack}}}.", 1)
+    return apart, dataclasses.replace(row, leaf=(*row.leaf[:axis], *row.leaf[axis + 1 :]))
 
 
 def _on_axis(row: Row, axis: int) -> Row:
-    if (LAYERS,) not in row.leaf:
+    now = stack_axis(row.leaf)
+    if now is None:
         return row
-    others = [dim for dim in row.leaf if dim != (LAYERS,)]
-    others.insert(min(axis, len(others)), (LAYERS,))
-    return dataclasses.replace(row, leaf=tuple(others))
+    dims = [*row.leaf[:now], *row.leaf[now + 1 :]]
+    dims.insert(min(axis, len(dims)), row.leaf[now])
+    return dataclasses.replace(row, leaf=tuple(dims))

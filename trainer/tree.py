@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from trainer.axes import AxisMap, bind
-from trainer.table import LAYERS, Config, Family, rows
+from trainer.table import EMBEDDINGS, Config, Family, rows, stack_axis
 
 T = TypeVar("T")
 Tree = dict[str, Any]  # nested; a leaf is anything but a dict
@@ -16,7 +16,7 @@ Role = Literal["embedding", "matrix", "scale", "bias"]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf of the tree. `layer`: its number, where layers are apart; `row`: its path with `{layers}` for that."""
+    """A leaf of the tree. `layer`: its number, where layers are apart; `row`: its path with `{…}` for that."""
 
     path: str
     row: str
@@ -27,7 +27,7 @@ class Leaf:
     @property
     def role(self) -> Role:
         """What it is for: only matrices and embeddings decay, and each role has its own first values."""
-        if self.path.startswith("embed."):
+        if not EMBEDDINGS.isdisjoint(self.path.split(".")):
             return "embedding"
         last = self.path.rpartition(".")[2]
         return "scale" if last == "scale" else "bias" if last == "bias" else "matrix"
@@ -35,7 +35,7 @@ class Leaf:
     @property
     def stack_axis(self) -> int | None:
         """The axis over which layers are stacked."""
-        return next((axis for axis, dim in enumerate(self.dims) if dim == (LAYERS,)), None)
+        return stack_axis(self.dims)
 
 
 def leaves(family: Family, config: Config, tied: bool, scan: bool = True, scan_axis: int = 0) -> dict[str, Leaf]:
@@ -54,8 +54,9 @@ def _leaves_of(path: str, bound: AxisMap) -> Iterable[Leaf]:
     dims = tuple(tuple(factor.atom for factor in dim) for dim in bound.leaf)
     if not bound.unscanned:
         return [Leaf(path, path, bound.leaf_shape, dims)]
-    numbers = range(bound.unscanned[0].extent)
-    return [Leaf(path.format(layers=i), path, bound.leaf_shape, dims, i) for i in numbers]
+    stack = bound.unscanned[0]
+    numbers = range(stack.extent)
+    return [Leaf(path.format(**{stack.atom: i}), path, bound.leaf_shape, dims, i) for i in numbers]
 
 
 def nested(flat: Mapping[str, T]) -> Tree:

@@ -25,11 +25,15 @@ import typer
 
 from prepcli.app.converting import export, pad_vocab, reshard, save_init
 from prepcli.app.looking import demo, env, inspect, models, verify
-from prepcli.app.training import train
+from prepcli.app.training import generate, train
 from prepcli.errors import USAGE
 from prepcli.ui import version
 
-COMMANDS = (pad_vocab, save_init, reshard, export, verify, inspect, train, demo, models, env)  # as `--help` lists them
+COMMANDS = (  # as `--help` lists them
+    *(pad_vocab, save_init, reshard, export, verify, inspect),
+    *(train, generate),
+    *(demo, models, env),
+)
 
 app = typer.Typer(
     name="prep",

@@ -68,7 +68,7 @@ def train(request: Request, ui: Ui) -> Report:
     loaded = load(request.recipe, request.sets)
     folder = request.out or RUNS / loaded.recipe.name
     _check_folder(folder)
-    _quieten(ui)
+    quieten(ui)
     from trainer.sharding import enough_memory
 
     with enough_memory():
@@ -93,7 +93,7 @@ def recipe_schema() -> Report:
     return Report(json.dumps(schema(), indent=2))
 
 
-def _quieten(ui: Ui) -> None:
+def quieten(ui: Ui) -> None:
     """What jax says of missing accelerators is for those who ask."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)

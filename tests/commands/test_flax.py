@@ -13,12 +13,12 @@ import pytest
 
 from prepcli.cli import main
 from prepcli.formats import msgpack_layout
-from tests.golden_flax import FILES, GPT2, LLAMA, NEO, decoded
-from tests.models import GPT_NEO, make, read_tensors, same_bits, write_checkpoint
+from tests.golden_flax import FILES, LLAMA, MODELS, decoded
+from tests.models import GPT_NEO, RELATIVES, make, read_tensors, same_bits, write_checkpoint
 from tests.models import LLAMA as LLAMA_CONFIG
 
 BASES = {"gpt_neo": GPT_NEO, "llama": LLAMA_CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}}
-FLAX = [GPT2 / "flax", NEO / "flax", LLAMA / "flax", LLAMA / "sharded"]
+FLAX = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
 OTHER_FILES = [name.removeprefix("llama/") for name in FILES if name.count("/") == 1]
 
 
@@ -77,7 +77,7 @@ def test_of_a_training_state_all_but_the_parameters_is_named(capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["accounting"]["dropped"] == []
 
 
-@pytest.mark.parametrize("model", [GPT2, NEO, LLAMA], ids=["gpt2", "neo", "llama"])
+@pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
 def test_what_is_written_for_flax_is_what_transformers_writes(model: Path):
     prep("save-init", str(model / "hf"), "--out", "init")
     prep("export", "init", "--layout", "hf-flax", "--out", "out")
@@ -186,6 +186,20 @@ def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixt
     prep("verify", "there", "./m")
     said = refusal(capsys, 1, "export", "./m", "--layout", "easylm")
     assert "it has no place for model.layers.0.self_attn.k_proj.bias" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("llama", {"mlp_bias": True}, "it has no place for model.layers.0.mlp.down_proj.bias"),
+        ("opt", {"enable_bias": False}, "it needs model.decoder.layers.0.fc1.bias"),
+    ],
+)
+def test_what_flax_classes_always_or_never_have(
+    capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, bool], why: str
+):
+    make(Path("m"), {**RELATIVES, "llama": LLAMA_CONFIG}[family], **changes)
+    assert why in refusal(capsys, 1, "export", "./m", "--layout", "hf-flax")
 
 
 # What does not go

@@ -12,7 +12,7 @@ from prepcli.cli import main
 from tests.formats.pickles import saved
 from tests.models import make
 
-HEAVY = ("jax", "jaxlib", "orbax", "flax", "torch", "transformers", "safetensors")
+HEAVY = ("jax", "jaxlib", "orbax", "tensorstore", "flax", "torch", "transformers", "safetensors")
 SCRIPT = (
     "import sys; from prepcli.cli import main; code = main(sys.argv[2:]);"
     "loaded = [name for name in sys.argv[1].split(',') if name in sys.modules];"

@@ -1,12 +1,14 @@
 """Writes decoders/*.npz beside this file: tiny models, and what transformers computes with them.
 
-Run by hand with the `parity` extra installed: `python -m tests.golden.make_decoders`. A file has the tensors,
-right-padded `short` tokens and their logits, and `long` ones with logits, loss and gradients; all float32.
+Run by hand with the `parity` extra installed: `python -m tests.golden.make_decoders [NAME …]`. A file has the tensors,
+right-padded `short` tokens and their logits, and `long` ones with logits, loss and gradients, both with a source where
+the model has an encoder; all float32.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tests.decoder_configs import GOLDEN
-from tests.decoders import batch_of, filled
+from tests.decoders import batch_of, encodes, filled
 from trainer.table import Config
 
 FOLDER = Path(__file__).parent / "decoders"
@@ -24,11 +26,11 @@ LENGTHS = (7, 4)  # of the rows of `short`
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """A file's content; `long` is a batch."""
+    """A file's content; `short` and `long` are batches, the first without targets."""
 
     config: Config
     tensors: Mapping[str, np.ndarray]
-    short: np.ndarray
+    short: Mapping[str, np.ndarray]
     short_logits: np.ndarray
     long: Mapping[str, np.ndarray]
     long_logits: np.ndarray
@@ -40,23 +42,26 @@ def compute(config: Config) -> Golden:
     """What transformers computes."""
     from tests.torch_decoders import torch_gradients, torch_logits, torch_model
 
-    tensors, vocab = filled(config), config["vocab_size"]
-    short, long = batch_of(vocab, 2, 7, seed=1)["tokens"], batch_of(vocab, 1, 300, seed=2)
+    tensors, shape = filled(config), {"vocab": config["vocab_size"], "encodes": encodes(config)}
+    short, long = batch_of(rows=2, length=7, seed=1, **shape), batch_of(rows=1, length=300, seed=2, **shape)
+    short = {name: array for name, array in short.items() if name not in ("targets", "weights")}
     model = torch_model(config, tensors)
     loss, gradients = torch_gradients(model, long)
-    long_logits = torch_logits(model, long["tokens"], (300,))
+    long_logits = torch_logits(model, long, (300,))
     return Golden(config, tensors, short, torch_logits(model, short, LENGTHS), long, long_logits, loss, gradients)
 
 
 def save(golden: Golden, path: Path) -> None:
     """Write a file that `load` reads."""
     groups = {"tensor": golden.tensors, "long": golden.long, "gradient": golden.gradients}
+    tokens = golden.short["tokens"]
+    groups["short"] = {name: array for name, array in golden.short.items() if name != "tokens"}
     arrays: dict[str, Any] = {
         f"{group}:{name}": array for group, named in groups.items() for name, array in named.items()
     }
     text = np.array(json.dumps(golden.config))
     np.savez_compressed(
-        path, config=text, short=golden.short, short_logits=golden.short_logits, long_logits=golden.long_logits,
+        path, config=text, short=tokens, short_logits=golden.short_logits, long_logits=golden.long_logits,
         loss=np.float32(golden.loss), **arrays,
     )  # fmt: skip
 
@@ -69,17 +74,18 @@ def load(name: str) -> Golden:
     def group(prefix: str) -> dict[str, np.ndarray]:
         return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
 
-    single = {key: arrays[key] for key in ("short", "short_logits", "long_logits")}
+    single = {key: arrays[key] for key in ("short_logits", "long_logits")}
+    short = {"tokens": arrays["short"]} | group("short:")
     return Golden(
-        config=json.loads(str(arrays["config"])), tensors=group("tensor:"), long=group("long:"),
+        config=json.loads(str(arrays["config"])), tensors=group("tensor:"), short=short, long=group("long:"),
         gradients=group("gradient:"), loss=float(arrays["loss"]), **single,
     )  # fmt: skip
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    for name, config in GOLDEN.items():
-        save(compute(config), FOLDER / f"{name}.npz")
+    for name in sys.argv[1:] or GOLDEN:
+        save(compute(GOLDEN[name]), FOLDER / f"{name}.npz")
 
 
 if __name__ == "__main__":

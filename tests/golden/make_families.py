@@ -45,6 +45,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     **OTHER,
     "gptj-defaults": {"model_type": "gptj", "n_layer": 1},
     **{f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1} for name in OWN if name in PLAIN},
+    "t5-defaults": {"model_type": "t5"},
     "qwen3_moe-defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 3},
 }
 
@@ -52,14 +53,17 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config as given, and the parameters of its model: name -> shape, one that is tied once."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from tests.torch_decoders import as_files
+    from tests.torch_decoders import as_files, torch_class
 
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
+    made = AutoConfig.for_model(config["model_type"], **fields)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+        model = torch_class(made).from_config(made)
     named = as_files(model, dict(model.named_parameters()))
+    if config.get("tie_word_embeddings") is False:  # of T5 version 5 ties it whatever a config says, files do not
+        named["lm_head.weight"] = model.lm_head.weight
     return {"config": dict(config), "tensors": {name: list(tensor.shape) for name, tensor in named.items()}}
 
 

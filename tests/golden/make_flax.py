@@ -34,46 +34,76 @@ LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 16,
 }
+GPTJ = {"vocab_size": 53, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_inner": 24, "n_positions": 12, "rotary_dim": 4}
+OPT = {
+    "vocab_size": 53,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_dim": 24,
+    "max_position_embeddings": 12,
+    "word_embed_proj_dim": 8,
+}
+T5 = {
+    "vocab_size": 53,
+    "d_model": 16,
+    "d_kv": 6,
+    "d_ff": 24,
+    "num_layers": 1,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "decoder_start_token_id": 0,
+}
+MISTRAL = LLAMA | {"sliding_window": 4}
+GEMMA = LLAMA | {"head_dim": 8}
 CHUNK_NBYTES = 600  # in place of 1 GiB: of what is larger, Flax stores pieces
 Tree = dict[str, Any]
 
 
 def main() -> None:
     import torch
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        GPTNeoConfig,
-        GPTNeoForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )  # fmt: skip
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     torch.manual_seed(0)
-    neo = GPTNeoForCausalLM(GPTNeoConfig(**NEO)).to(torch.bfloat16)
-    write_hf("neo", neo)
-    llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    write_hf("llama", llama)
+    write_hf("neo", "gpt_neo", NEO, torch.bfloat16)
+    llama = write_hf("llama", "llama", LLAMA, torch.float32)
     write_easylm(FOLDER / "llama", {name: tensor.numpy() for name, tensor in llama.state_dict().items()})
-    write_hf("gpt2", GPT2LMHeadModel(GPT2Config(**GPT2)).to(torch.float16))
+    write_hf("gpt2", "gpt2", GPT2, torch.float16)
+    write_hf("gptj", "gptj", GPTJ, torch.float32)
+    write_hf("opt", "opt", OPT, torch.float16)
+    write_hf("mistral", "mistral", MISTRAL, torch.bfloat16)
+    write_hf("gemma", "gemma", GEMMA, torch.bfloat16)
+    old_clip()
+    write_hf("t5", "t5", T5, torch.float32)
+    write_hf("t5-gated", "t5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, torch.bfloat16)
 
 
-def write_hf(name: str, model: Any) -> None:
-    """As torch saves it, and as Flax does: in one file, and in several."""
+def old_clip() -> None:
+    """T5's Flax class calls `jnp.clip` by the names of its arguments that older versions of jax have."""
+    import jax.numpy as jnp
+
+    new = jnp.clip
+    setattr(jnp, "clip", lambda x, a_min=None, a_max=None: new(x, a_min, a_max))
+
+
+def write_hf(name: str, family: str, config: Tree, dtype: Any) -> Any:
+    """As torch saves it, and as Flax does: in one file, and in several. Returns torch's model."""
     import torch
-    from transformers import FlaxAutoModelForCausalLM
+    import transformers as hf
 
+    kind = "AutoModelForSeq2SeqLM" if family == "t5" else "AutoModelForCausalLM"
+    model = getattr(hf, kind).from_config(hf.AutoConfig.for_model(family, **config)).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float32) * 0.3)
     model.save_pretrained(FOLDER / name / "hf")
-    flax_model = FlaxAutoModelForCausalLM.from_pretrained(FOLDER / name / "hf")
+    flax_model = getattr(hf, f"Flax{kind}").from_pretrained(FOLDER / name / "hf")
     flax_model.save_pretrained(FOLDER / name / "flax")
     if name == "llama":
         flax_model.save_pretrained(FOLDER / name / "sharded", max_shard_size="8KB")
         (FOLDER / name / "flax" / "generation_config.json").unlink()
     (FOLDER / name / "hf" / "generation_config.json").unlink()
+    return model
 
 
 def write_easylm(folder: Path, tensors: Mapping[str, Any]) -> None:
@@ -98,12 +128,13 @@ def write_easylm(folder: Path, tensors: Mapping[str, Any]) -> None:
     (folder / "flax_params.msgpack").write_bytes(serialization.to_bytes(variables))
     boxed = jax.tree.map(lambda leaf: meta.Partitioned(leaf, ("x",) * leaf.ndim), params)
     (folder / "boxed.msgpack").write_bytes(serialization.to_bytes(boxed))
-    serialization.MAX_CHUNK_SIZE = CHUNK_NBYTES
+    usual, serialization.MAX_CHUNK_SIZE = serialization.MAX_CHUNK_SIZE, CHUNK_NBYTES
     (folder / "pieces.msgpack").write_bytes(serialization.to_bytes(variables))
     write_stream(folder / "streaming_pieces", params)
     (folder / "train_state.msgpack").write_bytes(
         serialization.to_bytes({"step": 7, "params": params, "opt_state": {"mu": params}})
     )
+    serialization.MAX_CHUNK_SIZE = usual
 
 
 def easylm_tree(tensors: Mapping[str, Any]) -> Tree:

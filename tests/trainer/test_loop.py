@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.trainer import runs
-from trainer import feed, loop
+from trainer import loop
 from trainer.checkpoint import restored
 from trainer.errors import PrepError
 from trainer.loop import Job, Loop
@@ -139,7 +139,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(size: int, tmp_path: Path)
     first = Ran(tmp_path, job, state=state).heard.evaluations[0]
     blocks = job.evaluation
     assert blocks is not None
-    batch = {name: jax.numpy.asarray(each) for name, each in feed.examples(blocks, range(blocks.n)).items()}
+    batch = {name: jax.numpy.asarray(each) for name, each in blocks.examples(range(blocks.n)).items()}
     sums = loop.eval_step(runs.state(made)["params"], batch, made)
     assert first["eval_tokens"] == 5 * (runs.LENGTH - 1)
     assert first["eval_loss"] == pytest.approx(float(sums["loss"]) / float(sums["weight"]), rel=1e-6)

@@ -66,7 +66,7 @@ def test_a_true_vocabulary_is_in_the_padded_one(true: Any):
 def test_learned_positions_end():
     made = decoder(GPT_NEO | {"max_position_embeddings": 5})
     params = first_values(made, 0)
-    assert logits_of(made.model, params, np.zeros((1, 5), np.int32)).shape == (1, 5, 29)
+    assert logits_of(made.model, params, {"tokens": np.zeros((1, 5), np.int32)}).shape == (1, 5, 29)
     with pytest.raises(PrepError, match="6 tokens a sequence - the model has 5 positions") as caught:
         models.logits(params, jnp.zeros((1, 6), jnp.int32), made.model, ONE_BY_ONE)
     assert caught.value.code == USAGE
@@ -84,7 +84,7 @@ def test_a_later_token_changes_nothing_before_it():
     params, tokens = made.params(filled(GPT_NEO)), batch_of(29, 1, 7)["tokens"]
     other = tokens.copy()
     other[0, 4] = (other[0, 4] + 1) % 29
-    before, after = logits_of(made.model, params, tokens), logits_of(made.model, params, other)
+    before, after = (logits_of(made.model, params, {"tokens": each}) for each in (tokens, other))
     np.testing.assert_array_equal(before[:, :4], after[:, :4])
     assert (abs(before - after).max(-1)[0, 4:] > 0).all()
 

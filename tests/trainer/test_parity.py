@@ -30,6 +30,8 @@ FORMS = [  # layers stacked, on axis, scanned, what is kept of them
     ("gpt_neo", False, 0, False, "nothing_saveable"),
     ("llama-biases", True, 1, True, "dots_with_no_batch_dims_saveable"),
     ("llama-biases", False, 0, False, "none"),
+    ("t5", True, 1, True, "nothing_saveable"),
+    ("t5-gated", False, 0, False, "none"),
 ]
 
 
@@ -65,7 +67,7 @@ def test_logits_are_those_of_transformers(name: str):
     made = decoder(golden.config)
     params = made.params(golden.tensors)
     assert counted_error(golden, logits_of(made.model, params, golden.short)) <= LOGITS
-    assert abs(logits_of(made.model, params, golden.long["tokens"]) - golden.long_logits).max() <= LOGITS
+    assert abs(logits_of(made.model, params, golden.long) - golden.long_logits).max() <= LOGITS
 
 
 @pytest.mark.parametrize(("name", "rows_more"), PADDED)
@@ -113,7 +115,7 @@ def test_every_tensor_counts(name: str):
         assert np.linalg.norm(gradient) > 1e-3 or (name.startswith("opt") and tensor.endswith(SHIFTED)), tensor
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "llama", "gemma2", "mixtral", "t5"])
 def test_bfloat16_is_near(name: str):
     golden = golden_of(name)
     made = decoder(golden.config)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.decoder_configs import GOLDEN, LIVE
-from tests.decoders import apart, batch_of, decoder, filled, logits_of, loss_and_gradients, with_padding
+from tests.decoders import apart, batch_of, decoder, encodes, filled, logits_of, loss_and_gradients, with_padding
 from tests.golden import make_decoders
 from tests.torch_decoders import torch_gradients, torch_logits, torch_model
 from trainer.model import Compute
@@ -28,27 +28,27 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", [name for name in LIVE if name not in GOLDEN])  # of those the files say it
 def test_logits_of_right_padded_batches(name: str):
     config = LIVE[name]
     tensors, made = filled(config, seed=3), decoder(config)
     params, theirs = made.params(tensors), torch_model(config, tensors)
     for lengths in (SHORT, LONG):
-        tokens = batch_of(config["vocab_size"], len(lengths), lengths[0], seed=4)["tokens"]
-        found, wanted = logits_of(made.model, params, tokens), torch_logits(theirs, tokens, lengths)
+        batch = batch_of(config["vocab_size"], len(lengths), lengths[0], 4, encodes(config))
+        found, wanted = logits_of(made.model, params, batch), torch_logits(theirs, batch, lengths)
         assert max(abs(found[i, :n] - wanted[i, :n]).max() for i, n in enumerate(lengths)) <= 2e-5
 
 
 WITH_GRADIENTS = [  # of each kind of layers one that golden files do not have
     *("gpt2-names", "gpt_neo-odd", "gpt_neo-wide", "llama-groups", "llama-biases", "gptj-tied", "opt-bare"),
-    *("qwen3_moe-plain", "gemma3_text-version-5", "phi3-version-5"),
+    *("qwen3_moe-plain", "gemma3_text-version-5", "phi3-version-5", "t5-untied"),
 ]
 
 
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_gradients_of_padded_models(name: str):
     config = LIVE[name]
-    tensors, batch = filled(config, seed=5), batch_of(config["vocab_size"], 2, 40, seed=6)
+    tensors, batch = filled(config, seed=5), batch_of(config["vocab_size"], 2, 40, 6, encodes(config))
     wanted_loss, wanted = torch_gradients(torch_model(config, tensors), batch)
     wider, padded = with_padding(config, tensors, 5, -50.0)
     made = decoder(wider)

@@ -11,7 +11,8 @@ import pytest
 from tests.decoders import decoder, logits_of
 from tests.golden.make_decoders import load
 from tests.trainer.test_parity import LOGITS, counted_error
-from trainer.traits import ALL_BEFORE, NO_CAP, Traits
+from trainer.rope import Rope
+from trainer.traits import ALL_BEFORE, NO_CAP, Distances, Traits
 
 Mutation = Callable[[Traits], Traits]
 
@@ -31,6 +32,18 @@ def rope_change(**changes: Any) -> Mutation:
 def with_window(window: int) -> Mutation:
     """Another window where there is one."""
     return lambda traits: dataclasses.replace(traits, windows=tuple(window if w else w for w in traits.windows))
+
+
+def encoder_change(**changes: Any) -> Mutation:
+    def changed(traits: Traits) -> Traits:
+        assert traits.encoder is not None
+        return dataclasses.replace(traits, encoder=dataclasses.replace(traits.encoder, **changes))
+
+    return changed
+
+
+def far(farthest: int, both_ways: bool, buckets: int = 9) -> Distances:
+    return Distances(buckets, farthest, both_ways)
 
 
 def turned_round(traits: Traits) -> Traits:
@@ -103,6 +116,19 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("gemma3_text", "one rotation"): change(local_rope=None),
     ("gemma3_text", "the other rotation"): turned_round,
     ("gemma3_text", "no window"): with_window(ALL_BEFORE),
+    ("t5", "scaled scores"): change(score_scale=6**-0.5),
+    ("t5", "scaled scores of the encoder"): encoder_change(score_scale=6**-0.5),
+    ("t5", "an epsilon 2 % off"): change(norm_eps=0.102),
+    ("t5", "another epsilon of the encoder"): encoder_change(norm_eps=1e-6),
+    ("t5", "no scale before the head"): change(head_scale=1.0),
+    ("t5-gated", "a scale before the head"): change(head_scale=0.25),
+    ("t5", "a gelu"): change(activation="gelu_new"),
+    ("t5-gated", "an exact gelu"): change(activation="gelu"),
+    ("t5-gated", "an exact gelu of the encoder"): encoder_change(activation="gelu"),
+    ("t5", "distances both ways"): change(distances=far(40, True)),
+    ("t5", "distances one way in the encoder"): encoder_change(distances=far(40, False)),
+    ("t5", "nearer distances are one in the encoder"): encoder_change(distances=far(20, True)),
+    ("t5-gated", "no distances"): change(distances=None, rope=Rope(6, 1e4, 9)),
     ("phi3", "half of the turning part"): rope_change(dim=2),
     ("phi3-longrope", "another short factor"): rope_change(short=(1.0, 1.5, 2.6, 4.0)),
     ("phi3-longrope", "no factor of attention"): rope_change(attention_factor=1.0),
@@ -112,6 +138,10 @@ BEYOND: dict[tuple[str, str], Mutation] = {  # mistakes that only long sequences
     ("llama-dynamic", "another factor"): rope_change(factor=4.1),
     ("llama-dynamic", "another length of pretraining"): rope_change(positions=65),
     ("llama-dynamic", "no stretched positions"): rope_change(kind="default"),
+    ("t5", "a bucket less"): change(distances=far(40, False, 8)),
+    ("t5", "nearer distances are one"): change(distances=far(39, False)),
+    ("t5", "further distances are not one"): change(distances=far(41, False)),
+    ("t5-gated", "further distances are not one in the encoder"): encoder_change(distances=far(44, True)),
     ("phi3-longrope", "short factors for all"): rope_change(positions=300),
     ("phi3-longrope", "another long factor"): rope_change(long=(2.0, 3.0, 5.0, 9.1)),
 }
@@ -130,5 +160,5 @@ def test_a_mistake_of_long_sequences_would_be_seen(name: str, mistake: str):
     golden = load(name)
     made = decoder(golden.config)
     wrong = dataclasses.replace(made.model, traits=BEYOND[name, mistake](made.model.traits))
-    found = logits_of(wrong, made.params(golden.tensors), golden.long["tokens"])
+    found = logits_of(wrong, made.params(golden.tensors), golden.long)
     assert abs(found - golden.long_logits).max() > LOGITS

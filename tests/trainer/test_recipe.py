@@ -111,10 +111,13 @@ def test_paths_and_nothing_else_are_expanded(small: Path, monkeypatch: pytest.Mo
 
 def test_every_example_is_right(tmp_path: Path):
     instead = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
+    instead |= {"data.source_length", "data.source_prefix"}
     found = {key: tomllib.loads(f"v = {example(part)}")["v"] for key, part in KEYS.items() if key not in instead}
     found |= {"data.type": "json", "optimizer.schedule": "cosine"}
     (tmp_path / "x.toml").write_text(toml(found))
     assert load(tmp_path / "x.toml").recipe.data.fields == "text"
+    pair = ["data.fields=[article], summary", "data.source_length=512", "data.source_prefix=summarize: "]
+    assert load(tmp_path / "x.toml", pair).recipe.data.source_prefix == "summarize:"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
@@ -146,7 +149,7 @@ SPECIAL = {
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
-    "data.fields": TEXTS,
+    "data.source_prefix": TEXTS,
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**40),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
@@ -179,6 +182,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     warmup = draw(st.sampled_from(["warmup_steps", "warmup_ratio"]))
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
+    excluded |= {"data.source_length", "data.source_prefix"}
     excluded |= {key for key in KEYS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
     needed = {key for key, part in KEYS.items() if "default" not in part and "absent" not in part} | chosen
@@ -186,7 +190,10 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     keys = needed | set(draw(st.lists(st.sampled_from(optional), unique=True)))
     found = {key: draw(SPECIAL.get(key, values(KEYS[key]))) for key in sorted(keys)}
     if found["data.type"] == "json" and draw(st.booleans()):
-        found["data.fields"] = draw(TEXTS)
+        found["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
+    elif found["data.type"] == "json" and draw(st.booleans()):
+        found |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**40))}
+        found |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
     if found.get("data.holdout") or "data.eval_path" in found:
         found |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
     return found

@@ -81,7 +81,8 @@ FILES = {
     ),
     "text for a number": (
         replaced("seq_length = 8", 'seq_length = "2k"'),
-        'x.toml:7: `data.seq_length` is "2k" - it takes an integer >= 2: tokens of a sequence - `seq_length = 1024`',
+        'x.toml:7: `data.seq_length` is "2k" - it takes an integer >= 2: tokens of a sequence; after an encoder, of a '
+        "target: longer ones are cut - `seq_length = 1024`",
     ),
     "a number in quotes": (
         replaced("lr = 1e-3", 'lr = "1e-3"'),
@@ -159,6 +160,21 @@ FILES = {
     "a column of text": (
         replaced("seq_length = 8", 'seq_length = 8\nfields = "body"'),
         'x.toml:8: `data.fields` is "body" - it names the text in an object, and `data.type` is text - `type = "json"`',
+    ),
+    "a source of text": (
+        replaced("seq_length = 8", "seq_length = 8\nsource_length = 16"),
+        "x.toml:8: `data.source_length` is 16 - nothing in `data.fields` stands in brackets, which would be read by an "
+        'encoder - `fields = "[article], summary"`',
+    ),
+    "a source without a length": (
+        replaced('type = "text"', 'type = "json"\nfields = "[a], b"'),
+        'x.toml:6: `data.source_length` is missing - `data.fields` has a source: "[a], b" - `source_length = 512` in '
+        "[data]",
+    ),
+    "a source without a target": (
+        replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
+        'x.toml:6: `data.fields` is "[a], [b]" - brackets are around what an encoder reads; what it is to make of that '
+        'stands without - `fields = "[article], summary"`',
     ),
     "two that validate": (
         replaced("seq_length = 8", 'seq_length = 8\nholdout = 0.5\neval_path = "e.txt"'),

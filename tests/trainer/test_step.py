@@ -119,7 +119,7 @@ def test_the_state_is_handed_on_without_a_copy():
     where = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(made))
     step = jax.jit(partial(train_step, setup=made), donate_argnums=0, out_shardings=(where, None))
     shapes = state_shapes(made)
-    memory = step.lower(shapes, feed.shapes(made, 8, runs.LENGTH)).compile().memory_analysis()
+    memory = step.lower(shapes, feed.shapes(made, runs.job(made).train, 8)).compile().memory_analysis()
     own = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes))
     assert memory is not None
     assert memory.alias_size_in_bytes == own

@@ -7,7 +7,7 @@ import pytest
 from trainer.axes import bind
 from trainer.errors import PrepError
 from trainer.families.llama import FAMILY as LLAMA
-from trainer.table import Family, Parameter, Tie, layer_norm, linear, rows, size
+from trainer.table import Family, Parameter, Tie, rows, size
 
 SIZES = {"layers": 3, "embed": 4, "mlp": 5, "vocab": 7}
 FAMILY = Family(
@@ -71,24 +71,6 @@ def test_a_size_that_a_config_gives():
             size(config, key, 1)
 
 
-def test_a_bias_has_the_first_dim_of_its_weight():
-    row = "layers heads head_dim embed <- l.{layers}.qkv.weight: (heads qkv=1 head_dim) embed"
-    found = linear("layers.attn.k", row, "biased")
-    assert found["layers.attn.k.weight"] == Parameter(row)
-    bias = "layers heads head_dim <- l.{layers}.qkv.bias: (heads qkv=1 head_dim)"
-    assert found["layers.attn.k.bias"] == Parameter(bias, "biased")
-    out = linear("o", "embed heads head_dim <- o.weight: embed (heads head_dim)")
-    assert out["o.bias"] == Parameter("embed <- o.bias: embed")
-
-
-def test_a_layer_norm_has_a_scale_and_a_bias_alike():
-    found = layer_norm("norm", "embed <- ln.weight: embed", "affine")
-    assert found == {
-        "norm.scale": Parameter("embed <- ln.weight: embed", "affine"),
-        "norm.bias": Parameter("embed <- ln.bias: embed", "affine"),
-    }
-
-
 def test_a_parameter_may_ask_the_config():
     parameter = Parameter("embed <- b: embed", lambda config: config["size"] > 3)
-    assert [parameter.present({"size": size}) for size in (3, 4)] == [False, True]
+    assert [parameter.of({"size": size}) for size in (3, 4)] == [None, parameter]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.decoder_configs import GEMMA2, GPT2, GPT_NEO, LLAMA, MISTRAL, QWEN2
 from trainer.errors import PrepError
 from trainer.families import FAMILIES
 from trainer.rope import Rope
+from trainer.table import rows
 from trainer.traits import ACTIVATIONS, ALL_BEFORE, NO_CAP, Traits, period
 
 
@@ -143,7 +145,7 @@ def test_more_defaults_are_those_of_transformers():
     assert traits_of({"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_pytorch_tanh"
 
 
-@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"gpt2"}))  # gpt2 says itself what it does not know
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("field", ["clip_qkv", "use_qk_norm", "alibi", "no_rope_layers", "use_bidirectional_attention"])
 def test_what_no_family_computes_is_named(name: str, field: str):
     plain = {"model_type": name}
@@ -160,6 +162,15 @@ def test_what_no_family_computes_is_named(name: str, field: str):
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
         (LLAMA | {"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        (GPT2 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        (GPT2 | {"attention_types": [[["global", "local"], 1]]}, "attention_types"),
+        ({"model_type": "gptj", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters"),
+        ({"model_type": "opt", "rope_theta": 500.0}, "rope_theta"),
+        (GPT2 | {"hidden_act": "relu"}, "hidden_act"),
+        (LLAMA | {"activation_function": "gelu"}, "activation_function"),
+        (GEMMA2 | {"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation"),
+        ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": ["gelu"]}, "hidden_activation"),
         (MISTRAL | {"attention_bias": True}, "attention_bias"),
         (MISTRAL | {"layer_types": [SLIDES, SLIDES]}, "layer_types"),
         (QWEN2 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
@@ -181,6 +192,16 @@ def test_what_no_family_computes_is_named(name: str, field: str):
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({"model_type": "gptj", "activation_function": "mish"}, "activation_function"),
         ({"model_type": "gpt_neox", "rotary_pct": 0.01}, "rotary positions"),
+        ({"model_type": "t5", "is_encoder_decoder": False}, "is_encoder_decoder"),
+        ({"model_type": "t5", "feed_forward_proj": "gated-silu-2"}, "feed_forward_proj"),
+        ({"model_type": "t5", "feed_forward_proj": "double-relu"}, "feed_forward_proj"),
+        ({"model_type": "t5", "feed_forward_proj": "gated-mish"}, "feed_forward_proj"),
+        ({"model_type": "t5", "feed_forward_proj": None}, "feed_forward_proj"),
+        ({"model_type": "t5", "dense_act_fn": "mish"}, "dense_act_fn"),
+        ({"model_type": "t5", "relative_attention_num_buckets": 3}, "3 buckets"),
+        ({"model_type": "t5", "relative_attention_max_distance": 16}, "distances up to 16"),
+        ({"model_type": "t5", "relative_attention_max_distance": 1 << 40}, "to 1,048,576"),
+        ({"model_type": "t5", "relative_attention_max_distance": "128"}, "relative_attention_max_distance"),
     ],
 )
 def test_a_field_that_would_change_what_is_computed_is_named(config: dict[str, Any], field: str):
@@ -190,3 +211,55 @@ def test_a_field_that_would_change_what_is_computed_is_named(config: dict[str, A
 
 def test_layers_that_are_all_alike_may_be_listed():
     assert traits_of(LLAMA | {"layer_types": [FULL, FULL], "logit_scale": 1.0}) == traits_of(LLAMA)
+
+
+def test_another_name_of_the_same_activation_is_none_other():
+    assert traits_of(GPT2 | {"hidden_act": "gelu_pytorch_tanh"}) == traits_of(GPT2)
+    gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
+    assert traits_of(gemma) == traits_of({"model_type": "gemma"})
+    assert traits_of(LLAMA | {"hidden_act": "swish", "activation_function": None}).activation == "swish"
+
+
+# Fields of transformers' classes that do not change what a model computes when it is asked for logits
+HARMLESS = {
+    *("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type"),
+    *("return_dict", "transformers_version", "use_cache", "chunk_size_feed_forward", "router_aux_loss_coef"),
+    *("activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "dropout_rate"),
+    *("embd_pdrop", "embed_dropout", "hidden_dropout", "layerdrop", "resid_dropout", "resid_pdrop"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    "pretraining_tp",  # in how many parts matrices were multiplied
+    "reorder_and_upcast_attn",  # scores in float32, as everywhere here
+}
+NOT_BY_THEMSELVES = {  # where nothing else is asked for they do nothing
+    ("phi3", "original_max_position_embeddings"),
+    ("qwen3_moe", "intermediate_size"),
+}
+
+
+def meaning(config: dict[str, Any]) -> object:
+    """All that prep makes of a config; None where it refuses it."""
+    family = FAMILIES[config["model_type"]]
+    try:
+        return family.sizes(config), family.traits(config), family.tied(config), [*rows(family, config)]
+    except PrepError:
+        return None
+
+
+def another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 or 3
+    return 4 if value is None else "no such thing"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_field_of_transformers_is_read_or_refused(name: str):
+    configs = pytest.importorskip("transformers").AutoConfig
+    written = json.loads(configs.for_model(name).to_json_string(use_diff=False))
+    plain = {"model_type": name, "use_sliding_window": True}
+    assert meaning(written) == meaning({"model_type": name}) is not None
+    changed = {field: {**plain, field: another(value)} for field, value in written.items() if field not in plain}
+    ignored = {field for field, config in changed.items() if meaning(config) == meaning(plain)}
+    assert ignored - {field for family, field in NOT_BY_THEMSELVES if family == name} <= HARMLESS

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from trainer.data.fields import Fields
 from trainer.data.files import CHUNK_NBYTES, DataFile, Type, io_error
 from trainer.errors import PrepError
 
@@ -35,11 +36,12 @@ class Piece:
     ends_document: bool
 
 
-def pieces(file: DataFile, type: Type, column: str) -> Iterator[Piece]:
+def pieces(file: DataFile, type: Type, fields: Fields, prefix: str = "") -> Iterator[Piece]:
     """The text of a file, in order. PrepError if the file is not what it was when it was examined.
 
     `text`: the file is one document (see `text_pieces` for how a long one is cut).
-    `json`: each line is an object whose `column` is a document, in one piece however long. Blank lines are none.
+    `json`: each line is an object whose `fields` are a document, in one piece however long, or two where they have a
+    source, which comes first, after `prefix`. Blank lines are none.
     """
     state = xxhash.xxh3_128()
     try:
@@ -47,7 +49,7 @@ def pieces(file: DataFile, type: Type, column: str) -> Iterator[Piece]:
             if type == "text":
                 yield from text_pieces(file.path, _hashed(iter(lambda: handle.read(CHUNK_NBYTES), b""), state))
             else:
-                yield from json_pieces(file.path, _hashed(handle, state), column)
+                yield from json_pieces(file.path, _hashed(handle, state), fields, prefix)
     except OSError as error:
         raise io_error(file.path, error) from error
     if state.hexdigest() != file.digest:
@@ -100,25 +102,36 @@ def _decoded(path: Path, data: bytes, at: int) -> str:
     return text if at else text.removeprefix(MARK)
 
 
-def json_pieces(path: Path, lines: Iterable[bytes], column: str) -> Iterator[Piece]:
-    """A piece for each line that is not blank. PrepError with the line for what is no object with a text `column`."""
+def json_pieces(path: Path, lines: Iterable[bytes], fields: Fields, prefix: str = "") -> Iterator[Piece]:
+    """A piece for each line that is not blank, two where there is a source. PrepError with the line for what is no
+    object whose `fields` are texts."""
     at, skipped = 0, 0
     for number, line in enumerate(lines, start=1):
         text = _decoded(path, line, at)
         at += len(line)
         if text.strip():
-            document = _document(f"{path}:{number}", text.rstrip(), column)
-            yield Piece(document, skipped + len(line), ends_document=True)
+            source, target = _texts(f"{path}:{number}", text.rstrip(), fields)
+            if fields.source:
+                yield Piece(prefix + source, 0, ends_document=True)
+            yield Piece(target, skipped + len(line), ends_document=True)
             skipped = 0
         else:
             skipped += len(line)
 
 
-def _document(place: str, line: str, column: str) -> str:
+def _texts(place: str, line: str, fields: Fields) -> tuple[str, str]:
+    """What the source and the target of a line are, the first empty where there is none."""
     found = _parsed(place, line)
     if not isinstance(found, dict):
         what = f"{place}: not an object but {_kind(found)}"
         raise PrepError(what, "type `json` reads one object a line", "`jq -c '.[]'` writes a list so")
+    source, target = (
+        " ".join(_column(place, found, column) for column in columns) for columns in (fields.source, fields.target)
+    )
+    return source, target
+
+
+def _column(place: str, found: Mapping[str, Any], column: str) -> str:
     if column not in found:
         columns = ", ".join(f"`{name}`" for name in found) or "none"
         raise PrepError(f"{place}: no column `{column}`", f"its columns: {columns}", "`--set data.fields=COLUMN`")

@@ -13,7 +13,9 @@ import xxhash
 
 from trainer.data import store
 from trainer.data.documents import PIECE_NBYTES, Piece, pieces
+from trainer.data.fields import Fields, parse
 from trainer.data.files import DataFile, Type, examine, find
+from trainer.data.pairs import cut_counts
 from trainer.data.tokenizer import Encoder, load
 from trainer.errors import PrepError
 
@@ -28,10 +30,11 @@ Note = Callable[[str], None]
 class Request:
     """What tokens are wanted.
 
-    `paths`: files, folders and globs (`files.find` says what they stand for); `fields`: for `json` the column that
-    holds the text; `tokenizer`: a tokenizer.json, or a folder that has one; `eos_id`: appended to each document;
-    `vocab`: the model's true vocabulary, padding apart; `cache`: the folder of stores; `spare`: another one, where
-    tokens are made that the cache lacks, so that nothing is written to it.
+    `paths`: files, folders and globs (`files.find` says what they stand for); `fields`: for `json` what holds the text,
+    or a source and a target (`fields.parse`), `prefix`: put before each source; `source_length`: tokens of a source at
+    most, of a target `seq_length`; `tokenizer`: a tokenizer.json, or a folder that has one; `eos_id`: appended to each
+    document; `vocab`: the model's true vocabulary, padding apart; `cache`: the folder of stores; `spare`: another one,
+    where tokens are made that the cache lacks, so that nothing is written to it.
     """
 
     type: Type
@@ -43,14 +46,21 @@ class Request:
     vocab: int
     cache: Path
     spare: Path | None = None
+    source_length: int = 0
+    prefix: str = ""
+
+    @property
+    def read(self) -> Fields:
+        """What is read of each object."""
+        return parse(self.fields) if self.type == "json" else Fields(())
 
 
 def prepare(request: Request, progress: Progress, note: Note) -> store.Tokens:
     """The tokens of a request, made in bounded memory, or mapped at once if the cache has them already.
 
     The files are read once for their digests in any case. `progress`: bytes tokenised, of how many; `note` is told
-    what is used, how much it is, and what the last block leaves over. PrepError for files that are missing, empty or
-    not what their type says; for a tokenizer that does not fit; for fewer tokens than one block.
+    what is used, how much it is, and what the last block leaves over, or what of pairs is cut. PrepError for files that
+    are missing, empty or not what their type says; for a tokenizer that does not fit; for fewer tokens than one block.
     """
     encoder = load(request.tokenizer)
     _check_end_of_text(request)
@@ -64,9 +74,10 @@ def prepare(request: Request, progress: Progress, note: Note) -> store.Tokens:
         _build(folder, request, files, encoder, progress, note)
     meta = store.read_meta(folder)
     encoder.check(meta.max_id, request.vocab)
-    _check_length(meta, request.seq_length)
+    has_pairs = bool(request.read.source)
+    _check_pairs(meta) if has_pairs else _check_length(meta, request.seq_length)
     tokens = store.map_tokens(folder, meta, request.seq_length)
-    note(_summary(tokens))
+    note(_summary_of_pairs(tokens, request.source_length) if has_pairs else _summary(tokens))
     return tokens
 
 
@@ -86,6 +97,7 @@ def _identity(request: Request, files: Sequence[DataFile], encoder: Encoder) -> 
         "tokenizer": encoder.digest,
         "files": [[file.nbytes, file.digest] for file in files],
     }
+    facts |= {"prefix": request.prefix} if request.prefix else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
 
@@ -103,7 +115,7 @@ def _fill(
     writer: store.Writer, request: Request, files: Sequence[DataFile], encoder: Encoder, progress: Progress
 ) -> None:
     done, total = 0, sum(file.nbytes for file in files)
-    found = (piece for file in files for piece in pieces(file, request.type, request.fields))
+    found = (piece for file in files for piece in pieces(file, request.type, request.read, request.prefix))
     for batch in batched(found):
         for piece, ids in zip(batch, encoder.encode([piece.text for piece in batch])):
             writer.add(ids)
@@ -134,6 +146,11 @@ def batched(found: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
+def _check_pairs(meta: store.Meta) -> None:
+    if not meta.n_tokens:
+        raise PrepError("the data has no pair", "looked for objects, found blank lines")
+
+
 def _check_length(meta: store.Meta, seq_length: int) -> None:
     if meta.n_tokens < seq_length:
         why = f"{_count(meta.n_tokens, 'token')} in {_count(meta.n_documents, 'document')}, a block has {seq_length:,}"
@@ -146,6 +163,13 @@ def _summary(tokens: store.Tokens) -> str:
     held = f"{_count(tokens.n_tokens, 'token')} in {_count(tokens.n_documents, 'document')}"
     blocks = f"{_count(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
     return f"{held}: {blocks}, {_count(left, 'token')} left over and dropped"
+
+
+def _summary_of_pairs(tokens: store.Tokens, source_length: int) -> str:
+    sources, targets = cut_counts(tokens, source_length)
+    held = f"{_count(tokens.n_tokens, 'token')} in {_count(tokens.n_documents // 2, 'pair')}"
+    cut = f"{_count(sources, 'source')} of more than {source_length:,}, {_count(targets, 'target')} of more than"
+    return f"{held}: {cut} {tokens.seq_length:,} tokens are cut"
 
 
 def _count(number: int, noun: str) -> str:

@@ -39,6 +39,21 @@ class Encoder:
             raise PrepError(f"{self.path} cannot encode the data", str(error), "`--set data.tokenizer=PATH`") from error
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    def prompt(self, text: str) -> list[int]:
+        """The ids of a text that a model goes on from, with what the tokenizer puts before and after one. PrepError if
+        the tokenizer gives up."""
+        try:
+            return self.tokenizer.encode(text).ids
+        except Exception as error:  # the library has no type of its own
+            raise PrepError(f"{self.path} cannot encode a prompt", str(error), "`--tokens 1,2,3` needs none") from error
+
+    def text(self, ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """What ids say, special ones left out, where those of `after` come before them: tokenizers take off the space
+        that a text begins with."""
+        before = self.tokenizer.decode(list(after))
+        whole = self.tokenizer.decode([*after, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(list(ids))
+
     def check(self, top: int, vocab: int) -> None:
         """PrepError if `top`, an id of the data, is none of the model's true vocabulary."""
         if top < vocab:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from trainer.errors import PrepError
 from trainer.families import (
@@ -21,13 +22,17 @@ from trainer.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    t5,
 )
 from trainer.table import Config, Family
+from trainer.traits import CHANGES
 
 _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
-    *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3),
+    *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
+GUIDE = "to add a family takes one file and an hour: docs/add-a-family.md"
+ALIKE = 5  # fields in common, from which on two configs are alike
 FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 
@@ -41,12 +46,33 @@ def family_of(config: Config) -> Family:
 
 
 def _nearest(config: Config) -> str:
-    """The family whose name is most like what a config calls its model or its classes."""
+    """The family whose name is most like what a config calls its model or its classes, else the one that reads most of
+    its fields; and where it is said how to add another."""
     classes = config.get("architectures")
     said = [config.get("model_type"), *(classes if isinstance(classes, list) else ())]
-    words = [word.lower().removesuffix("forcausallm")[:60] for word in said if isinstance(word, str)]
+    words = [word.lower().partition("forc")[0][:60] for word in said if isinstance(word, str)]
     bare = {name.replace("_", ""): name for name in FAMILIES}
-    for word in words:
-        if near := difflib.get_close_matches(word.replace("_", ""), bare, n=1, cutoff=0.7):
-            return f"the nearest is {bare[near[0]]}; a family is one file in trainer/families"
-    return "a family is one file in trainer/families"
+    near = [bare[name] for word in words for name in difflib.get_close_matches(word.replace("_", ""), bare, 1, 0.7)]
+    shared = {name: len(_fields_read(family) & config.keys()) for name, family in FAMILIES.items()}
+    most = max(shared, key=lambda name: shared[name])
+    near += [most] if shared[most] >= ALIKE else []
+    return (f"the nearest is {near[0]}; " if near else "") + GUIDE
+
+
+def _fields_read(family: Family) -> set[str]:
+    """Fields of a config that a family asks for, apart from those that every family looks at."""
+    asked = _Asked()
+    family.traits(asked)
+    return asked.fields - CHANGES.keys()
+
+
+class _Asked(dict[str, Any]):
+    """A config that says nothing, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.fields.add(key)
+        return default

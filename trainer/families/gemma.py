@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from trainer import llama_like
-from trainer.table import Config, Family
-from trainer.traits import Traits, activation, only_knows
+from trainer.layouts import hf_flax
+from trainer.table import Config
+from trainer.traits import ROPE, Traits, only_knows
+
+TANH = "gelu_pytorch_tanh"
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -16,30 +19,26 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, "attention_bias")
+    only_knows(config, *ROPE, "attention_bias")
     found = sizes(config)
-    named = activation(config, "hidden_act", "gelu_pytorch_tanh")
+    if config.get("hidden_act") == "gelu":
+        config = {**config, "hidden_act": TANH}  # what its first configs meant
     return dataclasses.replace(
-        llama_like.traits(config, found, positions=8192),
+        llama_like.traits(config, found, positions=8192, act=("hidden_act", TANH)),
         norm="rms_offset",
-        activation="gelu_pytorch_tanh" if named == "gelu" else named,  # what its first configs meant
         embed_scale=found["embed"] ** 0.5,
     )
 
 
-FAMILY = Family(
+FAMILY = llama_like.family(
     name="gemma",
-    prefix=llama_like.PREFIX,
-    unprefixed=llama_like.UNPREFIXED,
     sizes=sizes,
-    table={
-        **llama_like.EMBEDDING,
+    traits=traits,
+    tied=True,
+    layer={
         **llama_like.NORMS,
         **llama_like.attention(bias="attention_bias", out_bias="attention_bias"),
         **llama_like.gated(),
-        **llama_like.END,
     },
-    dropped=llama_like.OLD_BUFFERS,
-    tie=llama_like.tie(default=True),
-    traits=traits,
+    layouts=lambda table: hf_flax(table, llama_like.PREFIX, norm="weight", ties=True),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from trainer import llama_like
-from trainer.table import Config, Family
-from trainer.traits import Traits, activation, cap, only_knows, positive, sliding_windows
+from trainer.table import Config
+from trainer.traits import ROPE, Traits, cap, only_knows, positive, sliding_windows
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -17,12 +17,11 @@ def sizes(config: Config) -> dict[str, int]:
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    only_knows(config, "attention_bias", "layer_types", "query_pre_attn_scalar", "sliding_window", *caps)
+    only_knows(config, *ROPE, "attention_bias", "layer_types", "query_pre_attn_scalar", "sliding_window", *caps)
     found = sizes(config)
     return dataclasses.replace(
-        llama_like.traits(config, found, positions=8192),
+        llama_like.traits(config, found, positions=8192, act=("hidden_activation", "gelu_pytorch_tanh")),
         norm="rms_offset",
-        activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         residual="sandwich",
         embed_scale=found["embed"] ** 0.5,
         score_scale=positive(config, "query_pre_attn_scalar", 256) ** -0.5,
@@ -34,19 +33,14 @@ def traits(config: Config) -> Traits:
     )
 
 
-FAMILY = Family(
+FAMILY = llama_like.family(
     name="gemma2",
-    prefix=llama_like.PREFIX,
-    unprefixed=llama_like.UNPREFIXED,
     sizes=sizes,
-    table={
-        **llama_like.EMBEDDING,
-        **llama_like.norms(llama_like.SANDWICH_NORMS),
+    traits=traits,
+    tied=True,
+    layer={
+        **llama_like.SANDWICH_NORMS,
         **llama_like.attention(bias="attention_bias", out_bias="attention_bias"),
         **llama_like.gated(),
-        **llama_like.END,
     },
-    dropped=llama_like.OLD_BUFFERS,
-    tie=llama_like.tie(default=True),
-    traits=traits,
 )

@@ -3,94 +3,53 @@ rotates; queries, keys and values of a head are stored together."""
 
 from __future__ import annotations
 
+import dataclasses
+
+from trainer import gpt_like
+from trainer.parts import embedding, family, fused_qkv, layer_norm, linear, matrix, stack, unless_off
 from trainer.rope import read_rope
-from trainer.table import Config, Family, Parameter, Tie, layer_norm, linear, size
-from trainer.traits import ALL_BEFORE, Traits, activation, only_knows, positive
+from trainer.table import Config
+from trainer.traits import ROPE, Traits, only_knows, positive
+
+NAMES = {"mlp": "intermediate_size"}
+BIASES = unless_off("attention_bias")
 
 
 def sizes(config: Config) -> dict[str, int]:
     """Atom -> extent; GPTNeoXConfig's defaults where a field is absent."""
-    embed, heads = size(config, "hidden_size", 6144), size(config, "num_attention_heads", 64)
-    return {
-        "vocab": size(config, "vocab_size", 50432),
-        "layers": size(config, "num_hidden_layers", 44),
-        "embed": embed,
-        "qkv": 3,
-        "heads": heads,
-        "head_dim": embed // heads,
-        "mlp": size(config, "intermediate_size", 24576),
-    }
+    return gpt_like.sizes(
+        config, vocab=50432, positions=2048, embed=6144, layers=44, heads=64, mlp=24576, names=NAMES
+    )  # fmt: skip
 
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, "attention_bias", "use_parallel_residual", "rotary_pct")
+    only_knows(config, *ROPE, "attention_bias", "use_parallel_residual", "rotary_pct")
     found = sizes(config)
-    positions = size(config, "max_position_embeddings", 2048)
     rotary = {"partial_rotary_factor": config.get("rotary_pct", 0.25), "rope_theta": config.get("rotary_emb_base", 1e4)}
-    return Traits(
-        norm="layer",
+    return dataclasses.replace(
+        gpt_like.traits(config, found, act=("hidden_act", "gelu")),
         norm_eps=positive(config, "layer_norm_eps", 1e-5),
-        activation=activation(config, "hidden_act", "gelu"),
-        gated=False,
         residual="parallel" if config.get("use_parallel_residual", True) else "pre",
-        score_scale=found["head_dim"] ** -0.5,
-        windows=(ALL_BEFORE,) * found["layers"],
-        rope=read_rope({**config, **rotary}, found["head_dim"], positions, partial=True),
-        positions=positions,
-        init_std=positive(config, "initializer_range", 0.02),
+        rope=read_rope({**config, **rotary}, found["head_dim"], found["positions"], partial=True),
     )
 
 
-def _has_biases(config: Config) -> bool:
-    return bool(config.get("attention_bias", True))
-
-
-FAMILY = Family(
-    name="gpt_neox",
-    prefix="gpt_neox.",
-    unprefixed=("embed_out.weight", "lm_head.weight"),
-    sizes=sizes,
-    table={
-        "embed.tokens": Parameter("vocab embed <- embed_in.weight: vocab embed"),
-        **layer_norm("layers.attn_norm", "layers embed <- layers.{layers}.input_layernorm.weight: embed"),
-        **linear(
-            "layers.attn.q",
-            "layers heads head_dim embed <- layers.{layers}.attention.query_key_value.weight:"
-            " (heads qkv=0 head_dim) embed",
-            _has_biases,
-        ),
-        **linear(
-            "layers.attn.k",
-            "layers heads head_dim embed <- layers.{layers}.attention.query_key_value.weight:"
-            " (heads qkv=1 head_dim) embed",
-            _has_biases,
-        ),
-        **linear(
-            "layers.attn.v",
-            "layers heads head_dim embed <- layers.{layers}.attention.query_key_value.weight:"
-            " (heads qkv=2 head_dim) embed",
-            _has_biases,
-        ),
-        **linear(
-            "layers.attn.o",
-            "layers embed heads head_dim <- layers.{layers}.attention.dense.weight: embed (heads head_dim)",
-            _has_biases,
-        ),
-        **layer_norm("layers.mlp_norm", "layers embed <- layers.{layers}.post_attention_layernorm.weight: embed"),
-        **linear("layers.mlp.up", "layers mlp embed <- layers.{layers}.mlp.dense_h_to_4h.weight: mlp embed"),
-        **linear("layers.mlp.down", "layers embed mlp <- layers.{layers}.mlp.dense_4h_to_h.weight: embed mlp"),
-        **layer_norm("final_norm", "embed <- final_layer_norm.weight: embed"),
-        "head.weight": Parameter(
-            "vocab embed <- embed_out.weight: vocab embed",
-            other="vocab embed <- lm_head.weight: vocab embed",
-        ),
-    },
-    dropped={
-        "layers.{i}.attention.bias": "causal mask",
-        "layers.{i}.attention.masked_bias": "value of masked scores",
-        "layers.{i}.attention.rotary_emb.inv_freq": "rotary frequencies, computed from the config",
-    },
-    tie=Tie(leaf="head.weight", tensor="embed_out.weight", embedding="embed_in.weight", default=False),
-    traits=traits,
-)
+TABLE = {
+    **embedding("tokens", "vocab embed <- embed_in.weight: vocab embed"),
+    **stack("layers", "layers.{layers}", {
+        **layer_norm("attn_norm", "embed <- input_layernorm.weight: embed"),
+        **fused_qkv("attention.query_key_value", "(heads qkv={} head_dim) embed", BIASES),
+        **linear("attn.o", "embed heads head_dim <- attention.dense.weight: embed (heads head_dim)", BIASES),
+        **layer_norm("mlp_norm", "embed <- post_attention_layernorm.weight: embed"),
+        **linear("mlp.up", "mlp embed <- mlp.dense_h_to_4h.weight: mlp embed"),
+        **linear("mlp.down", "embed mlp <- mlp.dense_4h_to_h.weight: embed mlp"),
+    }),
+    **layer_norm("final_norm", "embed <- final_layer_norm.weight: embed"),
+    **matrix("head", "vocab embed <- embed_out.weight: vocab embed", "vocab embed <- lm_head.weight: vocab embed"),
+}  # fmt: skip
+OLD_BUFFERS = {
+    **gpt_like.masks("layers.{i}.attention"),
+    "layers.{i}.attention.rotary_emb.inv_freq": "rotary frequencies, computed from the config",
+}
+FAMILY = family("gpt_neox", "gpt_neox.", sizes, traits, TABLE, tied=False, dropped=OLD_BUFFERS)

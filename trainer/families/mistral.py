@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from trainer import llama_like
-from trainer.table import Config, Family
-from trainer.traits import Traits, only_knows, sliding_windows
+from trainer.layouts import hf_flax
+from trainer.table import Config
+from trainer.traits import ROPE, Traits, only_knows, sliding_windows
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -16,25 +17,17 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else. A window that is null is none."""
-    only_knows(config, "sliding_window")
+    only_knows(config, *ROPE, "sliding_window")
     found = sizes(config)
     windows = sliding_windows(config, found["layers"], config.get("sliding_window", 4096), lambda layer: True)
     return dataclasses.replace(llama_like.traits(config, found, positions=131072), windows=windows)
 
 
-FAMILY = Family(
+FAMILY = llama_like.family(
     name="mistral",
-    prefix=llama_like.PREFIX,
-    unprefixed=llama_like.UNPREFIXED,
     sizes=sizes,
-    table={
-        **llama_like.EMBEDDING,
-        **llama_like.NORMS,
-        **llama_like.attention(),
-        **llama_like.gated(),
-        **llama_like.END,
-    },
-    dropped=llama_like.OLD_BUFFERS,
-    tie=llama_like.tie(default=False),
     traits=traits,
+    tied=False,
+    layer={**llama_like.NORMS, **llama_like.attention(), **llama_like.gated()},
+    layouts=lambda table: hf_flax(table, llama_like.PREFIX, norm="weight"),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from trainer import llama_like
-from trainer.table import Config, Family, size
-from trainer.traits import Traits, only_knows, positive, sliding_windows
+from trainer.table import Config, size
+from trainer.traits import ROPE, Traits, only_knows, positive, sliding_windows
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -17,7 +17,7 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, "sliding_window", "num_local_experts", "num_experts")
+    only_knows(config, *ROPE, "sliding_window", "num_local_experts", "num_experts")
     found = sizes(config)
     return dataclasses.replace(
         llama_like.traits(config, found, positions=131072, theta=1e6),
@@ -27,13 +27,12 @@ def traits(config: Config) -> Traits:
     )
 
 
-FAMILY = Family(
+FAMILY = llama_like.family(
     name="mixtral",
-    prefix=llama_like.PREFIX,
-    unprefixed=llama_like.UNPREFIXED,
     sizes=sizes,
-    table={
-        **llama_like.EMBEDDING,
+    traits=traits,
+    tied=False,
+    layer={
         **llama_like.NORMS,
         **llama_like.attention(),
         **llama_like.experts(
@@ -42,9 +41,5 @@ FAMILY = Family(
             down="block_sparse_moe.experts.{experts}.w2.weight",
             router="block_sparse_moe.gate.weight",
         ),
-        **llama_like.END,
     },
-    dropped=llama_like.OLD_BUFFERS,
-    tie=llama_like.tie(default=False),
-    traits=traits,
 )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from trainer import llama_like
-from trainer.errors import PrepError
+from trainer.parts import matrix
 from trainer.rope import read_rope
-from trainer.table import Config, Family, Parameter, size
-from trainer.traits import Traits, only_knows, positive, sliding_windows
+from trainer.table import Config, size
+from trainer.traits import ROPE, Traits, only_knows, positive, sliding_windows
 
-QKV = "layers.{layers}.self_attn.qkv_proj.weight"
-GATE_UP = "layers.{layers}.mlp.gate_up_proj.weight"
+QKV = "head_dim embed <- self_attn.qkv_proj.weight"
+GATE_UP = "mlp embed <- mlp.gate_up_proj.weight"
+
+ROPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}  # the last two once were
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -21,55 +23,31 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, "partial_rotary_factor", "sliding_window")
-    found = sizes(config)
-    plain = {**config, "rope_scaling": None, "rope_parameters": None, "partial_rotary_factor": None}
-    base = llama_like.traits(plain, found, positions=4096)
-    rope = read_rope(_with_long_rope(config), found["head_dim"], base.positions, partial=True)
-    if rope.kind not in ("default", "longrope"):
-        raise PrepError(f"rope type `{rope.kind}` is not known", "Phi-3 has default and longrope")
+    only_knows(config, *ROPE, "partial_rotary_factor", "sliding_window")
+    found, positions = sizes(config), size(config, "max_position_embeddings", 4096)
+    original = size(config, "original_max_position_embeddings", 4096)
+    with_original = {**config, "original_max_position_embeddings": original}
+    rope = read_rope(with_original, found["head_dim"], positions, partial=True, kinds=ROPES)
     return dataclasses.replace(
-        base,
+        llama_like.traits(config, found, positions, rope=rope),
         norm_eps=positive(config, "rms_norm_eps", 1e-5),
         windows=sliding_windows(config, found["layers"], config.get("sliding_window"), lambda layer: True),
-        rope=rope,
     )
 
 
-def _with_long_rope(config: Config) -> Config:
-    """In the older names of its scaling that it still has: `su` and `yarn`."""
-    original = size(config, "original_max_position_embeddings", 4096)
-    found = config.get("rope_scaling") or config.get("rope_parameters")
-    kind = found.get("rope_type", found.get("type")) if isinstance(found, dict) else None
-    if isinstance(found, dict) and kind in ("su", "yarn"):
-        found = {**found, "rope_type": "longrope"}
-    return {**config, "rope_scaling": found, "original_max_position_embeddings": original}
-
-
-FAMILY = Family(
+FAMILY = llama_like.family(
     name="phi3",
-    prefix=llama_like.PREFIX,
-    unprefixed=llama_like.UNPREFIXED,
     sizes=sizes,
-    table={
-        **llama_like.EMBEDDING,
-        **llama_like.NORMS,
-        "layers.attn.q.weight": Parameter(
-            f"layers heads head_dim embed <- {QKV}: (>heads head_dim | kv_heads head_dim | kv_heads head_dim) embed"
-        ),
-        "layers.attn.k.weight": Parameter(
-            f"layers kv_heads head_dim embed <- {QKV}: (heads head_dim | >kv_heads head_dim | kv_heads head_dim) embed"
-        ),
-        "layers.attn.v.weight": Parameter(
-            f"layers kv_heads head_dim embed <- {QKV}: (heads head_dim | kv_heads head_dim | >kv_heads head_dim) embed"
-        ),
-        "layers.attn.o.weight": llama_like.attention()["layers.attn.o.weight"],
-        "layers.mlp.gate.weight": Parameter(f"layers mlp embed <- {GATE_UP}: (gate_up=0 mlp) embed"),
-        "layers.mlp.up.weight": Parameter(f"layers mlp embed <- {GATE_UP}: (gate_up=1 mlp) embed"),
-        "layers.mlp.down.weight": llama_like.gated()["layers.mlp.down.weight"],
-        **llama_like.END,
-    },
-    dropped=llama_like.OLD_BUFFERS,
-    tie=llama_like.tie(default=False),
     traits=traits,
+    tied=False,
+    layer={
+        **llama_like.NORMS,
+        **matrix("attn.q", f"heads {QKV}: (>heads head_dim | kv_heads head_dim | kv_heads head_dim) embed"),
+        **matrix("attn.k", f"kv_heads {QKV}: (heads head_dim | >kv_heads head_dim | kv_heads head_dim) embed"),
+        **matrix("attn.v", f"kv_heads {QKV}: (heads head_dim | kv_heads head_dim | >kv_heads head_dim) embed"),
+        **matrix("attn.o", "embed heads head_dim <- self_attn.o_proj.weight: embed (heads head_dim)"),
+        **matrix("mlp.gate", f"{GATE_UP}: (gate_up=0 mlp) embed"),
+        **matrix("mlp.up", f"{GATE_UP}: (gate_up=1 mlp) embed"),
+        **matrix("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp"),
+    },
 )

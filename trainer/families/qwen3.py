@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from trainer import llama_like
-from trainer.table import Config, Family
-from trainer.traits import Traits, only_knows
+from trainer.table import Config
+from trainer.traits import ROPE, Traits, only_knows
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -16,26 +16,21 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, "attention_bias", "sliding_window", "layer_types")
+    only_knows(config, *ROPE, "attention_bias", "sliding_window", "layer_types")
     found = sizes(config)
     windows = llama_like.upper_windows(config, found["layers"])
     return dataclasses.replace(llama_like.traits(config, found, positions=32768), windows=windows)
 
 
-FAMILY = Family(
+FAMILY = llama_like.family(
     name="qwen3",
-    prefix=llama_like.PREFIX,
-    unprefixed=llama_like.UNPREFIXED,
     sizes=sizes,
-    table={
-        **llama_like.EMBEDDING,
+    traits=traits,
+    tied=False,
+    layer={
         **llama_like.NORMS,
         **llama_like.attention(bias="attention_bias", out_bias="attention_bias"),
         **llama_like.HEAD_NORMS,
         **llama_like.gated(),
-        **llama_like.END,
     },
-    dropped=llama_like.OLD_BUFFERS,
-    tie=llama_like.tie(default=False),
-    traits=traits,
 )

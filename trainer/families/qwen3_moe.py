@@ -6,8 +6,8 @@ import dataclasses
 
 from trainer import llama_like
 from trainer.errors import PrepError
-from trainer.table import Config, Family, size
-from trainer.traits import Traits, only_knows, sliding_windows
+from trainer.table import Config, size
+from trainer.traits import ROPE, Traits, only_knows, sliding_windows
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -24,7 +24,7 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, "attention_bias", "sliding_window", "num_experts", "num_local_experts")
+    only_knows(config, *ROPE, "attention_bias", "sliding_window", "num_experts", "num_local_experts")
     if size(config, "decoder_sparse_step", 1) != 1:
         step = config["decoder_sparse_step"]
         raise PrepError("`decoder_sparse_step` is not known", f"it is {step}; prep has experts in every layer")
@@ -38,13 +38,12 @@ def traits(config: Config) -> Traits:
     )
 
 
-FAMILY = Family(
+FAMILY = llama_like.family(
     name="qwen3_moe",
-    prefix=llama_like.PREFIX,
-    unprefixed=llama_like.UNPREFIXED,
     sizes=sizes,
-    table={
-        **llama_like.EMBEDDING,
+    traits=traits,
+    tied=False,
+    layer={
         **llama_like.NORMS,
         **llama_like.attention(bias="attention_bias", out_bias="attention_bias"),
         **llama_like.HEAD_NORMS,
@@ -54,9 +53,5 @@ FAMILY = Family(
             down="mlp.experts.{experts}.down_proj.weight",
             router="mlp.gate.weight",
         ),
-        **llama_like.END,
     },
-    dropped=llama_like.OLD_BUFFERS,
-    tie=llama_like.tie(default=False),
-    traits=traits,
 )

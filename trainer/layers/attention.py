@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key and value heads and windows; scores in float32."""
+"""Attention with grouped key and value heads, to the same tokens, to kept ones, or to a memory; scores in float32."""
 
 from __future__ import annotations
 
@@ -10,61 +10,83 @@ from jax import Array, nn
 
 from trainer.layers.norms import norm
 from trainer.layers.positions import rotate
+from trainer.layers.seen import Cache, KeysValues, Seen
 from trainer.sharding import Shards
-from trainer.traits import ALL_BEFORE, NO_CAP, Traits
+from trainer.traits import NO_CAP, Traits
 
 MASKED = -1e30  # finite: a difference of two of them is 0, not nan
 
 
 def attention(
-    x: Array, weights: Mapping[str, Any], traits: Traits, window: int, turns: tuple[Array, Array] | None, shards: Shards
-) -> Array:
-    """[B, T, D] -> [B, T, D]. `turns`: cosine and sine of rotary positions. Queries and keys have a norm where there
-    are weights for it."""
-    q, k, v = (_heads(x, weights[name], shards, name) for name in ("q", "k", "v"))
-    if "q_norm" in weights:
-        q, k = norm(q, weights["q_norm"], traits), norm(k, weights["k_norm"], traits)
-    if turns is not None:
-        q, k = (rotate(each, *turns, traits.rotary_pairs == "neighbours") for each in (q, k))
-    mixed = _mix(q, *_matched(q, k, v, shards), traits, window)
+    x: Array,
+    weights: Mapping[str, Any],
+    traits: Traits,
+    seen: Seen,
+    shards: Shards,
+    cache: Cache | None = None,
+    memory: Array | KeysValues | None = None,
+) -> tuple[Array, Cache | None]:
+    """[B, T, D] -> [B, T, D], and the cache with what `x` adds to it.
+
+    Keys and values are those of `x`; with a cache those of all its slots; with a memory its own, which is [B, S, D], or
+    what `keys_values` makes of that. Queries and keys have a norm where there are weights for it.
+    """
+    q = _turned(_heads(x, weights, "q", traits, shards), seen, traits)
+    if isinstance(memory, KeysValues):
+        met = memory
+    else:
+        met = keys_values(x if memory is None else memory, weights, traits, seen, shards)
+    if cache is not None:
+        cache, met = cache.extended(met, shards)
+    mixed = _mix(q, _matched(q, met, shards), traits, seen)
     mixed = shards.constrain(mixed, "batch", "seq", "heads", "head_dim")
     out = weights["o"]
-    return _with_bias(jnp.einsum("bthe,dhe->btd", mixed, out["weight"]), out)
+    return _with_bias(jnp.einsum("bthe,dhe->btd", mixed, out["weight"]), out), cache
 
 
-def _heads(x: Array, weights: Mapping[str, Array], shards: Shards, name: str) -> Array:
-    heads = _with_bias(jnp.einsum("btd,hed->bthe", x, weights["weight"]), weights)
-    return shards.constrain(heads, "batch", "seq", "heads" if name == "q" else "kv_heads", "head_dim")
+def keys_values(x: Array, weights: Mapping[str, Any], traits: Traits, seen: Seen, shards: Shards) -> KeysValues:
+    """What [B, S, D] is to queries."""
+    keys = _turned(_heads(x, weights, "k", traits, shards), seen, traits)
+    return KeysValues(keys, _heads(x, weights, "v", traits, shards))
+
+
+def _heads(x: Array, weights: Mapping[str, Any], name: str, traits: Traits, shards: Shards) -> Array:
+    """[B, T, D] -> [B, T, H, E]: queries, keys or values, normed where there is a norm for them."""
+    own = weights[name]
+    heads = _with_bias(jnp.einsum("btd,hed->bthe", x, own["weight"]), own)
+    heads = shards.constrain(heads, "batch", "seq", "heads" if name == "q" else "kv_heads", "head_dim")
+    return norm(heads, weights[f"{name}_norm"], traits) if f"{name}_norm" in weights else heads
+
+
+def _turned(heads: Array, seen: Seen, traits: Traits) -> Array:
+    return heads if seen.turns is None else rotate(heads, *seen.turns, traits.rotary_pairs == "neighbours")
 
 
 def _with_bias(x: Array, weights: Mapping[str, Array]) -> Array:
     return x + weights["bias"] if "bias" in weights else x
 
 
-def _matched(q: Array, k: Array, v: Array, shards: Shards) -> tuple[Array, Array]:
-    """k and v for each head of q where a mesh splits those, but is too wide for the grouped ones: each device then
-    works on its own heads alone."""
-    if shards.parts("heads", q.shape[2]) == shards.parts("kv_heads", k.shape[2]):
-        return k, v
-    times = q.shape[2] // k.shape[2]
-    k, v = (shards.constrain(jnp.repeat(each, times, axis=2), "batch", "seq", "heads", "head_dim") for each in (k, v))
-    return k, v
+def _matched(q: Array, met: KeysValues, shards: Shards) -> KeysValues:
+    """Keys and values for each head of q where a mesh splits those, but is too wide for the grouped ones: each device
+    then works on its own heads alone."""
+    heads, groups = q.shape[2], met.keys.shape[2]
+    if shards.parts("heads", heads) == shards.parts("kv_heads", groups):
+        return met
+    wide = (jnp.repeat(each, heads // groups, axis=2) for each in met)
+    return KeysValues(*(shards.constrain(each, "batch", "seq", "heads", "head_dim") for each in wide))
 
 
-def _mix(q: Array, k: Array, v: Array, traits: Traits, window: int) -> Array:
+def _mix(q: Array, met: KeysValues, traits: Traits, seen: Seen) -> Array:
     """[B, T, H, E]: of each query head the values of its group's head, weighted by softmax."""
     b, t, heads, dim = q.shape
+    k, v = met
     groups = q.reshape(b, t, k.shape[2], heads // k.shape[2], dim)
     scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) * traits.score_scale
     if traits.score_cap != NO_CAP:
         scores = traits.score_cap * jnp.tanh(scores / traits.score_cap)
-    scores = jnp.where(_visible(t, window), scores, MASKED)
+    if seen.bias is not None:
+        scores = scores + seen.bias.reshape(-1, *scores.shape[1:])
+    if (visible := seen.visible()) is not None:
+        scores = jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED)
     shares = nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bske->btkge", shares, v).reshape(b, t, heads, dim)
-
-
-def _visible(length: int, window: int) -> Array:
-    """[T, T]: whether a query sees a key, both by position."""
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    seen = distance >= 0
-    return seen if window == ALL_BEFORE else seen & (distance < window)

@@ -11,18 +11,29 @@ from trainer.layers.attention import attention
 from trainer.layers.experts import mixture
 from trainer.layers.ffn import feed_forward
 from trainer.layers.norms import norm
+from trainer.layers.seen import Cache, Memory, Seen
 from trainer.sharding import Shards
 from trainer.traits import Traits
 
-Turns = tuple[Array, Array] | None  # cosine and sine of rotary positions
 
+def block(
+    x: Array,
+    weights: Mapping[str, Any],
+    traits: Traits,
+    seen: Seen,
+    shards: Shards,
+    cache: Cache | None = None,
+    memory: Memory | None = None,
+) -> tuple[Array, Cache | None]:
+    """[B, T, D] -> [B, T, D], and the cache with the keys and values of these tokens; they look at the memory too."""
 
-def block(x: Array, weights: Mapping[str, Any], traits: Traits, window: int, turns: Turns, shards: Shards) -> Array:
-    """[B, T, D] -> [B, T, D]."""
-
-    def attend(x: Array) -> Array:
+    def attend(x: Array) -> tuple[Array, Cache | None]:
         whole = shards.constrain(x, "batch", "seq", "embed")
-        return attention(whole, weights["attn"], traits, window, turns, shards)
+        return attention(whole, weights["attn"], traits, seen, shards, cache)
+
+    def look(x: Array, memory: Memory) -> Array:
+        whole, all_of_it = shards.constrain(x, "batch", "seq", "embed"), Seen(present=memory.present)
+        return attention(whole, weights["cross"], traits, all_of_it, shards, memory=memory.states)[0]
 
     def feed(x: Array) -> Array:
         whole = shards.constrain(x, "batch", "seq", "embed")
@@ -32,21 +43,25 @@ def block(x: Array, weights: Mapping[str, Any], traits: Traits, window: int, tur
     def normed(name: str, x: Array) -> Array:
         return norm(x, weights.get(name, {}), traits)
 
+    taken = x if traits.residual == "post" else normed("attn_norm", x)
+    attended, cache = attend(taken)
     match traits.residual:
         case "pre":
-            x = split(x + attend(normed("attn_norm", x)), shards)
-            return split(x + feed(normed("mlp_norm", x)), shards)
+            x = split(x + attended, shards)
+            if memory is not None:
+                x = split(x + look(normed("cross_norm", x), memory), shards)
+            x = x + feed(normed("mlp_norm", x))
         case "post":
-            x = split(normed("attn_norm", x + attend(x)), shards)
-            return split(normed("mlp_norm", x + feed(x)), shards)
+            x = split(normed("attn_norm", x + attended), shards)
+            x = normed("mlp_norm", x + feed(x))
         case "parallel":
-            return split(x + attend(normed("attn_norm", x)) + feed(normed("mlp_norm", x)), shards)
+            x = x + attended + feed(normed("mlp_norm", x))
         case "parallel_one_norm":
-            shared = normed("attn_norm", x)
-            return split(x + attend(shared) + feed(shared), shards)
+            x = x + attended + feed(taken)
         case "sandwich":
-            x = split(x + normed("attn_post_norm", attend(normed("attn_norm", x))), shards)
-            return split(x + normed("mlp_post_norm", feed(normed("mlp_norm", x))), shards)
+            x = split(x + normed("attn_post_norm", attended), shards)
+            x = x + normed("mlp_post_norm", feed(normed("mlp_norm", x)))
+    return split(x, shards), cache
 
 
 def split(x: Array, shards: Shards) -> Array:

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies in float32 as transformers computes them, applied to halves of a head."""
+"""Positions: rotary ones, frequencies in float32 as transformers computes them, and biases of scores by distance."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from trainer.rope import Rope
+from trainer.traits import Distances
 
 
 def frequencies(rope: Rope, length: int) -> np.ndarray:
@@ -31,19 +32,51 @@ def frequencies(rope: Rope, length: int) -> np.ndarray:
 
 def rotations(rope: Rope, length: int) -> tuple[Array, Array]:
     """Cosine and sine [length, dim / 2], float32, of positions from 0 on."""
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies(rope, length)
+    return _turned_by(rope, jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies(rope, length))
+
+
+def rotations_at(rope: Rope, positions: Array, lengths: Array, most: int) -> tuple[Array, Array]:
+    """The same [B, T, dim / 2] of positions [B, T], in rows of `lengths` [B] tokens, up to `most` of them."""
+    last = {"longrope": rope.positions + 1, "dynamic": most}.get(rope.kind, 0)  # the length that still changes them
+    known = np.stack([frequencies(rope, length) for length in range(rope.positions, max(last, rope.positions) + 1)])
+    own = jnp.asarray(known)[jnp.clip(lengths - rope.positions, 0, len(known) - 1)]
+    return _turned_by(rope, positions[..., None].astype(jnp.float32) * own[:, None])
+
+
+def _turned_by(rope: Rope, angles: Array) -> tuple[Array, Array]:
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def rotate(x: Array, cosine: Array, sine: Array, neighbours: bool = False) -> Array:
     """[B, T, heads, head_dim]: as many elements of a head as the tables have angles for turn, the first ones; element i
     of their first half with element i of their second, or `neighbours` with each other."""
-    cos, sin = (table.astype(x.dtype)[:, None, :] for table in (cosine, sine))
+    cos, sin = (table.astype(x.dtype)[..., None, :] for table in (cosine, sine))
     turning, rest = jnp.split(x, [2 * cosine.shape[-1]], axis=-1)
     first, second = (turning[..., 0::2], turning[..., 1::2]) if neighbours else jnp.split(turning, 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     both = jnp.stack(turned, axis=-1).reshape(turning.shape) if neighbours else jnp.concatenate(turned, axis=-1)
     return jnp.concatenate([both, rest], axis=-1) if rest.shape[-1] else both
+
+
+def by_distance(table: Array, queries: Array, keys: Array, distances: Distances) -> Array:
+    """[buckets, heads], positions [T] and [S], or [B, T] and [B, S] -> float32 [heads, T, S], or [B, heads, T, S]."""
+    ordered = table.astype(jnp.float32)[buckets(distances)]
+    apart = jnp.clip(keys[..., None, :] - queries[..., :, None], -distances.farthest, distances.farthest)
+    return jnp.moveaxis(ordered[apart + distances.farthest], -1, -3)
+
+
+def buckets(distances: Distances) -> np.ndarray:
+    """int32: the bucket of each distance, key less query, from -farthest to farthest; of those beyond it is the same.
+
+    Of as many as there are one way, the first half are a distance each, the others grow with its logarithm.
+    """
+    count = distances.buckets // 2 if distances.both_ways else distances.buckets
+    exact, far = count // 2, np.arange(distances.farthest + 1)
+    grown = np.log(np.maximum(far, 1).astype(np.float32) / exact) / math.log(distances.farthest / exact)
+    wide = np.minimum(exact + (grown * (count - exact)).astype(np.int32), count - 1)
+    before = np.where(far < exact, far, wide).astype(np.int32)
+    after = before[1:] + count if distances.both_ways else np.zeros_like(before[1:])
+    return np.concatenate([before[::-1], after])
 
 
 def _powers(theta: float, dim: int) -> np.ndarray:

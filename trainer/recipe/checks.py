@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainer import mesh
+from trainer.data.fields import parse
 from trainer.errors import PrepError
 from trainer.recipe.derived import schedule_of
 from trainer.recipe.spelling import shown
 from trainer.recipe.tables import Recipe, value_of
+
+SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     """All that is wrong with a recipe whose keys are each right by themselves."""
     yield from _raised(lambda: mesh.parse(recipe.mesh, origin="mesh"), "mesh")
     yield from _fields(recipe)
+    yield from _sources(recipe)
     yield from _batch(recipe)
     yield from _lengths(recipe)
     yield from _evaluation(recipe)
@@ -45,6 +49,23 @@ def _fields(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             ("data.fields",), what, "it names the text in an object, and `data.type` is text", '`type = "json"`'
         )
+        return
+    yield from _raised(lambda: parse(recipe.data.fields or ""), "data.fields")
+
+
+def _sources(recipe: Recipe) -> Iterator[Problem]:
+    """Lengths and prefixes of sources that there are, and of no others."""
+    data, given = recipe.data, [key for key in SOURCE_KEYS if value_of(recipe, key) is not None]
+    try:
+        has_source = data.type == "json" and bool(parse(data.fields or "").source)
+    except PrepError:
+        return
+    if has_source and data.source_length is None:
+        why = f"`data.fields` has a source: {shown(data.fields)}"
+        yield Problem(("data.fields",), "`data.source_length` is missing", why, "`source_length = 512` in [data]")
+    for key in given if not has_source else ():
+        why = "nothing in `data.fields` stands in brackets, which would be read by an encoder"
+        yield Problem((key,), f"`{key}` is {shown(value_of(recipe, key))}", why, '`fields = "[article], summary"`')
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:

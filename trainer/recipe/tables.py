@@ -79,9 +79,22 @@ class Data(BaseModel):
     fields: str | None = Field(
         default=None,
         min_length=1,
-        description="the name of the text in each object of json",
+        description="the name of the text in each object of json; for a model with an encoder a list of names, those "
+        "that it reads in brackets: `[title], [article], summary`",
         examples=["text"],
         json_schema_extra=_without('"text" for json'),
+    )
+    source_length: Annotated[int, Field(ge=2)] | None = Field(
+        default=None,
+        description="tokens that an encoder reads; longer sources are cut",
+        examples=[512],
+        json_schema_extra=_without("no sources"),
+    )
+    source_prefix: str | None = Field(
+        default=None,
+        description="text before each source",
+        examples=["summarize: "],
+        json_schema_extra=_without("nothing"),
     )
     tokenizer: PathText | None = Field(
         default=None,
@@ -89,9 +102,13 @@ class Data(BaseModel):
         examples=["gpt-neo-1.3B"],
         json_schema_extra=_without("the model's"),
     )
-    seq_length: Annotated[int, Field(ge=2)] = Field(description="tokens of a sequence", examples=[1024])
+    seq_length: Annotated[int, Field(ge=2)] = Field(
+        description="tokens of a sequence; after an encoder, of a target: longer ones are cut", examples=[1024]
+    )
     packing: Literal["concatenate"] = Field(
-        default="concatenate", description="all documents in a row, cut into sequences; what is left over is dropped"
+        default="concatenate",
+        description="all documents in a row, cut into sequences; what is left over is dropped. A source and its "
+        "target are a sequence by themselves",
     )
     holdout: Decay = Field(default=0.0, description="the last part of the sequences validates instead", examples=[0.05])
     eval_path: Paths | None = Field(

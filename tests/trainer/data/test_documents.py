@@ -12,6 +12,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from trainer.data import documents
 from trainer.data.documents import Piece, pieces, text_pieces
+from trainer.data.fields import Fields
 from trainer.data.files import DataFile, Type, examine
 from trainer.errors import PrepError
 
@@ -32,7 +33,7 @@ def in_pieces(text: bytes, chunk_nbytes: int = 7) -> list[Piece]:
 
 
 def pieces_of(path: Path, type: Type = "json", column: str = "text") -> list[Piece]:
-    return list(pieces(examine(path), type, column))
+    return list(pieces(examine(path), type, Fields((column,))))
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +160,13 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, type: Type):
     before = examine(path)
     path.write_text('{"text": "b"}\n')
     with pytest.raises(PrepError, match="a changed while it was read"):
-        list(pieces(before, type, "text"))
+        list(pieces(before, type, Fields(("text",))))
 
 
 def test_a_file_that_goes_meanwhile(tmp_path: Path):
     gone = DataFile(tmp_path / "a.txt", 1, "x")
     with pytest.raises(PrepError, match=r"cannot read or write .*a.txt - No such file"):
-        list(pieces(gone, "text", ""))
+        list(pieces(gone, "text", Fields(())))
 
 
 def test_pieces_are_read_one_by_one():

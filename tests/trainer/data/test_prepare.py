@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.trainer.data.corpus import EOS, TEXT, encode, make_tokenizer, prepared, request, write_json
 from trainer.data import documents
 from trainer.data import prepare as preparing
-from trainer.data.blocks import split
+from trainer.data.blocks import Blocks
 from trainer.data.documents import Piece
 from trainer.data.prepare import Request, prepare
 from trainer.errors import PrepError
@@ -74,8 +74,7 @@ def test_documents_one_after_another_each_with_an_end(tmp_path: Path, eos_id: in
     each = [encode(wanted.tokenizer, text) + [EOS] * (eos_id is not None) for text in texts]
     assert tokens.ids.tolist() == [*chain(*each)]
     assert tokens.ends.tolist() == [sum(map(len, each[: i + 1])) for i in range(4)]
-    blocks, _ = split(tokens, 0)
-    assert blocks.tokens([1]).tolist() == [[*chain(*each)][8:16]]
+    assert Blocks(tokens, 0, tokens.n_blocks).examples([1])["tokens"].tolist() == [[*chain(*each)][8:16]]
 
 
 def test_files_are_documents_in_order(tmp_path: Path):

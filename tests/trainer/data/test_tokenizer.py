@@ -1,4 +1,4 @@
-"""The tokenizers library as it is used here: nothing added, nothing cut, nothing random."""
+"""The tokenizers library as it is used here: nothing added to what is learned, nothing cut, nothing random."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.trainer.data.corpus import TEXT, encode, make_tokenizer
 from trainer.data.tokenizer import load
@@ -90,3 +90,24 @@ def test_a_tokenizer_that_gives_up(tmp_path: Path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(PrepError, match=r"tokenizer.json cannot encode the data - .*UNK"):
         load(tmp_path).encode(["a b"])
+    with pytest.raises(PrepError, match=r"tokenizer.json cannot encode a prompt - .*UNK"):
+        load(tmp_path).prompt("a b")
+
+
+def test_a_prompt_has_what_the_tokenizer_puts_around_it(path: Path):
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["<|begin|>"])
+    begin = tokenizer.token_to_id("<|begin|>")
+    tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", begin)])
+    tokenizer.save(str(path))
+    encoder = load(path)
+    assert encoder.prompt("the cat") == [begin, *encode(path, "the cat")]
+    assert encoder.text(encoder.prompt("the cat")) == "the cat"
+
+
+def test_a_text_that_goes_on_keeps_its_space(tmp_path: Path):
+    tokenizer = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2}, unk_token="c"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoder = load(tmp_path)
+    assert (encoder.text([1, 2]), encoder.text([1, 2], after=[0]), encoder.text([2], after=[0])) == ("bc", " bc", "c")

@@ -12,8 +12,8 @@ import pytest
 from tests.golden import make_families
 from trainer.axes import bind
 from trainer.errors import PrepError
-from trainer.families import FAMILIES, family_of
-from trainer.table import Config, rows
+from trainer.families import FAMILIES, GUIDE, family_of
+from trainer.table import Config, rows, stack_axis
 
 GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))}
 
@@ -58,13 +58,13 @@ def test_no_rule_drops_a_parameter(name: str):
     assert not [tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)]
 
 
-NARROW = {"word_embed_proj_dim": 24}  # an OPT with all that it may have
+WHOLE = {"word_embed_proj_dim": 24, "feed_forward_proj": "gated-gelu"}  # an OPT and a T5 with all that they may have
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_table_is_in_itself_consistent(family):
     fields = {p.when: True for p in family.table.values() if p.when and isinstance(p.when, str)}
-    config = {"model_type": family.name, **NARROW, **fields}
+    config = {"model_type": family.name, **WHOLE, **fields}
     table = rows(family, config)
     assert list(table) == list(family.table)
     assert family.tie.leaf in table
@@ -73,7 +73,7 @@ def test_a_table_is_in_itself_consistent(family):
     assert len({(row.name, row.source) for row in bound}) == len(bound)
     assert {family.tie.tensor, family.tie.embedding} <= {name[0] for name in names}
     for path, row in table.items():
-        assert path.startswith("layers.") == (("layers",) in row.leaf)
+        assert ("layers" in path.split(".")) == (stack_axis(row.leaf) is not None)
         assert all(part.isidentifier() for part in path.split("."))
 
 
@@ -95,6 +95,7 @@ def test_a_table_is_in_itself_consistent(family):
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0"),
         ({"model_type": "qwen3_moe", "moe_intermediate_size": "7"}, "moe_intermediate_size is '7'"),
         ({"model_type": "gpt_neox", "num_attention_heads": False}, "num_attention_heads is False"),
+        ({"model_type": "t5", "num_decoder_layers": 0}, "num_decoder_layers is 0"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_named(config: dict[str, Any], reason: str):
@@ -110,6 +111,9 @@ def test_a_family_that_is_not_known_is_named_with_those_that_are(config: dict[st
     assert str(config.get("model_type")) in caught.value.what
 
 
+COMMON = ("intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+
+
 @pytest.mark.parametrize(
     ("config", "nearest"),
     [
@@ -118,14 +122,19 @@ def test_a_family_that_is_not_known_is_named_with_those_that_are(config: dict[st
         ({"model_type": "gemma3"}, "gemma"),
         ({"model_type": "zzz", "architectures": ["MistralForCausalLM"]}, "mistral"),
         ({"model_type": "zzz", "architectures": [3, "LLaMAForCausalLM"]}, "llama"),
+        ({"model_type": "zzz", "architectures": ["T5ForConditionalGeneration"]}, "t5"),
         ({"model_type": "zzz", "architectures": "Llama"}, ""),
         ({"model_type": "bert", "architectures": None}, ""),
+        ({"model_type": "starcoder2", **dict.fromkeys(("hidden_size", "num_key_value_heads", *COMMON), 8)}, "llama"),
+        ({"model_type": "x", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 9, "vocab_size": 7}, "gpt2"),
+        ({"model_type": "x", "d_model": 8, "d_kv": 2, "d_ff": 2, "num_heads": 9, "vocab_size": 7}, "t5"),
     ],
 )
 def test_the_nearest_family_is_named(config: dict[str, Any], nearest: str):
     with pytest.raises(PrepError) as caught:
         family_of(config)
-    assert caught.value.hint.startswith(f"the nearest is {nearest};" if nearest else "a family is one file")
+    assert caught.value.hint == (f"the nearest is {nearest}; " if nearest else "") + GUIDE
+    assert (Path(__file__).parents[3] / "docs" / "add-a-family.md").is_file()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -137,7 +146,7 @@ def test_what_a_config_says_of_tying_wins_over_the_class(family, says: dict[str,
 
 def test_the_defaults_of_tying_are_those_of_the_classes():
     assert {name: family.tie.default for name, family in FAMILIES.items()} == {
-        **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text"), True),
+        **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text", "t5"), True),
         **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
         **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), False),
     }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from trainer.layers.attention import attention
 from trainer.layers.positions import rotations
+from trainer.layers.seen import Turns, causal
 from trainer.rope import Rope
 from trainer.sharding import Shards
 from trainer.traits import ALL_BEFORE, Traits
@@ -36,6 +39,13 @@ def weights_of(heads: int, kv_heads: int, biases: bool) -> dict[str, Any]:
     return {name: {key: jnp.asarray(value, jnp.float32) for key, value in own.items()} for name, own in found.items()}
 
 
+def attend(
+    x: np.ndarray | jax.Array, weights: dict[str, Any], window: int, turns: Turns | None = None, scale: float = 0.5
+) -> jax.Array:
+    seen = dataclasses.replace(causal(T), window=window, turns=turns)
+    return attention(jnp.asarray(x), weights, traits_of(scale), seen, Shards())[0]
+
+
 def naive(x: np.ndarray, weights: dict[str, Any], scale: float, window: int) -> np.ndarray:
     """Position by position, head by head."""
     w = {n: {k: np.asarray(v, np.float64) for k, v in own.items()} for n, own in weights.items()}
@@ -58,7 +68,7 @@ def naive(x: np.ndarray, weights: dict[str, Any], scale: float, window: int) -> 
 def test_it_is_what_loops_give(heads: int, kv_heads: int, biases: bool, window: int):
     x = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
     weights = weights_of(heads, kv_heads, biases)
-    found = attention(jnp.asarray(x), weights, traits_of(), window, None, Shards())
+    found = attend(x, weights, window)
     np.testing.assert_allclose(found, naive(x, weights, 0.5, window), rtol=1e-4, atol=2e-4)
 
 
@@ -67,11 +77,11 @@ def test_a_token_sees_itself_and_so_many_before(window: int):
     """Each token is changed in turn: it changes what sees it, and nothing else."""
     x = np.random.default_rng(1).standard_normal((1, T, D)).astype(np.float32)
     weights = weights_of(2, 1, False)
-    before = attention(jnp.asarray(x), weights, traits_of(), window, None, Shards())
+    before = attend(x, weights, window)
     for changed in range(T):
         other = x.copy()
         other[0, changed] += 1
-        after = attention(jnp.asarray(other), weights, traits_of(), window, None, Shards())
+        after = attend(other, weights, window)
         seen = [changed <= t and (window == ALL_BEFORE or t - changed < window) for t in range(T)]
         assert (abs(after - before).max(axis=(0, 2)) > 1e-6).tolist() == seen
 
@@ -81,10 +91,10 @@ def test_rotary_positions_are_relative():
     weights = weights_of(2, 2, False)
     x = np.random.default_rng(2).standard_normal((1, T, D)).astype(np.float32)
     turns = rotations(Rope(HEAD_DIM, 10.0, T), T)
-    plain = attention(jnp.asarray(x), weights, traits_of(), ALL_BEFORE, None, Shards())
-    turned = attention(jnp.asarray(x), weights, traits_of(), ALL_BEFORE, turns, Shards())
+    plain = attend(x, weights, ALL_BEFORE)
+    turned = attend(x, weights, ALL_BEFORE, turns)
     cosine, sine = rotations(Rope(HEAD_DIM, 10.0, T), T + 3)
-    later = attention(jnp.asarray(x), weights, traits_of(), ALL_BEFORE, (cosine[3:], sine[3:]), Shards())
+    later = attend(x, weights, ALL_BEFORE, (cosine[3:], sine[3:]))
     np.testing.assert_allclose(later, turned, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(turned[:, 0], plain[:, 0], rtol=1e-5)
     assert abs(turned - plain).max() > 1e-2
@@ -92,5 +102,5 @@ def test_rotary_positions_are_relative():
 
 def test_large_scores_are_no_trouble():
     x = 1e4 * jnp.ones((1, T, D), jnp.float32)
-    found = attention(x, weights_of(2, 2, False), traits_of(1.0), 2, None, Shards())
+    found = attend(x, weights_of(2, 2, False), 2, scale=1.0)
     assert np.isfinite(found).all()

@@ -1,0 +1,242 @@
+"""`prep generate`: what a model, of any checkpoint, adds to prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.commands.conversion import Common, find, source_line
+from prepcli.commands.train import quieten
+from prepcli.engine.files import io_error
+from prepcli.errors import PrepError, usage
+from prepcli.reading.restore import ItemReader, open_reader
+from prepcli.reading.sources import Source, read_config
+from prepcli.reading.weights import WeightsReader
+from prepcli.ui import Report, Ui
+from prepcli.units import seconds_text
+
+if TYPE_CHECKING:
+    from trainer.data.tokenizer import Encoder
+    from trainer.decoding import Asked
+    from trainer.generate import Generator
+    from trainer.model import Model
+    from trainer.sharding import Shards
+
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+NEW_TOKENS = 64
+STDIN = "-"
+DIGITS = 12  # of an id: more than any has
+KEYS = ("prompt", "text")  # of a line that is an object
+HINT = "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Prompts as texts, as lines of a file, as texts of ids; `draws`: temperature, top-k, top-p and seed."""
+
+    common: Common
+    texts: tuple[str, ...] = ()
+    file: str | None = None
+    ids: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    new_tokens: int | None = None  # NEW_TOKENS, or as many as there are positions for
+    draws: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)
+    mesh: str | None = None
+    dtype: str | None = None
+    batch_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """Prompts as ids, with the text of each where there is a tokenizer; of an encoder's model they are its sources."""
+
+    ids: tuple[list[int], ...]
+    texts: tuple[str | None, ...]
+    start: int | None = None  # the token that a decoder begins with which has an encoder before it
+
+    def rows(self, low: int, high: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+        """What a generator takes: prompts and sources."""
+        own = self.ids[low:high]
+        return (own, None) if self.start is None else ([[self.start]] * len(own), own)
+
+
+def generate(request: Request, ui: Ui) -> Report:
+    """What a model adds to each prompt, in their order."""
+    given = [*request.texts, *(_lines(request.file) if request.file else ())], [*map(_ids, request.ids)]
+    if not any(given):
+        raise usage("no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`")
+    quieten(ui)
+    from trainer.decoding import Asked
+    from trainer.generate import check, room
+    from trainer.job import architecture, check_divides
+    from trainer.sampling import Sampling
+    from trainer.sharding import enough_memory
+
+    sampling = Sampling(*request.draws)
+    located, source = find(request.common, ui)
+    ui.note(source_line(source))
+    with enough_memory(HINT):
+        with _opened(request, source, located.path) as reader:
+            model, on = architecture(reader.facts), _devices(request, reader.facts)
+            check_divides(model, on)
+            encoder = _encoder(request, source, bool(given[0]))
+            prompts = _prompts(*given, encoder, model, source.config)
+            rows = prompts.rows(0, len(prompts.ids))
+            fitting = min(NEW_TOKENS, room(rows[0], model) or NEW_TOKENS)
+            asked = Asked(request.new_tokens or max(1, fitting), _ends(source), sampling)
+            check(*rows, model, asked)
+            generator = _generator(request, reader, model, on, asked)
+        return _carried_out(request, generator, prompts, encoder, ui)
+
+
+def _lines(name: str) -> Iterator[str]:
+    """The prompts of a file, a line each. PrepError where it cannot be read, or a line is not what it should be."""
+    try:
+        text = sys.stdin.read() if name == STDIN else Path(name).read_text("utf-8")
+    except OSError as error:
+        raise io_error(Path(name), error) from error
+    except UnicodeDecodeError as error:
+        raise PrepError(f"{name} is no text", str(error), "a file of UTF-8") from error
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold other separators
+        if line.strip():
+            yield _object(name, number, line) if name.endswith(".jsonl") else line
+
+
+def _object(name: str, number: int, line: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PrepError(f"line {number} of {name} is no JSON", str(error)) from error
+    texts = [found[key] for key in KEYS if isinstance(found, dict) and isinstance(found.get(key), str)]
+    if not texts:
+        raise PrepError(f"line {number} of {name} has no prompt", f"an object with `{KEYS[0]}` or `{KEYS[1]}`, a text")
+    return texts[0]
+
+
+def _ids(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) <= DIGITS for word in words):
+        raise usage(f"`--tokens {text:.60}` is not understood", "it takes ids with commas", "`--tokens 1,2,3`")
+    return [int(word) for word in words]
+
+
+def _opened(request: Request, source: Source, path: Path) -> ItemReader | WeightsReader:
+    """The checkpoint to read parameters of; what prep did not write for a mesh has its vocabulary padded to that."""
+    if source.manifest and not source.file_names:
+        return open_reader(path)
+    on = _devices(request, {"rules": ()})
+    axes = on.rules["vocab"][0]
+    return WeightsReader(source, math.prod(map(on.mesh.size, axes)) if on.mesh else 1)
+
+
+def _devices(request: Request, facts: Mapping[str, Any]) -> Shards:
+    """The mesh that was asked for; without one, a single device."""
+    from trainer.job import rules_of
+    from trainer.mesh import parse
+    from trainer.sharding import Shards, shards
+
+    if request.mesh is None:
+        return Shards()
+    try:
+        return shards(parse(request.mesh, "--mesh"), rules_of(facts))
+    except PrepError as error:
+        hint = error.hint.replace("--set mesh=", "--mesh ")
+        raise PrepError(error.what, error.why, hint, error.code) from error
+
+
+def _encoder(request: Request, source: Source, needed: bool) -> Encoder | None:
+    """The tokenizer; None where there is none, and prompts are ids. PrepError where they are texts."""
+    from trainer.data.tokenizer import load
+
+    path, hint = request.tokenizer or _beside(source, TOKENIZER), "`--tokenizer PATH`, or `--tokens 1,2,3`"
+    if path is None:
+        if not needed:
+            return None
+        why = f"it has no {TOKENIZER}, which says what the ids of a text are"
+        raise PrepError(f"{source.name} comes without a tokenizer", why, hint)
+    try:
+        return load(path)
+    except PrepError as error:
+        raise PrepError(error.what, error.why, hint) from error
+
+
+def _beside(source: Source, name: str) -> Path | None:
+    return next((path for path in source.small_files if path.name == name), None)
+
+
+def _prompts(
+    texts: Sequence[str], ids: Sequence[list[int]], encoder: Encoder | None, model: Model, config: Mapping[str, Any]
+) -> _Prompts:
+    encoded = [encoder.prompt(text) for text in texts] if encoder else []
+    said = [encoder.text(each) if encoder else None for each in ids]
+    start = None
+    if model.traits.encoder is not None:
+        start = config.get("decoder_start_token_id", config.get("pad_token_id"))
+        if not isinstance(start, int):
+            why = "config.json has neither decoder_start_token_id nor pad_token_id"
+            raise PrepError("nothing says which token the decoder begins with", why)
+    return _Prompts((*encoded, *ids), (*texts, *said), start)
+
+
+def _ends(source: Source) -> tuple[int, ...]:
+    """The tokens that end a text: one, or a list of them; what belongs to generation goes before the config."""
+    path = _beside(source, GENERATION)
+    found = (read_config(path) if path else {}).get("eos_token_id", source.config.get("eos_token_id"))
+    return tuple(each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int))
+
+
+def _generator(
+    request: Request, reader: ItemReader | WeightsReader, model: Model, on: Shards, asked: Asked
+) -> Generator:
+    """The parameters on their devices, in the dtype of the computation."""
+    from trainer.checkpoint import weights
+    from trainer.decoding import dtype_of
+    from trainer.generate import Generator
+    from trainer.model import Compute
+
+    stored = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}
+    dtype = request.dtype or ("bfloat16" if stored == {"bfloat16"} else "float32")
+    params = weights(reader, model, on, lambda path: dtype_of(path, dtype))
+    return Generator(params, model, Compute(dtype, scan=model.stacked, shards=on), asked)
+
+
+def _carried_out(request: Request, generator: Generator, prompts: _Prompts, encoder: Encoder | None, ui: Ui) -> Report:
+    count, began = len(prompts.ids), ui.clock()
+    size = min(request.batch_size, count)
+    made: list[list[int]] = []
+    for low in range(0, count, size):
+        made += generator.batch(*prompts.rows(low, low + size), low, size)
+        if count > size:
+            ui.note(f"{len(made):,} of {count:,} prompts done")
+    seconds = ui.clock() - began - generator.compile_s
+    new = sum(map(len, made))
+    speed = new / max(seconds, 1e-9)
+    told = f"{new:,} tokens after {count:,} prompt{'s' if count > 1 else ''} in {seconds_text(seconds)}"
+    ui.note(f"{told}, {speed:,.1f} tokens/s; compiled in {seconds_text(generator.compile_s)}")
+    texts = _texts(prompts, made, encoder)
+    on, ends = generator.how.shards, generator.asked.ends
+    fields = {
+        "mesh": str(on.mesh) if on.mesh else None,
+        "dtype": generator.how.dtype,
+        "prompts": prompts.texts,
+        "prompt_tokens": prompts.ids,
+        "texts": texts,
+        "tokens": made,
+        "ended": [bool(each) and each[-1] in ends for each in made],
+        "tokens_per_s": round(speed, 1),
+        "compile_seconds": round(generator.compile_s, 3),
+    }
+    return Report("\n".join(texts or (",".join(map(str, each)) for each in made)), fields)
+
+
+def _texts(prompts: _Prompts, made: Sequence[Sequence[int]], encoder: Encoder | None) -> list[str] | None:
+    """What was added to each prompt; what a decoder begins with is nothing that a text goes on from."""
+    if encoder is None:
+        return None
+    before = prompts.ids if prompts.start is None else [()] * len(made)
+    return [encoder.text(new, old) for new, old in zip(made, before)]

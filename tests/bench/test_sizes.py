@@ -1,0 +1,37 @@
+"""Every published size is planned, and covered to the last element; to convert them is for a large disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.models import entries, write_model
+from bench.published import PUBLISHED, config_of
+from bench.sizes import Row, largest, sizes_text
+from prepcli.cli import main
+from trainer.families import FAMILIES, family_of
+
+LAYERS = 2  # of each model; its widths are real
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_alias_is_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(name, layers=LAYERS)
+    nbytes = write_model(tmp_path / "m", config, sparse=True)
+    assert main(["save-init", str(tmp_path / "m"), "--pad-vocab", "8", "--dry-run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["accounting"]["tensors"] == said["accounting"]["used"] == len(entries(config))
+    assert said["source"]["bytes"] >= nbytes
+    assert family_of(config).traits(config).windows
+
+
+def test_each_family_has_a_largest_one() -> None:
+    assert {config_of(name)["model_type"] for name in largest()} == {*FAMILIES}
+    assert "llama-3.1-405b" in largest()
+
+
+def test_a_line_for_each_model() -> None:
+    found = sizes_text([Row("mistral-7b", 14_483_464_192, 291, 12, 4000, 1.26, 3 << 20)]).splitlines()[-1]
+    assert found.split() == ["mistral-7b", "mistral", "7,241,732,096", "14.5", "291", "12", "4,000", "1.3", "3"]

@@ -1,0 +1,188 @@
+"""T5 through the conversions: two stacks of different depth, copies of the embedding, heads that are its own or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli import main
+from tests.models import RELATIVES, make, read_tensors, same_bits, tensors_of, write_checkpoint
+from trainer.families import family_of
+
+T5 = RELATIVES["t5"]
+GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+ENCODER_COPY, DECODER_COPY = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def prep(*args: str) -> None:
+    assert main([*args, "-q"]) == 0
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    capsys.readouterr()
+    assert main([*args, "-q"]) == 1
+    return capsys.readouterr().err
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    capsys.readouterr()
+    assert main([*args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+
+
+def config_of(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "config.json").read_text())
+
+
+def with_copies(tensors: Tensors, *names: str) -> Tensors:
+    return tensors | {name: tensors["shared.weight"].copy() for name in names}
+
+
+@pytest.mark.parametrize("form", [("--scan-axis", "1"), ("--no-scan",), ("--mesh", "1,2,2")])
+def test_every_form_of_both_stacks_comes_back(form: tuple[str, ...]):
+    tensors = make(Path("m"), GATED, "bfloat16", False)
+    prep("save-init", "./m", "--pad-vocab", "8", *form)
+    prep("verify", "m-init", "./m")
+    prep("reshard", "m-init", "--mesh", "1,4,2", "--scan", "--out", "other")
+    prep("verify", "other", "./m")
+    prep("export", "other", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+    assert config_of("back") == config_of("m")
+
+
+def test_paths_in_the_tree(capsys: pytest.CaptureFixture[str]):
+    make(Path("m"), GATED, tied=False)
+    prep("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
+    prep("save-init", "./m", "--no-scan", "--out", "apart")
+    shapes = {each["name"]: each["shape"] for each in told(capsys, "inspect", "stacked")["tensors"]}
+    assert shapes["params.encoder.layers.attn.q.weight"] == [2, 4, 24, 64]
+    assert shapes["params.decoder.layers.cross.o.weight"] == [3, 64, 4, 24]
+    assert shapes["params.encoder.relative_positions.weight"] == [8, 4]
+    assert shapes["params.head.weight"] == [132, 64]
+    apart = {each["name"]: each["shape"] for each in told(capsys, "inspect", "apart")["tensors"]}
+    assert apart["params.encoder.layers.1.mlp.gate.weight"] == [48, 64]
+    assert apart["params.decoder.layers.2.mlp.up.weight"] == [48, 64]
+    assert "params.encoder.layers.2.mlp.up.weight" not in apart
+    shards = told(capsys, "inspect", "stacked", "--shards", "encoder.layers.attn.k.weight", "--mesh", "1,2,2")
+    assert "encoder.layers.attn.k.weight" in json.dumps(shards)
+
+
+def test_copies_of_the_embedding_are_held_against_it_and_left_out(capsys: pytest.CaptureFixture[str]):
+    tensors = make(Path("plain"), T5, legacy=True)
+    stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    names = (ENCODER_COPY, DECODER_COPY, "lm_head.weight")
+    write_checkpoint(Path("m"), T5, with_copies(tensors, *names))
+    found = told(capsys, "save-init", "./m")["accounting"]["dropped"]
+    assert {each["name"]: each["rule"] for each in found} == {
+        **dict.fromkeys(names, "equal to shared.weight"), stray: "bias that nothing uses"
+    }  # fmt: skip
+    prep("export", "m-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), {name: tensor for name, tensor in tensors.items() if name != stray})
+
+
+def test_a_copy_that_is_none_is_named(capsys: pytest.CaptureFixture[str]):
+    tensors = with_copies(tensors_of(T5, "float32", True, False), DECODER_COPY)
+    tensors[DECODER_COPY][7, 3] += 1
+    write_checkpoint(Path("m"), T5, tensors)
+    said = refusal(capsys, "save-init", "./m")
+    assert f"{DECODER_COPY} is not equal to shared.weight" in said
+    assert "it is a copy in every t5, first difference in row 7" in said
+    assert f"{DECODER_COPY} is tied and not equal" in refusal(capsys, "verify", "./m", "./m")
+    tensors[DECODER_COPY] = tensors[DECODER_COPY].astype(np.float16)
+    write_checkpoint(Path("n"), T5, tensors)
+    assert "float16 [131, 64] and float32 [131, 64]" in refusal(capsys, "save-init", "./n")
+
+
+@pytest.mark.parametrize("stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)])
+def test_a_copy_stands_for_an_embedding_that_is_not_there(stored: tuple[str, ...]):
+    tensors = tensors_of(T5, "float32", True, False)
+    held = with_copies(tensors, *stored)
+    del held["shared.weight"]
+    write_checkpoint(Path("m"), T5, held)
+    prep("save-init", "./m")
+    prep("export", "m-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+def test_padding_is_the_same_bits_in_all_copies():
+    """And by name: a feed-forward part as wide as the vocabulary stays as it is."""
+    config = GATED | {"d_ff": 131}
+    tensors = with_copies(tensors_of(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
+    write_checkpoint(Path("m"), config, tensors)
+    prep("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    found = read_tensors(Path("m-padded"))
+    padded = {name for name in found if found[name].shape != tensors[name].shape}
+    assert padded == {"shared.weight", "lm_head.weight", ENCODER_COPY, DECODER_COPY}
+    assert all(same_bits(found[name], found["shared.weight"]) for name in (ENCODER_COPY, DECODER_COPY))
+    assert not same_bits(found["shared.weight"][131:], found["lm_head.weight"][131:])
+    assert_same({name: tensor[: len(tensors[name])] for name, tensor in found.items()}, tensors)
+    assert {key: config_of("m-padded")[key] for key in ("vocab_size", "true_vocab_size")} == {
+        "vocab_size": 136, "true_vocab_size": 131
+    }  # fmt: skip
+
+
+def test_each_tensor_keeps_its_dtype():
+    """Files of Flan-T5 have `wo` in float32 beside halves."""
+    tensors = tensors_of(GATED, "bfloat16", False, False)
+    tensors |= {name: tensor.astype(np.float32) for name, tensor in tensors.items() if name.endswith(".wo.weight")}
+    write_checkpoint(Path("m"), GATED, tensors)
+    prep("save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto")
+    prep("reshard", "m-init", "--mesh", "1,4,2", "--out", "other")
+    prep("export", "other", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+def scale_of(folder: str) -> float:
+    config = config_of(folder)
+    return family_of(config).traits(config).head_scale
+
+
+def test_what_transformers_5_says_of_an_own_head_is_understood(capsys: pytest.CaptureFixture[str]):
+    """It says of each T5 that it is tied, and keeps the own head of those that are not."""
+    config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    tensors = tensors_of(config, "float32", False, False)
+    write_checkpoint(Path("m"), config, tensors)
+    prep("save-init", "./m")
+    prep("verify", "m-init", "./m")
+    prep("export", "m-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+    assert config_of("back") == config_of("m")
+    assert scale_of("back") == 1.0
+    shards = told(capsys, "inspect", "m-init", "--shards", "head.weight", "--mesh", "1,2,1")
+    assert "params.head.weight" in json.dumps(shards)
+    prep("reshard", "m-init", "--no-scan", "--out", "apart")
+    prep("verify", "apart", "./m")
+
+
+def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture[str]):
+    tensors = tensors_of(T5, "float32", False, False)
+    write_checkpoint(Path("m"), T5, tensors)
+    assert "`--untie` keeps both" in refusal(capsys, "save-init", "./m")
+    prep("save-init", "./m", "--untie", "--restart")
+    prep("export", "m-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+    assert config_of("back") == config_of("m") | {"tie_word_embeddings": False, "scale_decoder_outputs": True}
+    assert scale_of("back") == scale_of("m") == 64**-0.5
+
+
+def test_one_half_alone_is_refused(capsys: pytest.CaptureFixture[str]):
+    tensors = {name: t for name, t in tensors_of(T5, "float32", True, False).items() if not name.startswith("decoder.")}
+    write_checkpoint(Path("m"), T5, tensors)
+    said = refusal(capsys, "save-init", "./m")
+    assert "are missing" in said
+    assert "decoder.block.2.layer.2.DenseReluDense.wo.weight" in said
