@@ -196,7 +196,7 @@ def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixt
     ],
 )
 def test_what_flax_classes_always_or_never_have(
-    capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, bool], why: str
+    capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, Any], why: str
 ):
     make(Path("m"), {**RELATIVES, "llama": LLAMA_CONFIG}[family], **changes)
     assert why in refusal(capsys, 1, "export", "./m", "--layout", "hf-flax")

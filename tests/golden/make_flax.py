@@ -83,7 +83,7 @@ def old_clip() -> None:
     import jax.numpy as jnp
 
     new = jnp.clip
-    setattr(jnp, "clip", lambda x, a_min=None, a_max=None: new(x, a_min, a_max))
+    jnp.clip = lambda x, a_min=None, a_max=None: new(x, a_min, a_max)
 
 
 def write_hf(name: str, family: str, config: Tree, dtype: Any) -> Any:

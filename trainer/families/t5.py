@@ -32,7 +32,7 @@ def traits(config: Config) -> Traits:
     common = Traits(
         norm="rms",
         norm_eps=positive(config, "layer_norm_epsilon", 1e-6),
-        activation=activation({**config, "feed_forward_proj": config.get("dense_act_fn") or _projection(config)[1]}, key, ""),
+        activation=activation({**config, "feed_forward_proj": _projection(config)[1]}, key, ""),
         gated=_is_gated(config),
         score_scale=1.0,
         windows=(ALL_BEFORE,) * found["layers"],
@@ -47,12 +47,12 @@ def traits(config: Config) -> Traits:
 
 
 def _projection(config: Config) -> tuple[bool, str]:
-    """Whether the feed-forward part has a gate, and its activation, unless other fields say it."""
+    """Whether the feed-forward part has a gate, unless another field says it, and its activation, where one may win."""
     text = str(config.get("feed_forward_proj", "relu"))
     gate, _, name = text.rpartition("-")
     if gate not in ("", "gated"):
         raise PrepError("config.json makes no sense", f"feed_forward_proj is {text!r:.60}, not `ACT` or `gated-ACT`")
-    return bool(gate), "gelu_new" if text == "gated-gelu" else name
+    return bool(gate), config.get("dense_act_fn") or ("gelu_new" if text == "gated-gelu" else name)
 
 
 def _is_gated(config: Config) -> bool:
