@@ -165,7 +165,7 @@ def start_token(config: Mapping[str, Any], vocab: int) -> int:
     found = next((each for each in ids if each is not None), None)
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < vocab:
         why = f"decoder_start_token_id is {found!r:.60}, it has to be a token of {vocab:,}"
-        raise PrepError("config.json does not say what a target begins with", why)
+        raise PrepError("config.json does not say what a decoder begins with", why)
     return found
 
 

@@ -172,14 +172,11 @@ def _beside(source: Source, name: str) -> Path | None:
 def _prompts(
     texts: Sequence[str], ids: Sequence[list[int]], encoder: Encoder | None, model: Model, config: Mapping[str, Any]
 ) -> _Prompts:
+    from trainer.job import start_token
+
     encoded = [encoder.prompt(text) for text in texts] if encoder else []
     said = [encoder.text(each) if encoder else None for each in ids]
-    start = None
-    if model.traits.encoder is not None:
-        start = config.get("decoder_start_token_id", config.get("pad_token_id"))
-        if not isinstance(start, int):
-            why = "config.json has neither decoder_start_token_id nor pad_token_id"
-            raise PrepError("nothing says which token the decoder begins with", why)
+    start = start_token(config, model.vocab) if model.traits.encoder is not None else None
     return _Prompts((*encoded, *ids), (*texts, *said), start)
 
 

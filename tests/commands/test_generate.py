@@ -177,7 +177,7 @@ def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.Capt
     again = told(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
     assert again["tokens"] == [tokens[:1] for tokens in found["tokens"]]
     make(Path("headless"), {key: value for key, value in RELATIVES["t5"].items() if not key.startswith(("dec", "pad"))})
-    assert "which token the decoder begins with" in error(capsys, "generate", "headless", "--tokens", "1")[0]
+    assert "what a decoder begins with" in error(capsys, "generate", "headless", "--tokens", "1")[0]
 
 
 WRONG: dict[str, tuple[Sequence[str], str, int]] = {

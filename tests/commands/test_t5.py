@@ -11,6 +11,7 @@ import pytest
 
 from prepcli.cli import main
 from tests.models import RELATIVES, make, read_tensors, same_bits, tensors_of, write_checkpoint
+from tests.torch_checkpoints import to_bin
 from trainer.families import family_of
 
 T5 = RELATIVES["t5"]
@@ -117,6 +118,21 @@ def test_a_copy_stands_for_an_embedding_that_is_not_there(stored: tuple[str, ...
     prep("save-init", "./m")
     prep("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
+
+
+def test_a_pytorch_file_has_one_storage_for_all_copies():
+    """As those on the hub have it."""
+    torch = pytest.importorskip("torch")
+    tensors = make(Path("m"), T5)
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    state |= dict.fromkeys((ENCODER_COPY, DECODER_COPY, "lm_head.weight"), state["shared.weight"])
+    to_bin(Path("m"), Path("bin"), state)
+    prep("save-init", "./bin", "--pad-vocab", "8")
+    prep("export", "bin-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+    prep("pad-vocab", "./bin")
+    found = read_tensors(Path("bin-padded"))
+    assert {name for name in found if found[name].shape[0] == 136} == state.keys() - tensors.keys() | {"shared.weight"}
 
 
 def test_padding_is_the_same_bits_in_all_copies():

@@ -150,6 +150,6 @@ def test_a_model_that_does_not_say_what_a_target_begins_with(here: Path, capsys:
         whole["config"] |= {"decoder_start_token_id": None, "pad_token_id": 131}
         manifest.write_text(json.dumps(whole))
     assert refused(capsys)[1:] == (
-        "config.json does not say what a target begins with",
+        "config.json does not say what a decoder begins with",
         "decoder_start_token_id is 131, it has to be a token of 131",
     )
