@@ -16,10 +16,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TextIO
+from unicodedata import category
 
 from prepcli.errors import FAILED, OK, PrepError
 from prepcli.progress import Mode, NullProgress, Progress, choose
 
+KEPT = "\n\t\u200c\u200d"  # line, tab, and what joins letters or keeps them apart
 QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -vv: a line a slab
 
 Cell = str | int
@@ -165,8 +167,9 @@ def table(rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: names come from strangers' files and must not steer a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    """The text with control characters spelled out: names come from strangers' files and must not steer a terminal.
+    Spaces of other scripts, and what joins their letters, steer nothing."""
+    return "".join(c if c.isprintable() or c in KEPT or category(c) == "Zs" else ascii(c)[1:-1] for c in text)
 
 
 def _coloured(stream: TextIO) -> bool:

@@ -20,6 +20,7 @@ from trainer.tree import Tree
 
 Ids = Sequence[int]
 ROUND = 64  # slots for prompts are a multiple of it: batches of about the same length are compiled once
+MOST_SLOTS = 1 << 30  # tokens of a text: positions are int32
 AT_A_TIME = 16  # tokens between two looks at whether all rows have ended
 
 
@@ -114,6 +115,10 @@ def check(prompts: Sequence[Ids], sources: Sequence[Ids] | None, model: Model, a
     if lowest < 0 or highest >= model.vocab:
         wrong = lowest if lowest < 0 else highest
         raise usage(f"token {wrong:,} is none of the model's", f"its true vocabulary is {model.vocab:,}, from 0 on")
+    if max(map(len, rows)) + asked.new_tokens >= MOST_SLOTS:
+        raise usage(
+            f"{asked.new_tokens:,} new tokens", f"a text has fewer than {MOST_SLOTS:,}", "`--max-new-tokens 64`"
+        )
     left = room(prompts, model)
     if left is not None and asked.new_tokens > left:
         what = f"{max(map(len, prompts)):,} tokens of a prompt, and {asked.new_tokens:,} new ones"

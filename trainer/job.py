@@ -120,6 +120,8 @@ def texts(
     )
     _check_length(data, model)
     _check_source(request, model)
+    if request.read.source:
+        start_token(facts["config"], request.vocab)  # before all texts are tokenised
     tokens = prepare(request, progress, note)
     if data.eval_path is None:
         train, held = split(_rows(tokens, request, facts["config"]), data.holdout)

@@ -19,6 +19,7 @@ def hf_flax(
     norm: Literal["scale", "weight"] = "scale",
     ties: bool = False,
     fixed: Mapping[When, bool] = NOTHING,
+    unread: tuple[str, ...] = (),
 ) -> dict[str, Layout]:
     """The tree of transformers' Flax classes by its name: tensors are called as in other files, matrices have their
     dims the other way round, and fused ones are whole. `norm`: what a norm's weight is called; `fixed`: whether the
@@ -33,7 +34,7 @@ def hf_flax(
         if fixed.get(when, True):
             base = "" if path.startswith("head.") else prefix
             found[f"{base}{stem}.{kind}"] = Parameter(f"{leaf} <- {tensor}: {whole}", "" if when in fixed else when)
-    return {"hf-flax": Layout(found, ties=ties)}
+    return {"hf-flax": Layout(found, ties=ties, unread=unread)}
 
 
 def _rows(table: Mapping[str, Parameter]) -> Iterator[tuple[str, str, When]]:

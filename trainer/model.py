@@ -195,7 +195,8 @@ def decoded(
     layer = partial(_layer, traits, how, seen, turns, memory)
     x, cache = _stack((x, cache), params, of, model, traits, how, layer)
     x = _projected(x, params, "project_out")
-    x = x if traits.head_scale == 1.0 else x * jnp.asarray(traits.head_scale, x.dtype)
+    if traits.head_scale != 1.0:  # a scale that is rounded first would be another one for all logits
+        x = (x.astype(jnp.float32) * traits.head_scale).astype(x.dtype)
     return x, None if cache is None else cache.after(x.shape[1])
 
 

@@ -11,6 +11,8 @@ from jax import Array, lax
 
 from trainer.errors import usage
 
+LEAST = 1e-30  # of a temperature above 0, so that a difference of logits stays a number
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -50,7 +52,7 @@ def chosen(logits: Array, rows: Array, step: Array, how: Sampling) -> Array:
 def left(logits: Array, how: Sampling) -> Array:
     """Float32 [B, V]: what is drawn from, -inf for tokens that are not. As transformers has it: first temperature, then
     k, with all that are as likely as the last of them, then p of what is left, with the token that reaches it."""
-    scores = (logits - logits.max(-1, keepdims=True)) / how.temperature
+    scores = (logits - logits.max(-1, keepdims=True)) / max(how.temperature, LEAST)
     if 0 < how.top_k < scores.shape[-1]:
         least = lax.top_k(scores, how.top_k)[0][:, -1:]
         scores = jnp.where(scores < least, -jnp.inf, scores)
@@ -61,5 +63,5 @@ def _likeliest(scores: Array, share: float) -> Array:
     """[V]: those before which less than a share has come, the likeliest first."""
     order = jnp.argsort(scores, descending=True)
     shares = jax.nn.softmax(scores[order])
-    kept = shares.cumsum() - shares < share
+    kept = (shares.cumsum() - shares < share).at[0].set(True)  # also of a share that float32 has not
     return jnp.where(jnp.zeros_like(kept).at[order].set(kept), scores, -jnp.inf)

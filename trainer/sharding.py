@@ -105,6 +105,8 @@ def enough_memory(hint: str = FOR_TRAINING) -> Iterator[None]:
     """Within, PrepError where the devices have too little memory for what is asked of them."""
     try:
         yield
+    except MemoryError as error:
+        raise PrepError("there is too little memory", str(error) or "the system has no more", hint) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

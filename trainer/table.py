@@ -61,6 +61,7 @@ class Layout:
     stacked: str = ""
     ties: bool = False  # whether the head may be the embedding there, without a leaf of its own
     spellings: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()  # fields of a config that the other library computes nothing from
 
 
 @dataclass(frozen=True, slots=True)

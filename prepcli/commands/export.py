@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
-from prepcli.errors import usage
+from prepcli.errors import PrepError, usage
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import shard
 from prepcli.planning.accounting import KEEP_ALL, vocab_tensors
@@ -19,6 +20,7 @@ from prepcli.units import bytes_text
 from prepcli.writing.flax_folders import STREAM_FORMAT, lay_out, with_head
 from prepcli.writing.folders import entries, index_files, laid_out, settings
 from prepcli.writing.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
+from trainer.table import Config, Layout
 
 PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
 SHARD_NBYTES = 5 * 10**9
@@ -55,6 +57,19 @@ class _Output:
     index: tuple[SmallFile, ...]
 
 
+def _as_read(config: Config, layout: Layout, source: Source, tied: bool) -> dict[str, Any]:
+    """The config for another library, which knows no more of the head than whether it is the embedding. PrepError where
+    that would compute something else."""
+    told = {**config, "tie_word_embeddings": tied} if layout.ties else {**config}
+    read = {name: value for name, value in told.items() if name not in layout.unread}
+    traits = source.family.traits
+    if traits(read) != traits(told):
+        set_here = ", ".join(f"{name} {told[name]}" for name in layout.unread if name in told)
+        why = f"the config has {set_here}, which its classes do not read, and it computes something else without"
+        raise PrepError("there is no such model in Flax", why, "`--layout hf` keeps it as it is")
+    return told
+
+
 def plan(request: Request, source: Source, located: Located) -> Planned:
     """Every tensor of the rows into files as others read them. PrepError where that does not add up."""
     _check(request, source)
@@ -70,6 +85,8 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
     output = _output(request, source, kept, sizes, rows)
     targets = {t.name: Target(output.sides[t.name], sizes[t.name], t.dtype) for t in kept}
     config = output_config(source, Vocabulary(vocabulary.true, rows), found.tied, request.dtype)
+    if layout := source.family.layouts.get(request.layout):
+        config = _as_read(config, layout, source, found.tied)
     base = located.name.removesuffix("-padded") if rows == vocabulary.true else located.name
     made = Plan(
         command="export",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 NEW_TOKENS = 64
 STDIN = "-"
-DIGITS = 12  # of an id: more than any has
+DIGITS = 9  # of an id: more than any has
 KEYS = ("prompt", "text")  # of a line that is an object
 HINT = "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
 
@@ -88,7 +88,7 @@ def generate(request: Request, ui: Ui) -> Report:
             prompts = _prompts(*given, encoder, model, source.config)
             rows = prompts.rows(0, len(prompts.ids))
             fitting = min(NEW_TOKENS, room(rows[0], model) or NEW_TOKENS)
-            asked = Asked(request.new_tokens or max(1, fitting), _ends(source), sampling)
+            asked = Asked(request.new_tokens or max(1, fitting), _ends(source, model.vocab), sampling)
             check(*rows, model, asked)
             generator = _generator(request, reader, model, on, asked)
         return _carried_out(request, generator, prompts, encoder, ui)
@@ -97,7 +97,7 @@ def generate(request: Request, ui: Ui) -> Report:
 def _lines(name: str) -> Iterator[str]:
     """The prompts of a file, a line each. PrepError where it cannot be read, or a line is not what it should be."""
     try:
-        text = sys.stdin.read() if name == STDIN else Path(name).read_text("utf-8")
+        text = sys.stdin.read() if name == STDIN else Path(name).read_text("utf-8-sig")
     except OSError as error:
         raise io_error(Path(name), error) from error
     except UnicodeDecodeError as error:
@@ -162,6 +162,8 @@ def _encoder(request: Request, source: Source, needed: bool) -> Encoder | None:
     try:
         return load(path)
     except PrepError as error:
+        if not needed and request.tokenizer is None:
+            return None  # ids go without
         raise PrepError(error.what, error.why, hint) from error
 
 
@@ -180,11 +182,12 @@ def _prompts(
     return _Prompts((*encoded, *ids), (*texts, *said), start)
 
 
-def _ends(source: Source) -> tuple[int, ...]:
+def _ends(source: Source, vocab: int) -> tuple[int, ...]:
     """The tokens that end a text: one, or a list of them; what belongs to generation goes before the config."""
     path = _beside(source, GENERATION)
     found = (read_config(path) if path else {}).get("eos_token_id", source.config.get("eos_token_id"))
-    return tuple(each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int))
+    ids = (each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
+    return tuple(each for each in ids if 0 <= each < vocab)
 
 
 def _generator(

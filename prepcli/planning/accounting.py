@@ -111,8 +111,8 @@ def names_of(family: Family, config: Config, full: Collection[str]) -> Names:
 def _embedding_as(family: Family, config: Config, bare: Collection[str]) -> str:
     """Of tensors that repeat the embedding the first that a file has, where it lacks that."""
     tie = family.tie
-    heads = [tie.tensor] if family.tied(config) else []
-    others = [*heads, *(copy for copy, of in family.copies.items() if of == tie.embedding)]
+    copies = [copy for copy, of in family.copies.items() if of == tie.embedding]
+    others = [*copies, tie.tensor] if family.tied(config, bare) else copies
     return "" if tie.embedding in bare else next((name for name in others if name in bare), "")
 
 

@@ -184,6 +184,8 @@ WRONG: dict[str, tuple[Sequence[str], str, int]] = {
     "nothing": ((), "no prompt was given", 2),
     "no ids": (("--tokens", "1,x"), "`--tokens 1,x` is not understood", 2),
     "digits without end": (("--tokens", "9" * 5000), "is not understood", 2),
+    "an id that no vocabulary has": (("--tokens", "99999999999"), "is not understood", 2),
+    "tokens without end": (("--tokens", "1", "--max-new-tokens", "999999999999"), "a text has fewer than", 2),
     "empty ids": (("--tokens", ""), "`--tokens ` is not understood", 2),
     "an empty text": (("--prompt", ""), "a prompt has no tokens", 2),
     "an id too large": (("--tokens", "131"), "token 131 is none of the model's", 2),

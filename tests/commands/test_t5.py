@@ -185,6 +185,32 @@ def test_what_transformers_5_says_of_an_own_head_is_understood(capsys: pytest.Ca
     prep("verify", "apart", "./m")
 
 
+@pytest.mark.parametrize("scales", [False, True])
+def test_an_own_head_is_never_taken_for_an_embedding_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], scales: bool
+):
+    config = GATED | {"tie_word_embeddings": not scales, "scale_decoder_outputs": scales}
+    tensors = tensors_of(config, "float32", False, False)
+    embedding = tensors.pop("shared.weight")
+    write_checkpoint(Path("m"), config, tensors)
+    assert "shared.weight" in refusal(capsys, "save-init", "./m")
+    write_checkpoint(Path("copied"), config, tensors | {"decoder.embed_tokens.weight": embedding})
+    prep("save-init", "./copied")
+    prep("export", "copied-init", "--out", "back")
+    assert same_bits(read_tensors(Path("back"))["shared.weight"], embedding)
+
+
+def test_flax_is_told_of_the_head_what_its_classes_read(capsys: pytest.CaptureFixture[str]):
+    config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    write_checkpoint(Path("m"), config, tensors_of(config, "float32", False, False))
+    prep("save-init", "./m")
+    prep("export", "m-init", "--layout", "hf-flax", "--out", "flax")
+    assert config_of("flax")["tie_word_embeddings"] is False
+    write_checkpoint(Path("old"), T5, tensors_of(T5, "float32", False, False))
+    prep("save-init", "./old", "--untie")
+    assert "scale_decoder_outputs True" in refusal(capsys, "export", "old-init", "--layout", "hf-flax")
+
+
 def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture[str]):
     tensors = tensors_of(T5, "float32", False, False)
     write_checkpoint(Path("m"), T5, tensors)

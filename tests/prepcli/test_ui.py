@@ -6,6 +6,7 @@ import errno
 import io
 import json
 from pathlib import Path
+from unicodedata import category
 
 import pytest
 from hypothesis import given
@@ -214,8 +215,14 @@ def test_strangers_names_do_not_steer_the_terminal() -> None:
 def test_what_is_printed_can_be_encoded_and_stays_where_it_is(text: str) -> None:
     shown = printable(text)
     shown.encode()
-    assert all(c.isprintable() or c in "\n\t" for c in shown)
+    assert all(c.isprintable() or c in "\n\t\u200c\u200d" or category(c) == "Zs" for c in shown)
     assert printable(shown) == shown
+
+
+def test_text_of_any_script_stays_what_it_is() -> None:
+    text = "\u3053\u3093\u3000\u4e16 \U0001f469\u200d\U0001f469 10\u00a0km"
+    assert printable(text) == text
+    assert printable("\u202eabc\u2028") == "\\u202eabc\\u2028"
 
 
 def test_a_table_aligns_words_left_and_numbers_right() -> None:

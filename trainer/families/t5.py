@@ -114,6 +114,6 @@ FAMILY = Family(
         untied=lambda config: {"scale_decoder_outputs": _scales(config)},
     ),
     traits=traits,
-    layouts=hf_flax(TABLE, prefix="", norm="weight", ties=True),
+    layouts=hf_flax(TABLE, prefix="", norm="weight", ties=True, unread=("scale_decoder_outputs",)),
     copies={f"{half}.embed_tokens.weight": "shared.weight" for half in ("encoder", "decoder")},
 )
