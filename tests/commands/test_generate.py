@@ -218,3 +218,11 @@ def test_a_mesh_divides_the_heads(here: Path, capsys: pytest.CaptureFixture[str]
     make(Path("odd"), LLAMA, num_attention_heads=2, num_key_value_heads=2)
     lines = error(capsys, "generate", "odd", "--tokens", "1", "--mesh", "1,1,8")
     assert "heads" in lines[0]
+
+
+def test_ids_need_no_tokenizer_that_can_be_read(here: Path, capsys: pytest.CaptureFixture[str]):
+    for path in Path("tiny").rglob("tokenizer.json"):
+        path.write_text("{")
+    assert main(["generate", "tiny", "--tokens", "1", "--max-new-tokens", "1", "-q"]) == 0
+    assert capsys.readouterr().out.strip().isdecimal()
+    assert main(["generate", "tiny", "--prompt", "w1", "-q"]) == 1
