@@ -89,7 +89,9 @@ class Generator:
             if bool(state.batch.ended.all()):
                 break
             if anew:
-                state = self._prefill(self.params, state.batch, count=slot)
+                batch = state.batch
+                del state  # its cache, before there is another one
+                state = self._prefill(self.params, batch, count=slot)
             else:
                 state = self._step(self.params, state, jnp.int32(slot))
         told(_made(state, slots))

@@ -122,6 +122,8 @@ def texts(
     _check_source(request, model)
     if request.read.source:
         start_token(facts["config"], request.vocab)  # before all texts are tokenised
+        if request.eos_id is None:
+            note("config.json has no eos_token_id: nothing says where a target ends")
     tokens = prepare(request, progress, note)
     if data.eval_path is None:
         train, held = split(_rows(tokens, request, facts["config"]), data.holdout)

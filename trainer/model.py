@@ -293,7 +293,7 @@ def layers_apart() -> PrepError:
     return usage("layers cannot be scanned", "the checkpoint has a leaf for each of them", hint)
 
 
-def _at(stacked: Tree, index: int) -> Tree:
+def _at(stacked: Tree, index: int | Array) -> Tree:
     return jax.tree.map(lambda leaf: leaf[index], stacked)
 
 
@@ -314,15 +314,19 @@ def _layers(
 
 
 def _scanned(x: Stream, stacked: Tree, bodies: list[Callable[[Stream, Tree], Stream]], times: int) -> Stream:
+    """With a cache there is no backward pass, and layers are taken out of the stack as their turn comes: a part of it
+    that is cut off for the loop would be a copy."""
     every = len(bodies)
-    groups = jax.tree.map(lambda leaf: leaf[: times * every].reshape(times, every, *leaf.shape[1:]), stacked)
 
-    def group(x: Stream, weights: Tree) -> tuple[Stream, None]:
+    def in_turn(x: Stream, weights: Tree, first: int | Array) -> tuple[Stream, None]:
         for index, body in enumerate(bodies):
-            x = body(x, _at(weights, index))
+            x = body(x, _at(weights, first + index))
         return x, None
 
-    return lax.scan(group, x, groups)[0]
+    if x[1] is not None:
+        return lax.scan(lambda x, first: in_turn(x, stacked, first), x, every * jnp.arange(times))[0]
+    groups = jax.tree.map(lambda leaf: leaf[: times * every].reshape(times, every, *leaf.shape[1:]), stacked)
+    return lax.scan(lambda x, weights: in_turn(x, weights, 0), x, groups)[0]
 
 
 def _kept(layer: Callable[[Stream, Tree], Stream], how: Compute, in_loop: bool = False) -> Callable[..., Any]:

@@ -60,7 +60,8 @@ class _Output:
 def _as_read(config: Config, layout: Layout, source: Source, tied: bool) -> dict[str, Any]:
     """The config for another library, which knows no more of the head than whether it is the embedding. PrepError where
     that would compute something else."""
-    told = {**config, "tie_word_embeddings": tied} if layout.ties else {**config}
+    agrees = not layout.ties or source.family.tied(config) == tied
+    told = {**config} if agrees else {**config, "tie_word_embeddings": tied}
     read = {name: value for name, value in told.items() if name not in layout.unread}
     traits = source.family.traits
     if traits(read) != traits(told):

@@ -14,6 +14,13 @@ def done(*words: str) -> None:
     assert main([*words, "-q"]) == 0
 
 
+def refusal(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    """What a command says that ends with this code."""
+    capsys.readouterr()
+    assert main([*words, "-q"]) == code
+    return capsys.readouterr().err
+
+
 def error(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """The lines of the error that a command ends with."""
     assert main([*words, "-q"]) in (1, 2)

@@ -17,6 +17,7 @@ from prepcli.reading.restore import open_reader
 from prepcli.writing import packing
 from prepcli.writing.staging import Staging
 from tests.commands.killing import content
+from tests.commands.running import done
 from tests.formats.test_orbax import judge
 from tests.models import GPT_NEO, LLAMA, make, read_tensors, same_bits
 
@@ -27,13 +28,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarr
     return make(tmp_path / "model", GPT_NEO)
 
 
-def run(*words: str) -> None:
-    assert main([*words, "--progress", "none"]) == 0
-
-
 def test_orbax_restores_it_in_every_way(tmp_path: Path, model: dict[str, np.ndarray]):
-    run("save-init", "./model", "--out", "raw", "--mesh", "1,2,4", "--pad-vocab", "8")
-    run("save-init", "./model", "--out", "packed", "--mesh", "1,2,4", "--pad-vocab", "8", "--compress", "zstd:3")
+    done("save-init", "./model", "--out", "raw", "--mesh", "1,2,4", "--pad-vocab", "8")
+    done("save-init", "./model", "--out", "packed", "--mesh", "1,2,4", "--pad-vocab", "8", "--compress", "zstd:3")
     expected = {}
     for path in ("raw", "packed"):
         leaves = {}
@@ -53,15 +50,15 @@ def test_orbax_restores_it_in_every_way(tmp_path: Path, model: dict[str, np.ndar
 def test_every_command_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str):
     monkeypatch.chdir(tmp_path)
     tensors = make(tmp_path / "model", base, dtype)
-    run("save-init", "./model", "--out", "packed", "--compress", "zstd")
-    run("verify", "packed")
-    run("verify", "packed", "./model")
-    run("reshard", "packed", "--mesh", "1,4,1", "--no-scan", "--compress", "zstd:9", "--out", "again")
-    run("verify", "again")
-    run("reshard", "again", "--mesh", "1,1,1", "--out", "raw")
-    run("export", "again", "--out", "back")
+    done("save-init", "./model", "--out", "packed", "--compress", "zstd")
+    done("verify", "packed")
+    done("verify", "packed", "./model")
+    done("reshard", "packed", "--mesh", "1,4,1", "--no-scan", "--compress", "zstd:9", "--out", "again")
+    done("verify", "again")
+    done("reshard", "again", "--mesh", "1,1,1", "--out", "raw")
+    done("export", "again", "--out", "back")
     for folder in ("again", "raw"):
-        run("verify", folder, "./model")
+        done("verify", folder, "./model")
     found = read_tensors(tmp_path / "back")
     assert found.keys() == tensors.keys()
     assert all(same_bits(found[name], tensors[name]) for name in tensors)
@@ -69,9 +66,9 @@ def test_every_command_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_every_run_writes_the_same_bytes(tmp_path: Path, model: dict[str, np.ndarray]):
     words = ["save-init", "./model", "--mesh", "1,2,1", "--compress", "zstd"]
-    run(*words, "--out", "a")
-    run(*words, "--out", "b", "--memory", "32MiB")
-    run(*words, "--out", "c", "--workers", "2")
+    done(*words, "--out", "a")
+    done(*words, "--out", "b", "--memory", "32MiB")
+    done(*words, "--out", "c", "--workers", "2")
     assert content(tmp_path / "a") == content(tmp_path / "b") == content(tmp_path / "c")
 
 
@@ -79,7 +76,7 @@ def test_a_run_that_was_stopped_while_it_compressed_goes_on(
     tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     words = ["save-init", "./model", "--compress", "zstd"]
-    run(*words, "--out", "whole")
+    done(*words, "--out", "whole")
     monkeypatch.setattr(packing, "MARK_NBYTES", 4096)
     honest, marks = packing._Packing._mark, []
 
@@ -92,14 +89,14 @@ def test_a_run_that_was_stopped_while_it_compressed_goes_on(
     monkeypatch.setattr(packing._Packing, "_mark", stops)
     assert main([*words, "--out", "out", "--progress", "none"]) == 130
     assert not (tmp_path / "out").exists()
-    run(*words, "--out", "out")
+    done(*words, "--out", "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert marks[6] >= marks[5] > 0
     assert not (tmp_path / "out/.prep").exists()
 
 
 def test_what_it_came_to_is_told(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
-    run("save-init", "./model", "--out", "packed", "--compress", "zstd", "--json")
+    assert main(["save-init", "./model", "--out", "packed", "--compress", "zstd", "--json"]) == 0
     told = capsys.readouterr()
     said = json.loads(told.out)["compress"]
     stored = sum(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"].values())
@@ -111,8 +108,8 @@ def test_an_output_is_done_only_if_its_files_are_whole(
     tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
 ):
     words = ["save-init", "./model", "--out", "packed", "--compress", "zstd"]
-    run(*words)
-    run(*words)
+    done(*words)
+    assert main(words) == 0
     assert "already done" in capsys.readouterr().err
     name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
     (tmp_path / "packed" / name).write_bytes(b"short")
@@ -121,7 +118,7 @@ def test_an_output_is_done_only_if_its_files_are_whole(
 
 
 def test_a_damaged_chunk_is_found(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
-    run("save-init", "./model", "--out", "packed", "--compress", "zstd")
+    done("save-init", "./model", "--out", "packed", "--compress", "zstd")
     name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
     data = bytearray((tmp_path / "packed" / name).read_bytes())
     data[len(data) // 2] ^= 16
@@ -142,7 +139,7 @@ def test_what_is_compressed_already_needs_no_room(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
         assert main(words) == 0
-    run("verify", "out", "./model")
+    done("verify", "out", "./model")
 
 
 def fail(*_: object) -> None:

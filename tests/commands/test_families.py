@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
+from tests.commands.running import done
 from tests.models import RELATIVES, make, read_tensors, same_bits, tensors_of, write_checkpoint
 from trainer.families import FAMILIES
 from trainer.tree import flat
@@ -21,10 +22,6 @@ Tensors = dict[str, np.ndarray]
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def prep(*args: str) -> None:
-    assert main([*args, "-q"]) == 0
 
 
 def assert_same(found: Tensors, expected: Tensors) -> None:
@@ -44,29 +41,29 @@ def weights(config: dict[str, Any], tensors: Tensors) -> Tensors:
 def test_pad_init_reshard_export_changes_no_bit(name: str):
     config = RELATIVES[name]
     tensors = make(Path("m"), config, "bfloat16", legacy=True)
-    prep("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
-    prep("save-init", "m-padded", "--memory", "32MiB", "--mesh", "1,4,1")
-    prep("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
-    prep("export", "other", "--out", "back")
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
+    done("save-init", "m-padded", "--memory", "32MiB", "--mesh", "1,4,1")
+    done("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
+    done("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), weights(config, tensors))
     before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
     assert after == before
-    prep("verify", "back", "./m")
-    prep("verify", "other", "m-padded")
+    done("verify", "back", "./m")
+    done("verify", "other", "m-padded")
 
 
 @pytest.mark.parametrize("name", RELATIVES)
 def test_the_other_way_of_tying_and_layers_apart_come_back(name: str):
     config = RELATIVES[name]
     tensors = make(Path("m"), config, "float16", not FAMILIES[name].tie.default)
-    prep("save-init", "./m", "--pad-vocab", "8", "--no-scan")
-    prep("export", "m-init", "--out", "back")
+    done("save-init", "./m", "--pad-vocab", "8", "--no-scan")
+    done("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
 def test_a_head_bias_is_padded_with_zeros():
     tensors = make(Path("m"), RELATIVES["gptj"])
-    prep("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
     assert found["lm_head.bias"].shape == (136,)
     assert not found["lm_head.bias"][131:].any()
@@ -79,7 +76,7 @@ def test_a_head_bias_is_padded_with_zeros():
 
 def test_narrow_embeddings_are_padded_and_positions_are_not():
     tensors = make(Path("m"), RELATIVES["opt"], tied=False)
-    prep("pad-vocab", "./m", "--size", "200")
+    done("pad-vocab", "./m", "--size", "200")
     found = read_tensors(Path("m-padded"))
     padded = {name for name in found if found[name].shape != tensors[name].shape}
     assert padded == {"model.decoder.embed_tokens.weight", "lm_head.weight"}
@@ -112,12 +109,12 @@ def other_form(name: str) -> Tensors:
 def test_the_form_that_was_read_comes_back(name: str):
     tensors = other_form(name)
     write_checkpoint(Path("m"), RELATIVES[name], tensors)
-    prep("pad-vocab", "./m", "--multiple", "8")
-    prep("save-init", "m-padded")
-    prep("verify", "m-padded-init", "m-padded")
-    prep("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
-    prep("verify", "other", "m-padded")
-    prep("export", "other", "--out", "back")
+    done("pad-vocab", "./m", "--multiple", "8")
+    done("save-init", "m-padded")
+    done("verify", "m-padded-init", "m-padded")
+    done("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
+    done("verify", "other", "m-padded")
+    done("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
@@ -127,7 +124,7 @@ def test_both_forms_become_one_tree(name: str):
     write_checkpoint(Path("b"), RELATIVES[name], other_form(name))
     trees = []
     for folder in ("a", "b"):
-        prep("save-init", f"./{folder}", "--mesh", "1,2,1")
+        done("save-init", f"./{folder}", "--mesh", "1,2,1")
         trees.append(restored(Path(f"{folder}-init")))
     assert_same(*trees)
 

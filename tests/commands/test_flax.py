@@ -13,6 +13,7 @@ import pytest
 
 from prepcli.cli import main
 from prepcli.formats import msgpack_layout
+from tests.commands.running import done, refusal
 from tests.golden_flax import FILES, LLAMA, MODELS, decoded
 from tests.models import GPT_NEO, RELATIVES, make, read_tensors, same_bits, write_checkpoint
 from tests.models import LLAMA as LLAMA_CONFIG
@@ -27,30 +28,20 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def prep(*args: str) -> None:
-    assert main([*args, "-q"]) == 0
-
-
-def refusal(capsys: pytest.CaptureFixture[str], code: int, *args: str) -> str:
-    capsys.readouterr()
-    assert main([*args, "-q"]) == code
-    return capsys.readouterr().err
-
-
 # Golden files
 
 
 @pytest.mark.parametrize("folder", FLAX, ids=[f"{path.parent.name}-{path.name}" for path in FLAX])
 def test_what_transformers_saved_is_read(folder: Path):
-    prep("save-init", str(folder), "--out", "init")
-    prep("verify", "init", str(folder.parent / "hf"))
-    prep("verify", str(folder), str(folder.parent / "hf"))
+    done("save-init", str(folder), "--out", "init")
+    done("verify", "init", str(folder.parent / "hf"))
+    done("verify", str(folder), str(folder.parent / "hf"))
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
 def test_what_flax_and_easylm_saved_is_read(name: str):
-    prep("save-init", str(LLAMA / name), "--config", str(LLAMA / "hf"), "--mesh", "1,2,1", "--out", "init")
-    prep("verify", "init", str(LLAMA / "hf"))
+    done("save-init", str(LLAMA / name), "--config", str(LLAMA / "hf"), "--mesh", "1,2,1", "--out", "init")
+    done("verify", "init", str(LLAMA / "hf"))
 
 
 @pytest.mark.parametrize("part", ["trainstate", "trainstate_params", "params", "flax_params"])
@@ -59,8 +50,8 @@ def test_the_words_of_easylm_say_what_a_file_is(capsys: pytest.CaptureFixture[st
     right = {"streaming_params": ("params",), "flax_params.msgpack": ("flax_params",)}
     args = ("save-init", f"{part}::{LLAMA / name}", "--config", str(LLAMA / "hf/config.json"), "--out", "init")
     if part in right.get(name, ("trainstate", "trainstate_params")):
-        prep(*args)
-        prep("verify", "init", str(LLAMA / "hf"))
+        done(*args)
+        done("verify", "init", str(LLAMA / "hf"))
         return
     said = re.findall(r"`(\w+)::(.*)`", refusal(capsys, 1, *args))
     assert said == [
@@ -79,39 +70,39 @@ def test_of_a_training_state_all_but_the_parameters_is_named(capsys: pytest.Capt
 
 @pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
 def test_what_is_written_for_flax_is_what_transformers_writes(model: Path):
-    prep("save-init", str(model / "hf"), "--out", "init")
-    prep("export", "init", "--layout", "hf-flax", "--out", "out")
+    done("save-init", str(model / "hf"), "--out", "init")
+    done("export", "init", "--layout", "hf-flax", "--out", "out")
     assert Path("out/flax_model.msgpack").read_bytes() == (model / "flax/flax_model.msgpack").read_bytes()
-    prep("verify", "out")
-    prep("verify", "out", str(model / "hf"))
+    done("verify", "out")
+    done("verify", "out", str(model / "hf"))
 
 
 def test_several_files_are_those_of_transformers():
-    prep("save-init", str(LLAMA / "hf"), "--out", "init")
-    prep("export", "init", "--layout", "hf-flax", "--shard-size", "8KB", "--out", "out")
+    done("save-init", str(LLAMA / "hf"), "--out", "init")
+    done("export", "init", "--layout", "hf-flax", "--shard-size", "8KB", "--out", "out")
     wanted = {path.name: path.read_bytes() for path in (LLAMA / "sharded").glob("flax_model-*")}
     assert {path.name: path.read_bytes() for path in Path("out").glob("flax_model-*")} == wanted
     index = "flax_model.msgpack.index.json"
     found, real = (json.loads((folder / index).read_bytes()) for folder in (Path("out"), LLAMA / "sharded"))
     assert found == real
-    prep("verify", "out", str(LLAMA / "hf"))
+    done("verify", "out", str(LLAMA / "hf"))
 
 
 def test_a_stream_is_what_easylm_writes():
-    prep("save-init", str(LLAMA / "hf"), "--out", "init")
-    prep("export", "init", "--layout", "easylm", "--out", "out")
+    done("save-init", str(LLAMA / "hf"), "--out", "init")
+    done("export", "init", "--layout", "easylm", "--out", "out")
     assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_params").read_bytes()
-    prep("verify", "out")
-    prep("verify", "params::out/streaming_params", str(LLAMA / "hf"))
+    done("verify", "out")
+    done("verify", "params::out/streaming_params", str(LLAMA / "hf"))
 
 
 @pytest.mark.parametrize("memory", ["512MiB", "32MiB"])
 def test_large_leaves_are_written_in_pieces_as_flax_does(monkeypatch: pytest.MonkeyPatch, memory: str):
     monkeypatch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", 600)
-    prep("save-init", str(LLAMA / "hf"), "--out", "init")
-    prep("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
+    done("save-init", str(LLAMA / "hf"), "--out", "init")
+    done("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
     assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_pieces").read_bytes()
-    prep("verify", "out", str(LLAMA / "hf"))
+    done("verify", "out", str(LLAMA / "hf"))
 
 
 # All the way round
@@ -127,10 +118,10 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back_changes_no_bit(family: str, layout: str, tied: bool, dtype: str):
     tensors = make(Path("m"), BASES[family], dtype, tied, legacy=True)
-    prep("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,2", "--out", "init")
-    prep("export", "init", "--layout", layout, "--out", "there")
-    prep("save-init", "there", "--no-scan", "--out", "again")
-    prep("export", "again", "--out", "back")
+    done("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,2", "--out", "init")
+    done("export", "init", "--layout", layout, "--out", "there")
+    done("save-init", "there", "--no-scan", "--out", "again")
+    done("export", "again", "--out", "back")
     buffers = (".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
     assert_same(read_tensors(Path("back")), {n: v for n, v in tensors.items() if not n.endswith(buffers)})
     assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("m/config.json").read_text())
@@ -140,32 +131,32 @@ def test_there_and_back_changes_no_bit(family: str, layout: str, tied: bool, dty
 @pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "easylm")])
 def test_padding_may_be_kept(family: str, layout: str):
     make(Path("m"), BASES[family])
-    prep("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
-    prep("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
+    done("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
+    done("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
     assert json.loads(Path("there/config.json").read_text())["vocab_size"] == 136
-    prep("verify", "there")
-    prep("verify", "there", "./m")
-    prep("verify", "there", "init")
+    done("verify", "there")
+    done("verify", "there", "./m")
+    done("verify", "there", "init")
 
 
 def test_a_folder_of_safetensors_needs_no_init():
     make(Path("m"), GPT_NEO)
-    prep("export", "./m", "--layout", "hf-flax", "--out", "there")
-    prep("export", "there", "--out", "back")
-    prep("pad-vocab", "there", "--multiple", "8", "--out", "padded")
+    done("export", "./m", "--layout", "hf-flax", "--out", "there")
+    done("export", "there", "--out", "back")
+    done("pad-vocab", "there", "--multiple", "8", "--out", "padded")
     for name in ("there", "back", "padded"):
-        prep("verify", name, "./m")
+        done("verify", name, "./m")
     assert [path.name for path in Path("padded").glob("*.safetensors")] == ["model.safetensors"]
 
 
 def test_a_head_that_is_the_embedding_is_written_where_a_library_has_no_tied_one():
     tensors = make(Path("m"), LLAMA_CONFIG, tied=True)
-    prep("export", "./m", "--layout", "hf-flax", "--out", "there")
+    done("export", "./m", "--layout", "hf-flax", "--out", "there")
     found = decoded(Path("there/flax_model.msgpack").read_bytes(), "flax")
     assert same_bits(found["lm_head", "kernel"], tensors["model.embed_tokens.weight"].T)
-    prep("verify", "there", "./m")
+    done("verify", "there", "./m")
     make(Path("n"), GPT_NEO, tied=True)
-    prep("export", "./n", "--layout", "hf-flax", "--out", "neo")
+    done("export", "./n", "--layout", "hf-flax", "--out", "neo")
     assert ("lm_head", "kernel") not in decoded(Path("neo/flax_model.msgpack").read_bytes(), "flax")
 
 
@@ -173,17 +164,17 @@ def test_names_without_the_base_prefix_stay_so():
     tensors = make(Path("with"), GPT_NEO)
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     write_checkpoint(Path("m"), {**GPT_NEO, "architectures": ["GPTNeoModel"]}, bare)
-    prep("export", "./m", "--layout", "hf-flax", "--out", "there")
+    done("export", "./m", "--layout", "hf-flax", "--out", "there")
     assert ("wte", "embedding") in decoded(Path("there/flax_model.msgpack").read_bytes(), "flax")
-    prep("save-init", "there", "--out", "init")
-    prep("export", "init", "--out", "back")
+    done("save-init", "there", "--out", "init")
+    done("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), bare)
 
 
 def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixture[str]):
     make(Path("m"), LLAMA_CONFIG, attention_bias=True)
-    prep("export", "./m", "--layout", "hf-flax", "--out", "there")
-    prep("verify", "there", "./m")
+    done("export", "./m", "--layout", "hf-flax", "--out", "there")
+    done("verify", "there", "./m")
     said = refusal(capsys, 1, "export", "./m", "--layout", "easylm")
     assert "it has no place for model.layers.0.self_attn.k_proj.bias" in said
 
@@ -238,7 +229,7 @@ def test_a_file_does_not_say_what_model_it_is_of(capsys: pytest.CaptureFixture[s
     assert "`--config FOLDER`" in said
     assert "gone" in refusal(capsys, 1, "save-init", "streaming_params", "--config", "gone")
     shutil.copy(LLAMA / "hf/config.json", ".")
-    prep("save-init", "params::./streaming_params", "--out", "init")
+    done("save-init", "params::./streaming_params", "--out", "init")
 
 
 def test_a_path_after_the_word_has_to_exist(capsys: pytest.CaptureFixture[str]):
@@ -267,15 +258,15 @@ def test_of_several_streams_one_is_to_be_named(capsys: pytest.CaptureFixture[str
     assert "holds 2 EasyLM streams" in said
     assert "`params::streaming_params_20`" in said
     Path("streaming_params_10").unlink()
-    prep("save-init", "./", "--out", "../init")
+    done("save-init", "./", "--out", "../init")
     shutil.copy(LLAMA / "streaming_train_state", ".")
-    prep("save-init", "./", "--out", "../state")
+    done("save-init", "./", "--out", "../state")
 
 
 def test_an_index_is_held_against_its_files(capsys: pytest.CaptureFixture[str]):
     shutil.copytree(LLAMA / "sharded", "m")
     Path("m/flax_model-00009-of-00009.msgpack").write_bytes(b"left over from an earlier save")
-    prep("save-init", "./m", "--out", "init")
+    done("save-init", "./m", "--out", "init")
     Path("m/flax_model-00002-of-00003.msgpack").write_bytes(Path("m/flax_model-00001-of-00003.msgpack").read_bytes())
     assert "is in two files" in refusal(capsys, 1, "save-init", "./m", "--out", "x")
     Path("m/flax_model-00002-of-00003.msgpack").unlink()
@@ -287,8 +278,8 @@ def test_an_index_is_held_against_its_files(capsys: pytest.CaptureFixture[str]):
 def test_an_output_may_lie_beside_a_file_and_not_over_it(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
     shutil.copy(LLAMA / "hf/config.json", ".")
-    prep("save-init", "streaming_params")
-    prep("verify", "streaming_params-init", str(LLAMA / "hf"))
+    done("save-init", "streaming_params")
+    done("verify", "streaming_params-init", str(LLAMA / "hf"))
     assert "is the source" in refusal(capsys, 2, "save-init", "streaming_params", "--out", "streaming_params")
     said = refusal(capsys, 2, "save-init", "./streaming_params", "--out", "../" + Path().absolute().name, "--overwrite")
     assert "is inside the output" in said
@@ -311,6 +302,6 @@ def test_inspect_shows_what_is_stored(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("layout", ["hf-flax", "easylm"])
 def test_values_are_cast_on_the_way_where_that_is_asked_for(layout: str):
     make(Path("m"), LLAMA_CONFIG)
-    prep("export", "./m", "--dtype", "bfloat16", "--out", "cast")
-    prep("export", "./m", "--dtype", "bfloat16", "--layout", layout, "--out", "there")
-    prep("verify", "there", "cast")
+    done("export", "./m", "--dtype", "bfloat16", "--out", "cast")
+    done("export", "./m", "--dtype", "bfloat16", "--layout", layout, "--out", "there")
+    done("verify", "there", "cast")

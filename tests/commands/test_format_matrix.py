@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli import main
+from tests.commands.running import done
 from tests.commands.test_orbax_sources import metas
 from tests.commands.test_restore import leaves_of
 from tests.formats.zarr_items import Form, write
@@ -34,10 +34,6 @@ AGAIN = ("init", "init-zstd", "unscanned", "zarr3")  # an Orbax tree is laid out
 PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
 
 
-def run(*words: str) -> None:
-    assert main([*words, "-q"]) == 0
-
-
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The same LLaMA in every format; those of PyTorch where it is installed."""
@@ -46,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         for name, (command, source, *options) in MADE.items():
-            run(command, source, *options, "--out", name)
+            done(command, source, *options, "--out", name)
     leaves = leaves_of(CONFIG, tensors, True, 0)
     write(made / "zarr3", metas(leaves, pieces=2), Form(zarr3=True, shard=2, steps=("zstd",)))
     (made / "zarr3/config.json").write_bytes((made / "hf/config.json").read_bytes())
@@ -74,5 +70,5 @@ def test_no_bit_differs(
     if command == "save-init" and source in AGAIN:
         command = "reshard"
     out = f"{source}-to-{sink}"
-    run(command, f"./{source}", *options, "--out", out)
-    run("verify", f"./{out}", "./hf")
+    done(command, f"./{source}", *options, "--out", out)
+    done("verify", f"./{out}", "./hf")

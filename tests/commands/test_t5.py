@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
+from tests.commands.running import done, refusal
 from tests.models import RELATIVES, make, read_tensors, same_bits, tensors_of, write_checkpoint
 from tests.torch_checkpoints import to_bin
 from trainer.families import family_of
@@ -23,16 +24,6 @@ Tensors = dict[str, np.ndarray]
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def prep(*args: str) -> None:
-    assert main([*args, "-q"]) == 0
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    capsys.readouterr()
-    assert main([*args, "-q"]) == 1
-    return capsys.readouterr().err
 
 
 def told(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
@@ -57,19 +48,19 @@ def with_copies(tensors: Tensors, *names: str) -> Tensors:
 @pytest.mark.parametrize("form", [("--scan-axis", "1"), ("--no-scan",), ("--mesh", "1,2,2")])
 def test_every_form_of_both_stacks_comes_back(form: tuple[str, ...]):
     tensors = make(Path("m"), GATED, "bfloat16", False)
-    prep("save-init", "./m", "--pad-vocab", "8", *form)
-    prep("verify", "m-init", "./m")
-    prep("reshard", "m-init", "--mesh", "1,4,2", "--scan", "--out", "other")
-    prep("verify", "other", "./m")
-    prep("export", "other", "--out", "back")
+    done("save-init", "./m", "--pad-vocab", "8", *form)
+    done("verify", "m-init", "./m")
+    done("reshard", "m-init", "--mesh", "1,4,2", "--scan", "--out", "other")
+    done("verify", "other", "./m")
+    done("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert config_of("back") == config_of("m")
 
 
 def test_paths_in_the_tree(capsys: pytest.CaptureFixture[str]):
     make(Path("m"), GATED, tied=False)
-    prep("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
-    prep("save-init", "./m", "--no-scan", "--out", "apart")
+    done("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
+    done("save-init", "./m", "--no-scan", "--out", "apart")
     shapes = {each["name"]: each["shape"] for each in told(capsys, "inspect", "stacked")["tensors"]}
     assert shapes["params.encoder.layers.attn.q.weight"] == [2, 4, 24, 64]
     assert shapes["params.decoder.layers.cross.o.weight"] == [3, 64, 4, 24]
@@ -92,7 +83,7 @@ def test_copies_of_the_embedding_are_held_against_it_and_left_out(capsys: pytest
     assert {each["name"]: each["rule"] for each in found} == {
         **dict.fromkeys(names, "equal to shared.weight"), stray: "bias that nothing uses"
     }  # fmt: skip
-    prep("export", "m-init", "--out", "back")
+    done("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), {name: tensor for name, tensor in tensors.items() if name != stray})
 
 
@@ -100,13 +91,13 @@ def test_a_copy_that_is_none_is_named(capsys: pytest.CaptureFixture[str]):
     tensors = with_copies(tensors_of(T5, "float32", True, False), DECODER_COPY)
     tensors[DECODER_COPY][7, 3] += 1
     write_checkpoint(Path("m"), T5, tensors)
-    said = refusal(capsys, "save-init", "./m")
+    said = refusal(capsys, 1, "save-init", "./m")
     assert f"{DECODER_COPY} is not equal to shared.weight" in said
     assert "it is a copy in every t5, first difference in row 7" in said
-    assert f"{DECODER_COPY} is tied and not equal" in refusal(capsys, "verify", "./m", "./m")
+    assert f"{DECODER_COPY} is tied and not equal" in refusal(capsys, 1, "verify", "./m", "./m")
     tensors[DECODER_COPY] = tensors[DECODER_COPY].astype(np.float16)
     write_checkpoint(Path("n"), T5, tensors)
-    assert "float16 [131, 64] and float32 [131, 64]" in refusal(capsys, "save-init", "./n")
+    assert "float16 [131, 64] and float32 [131, 64]" in refusal(capsys, 1, "save-init", "./n")
 
 
 @pytest.mark.parametrize("stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)])
@@ -115,8 +106,8 @@ def test_a_copy_stands_for_an_embedding_that_is_not_there(stored: tuple[str, ...
     held = with_copies(tensors, *stored)
     del held["shared.weight"]
     write_checkpoint(Path("m"), T5, held)
-    prep("save-init", "./m")
-    prep("export", "m-init", "--out", "back")
+    done("save-init", "./m")
+    done("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
@@ -127,10 +118,10 @@ def test_a_pytorch_file_has_one_storage_for_all_copies():
     state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
     state |= dict.fromkeys((ENCODER_COPY, DECODER_COPY, "lm_head.weight"), state["shared.weight"])
     to_bin(Path("m"), Path("bin"), state)
-    prep("save-init", "./bin", "--pad-vocab", "8")
-    prep("export", "bin-init", "--out", "back")
+    done("save-init", "./bin", "--pad-vocab", "8")
+    done("export", "bin-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
-    prep("pad-vocab", "./bin")
+    done("pad-vocab", "./bin")
     found = read_tensors(Path("bin-padded"))
     assert {name for name in found if found[name].shape[0] == 136} == state.keys() - tensors.keys() | {"shared.weight"}
 
@@ -140,7 +131,7 @@ def test_padding_is_the_same_bits_in_all_copies():
     config = GATED | {"d_ff": 131}
     tensors = with_copies(tensors_of(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
     write_checkpoint(Path("m"), config, tensors)
-    prep("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
     padded = {name for name in found if found[name].shape != tensors[name].shape}
     assert padded == {"shared.weight", "lm_head.weight", ENCODER_COPY, DECODER_COPY}
@@ -157,9 +148,9 @@ def test_each_tensor_keeps_its_dtype():
     tensors = tensors_of(GATED, "bfloat16", False, False)
     tensors |= {name: tensor.astype(np.float32) for name, tensor in tensors.items() if name.endswith(".wo.weight")}
     write_checkpoint(Path("m"), GATED, tensors)
-    prep("save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto")
-    prep("reshard", "m-init", "--mesh", "1,4,2", "--out", "other")
-    prep("export", "other", "--out", "back")
+    done("save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto")
+    done("reshard", "m-init", "--mesh", "1,4,2", "--out", "other")
+    done("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
@@ -173,16 +164,16 @@ def test_what_transformers_5_says_of_an_own_head_is_understood(capsys: pytest.Ca
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     tensors = tensors_of(config, "float32", False, False)
     write_checkpoint(Path("m"), config, tensors)
-    prep("save-init", "./m")
-    prep("verify", "m-init", "./m")
-    prep("export", "m-init", "--out", "back")
+    done("save-init", "./m")
+    done("verify", "m-init", "./m")
+    done("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert config_of("back") == config_of("m")
     assert scale_of("back") == 1.0
     shards = told(capsys, "inspect", "m-init", "--shards", "head.weight", "--mesh", "1,2,1")
     assert "params.head.weight" in json.dumps(shards)
-    prep("reshard", "m-init", "--no-scan", "--out", "apart")
-    prep("verify", "apart", "./m")
+    done("reshard", "m-init", "--no-scan", "--out", "apart")
+    done("verify", "apart", "./m")
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -193,30 +184,30 @@ def test_an_own_head_is_never_taken_for_an_embedding_that_is_not_there(
     tensors = tensors_of(config, "float32", False, False)
     embedding = tensors.pop("shared.weight")
     write_checkpoint(Path("m"), config, tensors)
-    assert "shared.weight" in refusal(capsys, "save-init", "./m")
+    assert "shared.weight" in refusal(capsys, 1, "save-init", "./m")
     write_checkpoint(Path("copied"), config, tensors | {"decoder.embed_tokens.weight": embedding})
-    prep("save-init", "./copied")
-    prep("export", "copied-init", "--out", "back")
+    done("save-init", "./copied")
+    done("export", "copied-init", "--out", "back")
     assert same_bits(read_tensors(Path("back"))["shared.weight"], embedding)
 
 
 def test_flax_is_told_of_the_head_what_its_classes_read(capsys: pytest.CaptureFixture[str]):
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     write_checkpoint(Path("m"), config, tensors_of(config, "float32", False, False))
-    prep("save-init", "./m")
-    prep("export", "m-init", "--layout", "hf-flax", "--out", "flax")
+    done("save-init", "./m")
+    done("export", "m-init", "--layout", "hf-flax", "--out", "flax")
     assert config_of("flax")["tie_word_embeddings"] is False
     write_checkpoint(Path("old"), T5, tensors_of(T5, "float32", False, False))
-    prep("save-init", "./old", "--untie")
-    assert "scale_decoder_outputs True" in refusal(capsys, "export", "old-init", "--layout", "hf-flax")
+    done("save-init", "./old", "--untie")
+    assert "scale_decoder_outputs True" in refusal(capsys, 1, "export", "old-init", "--layout", "hf-flax")
 
 
 def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture[str]):
     tensors = tensors_of(T5, "float32", False, False)
     write_checkpoint(Path("m"), T5, tensors)
-    assert "`--untie` keeps both" in refusal(capsys, "save-init", "./m")
-    prep("save-init", "./m", "--untie", "--restart")
-    prep("export", "m-init", "--out", "back")
+    assert "`--untie` keeps both" in refusal(capsys, 1, "save-init", "./m")
+    done("save-init", "./m", "--untie", "--restart")
+    done("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert config_of("back") == config_of("m") | {"tie_word_embeddings": False, "scale_decoder_outputs": True}
     assert scale_of("back") == scale_of("m") == 64**-0.5
@@ -225,6 +216,6 @@ def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture
 def test_one_half_alone_is_refused(capsys: pytest.CaptureFixture[str]):
     tensors = {name: t for name, t in tensors_of(T5, "float32", True, False).items() if not name.startswith("decoder.")}
     write_checkpoint(Path("m"), T5, tensors)
-    said = refusal(capsys, "save-init", "./m")
+    said = refusal(capsys, 1, "save-init", "./m")
     assert "are missing" in said
     assert "decoder.block.2.layer.2.DenseReluDense.wo.weight" in said

@@ -13,6 +13,7 @@ import pytest
 from prepcli.cli import main
 from prepcli.reading.restore import open_reader
 from prepcli.units import bytes_text
+from tests.commands.running import done
 from tests.formats.test_orbax import judge
 from tests.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits
 from tests.states import SLOTS, State, params_of, read_all, same_state, save, state_of
@@ -42,10 +43,6 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prep(*args: str) -> None:
-    assert main([*args, "-q"]) == 0
-
-
 def said(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
     """What a run says on stdout and stderr."""
     capsys.readouterr()
@@ -65,21 +62,21 @@ def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str,
     """To other meshes, with layers apart and stacked on either axis, back, and to Hugging Face."""
     monkeypatch.chdir(tmp_path)
     tensors = make(Path("m"), base, dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4)
-    prep("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
+    done("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
     state = state_of(params_of(Path("m-init")), 4)
     save(Path("run"), Path("m-init"), {4: state}, mesh="1,1,4")
     previous = "run"
     for number, options in enumerate(
         [["--mesh", "1,4,2"], ["--mesh", "1,2,4", "--no-scan"], ["--scan", "--scan-axis", "1"], ["--scan-axis", "0"]]
     ):
-        prep("reshard", previous, *options, "--out", f"r{number}")
+        done("reshard", previous, *options, "--out", f"r{number}")
         previous = f"r{number}"
-        prep("verify", previous)
-        prep("verify", previous, "run/4")
+        done("verify", previous)
+        done("verify", previous, "run/4")
     assert same_state(state_in("r3"), state)
     exported = []
     for path in ("run", "r1", "r3"):
-        prep("export", path, "--out", f"{path}-hf")
+        done("export", path, "--out", f"{path}-hf")
         exported.append(read_tensors(Path(f"{path}-hf")))
     for found in exported:
         assert found.keys() == tensors.keys()
@@ -89,7 +86,7 @@ def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str,
 
 
 def test_moments_move_with_their_parameters(here: Path):
-    prep("reshard", "tuned", "--no-scan", "--out", "apart")
+    done("reshard", "tuned", "--no-scan", "--out", "apart")
     stacked, apart = state_in("tuned"), state_in("apart")
     for slot in ("params", *SLOTS):
         for layer in range(3):
@@ -99,7 +96,7 @@ def test_moments_move_with_their_parameters(here: Path):
 
 
 def test_a_step_that_was_laid_out_anew_is_a_step(here: Path):
-    prep("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
+    done("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
     assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
         "_CHECKPOINT_METADATA", "prep-manifest.json", "state",
     ]  # fmt: skip
@@ -113,7 +110,7 @@ def test_a_step_that_was_laid_out_anew_is_a_step(here: Path):
 
 
 def test_an_interrupted_layout_goes_on_and_a_second_one_is_done_already(here: Path, capsys: Capture):
-    prep("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
+    done("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     out, err = said(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     assert (out, "already done" in err) == ("again\n", True)
     next(Path("again/state/d").iterdir()).unlink()
@@ -130,7 +127,7 @@ def test_parameters_alone_make_an_init(here: Path, capsys: Capture):
     assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
     assert {dropped["name"] for dropped in manifest["dropped"]} == {*SLOTS, "opt_state.adam.count", "step", "skipped"}
     assert {name.split(".")[0] for name in state_in("tuned-1x2x2")} == {"params"}
-    prep("verify", "tuned-1x2x2", "tuned")
+    done("verify", "tuned-1x2x2", "tuned")
     assert main(["verify", "tuned-1x2x2", "m-init", "-q"]) == 1
 
 
@@ -142,15 +139,15 @@ def test_export_says_what_it_leaves_out(here: Path, capsys: Capture):
     assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding taken off;" in err
     assert f"; optimizer state ({size}) left out\n" in err
     assert "next: prep verify tuned-hf tuned/3" in err
-    prep("verify", "tuned-hf", "./m")
+    done("verify", "tuned-hf", "./m")
     _, err = said(capsys, "verify", "tuned-hf", "tuned/3")
     size = bytes_text(sum(value.nbytes for name, value in state.items() if not name.startswith("params.")))
     assert f"training state of tuned/3 ({size}) left out: only parameters are compared" in err
 
 
 def test_the_last_step_is_meant_where_none_is_named(here: Path):
-    prep("export", "tuned")
-    prep("verify", "tuned-hf", "tuned/5")
+    done("export", "tuned")
+    done("verify", "tuned-hf", "tuned/5")
     assert main(["verify", "tuned-hf", "tuned/3", "-q"]) == 1
 
 
@@ -170,8 +167,8 @@ def test_a_run_is_the_default_of_where_it_lies(here: Path, capsys: Capture):
     shutil.rmtree("m-init")
     _, err = said(capsys, "export")
     assert "using ./tuned (the only prep checkpoint here)" in err
-    prep("reshard", "--mesh", "1,4,2")
-    prep("verify", "tuned-1x4x2", "./tuned")
+    done("reshard", "--mesh", "1,4,2")
+    done("verify", "tuned-1x4x2", "./tuned")
 
 
 def flip(path: Path, text: bytes) -> None:
@@ -191,7 +188,7 @@ def flip(path: Path, text: bytes) -> None:
     ],
 )
 def test_every_bit_is_verified(here: Path, capsys: Capture, leaf: str, called: str):
-    prep("verify", "tuned")
+    done("verify", "tuned")
     shutil.copytree("tuned/5", "copy")
     flip(Path("copy"), state_in("copy")[leaf].reshape(-1)[:40].tobytes())
     _, err = said(capsys, "verify", "copy", code=1)
@@ -216,7 +213,7 @@ def test_numbers_are_verified_too(here: Path, capsys: Capture):
 def test_two_steps_differ_in_what_they_have(here: Path, capsys: Capture):
     bare = {name: value for name, value in state_in("tuned/5").items() if not name.startswith("opt_state")}
     save(Path("bare"), Path("m-init"), {5: bare})
-    prep("verify", "bare")
+    done("verify", "bare")
     _, err = said(capsys, "verify", "tuned", "bare", code=1)
     assert "opt_state.adam.mu/transformer.wte.weight  is not in bare" in err
     assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
@@ -230,7 +227,7 @@ def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
     assert "optimizer state" in lines[1]
     assert any(line.startswith("opt_state.adam.nu.layers.mlp.up.weight") for line in lines)
     for options in (["--tree"], ["--stats"], ["--shards", "embed.tokens"], ["opt_state.*.mu.*"]):
-        prep("inspect", "tuned/3", *options)
+        done("inspect", "tuned/3", *options)
     capsys.readouterr()
     assert main(["inspect", "tuned", "--json", "-q"]) == 0
     source = json.loads(capsys.readouterr().out)["source"]
@@ -240,10 +237,10 @@ def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
 
 
 def test_inspect_compares_steps_and_models(here: Path):
-    prep("inspect", "tuned/3", "--diff", "tuned/5")
+    done("inspect", "tuned/3", "--diff", "tuned/5")
     assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1
-    prep("export", "tuned", "--keep-padding", "--out", "hf")
-    prep("inspect", "tuned", "--diff", "hf")
+    done("export", "tuned", "--keep-padding", "--out", "hf")
+    done("inspect", "tuned", "--diff", "hf")
 
 
 def test_a_state_is_no_source_of_an_init(here: Path, capsys: Capture):
@@ -258,7 +255,7 @@ def test_a_step_is_never_written_into(here: Path, capsys: Capture, out: str):
 
 
 def test_orbax_restores_a_step(here: Path):
-    prep("reshard", "tuned", "--mesh", "1,1,4", "--out", "anew")
+    done("reshard", "tuned", "--mesh", "1,1,4", "--out", "anew")
     Path("runs/again").mkdir(parents=True)
     Path("anew").rename("runs/again/5")
     for step in (Path("tuned/5"), Path("runs/again/5")):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
+from tests.commands.running import done
 from tests.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
 
 HEAD = "lm_head.weight"
@@ -26,10 +27,6 @@ BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT2, GPT
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def prep(*args: str) -> None:
-    assert main([*args, "-q"]) == 0
 
 
 def written(base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]) -> dict[str, np.ndarray]:
@@ -58,11 +55,11 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.mark.parametrize("base", BASES)
 def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: dict[str, Any], change: Any):
     tensors = written(base, change)
-    prep("save-init", "./m", "--pad-vocab", "8")
+    done("save-init", "./m", "--pad-vocab", "8")
     assert not list(Path("m-init").rglob("*head*"))
-    prep("verify", "m-init", "./m")
-    prep("verify", "m-init", "./unchanged")
-    prep("export", "m-init", "--out", "back")
+    done("verify", "m-init", "./m")
+    done("verify", "m-init", "./unchanged")
+    done("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert json.loads(Path("back/config.json").read_text())["tie_word_embeddings"] is True
 
@@ -70,18 +67,18 @@ def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: d
 @pytest.mark.parametrize("base", BASES)
 def test_a_head_alone_is_padded_as_the_embedding(base: dict[str, Any]):
     tensors, embedding = written(base, head_alone), EMBEDDINGS[base["model_type"]]
-    prep("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
     assert found.keys() == tensors.keys()
     assert found[embedding].shape == (136, 32)
     assert same_bits(found[embedding][:131], tensors[embedding])
-    prep("verify", "m-padded")
+    done("verify", "m-padded")
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_both_are_padded_alike(base: dict[str, Any]):
     written(base, head_too)
-    prep("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
     found = read_tensors(Path("m-padded"))
     assert found[HEAD].shape == (136, 32)
     assert same_bits(found[HEAD], found[EMBEDDINGS[base["model_type"]]])
@@ -109,7 +106,7 @@ def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], comman
     assert f"{HEAD} is not equal to {EMBEDDINGS[base['model_type']]}" in text
     assert why in text
     assert not Path("out").exists()
-    prep(command, "./m", "--out", "out", "--untie", "--restart")
+    done(command, "./m", "--out", "out", "--untie", "--restart")
     config = Path("out/config.json") if command == "pad-vocab" else Path("out/hf/config.json")
     assert json.loads(config.read_text())["tie_word_embeddings"] is False
 
@@ -118,7 +115,7 @@ def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], comman
 def test_both_are_compared_where_padding_is_taken_off_as_well(base: dict[str, Any], capsys):
     """The head is not written then, but it is held to be equal all the same, in its true rows."""
     written(base, head_too)
-    prep("pad-vocab", "./m", "--multiple", "8")
+    done("pad-vocab", "./m", "--multiple", "8")
     for path in Path("m-padded").glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         size = int.from_bytes(data[:8], "little")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -123,3 +124,21 @@ def test_the_row_of_a_leaf_may_hang_on_the_config(changes: dict[str, Any], tenso
     there = {path for path, parameter in flax.items() if parameter.of(T5 | changes)}
     assert ("encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi.kernel" in there) != gated
     assert ("encoder.block.{encoder_layers}.layer.1.DenseReluDense.wi_0.kernel" in there) == gated
+
+
+def test_the_scale_of_the_head_is_not_rounded_before_it_is_applied():
+    """1 / sqrt(24) as bfloat16 would be another scale of all logits."""
+    config = T5 | {"d_model": 24}
+    made = decoder(config)
+    how = dataclasses.replace(ONE_BY_ONE, dtype="bfloat16")
+    batch = {name: jnp.asarray(ids) for name, ids in batch_of(29, 2, 7, encodes=True).items()}
+    params = made.params(filled(config))
+
+    def hidden(scale: float) -> np.ndarray:
+        model = dataclasses.replace(made.model, traits=dataclasses.replace(made.model.traits, head_scale=scale))
+        memory = models.encode(params, batch["source"], model, how)
+        return np.asarray(models.hidden(params, batch["tokens"], model, how, memory))
+
+    wanted = hidden(1.0).astype(np.float32) * np.float32(24**-0.5)
+    assert made.model.traits.head_scale == 24**-0.5
+    assert (hidden(24**-0.5) == wanted.astype(jnp.bfloat16)).all()

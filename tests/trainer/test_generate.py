@@ -266,3 +266,19 @@ def test_the_last_position_is_used():
 def test_no_new_tokens_make_no_sense():
     with pytest.raises(PrepError, match="0 new tokens"):
         Asked(0)
+
+
+def test_a_step_takes_no_copy_of_layers_that_are_left_over_from_whole_periods():
+    config = GOLDEN["gemma3_text"] | {"num_hidden_layers": 9, "hidden_size": 64, "intermediate_size": 512}
+    made, prompts, asked = decoder(config), [[1, 2, 3], [4]], Asked(3)
+    params = made.params(filled(config))
+    apart = generator(made, params, asked, Compute(scan=False))
+    assert generator(made, params, asked).batch(prompts) == apart.batch(prompts)
+    given: dict[str, Any] = {"model": made.model, "how": Compute(), "asked": asked}
+    batch = generate._laid_out(prompts, generate.ROUND, 2, asked.new_tokens, 0)
+    state = jax.eval_shape(partial(decoding.prefilled, count=generate.ROUND, **given), params, batch)
+    step = jax.jit(partial(decoding.stepped, **given), donate_argnums=1)
+    memory = step.lower(params, state, jnp.int32(66)).compile().memory_analysis()
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
+    assert memory is not None
+    assert memory.temp_size_in_bytes < layers / 2, (memory.temp_size_in_bytes, layers)
