@@ -88,7 +88,7 @@ Memory = Annotated[
     str,
     typer.Option("--memory", metavar="SIZE", envvar="PREP_MEMORY", help="The most memory to use."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another output, at the end.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another output of prep, at the end.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Drop what an unfinished run has done.")]
 
 Processes = Annotated[

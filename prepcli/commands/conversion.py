@@ -12,7 +12,7 @@ from typing import Any
 from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import usage
-from prepcli.manifest import read_manifest
+from prepcli.manifest import MANIFEST, read_manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import asked_share
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
@@ -75,6 +75,13 @@ def find(common: Common, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir) -
     return located, open_located(located, located.hub_id or name, common.config)
 
 
+def check_config(common: Common, source: Source) -> None:
+    """Usage PrepError for a config that is given for what says itself of which model it is."""
+    if common.config is not None and source.manifest and not source.file_names:
+        why = f"its {MANIFEST} says what model it is of"
+        raise usage(f"`--config` is not for {source.name}", why, "leave it out")
+
+
 def _with_step(name: str, step: int) -> str:
     """The name of a run's step; a usage PrepError where the run has none such."""
     steps = steps_of(Path(name).expanduser())
@@ -100,6 +107,7 @@ def run(
 
 def _run(common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool]) -> Report:
     located, source = find(common, ui, accept)
+    check_config(common, source)
     planned = make(source, located)
     out = common.out or Path(planned.out_name)
     _check_apart(out, source)

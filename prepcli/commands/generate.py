@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.commands.conversion import Common, find, source_line
+from prepcli.commands.conversion import Common, check_config, find, source_line
 from prepcli.commands.train import quieten
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage
@@ -79,6 +79,7 @@ def generate(request: Request, ui: Ui) -> Report:
 
     sampling = Sampling(*request.draws)
     located, source = find(request.common, ui)
+    check_config(request.common, source)
     ui.note(source_line(source))
     with enough_memory(HINT):
         with _opened(request, source, located.path) as reader:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from prepcli.commands.conversion import Common, find, source_line
+from prepcli.commands.conversion import Common, check_config, find, source_line
 from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import budget
@@ -60,6 +60,7 @@ def verify(request: Request, ui: Ui) -> Report:
     ui.note(source_line(source))
     spend = request.common.memory_nbytes
     if request.against is None:
+        check_config(request.common, source)
         return _itself(_model(source), request, spend, ui)
     _, other = find(_for_other(request), ui)
     ui.note(source_line(other))

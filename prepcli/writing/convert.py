@@ -17,7 +17,7 @@ from prepcli.engine.digest import digest
 from prepcli.engine.files import Files, io_error
 from prepcli.engine.pipeline import NO_BYTES, Outcome
 from prepcli.errors import PrepError
-from prepcli.manifest import read_manifest
+from prepcli.manifest import MANIFEST, read_manifest
 from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import ALONE, Share
@@ -152,8 +152,11 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
     out = options.out
     if not os.path.lexists(out):
         return False
+    if not _is_output(out):
+        why = f"it has no {MANIFEST}: prep did not make it, and replaces nothing but its own"
+        raise PrepError(f"{out} exists and is something else", why, "`--out NAME`, or remove it")
     try:
-        manifest = read_manifest(out) if out.is_dir() else None
+        manifest = read_manifest(out)
     except PrepError:
         if options.overwrite:
             return False
@@ -168,6 +171,14 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
     if same:
         raise PrepError(f"{out} exists", "it was made by this request" if whole else "but its files are damaged", hint)
     raise PrepError(f"{out} exists and is something else", _made_by(manifest, plan), hint)
+
+
+def _is_output(out: Path) -> bool:
+    """Whether it is one of prep's, be it damaged, or an empty folder."""
+    try:
+        return os.path.lexists(out / MANIFEST) or (out.is_dir() and not any(out.iterdir()))
+    except OSError as error:
+        raise io_error(out, error) from error
 
 
 def _is_whole(plan: Plan, out: Path, manifest: Mapping[str, Any]) -> bool:
@@ -185,7 +196,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 def _made_by(manifest: Mapping[str, Any] | None, plan: Plan) -> str:
     if manifest is None:
-        return "it was not made by prep"
+        return "it is empty"
     if manifest["request"] != plan.request:
         return f"made by `{manifest['request']}`, asked for `{plan.request}`"
     return f"made by the same `{plan.request}` from a source that has changed since"

@@ -196,8 +196,8 @@ def test_an_output_that_is_something_else(capsys):
         1,
         [
             "error: m-init exists and is something else",
-            "  why: it was not made by prep",
-            " hint: `--out NAME` or `--overwrite`",
+            "  why: it has no prep-manifest.json: prep did not make it, and replaces nothing but its own",
+            " hint: `--out NAME`, or remove it",
         ],
     )
 
@@ -334,6 +334,39 @@ def test_an_output_and_its_source_lie_apart(capsys, monkeypatch):
     )
     monkeypatch.chdir("m")
     assert said(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_prep_did_not_make_is_never_replaced(capsys, tmp_path: Path, kind: str):
+    make(Path("m"))
+    theirs = tmp_path / ("thesis.tex" if kind == "file" else "theirs/thesis.tex")
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("years of work")
+    out = {"folder": "theirs", "file": "thesis.tex", "link": "link"}[kind]
+    if kind == "link":
+        Path(out).symlink_to("theirs")
+    before = sorted(tmp_path.rglob("*"))
+    code, lines = said(capsys, "save-init", "./m", "--out", out, "--overwrite")
+    assert (code, lines[0]) == (1, f"error: {out} exists and is something else")
+    assert theirs.read_text() == "years of work"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_is_replaced_where_that_is_asked_for(capsys):
+    make(Path("m"))
+    Path("out").mkdir()
+    assert said(capsys, "save-init", "./m", "--out", "out")[0] == 1
+    assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
+    assert main(["verify", "out", "-q"]) == 0
+
+
+def test_a_config_is_not_given_for_what_says_itself_of_which_model_it_is(capsys):
+    make(Path("m"))
+    assert main(["save-init", "./m", "--out", "init", "-q"]) == 0
+    capsys.readouterr()
+    for command in (["verify"], ["export"], ["reshard"], ["generate", "--tokens", "1"]):
+        code, lines = said(capsys, command[0], "init", *command[1:], "--config", "m")
+        assert (code, lines[0]) == (2, "error: `--config` is not for init")
 
 
 def test_a_folder_in_which_one_works_or_lives_is_never_replaced(capsys, monkeypatch, tmp_path: Path):

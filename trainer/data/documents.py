@@ -125,6 +125,10 @@ def _texts(place: str, line: str, fields: Fields) -> tuple[str, str]:
     if not isinstance(found, dict):
         what = f"{place}: not an object but {_kind(found)}"
         raise PrepError(what, "type `json` reads one object a line", "`jq -c '.[]'` writes a list so")
+    if missing := [column for column in fields.columns if column not in found]:
+        columns = ", ".join(f"`{name}`" for name in found) or "none"
+        hint = "`--set data.fields='[SOURCE], TARGET'`" if fields.source else "`--set data.fields=COLUMN`"
+        raise PrepError(f"{place}: no column `{missing[0]}`", f"its columns: {columns}", hint)
     source, target = (
         " ".join(_column(place, found, column) for column in columns) for columns in (fields.source, fields.target)
     )
@@ -132,9 +136,6 @@ def _texts(place: str, line: str, fields: Fields) -> tuple[str, str]:
 
 
 def _column(place: str, found: Mapping[str, Any], column: str) -> str:
-    if column not in found:
-        columns = ", ".join(f"`{name}`" for name in found) or "none"
-        raise PrepError(f"{place}: no column `{column}`", f"its columns: {columns}", "`--set data.fields=COLUMN`")
     value = found[column]
     if not isinstance(value, str):
         raise PrepError(f"{place}: column `{column}` is no text", f"it is {_kind(value)}", "mend or remove the line")

@@ -56,7 +56,7 @@ def open_item(path: Path, name: str, given: Given) -> Source:
 
 def _foreign(item: OrbaxItem, path: Path, name: str, given: Given) -> Source:
     """What Orbax saved for others: the config is beside it or given, the layout is found by names and shapes."""
-    config_path = given.config or config_beside(item.folder, path)
+    config_path = given.config.expanduser() if given.config else config_beside(item.folder, path)
     if config_path is None:
         why = f"it has no {MANIFEST}, and no {CONFIG} is in it or beside it: nothing says what model it is of"
         raise PrepError(f"{name} was not written by prep", why, f"`--config FOLDER`, the one with the model's {CONFIG}")

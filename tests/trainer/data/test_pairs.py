@@ -99,17 +99,18 @@ def test_what_texts_are_made_of_makes_another_store(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("line", "what"),
+    ("line", "what", "hint"),
     [
-        ('{"t": "a"}', "a.jsonl:1: no column `s`"),
-        ('{"t": 3, "s": "a"}', "a.jsonl:1: column `t` is no text"),
-        ('["t"]', "a.jsonl:1: not an object but a list"),
-        ("\n\n", "the data has no pair"),
+        ('{"t": "a"}', "a.jsonl:1: no column `s`", "`--set data.fields='[SOURCE], TARGET'`"),
+        ('{"t": 3, "s": "a"}', "a.jsonl:1: column `t` is no text", "mend or remove the line"),
+        ('["t"]', "a.jsonl:1: not an object but a list", "jq"),
+        ("\n\n", "the data has no pair", ""),
     ],
 )
-def test_lines_that_are_no_pair(tmp_path: Path, line: str, what: str):
+def test_lines_that_are_no_pair(tmp_path: Path, line: str, what: str, hint: str):
     (tmp_path / "a.jsonl").write_text(line)
     wanted = request(tmp_path, tmp_path / "a.jsonl", type="json", fields="[t], s", source_length=4)
     with pytest.raises(PrepError) as caught:
         prepared(wanted)
     assert caught.value.what.endswith(what)
+    assert hint in caught.value.hint
