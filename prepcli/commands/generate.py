@@ -127,10 +127,12 @@ def _ids(text: str) -> list[int]:
 
 
 def _opened(request: Request, source: Source, path: Path) -> ItemReader | WeightsReader:
-    """The checkpoint to read parameters of; what prep did not write for a mesh has its vocabulary padded to that."""
-    if source.manifest and not source.file_names:
+    """The checkpoint to read parameters of: as prep lays it out by default, layers one after the other in a leaf, it is
+    read as it is; anything else is laid out so, and its vocabulary padded for the mesh."""
+    said = source.manifest or {}
+    if not source.file_names and said.get("scan") and said["scan_axis"] == 0:
         return open_reader(path)
-    on = _devices(request, {"rules": ()})
+    on = _devices(request, {"rules": said.get("rules", ())})
     axes = on.rules["vocab"][0]
     return WeightsReader(source, math.prod(map(on.mesh.size, axes)) if on.mesh else 1)
 

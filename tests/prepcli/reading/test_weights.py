@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from prepcli.errors import PrepError
 from prepcli.reading.opening import open_source
 from prepcli.reading.weights import WeightsReader
+from tests.commands.running import done
 from tests.decoders import decoder
 from tests.formats.pickles import saved
 from tests.models import BASES, GPT2, LLAMA, make, write_checkpoint
@@ -72,6 +74,33 @@ def test_values_are_cast_to_what_is_asked_for(tmp_path: Path):
         name = "params.layers.mlp.up.weight"
         assert reader.leaves[name].dtype == "bfloat16"
         np.testing.assert_array_equal(read(reader, name), read(reader, name, "bfloat16").astype(np.float32))
+
+
+@pytest.mark.parametrize("options", [("--no-scan",), ("--scan-axis", "1", "--rule", "embed=mp")])
+def test_layers_are_stacked_on_the_first_axis_however_they_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+):
+    monkeypatch.chdir(tmp_path)
+    make(Path("m"), LLAMA)
+    done("save-init", "./m", "--pad-vocab", "8", *options, "--out", "init")
+    with opened(Path("m"), 8) as wanted, opened(Path("init"), 8) as reader:
+        assert {*reader.leaves} == {*wanted.leaves}
+        assert len(reader.facts["rules"]) == len(options) // 4
+        for name in wanted.leaves:
+            np.testing.assert_array_equal(read(reader, name), read(wanted, name))
+
+
+def test_a_leaf_whose_tensors_differ_in_dtype_holds_the_values_of_all(tmp_path: Path):
+    tensors = make(tmp_path / "m", LLAMA)
+    path = "model.layers.{}.mlp.up_proj.weight"
+    mixed = tensors | {path.format(0): tensors[path.format(0)].astype(np.float16)}
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    write_checkpoint(tmp_path / "mixed", config, mixed)
+    name = "params.layers.mlp.up.weight"
+    with opened(tmp_path / "mixed") as reader:
+        assert reader.leaves[name].dtype == "float32"
+        for layer, found in enumerate(read(reader, name)):
+            np.testing.assert_array_equal(found.reshape(-1), mixed[path.format(layer)].reshape(-1))
 
 
 def test_other_formats_are_read_alike(tmp_path: Path):
