@@ -55,9 +55,8 @@ def read(call, text: str):
 def mesh_texts(draw):
     sizes = st.integers(1, 4)
     axes = draw(st.permutations(AXES))[: draw(st.integers(1, 4))]
-    named = ",".join(f"{axis}:{draw(sizes)}" for axis in axes)
-    positional = ",".join(str(draw(sizes)) for _ in range(3))
-    return draw(st.sampled_from(["", "!"])) + draw(st.sampled_from([named, positional]))
+    parts = [f"{axis}:{draw(sizes)}" for axis in axes] if draw(st.booleans()) else [str(draw(sizes)) for _ in range(3)]
+    return draw(st.sampled_from(["", "!"])) + ",".join(parts)
 
 
 MESHES = mesh_texts().map(parse)
@@ -396,6 +395,6 @@ def test_a_run_has_as_many_rows_as_divide_and_fit(rows, columns):
 
 
 def test_stacked_dims_can_be_named():
-    dims, shape = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
-    assert chunk_shape(dims, shape, parse("1,1,4"), DEFAULT_RULES, 4, stacked=("blocks",)) == (1, 8, 1 << 18)
-    assert chunk_shape(dims, shape, None, DEFAULT_RULES, 4, stacked=("blocks", "experts")) == (1, 1, 1 << 20)
+    given = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
+    assert chunk_shape(*given, parse("1,1,4"), DEFAULT_RULES, 4, stacked=("blocks",)) == (1, 8, 1 << 18)
+    assert chunk_shape(*given, None, DEFAULT_RULES, 4, stacked=("blocks", "experts")) == (1, 1, 1 << 20)

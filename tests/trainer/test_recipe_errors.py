@@ -372,25 +372,9 @@ def test_a_file_name_that_is_no_name_asks_for_one():
 
 
 VALUES = st.sampled_from(
-    [
-        "1",
-        "-1",
-        "0",
-        "1.5",
-        "nan",
-        "''",
-        '"x"',
-        "true",
-        "[]",
-        '["a"]',
-        "{}",
-        "{ a = 1 }",
-        "[[1]]",
-        "1979-05-27",
-        "x",
-        "",
-    ]
-)
+    ["1", "-1", "0", "1.5", "nan", "''", '"x"', "true", "[]", '["a"]', "{}", "{ a = 1 }", "[[1]]",
+     "1979-05-27", "x", ""]
+)  # fmt: skip
 NAMES = st.sampled_from([*KEYS, *TABLES, "x", "model.x", '"model.path"', "data.path.x", "[model]", "[[data]]", "[x"])
 
 
