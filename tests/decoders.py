@@ -21,7 +21,6 @@ from trainer.tree import Tree, flat, nested
 
 Tensors = Mapping[str, np.ndarray]
 ONE_BY_ONE = Compute(scan=False)
-QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}  # tests compile for longer than they compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def loss_and_gradients(model: Model, params: Tree, batch: Tensors, how: Compute 
         sums = models.loss_sums(params, batch, model, how)
         return sums.loss / sums.weight
 
-    loss, gradients = jax.jit(jax.value_and_grad(mean), compiler_options=QUICK)(params, batch)
+    loss, gradients = jax.jit(jax.value_and_grad(mean))(params, batch)
     return float(loss), gradients
 
 

@@ -32,7 +32,7 @@ from prepcli.cli import main as prep
 from prepcli.ui import table
 from tests import decoders
 from tests.decoder_configs import ODD
-from tests.decoders import ONE_BY_ONE, QUICK, Decoder, batch_of, decoder, encodes, filled, logits_of, loss_and_gradients
+from tests.decoders import ONE_BY_ONE, Decoder, batch_of, decoder, encodes, filled, logits_of, loss_and_gradients
 from tests.golden import make_greedy
 from tests.golden.make_families import describe
 from tests.models import GPT2, GPT_NEO, LLAMA, RELATIVES
@@ -205,7 +205,7 @@ def step_on_a_mesh(subject: Subject) -> str:
     params = nested({path: jax.device_put(leaf, on.of(leaves[path])) for path, leaf in before.items()})
     placed = {key: jax.device_put(value, on.activation(value.shape, "batch", "seq")) for key, value in batch.items()}
     setup = Setup(made.model, Compute(head_chunk=4, shards=on), ADAMW)
-    step = jax.jit(partial(train_step, setup=setup), compiler_options=QUICK)
+    step = jax.jit(partial(train_step, setup=setup))
     state, measured = step(first_state(params, setup), placed)
     plain = models.loss_sums(nested(before), {key: jnp.asarray(v) for key, v in batch.items()}, made.model, ONE_BY_ONE)
     apart = abs(float(measured["loss"]) / float(plain.loss) - 1)
@@ -223,7 +223,7 @@ def greedy_tokens(subject: Subject) -> str:
     theirs = torch_model(config, tensors)
     entry = make_greedy.chosen(theirs, subject.sizes["vocab"])
     prompts, asked = entry["prompts"], Asked(make_greedy.NEW)
-    own = Generator(made.params(tensors), made.model, Compute(), asked, QUICK)
+    own = Generator(made.params(tensors), made.model, Compute(), asked)
     found = own.batch([[0]] * len(prompts), prompts) if encodes(config) else own.batch(prompts)
     for prompt, tokens, wanted in zip(prompts, found, entry["tokens"]):
         assert tokens == wanted, f"after {len(prompt)} tokens {tokens}, of transformers {wanted}"

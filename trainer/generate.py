@@ -27,8 +27,8 @@ AT_A_TIME = 16  # tokens between two looks at whether all rows have ended
 class _Compiled:
     """A function of arrays, compiled for each shape and place of them; `seconds` that took."""
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any] | None, **jit: Any) -> None:
-        self._jitted = jax.jit(function, compiler_options=options, **jit)
+    def __init__(self, function: Callable[..., Any], **jit: Any) -> None:
+        self._jitted = jax.jit(function, **jit)
         self._found: dict[Any, Callable[..., Any]] = {}
         self.seconds = 0.0
 
@@ -45,17 +45,15 @@ class _Compiled:
 class Generator:
     """A model that is ready to generate; compiled once for each shape of a batch."""
 
-    def __init__(
-        self, params: Tree, model: Model, how: Compute, asked: Asked, options: dict[str, Any] | None = None
-    ) -> None:
-        """`params` as they are trained, or already in the dtype of the computation; `options` of the compiler."""
+    def __init__(self, params: Tree, model: Model, how: Compute, asked: Asked) -> None:
+        """`params` as they are trained, or already in the dtype of the computation."""
         self.model, self.how, self.asked = model, how, asked
         self.params = decoding.ready(params, how)
         given: dict[str, Any] = {"model": model, "how": how}
-        self._remember = _Compiled(partial(decoding.remembered, **given), options)
+        self._remember = _Compiled(partial(decoding.remembered, **given))
         given["asked"] = asked
-        self._prefill = _Compiled(partial(decoding.prefilled, **given), options, static_argnames="count")
-        self._step = _Compiled(partial(decoding.stepped, **given), options, donate_argnums=1)
+        self._prefill = _Compiled(partial(decoding.prefilled, **given), static_argnames="count")
+        self._step = _Compiled(partial(decoding.stepped, **given), donate_argnums=1)
 
     @property
     def compile_s(self) -> float:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import pytest
 from prepcli.cli import main
 from tests.commands.running import done, error, said
 from tests.commands.test_train import WORDS, tokenizer
-from tests.decoders import QUICK
 from tests.models import GPT_NEO, LLAMA, RELATIVES, make
-from trainer import generate
 
 PROMPT = "w3 w1 w4 w1 w5"
 IDS = [3, 1, 4, 1, 5]
@@ -27,7 +24,6 @@ IDS = [3, 1, 4, 1, 5]
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model of Hugging Face and its tokenizer."""
-    monkeypatch.setattr(generate, "Generator", partial(generate.Generator, options=QUICK))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make(Path("tiny"), LLAMA)

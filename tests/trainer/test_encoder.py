@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.decoder_configs import LLAMA, T5, T5_GATED
-from tests.decoders import ONE_BY_ONE, QUICK, batch_of, decoder, filled, logits_of
+from tests.decoders import ONE_BY_ONE, batch_of, decoder, filled, logits_of
 from trainer import model as models
 from trainer.axes import bind
 from trainer.errors import PrepError
@@ -74,9 +74,7 @@ def test_a_memory_goes_with_an_encoder():
 
 def test_first_values_do_not_depend_on_the_form():
     forms = [decoder(T5, True, 0), decoder(T5, True, 1), decoder(T5, False)]
-    found = [
-        made.tensors(jax.jit(lambda made=made: models.init(made.model, 7), compiler_options=QUICK)()) for made in forms
-    ]
+    found = [made.tensors(jax.jit(lambda made=made: models.init(made.model, 7))()) for made in forms]
     for tensor, values in found[0].items():
         np.testing.assert_array_equal(values, found[1][tensor])
         np.testing.assert_array_equal(values, found[2][tensor])

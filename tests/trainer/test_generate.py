@@ -16,7 +16,7 @@ import pytest
 from jax import Array, lax
 
 from tests.decoder_configs import GOLDEN, T5
-from tests.decoders import QUICK, Decoder, decoder, filled, with_padding
+from tests.decoders import Decoder, decoder, filled, with_padding
 from tests.golden import make_decoders, make_greedy
 from tests.trainer.test_sharding import CONFIGS, placed
 from trainer import decoding, generate
@@ -67,7 +67,7 @@ def logits_by_step(made: Decoder, params: Tree, batch: Mapping[str, Array], star
 @cache
 def by_step(name: str) -> Callable[..., Array]:
     """`logits_by_step`, compiled once: batches are of one shape."""
-    return jax.jit(partial(logits_by_step, decoder(GOLDEN[name])), compiler_options=QUICK)
+    return jax.jit(partial(logits_by_step, decoder(GOLDEN[name])))
 
 
 def laid_out(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +113,7 @@ def test_each_token_of_transformers_is_the_likeliest(name: str):
 
 
 def generator(made: Decoder, params: Tree, asked: Asked, how: Compute | None = None) -> Generator:
-    return Generator(params, made.model, how or Compute(), asked, QUICK)
+    return Generator(params, made.model, how or Compute(), asked)
 
 
 def added(own: Generator, prompts: Rows, first_row: int = 0, size: int = 0) -> Rows:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.decoder_configs import GPT_NEO, LLAMA
-from tests.decoders import ONE_BY_ONE, QUICK, Decoder, batch_of, decoder, filled, logits_of
+from tests.decoders import ONE_BY_ONE, Decoder, batch_of, decoder, filled, logits_of
 from trainer import model as models
 from trainer.errors import USAGE, PrepError
 from trainer.model import Compute
@@ -20,7 +20,7 @@ from trainer.tree import Tree, flat, nested
 
 
 def first_values(made: Decoder, seed: int) -> Tree:
-    return jax.jit(lambda: models.init(made.model, seed), compiler_options=QUICK)()
+    return jax.jit(lambda: models.init(made.model, seed))()
 
 
 def test_first_values_do_not_depend_on_the_form():
@@ -108,7 +108,7 @@ def temporary_nbytes(remat: str) -> int:
     kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {key: shape((2, 128), kind) for key, kind in kinds.items()}
     how = Compute(remat=remat)
-    run = jax.jit(jax.value_and_grad(lambda p, b: models.loss_sums(p, b, made.model, how).loss), compiler_options=QUICK)
+    run = jax.jit(jax.value_and_grad(lambda p, b: models.loss_sums(p, b, made.model, how).loss))
     memory: Any = run.lower(params, batch).compile().memory_analysis()
     return memory.temp_size_in_bytes
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.decoders import QUICK, Decoder, apart, batch_of, decoder, filled
+from tests.decoders import Decoder, apart, batch_of, decoder, filled
 from trainer import model as models
 from trainer.errors import USAGE, PrepError
 from trainer.mesh import DEFAULT_RULES, parse, spec, with_rules
@@ -57,7 +57,7 @@ def computed(name: str, on: Shards) -> tuple[float, dict[str, np.ndarray]]:
         params = placed(made, params, on)
         batch = {key: jax.device_put(value, on.activation(value.shape, "batch", "seq")) for key, value in batch.items()}
     how = Compute(head_chunk=4, remat="nothing_saveable", shards=on)
-    run = jax.jit(jax.value_and_grad(lambda p, b: mean(p, b, made, how)), compiler_options=QUICK)
+    run = jax.jit(jax.value_and_grad(lambda p, b: mean(p, b, made, how)))
     loss, gradients = run(params, batch)
     return float(loss), made.tensors(gradients)
 
@@ -88,7 +88,7 @@ def compiled_text(mesh: str) -> tuple[str, str]:
     }
     how = Compute(remat="nothing_saveable", head_chunk=4, shards=on)
     lowered = jax.jit(jax.value_and_grad(lambda p, b: mean(p, b, made, how))).lower(params, batch)
-    return lowered.as_text(), lowered.compile(compiler_options=QUICK).as_text() or ""
+    return lowered.as_text(), lowered.compile().as_text() or ""
 
 
 def test_what_is_kept_of_each_layer_is_split_along_tokens():

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from tests.decoders import QUICK, apart
+from tests.decoders import apart
 from trainer.layers.head import Head, Sums, logits, loss_sums
 from trainer.sharding import Shards
 
@@ -73,7 +73,7 @@ def differentiated(hidden: Any, weight: Any, targets: Any, weights: Any, head: H
     return sums, gradients
 
 
-ours = jax.jit(differentiated, static_argnums=4, compiler_options=QUICK)
+ours = jax.jit(differentiated, static_argnums=4)
 
 
 @settings(max_examples=40, deadline=None)
