@@ -7,6 +7,7 @@ it is run by itself, compiles as users do.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from importlib.metadata import version
 
@@ -20,3 +21,5 @@ if version("jaxlib").startswith("0.10."):  # a flag that it does not know ends a
 if CACHE not in os.environ:
     made = tempfile.TemporaryDirectory(prefix="prep-tests-")  # which is removed when this process ends
     os.environ |= {CACHE: made.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background: commands would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
