@@ -58,6 +58,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return found
 
 
+def not_ours(shown: str) -> PrepError:
+    """The error of an output in whose place something is that prep did not make."""
+    why = f"it has no {MANIFEST}: prep did not make it, and replaces nothing but its own"
+    return PrepError(f"{shown} exists and is something else", why, "another `--out`, or remove it")
+
+
 def manifest_folder(path: Path) -> Path:
     """The folder whose manifest speaks of what `path` means: of an item its own or its training step's, of a run that
     of the last step, else `path` itself."""

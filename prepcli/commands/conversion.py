@@ -75,11 +75,11 @@ def find(common: Common, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir) -
     return located, open_located(located, located.hub_id or name, common.config)
 
 
-def check_config(common: Common, source: Source) -> None:
-    """Usage PrepError for a config that is given for what says itself of which model it is."""
-    if common.config is not None and source.manifest and not source.file_names:
-        why = f"its {MANIFEST} says what model it is of"
-        raise usage(f"`--config` is not for {source.name}", why, "leave it out")
+def check_config(common: Common, *sources: Source) -> None:
+    """Usage PrepError for a config that is given where all sources say themselves of which model they are."""
+    if common.config is not None and all(source.laid_out for source in sources):
+        names = " and ".join(source.name for source in sources)
+        raise usage(f"`--config` is not for {names}", f"{MANIFEST} says what model it is of", "leave it out")
 
 
 def _with_step(name: str, step: int) -> str:

@@ -14,7 +14,7 @@ from prepcli.planning.accounting import KEEP_ALL, vocab_tensors
 from prepcli.planning.plan import Fill, OutFile, Plan, Side, SmallFile
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.reading.locate import Located
-from prepcli.reading.sources import Source, SourceTensor, counted, table_of
+from prepcli.reading.sources import Source, SourceTensor, counted, stored_table
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
 from prepcli.writing.flax_folders import STREAM_FORMAT, lay_out, with_head
@@ -76,10 +76,9 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
     _check(request, source)
     vocabulary = source.vocabulary(request.true_vocab)
     rows = vocabulary.stored if request.keep_padding else vocabulary.true
-    scan = (source.manifest or {}).get("scan", True), (source.manifest or {}).get("scan_axis", 0)
     head = {source.family.tie.tensor} if _repeats_head(request, source) else set()
     source = with_head(source) if head else source
-    found = counted(source, table_of(source, *scan), KEEP_ALL)
+    found = counted(source, stored_table(source), KEEP_ALL)
     cut = Cut(vocabulary, vocab_tensors(found), Fill("zeros"))
     kept = [t.cast(request.dtype) for t in source.tensors if t.name in found.uses or t.name in head]
     sizes = rows_of(kept, cut.tensors, rows)
@@ -172,7 +171,7 @@ def _output(
 
 def _line(request: Request, source: Source, located: Located, files: int, taken_off: int) -> str:
     """`llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
-    step = (source.manifest or {}).get("step")
+    step = source.laid_out.get("step")
     called = located.name if step is None else f"{located.name} step {step}"
     off = f"; {taken_off} rows of padding taken off" if taken_off > 0 else ""
     state = optimizer_nbytes(source)

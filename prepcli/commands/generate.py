@@ -129,8 +129,8 @@ def _ids(text: str) -> list[int]:
 def _opened(request: Request, source: Source, path: Path) -> ItemReader | WeightsReader:
     """The checkpoint to read parameters of: as prep lays it out by default, layers one after the other in a leaf, it is
     read as it is; anything else is laid out so, and its vocabulary padded for the mesh."""
-    said = source.manifest or {}
-    if not source.file_names and said.get("scan") and said["scan_axis"] == 0:
+    said = source.laid_out
+    if said and said["scan"] and said["scan_axis"] == 0:
         return open_reader(path)
     on = _devices(request, {"rules": said.get("rules", ())})
     axes = on.rules["vocab"][0]

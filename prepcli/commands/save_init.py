@@ -13,7 +13,7 @@ from prepcli.commands.conversion import Common, Planned, output_config, request_
 from prepcli.commands.pad_vocab import fill_of
 from prepcli.errors import PrepError, usage
 from prepcli.formats.orbax import find_item
-from prepcli.manifest import OF_A_TREE, OWN, STATE, manifest_folder, read_manifest
+from prepcli.manifest import OWN, STATE, manifest_folder, read_manifest
 from prepcli.planning.accounting import KEEP_ALL, Wishes
 from prepcli.planning.plan import Dropped, Plan
 from prepcli.planning.vocabulary import Vocabulary
@@ -83,7 +83,7 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
     """Every tensor into the leaves of its rows, in chunks for the mesh. PrepError where that does not add up."""
     _check_kind(command, source)
     level = parse_compress(request.compress)
-    keeps_state = not request.params_only and (source.manifest or {}).get("kind") == "train"
+    keeps_state = not request.params_only and source.laid_out.get("kind") == "train"
     off = () if keeps_state else tuple(left_out(source))
     source = source if keeps_state else dataclasses.replace(source, state=())
     layout = _layout(request, source)
@@ -122,7 +122,7 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
 
 
 def _layout(request: Request, source: Source) -> _Layout:
-    before = source.manifest if source.manifest and source.manifest.get("kind") in OF_A_TREE else {}
+    before = source.laid_out
     asked = request.mesh or before.get("mesh")
     mesh = parse(asked) if asked else None
     if mesh is not None and -1 in mesh.sizes:
@@ -160,7 +160,7 @@ def _settings(source: Source, located: Located, layout: _Layout) -> dict[str, An
 
 
 def _check_kind(command: str, source: Source) -> None:
-    if command == "save-init" and source.manifest and not source.file_names:
+    if command == "save-init" and source.laid_out:
         hint = f"`prep reshard {source.name} --mesh …` lays it out anew, `prep export {source.name}` goes back"
         raise usage(f"{source.name} is an Orbax checkpoint already", "save-init reads Hugging Face folders", hint)
     if command == "reshard" and source.file_names:

@@ -17,7 +17,7 @@ from prepcli.planning.accounting import KEEP_ALL, Account
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
 from prepcli.progress import NullProgress, Progress
-from prepcli.reading.sources import Source, SourceTensor, counted, table_of
+from prepcli.reading.sources import Source, SourceTensor, counted, stored_table
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
 from prepcli.writing.streams import vocab_names
@@ -63,6 +63,7 @@ def verify(request: Request, ui: Ui) -> Report:
         check_config(request.common, source)
         return _itself(_model(source), request, spend, ui)
     _, other = find(_for_other(request), ui)
+    check_config(request.common, source, other)
     ui.note(source_line(other))
     if not (source.state and other.state):
         for line in _left_out_lines((source, other)):
@@ -87,9 +88,7 @@ def _for_other(request: Request) -> Common:
 
 
 def _model(source: Source) -> _Model:
-    manifest = source.manifest or {}
-    table = table_of(source, manifest.get("scan", True), manifest.get("scan_axis", 0))
-    found = counted(source, table, KEEP_ALL)
+    found = counted(source, stored_table(source), KEEP_ALL)
     used = [t for t in source.tensors if t.name in found.uses]
     tensors = {t.name: t for t in (*used, *source.state)}
     vocab = frozenset(vocab_names(source, found))

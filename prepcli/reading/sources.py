@@ -14,7 +14,7 @@ from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.untrusted import MOST_CONFIG_NBYTES, read_small
-from prepcli.manifest import MANIFEST
+from prepcli.manifest import MANIFEST, OF_A_TREE
 from prepcli.planning.accounting import Account, Names, Shaped, Wishes, account
 from prepcli.planning.plan import Dropped, Side, SourceFile
 from prepcli.planning.slots import joined, parted
@@ -81,6 +81,11 @@ class Source:
         """Parameters, and what else a training checkpoint holds."""
         return *self.tensors, *self.state
 
+    @property
+    def laid_out(self) -> Mapping[str, Any]:
+        """The manifest of an Orbax checkpoint that prep wrote; of anything else nothing."""
+        return self.manifest if self.manifest and self.manifest["kind"] in OF_A_TREE else {}
+
     def shown_names(self) -> dict[str, str]:
         """How each tensor is called outside of prep."""
         shown = {t.name: self.names.full(t.name) for t in self.tensors}
@@ -101,6 +106,11 @@ def counted(source: Source, table: Mapping[str, Row], wishes: Wishes) -> Account
     """Which row has which tensor of the source."""
     sizes = source.family.sizes(source.config)
     return account(source.names, source.config, sizes, table, source.shaped(), wishes, source.name)
+
+
+def stored_table(source: Source) -> dict[str, Row]:
+    """The rows of the source's family as it has its layers, stacked where it has none of its own."""
+    return table_of(source, source.laid_out.get("scan", True), source.laid_out.get("scan_axis", 0))
 
 
 def table_of(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:

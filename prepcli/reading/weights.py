@@ -51,9 +51,9 @@ class WeightsReader:
         for check in found.checks:
             _check_same(source, check, tensors)
         config = with_vocabulary(source.config, Vocabulary(vocabulary.true, rows))
-        rules = (source.manifest or {}).get("rules", ())
         self.facts: Mapping[str, Any] = {
-            "config": config, "tied": found.tied, "scan": True, "scan_axis": 0, "rules": rules
+            "config": config, "tied": found.tied, "scan": True, "scan_axis": 0,
+            "rules": source.laid_out.get("rules", ()),
         }  # fmt: skip
         bound = {path: bind(row, source.family.sizes(source.config), {VOCAB: rows}) for path, row in table.items()}
         self._leaves = _leaves(found.uses, bound, tensors)
@@ -107,8 +107,10 @@ def _leaves(
 
 def _dtype(leaf: _Leaf) -> str:
     """The dtype of its tensors; where they differ, one that holds the values of all."""
-    found = {tensor.dtype for tensor in leaf.tensors.values()}
-    return found.pop() if len(found) == 1 else "float64" if "float64" in found else "float32"
+    first, *others = {tensor.dtype for tensor in leaf.tensors.values()}
+    if not others:
+        return first
+    return "float64" if "float64" in (first, *others) else "float32"
 
 
 def _put(copy: Copy, tensor: np.ndarray, array: np.ndarray) -> None:

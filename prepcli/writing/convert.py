@@ -17,7 +17,7 @@ from prepcli.engine.digest import digest
 from prepcli.engine.files import Files, io_error
 from prepcli.engine.pipeline import NO_BYTES, Outcome
 from prepcli.errors import PrepError
-from prepcli.manifest import MANIFEST, read_manifest
+from prepcli.manifest import MANIFEST, not_ours, read_manifest
 from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import ALONE, Share
@@ -135,6 +135,7 @@ def _finish_once(
         if is_needed:
             empty = {number: NO_BYTES for number, stream in enumerate(task.plan.streams) if not stream.nbytes}
             finish(task.plan, task.stage, task.run, replace(outcome, digests=empty | digests), progress)
+            _check_ours(options.out)  # it may have come to be meanwhile
             task.stage.publish(options.overwrite)
 
 
@@ -152,9 +153,7 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
     out = options.out
     if not os.path.lexists(out):
         return False
-    if not _is_output(out):
-        why = f"it has no {MANIFEST}: prep did not make it, and replaces nothing but its own"
-        raise PrepError(f"{out} exists and is something else", why, "`--out NAME`, or remove it")
+    _check_ours(out)
     try:
         manifest = read_manifest(out)
     except PrepError:
@@ -173,12 +172,20 @@ def _is_done(plan: Plan, run: dict[str, object], options: Options) -> bool:
     raise PrepError(f"{out} exists and is something else", _made_by(manifest, plan), hint)
 
 
-def _is_output(out: Path) -> bool:
-    """Whether it is one of prep's, be it damaged, or an empty folder."""
+def _check_ours(out: Path) -> None:
+    """PrepError where something has the name that is no output of prep's, be it damaged, nor an empty folder."""
     try:
-        return os.path.lexists(out / MANIFEST) or (out.is_dir() and not any(out.iterdir()))
+        names = os.listdir(out)  # opened once: another process may be giving the name to its successor
+    except FileNotFoundError:
+        ours = not out.is_symlink()
+    except NotADirectoryError:
+        ours = False
     except OSError as error:
         raise io_error(out, error) from error
+    else:
+        ours = not names or MANIFEST in names
+    if not ours:
+        raise not_ours(str(out))
 
 
 def _is_whole(plan: Plan, out: Path, manifest: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import TextIO
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage
-from prepcli.manifest import MANIFEST
+from prepcli.manifest import MANIFEST, not_ours
 from prepcli.progress import Progress
 from prepcli.reading.mirrors import whole
 from prepcli.reading.objects import Bucket, Url, is_url, parse_url
@@ -75,6 +75,8 @@ def to_url(request: Request, several: bool, ui: Ui, make: Callable[[Path, bool],
         raise usage(f"`--out {request.url}` is for one process", "several write this output", hint)
     bucket = Bucket(request.url, retries=RETRIES)
     there = bucket.files()
+    if there and not _is_ours(request, there):
+        raise not_ours(bucket.name)
     if there and not request.overwrite and (already := _already(request, bucket, there, ui, make)):
         return already
     if request.restart:
@@ -88,13 +90,10 @@ def to_url(request: Request, several: bool, ui: Ui, make: Callable[[Path, bool],
 def _already(
     request: Request, bucket: Bucket, there: Sequence[RemoteFile], ui: Ui, make: Callable[[Path, bool], Report]
 ) -> Report | None:
-    """The report where the output is there; None where an upload of it goes on. PrepError for anything else."""
+    """The report where the output is there; None where an upload of it goes on. PrepError for another output."""
     manifest = next((file for file in there if file.path == MANIFEST), None)
     if manifest is None:
-        if _is_begun(request):
-            return None
-        what, why = f"{bucket.name} exists", f"{len(there):,} objects lie below it, and no {MANIFEST}"
-        raise PrepError(what, why, "`--out` another address, or `--overwrite`")
+        return None
     report = make(request.here, True)
     try:
         found = json.loads(whole(bucket, manifest))
@@ -158,6 +157,11 @@ def _upload(request: Request, plan: str, bucket: Bucket, there: Sequence[RemoteF
                 bucket.write(name, names[name], PART_NBYTES, MOST_PARTS, progress.advance)
     finally:
         progress.end()
+
+
+def _is_ours(request: Request, there: Sequence[RemoteFile]) -> bool:
+    """Whether what is there is an output of prep, or one that is on its way up from here."""
+    return any(file.path == MANIFEST for file in there) or _is_begun(request)
 
 
 def _is_begun(request: Request) -> bool:

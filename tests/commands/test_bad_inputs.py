@@ -8,10 +8,13 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prepcli.cli import main
+from prepcli.writing import convert
+from tests.commands.killing import content
 from tests.models import GPT_NEO, LLAMA, make, tensors_of, write_checkpoint
 from trainer.families import FAMILIES
 
@@ -197,7 +200,7 @@ def test_an_output_that_is_something_else(capsys):
         [
             "error: m-init exists and is something else",
             "  why: it has no prep-manifest.json: prep did not make it, and replaces nothing but its own",
-            " hint: `--out NAME`, or remove it",
+            " hint: another `--out`, or remove it",
         ],
     )
 
@@ -352,6 +355,26 @@ def test_what_prep_did_not_make_is_never_replaced(capsys, tmp_path: Path, kind: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_nor_is_what_came_to_have_the_name_meanwhile(capsys, monkeypatch):
+    make(Path("m"))
+    assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
+    honest = convert.finish
+
+    def late(*given: Any) -> None:
+        honest(*given)
+        Path("out").mkdir()
+        Path("out/thesis.tex").write_text("years of work")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(convert, "finish", late)
+        assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
+    assert "error: out exists and is something else" in capsys.readouterr().err
+    assert content(Path("out")) == {"thesis.tex": b"years of work"}
+    Path("out").rename("theirs")
+    assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
+    assert content(Path("out")) == content(Path("whole"))
+
+
 def test_an_empty_folder_is_replaced_where_that_is_asked_for(capsys):
     make(Path("m"))
     Path("out").mkdir()
@@ -367,6 +390,10 @@ def test_a_config_is_not_given_for_what_says_itself_of_which_model_it_is(capsys)
     for command in (["verify"], ["export"], ["reshard"], ["generate", "--tokens", "1"]):
         code, lines = said(capsys, command[0], "init", *command[1:], "--config", "m")
         assert (code, lines[0]) == (2, "error: `--config` is not for init")
+    assert main(["verify", "init", "./m", "--config", "m/config.json", "-q"]) == 0
+    capsys.readouterr()
+    code, lines = said(capsys, "verify", "init", "init", "--config", "m")
+    assert (code, lines[0]) == (2, "error: `--config` is not for init and init")
 
 
 def test_a_folder_in_which_one_works_or_lives_is_never_replaced(capsys, monkeypatch, tmp_path: Path):

@@ -96,7 +96,7 @@ def test_a_process_of_its_own(here: Path):
 
 def test_prompts_come_from_files(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
-    Path("p.txt").write_text("w1 w2\nw3\n")
+    Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a mark of its encoding
     found = [told(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
     assert found[0]["prompts"] == found[1]["prompts"] == ["w1 w2", "w3"]
     assert found[0]["tokens"] == found[1]["tokens"]
@@ -157,6 +157,13 @@ def test_a_text_ends_where_the_model_says(here: Path, capsys: pytest.CaptureFixt
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
         found = told(capsys, "tiny", "--prompt", PROMPT, new=12)
         assert (found["tokens"][0], found["ended"]) == (whole[: at + 1], [True])
+
+
+@pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
+def test_ends_that_are_no_tokens_end_nothing(here: Path, capsys: pytest.CaptureFixture[str], ends: object):
+    Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    found = told(capsys, "tiny", "--prompt", PROMPT, new=2)
+    assert (len(found["tokens"][0]), found["ended"]) == (2, [False])
 
 
 def test_bfloat16_is_computed_in_where_it_is_stored(here: Path, capsys: pytest.CaptureFixture[str]):

@@ -151,11 +151,24 @@ def test_something_else_is_replaced_if_that_is_wished_and_its_marks_go_first(sit
     assert site.prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
 
-def test_what_nobody_knows_of_is_not_written_over(site: Site, home: Path):
-    error = site.prep("save-init", str(home / "m"), "--out", "gs://bucket/models/m")["error"]
-    assert error["what"] == "gs://bucket/models/m exists"
-    assert error["why"].endswith("and no prep-manifest.json")
+@pytest.mark.parametrize("address", ["gs://bucket/models/m", "gs://bucket/models", "s3://bucket"])
+@pytest.mark.parametrize("more", [(), ("--overwrite",), ("--restart",)])
+def test_what_prep_did_not_make_is_never_replaced(site: Site, home: Path, address: str, more: tuple[str, ...]):
+    error = site.prep("save-init", str(home / "m"), "--out", address, *more)["error"]
+    assert error["what"] == f"{address} exists and is something else"
+    assert "no prep-manifest.json" in error["why"]
     assert site.writes() == []
+
+
+def test_a_replacement_that_failed_goes_on(site: Site, home: Path):
+    arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out", "gs://bucket/out")
+    assert site.prep(*arguments, "--no-scan")["ok"]
+    site.store.refused = "PUT bucket/out/hf/"
+    assert not site.prep(*arguments, "--overwrite")["ok"]
+    assert "bucket/out/prep-manifest.json" not in site.store.there
+    site.store.refused = "\0"
+    assert site.prep(*arguments, "--overwrite")["ok"]
+    assert site.store.below("bucket/out/").keys() == contents(home / "init").keys()
 
 
 def test_an_upload_that_fails_goes_on_where_it_stopped(site: Site, home: Path):
@@ -181,7 +194,7 @@ def test_an_upload_that_was_begun_is_no_leave_to_replace_what_has_another_addres
     site.store.there["bucket/mine/out/thesis"] = b"x"
     site.store.requests.clear()
     error = site.prep(*arguments, "gs://bucket/mine/out")["error"]
-    assert error["what"] == "gs://bucket/mine/out exists"
+    assert error["what"] == "gs://bucket/mine/out exists and is something else"
     assert site.writes() == []
     assert site.prep(*arguments, "gs://bucket/out")["ok"]
 

@@ -144,11 +144,21 @@ def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.Captu
     )  # fmt: skip
 
 
+def say(**changes: int | None) -> None:
+    """What the init says in its config."""
+    manifest = Path("tiny-init/prep-manifest.json")
+    whole = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(whole | {"config": whole["config"] | changes}))
+
+
+def test_a_model_that_does_not_say_what_a_target_ends_with(here: Path, capsys: pytest.CaptureFixture[str]):
+    say(eos_token_id=None)
+    assert main(["train", "recipe.toml", "--set", "train.steps=3"]) == OK
+    assert "config.json has no eos_token_id: nothing says where a target ends" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_say_what_a_target_begins_with(here: Path, capsys: pytest.CaptureFixture[str]):
-    for manifest in (*Path("tiny-init").rglob("prep-manifest.json"),):
-        whole = json.loads(manifest.read_text())
-        whole["config"] |= {"decoder_start_token_id": None, "pad_token_id": 131}
-        manifest.write_text(json.dumps(whole))
+    say(decoder_start_token_id=None, pad_token_id=131)
     assert refused(capsys)[1:] == (
         "config.json does not say what a decoder begins with",
         "decoder_start_token_id is 131, it has to be a token of 131",

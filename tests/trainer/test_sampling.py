@@ -85,10 +85,11 @@ def test_a_draw_depends_on_seed_row_and_step():
     assert wide.tolist() == first, "nor on rows of padding"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-30])
-def test_no_temperature_takes_the_likeliest(temperature: float):
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 0.5), (1e-30, 0.5), (1e-300, 1.0), (1.0, 1e-300)])
+def test_no_temperature_or_share_takes_the_likeliest(temperature: float, top_p: float):
+    """Nor do such that float32 has not."""
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((50, VOCAB)), jnp.float32)
-    found = chosen(logits, jnp.arange(50), jnp.int32(0), Sampling(temperature, top_k=3, top_p=0.5))
+    found = chosen(logits, jnp.arange(50), jnp.int32(0), Sampling(temperature, top_k=3, top_p=top_p))
     assert (found.dtype, found.tolist()) == (jnp.int32, logits.argmax(-1).tolist())
 
 

@@ -224,5 +224,7 @@ def test_no_devices_and_too_little_memory_are_told(monkeypatch: pytest.MonkeyPat
     full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.\nand more"
     with pytest.raises(PrepError, match=r"too little memory - RESOURCE_EXHAUSTED: .* 5 bytes. - more"), enough_memory():
         raise jax.errors.JaxRuntimeError(full)
+    with pytest.raises(PrepError, match="too little memory - the system has no more - more"), enough_memory():
+        raise MemoryError
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), enough_memory():
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
