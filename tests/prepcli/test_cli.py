@@ -112,6 +112,19 @@ def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
         (["zzz"], "error: no command called `zzz`\n hint: `prep --help`\n"),
         (["models", "--jsn"], "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n"),
         (["models", "--zzz"], "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n"),
+        (
+            ["train", "x.toml", "--dtype", "bf16"],
+            "error: `prep train` has no option `--dtype`\n hint: `--set model.dtype=bfloat16`\n",
+        ),
+        (
+            ["train", "x.toml", "--resume"],
+            "error: `prep train` has no option `--resume`\n"
+            " hint: a run resumes by itself: run the same command again\n",
+        ),
+        (
+            ["train", "x.toml", "--quite"],
+            "error: `prep train` has no option `--quite`\n hint: did you mean `--quiet`?\n",
+        ),
         (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
         (
             ["models", "lama"],
@@ -142,6 +155,11 @@ def test_a_wrong_value_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> 
     assert what == "error: invalid value for '--progress'"
     assert why == "  why: 'loud' is not one of 'auto', 'bar', 'lines', 'json', 'none'"
     assert hint == " hint: `prep pad-vocab --help`"
+
+
+def test_a_known_name_of_a_choice_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--dtype", "bf16"]) == 2
+    assert capsys.readouterr().err.endswith(" hint: did you mean `bfloat16`?\n")
 
 
 @pytest.mark.parametrize(
