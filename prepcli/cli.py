@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from prepcli.app.root import app
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage
 from prepcli.guess import guess
-from prepcli.signals import Stopped, follow_parent
+from prepcli.signals import Interrupted, Stopped, follow_parent, notes_of
 from prepcli.ui import Ui, open_ui
 
 
@@ -36,15 +36,13 @@ def _run(args: Sequence[str], ui: Ui) -> int:
         follow_parent()
         code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
-        return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED))
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+        return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)))
+    except (KeyboardInterrupt, Interrupted) as error:
+        return ui.fail(_unfinished("interrupted", args, INTERRUPTED, notes_of(error)))
     except BrokenPipeError:
         raise
     except Exception as error:
         return ui.fail(_usage_error(error, ui.command, args) or error)
-    if code == INTERRUPTED:  # Typer's answer to Ctrl-C
-        return ui.fail(_unfinished("interrupted", args, INTERRUPTED))
     return code or OK
 
 
@@ -61,9 +59,12 @@ def _commands() -> list[str]:
     return [name or callback.__name__.replace("_", "-") for name, callback in named if callback is not None]
 
 
-def _unfinished(what: str, args: Sequence[str], code: int) -> PrepError:
+def _unfinished(what: str, args: Sequence[str], code: int, kept: Sequence[str]) -> PrepError:
+    """The error of a command that was stopped; `kept`: what the same command goes on from."""
+    if not kept:
+        return PrepError(what, code=code)
     again = shlex.join(["prep", *(word for word in args if word != "--restart")])  # which would drop what is kept
-    return PrepError(what, "what was written is kept", f"to go on: `{again}`", code)
+    return PrepError(what, "; ".join(kept), f"to go on: `{again}`", code)
 
 
 def _muted(code: int) -> int:

@@ -80,6 +80,11 @@ class Run:
     head_chunk: int = 512
 
     @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 without any."""
+        return self._extent("experts")
+
+    @property
     def embed(self) -> int:
         """The width of the residual stream, which is whole on each device."""
         return self._extent("embed")
@@ -219,7 +224,9 @@ class _Stack:
             return self._all()
         kept = stream * run.itemsize // run.residual_parts(self.length)
         if run.remat in SAVES_DOTS + SAVES_WEIGHT_DOTS:
-            kept += run.itemsize * (stream * (1 + len(self.keys)) + self._hidden_count() * (1 + self.traits.gated))
+            experts = run.experts if self.traits.experts_per_token else 1
+            kept += run.itemsize * experts * (stream + self._hidden_count() * (1 + self.traits.gated))
+            kept += run.itemsize * stream * len(self.keys)
             kept += run.itemsize * (self._queries() + self._keys_values()) * len(self.keys)
         if run.remat in SAVES_DOTS:
             kept += sum(

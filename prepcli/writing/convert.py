@@ -24,6 +24,7 @@ from prepcli.planning.shares import ALONE, Share
 from prepcli.planning.slabs import all_slabs, wide
 from prepcli.progress import Progress
 from prepcli.reading.sources import Source
+from prepcli.signals import noting_kept
 from prepcli.ui import version
 from prepcli.units import bytes_text
 from prepcli.writing.expectations import Expectations
@@ -89,16 +90,23 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
             return Done(options.out, Outcome(), 0, already=True)
         options.start()
         task = Task(plan, run, stage, division, range(options.share.index, options.share.index + options.workers))
-        try:
-            outcome = _moved(task, source, spend, options.allow_overflow, progress, note)
-            _check_unchanged(plan, source)
-        except PrepError as error:
-            stage.tell_failure(error)
-            raise
-        _finish_once(task, options, outcome, progress, note)
+        with noting_kept(lambda: _kept(task)):
+            try:
+                outcome = _moved(task, source, spend, options.allow_overflow, progress, note)
+                _check_unchanged(plan, source)
+            except PrepError as error:
+                stage.tell_failure(error)
+                raise
+            _finish_once(task, options, outcome, progress, note)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
     clean(options.out)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
+
+
+def _kept(task: Task) -> str:
+    """What of the output is durable, for the message of a run that was stopped; empty for nothing."""
+    done, total = task.team_nbytes()
+    return f"{bytes_text(done)} of {bytes_text(total)} are kept in {task.stage.folder.name}" if done else ""
 
 
 def _moved(
