@@ -35,6 +35,7 @@ ALGEBRA = ["boxes", "grids", "moves", "plan", "slabs", "coverage"]  # so are the
 # lists the devices that jax sees, if it is asked to; train, and generate
 NO_CONVERSION = {
     *(f"prepcli.commands.{name}" for name in ("env", "train", "generate")),
+    "prepcli.training_checks",
     "prepcli.training_lines",
 }
 

@@ -118,17 +118,17 @@ def texts(
         source_length=data.source_length or 0,
         prefix=data.source_prefix or "",
     )
-    _check_length(data, model)
     _check_source(request, model)
     if request.read.source:
         start_token(facts["config"], request.vocab)  # before all texts are tokenised
         if request.eos_id is None:
             note("config.json has no eos_token_id: nothing says where a target ends")
-    tokens = prepare(request, progress, note)
     if data.eval_path is None:
+        tokens = prepare(request, progress, note)
         train, held = split(_rows(tokens, request, facts["config"]), data.holdout)
         return Texts(train, held, tokens.identity)
-    other = prepare(_with_paths(request, data.eval_path), progress, note)
+    other = prepare(_with_paths(request, data.eval_path), progress, note)  # first: faults of a small file show early
+    tokens = prepare(request, progress, note)
     train, held = (_rows(each, request, facts["config"]) for each in (tokens, other))
     return Texts(train, held, f"{tokens.identity} {other.identity}")
 
@@ -143,7 +143,8 @@ def _with_paths(request: Request, paths: tuple[str, ...]) -> Request:
     return dataclasses.replace(request, paths=paths)
 
 
-def _check_length(data: Data, model: Model) -> None:
+def check_length(data: Data, model: Model) -> None:
+    """Usage PrepError where sequences are longer than the model has learned positions for."""
     most = model.traits.positions
     if model.traits.learns_positions and data.seq_length > most:
         why = f"the model has {most} positions"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,20 @@ from prepcli.reading.locate import locate
 from prepcli.reading.restore import ItemReader, open_reader
 from prepcli.reading.sources import HF_FOLDER
 from prepcli.signals import noting_kept, stoppable, told_to_stop
+from prepcli.training_checks import (
+    check_disk,
+    checkpoint_nbytes,
+    device_memory_nbytes,
+    disk_doubts,
+    host_memory,
+    memory_doubt,
+    memory_fields,
+    memory_table,
+)
 from prepcli.training_lines import Watch, plan_lines
 from prepcli.ui import SLABS, Report, Ui
 from prepcli.writing.run_folder import LOCK, RunFolder, step_folder, steps_of
+from trainer.memory_estimate import estimate
 from trainer.recipe import Loaded, Recipe, load, recipe_text, schema
 from trainer.recipe.tables import KEYS, value_of
 
@@ -57,6 +69,7 @@ class _Run:
     start: Path  # the checkpoint whose state, or parameters, it begins with
     step: int
     job: Any  # trainer.loop.Job, which brings jax along
+    memory: dict[str, Any]  # estimated
 
     @property
     def recipe(self) -> Recipe:
@@ -81,7 +94,9 @@ def train(request: Request, ui: Ui) -> Report:
                 ui.note(line)
             fields = _fields(run, run.step)
             if request.dry_run:
-                return Report(f"would train to step {run.job.steps} in {folder}", fields | {"dry_run": True})
+                return Report(
+                    f"would train to step {run.job.steps} in {folder}", fields | {"memory": run.memory, "dry_run": True}
+                )
             if run.step == run.job.steps:
                 return _finished(run, fields)
             state = _state(run, reader)
@@ -126,9 +141,11 @@ def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[Ite
     from trainer import sharding
     from trainer.job import rules_of
     from trainer.mesh import DEFAULT_RULES, parse
+    from trainer.preflight import check_inputs
 
     mesh = parse(loaded.recipe.mesh, "mesh")
     on = sharding.shards(mesh, DEFAULT_RULES)
+    check_inputs(loaded.recipe, on)
     steps = [] if request.restart else steps_of(folder)
     path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
     reader = open_reader(path)
@@ -174,10 +191,13 @@ def _planned(
 ) -> _Run:
     """`spare`: where tokens are made that the run does not have, if nothing may be written to it."""
     from trainer import job as jobs
+    from trainer.preflight import run_doubts
 
     facts, recipe = reader.facts, loaded.recipe
     model = jobs.architecture(facts)
     jobs.check_computes(recipe, model, on)
+    jobs.check_length(recipe.data, model)
+    memory = _check_machine(recipe, model, on, folder, request.dry_run, ui)
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS}
     if spare is not None:
         folders["spare"] = spare
@@ -187,7 +207,35 @@ def _planned(
     step = _step_of(folder, reader)
     if step:
         jobs.check_continues(facts, job, _changed(folder, recipe), step)
-    return _Run(loaded, folder, reader.folder, step, job)
+    for doubt in (*run_doubts(recipe, job), *_disk_doubts(folder, recipe, model, job.steps - step)):
+        ui.warn(doubt)
+    return _Run(loaded, folder, reader.folder, step, job, memory)
+
+
+def _check_machine(recipe: Recipe, model: Any, on: Any, folder: Path, dry_run: bool, ui: Ui) -> dict[str, Any]:
+    """The memory estimate for the JSON object, after its warnings. PrepError where the run cannot work here."""
+    from trainer.preflight import context_doubts, memory_run
+
+    devices = list(on.devices.local_devices)
+    run = memory_run(recipe, model, on, widens=devices[0].platform == "cpu")
+    found, available = estimate(run), device_memory_nbytes(devices, host_memory())
+    if dry_run:
+        ui.note(memory_table(run, found, available))
+    doubts = [*context_doubts(recipe, model), memory_doubt(run, found, available)]
+    for doubt in filter(None, doubts):
+        ui.warn(doubt)
+    if not steps_of(folder):
+        check_disk(folder, _checkpoint_nbytes(recipe, model))
+    return memory_fields(found, available)
+
+
+def _disk_doubts(folder: Path, recipe: Recipe, model: Any, steps_left: int) -> Iterator[str]:
+    return disk_doubts(folder, recipe, _checkpoint_nbytes(recipe, model), steps_left)
+
+
+def _checkpoint_nbytes(recipe: Recipe, model: Any) -> int:
+    count = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
+    return checkpoint_nbytes(count, recipe.checkpoint.optimizer_state)
 
 
 def _step_of(folder: Path, reader: ItemReader) -> int:

@@ -86,8 +86,23 @@ def examine(path: Path) -> DataFile:
     except OSError as error:
         raise io_error(path, error) from error
     if not nbytes:
-        raise PrepError(f"{path} is empty", "looked for text, found 0 bytes", "remove it, or name the other files")
+        raise _empty(path)
     return DataFile(path, nbytes, state.hexdigest())
+
+
+def check_readable(path: Path) -> None:
+    """Check that a file can be opened and has content, without reading it. Raises PrepError."""
+    try:
+        with path.open("rb") as handle:
+            has_content = bool(handle.read(1))
+    except OSError as error:
+        raise io_error(path, error) from error
+    if not has_content:
+        raise _empty(path)
+
+
+def _empty(path: Path) -> PrepError:
+    return PrepError(f"{path} is empty", "looked for text, found 0 bytes", "remove it, or name the other files")
 
 
 def io_error(path: Path, error: OSError) -> PrepError:

@@ -83,6 +83,12 @@ def load(path: Path) -> Encoder:
     return Encoder(file, xxhash.xxh3_128_hexdigest(data), max_id, tokenizer)
 
 
+def check_present(path: Path) -> None:
+    """Check that a tokenizer.json, or a folder that has one, exists. Raises PrepError."""
+    if not (path / NAME if path.is_dir() else path).is_file():
+        raise _missing(path)
+
+
 def _parsed(file: Path, data: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(data)
