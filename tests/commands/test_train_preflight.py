@@ -12,7 +12,7 @@ from prepcli import training_checks
 from prepcli.cli import main
 from prepcli.errors import FAILED, OK, USAGE
 from prepcli.writing import run_folder
-from tests.commands.test_train import RECIPE, WORDS, failure, told, tokenizer
+from tests.commands.test_train import RECIPE, WORDS, failure, tokenizer, told
 from tests.models import LLAMA, make
 from trainer.data import documents, prepare
 

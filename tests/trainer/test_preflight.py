@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,9 @@ def recipe(*sets: str) -> Recipe:
     return load(Path("recipe.toml"), sets).recipe
 
 
-def llama(positions: int = 64, **config: object) -> Model:
-    made = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96} | config
-    return build(FAMILIES["llama"], made | {"max_position_embeddings": positions}, tied=False)
+def llama(**changes: Any) -> Model:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
+    return build(FAMILIES["llama"], {**sizes, "max_position_embeddings": 64, **changes}, tied=False)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def test_a_context_beyond_the_positions_is_doubted():
 
 
 def test_a_stretched_rotation_counts_as_longer():
-    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
-    assert list(context_doubts(recipe("data.seq_length=256"), llama(**yarn))) == []
-    assert list(context_doubts(recipe("data.seq_length=257"), llama(**yarn)))
+    model = llama(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
+    assert list(context_doubts(recipe("data.seq_length=256"), model)) == []
+    assert list(context_doubts(recipe("data.seq_length=257"), model))
 
 
 @pytest.mark.parametrize(
