@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def checksum(data: Bytes) -> int:
 
 
 class Recorder:
-    """The sums of a run's blocks, by number. `observe` follows what is written, by one thread at a time."""
+    """The sums of a run's blocks, by number. `observe` follows what is written, one slab after the other."""
 
     def __init__(self, path: Path, extents: Sequence[Extent]) -> None:
         """Go on from the sums that an earlier run saved in `path`, as far as they are whole."""
@@ -44,6 +45,14 @@ class Recorder:
         self._open: dict[
             int, tuple[xxhash.xxh3_64, int]
         ] = {}  # of each block that is begun, the next byte of its chunk
+
+    @contextlib.contextmanager
+    def observing(self, copies: Sequence[Copy], data: Bytes) -> Iterator[None]:
+        """Take in the runs of copies, beside what is done within."""
+        with ThreadPoolExecutor(1) as beside:
+            observed = beside.submit(self.observe, copies, data)
+            yield
+            observed.result()
 
     def observe(self, copies: Sequence[Copy], data: Bytes) -> None:
         """Take in the runs of copies, which follow each other in `data`."""

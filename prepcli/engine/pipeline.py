@@ -6,6 +6,7 @@ durable is one position, and a tensor's digest streams over its bytes in the ten
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -227,14 +228,13 @@ class _Run:
 
     def _write(self, step: _Step) -> None:
         began, slab = time.perf_counter(), step.slab
-        if self.checksums and slab.right:
-            self.checksums.observe(slab.right, step.data)
-        if step.done_nbytes > self.durable:
-            if self.sink and slab.right:
-                self.sink.write(slab.right, step.data)
-                self.outcome.written_nbytes += slab.written_nbytes
-                self.dirty += slab.written_nbytes
-            self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
+        with self.checksums.observing(slab.right, step.data) if self.checksums else contextlib.nullcontext():
+            if step.done_nbytes > self.durable:
+                if self.sink and slab.right:
+                    self.sink.write(slab.right, step.data)
+                    self.outcome.written_nbytes += slab.written_nbytes
+                    self.dirty += slab.written_nbytes
+                self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
         self.fresh |= step.digests
         self.position = step.done_nbytes
         if self.dirty >= min(MOST_UNSYNCED_NBYTES, self.spend.nbytes // 2) and not self._is_ragged(step):
