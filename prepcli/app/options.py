@@ -103,6 +103,10 @@ Processes = Annotated[
 ]
 WorkerCount = Annotated[int, typer.Option("--workers", metavar="N", min=1, max=256, help="Processes to use here.")]
 
+NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not check the checkpoint's bytes against its checksums.")
+]
+
 MEMORY_DEFAULT = "512MiB"
 Drop = Annotated[
     list[str] | None,

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,17 @@ from prepcli.commands.save_init import Request as SaveInit
 from prepcli.commands.save_init import save_init
 from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
+from prepcli.formats.checksums import CHECKSUMS
 from prepcli.manifest import read_manifest
+from prepcli.reading.digests import REMAKE, check_all
 from prepcli.reading.locate import locate
+from prepcli.reading.opening import open_source
 from prepcli.reading.restore import ItemReader, open_reader
-from prepcli.reading.sources import HF_FOLDER
+from prepcli.reading.sources import HF_FOLDER, Source, SourceTensor
 from prepcli.signals import stoppable, told_to_stop
 from prepcli.training_lines import Watch, plan_lines
 from prepcli.ui import SLABS, Report, Ui
+from prepcli.units import bytes_text
 from prepcli.writing.run_folder import LOCK, RunFolder, step_folder, steps_of
 from trainer.recipe import Loaded, Recipe, load, recipe_text, schema
 from trainer.recipe.tables import KEYS, value_of
@@ -46,6 +50,7 @@ class Request:
     stop_after: int = 0
     dry_run: bool = False
     offline: bool = False
+    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,9 @@ def train(request: Request, ui: Ui) -> Report:
                 return Report(f"would train to step {run.job.steps} in {folder}", fields | {"dry_run": True})
             if run.step == run.job.steps:
                 return _finished(run, fields)
+            if request.verify and not reader.is_checked:
+                source = open_source(reader.folder, str(reader.folder))
+                check_unsummed(source, source.everything if run.step else source.tensors, ui, _hint(folder, run.start))
             state = _state(run, reader)
         return _carried_out(run, state, request.restart, ui)
 
@@ -122,10 +130,32 @@ def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[Ite
     on = sharding.shards(mesh, DEFAULT_RULES)
     steps = [] if request.restart else steps_of(folder)
     path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
-    reader = open_reader(path)
+    reader = open_reader(path, request.verify, _hint(folder, path))
     if request.restart:
         _check_apart(reader, folder)
     return reader, sharding.shards(mesh, rules_of(reader.facts))
+
+
+def _hint(folder: Path, path: Path) -> str:
+    """What the user can do where the checkpoint that a run begins with is damaged."""
+    steps = steps_of(folder)
+    if steps and step_folder(folder, steps[-1]) in (path, path.parent):
+        if len(steps) == 1:
+            return "`--restart` begins anew"
+        return f"move {step_folder(folder, steps[-1])} away: the run then goes on from step {steps[-2]}"
+    if folder / STARTS in path.parents:
+        return f"remove {path}: the next start makes it anew"
+    return REMAKE
+
+
+def check_unsummed(source: Source, tensors: Sequence[SourceTensor], ui: Ui, hint: str = REMAKE) -> None:
+    """Check tensors of a checkpoint that has no checksums of its parts, by reading them once more as a whole."""
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
+    if not nbytes:
+        return
+    cost = f"checking it reads {bytes_text(nbytes)} once more"
+    ui.note(f"{source.name} has no {CHECKSUMS} (an earlier prep wrote it): {cost}; `prep reshard` writes one that has")
+    check_all(source, tensors, ui.progress(), hint)
 
 
 def _check_apart(reader: ItemReader, folder: Path) -> None:

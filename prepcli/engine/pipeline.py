@@ -6,6 +6,7 @@ durable is one position, and a tensor's digest streams over its bytes in the ten
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import xxhash
 
 from prepcli.engine.budget import Budget, Buffers, anonymous_nbytes
 from prepcli.engine.casts import Cast, Moved
+from prepcli.engine.checksums import Recorder
 from prepcli.engine.files import PAGE, Bytes, Files, Reads
 from prepcli.engine.fills import Fills, mean_source
 from prepcli.engine.journal import Journal
@@ -60,13 +62,14 @@ def run(
     progress: Progress,
     journal: Journal | None = None,
     on_digest: Callable[[int, str], None] = lambda number, digest: None,
+    checksums: Recorder | None = None,
 ) -> Outcome:
     """Move every stream; without a sink they are only digested. `on_digest`, which is told what `Outcome.digests` has
-    of a stream, may raise to stop the run.
+    of a stream, may raise to stop the run. `checksums` takes in what is written.
 
     Whatever ends it early, what the journal names is durable and a later run with the same journal goes on from there.
     """
-    task = _Run(streams, source, sink, spend, progress, journal, on_digest)
+    task = _Run(streams, source, sink, spend, progress, journal, on_digest, checksums)
     return task.go()
 
 
@@ -97,9 +100,11 @@ class _Run:
         progress: Progress,
         journal: Journal | None,
         on_digest: Callable[[int, str], None],
+        checksums: Recorder | None,
     ) -> None:
         self.streams, self.source, self.sink = streams, source, sink
         self.spend, self.progress, self.journal, self.on_digest = spend, progress, journal, on_digest
+        self.checksums = checksums
         self.buffers = Buffers(spend)
         self.helpers = ThreadPoolExecutor(threads())  # they start with the first slab that is permuted
         self.fills = Fills(streams)
@@ -227,12 +232,13 @@ class _Run:
 
     def _write(self, step: _Step) -> None:
         began, slab = time.perf_counter(), step.slab
-        if step.done_nbytes > self.durable:
-            if self.sink and slab.right:
-                self.sink.write(slab.right, step.data)
-                self.outcome.written_nbytes += slab.written_nbytes
-                self.dirty += slab.written_nbytes
-            self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
+        with self.checksums.observing(slab.right, step.data) if self.checksums else contextlib.nullcontext():
+            if step.done_nbytes > self.durable:
+                if self.sink and slab.right:
+                    self.sink.write(slab.right, step.data)
+                    self.outcome.written_nbytes += slab.written_nbytes
+                    self.dirty += slab.written_nbytes
+                self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
         self.fresh |= step.digests
         self.position = step.done_nbytes
         if self.dirty >= min(MOST_UNSYNCED_NBYTES, self.spend.nbytes // 2) and not self._is_ragged(step):
@@ -251,6 +257,8 @@ class _Run:
             return
         self.sink.sync()
         self.durable = max(self.durable, self.position)
+        if self.checksums:
+            self.checksums.save()  # first: who sees in the journal that all is there may finish the output
         self.journal.mark(self.durable, self.fresh)
         self.fresh, self.dirty = {}, 0
 

@@ -26,6 +26,7 @@ from prepcli.progress import Progress
 from prepcli.reading.sources import Source
 from prepcli.ui import version
 from prepcli.units import bytes_text
+from prepcli.writing.checksums import recorder
 from prepcli.writing.expectations import Expectations
 from prepcli.writing.finishing import data_folder, finish, unpacked
 from prepcli.writing.staging import Staging, clean, staging
@@ -119,7 +120,8 @@ def _moved(
         progress.begin(plan.command, total, done)
         try:
             expect = Expectations(plan, source, allow_overflow)
-            outcome = pipeline.run(plan.streams, files, sink, spend, progress, journal, expect.seen)
+            checksums = recorder(plan, stage)
+            outcome = pipeline.run(plan.streams, files, sink, spend, progress, journal, expect.seen, checksums)
         finally:
             progress.end()
         sink.check_there()
