@@ -28,7 +28,7 @@ def verify(
         str | None, typer.Argument(metavar="AGAINST", help="Another checkpoint.", show_default=False)
     ] = None,
     config: ConfigOption = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Headers, names and sizes only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")] = False,
     memory: Memory = MEMORY_DEFAULT,
     *,
     hub: Hub,

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
 from prepcli.formats.checksums import CHECKSUMS
 from prepcli.manifest import read_manifest
+from prepcli.planning.shares import launched_share
 from prepcli.reading.digests import REMAKE, check_all
 from prepcli.reading.locate import locate
 from prepcli.reading.opening import open_source
@@ -70,6 +71,7 @@ class _Run:
 
 def train(request: Request, ui: Ui) -> Report:
     """Train until the recipe is done or a signal comes; either way the last step is saved."""
+    _check_one_process(os.environ)
     loaded = load(request.recipe, request.sets)
     folder = request.out or RUNS / loaded.recipe.name
     _check_folder(folder)
@@ -94,6 +96,15 @@ def train(request: Request, ui: Ui) -> Report:
                 check_unsummed(source, source.everything if run.step else source.tensors, ui, _hint(folder, run.start))
             state = _state(run, reader)
         return _carried_out(run, state, request.restart, ui)
+
+
+def _check_one_process(environ: Mapping[str, str]) -> None:
+    """Usage PrepError where a launcher runs this command in several processes: each would write the same run."""
+    share, launcher = launched_share(environ)
+    if share.count > 1:
+        why = f"{launcher} says that this is process {share.index} of {share.count}"
+        hint = "`srun --ntasks 1 prep train RECIPE`" if launcher == "SLURM" else f"unset {launcher}"
+        raise usage("`prep train` runs in one process", why, f"{hint}; it uses all devices of its host")
 
 
 def recipe_schema() -> Report:
