@@ -25,6 +25,7 @@ import typer
 
 from prepcli.app.converting import export, pad_vocab, reshard, save_init
 from prepcli.app.looking import demo, env, inspect, models, verify
+from prepcli.app.strict import StrictCommand
 from prepcli.app.training import generate, train
 from prepcli.errors import USAGE
 from prepcli.ui import version
@@ -67,4 +68,4 @@ def prep(
 
 
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=StrictCommand)(command)

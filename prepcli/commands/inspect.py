@@ -273,7 +273,7 @@ def _value_text(value: float | None) -> str:
 
 
 def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> Report:
-    asked = request.mesh or contents.manifest.get("mesh")
+    asked = contents.manifest.get("mesh") if request.mesh is None else request.mesh
     if asked is None:
         why = f"{contents.name} was not laid out for one"
         raise usage("no mesh was named to split the leaf over", why, "for example `--mesh 1,2,4`")

@@ -123,8 +123,8 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
 
 def _layout(request: Request, source: Source) -> _Layout:
     before = source.laid_out
-    asked = request.mesh or before.get("mesh")
-    mesh = parse(asked) if asked else None
+    asked = before.get("mesh") if request.mesh is None else request.mesh
+    mesh = None if asked is None else parse(asked)
     if mesh is not None and -1 in mesh.sizes:
         raise usage(f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number")
     rule_texts = request.rules or tuple(before.get("rules", ()))
