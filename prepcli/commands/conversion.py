@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prepcli.commands.conflicts import check_needs, check_stream
 from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import usage
@@ -82,6 +83,12 @@ def check_config(common: Common, *sources: Source) -> None:
         raise usage(f"`--config` is not for {names}", f"{MANIFEST} says what model it is of", "leave it out")
 
 
+def check_cast(common: Common, dtype: str | None) -> None:
+    """Raise a usage PrepError for a permission that only a cast needs."""
+    if dtype is None:
+        check_needs("--allow-overflow", common.allow_overflow, "--dtype", "without a cast no value overflows")
+
+
 def _with_step(name: str, step: int) -> str:
     """The name of a run's step; a usage PrepError where the run has none such."""
     steps = steps_of(Path(name).expanduser())
@@ -95,19 +102,20 @@ def run(
     common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool] = Path.is_dir
 ) -> Report:
     """Plan, then show (`--dry-run`) or carry out; what has an address is made here first."""
+    several = asked_share(common.asked.processes, os.environ)[0].count > 1  # before all else: a dry run checks it too
     url = url_of(common.out)
     if url is None:
         return _run(common, ui, make, accept)
     request = Upload(url, common.dry_run, common.overwrite, common.restart)
     if PARENT in os.environ:
         return _run(replace(common, out=request.here), ui, make, accept)
-    several = asked_share(common.asked.processes, os.environ)[0].count > 1
     return to_url(request, several, ui, lambda out, dry: _run(replace(common, out=out, dry_run=dry), ui, make, accept))
 
 
 def _run(common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool]) -> Report:
     located, source = find(common, ui, accept)
     check_config(common, source)
+    check_stream(common.stream, located)
     planned = make(source, located)
     out = common.out or Path(planned.out_name)
     _check_apart(out, source)
