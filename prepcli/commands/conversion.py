@@ -12,7 +12,7 @@ from typing import Any
 from prepcli.commands.conflicts import check_needs, check_stream
 from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.errors import usage
+from prepcli.errors import PrepError, usage
 from prepcli.manifest import MANIFEST, read_manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import asked_share
@@ -120,10 +120,13 @@ def _run(common: Common, ui: Ui, make: Callable[[Source, Located], Planned], acc
     out = common.out or Path(planned.out_name)
     _check_apart(out, source)
     ui.note(source_line(source))
+    if refusal := not_computed(source):
+        ui.note(f"{source.name} can be converted, but not trained or sampled from: {refusal}")
     for line in planned.lines:
         ui.note(line)
     _verbose(planned.plan, ui)
     fields = {"source": _source_fields(source, located), **planned.fields, **_plan_fields(planned.plan, ui)}
+    fields["not_computed"] = refusal
     if common.dry_run:
         return Report(_summary(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
     done, processes = _carried_out(planned.plan, planned.source or source, out, common, ui)
@@ -190,6 +193,15 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(f"{len(source.files)} files")
     return "  ".join(parts)
+
+
+def not_computed(source: Source) -> str | None:
+    """Return why prep cannot compute a model of this config, None if it can."""
+    try:
+        source.family.traits(source.config)
+    except PrepError as error:
+        return str(error)
+    return None
 
 
 def _weight_dtypes(source: Source) -> list[str]:
