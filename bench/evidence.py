@@ -1,12 +1,14 @@
-"""The evidence table: conversions against `cp -r && sync` of the same bytes, cold, in turn; plans; start-up.
+"""The evidence table: conversions against `cp -r && sync` and plain copies of the same bytes, cold, in turn; start-up.
 
-python -m bench.evidence --model gpt-neo-1.3B --work FOLDER [--cases save-init,export] [--pairs 3] [--json FILE]
+python -m bench.evidence --model gpt-neo-1.3B --work FOLDER [--cases save-init,export] [--pairs 5] [--json FILE]
+python -m bench.evidence --work FOLDER --slow-disk 250
 python -m bench.evidence --work FOLDER --plan --start
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -15,20 +17,26 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from bench.floor import MEANS, Means
 from bench.meter import Cost, cold, measure
-from bench.models import SHARD_NBYTES, entries, write_model
+from bench.models import FREE_BITS, SHARD_NBYTES, entries, write_model
 from bench.published import PUBLISHED, config_of
+from bench.slow_disk import rates, slow_disk
 from prepcli.ui import table
 from prepcli.units import bytes_text
+from trainer.table import Config
 
 PREP = Path(sys.executable).with_name("prep")
 BUDGETS = ("512MiB", "128MiB")
 INIT = ("save-init", "--mesh", "1,1,8", "--pad-vocab", "auto")  # what reshard and export start from
 PLANNED = "llama-13b"
 START_RUNS = 5
+FINALISTS = 2  # plain copies measured in each pair: the fastest of one round of all
+SPARE_NBYTES = 2 << 30  # of a slow disk: file system, tokenizers and room
+CP_TARGET, FLOOR_TARGET = 0.9, 1.1  # the target is the larger one of these shares of the fastest cp and of the floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ class Row:
     cp_cpu_s: float
     peak_nbytes: int
     inspect_nbytes: int  # already subtracted
+    floor_seconds: tuple[float, ...] = ()  # of all plain copies
+    floor_means: str = ""  # of the fastest one
 
     @property
     def to_fastest(self) -> float:
@@ -94,22 +104,49 @@ class Row:
         """The median run against the median cp."""
         return statistics.median(self.seconds) / statistics.median(self.cp_seconds)
 
+    @property
+    def to_floor(self) -> float | None:
+        """The fastest run against the fastest plain copy."""
+        return min(self.seconds) / min(self.floor_seconds) if self.floor_seconds else None
 
-def compare(name: str, memory: str, room: Room, pairs: int) -> Row:
-    """Measure a case and cp in turn: A B, B A, A B …"""
+    @property
+    def to_target(self) -> float | None:
+        """The fastest run against the target; up to 1 it is met."""
+        if not self.floor_seconds:
+            return None
+        return min(self.seconds) / max(CP_TARGET * min(self.cp_seconds), FLOOR_TARGET * min(self.floor_seconds))
+
+
+def compare(name: str, memory: str, room: Room, pairs: int, plain: Sequence[Means] = ()) -> Row:
+    """Measure a case, cp and plain copies in turn: A B, B A, A B …"""
     case = CASES[name]
     source = room.init if case.from_init else room.model
     command, *options = case.words
     prep = (PREP, command, source, *options, "--out", room.out, "--memory", memory, "--quiet")
     copy = ("bash", "-c", f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(room.out))} && sync")
     base = succeeded((PREP, "inspect", source, "--quiet"))
-    ours, theirs = [], []
+    ours, theirs, floors = [], [], {means: [] for means in plain}
     for pair in range(pairs):
-        both = ((prep, ours), (copy, theirs))
-        for words, costs in both if pair % 2 == 0 else reversed(both):
+        turns = ((prep, ours), (copy, theirs), *((m.command(source, room.out), costs) for m, costs in floors.items()))
+        for words, costs in turns if pair % 2 == 0 else reversed(turns):
             costs.append(_cold_run(words, source, room.out))
-        tell(f"{name}, {memory}, pair {pair + 1}: {ours[-1].wall_s:.1f} s, cp {theirs[-1].wall_s:.1f} s")
-    return _row(name, memory, source, ours, theirs, base)
+        each = "".join(f", {means} {costs[-1].wall_s:.1f} s" for means, costs in floors.items())
+        tell(f"{name}, {memory}, pair {pair + 1}: {ours[-1].wall_s:.1f} s, cp {theirs[-1].wall_s:.1f} s{each}")
+    row = _row(name, memory, source, ours, theirs, base)
+    return _with_floor(row, floors) if plain else row
+
+
+def finalists(source: Path, out: Path) -> tuple[Means, ...]:
+    """The fastest plain copies of a source, from one cold run each."""
+    seconds = {means: _cold_run(means.command(source, out), source, out).wall_s for means in MEANS}
+    tell("plain copies: " + ", ".join(f"{means} {value:.1f} s" for means, value in seconds.items()))
+    return tuple(sorted(seconds, key=lambda means: seconds[means])[:FINALISTS])
+
+
+def _with_floor(row: Row, floors: Mapping[Means, Sequence[Cost]]) -> Row:
+    fastest = min(floors, key=lambda means: min(cost.wall_s for cost in floors[means]))
+    every = tuple(cost.wall_s for costs in floors.values() for cost in costs)
+    return replace(row, floor_seconds=every, floor_means=str(fastest))
 
 
 def _cold_run(words: Sequence[str | Path], source: Path, out: Path) -> Cost:
@@ -134,20 +171,27 @@ def _row(name: str, memory: str, source: Path, ours: Sequence[Cost], theirs: Seq
     )
 
 
-def evidence(room: Room, cases: Sequence[str], pairs: int) -> list[Row]:
-    """Measure cases at all budgets, and leave nothing behind but the model."""
+def evidence(room: Room, cases: Sequence[str], pairs: int, budgets: Sequence[str] = BUDGETS) -> list[Row]:
+    """Measure cases at each budget, and leave nothing behind but the model."""
     try:
         remove(room.init, room.out, *room.unfinished)
         if any(CASES[name].from_init for name in cases):
             succeeded((PREP, INIT[0], room.model, *INIT[1:], "--out", room.init, "--quiet"))
-        return [compare(name, memory, room, pairs) for name in cases for memory in BUDGETS]
+        sources = {CASES[name].from_init: room.init if CASES[name].from_init else room.model for name in cases}
+        plain = {from_init: finalists(source, room.out) for from_init, source in sources.items()}
+        return [
+            compare(name, memory, room, pairs, plain[CASES[name].from_init]) for name in cases for memory in budgets
+        ]
     finally:
         remove(room.init, room.out, *room.unfinished)
 
 
 def evidence_text(rows: Sequence[Row], file_system: str) -> str:
     """The table that evidence is published as."""
-    head = "case", "memory", "seconds", "cp, seconds", "/ fastest", "/ median", "CPU s", "cp CPU s", "peak MiB", "fs"
+    head = (
+        *("case", "memory", "seconds", "cp, seconds", "/ fastest", "/ median", "CPU s", "cp CPU s", "peak MiB", "fs"),
+        *("floor, seconds", "/ floor", "/ target"),
+    )
     shown = [
         (
             row.case,
@@ -160,10 +204,13 @@ def evidence_text(rows: Sequence[Row], file_system: str) -> str:
             f"{row.cp_cpu_s:.1f}",
             f"{row.peak_nbytes / (1 << 20):.0f}",
             file_system,
+            f"{min(row.floor_seconds):.1f} {row.floor_means}" if row.floor_seconds else "",
+            f"{row.to_floor:.2f}" if row.to_floor else "",
+            f"{row.to_target:.2f}" if row.to_target else "",
         )
         for row in rows
     ]
-    return table(shown, head, right=head[4:9])
+    return table(shown, head, right=(*head[4:9], *head[11:]))
 
 
 def plan_figures(work: Path) -> dict[str, float]:
@@ -196,16 +243,17 @@ def sparse(work: Path) -> Path:
     return folder
 
 
-def made(work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NBYTES) -> Path:
+def made(work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NBYTES, dtype: str | None = None) -> Path:
     """The model to measure with; it stays there for the next time. SystemExit if the disk has no room for a run."""
-    config = config_of(name, layers=layers)
+    config = config_of(name, dtype, layers)
     parts = [
         f"bench-{name}",
+        *([dtype] if dtype else []),
         *([f"{layers}-layers"] if layers else []),
         *([] if shard_nbytes == SHARD_NBYTES else ["whole"]),
     ]
     folder = work / "-".join(parts)
-    needed = (2 if folder.exists() else 3) * sum(nbytes for *_, nbytes in entries(config))  # with init and output
+    needed = (2 if folder.exists() else 3) * weights_nbytes(config)  # with init and output
     free = shutil.disk_usage(work).free
     if free < needed:
         raise SystemExit(f"{work} has {bytes_text(free)} free, this takes {bytes_text(needed)}")
@@ -215,6 +263,11 @@ def made(work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NB
         write_model(unfinished, config, shard_nbytes)
         unfinished.rename(folder)
     return folder
+
+
+def weights_nbytes(config: Config) -> int:
+    """Bytes of all weights of a model."""
+    return sum(nbytes for *_, nbytes in entries(config))
 
 
 def succeeded(words: Sequence[str | Path]) -> Cost:
@@ -251,13 +304,20 @@ def _cases(text: str) -> list[str]:
     return text.split(",")
 
 
+def _budgets(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.evidence", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="on the disk to measure")
     parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B", metavar="NAME", help="an alias")
     parser.add_argument("--layers", type=int, metavar="N", help="of a smaller model, to try this out")
+    parser.add_argument("--dtype", choices=FREE_BITS, help="of all weights; default: as published")
     parser.add_argument("--cases", type=_cases, default=list(CASES), metavar="CASE,…", help="default: all")
-    parser.add_argument("--pairs", type=int, default=3, metavar="N", help="runs of each; default: 3")
+    parser.add_argument("--memory", type=_budgets, default=BUDGETS, metavar="SIZE,…", help="default: 512MiB,128MiB")
+    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each; default: 5")
+    parser.add_argument("--slow-disk", type=int, metavar="MB", help="on a disk held to MB/s, made for it; takes root")
     parser.add_argument("--plan", action="store_true", help=f"instead: plan {PLANNED} for 1,64,4")
     parser.add_argument("--start", action="store_true", help="instead: what starting takes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
@@ -285,13 +345,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _table_figures(given: argparse.Namespace) -> dict[str, object]:
-    model = made(given.work, given.model, given.layers)
-    disk, how = file_system(given.work), cold([model])
-    rows = evidence(Room(model, given.work), given.cases, given.pairs)
-    print(f"{model.name}, cold by {how}, {os.cpu_count()} cores\n{evidence_text(rows, disk)}")
-    ratios = [{"to_fastest": row.to_fastest, "to_median": row.to_median} for row in rows]
+    with contextlib.ExitStack() as stack:
+        work, slow = given.work, ""
+        if given.slow_disk:
+            nbytes = 3 * weights_nbytes(config_of(given.model, given.dtype, given.layers)) + SPARE_NBYTES
+            work = stack.enter_context(slow_disk(given.work, given.slow_disk, nbytes))
+            slow = f", held to {given.slow_disk} MB/s: {rates(work)}"
+            print(f"disk{slow}", flush=True)
+        model = made(work, given.model, given.layers, dtype=given.dtype)
+        disk, how = file_system(work), cold([model])
+        rows = evidence(Room(model, work), given.cases, given.pairs, given.memory)
+    print(f"{model.name}, cold by {how}, {os.cpu_count()} cores{slow}\n{evidence_text(rows, disk)}")
+    ratios = [
+        {"to_fastest": r.to_fastest, "to_median": r.to_median, "to_floor": r.to_floor, "to_target": r.to_target}
+        for r in rows
+    ]
     shown = [asdict(row) | found for row, found in zip(rows, ratios)]
-    return {"model": model.name, "file_system": disk, "cold": how, "rows": shown}
+    return {"model": model.name, "file_system": disk, "cold": how, "slow": slow, "rows": shown}
 
 
 if __name__ == "__main__":

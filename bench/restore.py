@@ -1,23 +1,43 @@
-"""An init onto 8 CPU devices: bytes read for each byte stored, seconds, and memory beyond the arrays themselves.
+"""A checkpoint onto 8 CPU devices, checked and unchecked in turns: seconds, bytes read for each byte stored, memory.
 
-    python -m bench.restore INIT --mesh 1,2,4
+    python -m bench.restore INIT --mesh 1,2,4 --pairs 5
+    python -m bench.restore RUN --mesh 1,2,4 --pairs 5 --start
 
-The files' pages are dropped from the page cache first (`posix_fadvise`); reads are those that the kernel counts as
-asked for (`rchar` of /proc/self/io) while the parameters are restored.
+Without `--start` the parameters alone are restored; with it the whole state that `prep train` begins with: of an init
+the parameters and a new optimizer state, of a run the last step. The files' pages are dropped from the page cache
+before each restore (`posix_fadvise`); reads are those that the kernel counts as asked for (`rchar` of /proc/self/io).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DEVICES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """One restore: what it took, and the bytes of the leaves, all copies of them, and the most memory beyond those."""
+
+    seconds: float
+    cpu_seconds: float
+    reader_nbytes: int
+    kernel_nbytes: int
+    leaf_nbytes: int
+    device_nbytes: int
+    beyond_nbytes: int
+
+
 def drop(folder: Path) -> int:
-    """Forget the pages of all files; their bytes."""
+    """Drop the pages of all files from the page cache; return their bytes."""
     total = 0
     for path in folder.rglob("*"):
         if path.is_file():
@@ -29,22 +49,37 @@ def drop(folder: Path) -> int:
 
 
 def counted(name: str) -> int:
-    """A number of /proc/self: `rchar` of io, or a size of status, in bytes."""
+    """Return a number of /proc/self: `rchar` of io, or a size of status, in bytes."""
     source, scale = ("io", 1) if name == "rchar" else ("status", 1024)
     lines = Path(f"/proc/self/{source}").read_text().splitlines()
     return next(int(line.split()[1]) * scale for line in lines if line.startswith(f"{name}:"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("init", type=Path)
-    parser.add_argument("--mesh", default="1,2,4")
-    asked = parser.parse_args()
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
+def restore(path: Path, mesh: str, verify: bool, start: bool) -> Restored:
+    """Restore a checkpoint once, with cold files."""
     import jax
 
     from prepcli.reading.restore import open_reader
     from trainer.checkpoint import parameters
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier restore freed
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+    with open_reader(path, verify) as reader:
+        setup = _setup(reader, mesh)
+        drop(path)
+        before, read, began, cpu = counted("RssAnon"), counted("rchar"), time.monotonic(), time.process_time()
+        state = jax.block_until_ready(_state(reader, setup) if start else parameters(reader, setup))
+        seconds, cpu, read = time.monotonic() - began, time.process_time() - cpu, counted("rchar") - read
+    leaves = jax.tree.leaves(state)
+    on_devices = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    # VmHWM has file pages as well: the anonymous peak is at most that less what is mapped from files now
+    beyond = counted("VmHWM") - counted("RssFile") - before - on_devices
+    leaf_nbytes = sum(leaf.nbytes for leaf in leaves)
+    return Restored(seconds, cpu, reader.read_nbytes, read, leaf_nbytes, on_devices, beyond)
+
+
+def _setup(reader: Any, mesh: str) -> Any:
     from trainer.job import architecture, optimizer, rules_of
     from trainer.mesh import parse
     from trainer.model import Compute
@@ -52,23 +87,53 @@ def main() -> None:
     from trainer.sharding import shards
     from trainer.step import Setup
 
-    with open_reader(asked.init) as reader:
-        on = shards(parse(asked.mesh), rules_of(reader.facts))
-        adamw = optimizer(Optimizer(lr=1e-3), 10)
-        setup = Setup(architecture(reader.facts), Compute(shards=on), adamw)
-        stored = drop(asked.init)
-        before, read, began = counted("RssAnon"), counted("rchar"), time.monotonic()
-        params = jax.block_until_ready(parameters(reader, setup))
-        took = time.monotonic() - began
-        read = counted("rchar") - read
-    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
-    data = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    # VmHWM has file pages as well: the anonymous peak is at most that less what is mapped from files now
-    peak = counted("VmHWM") - counted("RssFile") - before
-    print(f"{asked.init.name} on {asked.mesh}: {stored / 1e9:.2f} GB stored, {data / 1e9:.2f} GB of parameters")
-    times, rate = f"{reader.read_nbytes / data:.4f} x (kernel: {read / data:.4f} x)", data / took / 1e9
-    print(f"read {times} in {took:.1f} s, {rate:.2f} GB/s")
-    print(f"arrays {held / 2**20:,.0f} MiB on {DEVICES} devices; at most {(peak - held) / 2**20:,.0f} MiB beyond them")
+    on = shards(parse(mesh), rules_of(reader.facts))
+    return Setup(architecture(reader.facts), Compute(shards=on), optimizer(Optimizer(lr=1e-3), 10))
+
+
+def _state(reader: Any, setup: Any) -> Any:
+    from trainer.checkpoint import restored, started
+
+    return (restored if reader.facts["kind"] == "train" else started)(reader, setup)
+
+
+def shown(found: Restored, verify: bool) -> str:
+    """Return the line of one restore."""
+    times, kernel = found.reader_nbytes / found.leaf_nbytes, found.kernel_nbytes / found.leaf_nbytes
+    rate = (
+        f"{found.seconds:6.2f} s ({found.cpu_seconds:.2f} s of CPU), {found.leaf_nbytes / found.seconds / 1e9:.2f} GB/s"
+    )
+    memory = f"at most {found.beyond_nbytes / 2**20:,.0f} MiB beyond the arrays"
+    return f"{'checked  ' if verify else 'unchecked'} {rate}, {times:.4f} x read (kernel: {kernel:.4f} x), {memory}"
+
+
+def summary(pairs: Sequence[tuple[Restored, Restored]]) -> str:
+    """Return the fastest of both kinds, and their ratios. The first of each pair is the checked one."""
+    checked, unchecked = (min(found.seconds for found in side) for side in zip(*pairs))
+    cpu = [sum(found.cpu_seconds for found in side) / len(pairs) for side in zip(*pairs)]
+    wall = f"fastest {checked:.2f} s checked, {unchecked:.2f} s unchecked: {checked / unchecked:.3f} x"
+    return f"{wall}; CPU {cpu[0]:.2f} s and {cpu[1]:.2f} s on average"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="an init, or the folder of a run")
+    parser.add_argument("--mesh", default="1,2,4")
+    parser.add_argument("--pairs", type=int, default=3, help="restores of each kind")
+    parser.add_argument("--start", action="store_true", help="the whole state that training begins with")
+    asked = parser.parse_args()
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
+    pairs: list[tuple[Restored, Restored]] = []
+    restore(asked.checkpoint, asked.mesh, verify=False, start=asked.start)  # not counted: jax compiles and sets up
+    for number in range(asked.pairs):
+        found: dict[bool, Restored] = {}
+        for verify in (False, True) if number % 2 else (True, False):
+            found[verify] = restore(asked.checkpoint, asked.mesh, verify, asked.start)
+            print(shown(found[verify], verify), flush=True)
+        pairs.append((found[True], found[False]))
+    nbytes = pairs[0][0].leaf_nbytes
+    print(f"{asked.checkpoint.name} on {asked.mesh}: {nbytes / 1e9:.2f} GB of leaves on {DEVICES} devices")
+    print(summary(pairs))
 
 
 if __name__ == "__main__":

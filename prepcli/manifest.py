@@ -38,6 +38,7 @@ OWN = {
         "compress",
         "casts",
         "packed",
+        "checksums",
     ),
 }  # keys that prep writes; what else a training step says is the trainer's
 

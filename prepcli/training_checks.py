@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prepcli.errors import PrepError
 from prepcli.machine import cgroup_limit, memory
-from prepcli.ui import table
+from prepcli.ui import Ui, table
 from prepcli.units import bytes_text
-from trainer.memory_estimate import Estimate, Run
+from prepcli.writing.run_folder import steps_of
+from trainer.memory_estimate import FLOAT32, STATE_COPIES, Estimate, Run, estimate
 from trainer.recipe import Recipe
+from trainer.tree import Leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from trainer.model import Model
+    from trainer.sharding import Shards
 
 HOPELESS = 1.2  # parameters and moments beyond this multiple of a device's memory: the run is refused
-FLOAT32 = 4
+
+
+def check_machine(
+    recipe: Recipe, model: Model, on: Shards, folder: Path, *, ui: Ui, is_dry_run: bool
+) -> dict[str, Any]:
+    """Check memory and disk for a run, warn of what is doubtful, and show the memory if it is a dry run.
+
+    Returns:
+        The memory estimate for the JSON object.
+
+    Raises:
+        PrepError: The run cannot work on this machine.
+    """
+    from trainer.preflight import context_doubts, memory_run
+
+    assert on.devices is not None
+    devices = list(on.devices.local_devices)
+    run = memory_run(recipe, model, on, widens=devices[0].platform == "cpu")
+    found, available = estimate(run), device_memory_nbytes(devices, host_memory())
+    if is_dry_run:
+        ui.note(memory_table(run, found, available))
+    for doubt in filter(None, [*context_doubts(recipe, model), memory_doubt(run, found, available)]):
+        ui.warn(doubt)
+    if not steps_of(folder):
+        check_disk(folder, checkpoint_nbytes(recipe, model.leaves))
+    return memory_fields(found, available)
 
 
 def device_memory_nbytes(devices: Sequence[Any], host: Mapping[str, int | None]) -> int | None:
@@ -91,9 +120,10 @@ def _levers(run: Run) -> str:
     return ", ".join([*levers, "a shorter `data.seq_length`", "more mp or fsdp in `mesh`"])
 
 
-def checkpoint_nbytes(n_parameters: int, has_optimizer_state: bool) -> int:
-    """Return the size of one checkpoint: float32 parameters, and two moments of each."""
-    return FLOAT32 * n_parameters * (3 if has_optimizer_state else 1)
+def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, Leaf]) -> int:
+    """Return the size of one checkpoint: float32 parameters, and two moments of each if they are kept."""
+    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    return FLOAT32 * count * (STATE_COPIES if recipe.checkpoint.optimizer_state else 1)
 
 
 def check_disk(folder: Path, needed_nbytes: int) -> None:
@@ -111,8 +141,9 @@ def check_disk(folder: Path, needed_nbytes: int) -> None:
         raise PrepError(f"not enough room for a checkpoint in {folder}", why, "`--out` on another disk")
 
 
-def disk_doubts(folder: Path, recipe: Recipe, each_nbytes: int, steps_left: int) -> Iterator[str]:
+def disk_doubts(folder: Path, recipe: Recipe, leaves: Mapping[str, Leaf], steps_left: int) -> Iterator[str]:
     """Yield a warning if the checkpoints that a run keeps, and the one being written, exceed the free disk."""
+    each_nbytes = checkpoint_nbytes(recipe, leaves)
     every, keep = recipe.checkpoint.every, recipe.checkpoint.keep
     saves = -(-steps_left // every) if every else min(steps_left, 1)
     held = _held(saves, keep)

@@ -26,6 +26,7 @@ from typer.core import TyperGroup
 
 from prepcli.app.converting import export, pad_vocab, reshard, save_init
 from prepcli.app.looking import demo, env, inspect, models, verify
+from prepcli.app.strict import StrictCommand
 from prepcli.app.training import generate, train
 from prepcli.errors import USAGE
 from prepcli.signals import Interrupted, notes_of
@@ -85,4 +86,4 @@ def prep(
 
 
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=StrictCommand)(command)

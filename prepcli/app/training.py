@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from prepcli.app.groups import Shown, grouped
-from prepcli.app.options import CheckpointHere, ConfigOption, DryRun, Offline, ProgressMode, Revision, Step
+from prepcli.app.options import CheckpointHere, ConfigOption, DryRun, NoVerify, Offline, ProgressMode, Revision, Step
 from prepcli.errors import usage
 
 
@@ -74,6 +74,7 @@ def train(
     restart: Annotated[bool, typer.Option("--restart", help="Drop the run's steps and begin anew.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
     dry_run: DryRun = False,
+    no_verify: NoVerify = False,
     offline: Offline = False,
     *,
     shown: Shown,
@@ -92,10 +93,13 @@ def train(
 
     ui = shown.open("train", progress)
     if schema:
+        if recipe is not None or sets:
+            raise usage("`--schema` takes no recipe", "one schema holds for all recipes", "`prep train --schema`")
         return ui.finish(recipe_schema())
     if recipe is None:
         raise usage("no recipe was named", "training is described by a TOML file", "`prep train RECIPE`")
-    return ui.finish(run(Request(recipe, tuple(sets or ()), out, restart, stop_after, dry_run, offline), ui))
+    request = Request(recipe, tuple(sets or ()), out, restart, stop_after, dry_run, offline, verify=not no_verify)
+    return ui.finish(run(request, ui))
 
 
 @grouped
@@ -129,6 +133,7 @@ def generate(
     ] = 16,
     step: Step = None,
     config: ConfigOption = None,
+    no_verify: NoVerify = False,
     revision: Revision = None,
     offline: Offline = False,
     shown: Shown,
@@ -151,6 +156,16 @@ def generate(
     draws = (drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed)
     texts, ids = tuple(given.prompt or ()), tuple(given.tokens or ())
     request = Request(
-        common, texts, given.prompts, ids, given.tokenizer, max_new_tokens, draws, mesh, dtype, batch_size
+        common,
+        texts,
+        given.prompts,
+        ids,
+        given.tokenizer,
+        max_new_tokens,
+        draws,
+        mesh,
+        dtype,
+        batch_size,
+        verify=not no_verify,
     )
     return ui.finish(run(request, ui))

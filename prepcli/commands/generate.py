@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import Common, check_config, find, source_line
-from prepcli.commands.train import quieten
+from prepcli.commands.train import check_unsummed, quieten
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage
 from prepcli.reading.restore import ItemReader, open_reader
@@ -49,6 +50,7 @@ class Request:
     mesh: str | None = None
     dtype: str | None = None
     batch_size: int = 16
+    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def generate(request: Request, ui: Ui) -> Report:
     given = [*request.texts, *(_lines(request.file) if request.file else ())], [*map(_ids, request.ids)]
     if not any(given):
         raise usage("no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`")
+    _check_draws(*request.draws)
     quieten(ui)
     from trainer.decoding import Asked
     from trainer.generate import check, room
@@ -82,7 +85,7 @@ def generate(request: Request, ui: Ui) -> Report:
     check_config(request.common, source)
     ui.note(source_line(source))
     with enough_memory(HINT):
-        with _opened(request, source, located.path) as reader:
+        with _opened(request, source, located.path, ui) as reader:
             model, on = architecture(reader.facts), _devices(request, reader.facts)
             check_divides(model, on)
             encoder = _encoder(request, source, bool(given[0]))
@@ -93,6 +96,15 @@ def generate(request: Request, ui: Ui) -> Report:
             check(*rows, model, asked)
             generator = _generator(request, reader, model, on, asked)
         return _carried_out(request, generator, prompts, encoder, ui)
+
+
+def _check_draws(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raise a usage PrepError for options of sampling where no token is drawn."""
+    if temperature == 0:
+        why = "temperature 0 takes the likeliest token each time"
+        check_needs("--top-k", top_k or None, "--temperature", why)
+        check_needs("--top-p", top_p if top_p != 1 else None, "--temperature", why)
+        check_needs("--seed", seed or None, "--temperature", why)
 
 
 def _lines(name: str) -> Iterator[str]:
@@ -126,15 +138,18 @@ def _ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _opened(request: Request, source: Source, path: Path) -> ItemReader | WeightsReader:
+def _opened(request: Request, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
     """The checkpoint to read parameters of: as prep lays it out by default, layers one after the other in a leaf, it is
     read as it is; anything else is laid out so, and its vocabulary padded for the mesh."""
     said = source.laid_out
     if said and said["scan"] and said["scan_axis"] == 0:
-        return open_reader(path)
+        reader = open_reader(path, request.verify)
+        if request.verify and not reader.is_checked:
+            check_unsummed(source, source.tensors, ui)
+        return reader
     on = _devices(request, {"rules": said.get("rules", ())})
     axes = on.rules["vocab"][0]
-    return WeightsReader(source, math.prod(map(on.mesh.size, axes)) if on.mesh else 1)
+    return WeightsReader(source, math.prod(map(on.mesh.size, axes)) if on.mesh else 1, request.verify)
 
 
 def _devices(request: Request, facts: Mapping[str, Any]) -> Shards:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +18,20 @@ from prepcli.commands.save_init import Request as SaveInit
 from prepcli.commands.save_init import save_init
 from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
+from prepcli.formats.checksums import CHECKSUMS
 from prepcli.manifest import read_manifest
+from prepcli.planning.shares import launched_share
+from prepcli.reading.digests import REMAKE, check_all
 from prepcli.reading.locate import locate
+from prepcli.reading.opening import open_source
 from prepcli.reading.restore import ItemReader, open_reader
-from prepcli.reading.sources import HF_FOLDER
+from prepcli.reading.sources import HF_FOLDER, Source, SourceTensor
 from prepcli.signals import noting_kept, stoppable, told_to_stop
-from prepcli.training_checks import (
-    check_disk,
-    checkpoint_nbytes,
-    device_memory_nbytes,
-    disk_doubts,
-    host_memory,
-    memory_doubt,
-    memory_fields,
-    memory_table,
-)
+from prepcli.training_checks import check_machine, disk_doubts
 from prepcli.training_lines import Watch, plan_lines
 from prepcli.ui import SLABS, Report, Ui
+from prepcli.units import bytes_text
 from prepcli.writing.run_folder import LOCK, RunFolder, step_folder, steps_of
-from trainer.memory_estimate import estimate
 from trainer.recipe import Loaded, Recipe, load, recipe_text, schema
 from trainer.recipe.tables import KEYS, value_of
 
@@ -58,6 +52,7 @@ class Request:
     stop_after: int = 0
     dry_run: bool = False
     offline: bool = False
+    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +73,7 @@ class _Run:
 
 def train(request: Request, ui: Ui) -> Report:
     """Train until the recipe is done or a signal comes; either way the last step is saved."""
+    _check_one_process(os.environ)
     loaded = load(request.recipe, request.sets)
     folder = request.out or RUNS / loaded.recipe.name
     _check_folder(folder)
@@ -99,8 +95,20 @@ def train(request: Request, ui: Ui) -> Report:
                 )
             if run.step == run.job.steps:
                 return _finished(run, fields)
+            if request.verify and not reader.is_checked:
+                source = open_source(reader.folder, str(reader.folder))
+                check_unsummed(source, source.everything if run.step else source.tensors, ui, _hint(folder, run.start))
             state = _state(run, reader)
         return _carried_out(run, state, request.restart, ui)
+
+
+def _check_one_process(environ: Mapping[str, str]) -> None:
+    """Usage PrepError where a launcher runs this command in several processes: each would write the same run."""
+    share, launcher = launched_share(environ)
+    if share.count > 1:
+        why = f"{launcher} says that this is process {share.index} of {share.count}"
+        hint = "`srun --ntasks 1 prep train RECIPE`" if launcher == "SLURM" else f"unset {launcher}"
+        raise usage("`prep train` runs in one process", why, f"{hint}; it uses all devices of its host")
 
 
 def recipe_schema() -> Report:
@@ -148,10 +156,32 @@ def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[Ite
     check_inputs(loaded.recipe, on)
     steps = [] if request.restart else steps_of(folder)
     path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
-    reader = open_reader(path)
+    reader = open_reader(path, request.verify, _hint(folder, path))
     if request.restart:
         _check_apart(reader, folder)
     return reader, sharding.shards(mesh, rules_of(reader.facts))
+
+
+def _hint(folder: Path, path: Path) -> str:
+    """What the user can do where the checkpoint that a run begins with is damaged."""
+    steps = steps_of(folder)
+    if steps and step_folder(folder, steps[-1]) in (path, path.parent):
+        if len(steps) == 1:
+            return "`--restart` begins anew"
+        return f"move {step_folder(folder, steps[-1])} away: the run then goes on from step {steps[-2]}"
+    if folder / STARTS in path.parents:
+        return f"remove {path}: the next start makes it anew"
+    return REMAKE
+
+
+def check_unsummed(source: Source, tensors: Sequence[SourceTensor], ui: Ui, hint: str = REMAKE) -> None:
+    """Check tensors of a checkpoint that has no checksums of its parts, by reading them once more as a whole."""
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
+    if not nbytes:
+        return
+    cost = f"checking it reads {bytes_text(nbytes)} once more"
+    ui.note(f"{source.name} has no {CHECKSUMS} (an earlier prep wrote it): {cost}; `prep reshard` writes one that has")
+    check_all(source, tensors, ui.progress(), hint)
 
 
 def _check_apart(reader: ItemReader, folder: Path) -> None:
@@ -197,7 +227,7 @@ def _planned(
     model = jobs.architecture(facts)
     jobs.check_computes(recipe, model, on)
     jobs.check_length(recipe.data, model)
-    memory = _check_machine(recipe, model, on, folder, request.dry_run, ui)
+    memory = check_machine(recipe, model, on, folder, ui=ui, is_dry_run=request.dry_run)
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS}
     if spare is not None:
         folders["spare"] = spare
@@ -207,35 +237,9 @@ def _planned(
     step = _step_of(folder, reader)
     if step:
         jobs.check_continues(facts, job, _changed(folder, recipe), step)
-    for doubt in (*run_doubts(recipe, job), *_disk_doubts(folder, recipe, model, job.steps - step)):
+    for doubt in (*run_doubts(recipe, job), *disk_doubts(folder, recipe, model.leaves, job.steps - step)):
         ui.warn(doubt)
     return _Run(loaded, folder, reader.folder, step, job, memory)
-
-
-def _check_machine(recipe: Recipe, model: Any, on: Any, folder: Path, dry_run: bool, ui: Ui) -> dict[str, Any]:
-    """The memory estimate for the JSON object, after its warnings. PrepError where the run cannot work here."""
-    from trainer.preflight import context_doubts, memory_run
-
-    devices = list(on.devices.local_devices)
-    run = memory_run(recipe, model, on, widens=devices[0].platform == "cpu")
-    found, available = estimate(run), device_memory_nbytes(devices, host_memory())
-    if dry_run:
-        ui.note(memory_table(run, found, available))
-    doubts = [*context_doubts(recipe, model), memory_doubt(run, found, available)]
-    for doubt in filter(None, doubts):
-        ui.warn(doubt)
-    if not steps_of(folder):
-        check_disk(folder, _checkpoint_nbytes(recipe, model))
-    return memory_fields(found, available)
-
-
-def _disk_doubts(folder: Path, recipe: Recipe, model: Any, steps_left: int) -> Iterator[str]:
-    return disk_doubts(folder, recipe, _checkpoint_nbytes(recipe, model), steps_left)
-
-
-def _checkpoint_nbytes(recipe: Recipe, model: Any) -> int:
-    count = sum(math.prod(leaf.shape) for leaf in model.leaves.values())
-    return checkpoint_nbytes(count, recipe.checkpoint.optimizer_state)
 
 
 def _step_of(folder: Path, reader: ItemReader) -> int:

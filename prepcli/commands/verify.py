@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from prepcli.commands.conflicts import check_stream
 from prepcli.commands.conversion import Common, check_config, find, source_line
 from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
@@ -22,10 +23,13 @@ from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
 from prepcli.writing.streams import vocab_names
 
+HEADERS = ("headers", "file sizes")  # what `--quick` checks of one checkpoint
+SHAPES = ("names", "shapes", "dtypes")  # what it compares of two
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One checkpoint, or two that should hold the same; `quick`: headers and sizes only."""
+    """One checkpoint, or two that should hold the same; `quick`: no values are read."""
 
     common: Common
     against: str | None = None
@@ -56,14 +60,16 @@ class _Model:
 
 def verify(request: Request, ui: Ui) -> Report:
     """Read all of it. The report carries an error if anything differs."""
-    _, source = find(request.common, ui)
+    located, source = find(request.common, ui)
     ui.note(source_line(source))
     spend = request.common.memory_nbytes
     if request.against is None:
         check_config(request.common, source)
+        check_stream(request.common.stream, located)
         return _itself(_model(source), request, spend, ui)
-    _, other = find(_for_other(request), ui)
+    against, other = find(_for_other(request), ui)
     check_config(request.common, source, other)
+    check_stream(request.common.stream, located, against)
     ui.note(source_line(other))
     if not (source.state and other.state):
         for line in _left_out_lines((source, other)):
@@ -100,7 +106,7 @@ def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Repo
     source = model.source
     tensors = [t for t in source.everything if t.digests]
     if request.quick:
-        return _ok(model, "headers and sizes", ui)
+        return _quick_ok(model, HEADERS, "no values read, no digests checked", ui)
     if not tensors:
         why = "it has no prep-manifest.json with digests"
         raise usage(f"there is nothing to verify {source.name} against", why, f"`prep verify {source.name} OTHER`")
@@ -134,6 +140,8 @@ def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) ->
         why = f"{a.source.family.name} and {b.source.family.name}"
         raise PrepError(f"{a.source.name} and {b.source.name} are of different families", why)
     findings = list(_shape_findings(a, b))
+    if request.quick and not findings:
+        return _quick_ok(a, SHAPES, "equal, no values read", ui)
     bad = {finding.name for finding in findings}
     names = [n for n in a.tensors if n in b.tensors and a.names[n] not in bad]
     if not request.quick:
@@ -223,7 +231,7 @@ def _digests(
 
 def _report(model: _Model, findings: Sequence[Finding], what: str, ui: Ui) -> Report:
     if not findings:
-        return _ok(model, "0 different", ui)
+        return _ok(model, ui)
     for finding in findings:
         ui.note(f"differs  {finding.name}  {finding.text}")
     names = {finding.name for finding in findings}
@@ -239,8 +247,18 @@ def _fields(finding: Finding) -> dict[str, object]:
     return {"leaf": finding.name, "what": finding.text, **place}
 
 
-def _ok(model: _Model, how: str, ui: Ui) -> Report:
+def _ok(model: _Model, ui: Ui) -> Report:
     values = sum(math.prod(t.shape) for t in model.tensors.values())
-    took = ui.clock() - ui.started_s
-    text = f"ok: {len(model.tensors)} tensors, {values:,} values, {how} ({took:.1f} s)"
+    text = f"ok: {len(model.tensors)} tensors, {values:,} values, 0 different ({_took(ui)})"
     return Report(text, {"tensors": len(model.tensors), "values": values, "differences": []})
+
+
+def _quick_ok(model: _Model, checked: Sequence[str], result: str, ui: Ui) -> Report:
+    """The report of a check of headers, which says nothing of values."""
+    count, (*others, last) = len(model.tensors), checked
+    text = f"ok: {', '.join(others)} and {last} of {count} tensors {result} ({_took(ui)})"
+    return Report(text, {"tensors": count, "values": None, "checked": list(checked)})
+
+
+def _took(ui: Ui) -> str:
+    return f"{ui.clock() - ui.started_s:.1f} s"

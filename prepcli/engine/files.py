@@ -1,4 +1,4 @@
-"""Files read and written in runs: whole pages past the page cache where the file system can, the rest buffered."""
+"""Files read and written in runs: whole pages by direct I/O where the file system has it and it is not slower."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from prepcli.engine.io_policy import Mode, WritePolicy
+from prepcli.engine.linux import allocate
 from prepcli.errors import PrepError
 from prepcli.planning.moves import Copy
-from prepcli.planning.slabs import PAGE
+from prepcli.planning.slabs import LONG_RUN, PAGE
 
 Bytes = npt.NDArray[np.uint8]
 SPARE_FILES = 32  # for whatever else is opened
+BLOCK_NBYTES = 4 << 20  # bytes copied into the page cache before their writeback starts
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
@@ -64,12 +67,13 @@ class Files:
         except BaseException:
             self.close()
             raise
+        self.policy = WritePolicy(sum(self._sizes), has_direct=any(fd >= 0 for fd in self._direct))
 
     def _open(self, path: Path, flags: int, size: int | None) -> None:
         try:
             self._buffered.append(self._keep(os.open(path, flags | os.O_CLOEXEC, 0o644)))
             if size is not None and os.fstat(self._buffered[-1]).st_size != size:
-                os.ftruncate(self._buffered[-1], size)
+                allocate(self._buffered[-1], size)
             self._direct.append(self._keep(_open_direct(path, flags & ~os.O_CREAT)))
         except OSError as error:
             raise io_error(path, error) from error
@@ -124,13 +128,37 @@ class Files:
 
     def write(self, copies: Sequence[Copy], data: Bytes) -> None:
         """Write the bytes of all runs of the copies, which follow each other in `data`."""
+        try:
+            with self.policy.writing(sum(copy.nbytes for copy in copies)) as mode:
+                self._write_runs(mode, copies, data)
+        except OSError as error:  # of writeback, which the system reports once
+            self._lost = io_error(self.paths[copies[-1].file], error)
+            raise self._lost from error
+
+    def _write_runs(self, mode: Mode, copies: Sequence[Copy], data: Bytes) -> None:
         at = 0
         for copy in copies:
             run = copy.run
             self._written.add(copy.file)
             for offset in copy.offsets():
-                self._pages_apart(os.pwritev, copy.file, data[at : at + run], offset)
+                if mode is Mode.DIRECT:
+                    self._pages_apart(os.pwritev, copy.file, data[at : at + run], offset)
+                else:
+                    self._write_back(copy.file, data[at : at + run], offset)
                 at += run
+
+    def _write_back(self, file: int, data: Bytes, offset: int) -> None:
+        """Write through the page cache, in blocks that end where pages end: each page goes to the disk once.
+
+        Short runs are left to `sync`: later ones may write to the same pages.
+        """
+        low, is_long = 0, data.size >= LONG_RUN
+        while low < data.size:
+            high = min(data.size, low + BLOCK_NBYTES - (offset + low) % PAGE)
+            self._all(os.pwritev, file, False, data[low:high], offset + low, high - low)
+            if is_long:
+                self.policy.writeback.start(self._buffered[file], offset + low, high - low)
+            low = high
 
     def read_at(self, file: int, offset: int, into: Bytes) -> None:
         """Fill `into` from a file: whole pages past the page cache where memory and file are as deep in a page."""
@@ -182,6 +210,7 @@ class Files:
                 raise self._lost from error
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._written.clear()
+        self.policy.writeback.clear()
 
 
 def _let_open(count: int) -> None:

@@ -1,55 +1,121 @@
-"""Bytes of a slab from the order of one side into that of the other: one strided copy each, by NumPy."""
+"""Bytes of a slab from the order of one side into that of the other: strided copies by NumPy, tiled for the caches."""
 
 from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor
 
 import numpy as np
 
 from prepcli.engine.files import Bytes
 from prepcli.planning.moves import Copy
-from prepcli.planning.slabs import Slab
+from prepcli.planning.slabs import PAGE, Slab
 
-LINE = 64  # bytes of a transpose's target at a time: whole cache lines are written, and none is left before it is full
+TILE_NBYTES = 128 << 10  # a tile of the source and one of the target fit the L2 cache together
+PART_NBYTES = 2 << 20  # less is not worth a thread of its own
+MOST_THREADS = 4  # a few saturate the memory
 PLAIN = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+Assignment = tuple[np.ndarray, np.ndarray]  # target, source
 
 
-def gather(slab: Slab, tensor: Bytes, out: Bytes) -> Bytes:
-    """The runs of the slab's right side one after another, taken from the tensor's bytes."""
-    at = 0
+def gather(slab: Slab, tensor: Bytes, out: Bytes, pool: Executor | None = None) -> Bytes:
+    """Copy the tensor's bytes to `out`, as the runs of the slab's right side one after another.
+
+    Args:
+        slab: The slab to bring into the order of its right side.
+        tensor: Its bytes in the tensor's order.
+        out: Room for as many bytes.
+        pool: Threads that share the work; without one the caller does it.
+
+    Returns:
+        The part of `out` that was filled.
+    """
+    whole, at = [], 0
     for copy in slab.right:
         packed, spread = _views(copy, out[at:], tensor, slab.written_start)
-        _assign(packed, spread)
+        whole.append((packed, spread))
         at += copy.nbytes
+    _assign_all(whole, pool)
     return out[:at]
 
 
-def scatter(slab: Slab, runs: Bytes, out: Bytes) -> Bytes:
-    """The tensor's bytes, taken from the runs of the slab's left side one after another."""
-    at = 0
+def scatter(slab: Slab, runs: Bytes, out: Bytes, pool: Executor | None = None) -> Bytes:
+    """Copy the runs of the slab's left side, which follow one another, to `out` in the tensor's order.
+
+    Args:
+        slab: The slab to bring into the tensor's order.
+        runs: Bytes of the runs of its left side.
+        out: Room for as many bytes.
+        pool: Threads that share the work; without one the caller does it.
+
+    Returns:
+        `out`.
+    """
+    whole, at = [], 0
     for copy in slab.left:
         packed, spread = _views(copy, runs[at:], out, slab.start)
-        _assign(spread, packed)
+        whole.append((spread, packed))
         at += copy.nbytes
+    _assign_all(whole, pool)
     return out
 
 
-def _views(copy: Copy, packed: Bytes, tensor: Bytes, start: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same elements on both sides, one run of `width` bytes an element, as arrays of one shape."""
-    kind = np.dtype(PLAIN.get(copy.width, f"V{copy.width}"))
-    shape = [count for count, _, _ in copy.dims]
-    steps = [step for _, step, _ in copy.dims]
-    spread = np.ndarray(shape, kind, tensor, copy.at - start, steps)
+def threads() -> int:
+    """Return how many threads a `pool` should have on this machine."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _views(copy: Copy, packed: Bytes, tensor: Bytes, start: int) -> Assignment:
+    """The same elements on both sides as arrays of one shape: runs of `width` bytes, or the bytes of a single run."""
+    width, dims = (copy.width, copy.dims) if copy.dims else (1, ((copy.width, 1, 1),))
+    kind = np.dtype(PLAIN.get(width, f"V{width}"))
+    shape = [count for count, _, _ in dims]
+    spread = np.ndarray(shape, kind, tensor, copy.at - start, [step for _, step, _ in dims])
     return packed[: copy.nbytes].view(kind).reshape(shape), spread
 
 
-def _assign(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy; where what is adjacent on one side is not on the other, in strips of a cache line of the target."""
-    axis, length = _adjacent(target), max(1, LINE // target.itemsize)
-    if axis is None or _adjacent(source) in (None, axis):
-        target[...] = source
+def _assign_all(whole: list[Assignment], pool: Executor | None) -> None:
+    parts = [part for target, source in whole for part in _parts(target, source)]
+    if pool is None or len(parts) == 1:
+        for part in parts:
+            _assign(part)
+    else:
+        for _ in pool.map(_assign, parts):  # raises what an assignment raised
+            pass
+
+
+def _parts(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
+    """Split an assignment along its longest axis into about as many parts as there are threads."""
+    count = min(threads(), target.nbytes // PART_NBYTES)
+    if count < 2:
+        yield target, source
         return
+    axis = max(range(target.ndim), key=lambda axis: target.shape[axis])
+    length = -(-target.shape[axis] // count)
     for low in range(0, target.shape[axis], length):
-        strip = (*[slice(None)] * axis, slice(low, low + length))
-        target[strip] = source[strip]
+        part = (*[slice(None)] * axis, slice(low, low + length))
+        yield target[part], source[part]
+
+
+def _assign(part: Assignment) -> None:
+    for target, source in _tiles(*part):
+        target[...] = source
+
+
+def _tiles(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
+    """Cut a transpose into square tiles; an assignment whose sides have long runs in common stays whole."""
+    axes = _adjacent(target), _adjacent(source)
+    if None in axes or axes[0] == axes[1] or target.itemsize >= PAGE:
+        yield target, source
+        return
+    side = max(1, math.isqrt(TILE_NBYTES // target.itemsize))
+    cuts = [range(0, length, side if axis in axes else length) for axis, length in enumerate(target.shape)]
+    for lows in itertools.product(*cuts):
+        tile = tuple(slice(low, low + cut.step) for low, cut in zip(lows, cuts))
+        yield target[tile], source[tile]
 
 
 def _adjacent(values: np.ndarray) -> int | None:

@@ -6,6 +6,7 @@ durable is one position, and a tensor's digest streams over its bytes in the ten
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,11 @@ import xxhash
 
 from prepcli.engine.budget import Budget, Buffers, anonymous_nbytes
 from prepcli.engine.casts import Cast, Moved
+from prepcli.engine.checksums import Recorder
 from prepcli.engine.files import PAGE, Bytes, Files, Reads
 from prepcli.engine.fills import Fills, mean_source
 from prepcli.engine.journal import Journal
-from prepcli.engine.permute import gather, scatter
+from prepcli.engine.permute import gather, scatter, threads
 from prepcli.planning.moves import Copy
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN, Slab, all_slabs
@@ -60,13 +62,14 @@ def run(
     progress: Progress,
     journal: Journal | None = None,
     on_digest: Callable[[int, str], None] = lambda number, digest: None,
+    checksums: Recorder | None = None,
 ) -> Outcome:
     """Move every stream; without a sink they are only digested. `on_digest`, which is told what `Outcome.digests` has
-    of a stream, may raise to stop the run.
+    of a stream, may raise to stop the run. `checksums` takes in what is written.
 
     Whatever ends it early, what the journal names is durable and a later run with the same journal goes on from there.
     """
-    task = _Run(streams, source, sink, spend, progress, journal, on_digest)
+    task = _Run(streams, source, sink, spend, progress, journal, on_digest, checksums)
     return task.go()
 
 
@@ -76,6 +79,7 @@ class _Step:
 
     slab: Slab
     done_nbytes: int  # of all streams, once this slab is written
+    is_gathered: bool  # copied into the order and alignment of the sink
     buffers: list[Bytes]
     data: Bytes
     digests: dict[int, str] = field(default_factory=dict)
@@ -96,10 +100,13 @@ class _Run:
         progress: Progress,
         journal: Journal | None,
         on_digest: Callable[[int, str], None],
+        checksums: Recorder | None,
     ) -> None:
         self.streams, self.source, self.sink = streams, source, sink
         self.spend, self.progress, self.journal, self.on_digest = spend, progress, journal, on_digest
+        self.checksums = checksums
         self.buffers = Buffers(spend)
+        self.helpers = ThreadPoolExecutor(threads())  # they start with the first slab that is permuted
         self.fills = Fills(streams)
         self.outcome = Outcome({number: NO_BYTES for number, stream in enumerate(streams) if not stream.nbytes})
         self.outcome.digests |= journal.digests if journal else {}
@@ -125,7 +132,7 @@ class _Run:
                 if self.error:
                     break
         finally:
-            self._wait_for(mover, writer)
+            self._wait_for(mover, self.helpers, writer)
             self._mark()
         if self.error:
             raise self.error
@@ -152,7 +159,9 @@ class _Run:
         done = self.position
         for slab in all_slabs(self.streams, self.spend.slab_nbytes, first):
             done += slab.nbytes
-            yield _Step(slab, done, self.buffers.take(buffers_needed(slab)), np.empty(0, np.uint8))
+            is_gathered = _gathered(slab, aligned=self.sink is None or self.sink.policy.needs_alignment)
+            needed = buffers_needed(slab, is_gathered)
+            yield _Step(slab, done, is_gathered, self.buffers.take(needed), np.empty(0, np.uint8))
 
     def _stage(self, step: _Step, work: Callable[[], None], then: Callable[[], object] | None) -> None:
         """One stage of one slab: after an error nothing is done any more, but buffers always go back."""
@@ -193,12 +202,12 @@ class _Run:
         if not slab.left:
             step.data = self.fills.rows(slab, _lead(slab, step.buffers[0], slab.nbytes))
         elif scattered(slab.left):
-            step.data = scatter(slab, step.data, _lead(slab, step.other(), slab.nbytes))
+            step.data = scatter(slab, step.data, _lead(slab, step.other(), slab.nbytes), self.helpers)
             self.outcome.copied_nbytes += slab.nbytes
         self.fills.observe(slab, step.data)
         self._digest(step)
-        if _gathered(slab):
-            step.data = gather(slab, step.data, _lead(slab, step.other(), slab.written_nbytes))
+        if step.is_gathered:
+            step.data = gather(slab, step.data, _lead(slab, step.other(), slab.written_nbytes), self.helpers)
             self.outcome.copied_nbytes += slab.written_nbytes
         self.outcome.seconds.move += time.perf_counter() - began
 
@@ -223,12 +232,13 @@ class _Run:
 
     def _write(self, step: _Step) -> None:
         began, slab = time.perf_counter(), step.slab
-        if step.done_nbytes > self.durable:
-            if self.sink and slab.right:
-                self.sink.write(slab.right, step.data)
-                self.outcome.written_nbytes += slab.written_nbytes
-                self.dirty += slab.written_nbytes
-            self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
+        with self.checksums.observing(slab.right, step.data) if self.checksums else contextlib.nullcontext():
+            if step.done_nbytes > self.durable:
+                if self.sink and slab.right:
+                    self.sink.write(slab.right, step.data)
+                    self.outcome.written_nbytes += slab.written_nbytes
+                    self.dirty += slab.written_nbytes
+                self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
         self.fresh |= step.digests
         self.position = step.done_nbytes
         if self.dirty >= min(MOST_UNSYNCED_NBYTES, self.spend.nbytes // 2) and not self._is_ragged(step):
@@ -247,6 +257,8 @@ class _Run:
             return
         self.sink.sync()
         self.durable = max(self.durable, self.position)
+        if self.checksums:
+            self.checksums.save()  # first: who sees in the journal that all is there may finish the output
         self.journal.mark(self.durable, self.fresh)
         self.fresh, self.dirty = {}, 0
 
@@ -256,15 +268,17 @@ def scattered(side: tuple[Copy, ...]) -> bool:
     return len(side) > 1 or any(copy.dims for copy in side)
 
 
-def buffers_needed(slab: Slab) -> int:
+def buffers_needed(slab: Slab, is_gathered: bool) -> int:
     """One to read into, and one more where bytes are brought into another order or dtype, in turns."""
-    return 1 + (scattered(slab.left) or slab.is_cast or _gathered(slab))
+    return 1 + (scattered(slab.left) or slab.is_cast or is_gathered)
 
 
-def _gathered(slab: Slab) -> bool:
-    """Whether the sink needs the bytes in another order, or as deep in a page as they are not."""
+def _gathered(slab: Slab, aligned: bool) -> bool:
+    """Whether the sink needs the bytes in another order or, for `aligned` writes, with another page offset."""
     if not slab.right or scattered(slab.right):
         return bool(slab.right)
+    if not aligned:
+        return False
     one_run = slab.left and not scattered(slab.left) and not slab.is_cast
     return bool(one_run and (slab.left[0].offset - slab.right[0].offset) % PAGE)
 

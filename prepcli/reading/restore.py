@@ -24,14 +24,17 @@ from prepcli.engine.chunk_cache import Cache
 from prepcli.engine.files import PAGE, Bytes, Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import PrepError
-from prepcli.formats.orbax import ArrayMeta, find_item
+from prepcli.formats.checksums import Checksums, read_checksums
+from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import Stored
 from prepcli.manifest import manifest_folder, read_manifest
 from prepcli.planning.boxes import Box, overlap, strides, volume, whole
+from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.moves import Copy
 from prepcli.planning.tensors import itemsize
 from prepcli.reading.decoded import Decoded, hold, named
+from prepcli.reading.digests import REMAKE
 from prepcli.reading.openers.orbax_item import MOST_FILES, is_direct
 from trainer import state
 
@@ -43,24 +46,40 @@ DECODING_NBYTES = 32 << 20  # that a thread may need to decode a chunk: of those
 Parts = Mapping[Box, np.ndarray]
 
 
-def open_reader(path: Path) -> ItemReader:
-    """The checkpoint that `path` means: an item, a training step, or the last step of a run. PrepError where there is
-    none, where it is broken, and where prep did not write it."""
+class Damaged(PrepError):
+    """Bytes differ from their recorded checksum."""
+
+
+def open_reader(path: Path, verify: bool = True, hint: str = REMAKE) -> ItemReader:
+    """Open the checkpoint that `path` means: an item, a training step, or the last step of a run.
+
+    Args:
+        path: Folder of the checkpoint.
+        verify: Check every byte that is read against the recorded checksums, where the checkpoint has them.
+        hint: What the user can do about a damaged checkpoint.
+
+    Raises:
+        PrepError: There is no checkpoint, it is broken, or prep did not write it.
+    """
     folder = find_item(path)
     if folder is None:
         raise PrepError(f"{path} holds no Orbax checkpoint")
-    item, manifest = read_item(folder), read_manifest(manifest_folder(folder))
+    home = manifest_folder(folder)
+    item, manifest = read_item(folder), read_manifest(home)
     if manifest is None:
         raise PrepError(f"{path} was not written by prep", "it has no manifest: nothing says what model it is of")
-    return ItemReader(item, manifest)
+    return ItemReader(item, manifest, read_checksums(home, manifest, item.arrays) if verify else None, hint)
 
 
 class ItemReader:
     """A state.Reader of an item: `facts`, and `leaves` by dotted name. Several threads may call `read`; `read_nbytes`
-    counts what it read."""
+    counts what it read. With `checksums` only bytes that agree with them are passed on."""
 
-    def __init__(self, item: OrbaxItem, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, item: OrbaxItem, facts: Mapping[str, Any], checksums: Checksums | None = None, hint: str = REMAKE
+    ) -> None:
         self.facts, self.folder, self.read_nbytes = facts, item.folder, 0
+        self._checksums, self._hint = checksums, hint
         self._item, self._numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
         self.leaves = {meta.name: state.Stored(meta.shape, meta.dtype) for meta in item.arrays}
         self._threads = min(MOST_THREADS, 2 * (os.cpu_count() or 1))
@@ -79,17 +98,22 @@ class ItemReader:
         """Close the files."""
         self._closing()
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether bytes are checked as they are read."""
+        return self._checksums is not None
+
     def read(self, name: str, parts: Parts) -> None:
         """Fill each array (C order) with its box of the leaf, cast to its dtype. PrepError names leaf and file."""
         if name not in self._numbers:
             raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._numbers)} others")
         blob = Decoded(self._item, self._numbers[name])
         _check_parts(blob.meta, parts)
-        jobs = _Queue(_shares(blob, parts))
+        jobs = _Queue(_shares(blob, parts, self.is_checked))
         with ThreadPoolExecutor(self._threads) as threads:
             done = [threads.submit(self._work, jobs) for _ in range(self._threads)]
         errors = [error for each in done if (error := each.exception())]
-        if errors and isinstance(errors[0], PrepError):
+        if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], Damaged):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
             raise PrepError(f"cannot read {name} of {self.folder}", why, errors[0].hint) from errors[0]
         if errors:
@@ -114,8 +138,23 @@ class ItemReader:
         offset = job.stored.offset + job.start
         if (straight := _straight(job, offset)) is not None:
             self._files.read_at(job.stored.file, offset, straight)
+            self._check(job, straight)
         else:
-            _spread(job, self._files.read_run(Copy(0, job.stored.file, offset, job.nbytes), scratch))
+            data = self._files.read_run(Copy(0, job.stored.file, offset, job.nbytes), scratch)
+            self._check(job, data)
+            _spread(job, data)
+
+    def _check(self, job: _Job, data: Bytes) -> None:
+        """Raise Damaged unless a piece agrees with its recorded checksums."""
+        span = self._checksums.first_damaged(job.name, job.index, job.start, data) if self._checksums else None
+        if span is None:
+            return
+        value = self._item.chunks[self._numbers[job.name]].get(job.index)
+        path = self._item.files[value.file] if isinstance(value, Stored) else self.folder
+        low, high = (job.stored.offset + at if job.stored else at for at in span)
+        within = path if job.stored else f"chunk {chunk_key(job.index)} (decoded) in {path}"
+        why = f"bytes {low:,} to {high:,} of {within} differ from their recorded checksum"
+        raise Damaged(f"{job.name} of {self.folder} is damaged", why, self._hint)
 
     def _decode(self, chunk: _Chunk, scratch: Bytes) -> None:
         """Decode a chunk as far as its pieces go, which follow each other in it."""
@@ -124,6 +163,7 @@ class ItemReader:
             with contextlib.closing(hold(chunk.blob, chunk.index, room)) as held:
                 for job in chunk.jobs:
                     held.read(job.start, scratch[: job.nbytes])
+                    self._check(job, scratch[: job.nbytes])
                     _spread(job, scratch[: job.nbytes])
         except (ValueError, OSError) as error:
             raise named(chunk.blob, chunk.index, error) from error
@@ -139,9 +179,11 @@ def _spread(job: _Job, data: Bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A box of a leaf that lies in one piece in a chunk, `nbytes` from byte `start` of it, and the parts it touches;
-    `stored`: where the chunk lies, if it lies in a file as it is."""
+    """A box of a leaf that lies in one piece in chunk `index`, `nbytes` from byte `start` of it, and the parts it
+    touches; `stored`: where the chunk lies, if it lies in a file as it is."""
 
+    name: str
+    index: tuple[int, ...]
     stored: Stored | None
     start: int
     nbytes: int
@@ -187,17 +229,19 @@ def _check_parts(meta: ArrayMeta, parts: Parts) -> None:
             raise ValueError(f"{meta.name} {meta.shape}: box {box} and an array of shape {array.shape}")
 
 
-def _shares(blob: Decoded, parts: Parts) -> Iterator[_Job | _Chunk]:
+def _shares(blob: Decoded, parts: Parts, checked: bool) -> Iterator[_Job | _Chunk]:
     """What threads take one after another: pieces where they can be read alone, else chunks."""
     direct = is_direct(blob.item, blob.number)
-    for index, jobs in _chunks(blob, parts, direct):
+    for index, jobs in _chunks(blob, parts, direct, checked):
         if direct:
             yield from jobs
         else:
             yield _Chunk(blob, index, tuple(jobs))
 
 
-def _chunks(blob: Decoded, parts: Parts, direct: bool) -> Iterator[tuple[tuple[int, ...], Iterator[_Job]]]:
+def _chunks(
+    blob: Decoded, parts: Parts, direct: bool, checked: bool
+) -> Iterator[tuple[tuple[int, ...], Iterator[_Job]]]:
     """Every chunk that a part touches, in C order of the grid, cut into pieces."""
     meta = blob.meta
     touched: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
@@ -208,19 +252,22 @@ def _chunks(blob: Decoded, parts: Parts, direct: bool) -> Iterator[tuple[tuple[i
                 touched.setdefault(index, {})[box] = array
     for index in sorted(touched):
         value = blob.value(index) if direct else None
-        yield index, _jobs(meta, value if isinstance(value, Stored) else None, index, touched[index])
+        yield index, _jobs(meta, value if isinstance(value, Stored) else None, index, touched[index], checked)
 
 
-def _jobs(meta: ArrayMeta, stored: Stored | None, index: Sequence[int], found: Parts) -> Iterator[_Job]:
+def _jobs(
+    meta: ArrayMeta, stored: Stored | None, index: tuple[int, ...], found: Parts, checked: bool
+) -> Iterator[_Job]:
     item, steps = itemsize(meta.dtype), strides(meta.chunk, itemsize(meta.dtype))
     corner = [i * length for i, length in zip(index, meta.chunk)]
     needed = [_moved(_shared(box, _chunk_box(corner, meta)), corner, -1) for box in found]
-    for piece in _pieces(_bound(needed), meta.chunk, item):
+    bound = _bound(needed)
+    for piece in _whole_blocks(bound, meta) if checked else _pieces(bound, meta.chunk, item):
         box = _moved(piece, corner, 1)
         near = {part: array for part, array in found.items() if volume(_shared(part, box))}
         if near:
             start = sum(low * step for (low, _), step in zip(piece, steps))
-            yield _Job(stored, start, volume(piece) * item, box, meta.dtype, near)
+            yield _Job(meta.name, index, stored, start, volume(piece) * item, box, meta.dtype, near)
 
 
 def _chunk_box(corner: Sequence[int], meta: ArrayMeta) -> Box:
@@ -254,6 +301,22 @@ def _pieces(box: Box, chunk: Sequence[int], item: int) -> Iterator[Box]:
         for low in range(*box[axis], length):
             rows = (low, min(low + length, box[axis][1]))
             yield (*((i, i + 1) for i in outer), rows, *box[axis + 1 :])
+
+
+def _whole_blocks(box: Box, meta: ArrayMeta) -> Iterator[Box]:
+    """Boxes of whole checksum blocks that cover a box of a chunk, each in one piece there and of at most
+    PIECE_NBYTES, or one block."""
+    if not box:
+        yield box
+        return
+    blocks = chunk_blocks(meta.chunk, meta.dtype)
+    axis, rows = blocks.axis, blocks.rows
+    low, high = box[axis][0] // rows * rows, min(meta.chunk[axis], -(-box[axis][1] // rows) * rows)
+    length = max(1, PIECE_NBYTES // blocks.block_nbytes) * rows
+    for outer in itertools.product(*(range(*span) for span in box[:axis])):
+        for first in range(low, high, length):
+            span = (first, min(first + length, high))
+            yield (*((i, i + 1) for i in outer), span, *whole(meta.chunk[axis + 1 :]))
 
 
 def _last_cut(box: Box, chunk: Sequence[int]) -> int:

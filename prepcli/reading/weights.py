@@ -19,6 +19,7 @@ from prepcli.planning.moves import Copy, pieces
 from prepcli.planning.plan import Same, Stream
 from prepcli.planning.slots import PARAMS
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.reading.digests import check_tensor
 from prepcli.reading.sources import Source, SourceTensor, counted, table_of
 from trainer import state
 from trainer.axes import AxisMap, bind
@@ -38,11 +39,12 @@ class _Leaf:
 class WeightsReader:
     """A state.Reader of the parameters of a source, layers stacked. `facts`: what a manifest would say of them.
 
-    vocab_parts: the vocabulary is padded to a multiple of it, with zeros. PrepError where tensors do not add up to the
+    vocab_parts: the vocabulary is padded to a multiple of it, with zeros. verify: each tensor that is read is checked
+    against the digests that the source's manifest records. PrepError where tensors do not add up to the
     model, or a head that is said to be the embedding is not.
     """
 
-    def __init__(self, source: Source, vocab_parts: int = 1) -> None:
+    def __init__(self, source: Source, vocab_parts: int = 1, verify: bool = True) -> None:
         vocabulary = source.vocabulary()
         rows = -(-vocabulary.stored // vocab_parts) * vocab_parts
         table = table_of(source)
@@ -58,6 +60,7 @@ class WeightsReader:
         bound = {path: bind(row, source.family.sizes(source.config), {VOCAB: rows}) for path, row in table.items()}
         self._leaves = _leaves(found.uses, bound, tensors)
         self.leaves = {name: state.Stored(leaf.row.leaf_shape, _dtype(leaf)) for name, leaf in self._leaves.items()}
+        self._source, self._verify = source, verify
         self._files = open_blobs(source.reads)
         self._buffers = run_buffers()
 
@@ -85,10 +88,12 @@ class WeightsReader:
                 _put(copy, whole, array)
 
     def _whole(self, tensor: SourceTensor) -> np.ndarray:
-        """All elements of a tensor in C order."""
+        """Read all elements of a tensor in C order, checked against its digests."""
         raw = np.empty(tensor.nbytes, np.uint8)
         for start, run in values(self._files, _stream(tensor), self._buffers):
             raw[start : start + run.size] = run
+        if self._verify:
+            check_tensor(self._source, tensor, raw)
         return raw.view(numpy_dtype(tensor.dtype))
 
 

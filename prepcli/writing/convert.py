@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget, anonymous_nbytes, budget
 from prepcli.engine.digest import digest
 from prepcli.engine.files import Files, io_error
-from prepcli.engine.pipeline import NO_BYTES, Outcome
+from prepcli.engine.pipeline import Outcome
 from prepcli.errors import PrepError
 from prepcli.manifest import MANIFEST, not_ours, read_manifest
 from prepcli.planning import coverage
@@ -27,10 +27,11 @@ from prepcli.reading.sources import Source
 from prepcli.signals import noting_kept
 from prepcli.ui import version
 from prepcli.units import bytes_text
+from prepcli.writing.checksums import recorder
 from prepcli.writing.expectations import Expectations
 from prepcli.writing.finishing import data_folder, finish, unpacked
 from prepcli.writing.staging import Staging, clean, staging
-from prepcli.writing.together import PATIENCE_S, Task, wait_for_all
+from prepcli.writing.together import PATIENCE_S, Task, Waiting, work_together
 
 INDEX_OF_ITEM = ("_METADATA", "manifest.ocdbt")
 
@@ -86,18 +87,25 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
     with staging(options.out) as stage:
         division = stage.open(run, options.restart, options.share)
         if _is_done(plan, run, options):  # others were faster
-            shutil.rmtree(stage.folder, ignore_errors=True)  # some may be coming to the same end in it
+            stage.discard()
             return Done(options.out, Outcome(), 0, already=True)
-        options.start()
         task = Task(plan, run, stage, division, range(options.share.index, options.share.index + options.workers))
+
+        def move() -> Outcome:
+            options.start()
+            outcome = _moved(task, source, spend, options.allow_overflow, progress, note)
+            _check_unchanged(plan, source)
+            return outcome
+
+        def end(outcome: Outcome) -> None:
+            _check_unchanged(plan, source)  # the others' shares too were read from it
+            finish(plan, stage, run, outcome, progress)
+            _check_ours(options.out)  # it may have come to be meanwhile
+            stage.publish(options.overwrite)
+
+        waiting = Waiting(options.patience_s, options.alarm, note)
         with noting_kept(lambda: _kept(task)):
-            try:
-                outcome = _moved(task, source, spend, options.allow_overflow, progress, note)
-                _check_unchanged(plan, source)
-            except PrepError as error:
-                stage.tell_failure(error)
-                raise
-            _finish_once(task, options, outcome, progress, note)
+            outcome = work_together(task, move, end, waiting)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
     clean(options.out)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
@@ -127,24 +135,12 @@ def _moved(
         progress.begin(plan.command, total, done)
         try:
             expect = Expectations(plan, source, allow_overflow)
-            outcome = pipeline.run(plan.streams, files, sink, spend, progress, journal, expect.seen)
+            checksums = recorder(plan, stage)
+            outcome = pipeline.run(plan.streams, files, sink, spend, progress, journal, expect.seen, checksums)
         finally:
             progress.end()
         sink.check_there()
     return outcome
-
-
-def _finish_once(
-    task: Task, options: Options, outcome: Outcome, progress: Progress, note: Callable[[str], None]
-) -> None:
-    """Wait until the shares of all processes are there; who sees it first finishes the output."""
-    digests = wait_for_all(task, options.patience_s, options.alarm, note)
-    with task.stage.publishing() as is_needed:
-        if is_needed:
-            empty = {number: NO_BYTES for number, stream in enumerate(task.plan.streams) if not stream.nbytes}
-            finish(task.plan, task.stage, task.run, replace(outcome, digests=empty | digests), progress)
-            _check_ours(options.out)  # it may have come to be meanwhile
-            task.stage.publish(options.overwrite)
 
 
 def run_of(plan: Plan) -> dict[str, object]:

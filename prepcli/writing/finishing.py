@@ -11,12 +11,14 @@ from typing import Any
 from prepcli.engine.casts import moved, report
 from prepcli.engine.files import io_error
 from prepcli.engine.pipeline import Outcome
+from prepcli.formats.checksums import write_checksums
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import Chunk, write_item, write_step
 from prepcli.manifest import MANIFEST, manifest_bytes
 from prepcli.planning.plan import Leaf, Plan, SmallFile
 from prepcli.planning.slots import PARAMS, joined, parted
 from prepcli.progress import NullProgress, Progress
+from prepcli.writing.checksums import collected
 from prepcli.writing.packing import Packed, pack, unpacked_nbytes
 from prepcli.writing.staging import WORK, Staging
 
@@ -44,7 +46,10 @@ def finish(
             write_step(stage.folder, plan.item, newest_ns(plan))
         for file in plan.small_files:
             _put(file, folder / file.path)
-        said = {"packed": dict(zip(packed.files, packed.sizes))} if packed else {}
+        said: dict[str, Any] = {"packed": dict(zip(packed.files, packed.sizes))} if packed else {}
+        if plan.leaves:
+            raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+            said["checksums"] = write_checksums(stage.folder, collected(plan, stage, raw))
         (stage.folder / MANIFEST).write_bytes(manifest_bytes(_manifest(plan, run, outcome) | said))
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error

@@ -26,6 +26,7 @@ from prepcli.planning.plan import Plan
 from prepcli.progress import NullProgress
 from prepcli.reading.restore import ItemReader, open_reader
 from prepcli.reading.sources import HF_FOLDER, small_files
+from prepcli.writing.checksums import recorder
 from prepcli.writing.convert import check_room, run_of, sink_of
 from prepcli.writing.finishing import finish
 from prepcli.writing.folders import settings
@@ -80,7 +81,7 @@ class RunFolder:
         those given here, which say what the tree that is saved is laid out for and how. PrepError where another
         process has the run.
         """
-        with open_reader(start) as reader:
+        with open_reader(start, verify=False) as reader:  # no leaf is read
             facts, self._hf = reader.facts, reader.folder / HF_FOLDER
         given = {"mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
         self._before = {**facts, **{key: value for key, value in given.items() if value is not None}, "name": name}
@@ -160,7 +161,11 @@ class RunFolder:
             check_room(plan, stage.folder)
             with sink_of(plan, stage) as sink:
                 spend = budget(MEMORY_NBYTES)
-                outcome = pipeline.run(plan.streams, HostLeaves(leaves), sink, spend, NullProgress())
+                checksums = recorder(plan, stage)
+                source = HostLeaves(leaves)
+                outcome = pipeline.run(plan.streams, source, sink, spend, NullProgress(), checksums=checksums)
+            if checksums:
+                checksums.save()
             finish(plan, stage, run, outcome)
             stage.publish()
 

@@ -18,6 +18,7 @@ from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
 from prepcli.errors import PrepError, usage
 from prepcli.planning.shares import ALONE, Division, Share
+from prepcli.writing.failures import FAILED, HEARD, Failures
 from prepcli.writing.locks import is_held, one_at_a_time, patient_lock, shared_lock
 
 WORK = ".prep"
@@ -26,7 +27,7 @@ DIVISION = "division.json"
 JOURNAL = "journal"  # `journal.I`: of process I
 LOCK = "lock"  # `lock.I`: of process I, where there are several
 DOOR = "door"
-FAILED = "failed"  # `failed.I`: why process I ended
+TRIES = 100  # of joining, while others publish or remove the folder
 REPLACED = "replaced"  # what had the final name, until the output has it
 
 
@@ -43,6 +44,7 @@ class Staging:
         self.share = ALONE
         self._locks: list[int] = []
         self._is: os.stat_result | None = None
+        self._failures: Failures | None = None
 
     @property
     def journal(self) -> Path:
@@ -71,8 +73,6 @@ class Staging:
             with self._in_the_door():
                 fd, first = shared_lock(self.work / LOCK, self.folder, share.count)
                 self._locks.append(fd)
-                for told in self.work.glob(f"{FAILED}.*") if first else ():  # by processes that are gone
-                    remove(told)
                 if restart and first and any((self.work / name).exists() for name in (RUN, DIVISION)):
                     self._clear()
                 found = self._read(RUN)
@@ -82,27 +82,34 @@ class Staging:
                     raise _other_run(self.folder, found, run)
                 division = self._divide(str(run["plan"]), first)
                 self._take_place()
+                self._failures = Failures(self.work, str(run["plan"]), share)
         except OSError as error:
             raise io_error(self.folder, error) from error
         return division
 
     @contextlib.contextmanager
     def _in_the_door(self) -> Iterator[None]:
-        """One at a time within, in a folder that is there: it may be published while this process waits."""
-        while True:
-            self._make()
-            with one_at_a_time(self.work / DOOR) as door:
+        """Hold the door of a folder that exists: it may be published, or removed, while this process waits for it."""
+        with contextlib.ExitStack() as stack:
+            for left in reversed(range(TRIES)):
+                try:
+                    self._make()
+                    door = stack.enter_context(one_at_a_time(self.work / DOOR))
+                except FileNotFoundError:
+                    if not left:
+                        raise
+                    continue
                 if _is_at(door, self.work / DOOR):
-                    self._is = self.folder.stat()
-                    yield
-                    return
+                    break
+                stack.close()
+            self._is = self.folder.stat()
+            yield
 
     def _take_place(self) -> None:
         """Be the one process of this number."""
         if self.share.count > 1:
             what = f"share {self.share.index} of {self.share.count} of {self.folder}"
             self._locks.append(patient_lock(self.work / f"{LOCK}.{self.share.index}", what))
-            remove(self.work / f"{FAILED}.{self.share.index}")
 
     def _divide(self, identity: str, first: bool) -> Division:
         """How the plan is divided; anew if it was among other processes, of which none is there any more."""
@@ -127,8 +134,13 @@ class Staging:
         return done
 
     def _make(self) -> None:
-        in_the_way = self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir()))
-        if in_the_way and not self.work.exists():  # asked last: another process may be making it
+        try:
+            names = os.listdir(self.folder)  # once: another process may be making or publishing it
+        except FileNotFoundError:
+            names = []
+        except NotADirectoryError:
+            names = [self.folder.name] if os.path.lexists(self.folder) else []
+        if names and WORK not in names:
             raise PrepError(f"{self.folder} is in the way", "prep did not make it", "`--out NAME`, or move it away")
         self.work.mkdir(parents=True, exist_ok=True)
 
@@ -153,13 +165,16 @@ class Staging:
         sync(self.work)
 
     def _clear(self) -> None:
-        """Drop an earlier run: first what promises that its bytes are there, then the bytes."""
+        """Drop an earlier run: first what promises that its bytes are there, then the bytes.
+
+        Failure notes stay. One may be of a process that was started together with this one.
+        """
         self._put_back()
         for path in [*self.work.glob(f"{JOURNAL}.*"), self.work / DIVISION, self.work / RUN]:
             remove(path)
         sync(self.work)
         for path in [*self.folder.iterdir(), *self.work.iterdir()]:
-            if path not in (self.work, self.work / LOCK, self.work / DOOR):
+            if path not in (self.work, self.work / LOCK, self.work / DOOR) and path.stem not in (FAILED, HEARD):
                 remove(path)
 
     def _put_back(self) -> None:
@@ -177,11 +192,19 @@ class Staging:
             except OSError as error:  # as there is when it is published
                 if not self.published():
                     raise io_error(self.folder, error) from error
-            yield not self.published()
+            published = self.published()
+            if not published and not self._is_there():
+                why = "it was removed or replaced"
+                raise PrepError(f"{self.folder} was changed by somebody else", why, "run again")
+            yield not published
 
     def published(self) -> bool:
         """Whether the folder has its final name."""
         return self._is is not None and _is_at(self._is, self.out)
+
+    def _is_there(self) -> bool:
+        """Whether the folder is still the one that was opened."""
+        return self._is is not None and _is_at(self._is, self.folder)
 
     def is_at_work(self, index: int) -> bool:
         """Whether process `index` is there, as far as locks tell: they need not reach other machines."""
@@ -190,21 +213,20 @@ class Staging:
         except OSError:
             return False
 
-    def tell_failure(self, error: PrepError) -> None:
-        """Leave word, for those who share the work, why this process ended."""
-        path = self.work / f"{FAILED}.{self.share.index}"
-        with contextlib.suppress(OSError):
-            path.write_text(json.dumps({"what": error.what, "why": error.why, "hint": error.hint}))
+    @property
+    def failures(self) -> Failures:
+        """The failure notes of the processes that share the work, once this one has joined."""
+        assert self._failures is not None
+        return self._failures
 
-    def failure_of(self, index: int) -> PrepError | None:
-        """Why process `index` ended, if it left word."""
-        try:
-            told = self._read(f"{FAILED}.{index}")
-        except (OSError, PrepError):
-            return None
-        if told is None:
-            return None
-        return PrepError(f"process {index} failed: {told.get('what')}", str(told.get("why")), str(told.get("hint")))
+    def discard(self) -> None:
+        """Remove a folder that turns out not to be needed; another process may be joining it."""
+        away = self.out.with_name(f"{self.out.name}.unused-{self.share.index}.partial")
+        with contextlib.suppress(OSError), one_at_a_time(self.work / DOOR):
+            if self._is_there():
+                remove(away)
+                self.folder.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
 
     def publish(self, overwrite: bool = False) -> None:
         """Sync every file and folder bottom-up, then give the folder its final name.
@@ -230,6 +252,12 @@ class Staging:
             raise io_error(self.out, error) from error
         self.close()
         clean(self.out)
+
+    def leave(self) -> None:
+        """End this process's part in the work: nothing is written any more."""
+        if self._failures is not None and self._is_there():
+            self._failures.leave()
+        self.close()
 
     def close(self) -> None:
         """Let go of the locks."""
@@ -261,12 +289,12 @@ def clean(out: Path) -> None:
 
 @contextlib.contextmanager
 def staging(out: Path) -> Iterator[Staging]:
-    """A Staging whose lock is let go in the end."""
+    """A Staging whose locks are released in the end."""
     stage = Staging(out)
     try:
         yield stage
     finally:
-        stage.close()
+        stage.leave()
 
 
 def remove(path: Path) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import Journal, Marked, read_journal
+from prepcli.engine.pipeline import NO_BYTES, Outcome
 from prepcli.errors import STOPPED, PrepError
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import Division, divided, part_of
 from prepcli.units import seconds_text
+from prepcli.writing.failures import Age
 from prepcli.writing.staging import Staging
 
 PATIENCE_S = 600.0
+RETURN_S = 20.0  # within which processes that are started together have joined
 LOOK_EVERY_S = 0.2
 
 
@@ -73,20 +77,56 @@ class Task:
         return bool(self.division.done) or any(self.marked(index).nbytes for index in range(self.division.count))
 
 
-def wait_for_all(
-    task: Task, patience_s: float, alarm: Callable[[], None], note: Callable[[str], None]
-) -> dict[int, str]:
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How to wait for other processes: for how long without a sign of life, what raises when a worker has failed, and
+    who shows lines."""
+
+    patience_s: float = PATIENCE_S
+    alarm: Callable[[], None] = lambda: None
+    note: Callable[[str], None] = lambda text: None
+
+
+def work_together(
+    task: Task, move: Callable[[], Outcome], finish: Callable[[Outcome], None], waiting: Waiting
+) -> Outcome:
+    """Move this process's share, wait for the others, and finish the output unless another process has done so.
+
+    Args:
+        task: The plan and this process's share of it.
+        move: Moves the share. The other processes are told if it raises.
+        finish: Publishes the output, given the digests of all streams. One process at a time calls it.
+        waiting: How to wait for the other processes.
+
+    Returns:
+        What `move` returned.
+
+    Raises:
+        PrepError: Another process failed, or gave no sign of life for too long; whatever the callables raise.
+    """
+    with task.stage.failures.telling():
+        outcome = move()
+    digests = wait_for_all(task, waiting)
+    with task.stage.publishing() as is_needed:
+        if is_needed:
+            empty = {number: NO_BYTES for number, stream in enumerate(task.plan.streams) if not stream.nbytes}
+            finish(dataclasses.replace(outcome, digests=empty | digests))
+    return outcome
+
+
+def wait_for_all(task: Task, waiting: Waiting) -> dict[int, str]:
     """The digests of all streams that have bytes, once each is durable; fewer if the output was published meanwhile.
 
-    PrepError: another process failed, or gives no sign of life for so long; whatever `alarm` raises.
+    PrepError: another process failed, or gives no sign of life for too long; whatever `alarm` raises.
     """
-    others = _Others(task)
+    others = _Others(task, waiting)
     behind = others.look()
     if set(behind) - set(task.team):
-        note(f"share {task.stage.share} is done; waiting for {_called(behind)} of {task.division.count}")
+        waiting.note(f"share {task.stage.share} is done; waiting for {_called(behind)} of {task.division.count}")
     while behind and not task.stage.published():
-        alarm()
-        others.check(behind, patience_s)
+        with task.stage.failures.telling():
+            waiting.alarm()
+        others.check(behind)
         time.sleep(LOOK_EVERY_S)
         behind = others.look()
     found = dict(task.division.done)
@@ -100,6 +140,7 @@ class _Others:
     """What is known of each process."""
 
     task: Task
+    waiting: Waiting
     marked: dict[int, Marked] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     seen_s: dict[int, float] = field(default_factory=dict)  # when they gave a sign of life
@@ -116,23 +157,39 @@ class _Others:
                     self.whole.add(index)
         return [index for index in range(self.task.division.count) if index not in self.whole]
 
-    def check(self, behind: Collection[int], patience_s: float) -> None:
+    def check(self, behind: Collection[int]) -> None:
         """PrepError if one of these will not come to its end."""
-        stage, now = self.task.stage, time.monotonic()
+        stage, now, patience_s = self.task.stage, time.monotonic(), self.waiting.patience_s
         if stage.share.index in behind and not stage.published():
             why = "the journal of what was written is not there any more"
             raise PrepError(f"{stage.folder} was changed by somebody else", why, "remove it, and run again")
-        for index in behind:
-            if stage.is_at_work(index):
-                self.seen_s[index] = now
-            elif failure := stage.failure_of(index):
-                raise failure
+        for index in range(self.task.division.count):
+            if index not in self.task.team:  # whose workers `alarm` tells of
+                self._check_one(index, now)
         gone = [index for index in behind if now - self.seen_s[index] > patience_s]
         if gone and not stage.published():
-            count = self.task.division.count
-            why = f"no sign of it for {seconds_text(patience_s)}; share {stage.share} is done and kept"
-            hint = f"run it again with `--processes {count}/{gone[0]}`, and this one to see it end"
-            raise PrepError(f"process {_called(gone)} of {count} is not at work", why, hint, STOPPED)
+            raise self._gone(gone)
+
+    def _check_one(self, index: int, now: float) -> None:
+        """Raise the failure of a process. One that failed before this process joined has a moment to come back."""
+        stage = self.task.stage
+        if stage.is_at_work(index):
+            self.seen_s[index] = now
+            return
+        failure = stage.failures.of(index)
+        if failure is None or failure.age is Age.OLD:
+            return
+        has_had_time = now - stage.failures.joined_s > min(RETURN_S, self.waiting.patience_s)
+        if (failure.age is Age.NEW or has_had_time) and not stage.published():
+            raise failure.error
+
+    def _gone(self, gone: Sequence[int]) -> PrepError:
+        share, count = self.task.stage.share, self.task.division.count
+        failures = filter(None, map(self.task.stage.failures.of, gone))
+        why = f"no sign of it for {seconds_text(self.waiting.patience_s)}; share {share} is done and kept"
+        why += "".join(f"; before, {failure.error.what}" for failure in failures)
+        hint = f"run it again with `--processes {count}/{gone[0]}`, and this one to see it end"
+        return PrepError(f"process {_called(gone)} of {count} is not at work", why, hint, STOPPED)
 
 
 def _called(indices: Collection[int]) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from bench import evidence
 from bench.evidence import CASES, Room, Row, evidence_text, made, main, plan_figures, remove, succeeded
+from bench.floor import MEANS
 from bench.meter import Cost
 
 MIB = 1 << 20
@@ -21,6 +22,37 @@ def test_like_is_held_against_like() -> None:
     assert "7.0 6.0 8.0  20.0 12.0 10.0       0.60      0.58    2.5      16.0       300  ext4" in evidence_text(
         [ROW], "ext4"
     )
+
+
+def test_the_target_is_the_larger_of_cp_and_floor() -> None:
+    by_cp = dataclasses.replace(ROW, floor_seconds=(8.0, 7.0), floor_means="direct/direct x2")
+    assert (by_cp.to_floor, by_cp.to_target) == (6 / 7, 6 / 9)  # 0.9 x 10 s
+    assert dataclasses.replace(ROW, floor_seconds=(10.0, 11.0)).to_target == pytest.approx(6 / 11)
+    assert "ext4  7.0 direct/direct x2     0.86      0.67" in evidence_text([by_cp], "ext4")
+    assert ROW.to_target is None
+
+
+def test_plain_copies_take_turns_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"prep": 5.0, "bash": 4.0}
+    ran: list[str] = []
+
+    def run(words: tuple[str | Path, ...]) -> Cost:
+        name = Path(words[0]).name
+        ran.append("plain" if "bench.floor" in words else name)
+        return Cost(0, 3.0 if "bench.floor" in words else seconds[name], 0.5, 1, 0, "", "")
+
+    monkeypatch.setattr(evidence, "succeeded", run)
+    monkeypatch.setattr(evidence, "cold", lambda _: None)
+    row = evidence.compare("export", "128MiB", Room(tmp_path / "model", tmp_path), 2, MEANS[:1])
+    assert ran == ["prep", "prep", "bash", "plain", "plain", "bash", "prep"]
+    assert (row.floor_seconds, row.floor_means) == ((3.0, 3.0), str(MEANS[0]))
+
+
+def test_finalists_are_the_fastest_plain_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = [MEANS[3], MEANS[1], *(means for means in MEANS if means not in (MEANS[3], MEANS[1]))]
+    seconds = {means.command(tmp_path, tmp_path): float(n) for n, means in enumerate(order)}
+    monkeypatch.setattr(evidence, "_cold_run", lambda words, *_: Cost(0, seconds[words], 0.5, 1, 0, "", ""))
+    assert evidence.finalists(tmp_path, tmp_path) == (MEANS[3], MEANS[1])
 
 
 def test_memory_and_order_are_those_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_a_dry_run_shows_the_memory_of_a_device(capsys: pytest.CaptureFixture[st
 
 
 def test_a_dry_run_that_cannot_fit_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prepcli.commands.train.host_memory", lambda: {"available": 8 * (64 << 10)})
+    monkeypatch.setattr("prepcli.training_checks.host_memory", lambda: {"available": 8 * (64 << 10)})
     found, _ = dry_run(capsys)
     assert found["memory"]["fits"] is False
     assert [text.partition(":")[0] for text in found["warnings"]] == [
@@ -130,7 +130,7 @@ def test_a_dry_run_that_cannot_fit_says_so(capsys: pytest.CaptureFixture[str], m
 
 
 def test_a_state_beyond_the_memory_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prepcli.commands.train.host_memory", lambda: {"available": 8 * (16 << 10)})
+    monkeypatch.setattr("prepcli.training_checks.host_memory", lambda: {"available": 8 * (16 << 10)})
     code, what, why, _ = failure(capsys)
     assert (code, what) == (FAILED, "parameters and moments need 47.8 KiB on each device")
     assert why == "16.0 KiB are available"

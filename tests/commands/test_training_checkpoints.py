@@ -98,7 +98,7 @@ def test_moments_move_with_their_parameters(here: Path):
 def test_a_step_that_was_laid_out_anew_is_a_step(here: Path):
     done("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
     assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
-        "_CHECKPOINT_METADATA", "prep-manifest.json", "state",
+        "_CHECKPOINT_METADATA", "prep-checksums.bin", "prep-manifest.json", "state",
     ]  # fmt: skip
     with open_reader(Path("tuned-1x4x2")) as reader:
         facts = reader.facts

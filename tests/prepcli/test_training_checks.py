@@ -23,6 +23,7 @@ from prepcli.training_checks import (
 from tests.trainer.test_memory_estimate import LLAMA_13B, run
 from trainer.memory_estimate import estimate
 from trainer.recipe import Recipe, load
+from trainer.tree import Leaf
 
 GIB = 1 << 30
 RUN_13B = run("llama", LLAMA_13B, "1,8,4", sequences=16, length=32768, itemsize=2)
@@ -92,11 +93,6 @@ def test_a_state_that_exceeds_the_memory_by_far_is_refused():
     assert "`mesh`" in caught.value.hint
 
 
-def test_a_checkpoint_holds_parameters_and_moments():
-    assert checkpoint_nbytes(10, True) == 120
-    assert checkpoint_nbytes(10, False) == 40
-
-
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> int:
     usage = type("Usage", (), {"free": 1000})
@@ -126,13 +122,22 @@ def recipe(tmp_path: Path, *sets: str) -> Recipe:
     return load(tmp_path / "x.toml", sets).recipe
 
 
+def leaves(count: int) -> dict[str, Leaf]:
+    return {"w": Leaf("w", "w", (count,), (("embed",),))}
+
+
+def test_a_checkpoint_holds_parameters_and_moments(tmp_path: Path):
+    assert checkpoint_nbytes(recipe(tmp_path), leaves(10)) == 120
+    assert checkpoint_nbytes(recipe(tmp_path, "checkpoint.optimizer_state=false"), leaves(10)) == 40
+
+
 @pytest.mark.parametrize(
     ("every", "keep", "steps_left", "held"),
     [(0, "2", 20, 1), (5, "2", 20, 3), (5, "9", 20, 4), (1, "all", 20, 20), (5, "2", 0, 0)],
 )
 def test_checkpoints_that_exceed_the_disk(tmp_path: Path, free: int, every: int, keep: str, steps_left: int, held: int):
     made = recipe(tmp_path, f"checkpoint.every={every}", f"checkpoint.keep={keep}")
-    each = free // max(held, 1)
-    assert list(disk_doubts(tmp_path / "run", made, each, steps_left)) == []
-    doubts = list(disk_doubts(tmp_path / "run", made, each + 1, steps_left))
+    count = free // 12 // max(held, 1)
+    assert list(disk_doubts(tmp_path / "run", made, leaves(count), steps_left)) == []
+    doubts = list(disk_doubts(tmp_path / "run", made, leaves(count + 12), steps_left))
     assert [f"will hold {held:,} checkpoints" in doubt for doubt in doubts] == [True] * bool(held)

@@ -58,7 +58,8 @@ class Request:
 def prepare(request: Request, progress: Progress, note: Note) -> store.Tokens:
     """The tokens of a request, made in bounded memory, or mapped at once if the cache has them already.
 
-    The files are read once for their digests in any case. `progress`: bytes tokenised, of how many; `note` is told
+    The files are read once for their digests in any case, and tokens that the cache has for theirs: damaged ones are
+    made again. `progress`: bytes tokenised, of how many; `note` is told
     what is used, how much it is, and what the last block leaves over, or what of pairs is cut. PrepError for files that
     are missing, empty or not what their type says; for a tokenizer that does not fit; for fewer tokens than one block.
     """
@@ -67,12 +68,12 @@ def prepare(request: Request, progress: Progress, note: Note) -> store.Tokens:
     files = [examine(path) for path in find(request.paths, request.type)]
     identity = _identity(request, files, encoder)
     folder = request.cache / identity
-    if folder.exists():
+    meta = _stored(folder, note)
+    if meta is not None:
         note(f"tokens of an earlier run are used: {folder}")
     else:
         folder = (request.spare or request.cache) / identity
-        _build(folder, request, files, encoder, progress, note)
-    meta = store.read_meta(folder)
+        meta = _build(folder, request, files, encoder, progress, note)
     encoder.check(meta.max_id, request.vocab)
     has_pairs = bool(request.read.source)
     _check_pairs(meta) if has_pairs else _check_length(meta, request.seq_length)
@@ -103,12 +104,22 @@ def _identity(request: Request, files: Sequence[DataFile], encoder: Encoder) -> 
 
 def _build(
     folder: Path, request: Request, files: Sequence[DataFile], encoder: Encoder, progress: Progress, note: Note
-) -> None:
+) -> store.Meta:
     with store.locked(folder.parent, note):
-        if folder.exists():  # another process has just made it
-            return
+        if (meta := _stored(folder)) is not None:  # another process has just made it
+            return meta
         dtype = store.dtype_for(max(encoder.max_id, request.eos_id or 0))
         store.build(folder, dtype, lambda writer: _fill(writer, request, files, encoder, progress))
+        return store.read_meta(folder)
+
+
+def _stored(folder: Path, note: Note = lambda text: None) -> store.Meta | None:
+    """Read what a store says of itself; None where it is missing or damaged, which `note` is told."""
+    try:
+        return store.read_meta(folder) if folder.exists() else None
+    except store.Damaged as error:
+        note(f"{error.what} ({error.why}): they are made again")
+        return None
 
 
 def _fill(

@@ -1,7 +1,7 @@
 """The token store: a folder that has its name only when it is whole and on disk.
 
 `tokens.bin` has the ids of all documents one after another, `documents.bin` where each document ends (uint64, in
-tokens), `meta.json` the rest. Numbers are little-endian.
+tokens), `meta.json` the rest, with the XXH3-128 of both files. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from trainer.data.files import io_error
 from trainer.errors import PrepError
@@ -25,17 +26,20 @@ from trainer.errors import PrepError
 TOKENS, DOCUMENTS, META, LOCK = "tokens.bin", "documents.bin", "meta.json", "lock"
 PARTIALS = "[0-9a-f]" * 32 + ".partial"  # stores that are not whole: named by identity, 32 hex digits
 END_NBYTES = 8
+READ_NBYTES = 4 << 20  # at a time, for a digest
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What a store says of itself. `dtype`: "uint16" or "uint32"; `max_id`: the largest id in it, -1 for none."""
+    """What a store says of itself. `dtype`: "uint16" or "uint32"; `max_id`: the largest id in it, -1 for none;
+    `digests`: by file, empty in stores that earlier versions wrote."""
 
     identity: str
     dtype: str
     n_tokens: int
     n_documents: int
     max_id: int
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +71,7 @@ class Writer:
     """The files of a store that comes to be."""
 
     def __init__(self, tokens: BinaryIO, documents: BinaryIO, dtype: str) -> None:
-        self._tokens, self._documents = tokens, documents
+        self._tokens, self._documents = _Hashed(tokens), _Hashed(documents)
         self.dtype = dtype
         self.n_tokens, self.n_documents, self.max_id = 0, 0, -1
 
@@ -80,6 +84,25 @@ class Writer:
     def end_document(self) -> None:
         self._documents.write(self.n_tokens.to_bytes(END_NBYTES, "little"))
         self.n_documents += 1
+
+    def meta(self, identity: str) -> Meta:
+        """Return what the store says of itself, once all is added."""
+        digests = {TOKENS: self._tokens.digest(), DOCUMENTS: self._documents.digest()}
+        return Meta(identity, self.dtype, self.n_tokens, self.n_documents, self.max_id, digests)
+
+
+class _Hashed:
+    """A file that is written from end to end, and the digest of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._state = file, xxhash.xxh3_128()
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._state.update(data)
+
+    def digest(self) -> str:
+        return self._state.hexdigest()
 
 
 def dtype_for(max_id: int) -> str:
@@ -113,7 +136,8 @@ def _take(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
 
 
 def build(folder: Path, dtype: str, fill: Callable[[Writer], None]) -> None:
-    """Make a store: written as `NAME.partial`, then durable, then under its name. Call it with the cache locked.
+    """Make a store: written as `NAME.partial`, then durable, then under its name, in place of a damaged one. Call it
+    with the cache locked.
 
     What runs that were killed left in the cache is dropped. PrepError if the disk refuses.
     """
@@ -123,6 +147,8 @@ def build(folder: Path, dtype: str, fill: Callable[[Writer], None]) -> None:
             shutil.rmtree(left)
         partial.mkdir()
         _write(partial, folder.name, dtype, fill)
+        if folder.exists():
+            shutil.rmtree(folder)
         partial.rename(folder)
         _sync(folder.parent)
     except OSError as error:
@@ -135,8 +161,7 @@ def _write(folder: Path, identity: str, dtype: str, fill: Callable[[Writer], Non
     with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as documents:
         writer = Writer(tokens, documents, dtype)
         fill(writer)
-    meta = Meta(identity, dtype, writer.n_tokens, writer.n_documents, writer.max_id)
-    (folder / META).write_text(json.dumps(asdict(meta), indent=1) + "\n")
+    (folder / META).write_text(json.dumps(asdict(writer.meta(identity)), indent=1) + "\n")
     for path in (folder / TOKENS, folder / DOCUMENTS, folder / META, folder):
         _sync(path)
 
@@ -150,7 +175,13 @@ def _sync(path: Path) -> None:
 
 
 def read_meta(folder: Path) -> Meta:
-    """What a store says of itself, held against its files. PrepError if they disagree."""
+    """Return what a store says of itself, checked against the sizes and digests of its files.
+
+    All of the files is read, at the speed of the disk: less than the texts that they were made of.
+
+    Raises:
+        Damaged: The files are not what was written.
+    """
     try:
         meta = _parsed(folder, (folder / META).read_bytes())
         sizes = {name: (folder / name).stat().st_size for name in (TOKENS, DOCUMENTS)}
@@ -163,15 +194,31 @@ def read_meta(folder: Path) -> Meta:
     for name, nbytes in promised.items():
         if sizes[name] != nbytes:
             raise _broken(folder, f"{name} has {sizes[name]:,} bytes, {META} promises {nbytes:,}")
+    for name, digest in meta.digests.items():
+        if _digest(folder / name) != digest:
+            raise _broken(folder, f"{name} differs from the digest that {META} records")
     return meta
+
+
+def _digest(path: Path) -> str:
+    """XXH3-128 of a file."""
+    state = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while data := file.read(READ_NBYTES):
+                state.update(data)
+    except OSError as error:
+        raise io_error(path, error) from error
+    return state.hexdigest()
 
 
 def _parsed(folder: Path, data: bytes) -> Meta:
     try:
-        found = json.loads(data)
-        meta = Meta(**{field.name: found[field.name] for field in fields(Meta)})
+        found = {"digests": {}} | json.loads(data)
+        meta = Meta(**{each.name: found[each.name] for each in fields(Meta)})
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
         is_sound = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)
+        is_sound &= isinstance(meta.digests, dict) and {*meta.digests} in (set(), {TOKENS, DOCUMENTS})
     except (ValueError, TypeError, KeyError):
         raise _broken(folder, f"{META} is not what was written") from None
     if not is_sound or meta.identity != folder.name:
@@ -179,8 +226,12 @@ def _parsed(folder: Path, data: bytes) -> Meta:
     return meta
 
 
-def _broken(folder: Path, why: str) -> PrepError:
-    return PrepError(f"the tokens in {folder} are broken", why, f"`rm -r {folder}`: the next run makes them again")
+class Damaged(PrepError):
+    """The files of a store are not what was written."""
+
+
+def _broken(folder: Path, why: str) -> Damaged:
+    return Damaged(f"the tokens in {folder} are broken", why, f"`rm -r {folder}`: the next run makes them again")
 
 
 def map_tokens(folder: Path, meta: Meta, seq_length: int) -> Tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import resource
 from collections.abc import Callable
@@ -14,7 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prepcli.engine import files as files_module
+from prepcli.engine import io_policy
 from prepcli.engine.files import PAGE, Bytes, Files, buffer, io_error
+from prepcli.engine.io_policy import WritePolicy
 from prepcli.errors import PrepError
 from prepcli.planning.moves import Copy
 
@@ -85,8 +89,15 @@ def short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, name, some)
 
 
+def writeback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is faster through the page cache."""
+    monkeypatch.setattr(files_module, "BLOCK_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False))
+
+
 WAYS = {
     "direct": lambda monkeypatch: None,
+    "writeback": writeback,
     "none": no_direct,
     "none, said late": no_direct_later,
     "short": short_counts,
@@ -263,6 +274,40 @@ def test_what_could_not_be_made_durable_is_never_taken_for_durable(monkeypatch, 
                 files.sync()
         with pytest.raises(PrepError, match=r"cannot read or write .*b"):  # though the system would now say yes
             files.sync()
+
+
+def test_a_failed_writeback_is_never_durable(monkeypatch, tmp_path: Path):
+    def fail(*_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writeback(monkeypatch)
+    monkeypatch.setattr(io_policy, "start_writeback", fail)
+    with Files([tmp_path / "out"], [64 * PAGE]) as files:
+        files.policy.writeback = io_policy.Writeback(0)
+        monkeypatch.setattr(files_module, "BLOCK_NBYTES", 64 * PAGE)
+        for call in (lambda: files.write([Copy(0, 0, 0, 64 * PAGE)], buffer(64 * PAGE)), files.sync):
+            with pytest.raises(PrepError, match=r"cannot read or write .*out") as caught:
+                call()
+            assert caught.value.why == "Input/output error"
+
+
+def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False))
+    monkeypatch.setattr(files_module, "BLOCK_NBYTES", 32 * PAGE)
+    started: list[tuple[int, int]] = []
+    monkeypatch.setattr(io_policy, "start_writeback", lambda fd, at, nbytes: started.append((at, at + nbytes)))
+    with Files([tmp_path / "out"], [100 * PAGE]) as files:
+        files.write([Copy(0, 0, 5, 99 * PAGE)], buffer(99 * PAGE))
+    assert started[0][0] == PAGE
+    assert started[-1][1] == 99 * PAGE
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(started))
+
+
+def test_writeback_leaves_short_runs_to_sync(monkeypatch, tmp_path: Path):
+    writeback(monkeypatch)
+    monkeypatch.setattr(io_policy, "start_writeback", lambda *_: pytest.fail("started"))
+    with Files([tmp_path / "out"], [100 * PAGE]) as files:
+        files.write([Copy(0, 0, 0, PAGE, ((9, PAGE, 2 * PAGE),))], buffer(9 * PAGE))
 
 
 def test_sync_asks_only_for_files_that_were_written(monkeypatch, tmp_path: Path):

@@ -1,23 +1,43 @@
-"""Bytes from one order into another, against NumPy's own transpose: any width, any depth in a buffer, both ways."""
+"""Gather and scatter against NumPy's own transpose: any width, any page offset, tiled, and over threads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.permute import LINE, gather, scatter
+from prepcli.engine import permute
+from prepcli.engine.permute import gather, scatter
 from prepcli.planning.boxes import strides
 from prepcli.planning.moves import Copy, merge
 from prepcli.planning.slabs import Slab
 
-ROWS = LINE // 4
-SHAPES = st.lists(st.sampled_from([1, 2, 3, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 5]), max_size=4).filter(
+SIDE = 16  # elements of 4 bytes along a tile
+SHAPES = st.lists(st.sampled_from([1, 2, 3, SIDE - 1, SIDE, SIDE + 1, 2 * SIDE + 5]), max_size=4).filter(
     lambda shape: math.prod(shape) <= 20_000
 )
 WIDTHS = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """Tiles and parts of threads so small that small arrays have several."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(permute, "TILE_NBYTES", 4 * SIDE**2)
+        patched.setattr(permute, "PART_NBYTES", 1000)
+        patched.setattr(permute, "threads", lambda: 3)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(3) as threads:
+        yield threads
 
 
 def in_order(shape: list[int], order: list[int], width: int, at: int) -> Copy:
@@ -34,8 +54,9 @@ def placed(data: np.ndarray, lead: int) -> np.ndarray:
 
 
 @settings(deadline=None)
-@given(SHAPES, WIDTHS, st.integers(0, 9), st.data())
-def test_any_order_there_and_back(shape: list[int], width: int, lead: int, data):
+@given(SHAPES, WIDTHS, st.integers(0, 9), st.booleans(), st.data())
+def test_any_order_there_and_back(pool, shape: list[int], width: int, lead: int, is_shared: bool, data):
+    helpers = pool if is_shared else None
     order = data.draw(st.permutations(range(len(shape))))
     start = data.draw(st.sampled_from([0, 24, 1000]))
     values = np.random.default_rng(0).integers(0, 256, [*shape, width], np.uint8)
@@ -43,9 +64,9 @@ def test_any_order_there_and_back(shape: list[int], width: int, lead: int, data)
     moved = values.transpose([*order, len(shape)]).reshape(-1)
     copy = in_order(shape, order, width, start)
     slab = Slab(0, start, tensor.size, (copy,), (copy,))
-    out = gather(slab, tensor, placed(np.zeros_like(moved), lead))
+    out = gather(slab, tensor, placed(np.zeros_like(moved), lead), helpers)
     assert np.array_equal(out, moved)
-    back = scatter(slab, placed(moved, lead), np.zeros_like(tensor))
+    back = scatter(slab, placed(moved, lead), np.zeros_like(tensor), helpers)
     assert np.array_equal(back, tensor)
 
 
@@ -70,3 +91,21 @@ def test_nothing_beside_the_runs_is_touched():
     scatter(Slab(0, 0, 48, (copy,), ()), np.arange(12, dtype=np.uint8), tensor)
     assert tensor.reshape(3, 4, 4)[:, 2].reshape(-1).tolist() == list(range(12))
     assert (np.delete(tensor.reshape(3, 4, 4), 2, axis=1) == 7).all()
+
+
+def test_gather_splits_long_copies_over_threads(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch):
+    shapes: list[tuple[int, ...]] = []
+    real = permute._assign
+    monkeypatch.setattr(permute, "_assign", lambda part: (shapes.append(part[0].shape), real(part)))
+    copy = in_order([100, 20], [1, 0], 4, 0)
+    tensor = np.arange(2000, dtype=np.int32).view(np.uint8)
+    out = gather(Slab(0, 0, 8000, (copy,), (copy,)), tensor, np.zeros(8000, np.uint8), pool)
+    assert sorted(shapes) == [(20, 32), (20, 34), (20, 34)]
+    assert np.array_equal(out.view(np.int32).reshape(20, 100), np.arange(2000).reshape(100, 20).T)
+
+
+def test_gather_raises_what_a_thread_raised(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(permute, "_assign", lambda part: 1 / 0)
+    copy = in_order([100, 20], [1, 0], 4, 0)
+    with pytest.raises(ZeroDivisionError):
+        gather(Slab(0, 0, 8000, (copy,), (copy,)), np.zeros(8000, np.uint8), np.zeros(8000, np.uint8), pool)

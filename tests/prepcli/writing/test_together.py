@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 from prepcli.errors import STOPPED, PrepError
 from prepcli.planning.plan import Flat, Plan, Stream
 from prepcli.planning.shares import Division, Share, divided
+from prepcli.signals import Stopped
 from prepcli.writing import together
+from prepcli.writing.failures import Age, Failures
 from prepcli.writing.locks import lock
 from prepcli.writing.staging import Staging
-from prepcli.writing.together import Task, wait_for_all
+from prepcli.writing.together import Task, Waiting, wait_for_all
 
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
@@ -40,7 +43,7 @@ def finish(task: Task) -> None:
 
 
 def wait(task: Task, patience_s: float = 60.0, alarm=lambda: None) -> dict[int, str]:
-    return wait_for_all(task, patience_s, alarm, lambda text: None)
+    return wait_for_all(task, Waiting(patience_s, alarm))
 
 
 EVERY = {number: f"of t{number}" for number in range(4)}
@@ -111,34 +114,142 @@ def test_one_that_is_at_work_may_take_its_time(tmp_path: Path):
     assert next(looks, None) is None
 
 
-def test_the_word_of_one_that_failed_is_passed_on_and_forgotten_when_it_is_back(tmp_path: Path):
-    task, other = (joined(tmp_path / "out", Share(2, index)) for index in range(2))
+def fail(task: Task, error: Exception) -> None:
+    """End a process by an error."""
+    with pytest.raises(type(error)), task.stage.failures.telling():
+        raise error
+    task.stage.leave()
+
+
+def pair(out: Path) -> list[Task]:
+    return [joined(out, Share(2, index)) for index in range(2)]
+
+
+def test_failure_ends_a_process_that_waits(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
     finish(task)
-    other.stage.tell_failure(PrepError("t1 is damaged", "why", "hint"))
-    other.stage.close()
+    fail(other, PrepError("t1 is damaged", "why", "hint"))
     with pytest.raises(PrepError, match="process 1 failed: t1 is damaged") as caught:
         wait(task)
     assert (caught.value.why, caught.value.hint) == ("why", "hint")
     joined(tmp_path / "out", Share(2, 1))
-    assert task.stage.failure_of(1) is None
+    assert task.stage.failures.of(1) is None
 
 
-def test_the_word_of_one_that_failed_is_forgotten_once_all_are_gone(tmp_path: Path):
-    tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
-    finish(tasks[0])
-    tasks[1].stage.tell_failure(PrepError("the disk is full", "why", "hint"))
-    for task in tasks:
-        task.stage.close()
-    again = joined(tmp_path / "out", Share(2, 0))  # the other one is about to be run again, too
-    with pytest.raises(PrepError, match="process 1 of 2 is not at work"):
+def test_failure_before_another_joins_reaches_it(tmp_path: Path):
+    fail(joined(tmp_path / "out", Share(2, 0)), PrepError("t1 is damaged"))
+    late = joined(tmp_path / "out", Share(2, 1))
+    finish(late)
+    with pytest.raises(PrepError, match="process 0 failed: t1 is damaged"):
+        wait(late, patience_s=0.01)
+
+
+def test_failure_with_restart_reaches_a_late_process(tmp_path: Path):
+    fail(joined(tmp_path / "out", Share(2, 0), restart=True), PrepError("t1 is damaged"))
+    late = joined(tmp_path / "out", Share(2, 1), restart=True)
+    finish(late)
+    with pytest.raises(PrepError, match="process 0 failed: t1 is damaged"):
+        wait(late, patience_s=0.01)
+
+
+def test_failed_process_has_time_to_come_back(tmp_path: Path):
+    fail(joined(tmp_path / "out", Share(2, 0)), PrepError("t1 is damaged"))
+    late = joined(tmp_path / "out", Share(2, 1))
+    finish(late)
+    looks = iter(range(3))
+
+    def come_back() -> None:
+        if next(looks, None) == 2:
+            finish(joined(tmp_path / "out", Share(2, 0)))
+
+    assert wait(late, alarm=come_back) == EVERY
+
+
+def test_failure_is_reported_to_each_process_once(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
+    finish(task)
+    fail(other, PrepError("the disk is full", "why", "hint"))
+    task.stage.leave()
+    again = joined(tmp_path / "out", Share(2, 0))  # the other process is about to be started again, too
+    with pytest.raises(PrepError, match="process 1 of 2 is not at work") as caught:
         wait(again, patience_s=0.01)
+    assert "the disk is full" in caught.value.why
+    assert caught.value.code == STOPPED
 
 
-@pytest.mark.parametrize("told", [b"", b"{", b"[]", b"{}"])
-def test_a_word_that_is_broken_does_no_harm(tmp_path: Path, told: bytes):
+def test_failure_of_another_plan_or_division_is_ignored(tmp_path: Path):
+    fail(joined(tmp_path / "out", Share(3, 1)), PrepError("the disk is full"))
     task = joined(tmp_path / "out", Share(2, 0))
-    (task.stage.work / "failed.1").write_bytes(told)
-    assert isinstance(task.stage.failure_of(1), PrepError | None)
+    assert task.stage.failures.of(1) is None
+    assert Failures(task.stage.work, "another plan", Share(3, 0)).of(1) is None
+
+
+def test_failure_that_is_a_bug_is_told_too(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
+    finish(task)
+    fail(other, ZeroDivisionError("division by zero"))
+    with pytest.raises(PrepError, match="process 1 failed: ZeroDivisionError: division by zero"):
+        wait(task)
+
+
+def test_failure_of_a_worker_is_told_by_its_parent(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
+    finish(task)
+    with pytest.raises(PrepError, match="killed"):
+        wait(task, alarm=_raising(PrepError("a worker was killed by SIGKILL")))
+    task.stage.leave()
+    failure = other.stage.failures.of(0)
+    assert failure is not None
+    assert (failure.error.what, failure.age) == ("process 0 failed: a worker was killed by SIGKILL", Age.NEW)
+
+
+def _raising(error: Exception):
+    def alarm() -> None:
+        raise error
+
+    return alarm
+
+
+def test_stopped_process_leaves_no_failure(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
+    with pytest.raises(Stopped), other.stage.failures.telling():
+        raise Stopped("SIGTERM")
+    other.stage.leave()
+    assert task.stage.failures.of(1) is None
+
+
+def test_failure_is_told_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    task, other = pair(tmp_path / "out")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("json.dump", full)
+        fail(other, PrepError("the disk is full"))
+    failure = task.stage.failures.of(1)
+    assert failure is not None
+    assert failure.error.what == "process 1 failed"
+
+
+@pytest.mark.parametrize("note", [b"", b"{", b"[]"])
+def test_damaged_failure_note_is_a_failure(tmp_path: Path, note: bytes):
+    task = joined(tmp_path / "out", Share(2, 0))
+    (task.stage.work / "failed.1").write_bytes(note)
+    failure = task.stage.failures.of(1)
+    assert failure is not None
+    assert failure.error.what == "process 1 failed"
+
+
+def test_failure_note_is_not_written_through_a_link(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("failed.1", "new.failed.1"):
+        (other.stage.work / name).symlink_to(precious)
+    fail(other, PrepError("t1 is damaged"))
+    assert precious.read_text() == "mine"
+    assert task.stage.failures.of(1) is not None
 
 
 def test_another_number_of_processes_takes_over_what_is_whole(tmp_path: Path):

@@ -114,6 +114,34 @@ def test_the_second_time_nothing_is_tokenised(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "meta.json"])
+def test_damaged_tokens_are_made_again(tmp_path: Path, name: str):
+    (tmp_path / "a.txt").write_text(TEXT)
+    wanted = request(tmp_path, tmp_path / "a.txt")
+    ids = prepared(wanted).ids.tolist()
+    (folder,) = stores(wanted)
+    before = content(folder)
+    (folder / name).write_bytes(bytes([before[name][0] ^ 1]) + before[name][1:])
+    notes: list[str] = []
+    assert prepare(wanted, lambda *at: None, notes.append).ids.tolist() == ids
+    assert content(folder) == before
+    assert [path.name for path in wanted.cache.iterdir() if path.is_dir()] == [folder.name]
+    assert notes[0].startswith(f"the tokens in {folder} are broken ({name} ")
+    assert notes[0].endswith("): they are made again")
+    assert len(notes) == 2
+
+
+def test_a_dry_run_leaves_damaged_tokens_alone(tmp_path: Path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    wanted = request(tmp_path, tmp_path / "a.txt")
+    ids = prepared(wanted).ids.tolist()
+    (folder,) = stores(wanted)
+    (folder / "tokens.bin").write_bytes(b"\0" * len((folder / "tokens.bin").read_bytes()))
+    before = content(folder)
+    assert prepared(replace(wanted, spare=tmp_path / "spare")).ids.tolist() == ids
+    assert content(folder) == before
+
+
 def test_equal_requests_give_equal_bytes_wherever_the_files_are(tmp_path: Path):
     found = []
     for name in ("one", "two"):

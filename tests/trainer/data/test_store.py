@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from trainer.data import store
 from trainer.errors import PrepError
@@ -39,7 +40,9 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str, code: str):
     store.build(tmp_path / NAME, dtype, fill)
     meta = store.read_meta(tmp_path / NAME)
     tokens = store.map_tokens(tmp_path / NAME, meta, 2)
-    assert meta == store.Meta(NAME, dtype, n_tokens=5, n_documents=3, max_id=7)
+    assert (meta.identity, meta.dtype, meta.n_tokens, meta.n_documents, meta.max_id) == (NAME, dtype, 5, 3, 7)
+    files = {path.name: path.read_bytes() for path in (tmp_path / NAME).glob("*.bin")}
+    assert meta.digests == {name: xxhash.xxh3_128_hexdigest(data) for name, data in files.items()}
     assert (tokens.ids.tolist(), tokens.ends.tolist()) == ([1, 2, 3, 7, 5], [4, 4, 5])
     assert (tokens.n_tokens, tokens.n_documents, tokens.n_blocks, tokens.identity) == (5, 3, 2, NAME)
     assert (tmp_path / NAME / "tokens.bin").read_bytes() == np.array([1, 2, 3, 7, 5], code).tobytes()
@@ -95,7 +98,36 @@ def test_a_broken_store(tmp_path: Path, file: str, data: bytes | None, why: str)
     assert caught.value.hint.startswith(f"`rm -r {folder}`")
 
 
-@pytest.mark.parametrize("change", [{"dtype": "float32"}, {"n_tokens": "5"}, {"identity": "1" * 32}])
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
+def test_a_store_with_a_flipped_bit_is_damaged(tmp_path: Path, name: str):
+    folder = tmp_path / NAME
+    store.build(folder, "uint16", fill)
+    data = bytearray((folder / name).read_bytes())
+    data[3] ^= 4
+    (folder / name).write_bytes(data)
+    with pytest.raises(store.Damaged, match=rf"{name} differs from the digest that meta\.json records"):
+        store.read_meta(folder)
+
+
+def test_a_store_without_digests_is_read(tmp_path: Path):
+    folder = tmp_path / NAME
+    store.build(folder, "uint16", fill)
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["digests"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert store.read_meta(folder).digests == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float32"},
+        {"n_tokens": "5"},
+        {"identity": "1" * 32},
+        {"digests": {"tokens.bin": "0"}},
+        {"digests": []},
+    ],
+)
 def test_a_store_that_says_nonsense(tmp_path: Path, change: dict[str, object]):
     folder = tmp_path / NAME
     store.build(folder, "uint16", fill)

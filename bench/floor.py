@@ -1,0 +1,137 @@
+"""The floor of a conversion: plain copies of the same files, by direct or buffered I/O, in one thread or two.
+
+    python -m bench.floor SOURCE OUT --read direct --write paced --threads 2
+
+The copy is durable when the command ends. `bench.evidence` runs all of them and keeps the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import mmap
+import os
+import queue
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from prepcli.engine.io_policy import Writeback
+from prepcli.engine.linux import allocate
+
+PAGE = mmap.PAGESIZE
+BLOCK_NBYTES = 16 << 20
+BUFFERS = 6
+Filled = tuple[memoryview, int, int]  # buffer, offset in the file, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """A way to copy: direct or buffered reads; direct, buffered or paced writes; one thread, or one for each."""
+
+    read: str
+    write: str
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.read}/{self.write} x{self.threads}"
+
+    def command(self, source: Path, out: Path) -> tuple[str | Path, ...]:
+        """The command that copies `source` to `out` by these means."""
+        options = ("--read", self.read, "--write", self.write, "--threads", str(self.threads))
+        return (sys.executable, "-m", "bench.floor", source, out, *options)
+
+
+READS, WRITES = ("direct", "buffered"), ("direct", "paced", "buffered")
+PAIRS = ("direct", "direct"), ("direct", "paced"), ("buffered", "buffered")
+MEANS = tuple(Means(read, write, threads) for (read, write), threads in itertools.product(PAIRS, (2, 1)))
+
+
+def copy_folder(source: Path, out: Path, means: Means) -> None:
+    """Copy all files of a folder into a new one, and make them durable."""
+    out.mkdir(parents=True)
+    free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    for _ in range(BUFFERS):
+        memory = mmap.mmap(-1, BLOCK_NBYTES)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        free.put(memoryview(memory))
+    for path in sorted(source.rglob("*")):
+        target = out / path.relative_to(source)
+        if path.is_dir():
+            target.mkdir()
+        else:
+            _copy_file(path, target, means, free)
+
+
+def _copy_file(source: Path, target: Path, means: Means, free: queue.SimpleQueue[memoryview]) -> None:
+    reader = os.open(source, os.O_RDONLY | (os.O_DIRECT if means.read == "direct" else 0))
+    writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if means.write == "direct" else 0))
+    try:
+        size = os.fstat(reader).st_size
+        allocate(writer, size)
+        _move(_filled(reader, size, means.read, free), _Sink(writer, means.write, free), means.threads)
+        os.ftruncate(writer, size)  # direct writes end with a whole page
+        os.fsync(writer)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def _filled(reader: int, size: int, read: str, free: queue.SimpleQueue[memoryview]) -> Iterator[Filled]:
+    for offset in range(0, size, BLOCK_NBYTES):
+        buffer = free.get()
+        count, wanted = 0, min(BLOCK_NBYTES, size - offset)
+        while count < wanted:
+            count += os.preadv(reader, [buffer[count:]], offset + count)
+        if read == "buffered":
+            os.posix_fadvise(reader, offset, count, os.POSIX_FADV_DONTNEED)
+        yield buffer, offset, count
+
+
+class _Sink:
+    """Writes blocks to a file, and gives their buffers back."""
+
+    def __init__(self, writer: int, write: str, free: queue.SimpleQueue[memoryview]) -> None:
+        self._writer, self._write, self._free = writer, write, free
+        self._writeback = Writeback()
+
+    def put(self, block: Filled) -> None:
+        """Write a block; a direct one in whole pages."""
+        buffer, offset, count = block
+        end = -(-count // PAGE) * PAGE if self._write == "direct" else count
+        done = 0
+        try:
+            while done < end:
+                done += os.pwritev(self._writer, [buffer[done:end]], offset + done)
+            if self._write == "paced":
+                self._writeback.start(self._writer, offset, count)
+        finally:
+            self._free.put(buffer)
+
+
+def _move(blocks: Iterator[Filled], sink: _Sink, threads: int) -> None:
+    if threads == 1:
+        for block in blocks:
+            sink.put(block)
+        return
+    with ThreadPoolExecutor(1) as pool:
+        for written in [pool.submit(sink.put, block) for block in blocks]:
+            written.result()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Copy what the arguments name."""
+    parser = argparse.ArgumentParser(prog="python -m bench.floor", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is not there yet")
+    parser.add_argument("--read", choices=READS, default="direct")
+    parser.add_argument("--write", choices=WRITES, default="direct")
+    parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
+    given = parser.parse_args(arguments)
+    copy_folder(given.source, given.out, Means(given.read, given.write, given.threads))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""System calls of Linux that `os` lacks. Each releases the GIL while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+
+_START, _WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE)
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _function(name: str, *kinds: type) -> Callable[..., int] | None:
+    function = getattr(_LIBC, name, None)
+    if function is not None:
+        function.argtypes, function.restype = kinds, ctypes.c_int
+    return function
+
+
+_sync_file_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+HAS_WRITEBACK = _sync_file_range is not None
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Start to write the dirty pages of a byte range to the disk. Raises OSError."""
+    _call(_sync_file_range, fd, offset, nbytes, _START)
+
+
+def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Wait until the dirty pages of a byte range are on the disk, and drop them from the page cache.
+
+    Metadata may still be in memory: only `fdatasync` makes the range durable. Raises OSError for a failed write, which
+    the system does not report a second time.
+    """
+    _call(_sync_file_range, fd, offset, nbytes, _WAIT)
+    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Make a file `nbytes` long, with its disk space allocated where the file system can do that. Raises OSError."""
+    if os.fstat(fd).st_size > nbytes:
+        os.ftruncate(fd, nbytes)
+    try:
+        if nbytes:
+            _call(_fallocate, fd, 0, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    os.ftruncate(fd, nbytes)
+
+
+def _call(function: Callable[..., int] | None, *arguments: int) -> None:
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while function(*arguments):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

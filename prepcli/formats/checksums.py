@@ -1,0 +1,86 @@
+"""`prep-checksums.bin`: the XXH3-64 of every checksum block, so that readers of parts can check what they read.
+
+The file is little-endian uint64 in the order of `planning.checksum_blocks`; the manifest records its digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prepcli.engine.checksums import SUM_DTYPE, Sums, checksum
+from prepcli.engine.digest import digest
+from prepcli.engine.files import Bytes
+from prepcli.errors import PrepError
+from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.untrusted import read_bytes, stat_file
+from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_blocks
+
+CHECKSUMS = "prep-checksums.bin"
+METHOD = "xxh3_64"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checksums:
+    """The recorded sums of a checkpoint's blocks."""
+
+    leaves: Mapping[str, LeafBlocks]
+    sums: Sums
+
+    def first_damaged(self, name: str, index: Sequence[int], start: int, data: Bytes) -> tuple[int, int] | None:
+        """Bytes of the first block that differs from its sum; None where all agree.
+
+        Args:
+            name: Leaf.
+            index: Chunk of the leaf.
+            start: Byte of the chunk where `data` begins, at the edge of a block.
+            data: Whole blocks of the chunk.
+        """
+        blocks = self.leaves[name]
+        first = blocks.first_of(index)
+        for block in blocks.chunk.touched(start, start + data.size):
+            if checksum(data[block.low - start : block.high - start]) != self.sums[first + block.number]:
+                return block.low, block.high
+        return None
+
+
+def write_checksums(folder: Path, sums: Sums) -> dict[str, Any]:
+    """Write the file; return what the manifest says of it."""
+    data = sums.astype(SUM_DTYPE).tobytes()
+    (folder / CHECKSUMS).write_bytes(data)
+    return {"file": CHECKSUMS, "method": METHOD, "block": BLOCK_NBYTES, "digest": digest(data)}
+
+
+def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]) -> Checksums | None:
+    """Read the sums of an item's arrays; None where the manifest names none.
+
+    Raises:
+        PrepError: The file is missing, differs from its digest, or has a form that this version does not read.
+    """
+    record = manifest.get("checksums")
+    if record is None:
+        return None
+    path = folder / CHECKSUMS
+    says = [record.get(key) for key in ("file", "method", "block")] if isinstance(record, dict) else record
+    if says != [CHECKSUMS, METHOD, BLOCK_NBYTES]:
+        why = f"the manifest says {says!r:.80}, this prep reads {METHOD} of {BLOCK_NBYTES:,} bytes"
+        raise PrepError(f"{path} is of another format", why, "a later prep, or `--no-verify`")
+    leaves = _numbered(folder, manifest, arrays)
+    nbytes = SUM_DTYPE.itemsize * max((blocks.stop for blocks in leaves.values()), default=0)
+    data = read_bytes(path) if stat_file(path).st_size == nbytes else b""
+    if digest(data) != record.get("digest"):
+        why = "its bytes differ from the digest that the manifest records"
+        raise PrepError(f"{path} is damaged", why, "make the checkpoint anew, or `--no-verify`")
+    return Checksums(leaves, np.frombuffer(data, SUM_DTYPE))
+
+
+def _numbered(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]) -> dict[str, LeafBlocks]:
+    """The blocks of the arrays, in the order of the manifest's leaves."""
+    metas, listed = {meta.name: meta for meta in arrays}, manifest.get("leaves")
+    if not isinstance(listed, dict) or {*listed} != {*metas}:
+        raise PrepError(f"{folder} is damaged", "its manifest lists other leaves than it holds", "make it anew")
+    return number_blocks((name, metas[name].shape, metas[name].chunk, metas[name].dtype) for name in listed)

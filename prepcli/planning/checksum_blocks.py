@@ -1,0 +1,144 @@
+"""Checksum blocks: contiguous parts of a leaf's chunks, numbered by shape, chunk and dtype alone. Pure.
+
+A block is the unit of checking where a reader takes parts of a checkpoint. Its number does not depend on where chunks
+lie in files, nor on compression: leaves in their order, chunks in C order of the grid, blocks in order of their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prepcli.planning.boxes import strides
+from prepcli.planning.plan import Leaf, Placed
+from prepcli.planning.tensors import itemsize
+
+BLOCK_NBYTES = 1 << 20  # most bytes of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes `low` to `high` of a chunk; `number` counts from the chunk's first block."""
+
+    number: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBlocks:
+    """How a chunk is cut: runs of at most `rows` steps along `axis`, whole along the dims after it."""
+
+    axis: int
+    rows: int
+    block_nbytes: int  # of a whole block
+    group_nbytes: int  # of one step of the dim before `axis`: its last block may be shorter
+    chunk_nbytes: int
+
+    @property
+    def count(self) -> int:
+        """Blocks of the chunk."""
+        return self.chunk_nbytes // self.group_nbytes * self._in_group if self.group_nbytes else 0
+
+    @property
+    def _in_group(self) -> int:
+        return -(-self.group_nbytes // self.block_nbytes)
+
+    def touched(self, start: int, stop: int) -> Iterator[Block]:
+        """The blocks that hold bytes `start` to `stop` of the chunk, in order."""
+        while start < stop:
+            group, within = divmod(start, self.group_nbytes)
+            at = within // self.block_nbytes
+            low = group * self.group_nbytes + at * self.block_nbytes
+            high = min(low + self.block_nbytes, (group + 1) * self.group_nbytes)
+            yield Block(group * self._in_group + at, low, high)
+            start = high
+
+
+def chunk_blocks(chunk: Sequence[int], dtype: str) -> ChunkBlocks:
+    """Cut a chunk into blocks."""
+    item = itemsize(dtype)
+    steps, nbytes = strides(chunk, item), math.prod(chunk) * item
+    if not chunk:
+        return ChunkBlocks(0, 1, nbytes, nbytes, nbytes)
+    axis = next((n for n, step in enumerate(steps) if step <= BLOCK_NBYTES), len(chunk) - 1)
+    rows = max(1, BLOCK_NBYTES // steps[axis])
+    return ChunkBlocks(axis, rows, rows * steps[axis], chunk[axis] * steps[axis], nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafBlocks:
+    """The blocks of a leaf: each chunk of `grid` has `chunk.count`, from number `first` on."""
+
+    first: int
+    grid: tuple[int, ...]
+    chunk: ChunkBlocks
+
+    @property
+    def stop(self) -> int:
+        """One past the last number."""
+        return self.first + math.prod(self.grid) * self.chunk.count
+
+    def first_of(self, index: Sequence[int]) -> int:
+        """Number of the first block of a chunk."""
+        flat = sum(i * step for i, step in zip(index, strides(self.grid)))
+        return self.first + flat * self.chunk.count
+
+
+LeafShape = tuple[str, Sequence[int], Sequence[int], str]  # name, shape, chunk, dtype
+
+
+def number_blocks(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
+    """Number the blocks of leaves, in their order."""
+    found: dict[str, LeafBlocks] = {}
+    first = 0
+    for name, shape, chunk, dtype in leaves:
+        grid = tuple(-(-extent // length) for extent, length in zip(shape, chunk))
+        found[name] = LeafBlocks(first, grid, chunk_blocks(chunk, dtype))
+        first = found[name].stop
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Chunks that lie one after another in a file, `slot_nbytes` from one to the next."""
+
+    file: int
+    offset: int
+    slot_nbytes: int
+    placed: Placed
+    blocks: LeafBlocks
+
+    @property
+    def count(self) -> int:
+        """Chunks."""
+        return math.prod(self._counts)
+
+    @property
+    def _counts(self) -> list[int]:
+        return [stop - first for first, stop in zip(self.placed.first, self.placed.stop)]
+
+    def first_block(self, at: int) -> int:
+        """Number of the first block of chunk `at` of the extent."""
+        index = []
+        for first, step in zip(self.placed.first, strides(self._counts)):
+            index.append(first + at // step)
+            at %= step
+        return self.blocks.first_of(index)
+
+
+def leaf_blocks(leaves: Iterable[Leaf]) -> dict[str, LeafBlocks]:
+    """The numbered blocks of leaves that are written."""
+    return number_blocks((leaf.name, leaf.grid.shape, leaf.grid.chunk, leaf.dtype) for leaf in leaves)
+
+
+def extents(leaves: Sequence[Leaf], blocks: Mapping[str, LeafBlocks]) -> list[Extent]:
+    """Where the chunks of leaves lie in files, in the order of files and offsets."""
+    found = []
+    for leaf in leaves:
+        for placed in leaf.placed:
+            lattice = placed.places
+            slot = lattice.strides[-1] if lattice.strides else leaf.chunk_nbytes
+            found.append(Extent(lattice.file, lattice.offset, slot, placed, blocks[leaf.name]))
+    return sorted(found, key=lambda extent: (extent.file, extent.offset))

@@ -1,0 +1,34 @@
+"""Checksum blocks of an output while it is staged: one file of sums for each process, joined when it is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from prepcli.engine.checksums import Recorder, Sums, load_sums, read_back
+from prepcli.planning.checksum_blocks import Extent, extents, leaf_blocks
+from prepcli.planning.plan import Plan
+from prepcli.writing.staging import Staging
+
+SUMS = "checksums"  # `checksums.I` in the work folder: of process I
+
+
+def recorder(plan: Plan, stage: Staging) -> Recorder | None:
+    """Return what takes in the bytes that this process writes; None for an output without leaves."""
+    return Recorder(stage.work / f"{SUMS}.{stage.share.index}", _extents(plan)) if plan.leaves else None
+
+
+def collected(plan: Plan, stage: Staging, files: Sequence[Path]) -> Sums:
+    """Return the sums of all blocks: those that the processes saved, and the others read back from `files`."""
+    blocks = leaf_blocks(plan.leaves)
+    sums: Sums = np.zeros(max((leaf.stop for leaf in blocks.values()), default=0), np.uint64)
+    for path in sorted(stage.work.glob(f"{SUMS}.*")):
+        sums = np.where(sums == 0, load_sums(path, sums.size), sums)
+    read_back(sums, _extents(plan), files)
+    return sums
+
+
+def _extents(plan: Plan) -> list[Extent]:
+    return extents(plan.leaves, leaf_blocks(plan.leaves))

@@ -1,0 +1,48 @@
+"""Plain copies: every means copies every byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bench import floor
+from bench.floor import MEANS, Means, main
+
+PAGE = floor.PAGE
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    (folder / "deep").mkdir(parents=True)
+    for name, size in {"empty": 0, "short": 7, "pages": 8 * PAGE, "deep/ragged": 9 * PAGE + 5}.items():
+        (folder / name).write_bytes(os.urandom(size))
+    return folder
+
+
+@pytest.mark.parametrize("means", MEANS, ids=str)
+def test_plain_copies_are_equal(source: Path, means: Means, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(floor, "BLOCK_NBYTES", 2 * PAGE)
+    out = source.with_name("out")
+    main([str(word) for word in means.command(source, out)[3:]])
+    names = [path.relative_to(source) for path in source.rglob("*")]
+    assert sorted(names) == sorted(path.relative_to(out) for path in out.rglob("*"))
+    files = [name for name in names if (source / name).is_file()]
+    assert all((source / name).read_bytes() == (out / name).read_bytes() for name in files)
+
+
+def test_a_copy_overwrites_nothing(source: Path):
+    with pytest.raises(FileExistsError):
+        main([str(source), str(source)])
+
+
+def test_a_failed_write_ends_the_copy(source: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> int:
+        raise OSError("no")
+
+    monkeypatch.setattr(floor, "BLOCK_NBYTES", PAGE)
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="no"):
+        main([str(source), str(source.with_name("out"))])

@@ -1,0 +1,116 @@
+"""The choice between direct I/O and writeback, and the bound on what writeback keeps in the page cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from prepcli.engine import io_policy
+from prepcli.engine.io_policy import MEASURED_FROM_NBYTES, TRIAL_NBYTES, TRIALS, Mode, Writeback, WritePolicy
+from prepcli.planning.slabs import PAGE
+
+RUN = 64 * PAGE
+Call = tuple[str, int, int]  # started or finished, offset, bytes
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls of writeback, recorded instead of made."""
+    made: list[Call] = []
+    monkeypatch.setattr(io_policy, "start_writeback", lambda fd, offset, n: made.append(("start", offset, n)))
+    monkeypatch.setattr(io_policy, "finish_writeback", lambda fd, offset, n: made.append(("finish", offset, n)))
+    return made
+
+
+def modes(policy: WritePolicy, count: int, nbytes: int = TRIAL_NBYTES) -> list[Mode]:
+    """The modes of the next writes."""
+    given = []
+    for _ in range(count):
+        with policy.writing(nbytes) as mode:
+            given.append(mode)
+    return given
+
+
+def measured(direct: list[float], writeback: list[float]) -> WritePolicy:
+    """A policy after its measurements, in seconds a byte."""
+    policy = WritePolicy(MEASURED_FROM_NBYTES)
+    for paces in zip(direct, writeback):
+        for mode, pace in zip(Mode, paces):
+            policy.measured(mode, pace)
+    return policy
+
+
+def test_small_outputs_are_written_direct_unmeasured():
+    policy = WritePolicy(MEASURED_FROM_NBYTES - 1)
+    assert set(modes(policy, 3 * TRIALS)) == {Mode.DIRECT}
+    assert policy.needs_alignment
+
+
+def test_large_outputs_try_both_modes_in_turn():
+    policy = WritePolicy(MEASURED_FROM_NBYTES)
+    assert modes(policy, 2 * TRIALS) == [Mode.DIRECT, Mode.WRITEBACK] * TRIALS
+    assert len(set(modes(policy, 5))) == 1
+
+
+def test_short_writes_are_not_measured():
+    policy = WritePolicy(MEASURED_FROM_NBYTES)
+    assert set(modes(policy, 9, TRIAL_NBYTES - 1)) == {Mode.DIRECT}
+    assert modes(policy, 2) == [Mode.DIRECT, Mode.WRITEBACK]
+
+
+def test_a_failed_write_is_not_measured():
+    policy = WritePolicy(MEASURED_FROM_NBYTES)
+    with pytest.raises(ValueError, match="no"), policy.writing(TRIAL_NBYTES):
+        raise ValueError("no")
+    assert modes(policy, 2) == [Mode.DIRECT, Mode.WRITEBACK]
+
+
+@pytest.mark.parametrize(
+    ("direct", "writeback", "chosen"),
+    [
+        ([2.0, 2.0, 2.0], [1.0, 9.0, 9.0], Mode.WRITEBACK),  # neighbours only ever make a disk slower
+        ([9.0, 9.0, 2.0], [2.1, 2.1, 2.1], Mode.DIRECT),
+        ([2.0, 2.0, 2.0], [1.9, 1.9, 1.9], Mode.DIRECT),  # not clearly faster
+    ],
+)
+def test_the_faster_mode_is_kept(direct: list[float], writeback: list[float], chosen: Mode):
+    policy = measured(direct, writeback)
+    assert set(modes(policy, 3)) == {chosen}
+    assert policy.needs_alignment is (chosen is Mode.DIRECT)
+
+
+def test_without_direct_io_all_is_paced():
+    policy = WritePolicy(0, has_direct=False)
+    assert set(modes(policy, 3, 1)) == {Mode.WRITEBACK}
+
+
+def test_without_writeback_all_is_direct(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(io_policy, "HAS_WRITEBACK", False)
+    assert set(modes(WritePolicy(MEASURED_FROM_NBYTES), 9)) == {Mode.DIRECT}
+
+
+def test_writeback_keeps_a_window(calls: list[Call]):
+    writeback = Writeback(2 * RUN)
+    for number in range(3):
+        writeback.start(3, number * RUN, RUN)
+    assert [name for name, *_ in calls] == ["start", "start", "start", "finish"]
+    assert calls[-1] == ("finish", 0, RUN)
+    writeback.drain()
+    assert calls[-2:] == [("finish", RUN, RUN), ("finish", 2 * RUN, RUN)]
+
+
+def test_writeback_takes_whole_pages(calls: list[Call]):
+    Writeback().start(3, PAGE + 1, RUN)
+    assert calls == [("start", 2 * PAGE, RUN - PAGE)]
+
+
+def test_writeback_leaves_parts_of_pages(calls: list[Call]):
+    Writeback().start(3, 1, 2 * PAGE - 2)
+    assert not calls
+
+
+def test_writeback_forgets_synced_ranges(calls: list[Call]):
+    writeback = Writeback()
+    writeback.start(3, 0, RUN)
+    writeback.clear()
+    writeback.drain()
+    assert calls == [("start", 0, RUN)]
