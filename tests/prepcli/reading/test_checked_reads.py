@@ -176,7 +176,7 @@ def test_damaged_or_missing_checksums_are_refused(model: Path, tmp_path: Path):
         with pytest.raises(PrepError, match=rf"{CHECKSUMS} is damaged"):
             open_reader(tmp_path / "init")
     path.unlink()
-    with pytest.raises(PrepError, match=rf"cannot read .*{CHECKSUMS}"):
+    with pytest.raises(PrepError, match=CHECKSUMS):
         open_reader(tmp_path / "init")
 
 
