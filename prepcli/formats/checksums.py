@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from prepcli.engine.checksums import SUM_DTYPE, Sums, checksum
-from prepcli.engine.digest import digest
-from prepcli.engine.files import Bytes
+from prepcli.engine.digest import SUM_DTYPE, checksum, digest
 from prepcli.errors import PrepError
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small
@@ -31,9 +30,11 @@ class Checksums:
     """The recorded sums of a checkpoint's blocks."""
 
     leaves: Mapping[str, LeafBlocks]
-    sums: Sums
+    sums: npt.NDArray[np.uint64]
 
-    def first_damaged(self, name: str, index: Sequence[int], start: int, data: Bytes) -> tuple[int, int] | None:
+    def first_damaged(
+        self, name: str, index: Sequence[int], start: int, data: npt.NDArray[np.uint8]
+    ) -> tuple[int, int] | None:
         """Bytes of the first block that differs from its sum; None where all agree.
 
         Args:
@@ -45,12 +46,12 @@ class Checksums:
         blocks = self.leaves[name]
         first = blocks.first_of(index)
         for block in blocks.chunk.touched(start, start + data.size):
-            if checksum(data[block.low - start : block.high - start]) != self.sums[first + block.number]:
+            if checksum(data[block.low - start : block.high - start].data) != self.sums[first + block.number]:
                 return block.low, block.high
         return None
 
 
-def write_checksums(folder: Path, sums: Sums) -> dict[str, Any]:
+def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, Any]:
     """Write the file; return what the manifest says of it."""
     data = sums.astype(SUM_DTYPE).tobytes()
     (folder / CHECKSUMS).write_bytes(data)
@@ -67,7 +68,7 @@ def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[A
     if data is None:
         return None
     leaves = _numbered(folder, manifest, arrays)
-    wanted = SUM_DTYPE.itemsize * max((blocks.stop for blocks in leaves.values()), default=0)
+    wanted = np.dtype(SUM_DTYPE).itemsize * max((blocks.stop for blocks in leaves.values()), default=0)
     if len(data) != wanted:
         raise PrepError(f"{folder / CHECKSUMS} is broken", f"it has {len(data):,} bytes, not {wanted:,}", HINT)
     return Checksums(leaves, np.frombuffer(data, SUM_DTYPE))

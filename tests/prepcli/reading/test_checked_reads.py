@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.checksums import checksum
+from prepcli.engine.digest import checksum
 from prepcli.errors import PrepError
 from prepcli.formats.checksums import CHECKSUMS, Checksums
 from prepcli.formats.orbax import ArrayMeta
@@ -88,7 +88,7 @@ def checksums_of(item: OrbaxItem) -> Checksums:
             assert isinstance(stored, Stored)
             data = np.fromfile(item.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset)
             for block in leaf.chunk.touched(0, data.size):
-                sums[leaf.first_of(index) + block.number] = checksum(data[block.low : block.high])
+                sums[leaf.first_of(index) + block.number] = checksum(data[block.low : block.high].data)
     return Checksums(leaves, sums)
 
 
