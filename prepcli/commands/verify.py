@@ -14,6 +14,7 @@ from prepcli.engine.budget import budget
 from prepcli.engine.compare import Difference, first_difference
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.errors import PrepError, usage
+from prepcli.formats.checksums import checked_bytes
 from prepcli.planning.accounting import KEEP_ALL, Account
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
@@ -105,6 +106,7 @@ def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Repo
     """Against the digests that the manifest records."""
     source = model.source
     tensors = [t for t in source.everything if t.digests]
+    checked_bytes(source.root, source.laid_out)
     if request.quick:
         return _quick_ok(model, HEADERS, "no values read, no digests checked", ui)
     if not tensors:

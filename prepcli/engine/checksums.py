@@ -17,21 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from prepcli.engine.digest import SUM_DTYPE, checksum
 from prepcli.engine.files import PAGE, Bytes, Files, buffer, io_error
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES, Block, Extent
+from prepcli.planning.checksum_blocks import BLOCK_NBYTES, Block
+from prepcli.planning.extents import Extent
 from prepcli.planning.moves import Copy
 
 UNKNOWN = 0
 SHORTEST_RUN = 4 << 10  # of a copy that repeats: following shorter runs takes longer than reading the block back
 MOST_OPEN = 4096  # blocks that are hashed at once, some 700 bytes each
-SUM_DTYPE = np.dtype("<u8")
 
 Sums = npt.NDArray[np.uint64]
-
-
-def checksum(data: Bytes) -> int:
-    """XXH3-64 of a block; 1 in place of 0, which stands for unknown."""
-    return xxhash.xxh3_64_intdigest(data.data) or 1
 
 
 class Recorder:
@@ -83,7 +79,7 @@ class Recorder:
 
     def _piece(self, number: int, block: Block, start: int, data: Bytes) -> None:
         if data.size == block.high - block.low:
-            self.sums[number] = checksum(data)
+            self.sums[number] = checksum(data.data)
             return
         state, following = self._open.pop(number, (None, block.low))
         if start != following:
@@ -111,7 +107,7 @@ def load_sums(path: Path, count: int) -> Sums:
     found = np.zeros(count, np.uint64)
     with contextlib.suppress(OSError):
         data = path.read_bytes()
-        size = count * SUM_DTYPE.itemsize
+        size = count * found.itemsize
         if len(data) == size + 16 and xxhash.xxh3_128_digest(data[:size]) == data[size:]:
             found[:] = np.frombuffer(data[:size], SUM_DTYPE)
     return found
@@ -126,7 +122,7 @@ def read_back(sums: Sums, extents: Sequence[Extent], files: Sequence[Path]) -> N
         for extent in extents:
             for start, number, block in _unknown(sums, extent):
                 run = Copy(0, extent.file, start + block.low, block.high - block.low)
-                sums[number] = checksum(opened.read_run(run, room))
+                sums[number] = checksum(opened.read_run(run, room).data)
 
 
 def _unknown(sums: Sums, extent: Extent) -> Iterator[tuple[int, int, Block]]:

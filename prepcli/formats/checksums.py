@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from prepcli.engine.checksums import SUM_DTYPE, Sums, checksum
-from prepcli.engine.digest import digest
-from prepcli.engine.files import Bytes
+from prepcli.engine.digest import SUM_DTYPE, checksum, digest
 from prepcli.errors import PrepError
 from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.untrusted import read_bytes, stat_file
+from prepcli.formats.untrusted import read_small
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_blocks
 
 CHECKSUMS = "prep-checksums.bin"
 METHOD = "xxh3_64"
+HINT = "make the checkpoint anew, or `--no-verify`"
+MOST_NBYTES = 1 << 30  # of the file: sums of 128 TiB in blocks of 1 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +30,11 @@ class Checksums:
     """The recorded sums of a checkpoint's blocks."""
 
     leaves: Mapping[str, LeafBlocks]
-    sums: Sums
+    sums: npt.NDArray[np.uint64]
 
-    def first_damaged(self, name: str, index: Sequence[int], start: int, data: Bytes) -> tuple[int, int] | None:
+    def first_damaged(
+        self, name: str, index: Sequence[int], start: int, data: npt.NDArray[np.uint8]
+    ) -> tuple[int, int] | None:
         """Bytes of the first block that differs from its sum; None where all agree.
 
         Args:
@@ -43,12 +46,12 @@ class Checksums:
         blocks = self.leaves[name]
         first = blocks.first_of(index)
         for block in blocks.chunk.touched(start, start + data.size):
-            if checksum(data[block.low - start : block.high - start]) != self.sums[first + block.number]:
+            if checksum(data[block.low - start : block.high - start].data) != self.sums[first + block.number]:
                 return block.low, block.high
         return None
 
 
-def write_checksums(folder: Path, sums: Sums) -> dict[str, Any]:
+def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, Any]:
     """Write the file; return what the manifest says of it."""
     data = sums.astype(SUM_DTYPE).tobytes()
     (folder / CHECKSUMS).write_bytes(data)
@@ -61,6 +64,18 @@ def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[A
     Raises:
         PrepError: The file is missing, differs from its digest, or has a form that this version does not read.
     """
+    data = checked_bytes(folder, manifest)
+    if data is None:
+        return None
+    leaves = _numbered(folder, manifest, arrays)
+    wanted = np.dtype(SUM_DTYPE).itemsize * max((blocks.stop for blocks in leaves.values()), default=0)
+    if len(data) != wanted:
+        raise PrepError(f"{folder / CHECKSUMS} is broken", f"it has {len(data):,} bytes, not {wanted:,}", HINT)
+    return Checksums(leaves, np.frombuffer(data, SUM_DTYPE))
+
+
+def checked_bytes(folder: Path, manifest: Mapping[str, Any]) -> bytes | None:
+    """Read the file that the manifest names, checked against its digest; None where it names none."""
     record = manifest.get("checksums")
     if record is None:
         return None
@@ -69,13 +84,10 @@ def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[A
     if says != [CHECKSUMS, METHOD, BLOCK_NBYTES]:
         why = f"the manifest says {says!r:.80}, this prep reads {METHOD} of {BLOCK_NBYTES:,} bytes"
         raise PrepError(f"{path} is of another format", why, "a later prep, or `--no-verify`")
-    leaves = _numbered(folder, manifest, arrays)
-    nbytes = SUM_DTYPE.itemsize * max((blocks.stop for blocks in leaves.values()), default=0)
-    data = read_bytes(path) if stat_file(path).st_size == nbytes else b""
+    data = read_small(path, MOST_NBYTES)
     if digest(data) != record.get("digest"):
-        why = "its bytes differ from the digest that the manifest records"
-        raise PrepError(f"{path} is damaged", why, "make the checkpoint anew, or `--no-verify`")
-    return Checksums(leaves, np.frombuffer(data, SUM_DTYPE))
+        raise PrepError(f"{path} is damaged", "its bytes differ from the digest that the manifest records", HINT)
+    return data
 
 
 def _numbered(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]) -> dict[str, LeafBlocks]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from prepcli.engine.checksums import Recorder, Sums, load_sums, read_back
-from prepcli.planning.checksum_blocks import Extent, extents, leaf_blocks
+from prepcli.planning.extents import Extent, extents, leaf_blocks
 from prepcli.planning.plan import Plan
 from prepcli.writing.staging import Staging
 

@@ -17,6 +17,7 @@ from prepcli.engine.digest import digest
 from prepcli.engine.files import Files, io_error
 from prepcli.engine.pipeline import Outcome
 from prepcli.errors import PrepError
+from prepcli.formats.checksums import CHECKSUMS
 from prepcli.manifest import MANIFEST, not_ours, read_manifest
 from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
@@ -198,7 +199,8 @@ def _is_whole(plan: Plan, out: Path, manifest: Mapping[str, Any]) -> bool:
     files = manifest.get("packed", {}) if plan.zstd_level else {file.path: file.size for file in plan.files}
     small = [file.path for file in plan.small_files] + ([*INDEX_OF_ITEM] if plan.leaves else [])
     sizes = all(_has_size(folder / path, size) for path, size in files.items())
-    return sizes and all((folder / path).is_file() for path in small)
+    summed = "checksums" not in manifest or (out / CHECKSUMS).is_file()
+    return sizes and summed and all((folder / path).is_file() for path in small)
 
 
 def _has_size(path: Path, size: int) -> bool:

@@ -124,3 +124,11 @@ def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.Captu
         error = run(capsys, FAILED, *words)
         assert error["what"].endswith(" in tiny-init is damaged")
         assert str(path) in error["why"]
+
+
+def test_verify_checks_the_checksums_too(here: Path, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+    path = flip(Path("tiny-init", CHECKSUMS), 3)
+    assert run(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
+    path.unlink()
+    done("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite")
+    run(capsys, OK, "verify", "tiny-init")

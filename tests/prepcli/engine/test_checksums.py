@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.engine import checksums, pipeline
-from prepcli.engine.checksums import Recorder, checksum, load_sums, read_back
+from prepcli.engine.checksums import Recorder, load_sums, read_back
+from prepcli.engine.digest import checksum
 from prepcli.engine.files import Files
 from prepcli.planning import checksum_blocks
-from prepcli.planning.checksum_blocks import BLOCK_NBYTES, Extent, extents, leaf_blocks
+from prepcli.planning.checksum_blocks import BLOCK_NBYTES
+from prepcli.planning.extents import Extent, extents, leaf_blocks
 from prepcli.planning.grids import Grid, Lattice
 from prepcli.planning.moves import Copy
 from prepcli.planning.plan import Leaf, Placed
@@ -39,7 +41,7 @@ def from_files(places: list[Extent], paths: list[Path]) -> np.ndarray:
             start = extent.offset + at * extent.slot_nbytes
             for block in extent.blocks.chunk.touched(0, extent.blocks.chunk.chunk_nbytes):
                 number = extent.first_block(at) + block.number
-                sums[number] = checksum(data[extent.file][start + block.low : start + block.high])
+                sums[number] = checksum(data[extent.file][start + block.low : start + block.high].data)
     return sums
 
 
@@ -63,7 +65,7 @@ def test_sums_are_those_of_the_files(tmp_path_factory: pytest.TempPathFactory, r
 
 
 DATA = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_NBYTES, np.uint8)
-NUMBERS = np.array([checksum(block) for block in DATA.reshape(3, -1)], np.uint64)
+NUMBERS = np.array([checksum(block.data) for block in DATA.reshape(3, -1)], np.uint64)
 
 
 @pytest.fixture
