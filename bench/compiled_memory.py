@@ -4,7 +4,8 @@
     python -m bench.compiled_memory --size 7b --tokens 2048 --mesh 1,64,4 --remat nothing_saveable
 
 The step is the mean loss and its gradients. `temp` is what the compiler plans for one device beside arguments and
-results. A mesh is compiled for as many CPU devices as it has, whatever this machine has.
+results; `estimated` is what `trainer.memory_estimate` expects it to be. A mesh is compiled for as many CPU devices as
+it has, whatever this machine has.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mesh = meshes.parse(given.mesh)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
     from trainer.families import FAMILIES
+    from trainer.memory_estimate import Run, estimate
     from trainer.model import Compute, build
     from trainer.sharding import Shards, shards
 
@@ -94,11 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = given.rows or on.replicas
     model = build(FAMILIES["llama"], SIZES[given.size], tied=False)
     print(f"{given.size}, {given.dtype}, mesh {mesh}, {rows} sequences a step; of one device:")
-    print(f"{'tokens':>8}  {'remat':<32}{'temp MiB':>10}{'parameters and batch MiB':>26}{'compile s':>11}")
+    columns = f"{'temp MiB':>10}{'estimated':>11}{'parameters and batch MiB':>26}{'compile s':>11}"
+    print(f"{'tokens':>8}  {'remat':<32}{columns}")
     for length in map(int, given.tokens.split(",")):
         for remat in given.remat.split(","):
             found = plan(model, Compute(dtype=given.dtype, remat=remat, shards=on), rows, length)
-            sizes = f"{found.temp_nbytes >> 20:>10,}{found.argument_nbytes >> 20:>26,}"
+            run = Run(model.traits, model.leaves, on.mesh, on.rules, rows, length, remat=remat)
+            expected = estimate(run).activations
+            sizes = f"{found.temp_nbytes >> 20:>10,}{expected >> 20:>11,}{found.argument_nbytes >> 20:>26,}"
             print(f"{length:>8}  {remat:<32}{sizes}{found.took_s:>11.1f}", flush=True)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from prepcli.app.root import app
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage
 from prepcli.guess import guess
-from prepcli.signals import Stopped, follow_parent
+from prepcli.signals import Interrupted, Stopped, follow_parent, notes_of
 from prepcli.ui import Ui, open_ui
 
 
@@ -36,15 +36,13 @@ def _run(args: Sequence[str], ui: Ui) -> int:
         follow_parent()
         code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
-        return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED))
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+        return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)))
+    except (KeyboardInterrupt, Interrupted) as error:
+        return ui.fail(_unfinished("interrupted", args, INTERRUPTED, notes_of(error)))
     except BrokenPipeError:
         raise
     except Exception as error:
-        return ui.fail(_usage_error(error, ui.command) or error)
-    if code == INTERRUPTED:  # Typer's answer to Ctrl-C
-        return ui.fail(_unfinished("interrupted", args, INTERRUPTED))
+        return ui.fail(_usage_error(error, ui.command, args) or error)
     return code or OK
 
 
@@ -61,9 +59,12 @@ def _commands() -> list[str]:
     return [name or callback.__name__.replace("_", "-") for name, callback in named if callback is not None]
 
 
-def _unfinished(what: str, args: Sequence[str], code: int) -> PrepError:
+def _unfinished(what: str, args: Sequence[str], code: int, kept: Sequence[str]) -> PrepError:
+    """The error of a command that was stopped; `kept`: what the same command goes on from."""
+    if not kept:
+        return PrepError(what, code=code)
     again = shlex.join(["prep", *(word for word in args if word != "--restart")])  # which would drop what is kept
-    return PrepError(what, "what was written is kept", f"to go on: `{again}`", code)
+    return PrepError(what, "; ".join(kept), f"to go on: `{again}`", code)
 
 
 def _muted(code: int) -> int:
@@ -72,7 +73,7 @@ def _muted(code: int) -> int:
     return code
 
 
-def _usage_error(error: Exception, command: str) -> PrepError | None:
+def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepError | None:
     """Typer's usage errors in our form. They are known by what they can do: their class has had several homes."""
     format_message = getattr(error, "format_message", None)
     if format_message is None:
@@ -84,9 +85,35 @@ def _usage_error(error: Exception, command: str) -> PrepError | None:
         meant = guess(match[1], _commands())
         return usage(f"no command called `{match[1]}`", hint=f"did you mean `{meant}`?" if meant else "`prep --help`")
     if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
-        meant = guess(match[1], getattr(error, "possibilities", None) or ())
-        what = f"`{path}` has no option `{match[1].rstrip('.')}`"
-        return usage(what, hint=f"did you mean `{meant}`?" if meant else f"`{path} --help`")
+        option = match[1].rstrip(".")
+        meant = guess(option, getattr(error, "possibilities", None) or ())
+        known = _recipe_hint(option, args) if command == "train" else ""
+        hint = known or (f"did you mean `{meant}`?" if meant else f"`{path} --help`")
+        return usage(f"`{path}` has no option `{option}`", hint=hint)
     first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
     what, _, why = first_line.partition(": ")
-    return usage(what[:1].lower() + what[1:], why.removeprefix("Value error, "), f"`{path} --help`")
+    why = why.removeprefix("Value error, ")
+    return usage(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
+
+
+def _recipe_hint(option: str, args: Sequence[str]) -> str:
+    """The key of a recipe that replaces an option which `prep train` does not have, with the value that was given."""
+    from trainer.recipe import option_hint
+
+    place = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
+    _, equals, value = "".join(args[place : place + 1]).partition("=")
+    after = "".join(args[place + 1 : place + 2])
+    return option_hint(option, value if equals or after.startswith("--") else after)
+
+
+def _choice_hint(why: str) -> str:
+    """The choice that was meant by another one: `'bf16' is not one of 'float32', 'bfloat16'`."""
+    match = re.match(r"'(.*)' is not one of (.*)", why)
+    if not match:
+        return ""
+    from trainer.recipe.corrections import VALUE_OF
+
+    choices = re.findall(r"'([^']*)'", match[2])
+    name = VALUE_OF.get(match[1].lower(), match[1].lower())
+    meant = name if name in choices else guess(name, choices)
+    return f"did you mean `{meant}`?" if meant else ""

@@ -21,6 +21,30 @@ class Stopped(BaseException):
         self.signal_name = signal_name
 
 
+class Interrupted(BaseException):
+    """Ctrl-C ended a command. Not a KeyboardInterrupt: Typer turns that into an exit code and drops its notes."""
+
+
+@contextmanager
+def noting_kept(kept: Callable[[], str]) -> Iterator[None]:
+    """Within, what stops the work carries a note of what is kept of it, if anything is.
+
+    Args:
+        kept: Returns what a later start goes on from; empty for nothing.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, Stopped) as error:
+        if text := kept():
+            error.add_note(text)
+        raise
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """What `noting_kept` noted, the innermost first."""
+    return list(getattr(error, "__notes__", ()))
+
+
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Within, the first signal raises Stopped in the main thread, and a second one ends the process at once."""

@@ -107,7 +107,7 @@ class Ui:
 
     def _error_text(self, error: PrepError) -> str:
         lines = [f"{self._tinted('error:', 31)} {printable(error.what)}"]
-        lines += [f"  why: {printable(error.why)}"] if error.why else []
+        lines += [f"  why: {_indented(printable(error.why))}"] if error.why else []
         lines += [f" hint: {printable(error.hint)}"] if error.hint else []
         return "\n".join(lines)
 
@@ -164,6 +164,11 @@ def table(rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection
         for row in [list(head), *shown]
     ]
     return "\n".join(lines)
+
+
+def _indented(text: str) -> str:
+    """The lines of a reason below one another, beside its label."""
+    return text.replace("\n", "\n       ")
 
 
 def printable(text: str) -> str:

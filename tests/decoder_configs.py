@@ -139,6 +139,38 @@ OTHER: dict[str, dict[str, Any]] = {  # compared live alone
     }},
 }  # fmt: skip
 
+FULL = {"layer_types": ["full_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "rope_theta": 300.0}
+NESTED = {"sliding_attention": {"rope_type": "default"}, "full_attention": YARN | {"truncate": False}}
+JUDGED: dict[str, dict[str, Any]] = {  # of which transformers reads less, or more, than their fields seem to say
+    "mistral-listed": MISTRAL | FULL,
+    "mixtral-listed": MIXTRAL | FULL | {"sliding_window": 4},
+    "phi3-listed": PHI3 | FULL | {"sliding_window": 4},
+    "qwen3_moe-listed": QWEN3_MOE | FULL | {"use_sliding_window": True, "sliding_window": 4},
+    "mixtral-both-names": MIXTRAL | {"num_experts": 4},
+    "qwen3_moe-both-names": QWEN3_MOE | {"num_local_experts": 4},
+    "qwen3_moe-plain-beyond": QWEN3_MOE | {"mlp_only_layers": [2], "decoder_sparse_step": 1},
+    "t5-null": T5 | {"tie_word_embeddings": None},
+    "t5-36-buckets": T5 | {"relative_attention_num_buckets": 36, "relative_attention_max_distance": 50},
+    "t5-aliases": T5 | {
+        "hidden_size": 24, "num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 1, "num_decoder_layers": None,
+    },
+    "t5-other-activation": T5 | {"hidden_act": "gelu", "activation_function": "silu"},
+    "gemma3_text-underscore": {k: v for k, v in GEMMA3.items() if k != "sliding_window_pattern"} | {
+        "_sliding_window_pattern": 2,
+    },
+    "gemma3_text-truncate": GEMMA3 | {"rope_parameters": NESTED},
+    "gemma3_text-truncate-outside": GEMMA3 | {"rope_parameters": NESTED | {"truncate": False}},
+    "gemma3_text-type": GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 8.0}},
+    "gpt_neox-4.57": GPT_NEOX | {"partial_rotary_factor": 0.5, "rotary_emb_base": 10000, "rope_theta": 10000},
+    "gpt_neox-4.57-other": GPT_NEOX | {"partial_rotary_factor": 1.0, "rope_theta": 99},
+    "gpt2-by-depth": GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3},
+    "gpt2-by-depth-upcast": GPT2 | {
+        "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "scale_attn_weights": False,
+    },
+    "llama-yarn-beta-0": LLAMA | {"rope_scaling": ROPES["yarn"] | {"beta_fast": 0, "beta_slow": 0}},
+}  # fmt: skip
+
 FIRST: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 24, "reorder_and_upcast_attn": True},
@@ -185,6 +217,7 @@ OTHER_LLAMA: dict[str, dict[str, Any]] = {
 LIVE: dict[str, dict[str, Any]] = {  # all that is compared live
     **GOLDEN,
     **OTHER,
+    **JUDGED,
     **{f"gpt2-{name}": GPT2 | more for name, more in OTHER_GPT2.items()},
     **{f"gpt_neo-{name}": GPT_NEO | more for name, more in OTHER_NEO.items()},
     **{f"llama-{name}": LLAMA | more for name, more in OTHER_LLAMA.items()},

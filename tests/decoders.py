@@ -66,10 +66,12 @@ class Decoder:
         return found
 
 
-def decoder(config: Config, scan: bool = True, scan_axis: int = 0) -> Decoder:
-    """The model that a config describes, its layers stacked on an axis or apart."""
+def decoder(config: Config, scan: bool = True, scan_axis: int = 0, own_head: bool = False) -> Decoder:
+    """The model that a config describes, its layers stacked on an axis or apart; `own_head`: of a file with a head,
+    which is its own where the config leaves that to the file."""
     family = family_of(config)
-    model = models.build(family, config, family.tied(config), scan, scan_axis)
+    tied = family.tied(config, (family.tie.tensor,) if own_head else ())
+    model = models.build(family, config, tied, scan, scan_axis)
     return Decoder(model, tuple(_places(model, config, scan, scan_axis)))
 
 
@@ -85,9 +87,9 @@ def _places(model: Model, config: Config, scan: bool, scan_axis: int) -> Iterato
                 yield Place(name, leaf.path, index, bound)
 
 
-def filled(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+def filled(config: Config, seed: int = 0, own_head: bool = False) -> dict[str, np.ndarray]:
     """Every tensor that the config asks for; no bias is zero and no scale does nothing, so that each of them counts."""
-    rng, made = np.random.default_rng(seed), decoder(config)
+    rng, made = np.random.default_rng(seed), decoder(config, own_head=own_head)
     found = {}
     for place in made.places:
         if place.tensor in found:

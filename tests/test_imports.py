@@ -22,6 +22,7 @@ PURE = [
     "trainer.host_reads",
     "trainer.layouts",
     "trainer.llama_like",
+    "trainer.memory_estimate",
     "trainer.mesh",
     "trainer.parts",
     "trainer.rope",

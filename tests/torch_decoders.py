@@ -13,21 +13,31 @@ from tests.decoders import Tensors
 from trainer.table import Config
 
 
+class OtherTensors(ValueError):
+    """A model of transformers has parameters of other names or shapes than expected."""
+
+
 def torch_model(config: Config, tensors: Tensors) -> Any:
     """The model of a config in float32 with these tensors; every parameter is among them."""
     import torch
-    from transformers import AutoConfig
 
-    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
-    made = AutoConfig.for_model(config["model_type"], **fields)
-    plain = torch_class(made).from_config(made, attn_implementation="eager").float()
+    plain = torch_fresh(config)
     named, every = (dict(plain.named_parameters(remove_duplicate=once)) for once in (True, False))
     named |= {name: every[name] for name in tensors if name in every}  # a tied one may be its own in files
     wanted = {name: tuple(tensor.shape) for name, tensor in as_files(plain, named).items()}
     if wanted != {name: tensor.shape for name, tensor in tensors.items()}:
-        raise ValueError(f"transformers has {wanted}")
+        raise OtherTensors(f"transformers has {wanted}")
     state = {name: torch.tensor(tensor) for name, tensor in tensors.items()}
-    return _loaded(type(plain), None, config=made, state_dict=state, dtype=torch.float32)
+    return _loaded(type(plain), None, config=plain.config, state_dict=state, dtype=torch.float32)
+
+
+def torch_fresh(config: Config) -> Any:
+    """The model of a config in float32 with first values."""
+    from transformers import AutoConfig
+
+    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
+    made = AutoConfig.for_model(config["model_type"], **fields)
+    return torch_class(made).from_config(made, attn_implementation="eager").float().eval()
 
 
 def loaded(folder: Path, dtype: str = "float32") -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.table import Config, size
+from trainer.errors import PrepError
+from trainer.table import LARGEST, MOST_LAYERS, Config, size
 from trainer.traits import ALL_BEFORE, Traits, activation, positive
 
 GPT2_NAMES = {
@@ -23,16 +24,20 @@ def sizes(
     names: Mapping[str, str] = GPT2_NAMES,
 ) -> dict[str, int]:
     """Atom -> extent, with a class's defaults where a field is absent; `names` are what the class calls the fields, of
-    two names the newer one wins. An `mlp` of None is four times the width."""
+    two names the newer one wins. An `mlp` of None is four times the width. PrepError where heads do not divide it."""
 
-    def own(atom: str, newer: str, default: int) -> int:
-        return size(config, newer, size(config, names.get(atom, newer), default))
+    def own(atom: str, newer: str, default: int, most: int = LARGEST) -> int:
+        return size(config, newer, size(config, names.get(atom, newer), default, most), most)
 
     embed, heads = own("embed", "hidden_size", embed), own("heads", "num_attention_heads", heads)
+    if embed % heads:
+        raise PrepError(
+            "config.json makes no sense", f"its width is {embed}, which {heads} attention heads do not divide"
+        )
     return {
         "vocab": size(config, "vocab_size", vocab),
         "positions": own("positions", "max_position_embeddings", positions),
-        "layers": own("layers", "num_hidden_layers", layers),
+        "layers": own("layers", "num_hidden_layers", layers, MOST_LAYERS),
         "embed": embed,
         "qkv": 3,
         "heads": heads,

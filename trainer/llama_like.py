@@ -8,7 +8,7 @@ from trainer import parts
 from trainer.errors import PrepError
 from trainer.parts import Rows, embedding, linear, matrix, rms_norm, stack
 from trainer.rope import Rope, read_rope
-from trainer.table import Config, Family, Layout, When, size
+from trainer.table import MOST_LAYERS, Config, Family, Layout, When, size
 from trainer.traits import ALL_BEFORE, Traits, activation, positive, sliding_windows
 
 PREFIX = "model."
@@ -47,11 +47,13 @@ def sizes(
     """Atom -> extent, with a class's defaults where a field is absent: as many kv_heads as heads, and as large heads as
     these make of the embedding, where the class has no number either, or the config says null."""
     embed, heads = size(config, "hidden_size", embed), size(config, "num_attention_heads", heads)
+    if embed < heads and config.get("head_dim") is None:
+        raise PrepError("config.json makes no sense", f"hidden_size {embed} makes no {heads} num_attention_heads")
     kv_default = heads if kv_heads is None or "num_key_value_heads" in config else kv_heads
     dim_default = embed // heads if head_dim is None or "head_dim" in config else head_dim
     return {
         "vocab": size(config, "vocab_size", vocab),
-        "layers": size(config, "num_hidden_layers", layers),
+        "layers": size(config, "num_hidden_layers", layers, MOST_LAYERS),
         "embed": embed,
         "heads": heads,
         "kv_heads": size(config, "num_key_value_heads", kv_default),
@@ -69,7 +71,11 @@ def traits(
     act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> Traits:
     """LLaMA's, for these sizes; `positions`, `theta` and the last of `act`, after the field that has the activation,
-    where the config does not say. `rope`: read already."""
+    where the config does not say. `rope`: read already. PrepError where heads do not share keys and values evenly."""
+    heads, kv_heads = found["heads"], found["kv_heads"]
+    if heads % kv_heads:
+        why = f"num_key_value_heads is {kv_heads}, it has to divide num_attention_heads, which is {heads}"
+        raise PrepError("config.json makes no sense", why)
     positions = size(config, "max_position_embeddings", positions)
     return Traits(
         norm="rms",

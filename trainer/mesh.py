@@ -39,6 +39,7 @@ DEFAULT_RULES: Rules = {
     "buckets": ((),),
     "norm": ((),),
 }
+RESIDUAL_SEQ: Choices = (("sp", "mp"), ())  # of the residual stream's tokens, see `sharding.ACTIVATION_RULES`
 
 
 @dataclass(frozen=True, slots=True)

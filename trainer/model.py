@@ -29,6 +29,7 @@ from trainer.traits import Traits, period
 from trainer.tree import Leaf, Tree, flat, leaves, nested
 
 REMAT_NONE = "none"
+SCORE_FACTOR = "score_factor"  # beside the weights of a layer, and none of them
 REMAT_POLICIES = (  # of jax.checkpoint_policies those that are policies, not makers of one
     "nothing_saveable",
     "everything_saveable",
@@ -205,7 +206,8 @@ def _stack(
 ) -> Stream:
     """All layers and the last norm of one half of a model, or (`of` is empty) of one that has no halves."""
     part = params[of] if of else params
-    x, cache = _layers(stream, _by_layer(part[LAYERS], of, len(traits.windows), model, how), layer, how, traits)
+    layers = _with_factors(_by_layer(part[LAYERS], of, len(traits.windows), model, how), traits)
+    x, cache = _layers(stream, layers, layer, how, traits)
     return norm(x, part.get("final_norm", {}), traits) if traits.final_norm else x, cache
 
 
@@ -267,7 +269,8 @@ def _layer(
     if memory is not None and cache is not None:
         memory = memory.of(cache.layer)
     rope = traits.rope_of(window)
-    own = dataclasses.replace(seen, window=window, turns=turns[rope] if rope else None)
+    factor = weights.get(SCORE_FACTOR)
+    own = dataclasses.replace(seen, window=window, turns=turns[rope] if rope else None, score_factor=factor)
     return block(x, weights, traits, own, how.shards, cache, memory)
 
 
@@ -285,6 +288,16 @@ def _by_layer(weights: Tree, of: str, count: int, model: Model, how: Compute) ->
     above = f"{of}.{LAYERS}." if of else f"{LAYERS}."
     stacked = nested({path: jnp.moveaxis(leaf, axes[above + path] or 0, 0) for path, leaf in flat(weights).items()})
     return stacked if how.scan else [_at(stacked, i) for i in range(count)]
+
+
+def _with_factors(layers: Layers, traits: Traits) -> Layers:
+    """The layers' weights, with what scores of each are multiplied by, where that differs between layers."""
+    if not traits.scores_by_depth:
+        return layers
+    factors = jnp.asarray([1 / number for number in range(1, len(traits.windows) + 1)], jnp.float32)
+    if isinstance(layers, list):
+        return [{**own, SCORE_FACTOR: factor} for own, factor in zip(layers, factors)]
+    return {**layers, SCORE_FACTOR: factors}
 
 
 def layers_apart() -> PrepError:

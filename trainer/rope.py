@@ -9,6 +9,8 @@ from typing import Any
 
 from trainer.errors import PrepError
 
+LARGEST = 3.4e38  # of float32
+DEFAULT = {"rope_type": "default"}
 KINDS = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 
@@ -65,17 +67,20 @@ def read_rope(
         hint = "another family may have it; prep does not guess"
         raise PrepError(f"rope type `{kind!s:.60}` is not known", f"known: {', '.join(kinds)}", hint)
     kind = kinds[kind]
+    if nested := [key for key, value in found.items() if isinstance(value, Mapping)]:
+        why = f"`{nested[0]:.60}` has a rotation of its own; in this family all layers have the same"
+        raise PrepError("rotary positions by kind of layer are not supported for this family", why)
     part = _number(found, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0))
     if part != 1 and not partial:
         raise PrepError("`partial_rotary_factor` is not known", f"it is {part:g}: this family turns heads whole")
-    head_dim = int(head_dim * part)
+    head_dim = turning(int(head_dim * part), head_dim, f"partial_rotary_factor {part:g}")
     base = _number(found, "rope_theta", _number(config, "rope_theta", theta))
     if kind == "default":
         return Rope(head_dim, base, positions)
     factor = _number(found, "factor", 1.0 if kind == "longrope" else None)
     if kind in ("linear", "dynamic"):
         return Rope(head_dim, base, positions, kind, factor)
-    original = int(_number(config, "original_max_position_embeddings", _original(found, positions)))
+    original = _whole(config, "original_max_position_embeddings", _original(found, positions))
     if kind == "llama3":
         low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
         return Rope(head_dim, base, original, kind, factor, low, high)
@@ -83,7 +88,7 @@ def read_rope(
         factors = (_factors(found, key, head_dim // 2) for key in ("short_factor", "long_factor"))
         attention = _long_attention(found, positions / original, original)
         return Rope(head_dim, base, original, kind, 1.0, 1.0, 1.0, attention, True, *factors)
-    low, high = _number(found, "beta_slow", 1.0), _number(found, "beta_fast", 32.0)
+    low, high = (_number(found, key, default) or default for key, default in (("beta_slow", 1.0), ("beta_fast", 32.0)))
     attention, truncate = _yarn_attention(found, factor), bool(found.get("truncate", True))
     return Rope(head_dim, base, original, kind, factor, low, high, attention, truncate)
 
@@ -94,16 +99,33 @@ def read_rope_of(
     """The rotation in one of several kinds of layers, as `read_rope` reads it; the first kind is that which has what is
     said for all. transformers 5 has a dict for each; before, scaling was of the first alone, thetas had own fields."""
     each, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    own: Any = each.get(kind) or {} if isinstance(each, dict) and {*each} <= {*kinds} else None
+    own: Any = each.get(kind) if isinstance(each, dict) and {*each} <= {*kinds, "truncate"} else 0
+    own = DEFAULT if own is None else own  # with a type, so that scaling which says `type` changes nothing
     if not isinstance(own, dict) or not isinstance(scaling, dict):
         why = f"rope_parameters is {each!r:.60}, it has to have an object for each of {' and '.join(kinds)}"
         raise PrepError("config.json makes no sense", f"{why}; rope_scaling is {scaling!r:.60}, an object of its own")
     merged = {**own, **scaling} if kind == kinds[0] else own
-    return read_rope({"rope_theta": theta, "rope_parameters": merged}, head_dim, positions)
+    truncate = {"truncate": each.get("truncate", True)}  # transformers reads it from the outer object alone
+    return read_rope({"rope_theta": theta, "rope_parameters": merged | truncate}, head_dim, positions)
+
+
+def turning(dim: int, head_dim: int, why: str) -> int:
+    """Return the number of elements of a head that turn. Raise PrepError if a head has fewer."""
+    if dim > head_dim:
+        raise PrepError("config.json makes no sense", f"{why} turns {dim} elements of a head, which has {head_dim}")
+    return dim
 
 
 def _original(found: Mapping[str, Any], positions: int) -> float:
     return _number(found, "original_max_position_embeddings", positions)
+
+
+def _whole(found: Mapping[str, Any], key: str, default: float) -> int:
+    """A number of positions, from 1 on."""
+    value = _number(found, key, default)
+    if value < 1:
+        raise PrepError("config.json makes no sense", f"{key} is {value:g}, it has to be a whole number from 1 on")
+    return int(value)
 
 
 def _yarn_attention(found: Mapping[str, Any], factor: float) -> float:
@@ -129,6 +151,8 @@ def _long_attention(found: Mapping[str, Any], stretch: float, original: int) -> 
     if found.get("attention_factor") is not None:
         return _number(found, "attention_factor")
     factor = _number(found, "factor", stretch)
+    if factor > 1 and original == 1:
+        raise PrepError("config.json makes no sense", "a longrope made for 1 position cannot be stretched")
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
@@ -139,6 +163,6 @@ def _mscale(factor: float, by: float) -> float:
 def _number(found: Mapping[str, Any], key: str, default: Any = None) -> float:
     value = found.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= LARGEST:
         raise PrepError("config.json makes no sense", f"{key} of its rope scaling is {value!r:.60}, not a number")
     return float(value)

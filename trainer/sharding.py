@@ -14,14 +14,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer import mesh as meshes
 from trainer.errors import PrepError
-from trainer.mesh import DEFAULT_RULES, Mesh, Rules, Spec, spec
+from trainer.mesh import DEFAULT_RULES, RESIDUAL_SEQ, Mesh, Rules, Spec, spec
 from trainer.tree import Leaf
 
 # Activations by logical dim. The residual stream between blocks is split along tokens over mp, where attention and
 # feed-forward are split along heads and hidden units: saved layer inputs are what fills memory at long contexts.
 ACTIVATION_RULES: Rules = {
     "batch": (("dp", "fsdp"),),
-    "residual_seq": (("sp", "mp"), ()),
+    "residual_seq": RESIDUAL_SEQ,
     "seq": ((),),
     "embed": ((),),
 }

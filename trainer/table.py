@@ -21,6 +21,8 @@ NUMBER = f"{{{LAYERS}}}"  # of such a layer, in a name
 ENCODER_LAYERS = "encoder_layers"
 ENCODER, DECODER = "encoder", "decoder"  # in the paths of a model that has both
 STACKS = (LAYERS, ENCODER_LAYERS)  # atoms each index of which is a layer; a leaf has one of them or none
+LARGEST = (1 << 31) - 1  # size of an axis
+MOST_LAYERS = 1 << 16
 EMBEDDINGS = {"embed", "relative_positions"}  # in a path: of tokens, positions, distances
 
 
@@ -97,17 +99,19 @@ class Family:
 
     def tied(self, config: Config, tensors: Collection[str] = ()) -> bool:
         """Whether a config, of a file with these tensors, says that the head is the embedding."""
-        said = bool(config.get("tie_word_embeddings", self.tie.default))
-        return said and not (self.tie.tensor in tensors and self.tie.own(config))
+        said = config.get("tie_word_embeddings")
+        tied = bool(self.tie.default if said is None else said)
+        return tied and not (self.tie.tensor in tensors and self.tie.own(config))
 
 
-def size(config: Config, key: str, default: int) -> int:
-    """A size that a config gives, `default` where it does not (null is not). PrepError unless it is at least 1."""
+def size(config: Config, key: str, default: int, most: int = LARGEST) -> int:
+    """A size that a config gives, `default` where it does not (null is not). PrepError unless it is 1 to `most`."""
     found = config.get(key)
     if found is None:
         return default
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise PrepError("config.json makes no sense", f"{key} is {found!r}, it has to be a whole number from 1 on")
+    if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
+        why = f"{key} is {found!r:.60}, it has to be a whole number from 1 to {most:,}"
+        raise PrepError("config.json makes no sense", why)
     return found
 
 

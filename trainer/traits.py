@@ -11,7 +11,9 @@ from trainer.rope import Rope
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu")
 ALL_BEFORE = 0  # a window without an edge
+WIDEST = 1 << 30  # window: wider ones see no more, and do not fit an int32
 NO_CAP = 0.0
+FLOAT_MAX = 3.4e38  # of float32
 FARTHEST = 1 << 20  # of distances that are told apart: beyond any sequence; keeps a wrong config from asking for memory
 KINDS = ("full_attention", "sliding_attention")  # in `layer_types`
 
@@ -25,11 +27,11 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "add_cross_attention", "alibi", "attention_bias", "attention_chunk_size", "attention_layers",
-            "attention_types", "attn_logit_softcapping", "clip_qkv", "final_logit_softcapping",
-            "first_k_dense_replace", "global_attn_every_n_layers", "is_encoder_decoder", "kv_lora_rank",
-            "layer_rope_theta", "lm_head_bias", "mlp_bias", "mlp_only_layers", "moe_layer_start_index", "multi_query",
-            "n_routed_experts", "n_shared_experts", "no_rope_layers", "num_experts", "num_kv_shared_layers",
-            "num_local_experts", "num_shared_experts", "parallel_attn", "q_lora_rank", "qk_layernorm", "qkv_bias",
+            "attention_types", "attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "first_k_dense_replace",
+            "global_attn_every_n_layers", "is_encoder_decoder", "kv_lora_rank", "layer_rope_theta", "lm_head_bias",
+            "mlp_bias", "mlp_only_layers", "moe_layer_start_index", "multi_query", "n_routed_experts",
+            "n_shared_experts", "no_rope_layers", "num_experts", "num_kv_shared_layers", "num_local_experts",
+            "num_shared_experts", "parallel_attn", "per_layer_config", "q_lora_rank", "qk_layernorm", "qkv_bias",
             "query_pre_attn_scalar", "rope_interleave", "rope_local_base_freq", "rope_parameters", "rope_scaling",
             "rope_theta", "router_jitter_noise", "scale_attn_by_inverse_layer_idx", "scale_embedding",
             "shared_intermediate_size", "sliding_window", "sliding_window_pattern", "use_attention_gate",
@@ -93,6 +95,7 @@ class Traits:
     logit_cap: float = NO_CAP
     experts_per_token: int = 0  # 0: one feed-forward part for all
     experts_sum_to_one: bool = True  # the shares of those that a token has
+    scores_by_depth: bool = False  # scores of layer i, from 1 on, are divided by i
     distances: Distances | None = None
     head_scale: float = 1.0  # of hidden states before the head
     encoder: Traits | None = None  # whose states the layers look at too; there each token sees all
@@ -140,7 +143,7 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     """A number above 0 that a config gives; PrepError for anything else."""
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= FLOAT_MAX:
         raise PrepError("config.json makes no sense", f"{key} is {value!r:.60}, it has to be a number above 0")
     return float(value)
 
@@ -157,14 +160,26 @@ def sliding_windows(
 
     PrepError for a window that is no size, other words, and another number of layers.
     """
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise PrepError("config.json makes no sense", f"sliding_window is {window!r:.60}, not a number from 1 on")
-    kinds = config.get("layer_types")
+    width, kinds = _width(window), config.get("layer_types")
     if kinds is None:
         kinds = [KINDS[window is not None and slides(layer)] for layer in range(layers)]
     elif window is None and isinstance(kinds, list) and KINDS[1] in kinds:
         raise PrepError("config.json makes no sense", f"layer_types has {KINDS[1]}, sliding_window is off")
-    return windows_of(kinds, KINDS, layers, window or ALL_BEFORE, "layer_types")
+    return windows_of(kinds, KINDS, layers, width, "layer_types")
+
+
+def same_window(layers: int, window: int | None) -> tuple[int, ...]:
+    """Return the window of each layer of a family whose layers all have it, as transformers computes them whatever
+    `layer_types` says. None is no window. Raise PrepError for a window that is not a size."""
+    return (_width(window),) * layers
+
+
+def _width(window: Any) -> int:
+    if window is None:
+        return ALL_BEFORE
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise PrepError("config.json makes no sense", f"sliding_window is {window!r:.60}, not a number from 1 on")
+    return min(window, WIDEST)
 
 
 def windows_of(kinds: Any, words: tuple[str, str], layers: int, window: int, field: str) -> tuple[int, ...]:

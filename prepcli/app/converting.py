@@ -26,7 +26,6 @@ from prepcli.app.options import (
     TrueVocab,
 )
 from prepcli.signals import stoppable
-from prepcli.units import parse_bytes
 
 if TYPE_CHECKING:
     from prepcli.commands.conversion import Common
@@ -36,7 +35,10 @@ if TYPE_CHECKING:
 def pad_vocab(
     context: typer.Context,
     checkpoint: Checkpoint,
-    multiple: Annotated[int, typer.Option("--multiple", metavar="N", min=1, help="Pad to a multiple of N.")] = 8,
+    multiple: Annotated[
+        int | None,
+        typer.Option("--multiple", metavar="N", min=1, help="Pad to a multiple of N; default: 8.", show_default=False),
+    ] = None,
     size: Annotated[
         int | None, typer.Option("--size", metavar="N", min=1, help="Pad to N rows.", show_default=False)
     ] = None,
@@ -45,7 +47,7 @@ def pad_vocab(
         typer.Option("--mesh", metavar="DP,FSDP,MP", help="Pad to what this mesh divides.", show_default=False),
     ] = None,
     init: NewRows = "zeros",
-    seed: NewRowsSeed = 0,
+    seed: NewRowsSeed = None,
     true_vocab: TrueVocab = None,
     config: ConfigOption = None,
     *,
@@ -83,7 +85,7 @@ def save_init(
         str, typer.Option("--pad-vocab", metavar="no|auto|N", help="Pad to a multiple of N; auto: as the mesh needs.")
     ] = "no",
     init: NewRows = "zeros",
-    seed: NewRowsSeed = 0,
+    seed: NewRowsSeed = None,
     true_vocab: TrueVocab = None,
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
@@ -198,13 +200,13 @@ def export(
       prep export llama-13b-init --layout easylm
       prep export llama-13b-init --push me/llama-13b --private
     """
-    from prepcli.commands.export import Request
+    from prepcli.commands.export import Request, parse_shard_size
     from prepcli.commands.push import export_and_push
 
     ui = shown.open("export", progress)
     common = _common(context, checkpoint, output, step=step, config=config, allow_overflow=allow_overflow)
     with stoppable():
-        request = Request(common, keep_padding, parse_bytes(shard_size), true_vocab, layout, container, dtype)
+        request = Request(common, keep_padding, parse_shard_size(shard_size), true_vocab, layout, container, dtype)
         return ui.finish(export_and_push(request, push, private, ui))
 
 
@@ -220,12 +222,13 @@ def _common(
 ) -> Common:
     """What each of these commands is asked for."""
     from prepcli.commands.conversion import Asked, Common
+    from prepcli.engine.budget import parse_memory
 
     hub = hub or Hub()
     return Common(
         checkpoint=checkpoint,
         out=output.out,
-        memory_nbytes=parse_bytes(output.memory),
+        memory_nbytes=parse_memory(output.memory),
         dry_run=output.dry_run,
         overwrite=output.overwrite,
         restart=output.restart,

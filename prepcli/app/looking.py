@@ -18,7 +18,6 @@ from prepcli.app.options import (
     ProgressMode,
 )
 from prepcli.signals import stoppable
-from prepcli.units import parse_bytes
 
 
 @grouped
@@ -45,12 +44,13 @@ def verify(
     from prepcli.commands.conversion import Common
     from prepcli.commands.verify import Request
     from prepcli.commands.verify import verify as run
+    from prepcli.engine.budget import parse_memory
 
     ui = shown.open("verify", progress)
     common = Common(
         checkpoint,
         None,
-        parse_bytes(memory),
+        parse_memory(memory),
         offline=hub.offline,
         revision=hub.revision,
         stream=hub.stream,

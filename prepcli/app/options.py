@@ -114,7 +114,10 @@ Drop = Annotated[
 ]
 Untie = Annotated[bool, typer.Option("--untie", help="Keep a head that differs from its embedding.")]
 NewRows = Annotated[str, typer.Option("--init", metavar="KIND", help="New rows: zeros, mean or normal.")]
-NewRowsSeed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="For --init normal.")]
+NewRowsSeed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", min=0, help="For --init normal; default: 0.", show_default=False),
+]
 TrueVocab = Annotated[
     int | None,
     typer.Option(

@@ -19,14 +19,17 @@ import (numpy, jax, huggingface_hub, rich …) is imported at the top of these f
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from prepcli.app.converting import export, pad_vocab, reshard, save_init
 from prepcli.app.looking import demo, env, inspect, models, verify
+from prepcli.app.strict import StrictCommand
 from prepcli.app.training import generate, train
 from prepcli.errors import USAGE
+from prepcli.signals import Interrupted, notes_of
 from prepcli.ui import version
 
 COMMANDS = (  # as `--help` lists them
@@ -35,7 +38,23 @@ COMMANDS = (  # as `--help` lists them
     *(demo, models, env),
 )
 
+
+class Group(TyperGroup):
+    """The group of all commands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Raises Interrupted for Ctrl-C, with the notes of what is kept."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            interrupted = Interrupted()
+            for note in notes_of(error):
+                interrupted.add_note(note)
+            raise interrupted from None
+
+
 app = typer.Typer(
+    cls=Group,
     name="prep",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     pretty_exceptions_enable=False,
@@ -67,4 +86,4 @@ def prep(
 
 
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=StrictCommand)(command)

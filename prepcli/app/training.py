@@ -93,6 +93,8 @@ def train(
 
     ui = shown.open("train", progress)
     if schema:
+        if recipe is not None or sets:
+            raise usage("`--schema` takes no recipe", "one schema holds for all recipes", "`prep train --schema`")
         return ui.finish(recipe_schema())
     if recipe is None:
         raise usage("no recipe was named", "training is described by a TOML file", "`prep train RECIPE`")

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prepcli.commands.conflicts import check_needs, check_stream
 from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
-from prepcli.errors import usage
+from prepcli.errors import PrepError, usage
 from prepcli.manifest import MANIFEST, read_manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import asked_share
@@ -82,6 +83,12 @@ def check_config(common: Common, *sources: Source) -> None:
         raise usage(f"`--config` is not for {names}", f"{MANIFEST} says what model it is of", "leave it out")
 
 
+def check_cast(common: Common, dtype: str | None) -> None:
+    """Raise a usage PrepError for a permission that only a cast needs."""
+    if dtype is None:
+        check_needs("--allow-overflow", common.allow_overflow, "--dtype", "without a cast no value overflows")
+
+
 def _with_step(name: str, step: int) -> str:
     """The name of a run's step; a usage PrepError where the run has none such."""
     steps = steps_of(Path(name).expanduser())
@@ -95,27 +102,31 @@ def run(
     common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool] = Path.is_dir
 ) -> Report:
     """Plan, then show (`--dry-run`) or carry out; what has an address is made here first."""
+    several = asked_share(common.asked.processes, os.environ)[0].count > 1  # before all else: a dry run checks it too
     url = url_of(common.out)
     if url is None:
         return _run(common, ui, make, accept)
     request = Upload(url, common.dry_run, common.overwrite, common.restart)
     if PARENT in os.environ:
         return _run(replace(common, out=request.here), ui, make, accept)
-    several = asked_share(common.asked.processes, os.environ)[0].count > 1
     return to_url(request, several, ui, lambda out, dry: _run(replace(common, out=out, dry_run=dry), ui, make, accept))
 
 
 def _run(common: Common, ui: Ui, make: Callable[[Source, Located], Planned], accept: Callable[[Path], bool]) -> Report:
     located, source = find(common, ui, accept)
     check_config(common, source)
+    check_stream(common.stream, located)
     planned = make(source, located)
     out = common.out or Path(planned.out_name)
     _check_apart(out, source)
     ui.note(source_line(source))
+    if refusal := not_computed(source):
+        ui.note(f"{source.name} can be converted, but not trained or sampled from: {refusal}")
     for line in planned.lines:
         ui.note(line)
     _verbose(planned.plan, ui)
     fields = {"source": _source_fields(source, located), **planned.fields, **_plan_fields(planned.plan, ui)}
+    fields["not_computed"] = refusal
     if common.dry_run:
         return Report(_summary(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
     done, processes = _carried_out(planned.plan, planned.source or source, out, common, ui)
@@ -182,6 +193,15 @@ def source_line(source: Source) -> str:
     if len(source.files) > 1:
         parts.append(f"{len(source.files)} files")
     return "  ".join(parts)
+
+
+def not_computed(source: Source) -> str | None:
+    """Return why prep cannot compute a model of this config, None if it can."""
+    try:
+        source.family.traits(source.config)
+    except PrepError as error:
+        return str(error)
+    return None
 
 
 def _weight_dtypes(source: Source) -> list[str]:

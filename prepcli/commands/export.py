@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
+from prepcli.commands.conversion import Common, Planned, check_cast, output_config, request_text, run
 from prepcli.errors import PrepError, usage
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import shard
@@ -16,7 +16,7 @@ from prepcli.planning.vocabulary import Vocabulary
 from prepcli.reading.locate import Located
 from prepcli.reading.sources import Source, SourceTensor, counted, stored_table
 from prepcli.ui import Report, Ui
-from prepcli.units import bytes_text
+from prepcli.units import bytes_text, parse_bytes
 from prepcli.writing.flax_folders import STREAM_FORMAT, lay_out, with_head
 from prepcli.writing.folders import entries, index_files, laid_out, settings
 from prepcli.writing.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
@@ -24,6 +24,7 @@ from trainer.table import Config, Layout
 
 PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
 SHARD_NBYTES = 5 * 10**9
+LEAST_BARE_NBYTES = 1 << 20  # of a shard size without a unit: `5` is meant as 5 GB
 HF = "hf"
 FORMATS = {HF: "safetensors", "hf-flax": "msgpack", "easylm": STREAM_FORMAT}  # by layout
 TITLES = {HF: "Hugging Face safetensors", "hf-flax": "Flax msgpack for Hugging Face", "easylm": "EasyLM stream"}
@@ -43,8 +44,20 @@ class Request:
     dtype: str | None = None
 
 
+def parse_shard_size(text: str) -> int:
+    """Read `--shard-size`. Raises a usage PrepError for 0, and for less than 1 MiB without a unit."""
+    nbytes, number = parse_bytes(text), text.strip()
+    if nbytes == 0:
+        raise usage(f"`--shard-size {text}` holds nothing", "a file has at least one byte", "`--shard-size 5GB`")
+    if number.replace(".", "").isdecimal() and nbytes < LEAST_BARE_NBYTES:
+        why = f"a number without a unit is in bytes: it is {bytes_text(nbytes)}"
+        raise usage(f"`--shard-size {text}` has no unit", why, f"`--shard-size {number}GB`")
+    return nbytes
+
+
 def export(request: Request, ui: Ui) -> Report:
     """An Orbax checkpoint into a Hugging Face folder, or one of another library's."""
+    check_cast(request.common, request.dtype)
     return run(request.common, ui, lambda source, located: plan(request, source, located))
 
 

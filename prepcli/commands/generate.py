@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import Common, check_config, find, source_line
 from prepcli.commands.train import check_unsummed, quieten
 from prepcli.engine.files import io_error
@@ -71,6 +72,7 @@ def generate(request: Request, ui: Ui) -> Report:
     given = [*request.texts, *(_lines(request.file) if request.file else ())], [*map(_ids, request.ids)]
     if not any(given):
         raise usage("no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`")
+    _check_draws(*request.draws)
     quieten(ui)
     from trainer.decoding import Asked
     from trainer.generate import check, room
@@ -94,6 +96,15 @@ def generate(request: Request, ui: Ui) -> Report:
             check(*rows, model, asked)
             generator = _generator(request, reader, model, on, asked)
         return _carried_out(request, generator, prompts, encoder, ui)
+
+
+def _check_draws(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raise a usage PrepError for options of sampling where no token is drawn."""
+    if temperature == 0:
+        why = "temperature 0 takes the likeliest token each time"
+        check_needs("--top-k", top_k or None, "--temperature", why)
+        check_needs("--top-p", top_p if top_p != 1 else None, "--temperature", why)
+        check_needs("--seed", seed or None, "--temperature", why)
 
 
 def _lines(name: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from prepcli.commands.conflicts import check_stream
 from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.errors import PrepError, usage
 from prepcli.guess import guess
@@ -59,10 +60,13 @@ def inspect(request: Request, ui: Ui) -> Report:
     _check(request)
     located, contents = _read(request, request.checkpoint, request.revision, ui)
     source = {"source": _source_fields(contents, located, ui)}
+    if request.diff is None:
+        check_stream(request.stream, located)
     if request.shards is not None:
         return _shards(request, contents, source)
     if request.diff is not None:
         where, other = _read(request, request.diff, None, ui)
+        check_stream(request.stream, located, where)
         return _diff(request, contents, other, source | {"against": _source_fields(other, where, ui)})
     wanted = _matching([entry.name for entry in contents.entries], request.pattern, contents.name)
     chosen = _sorted([entry for entry in contents.entries if entry.name in wanted], request.sort)
@@ -78,6 +82,8 @@ def _check(request: Request) -> None:
         raise usage(f"{' and '.join(asked)} are different views", "inspect shows one at a time", f"`{asked[0]}` alone")
     if request.mesh is not None and request.shards is None:
         raise usage("`--mesh` is for `--shards`", "it says over which devices a leaf is split", "`--shards LEAF`")
+    if request.sort != "file" and (request.shards is not None or request.diff is not None):
+        raise usage(f"`--sort {request.sort}` has no effect", "it orders tables and trees", "leave `--sort` out")
     if request.pattern is not None and request.shards is not None:
         raise usage(f"`{request.pattern}` is one argument too many", "`--shards` names the leaf")
 
@@ -273,7 +279,7 @@ def _value_text(value: float | None) -> str:
 
 
 def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> Report:
-    asked = request.mesh or contents.manifest.get("mesh")
+    asked = contents.manifest.get("mesh") if request.mesh is None else request.mesh
     if asked is None:
         why = f"{contents.name} was not laid out for one"
         raise usage("no mesh was named to split the leaf over", why, "for example `--mesh 1,2,4`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from prepcli.commands.conflicts import check_needs, check_one_of
 from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
 from prepcli.errors import PrepError, usage
 from prepcli.planning.accounting import KEEP_ALL, Wishes, vocab_tensors
@@ -21,6 +22,7 @@ from trainer.mesh import DEFAULT_RULES, parse
 
 KINDS = ("zeros", "mean", "normal")
 SEEDS = 1 << 64
+MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +30,19 @@ class Request:
     """To a multiple, to a size, or to what a mesh divides; `init` is what the new rows hold."""
 
     common: Common
-    multiple: int = 8
+    multiple: int | None = None  # 8, where neither a size nor a mesh is given
     size: int | None = None
     mesh: str | None = None
     init: str = "zeros"
-    seed: int = 0
+    seed: int | None = None
     true_vocab: int | None = None
     wishes: Wishes = KEEP_ALL
 
 
 def pad_vocab(request: Request, ui: Ui) -> Report:
     """Pad the vocabulary of a Hugging Face folder into a new one."""
+    check_one_of({"--multiple": request.multiple, "--size": request.size, "--mesh": request.mesh})
+    check_seed(request.init, request.seed)
     return run(request.common, ui, lambda source, located: plan(request, source, located))
 
 
@@ -52,15 +56,22 @@ def padded_size(request: Request, vocabulary: Vocabulary) -> int:
     if request.mesh is not None:
         mesh = parse(request.mesh)
         return vocabulary.padded_to(math.lcm(*(mesh.size(axis) for axis in DEFAULT_RULES["vocab"][0])))
-    return vocabulary.padded_to(request.multiple)
+    return vocabulary.padded_to(request.multiple or MULTIPLE)
 
 
-def fill_of(init: str, seed: int, source: Source) -> Fill:
+def check_seed(init: str, seed: int | None) -> None:
+    """Raise a usage PrepError for a seed that nothing is drawn with."""
+    if init != "normal":
+        check_needs("--seed", seed, "--init normal", "zeros and mean draw nothing")
+
+
+def fill_of(init: str, seed: int | None, source: Source) -> Fill:
     """What new rows are made of; PrepError, mostly of usage, for what cannot be made."""
     if init not in KINDS:
         raise usage(f"`--init {init}` is not known", f"it takes {', '.join(KINDS)}")
     if init != "normal":
         return Fill(init)
+    seed = seed or 0
     if seed >= SEEDS:
         raise usage(f"`--seed {seed}` is too large", f"it has to be below {SEEDS:,}")
     std = source.config.get("initializer_range", 0.02)
@@ -112,7 +123,7 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
 
 def _multiple(request: Request) -> int | None:
     """The multiple that decides; None where a size or a mesh does."""
-    return request.multiple if request.size is None and request.mesh is None else None
+    return (request.multiple or MULTIPLE) if request.size is None and request.mesh is None else None
 
 
 def _base(located: Located) -> str:

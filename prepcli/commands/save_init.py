@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
-from prepcli.commands.pad_vocab import fill_of
+from prepcli.commands.conflicts import check_needs
+from prepcli.commands.conversion import Common, Planned, check_cast, output_config, request_text, run
+from prepcli.commands.pad_vocab import check_seed, fill_of
 from prepcli.errors import PrepError, usage
 from prepcli.formats.orbax import find_item
 from prepcli.manifest import OWN, STATE, manifest_folder, read_manifest
@@ -41,7 +42,7 @@ class Request:
     scan_axis: int | None = None
     pad_vocab: str = "no"
     init: str = "zeros"
-    seed: int = 0
+    seed: int | None = None
     true_vocab: int | None = None
     wishes: Wishes = KEEP_ALL
     params_only: bool = False
@@ -51,12 +52,26 @@ class Request:
 
 def save_init(request: Request, ui: Ui) -> Report:
     """A Hugging Face folder into an Orbax checkpoint, ready for every host."""
+    _check_new_rows(request)
+    check_cast(request.common, request.dtype)
     return run(request.common, ui, lambda source, located: plan(request, source, located))
 
 
 def reshard(request: Request, ui: Ui) -> Report:
     """An Orbax checkpoint laid out anew for another mesh."""
     return run(request.common, ui, lambda s, where: plan(request, s, where, "reshard"), _is_original)
+
+
+def _check_new_rows(request: Request) -> None:
+    """Raise a usage PrepError for options about padding that would have no effect."""
+    if request.pad_vocab == "no":
+        why = "it fills the rows that padding adds"
+        check_needs("--init", request.init if request.init != "zeros" else None, "--pad-vocab", why)
+        check_needs("--seed", request.seed, "--pad-vocab", why)
+    if request.mesh is None:
+        needing = "auto" if request.pad_vocab == "auto" else None
+        check_needs("--pad-vocab auto", needing, "--mesh", "auto pads to what the mesh divides")
+    check_seed(request.init, request.seed)
 
 
 def _is_original(folder: Path) -> bool:
@@ -123,16 +138,19 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
 
 def _layout(request: Request, source: Source) -> _Layout:
     before = source.laid_out
-    asked = request.mesh or before.get("mesh")
-    mesh = parse(asked) if asked else None
+    asked = before.get("mesh") if request.mesh is None else request.mesh
+    mesh = None if asked is None else parse(asked)
     if mesh is not None and -1 in mesh.sizes:
         raise usage(f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number")
     rule_texts = request.rules or tuple(before.get("rules", ()))
     split = Split(mesh, with_rules(rule_texts))
     vocabulary = source.vocabulary(request.true_vocab)
+    scan = before.get("scan", True) if request.scan is None else request.scan
+    if not scan:
+        check_needs("--scan-axis", request.scan_axis, "--scan", "a leaf for each layer has no axis of layers")
     return _Layout(
         split,
-        before.get("scan", True) if request.scan is None else request.scan,
+        scan,
         before.get("scan_axis", 0) if request.scan_axis is None else request.scan_axis,
         vocabulary,
         _vocab_rows(request, vocabulary, split),

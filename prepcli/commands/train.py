@@ -26,7 +26,7 @@ from prepcli.reading.locate import locate
 from prepcli.reading.opening import open_source
 from prepcli.reading.restore import ItemReader, open_reader
 from prepcli.reading.sources import HF_FOLDER, Source, SourceTensor
-from prepcli.signals import stoppable, told_to_stop
+from prepcli.signals import noting_kept, stoppable, told_to_stop
 from prepcli.training_lines import Watch, plan_lines
 from prepcli.ui import SLABS, Report, Ui
 from prepcli.units import bytes_text
@@ -79,7 +79,7 @@ def train(request: Request, ui: Ui) -> Report:
     from trainer.sharding import enough_memory
 
     with enough_memory():
-        with stoppable(), ExitStack() as stack:
+        with stoppable(), noting_kept(lambda: "" if request.dry_run else _kept(folder)), ExitStack() as stack:
             reader, on = _opened(loaded, folder, request, ui)
             stack.enter_context(reader)
             spare = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
@@ -110,6 +110,15 @@ def _check_one_process(environ: Mapping[str, str]) -> None:
 def recipe_schema() -> Report:
     """The JSON schema of recipes."""
     return Report(json.dumps(schema(), indent=2))
+
+
+def _kept(folder: Path) -> str:
+    """What a run's folder has that the next start goes on from; empty for nothing."""
+    found = [f"step {step}" for step in steps_of(folder)[-1:]]
+    for name, what in ((TOKENS, "the tokens"), (STARTS, "the converted checkpoint")):
+        whole = [path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")]
+        found += [what] if whole else []
+    return f"kept in {folder}: {', '.join(found)}" if found else ""
 
 
 def quieten(ui: Ui) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from prepcli.commands.conflicts import check_stream
 from prepcli.commands.conversion import Common, check_config, find, source_line
 from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
@@ -59,14 +60,16 @@ class _Model:
 
 def verify(request: Request, ui: Ui) -> Report:
     """Read all of it. The report carries an error if anything differs."""
-    _, source = find(request.common, ui)
+    located, source = find(request.common, ui)
     ui.note(source_line(source))
     spend = request.common.memory_nbytes
     if request.against is None:
         check_config(request.common, source)
+        check_stream(request.common.stream, located)
         return _itself(_model(source), request, spend, ui)
-    _, other = find(_for_other(request), ui)
+    against, other = find(_for_other(request), ui)
     check_config(request.common, source, other)
+    check_stream(request.common.stream, located, against)
     ui.note(source_line(other))
     if not (source.state and other.state):
         for line in _left_out_lines((source, other)):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prepcli.engine.files import PAGE, Bytes, buffer
 from prepcli.errors import usage
+from prepcli.units import bytes_text, parse_bytes
 
 MIB = 1 << 20
 FLOOR_NBYTES = 32 * MIB
@@ -36,15 +37,29 @@ def budget(nbytes: int, wide_nbytes: int = 0) -> Budget:
     `wide_nbytes`: a slab that should fit one of them, for which there may be as few as two: the engine takes no more at
     once.
     """
-    if nbytes < FLOOR_NBYTES:
-        why = f"the engine needs at least four buffers of {FLOOR_NBYTES * 3 // 16 // MIB} MiB"
-        raise usage(f"`--memory {nbytes // MIB}MiB` is below the floor", why, "`--memory 64MiB`")
+    check_floor(nbytes, f"{nbytes // MIB}MiB")
     usable = nbytes - _kept(nbytes)
     half, quarter = ((usable // parts - 2 * PAGE) // PAGE * PAGE for parts in (2, 4))
     slab = min(SLAB_NBYTES, quarter)
     if wide_nbytes > slab:
         slab = -(-wide_nbytes // PAGE) * PAGE if wide_nbytes <= half else quarter
     return Budget(nbytes, slab, min(BUFFERS, usable // (slab + 2 * PAGE)))
+
+
+def check_floor(nbytes: int, text: str) -> None:
+    """Raise a usage PrepError where a budget, written as `text`, is too small for the engine."""
+    if nbytes >= FLOOR_NBYTES:
+        return
+    needs = f"the engine needs at least four buffers of {FLOOR_NBYTES * 3 // 16 // MIB} MiB"
+    why = f"it is {bytes_text(nbytes)}; {needs}" if text.strip().isdecimal() else needs
+    raise usage(f"`--memory {text}` is below the floor", why, f"`--memory {FLOOR_NBYTES // MIB}MiB` or more")
+
+
+def parse_memory(text: str) -> int:
+    """Read a budget as `--memory` takes it. Raises a usage PrepError for one below the floor."""
+    nbytes = parse_bytes(text)
+    check_floor(nbytes, text)
+    return nbytes
 
 
 def _kept(nbytes: int) -> int:

@@ -24,6 +24,7 @@ from prepcli.planning.shares import ALONE, Share
 from prepcli.planning.slabs import all_slabs, wide
 from prepcli.progress import Progress
 from prepcli.reading.sources import Source
+from prepcli.signals import noting_kept
 from prepcli.ui import version
 from prepcli.units import bytes_text
 from prepcli.writing.checksums import recorder
@@ -102,10 +103,18 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
             _check_ours(options.out)  # it may have come to be meanwhile
             stage.publish(options.overwrite)
 
-        outcome = work_together(task, move, end, Waiting(options.patience_s, options.alarm, note))
+        waiting = Waiting(options.patience_s, options.alarm, note)
+        with noting_kept(lambda: _kept(task)):
+            outcome = work_together(task, move, end, waiting)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
     clean(options.out)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
+
+
+def _kept(task: Task) -> str:
+    """What of the output is durable, for the message of a run that was stopped; empty for nothing."""
+    done, total = task.team_nbytes()
+    return f"{bytes_text(done)} of {bytes_text(total)} are kept in {task.stage.folder.name}" if done else ""
 
 
 def _moved(

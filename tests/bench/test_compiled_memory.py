@@ -17,9 +17,9 @@ def test_a_line_for_each_length_and_policy(capsys: pytest.CaptureFixture[str], m
     compiled_memory.main(["--tokens", "64,512", "--mesh", "1,2,4", "--remat", "nothing_saveable"])
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert head == "small, float32, mesh 1,2,4, 2 sequences a step; of one device:"
-    found = [re.fullmatch(r" +(\d+) +nothing_saveable +([\d,]+) +([\d,]+) +[\d.]+", line) for line in lines]
+    found = [re.fullmatch(r" +(\d+) +nothing_saveable +([\d,]+) +([\d,]+) +([\d,]+) +[\d.]+", line) for line in lines]
     assert [each and each[1] for each in found] == ["64", "512"]
-    assert [each and each[3] for each in found] == ["2", "2"]
+    assert [each and each[4] for each in found] == ["2", "2"]
     temps = [int(each[2].replace(",", "")) for each in found if each]
     assert temps[0] < temps[1]
 

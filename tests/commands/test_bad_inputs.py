@@ -179,7 +179,7 @@ def test_a_budget_below_the_floor(capsys):
     make(Path("m"))
     code, lines = said(capsys, "save-init", "./m", "--memory", "8MiB")
     assert (code, lines[0]) == (2, "error: `--memory 8MiB` is below the floor")
-    assert lines[2] == " hint: `--memory 64MiB`"
+    assert lines[2] == " hint: `--memory 32MiB` or more"
 
 
 def test_a_disk_without_room(capsys, monkeypatch):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from prepcli.cli import main
 from prepcli.commands.conversion import source_line
 from prepcli.reading.sources import SourceTensor
+from tests.commands.running import said
+from tests.models import LLAMA, make
 
 
 class Looked(tuple[SourceTensor, ...]):
@@ -28,3 +34,23 @@ def test_the_line_of_a_source_names_the_dtypes_of_its_weights_and_looks_at_each_
     )  # fmt: skip
     assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"
     assert Looked.times < 10
+
+
+@pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
+def test_conversion_notes_config_that_cannot_be_computed(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    make(tmp_path / "odd", LLAMA, clip_qkv=8.0)
+    words = (command, str(tmp_path / "odd"), "--out", str(tmp_path / "out"), "--dry-run")
+    assert main([*words]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not trained" in line]
+    assert "`clip_qkv` is not known" in line
+    assert "clip_qkv" in said(capsys, *words)["not_computed"]
+
+
+def test_conversion_does_not_note_config_that_is_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    make(tmp_path / "plain", LLAMA)
+    words = ("save-init", str(tmp_path / "plain"), "--out", str(tmp_path / "out"), "--dry-run")
+    assert main([*words]) == 0
+    assert "not trained" not in capsys.readouterr().err
+    assert said(capsys, *words)["not_computed"] is None

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli import main
-from prepcli.commands.train import _telling
+from prepcli.commands.train import _kept, _telling
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.progress import NullProgress
 from prepcli.ui import Ui, open_ui
@@ -352,3 +352,12 @@ def test_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
     for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
         tell(done, total)
     assert heard == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]
+
+
+@pytest.mark.parametrize("whole", [(), ("data/f0", "init/x-1.3B-init"), ("data/f0.partial", "init/x-init.partial")])
+def test_what_a_run_keeps_is_named_only_if_whole(tmp_path: Path, whole: Sequence[str]):
+    for name in whole:
+        (tmp_path / "run" / name).mkdir(parents=True)
+    expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"
+    found = _kept(tmp_path / "run")
+    assert found == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")

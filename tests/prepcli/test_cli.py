@@ -25,7 +25,9 @@ WITH_COMMAND = """
 import sys, time
 from prepcli.app.root import app
 from prepcli.cli import main
-from prepcli.signals import stoppable
+from prepcli.errors import PrepError
+from prepcli.signals import noting_kept, stoppable
+from prepcli.ui import Report, open_ui
 
 @app.command()
 def wait(json: bool = False) -> int:
@@ -36,6 +38,15 @@ def wait(json: bool = False) -> int:
     finally:
         print("cleaned up", file=sys.stderr, flush=True)
     return 0
+
+@app.command()
+def convert() -> int:
+    with noting_kept(lambda: "1 of 2 bytes are kept"):
+        return wait()
+
+@app.command()
+def reports() -> int:
+    return open_ui("reports", False, False, 0).finish(Report(error=PrepError("stopped by SIGINT", code=130)))
 
 @app.command()
 def broken() -> int:
@@ -112,6 +123,19 @@ def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
         (["zzz"], "error: no command called `zzz`\n hint: `prep --help`\n"),
         (["models", "--jsn"], "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n"),
         (["models", "--zzz"], "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n"),
+        (
+            ["train", "x.toml", "--dtype", "bf16"],
+            "error: `prep train` has no option `--dtype`\n hint: `--set model.dtype=bfloat16`\n",
+        ),
+        (
+            ["train", "x.toml", "--resume"],
+            "error: `prep train` has no option `--resume`\n"
+            " hint: a run resumes by itself: run the same command again\n",
+        ),
+        (
+            ["train", "x.toml", "--quite"],
+            "error: `prep train` has no option `--quite`\n hint: did you mean `--quiet`?\n",
+        ),
         (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
         (
             ["models", "lama"],
@@ -144,6 +168,11 @@ def test_a_wrong_value_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> 
     assert hint == " hint: `prep pad-vocab --help`"
 
 
+def test_a_known_name_of_a_choice_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--dtype", "bf16"]) == 2
+    assert capsys.readouterr().err.endswith(" hint: did you mean `bfloat16`?\n")
+
+
 @pytest.mark.parametrize(
     ("args", "command", "what"),
     [
@@ -170,15 +199,14 @@ def test_an_argument_that_only_looks_like_json_does_not_change_the_form(capsys: 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_stops_a_conversion_with_75_after_cleaning_up(number: signal.Signals) -> None:
-    process = prep("wait", script=WITH_COMMAND)
+    process = prep("convert", script=WITH_COMMAND)
     assert process.stderr is not None
     assert process.stderr.readline() == "ready\n"
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (75, "")
-    assert err == (
-        f"cleaned up\nerror: stopped by {number.name}\n  why: what was written is kept\n hint: to go on: `prep wait`\n"
-    )
+    what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to go on: `prep convert`"
+    assert err == f"{what} {number.name}\n  why: {why}\n hint: {hint}\n"
 
 
 def test_a_stopped_conversion_tells_json_too() -> None:
@@ -188,18 +216,26 @@ def test_a_stopped_conversion_tells_json_too() -> None:
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     error = json.loads(out)["error"]
-    assert (error["code"], error["hint"]) == (75, "to go on: `prep wait --json`")
+    assert (error["code"], error["what"]) == (75, "stopped by SIGTERM")
 
 
-def test_ctrl_c_ends_with_130_and_the_command_to_run_again() -> None:
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [("convert", "  why: 1 of 2 bytes are kept\n hint: to go on: `prep convert`\n"), ("wait", "")],
+)
+def test_ctrl_c_ends_with_130_and_says_what_is_kept(command: str, kept: str) -> None:
     script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + WITH_COMMAND
-    process = prep("wait", script=script)
+    process = prep(command, script=script)
     assert process.stderr is not None
     process.stderr.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "cleaned up\nerror: interrupted\n  why: what was written is kept\n hint: to go on: `prep wait`\n"
+    assert err == f"cleaned up\nerror: interrupted\n{kept}"
+
+
+def test_a_command_that_reports_ctrl_c_prints_one_error() -> None:
+    assert run("reports", script=WITH_COMMAND) == (130, "", "error: stopped by SIGINT\n")
 
 
 def test_a_bug_ends_with_1_and_a_saved_traceback() -> None:

@@ -99,6 +99,12 @@ def test_an_error_says_what_why_and_hint() -> None:
     )
 
 
+def test_lines_of_a_reason_stand_below_one_another() -> None:
+    streams = Streams()
+    streams.ui.fail(usage("2 errors", "one\ntwo"))
+    assert streams.err.getvalue() == "error: 2 errors\n  why: one\n       two\n"
+
+
 def test_an_error_without_why_or_hint_has_no_empty_lines() -> None:
     streams = Streams()
     assert streams.ui.fail(usage("no command called `x`")) == USAGE

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from tests.decoder_configs import GOLDEN, T5
-from tests.decoders import Decoder, decoder, filled, with_padding
+from tests.decoder_configs import GOLDEN, JUDGED, T5
+from tests.decoders import Decoder, decoder, filled, logits_of, with_padding
 from tests.golden import make_decoders, make_greedy
 from tests.trainer.test_sharding import CONFIGS, placed
 from trainer import decoding, generate
@@ -97,6 +97,16 @@ def test_logits_are_those_of_whole_sequences(name: str):
     found = np.asarray(by_step(name)(decoder(golden.config).params(golden.tensors), batch, starts))
     for row, count in enumerate(make_decoders.LENGTHS):
         assert abs(found[SLOTS - count :, row] - golden.short_logits[row, :count]).max() <= 2e-5
+
+
+def test_logits_of_scores_by_depth_are_those_of_whole_sequences():
+    config = JUDGED["gpt2-by-depth"]
+    made, tensors = decoder(config), filled(config)
+    tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (2, 6), dtype=np.int32)
+    params = made.params(tensors)
+    found = jax.jit(partial(logits_by_step, made))(params, {"tokens": tokens}, np.zeros(2, np.int32))
+    wanted = logits_of(made.model, params, {"tokens": tokens})
+    np.testing.assert_allclose(np.moveaxis(np.asarray(found), 0, 1), wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name != "phi3-longrope"])  # it begins anew on its way

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.decoder_configs import GPT_NEO, LLAMA
+from tests.decoder_configs import GPT2, GPT_NEO, LLAMA
 from tests.decoders import ONE_BY_ONE, Decoder, batch_of, decoder, filled, logits_of
 from trainer import model as models
 from trainer.errors import USAGE, PrepError
 from trainer.model import Compute
 from trainer.recipe.tables import Model as Recipe
 from trainer.tree import Tree, flat, nested
+
+FORMS: list[tuple[tuple[bool, ...], bool]] = [((), True), ((), False), ((False,), False)]  # stacked, scanned
 
 
 def first_values(made: Decoder, seed: int) -> Tree:
@@ -55,6 +57,17 @@ def test_first_values_are_by_role():
     assert len({values.tobytes() for values in drawn}) == len(drawn)
     q = np.asarray(params["layers.attn.q.weight"])
     assert not np.array_equal(q[0], q[1])
+
+
+def test_scores_by_depth_do_not_depend_on_the_form():
+    config = GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3}
+    plain, tensors = decoder(GPT2 | {"n_layer": 3}), filled(config)
+    batch = batch_of(config["vocab_size"], 2, 7)
+    forms = [(decoder(config, *form), Compute(scan=scan)) for form, scan in FORMS]
+    found = [logits_of(made.model, made.params(tensors), batch, how) for made, how in forms]
+    for each in found[1:]:
+        np.testing.assert_allclose(each, found[0], atol=2e-5)
+    assert abs(found[0] - logits_of(plain.model, plain.params(tensors), batch)).max() > 1e-2
 
 
 @pytest.mark.parametrize("true", [0, 30, -1, "29", 2.5])

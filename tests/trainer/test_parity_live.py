@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.decoder_configs import GOLDEN, LIVE
+from tests.decoder_configs import GOLDEN, LIVE, T5
 from tests.decoders import apart, batch_of, decoder, encodes, filled, logits_of, loss_and_gradients, with_padding
 from tests.golden import make_decoders
 from tests.torch_decoders import torch_gradients, torch_logits, torch_model
@@ -39,9 +40,23 @@ def test_logits_of_right_padded_batches(name: str):
         assert max(abs(found[i, :n] - wanted[i, :n]).max() for i, n in enumerate(lengths)) <= 2e-5
 
 
+OWN_HEADS = {"null": {"tie_word_embeddings": None}, "true, unscaled": {"scale_decoder_outputs": False}}
+
+
+@pytest.mark.parametrize("changes", OWN_HEADS.values(), ids=OWN_HEADS)
+def test_t5_logits_of_head_that_file_stores(changes: dict[str, Any]):
+    config = T5 | changes
+    tensors, made = filled(config, own_head=True), decoder(config, own_head=True)
+    assert "lm_head.weight" in tensors
+    batch = batch_of(config["vocab_size"], 2, 7, 4, encodes=True)
+    found = logits_of(made.model, made.params(tensors), batch)
+    wanted = torch_logits(torch_model(config, tensors), batch, (7, 7))
+    assert abs(found - wanted).max() <= 2e-5
+
+
 WITH_GRADIENTS = [  # of each kind of layers one that golden files do not have
     *("gpt2-names", "gpt_neo-odd", "gpt_neo-wide", "llama-groups", "llama-biases", "gptj-tied", "opt-bare"),
-    *("qwen3_moe-plain", "gemma3_text-version-5", "phi3-version-5", "t5-untied"),
+    *("qwen3_moe-plain", "gemma3_text-version-5", "phi3-version-5", "t5-untied", "gpt2-by-depth"),
 ]
 
 

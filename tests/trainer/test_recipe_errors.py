@@ -27,7 +27,6 @@ lr = 1e-3
 [train]
 steps = 20
 """
-UNKNOWN = "every key must be known, so that a typing error is never a silent default"
 
 
 @pytest.fixture(autouse=True)
@@ -50,34 +49,28 @@ def replaced(line: str, by: str) -> str:
 FILES = {
     "a key with a typing error": (
         replaced("lr = 1e-3", "lr = 1e-3\nweight_deacy = 0.1"),
-        f"x.toml:12: unknown key `optimizer.weight_deacy` - {UNKNOWN} - did you mean `weight_decay`?",
-    ),
-    "a required key with a typing error": (
-        replaced("lr = 1e-3", "rl = 1e-3"),
-        f"x.toml:11: unknown key `optimizer.rl` - {UNKNOWN} - "
-        "known in [optimizer]: type, lr, end_lr, schedule, warmup_steps, warmup_ratio, decay_steps, weight_decay, "
-        "decay_embeddings, b1, b2, eps, clip_norm",
+        "x.toml:12: unknown key `optimizer.weight_deacy` - did you mean `weight_decay = 0.1`?",
     ),
     "a table with a typing error": (
         replaced("[optimizer]", "[optimiser]"),
-        f"x.toml:10: unknown key `optimiser` - {UNKNOWN} - did you mean `optimizer`?",
+        "x.toml:10: unknown key `optimiser` - did you mean `optimizer`?",
     ),
     "a table that prep has not": (
         GOOD + "[lora]\nrank = 8\n",
-        f"x.toml:14: unknown key `lora` - {UNKNOWN} - "
+        "x.toml:14: unknown key `lora` - "
         "known: name, seed, mesh, model, data, batch, optimizer, train, eval, checkpoint",
     ),
     "a key of another table": (
         replaced("steps = 20", "steps = 20\nseq_length = 8"),
-        f"x.toml:14: unknown key `train.seq_length` - {UNKNOWN} - did you mean `data.seq_length`?",
+        "x.toml:14: unknown key `train.seq_length` - `seq_length = 8` in [data]",
     ),
     "a key of no table below a table": (
         replaced("steps = 20", "steps = 20\nseed = 1"),
-        f"x.toml:14: unknown key `train.seed` - {UNKNOWN} - did you mean `seed`, above the first table?",
+        "x.toml:14: unknown key `train.seed` - `seed = 1`, above the first table",
     ),
     "a key that is later perhaps": (
         replaced('path = "m-init"', 'path = "m-init"\nq_chunk_size = 2048'),
-        f"x.toml:4: unknown key `model.q_chunk_size` - {UNKNOWN} - did you mean `head_chunk_size`?",
+        "x.toml:4: unknown key `model.q_chunk_size` - did you mean `head_chunk_size = 2048`?",
     ),
     "text for a number": (
         replaced("seq_length = 8", 'seq_length = "2k"'),
@@ -86,15 +79,15 @@ FILES = {
     ),
     "a number in quotes": (
         replaced("lr = 1e-3", 'lr = "1e-3"'),
-        'x.toml:11: `optimizer.lr` is "1e-3" - it takes a number > 0: the learning rate after warm-up - `lr = 2e-05`',
+        'x.toml:11: `optimizer.lr` is "1e-3" - it takes a number > 0: the learning rate after warm-up - `lr = 1e-3`',
     ),
     "infinity": (
         replaced("lr = 1e-3", "lr = inf"),
-        "x.toml:11: `optimizer.lr` is inf - it takes a number > 0: the learning rate after warm-up - `lr = 2e-05`",
+        "x.toml:11: `optimizer.lr` is inf - it takes a number > 0: the learning rate after warm-up - `lr = 2e-5`",
     ),
     "a whole number with a fraction": (
         replaced("steps = 20", "steps = 20.0"),
-        "x.toml:13: `train.steps` is 20.0 - it takes an integer >= 1: optimizer steps of the run - `steps = 1000`",
+        "x.toml:13: `train.steps` is 20.0 - it takes an integer >= 1: optimizer steps of the run - `steps = 20`",
     ),
     "true for a number": (
         replaced("size = 4", "size = true"),
@@ -135,20 +128,15 @@ FILES = {
     ),
     "a table for a value": (
         replaced("lr = 1e-3", "lr.a = 1"),
-        "x.toml:11: `optimizer.lr` is a table - it takes a number > 0: the learning rate after warm-up - `lr = 2e-05`",
+        "x.toml:11: `optimizer.lr` is a table - it takes a number > 0: the learning rate after warm-up - `lr = 2e-5`",
     ),
     "a required key that is missing": (
         replaced("lr = 1e-3", ""),
         "x.toml:10: `optimizer.lr` is missing - it takes a number > 0: the learning rate after warm-up"
-        " - `lr = 2e-05` in [optimizer]",
+        " - `lr = 2e-5` in [optimizer]",
     ),
     "a required table that is missing": (
         GOOD.replace('[model]\npath = "m-init"\n', ""),
-        "x.toml: `model.path` is missing - it takes a path: an init checkpoint, a step of a run, or a Hugging Face"
-        ' folder - `path = "gpt-neo-1.3B-init"` in [model]',
-    ),
-    "nothing at all": (
-        "",
         "x.toml: `model.path` is missing - it takes a path: an init checkpoint, a step of a run, or a Hugging Face"
         ' folder - `path = "gpt-neo-1.3B-init"` in [model]',
     ),
@@ -228,15 +216,15 @@ FILES = {
     ),
     "text without quotes": (
         replaced('path = "m-init"', "path = m-init"),
-        'x.toml:3: not TOML - Invalid value (column 8) - text stands in quotes: `mesh = "1,1,8"`',
+        'x.toml:3: not TOML - a value is not TOML (column 8) - text stands in quotes: `mesh = "1,1,8"`',
     ),
     "a key that is there twice": (
         replaced("size = 4", "size = 4\nsize = 5"),
-        "x.toml:10: not TOML - Cannot overwrite a value (column 9)",
+        "x.toml:10: not TOML - the key is there twice (column 9)",
     ),
     "a string that does not end": (
         GOOD + '[eval]\nlimit = """',
-        "x.toml:15: not TOML - Unterminated string",
+        "x.toml:15: not TOML - a text has no closing quote",
     ),
     "lists without end": (
         "a = " + "[" * 100_000,
@@ -274,34 +262,34 @@ def test_a_wrong_recipe_has_one_message(case: str):
 SETS = {
     "a key with a typing error": (
         "optimizer.weight_deacy=0.1",
-        f"--set: unknown key `optimizer.weight_deacy` - {UNKNOWN} - did you mean `weight_decay`?",
+        "--set: unknown key `optimizer.weight_deacy` - did you mean `--set optimizer.weight_decay=0.1`?",
     ),
     "a key too deep": (
         "optimizer.lr.x=1",
-        f"--set: unknown key `optimizer.lr.x` - {UNKNOWN} - did you mean `optimizer.lr`?",
+        "--set: unknown key `optimizer.lr.x` - did you mean `--set optimizer.lr=1`?",
     ),
     "text for a number": (
         "optimizer.lr=abc",
         '--set: `optimizer.lr` is "abc" - it takes a number > 0: the learning rate after warm-up'
-        " - `--set optimizer.lr=2e-05`",
+        " - `--set optimizer.lr=2e-5`",
     ),
     "Python's true": (
         "data.shuffle=True",
         '--set: `data.shuffle` is "True" - it takes true or false: a new order of the sequences in each epoch'
         " - `--set data.shuffle=true`",
     ),
-    "nothing": ("optimizer.lr", "`--set optimizer.lr` has no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`"),
+    "nothing": ("optimizer.lr", "--set optimizer.lr: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`"),
     "a table": (
         "optimizer={lr=1}",
-        "`--set optimizer={lr=1}` sets a whole table - it sets one key - `--set optimizer.KEY=VALUE`",
+        "--set optimizer={lr=1}: a whole table - it sets one key - `--set optimizer.KEY=VALUE`",
     ),
     "two lines": (
         "seed=1\nname='x'",
-        "`--set seed=1\\nname='x'` is not one line of text - a value is what a line of a recipe can hold",
+        "--set seed=1\\nname='x': not one line of text - a value is what a line of a recipe can hold",
     ),
     "bytes of another encoding": (
         "name=\udce9",
-        "`--set name=\\udce9` is not one line of text - a value is what a line of a recipe can hold",
+        "--set name=\\udce9: not one line of text - a value is what a line of a recipe can hold",
     ),
     "a mesh with bad grammar": (
         "mesh=8",
@@ -324,7 +312,7 @@ def test_a_wrong_set_has_one_message(case: str):
 
 
 def test_a_wrong_set_of_a_wrong_table_is_told_of_the_table():
-    assert error_of("optimizer = 3\n", "optimizer.lr=1").what == "x.toml:1: `optimizer` is 3"
+    assert error_of("optimizer = 3\n", "optimizer.lr=1").why.startswith("x.toml:1: `optimizer` is 3 - ")
 
 
 def test_set_mends_a_recipe():

@@ -58,6 +58,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0}}, "low 0"),
     ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "a", "mscale_all_dim": 1}}, "mscale"),
     ({"rope_theta": 1}, "theta"),
+    ({"rope_theta": 10**400}, "rope_theta"),
+    ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor"),
+    ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0.5}}, "original_max_position_embeddings is 0.5"),
+    ({"original_max_position_embeddings": 0, "rope_scaling": LLAMA3}, "original_max_position_embeddings is 0"),
+    (
+        {
+            "original_max_position_embeddings": 1,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+            },
+        },
+        "made for 1 position",
+    ),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "`full_attention` has a rotation of its own"),
     ({"rope_theta": None, "rope_scaling": {"type": "default", "rope_theta": -2}}, "theta"),
     ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is not known - it is 0.5"),
     ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "`partial_rotary_factor` is not known - it is 0.25"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -14,7 +15,7 @@ from trainer.errors import PrepError
 from trainer.families import FAMILIES
 from trainer.rope import Rope
 from trainer.table import rows
-from trainer.traits import ACTIVATIONS, ALL_BEFORE, NO_CAP, Traits, period
+from trainer.traits import ACTIVATIONS, ALL_BEFORE, NO_CAP, WIDEST, Traits, period
 
 
 def traits_of(config: dict[str, Any]) -> Traits:
@@ -49,11 +50,15 @@ def test_scores_of_gpt2_are_scaled_unless_the_config_says_no():
     assert traits_of(GPT2 | {"scale_attn_weights": False}).score_scale == 1.0
 
 
-@pytest.mark.parametrize("field", ["scale_attn_by_inverse_layer_idx", "add_cross_attention"])
-def test_what_gpt2_may_be_told_to_do_besides_is_refused(field: str):
-    assert traits_of(GPT2 | {field: False}) == traits_of(GPT2)
-    with pytest.raises(PrepError, match=f"`{field}` is not known"):
-        traits_of(GPT2 | {field: True})
+def test_what_gpt2_may_be_told_to_do_besides_is_refused():
+    assert traits_of(GPT2 | {"add_cross_attention": False}) == traits_of(GPT2)
+    with pytest.raises(PrepError, match="`add_cross_attention` is not known"):
+        traits_of(GPT2 | {"add_cross_attention": True})
+
+
+def test_gpt2_divides_scores_by_layer_number():
+    by_depth = {"scale_attn_by_inverse_layer_idx": True}
+    assert traits_of(GPT2 | by_depth) == dataclasses.replace(traits_of(GPT2), scores_by_depth=True)
 
 
 def test_attention_layers_win():
@@ -110,6 +115,18 @@ def test_windows_of_layers():
     assert traits_of(QWEN2 | upper | {"layer_types": [SLIDES, FULL, FULL]}).windows == (9, ALL_BEFORE, ALL_BEFORE)
     assert traits_of(GEMMA2).windows == (5, ALL_BEFORE, 5)
     assert traits_of({"model_type": "gemma3_text", "num_hidden_layers": 7}).windows == (*[4096] * 5, ALL_BEFORE, 4096)
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("kinds", [[FULL, FULL], [SLIDES, FULL], [SLIDES, SLIDES]])
+def test_windows_of_one_width_ignore_layer_types(name: str, kinds: list[str]):
+    config = {"model_type": name, "num_hidden_layers": 2, "sliding_window": 5, "use_sliding_window": True}
+    assert traits_of(config | {"layer_types": kinds}).windows == (5, 5)
+
+
+def test_window_wider_than_int32_is_bounded():
+    assert traits_of(MISTRAL | {"sliding_window": 10**12}).windows == (WIDEST,) * 2
+    assert traits_of(GEMMA2 | {"sliding_window": 10**12}).windows == (WIDEST, ALL_BEFORE, WIDEST)
 
 
 def test_rotations_of_gemma_3():
@@ -172,7 +189,6 @@ def test_what_no_family_computes_is_named(name: str, field: str):
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation"),
         ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": ["gelu"]}, "hidden_activation"),
         (MISTRAL | {"attention_bias": True}, "attention_bias"),
-        (MISTRAL | {"layer_types": [SLIDES, SLIDES]}, "layer_types"),
         (QWEN2 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
         (GEMMA2 | {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
         (GEMMA2 | {"layer_types": [SLIDES, "chunked_attention", FULL]}, "layer_types"),
@@ -186,8 +202,20 @@ def test_what_no_family_computes_is_named(name: str, field: str):
         ({"model_type": "gemma3_text", "rope_scaling": "linear"}, "rope_scaling"),
         (QWEN2 | {"max_window_layers": "2"}, "max_window_layers"),
         ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type `linear` is not known"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "by `decoder_sparse_step` layer 0 of 24 has none"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "by `mlp_only_layers` layer 3 of 24 has none"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "no"}, "not a list of layers"),
+        (LLAMA | {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+        ({"model_type": "gptj", "n_embd": 64, "n_head": 8, "rotary_dim": 16}, "rotary_dim turns 16 elements of a head"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads is 3, it has to divide num_attention_heads"),
+        (LLAMA | {"num_key_value_heads": 4}, "num_key_value_heads is 4"),
+        (LLAMA | {"hidden_size": 1, "head_dim": None}, "hidden_size 1 makes no 2"),
+        (GPT2 | {"n_head": 3}, "3 attention heads do not divide"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        (LLAMA | {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        (LLAMA | {"hidden_size": 10**400}, "hidden_size"),
+        (GPT_NEO | {"attention_types": [[["global"], 10**12]]}, "attention_types"),
+        (GPT_NEO | {"attention_types": [[[], 10**12]]}, "attention_types"),
         ({"model_type": "qwen3_moe", "num_experts": 3}, "num_experts_per_tok"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({"model_type": "gptj", "activation_function": "mish"}, "activation_function"),
@@ -228,6 +256,7 @@ HARMLESS = {
     *("activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "dropout_rate"),
     *("embd_pdrop", "embed_dropout", "hidden_dropout", "layerdrop", "resid_dropout", "resid_pdrop"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    "_sliding_window_pattern",  # transformers writes it and does not read it
     "pretraining_tp",  # in how many parts matrices were multiplied
     "reorder_and_upcast_attn",  # scores in float32, as everywhere here
 }

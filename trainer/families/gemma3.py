@@ -23,7 +23,7 @@ def traits(config: Config) -> Traits:
     known = ("final_logit_softcapping", "rope_local_base_freq", "sliding_window_pattern", "query_pre_attn_scalar")
     only_knows(config, *ROPE, "attention_bias", "layer_types", "sliding_window", *known)
     found = sizes(config)
-    every = size(config, "sliding_window_pattern", size(config, "_sliding_window_pattern", 6))
+    every = size(config, "sliding_window_pattern", 6)  # not `_sliding_window_pattern`, which nothing reads
     window = config.get("sliding_window", 4096)
     return dataclasses.replace(
         llama_like.traits(config, found, 131072, rope=_rope(config, KINDS[0], config.get("rope_theta", 1e6)), act=ACT),

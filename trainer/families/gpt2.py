@@ -10,6 +10,8 @@ from trainer.parts import embedding, family, fused_qkv, layer_norm, linear, matr
 from trainer.table import Config
 from trainer.traits import Traits, only_knows
 
+BY_DEPTH = "scale_attn_by_inverse_layer_idx"
+
 
 def sizes(config: Config) -> dict[str, int]:
     """Atom -> extent; GPT2Config's defaults where a field is absent."""
@@ -21,8 +23,8 @@ def traits(config: Config) -> Traits:
 
     `reorder_and_upcast_attn` asks for scores in float32, which they always are here.
     """
-    only_knows(config)
-    found = gpt_like.traits(config, sizes(config))
+    only_knows(config, BY_DEPTH)
+    found = dataclasses.replace(gpt_like.traits(config, sizes(config)), scores_by_depth=bool(config.get(BY_DEPTH)))
     return found if config.get("scale_attn_weights", True) else dataclasses.replace(found, score_scale=1.0)
 
 
@@ -40,5 +42,5 @@ TABLE = {
     **layer_norm("final_norm", "embed <- ln_f.weight: embed"),
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
-MASKS, FLAX = gpt_like.masks("h.{i}.attn"), hf_flax(TABLE, "transformer.", ties=True)
+MASKS, FLAX = gpt_like.masks("h.{i}.attn"), hf_flax(TABLE, "transformer.", ties=True, unread=(BY_DEPTH,))
 FAMILY = family("gpt2", "transformer.", sizes, traits, TABLE, tied=True, dropped=MASKS, layouts=FLAX)

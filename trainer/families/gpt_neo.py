@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from itertools import islice
 from typing import Any
 
 from trainer import gpt_like
 from trainer.layouts import hf_flax
 from trainer.parts import attention, embedding, family, layer_norm, linear, matrix, stack
-from trainer.table import Config, size
+from trainer.table import MOST_LAYERS, Config, size
 from trainer.traits import Traits, only_knows, windows_of
 
 NAMES = {"layers": "num_layers", "heads": "num_heads", "mlp": "intermediate_size"}
@@ -32,7 +33,8 @@ def _kinds(config: Config) -> Any:
     """Of each layer; `attention_layers` wins over `attention_types`, as in transformers."""
     pattern = config.get("attention_types") or [[["global", "local"], 12]]
     with contextlib.suppress(TypeError, ValueError):
-        return config.get("attention_layers") or [kind for kinds, times in pattern for kind in kinds * times]
+        kinds = (kind for kinds, times in pattern if kinds for _ in range(times) for kind in kinds)
+        return config.get("attention_layers") or list(islice(kinds, MOST_LAYERS + 1))
     return pattern
 
 

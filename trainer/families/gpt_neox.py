@@ -23,8 +23,12 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 def traits(config: Config) -> Traits:
-    """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, *ROPE, "attention_bias", "use_parallel_residual", "rotary_pct")
+    """What its layers compute; PrepError where the config asks for something else.
+
+    `rotary_pct` and `rotary_emb_base` decide, not `partial_rotary_factor` and `rope_theta`, which transformers 4.57
+    writes beside them.
+    """
+    only_knows(config, *ROPE, "attention_bias", "use_parallel_residual", "rotary_pct", "partial_rotary_factor")
     found = sizes(config)
     rotary = {"partial_rotary_factor": config.get("rotary_pct", 0.25), "rope_theta": config.get("rotary_emb_base", 1e4)}
     return dataclasses.replace(

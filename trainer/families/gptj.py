@@ -7,7 +7,7 @@ import dataclasses
 from trainer import gpt_like
 from trainer.layouts import hf_flax
 from trainer.parts import attention, embedding, family, layer_norm, linear, stack
-from trainer.rope import Rope
+from trainer.rope import Rope, turning
 from trainer.table import Config, size
 from trainer.traits import Traits, only_knows
 
@@ -21,10 +21,11 @@ def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
     only_knows(config)
     found = sizes(config)
+    rotary_dim = turning(size(config, "rotary_dim", 64), found["head_dim"], "rotary_dim")
     return dataclasses.replace(
         gpt_like.traits(config, found),
         residual="parallel_one_norm",
-        rope=Rope(size(config, "rotary_dim", 64), 10_000.0, found["positions"]),
+        rope=Rope(rotary_dim, 10_000.0, found["positions"]),
         rotary_pairs="neighbours",
     )
 

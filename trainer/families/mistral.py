@@ -7,7 +7,7 @@ import dataclasses
 from trainer import llama_like
 from trainer.layouts import hf_flax
 from trainer.table import Config
-from trainer.traits import ROPE, Traits, only_knows, sliding_windows
+from trainer.traits import ROPE, Traits, only_knows, same_window
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -17,9 +17,9 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else. A window that is null is none."""
-    only_knows(config, *ROPE, "sliding_window")
+    only_knows(config, *ROPE, "sliding_window", "layer_types")
     found = sizes(config)
-    windows = sliding_windows(config, found["layers"], config.get("sliding_window", 4096), lambda layer: True)
+    windows = same_window(found["layers"], config.get("sliding_window", 4096))
     return dataclasses.replace(llama_like.traits(config, found, positions=131072), windows=windows)
 
 

@@ -6,23 +6,23 @@ import dataclasses
 
 from trainer import llama_like
 from trainer.table import Config, size
-from trainer.traits import ROPE, Traits, only_knows, positive, sliding_windows
+from trainer.traits import ROPE, Traits, only_knows, positive, same_window
 
 
 def sizes(config: Config) -> dict[str, int]:
     """Atom -> extent; MixtralConfig's defaults where a field is absent."""
-    experts = size(config, "num_local_experts", size(config, "num_experts", 8))
+    experts = size(config, "num_experts", size(config, "num_local_experts", 8))  # of both the alias wins
     return {**llama_like.sizes(config, mlp=14336, kv_heads=8), "experts": experts, "gate_up": 2}
 
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, *ROPE, "sliding_window", "num_local_experts", "num_experts")
+    only_knows(config, *ROPE, "sliding_window", "layer_types", "num_local_experts", "num_experts")
     found = sizes(config)
     return dataclasses.replace(
         llama_like.traits(config, found, positions=131072, theta=1e6),
         norm_eps=positive(config, "rms_norm_eps", 1e-5),
-        windows=sliding_windows(config, found["layers"], config.get("sliding_window"), lambda layer: True),
+        windows=same_window(found["layers"], config.get("sliding_window")),
         experts_per_token=llama_like.experts_per_token(config, found["experts"], default=2),
     )
 

@@ -8,7 +8,7 @@ from trainer import llama_like
 from trainer.parts import matrix
 from trainer.rope import read_rope
 from trainer.table import Config, size
-from trainer.traits import ROPE, Traits, only_knows, positive, sliding_windows
+from trainer.traits import ROPE, Traits, only_knows, positive, same_window
 
 QKV = "head_dim embed <- self_attn.qkv_proj.weight"
 GATE_UP = "mlp embed <- mlp.gate_up_proj.weight"
@@ -23,7 +23,7 @@ def sizes(config: Config) -> dict[str, int]:
 
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, *ROPE, "partial_rotary_factor", "sliding_window")
+    only_knows(config, *ROPE, "partial_rotary_factor", "sliding_window", "layer_types")
     found, positions = sizes(config), size(config, "max_position_embeddings", 4096)
     original = size(config, "original_max_position_embeddings", 4096)
     with_original = {**config, "original_max_position_embeddings": original}
@@ -31,7 +31,7 @@ def traits(config: Config) -> Traits:
     return dataclasses.replace(
         llama_like.traits(config, found, positions, rope=rope),
         norm_eps=positive(config, "rms_norm_eps", 1e-5),
-        windows=sliding_windows(config, found["layers"], config.get("sliding_window"), lambda layer: True),
+        windows=same_window(found["layers"], config.get("sliding_window")),
     )
 
 

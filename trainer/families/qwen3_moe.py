@@ -7,32 +7,43 @@ import dataclasses
 from trainer import llama_like
 from trainer.errors import PrepError
 from trainer.table import Config, size
-from trainer.traits import ROPE, Traits, only_knows, sliding_windows
+from trainer.traits import ROPE, Traits, only_knows, same_window
 
 
 def sizes(config: Config) -> dict[str, int]:
     """Atom -> extent; Qwen3MoeConfig's defaults where a field is absent. `intermediate_size` is of layers without
     experts, which are refused."""
     found = llama_like.sizes(config, vocab=151936, embed=2048, layers=24, kv_heads=4)
+    _check_all_have_experts(config, found["layers"])
     return {
         **found,
         "mlp": size(config, "moe_intermediate_size", 768),
-        "experts": size(config, "num_experts", size(config, "num_local_experts", 128)),
+        "experts": size(config, "num_local_experts", size(config, "num_experts", 128)),  # of both the alias wins
         "gate_up": 2,
     }
 
 
+def _check_all_have_experts(config: Config, layers: int) -> None:
+    """Raise PrepError if a layer has one feed-forward part instead of experts."""
+    plain, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
+    if not isinstance(plain, list):
+        raise PrepError("config.json makes no sense", f"mlp_only_layers is {plain!r:.60}, not a list of layers")
+    dense = [layer for layer in range(layers) if layer in plain or (layer + 1) % step]
+    if dense:
+        field = "mlp_only_layers" if dense[0] in plain else "decoder_sparse_step"
+        why = f"by `{field}` layer {dense[0]} of {layers} has none: layers of two kinds cannot be stacked"
+        raise PrepError("layers with and without experts in one model are not supported", why)
+
+
 def traits(config: Config) -> Traits:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, *ROPE, "attention_bias", "sliding_window", "num_experts", "num_local_experts")
-    if size(config, "decoder_sparse_step", 1) != 1:
-        step = config["decoder_sparse_step"]
-        raise PrepError("`decoder_sparse_step` is not known", f"it is {step}; prep has experts in every layer")
+    known = ("sliding_window", "layer_types", "num_experts", "num_local_experts", "mlp_only_layers")
+    only_knows(config, *ROPE, "attention_bias", *known)
     found = sizes(config)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     return dataclasses.replace(
         llama_like.traits(config, found, positions=32768),
-        windows=sliding_windows(config, found["layers"], window, lambda layer: True),
+        windows=same_window(found["layers"], window),
         experts_per_token=llama_like.experts_per_token(config, found["experts"], default=8),
         experts_sum_to_one=bool(config.get("norm_topk_prob", False)),
     )

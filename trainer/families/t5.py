@@ -7,8 +7,13 @@ import dataclasses
 from trainer.errors import PrepError
 from trainer.layouts import hf_flax
 from trainer.parts import Rows, attention, embedding, matrix, rms_norm, stack
-from trainer.table import Config, Family, Tie, size
-from trainer.traits import ALL_BEFORE, Distances, Traits, activation, only_knows, positive
+from trainer.table import MOST_LAYERS, Config, Family, Tie, size
+from trainer.traits import ALL_BEFORE, FARTHEST, Distances, Traits, activation, only_knows, positive
+
+ALIASES = {  # of fields, which win over them; the decoder has as many layers as `num_layers` says by its own name
+    "embed": "hidden_size", "heads": "num_attention_heads", "head_dim": "head_dim",
+    "encoder_layers": "num_hidden_layers",
+}  # fmt: skip
 
 
 def sizes(config: Config) -> dict[str, int]:
@@ -18,8 +23,10 @@ def sizes(config: Config) -> dict[str, int]:
         "head_dim": ("d_kv", 64), "encoder_layers": ("num_layers", 6),
         "buckets": ("relative_attention_num_buckets", 32),
     }  # fmt: skip
-    found = {atom: size(config, field, default) for atom, (field, default) in fields.items()}
-    return found | {"layers": size(config, "num_decoder_layers", found["encoder_layers"])}
+    own = {atom: size(config, field, default) for atom, (field, default) in fields.items()}
+    found = {atom: size(config, ALIASES.get(atom, ""), default) for atom, default in own.items()}
+    size(found, "encoder_layers", 1, MOST_LAYERS)
+    return found | {"layers": size(config, "num_decoder_layers", own["encoder_layers"], MOST_LAYERS)}
 
 
 def traits(config: Config) -> Traits:
@@ -28,11 +35,11 @@ def traits(config: Config) -> Traits:
     if not config.get("is_encoder_decoder", True):
         raise PrepError("`is_encoder_decoder` is false", "config.json says it; prep knows T5 with both of its halves")
     found, key = sizes(config), "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
-    near = Distances(found["buckets"], size(config, "relative_attention_max_distance", 128), both_ways=False)
+    near = Distances(found["buckets"], size(config, "relative_attention_max_distance", 128, FARTHEST), both_ways=False)
     common = Traits(
         norm="rms",
         norm_eps=positive(config, "layer_norm_epsilon", 1e-6),
-        activation=activation({**config, "feed_forward_proj": _projection(config)[1]}, key, ""),
+        activation=activation({key: _projection(config)[1]}, key, ""),
         gated=_is_gated(config),
         score_scale=1.0,
         windows=(ALL_BEFORE,) * found["layers"],
@@ -61,7 +68,13 @@ def _is_gated(config: Config) -> bool:
 
 def _scales(config: Config) -> bool:
     """Whether hidden states are scaled before the head: where that is the embedding, unless the config says."""
-    return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)))
+    return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
+
+
+def _head_by_file(config: Config) -> bool:
+    """Whether the file alone says if the head is the embedding: transformers 5 writes of each T5 that it is tied, and
+    a null says nothing."""
+    return not _scales(config) or config.get("tie_word_embeddings", True) is None
 
 
 def _look(ours: str, number: int, theirs: str) -> Rows:
@@ -110,7 +123,7 @@ FAMILY = Family(
         tensor="lm_head.weight",
         embedding="shared.weight",
         default=True,
-        own=lambda config: not _scales(config),  # transformers 5 says of each T5 that it is tied
+        own=_head_by_file,
         untied=lambda config: {"scale_decoder_outputs": _scales(config)},
     ),
     traits=traits,

@@ -82,6 +82,8 @@ def _mix(q: Array, met: KeysValues, traits: Traits, seen: Seen) -> Array:
     k, v = met
     groups = q.reshape(b, t, k.shape[2], heads // k.shape[2], dim)
     scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) * traits.score_scale
+    if seen.score_factor is not None:
+        scores = scores * seen.score_factor
     if traits.score_cap != NO_CAP:
         scores = traits.score_cap * jnp.tanh(scores / traits.score_cap)
     if seen.bias is not None:

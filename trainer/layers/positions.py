@@ -68,11 +68,13 @@ def by_distance(table: Array, queries: Array, keys: Array, distances: Distances)
 def buckets(distances: Distances) -> np.ndarray:
     """int32: the bucket of each distance, key less query, from -farthest to farthest; of those beyond it is the same.
 
-    Of as many as there are one way, the first half are a distance each, the others grow with its logarithm.
+    Of as many as there are one way, the first half are a distance each, the others grow with its logarithm. The
+    logarithm is the float32 number nearest to the exact one, as in torch; NumPy's own is sometimes the next one.
     """
     count = distances.buckets // 2 if distances.both_ways else distances.buckets
     exact, far = count // 2, np.arange(distances.farthest + 1)
-    grown = np.log(np.maximum(far, 1).astype(np.float32) / exact) / math.log(distances.farthest / exact)
+    ratio = (np.maximum(far, 1).astype(np.float32) / np.float32(exact)).astype(np.float64)
+    grown = np.log(ratio).astype(np.float32) / np.float32(math.log(distances.farthest / exact))
     wide = np.minimum(exact + (grown * (count - exact)).astype(np.int32), count - 1)
     before = np.where(far < exact, far, wide).astype(np.int32)
     after = before[1:] + count if distances.both_ways else np.zeros_like(before[1:])
@@ -90,7 +92,7 @@ def _waves(theta: float, dim: int) -> np.ndarray:
 def _dynamic(rope: Rope, length: int) -> np.ndarray:
     """Beyond the positions that the model was made for, theta grows with the length."""
     longest = max(length, rope.positions)
-    stretch = rope.factor * longest / rope.positions - (rope.factor - 1)
+    stretch = np.float64(rope.factor * longest / rope.positions - (rope.factor - 1))
     return _powers(rope.theta * stretch ** (rope.dim / (rope.dim - 2)), rope.dim)
 
 

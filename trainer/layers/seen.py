@@ -85,6 +85,7 @@ class Seen:
     present: bool [B, S], false for padding, which none sees.
     bias: float32 [heads, T, S], or [B, heads, T, S] where rows differ, added to scores.
     turns: the rotations of queries, and of the keys that are made beside them.
+    score_factor: float32 [], by which scores are multiplied besides the scale that all layers have.
     """
 
     queries: Array | None = None
@@ -92,6 +93,7 @@ class Seen:
     present: Array | None = None
     bias: Array | None = None
     turns: Turns | None = None
+    score_factor: Array | None = None
     window: int = ALL_BEFORE
 
     def visible(self) -> Array | None:

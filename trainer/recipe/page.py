@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.recipe.spelling import spelled, takes
+from trainer.recipe.synonyms import NAMES
 from trainer.recipe.tables import KEYS, schema
 
 INTRO = """\
@@ -18,10 +19,11 @@ $ prep save-init gpt-neo-1.3B-padded --mesh 1,1,8
 gpt-neo-1.3B-padded-init
 ```
 
-Every key is known and of one type: an unknown key, a number in quotes or two keys that say the same are errors with the
-line that they stand on. There are no other files of settings. `--set optimizer.lr=1e-5` takes the place of one value:
-what stands behind `=` is TOML, and text where it is not or where the key takes text (`--set mesh=1,8,1`). The complete
-recipe, with all defaults and what came from `--set`, is kept in the run as `recipe.toml`, and is a recipe itself.
+Every key is known and of one type: an unknown key, a number in quotes or two keys that say the same are errors. One
+message lists all of them with their lines. There are no other files of settings. `--set optimizer.lr=1e-5` takes the
+place of one value: what stands behind `=` is TOML, and text where it is not or where the key takes text
+(`--set mesh=1,8,1`). The complete recipe, with all defaults and what came from `--set`, is kept in the run as
+`recipe.toml`, and is a recipe itself.
 
 Paths are relative to the working directory. In them, and nowhere else, `~` is your home and `${NAME}` a variable of the
 environment, which must be set.
@@ -40,6 +42,13 @@ two; the third follows, and must be whole. A micro-batch must divide among the r
 It rises from 0 for `warmup_steps`, then goes to `end_lr`, which it reaches at `decay_steps`, and stays there. Steps
 count from 0, and warm-up is part of them. With `schedule = "constant"` it stays at `lr`, and `end_lr` and `decay_steps`
 say nothing.
+
+## Names from other trainers
+
+An unknown key or option that another trainer has is answered with the key here, and the value that it takes.
+
+| here | elsewhere |
+|---|---|
 """
 
 
@@ -57,7 +66,12 @@ def page() -> str:
             parts.append(f"\n## {title}\n\n{meaning}\n\n| key | takes | default | meaning |\n|---|---|---|---|\n")
             above = table
         parts.append(_row(key, name))
-    return "".join([*parts, OUTRO])
+    return "".join([*parts, OUTRO, *map(_names, NAMES.items())])
+
+
+def _names(entry: tuple[str, tuple[str, ...]]) -> str:
+    key, names = entry
+    return f"| `{key}` | {', '.join(f'`{name}`' for name in names)} |\n"
 
 
 def _row(key: str, name: str) -> str:

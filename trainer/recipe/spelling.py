@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Mapping
+from decimal import Decimal
 from typing import Any
 
 KINDS = {
@@ -27,7 +29,22 @@ def spelled(value: object) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(spelled, value))}]"
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        return min(repr(value), _scientific(value), key=len)
     return "a table" if isinstance(value, dict) else str(value)
+
+
+def _scientific(value: float) -> str:
+    """The same number with an exponent and no padding: 3e-4."""
+    sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    first, *rest = map(str, digits)
+    fraction = f".{''.join(rest)}" if rest else ""
+    return f"{'-' * sign}{first}{fraction}e{int(exponent) + len(rest)}"
+
+
+def plain(text: str) -> str:
+    """TOML text without its quotes where a shell and `--set` read it alike without them."""
+    return text[1:-1] if re.fullmatch(r'"[\w./,:+-]+"', text) else text
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,37 @@
+"""A Typer command that refuses empty values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+from prepcli.errors import usage
+
+TEXTS = ("prompt",)  # options whose value is the user's own text, which may be empty
+
+
+class StrictCommand(TyperCommand):
+    """A command whose options and arguments must not be empty texts.
+
+    `--mesh "$MESH"` with an unset variable would otherwise mean no mesh, and `--out ""` the current folder.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args`. Raises a usage PrepError that names the first empty value."""
+        values, _, _ = self.make_parser(ctx).parse_args(args=list(args))  # before conversion: Path("") is `.`
+        for parameter in self.params:
+            if parameter.name not in TEXTS and _has_empty(values.get(parameter.name)):
+                raise _is_empty(parameter)
+        return super().parse_args(ctx, args)
+
+
+def _has_empty(value: object) -> bool:
+    return "" in value if isinstance(value, list | tuple) else value == ""
+
+
+def _is_empty(parameter: Any) -> Exception:
+    is_option = parameter.param_type_name == "option"
+    shown = f"`{max(parameter.opts, key=len)}`" if is_option else parameter.metavar
+    hint = f"give {shown} a value" if parameter.required else f"leave {shown} out, or give it a value"
+    return usage(f"{shown} is empty", "a shell variable in the command may not be set", hint)

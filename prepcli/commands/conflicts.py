@@ -1,0 +1,33 @@
+"""Options that exclude or need each other: an option that would have no effect is an error, not a silent default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prepcli.errors import usage
+from prepcli.reading.locate import Located
+
+
+def check_one_of(options: Mapping[str, object]) -> None:
+    """Raise a usage PrepError where more than one of these options has a value."""
+    given = [option for option, value in options.items() if _is_given(value)]
+    if len(given) > 1:
+        what = " and ".join(f"`{option} {options[option]}`" for option in given)
+        raise usage(f"{what} exclude each other", "each says the whole of it", f"only one of {', '.join(given)}")
+
+
+def check_needs(option: str, value: object, needed: str, why: str) -> None:
+    """Raise a usage PrepError where `option` has a value. Called where `needed` is missing."""
+    if _is_given(value):
+        raise usage(f"`{option}` has no effect without `{needed}`", why, f"add `{needed}`, or leave `{option}` out")
+
+
+def check_stream(stream: bool, *located: Located) -> None:
+    """Raise a usage PrepError for `--stream` where every checkpoint is a folder here."""
+    if stream and all(each.remote is None for each in located):
+        names = " and ".join(each.name for each in located)
+        raise usage("`--stream` has no effect", f"{names} is read from a folder here", "leave `--stream` out")
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False

@@ -1,0 +1,180 @@
+"""Setting names of other trainers, and the recipe key or command that replaces each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# By our key: names of the same setting in Hugging Face's Trainer and example scripts, EasyLM, redco, torchtitan,
+# MaxText, Levanter and nanoGPT. A dotted name holds for that table alone.
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "name": ("run_name", "experiment_name", "exp_name", "job_name", "project_name"),
+    "seed": ("jax_seed", "data_seed", "random_seed", "rng_seed", "train_seed"),
+    "mesh": (
+        "mesh_dim", "mesh_dims", "n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size",
+        "data_parallel_shard_degree", "data_parallel_replicate_degree", "fsdp", "ici_fsdp_parallelism",
+        "ici_tensor_parallelism", "n_devices", "num_devices", "devices",
+    ),
+    "model.path": (
+        "model", "model_name_or_path", "model_name", "pretrained_model_name_or_path", "checkpoint_path",
+        "load_checkpoint", "load_parameters_path", "initial_load_path", "init_from", "initialize_from_hf",
+        "hf_assets_path", "model_path", "init_ckpt_dir", "model.name",
+    ),
+    "model.dtype": (
+        "bf16", "bfloat16", "use_bf16", "dtype", "torch_dtype", "compute_dtype", "mixed_precision", "precision",
+        "mixed_precision_param",
+    ),
+    "model.scan_layers": ("scan", "use_scan", "scan_blocks", "param_scan"),
+    "model.remat_policy": (
+        "gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "activation_checkpoint",
+        "activation_checkpoint.mode", "remat", "remat_block", "remat_attention", "checkpoint_policy",
+    ),
+    "model.head_chunk_size": ("loss_chunk_size", "scan_loss_chunk_size"),
+    "data.type": ("dataset_type", "data_type"),
+    "data.path": (
+        "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",
+        "data_path", "data_dir", "train_dataset", "train_dataset.path", "files",
+    ),
+    "data.fields": (
+        "fields_from_example", "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key",
+        "text_column_names", "fields", "column",
+    ),
+    "data.source_length": ("max_source_length", "max_src_len", "encoder_max_length", "max_input_length"),
+    "data.source_prefix": ("prefix", "task_prefix"),
+    "data.tokenizer": ("tokenizer_name", "tokenizer_path", "tokenizer_name_or_path", "vocab_file"),
+    "data.seq_length": (
+        "block_size", "seq_len", "seq_length", "sequence_length", "max_length", "max_seq_length", "max_seq_len",
+        "max_target_length", "max_tgt_len", "context_length", "context_size", "n_ctx", "decoder_max_length",
+    ),
+    "data.packing": ("packing_strategy", "group_texts"),
+    "data.holdout": ("validation_split", "validation_split_percentage", "val_split", "test_size", "eval_ratio"),
+    "data.eval_path": (
+        "validation_file", "validation_files", "eval_file", "eval_data", "eval_dataset", "eval_dataset.path",
+        "val_path", "val_file", "validation_path", "eval.path",
+    ),
+    "data.cache": ("cache_dir", "dataset_cache_dir", "token_cache", "data_cache_dir"),
+    "data.shuffle": ("shuffle_data", "shuffle_dataset", "enable_data_shuffling"),
+    "batch.size": (
+        "batch_size", "global_batch_size", "train_batch_size", "total_batch_size", "train_dataset.batch_size",
+        "global_batch_size_to_train_on",
+    ),
+    "batch.per_device": (
+        "per_device_train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size",
+        "per_device_parallelism", "device_batch_size",
+    ),
+    "batch.per_replica": ("local_batch_size", "per_replica_batch_size", "micro_batch_size"),
+    "batch.accumulate": (
+        "gradient_accumulation_steps", "accumulate_gradient_steps", "accumulate_grad_batches", "accumulation_steps",
+        "grad_accum_steps", "gradient_accumulation", "grad_accum", "accumulate_steps",
+    ),
+    "optimizer.type": ("optim", "optimizer_name", "optimizer_type", "opt_type", "optimizer.name"),
+    "optimizer.lr": (
+        "learning_rate", "lr", "init_lr", "peak_lr", "max_lr", "base_lr", "adam_lr", "learning_rate_init",
+    ),
+    "optimizer.end_lr": ("min_lr", "lr_end", "final_lr", "learning_rate_end", "min_learning_rate"),
+    "optimizer.schedule": (
+        "lr_scheduler_type", "lr_scheduler", "lr_schedule", "scheduler", "learning_rate_schedule", "decay_type",
+        "lr_schedule_type", "scheduler_type",
+    ),
+    "optimizer.warmup_steps": (
+        "lr_warmup_steps", "num_warmup_steps", "warmup_iters", "warmup", "warmup_step", "n_warmup_steps",
+    ),
+    "optimizer.warmup_ratio": ("warmup_rate", "warmup_fraction", "warmup_steps_fraction", "lr_warmup_ratio"),
+    "optimizer.decay_steps": ("lr_decay_steps", "lr_decay_iters", "learning_rate_schedule_steps"),
+    "optimizer.weight_decay": ("wd", "adam_weight_decay"),
+    "optimizer.decay_embeddings": ("weight_decay_embeddings", "decay_embedding"),
+    "optimizer.b1": ("adam_beta1", "beta1", "adam_b1", "beta_1"),
+    "optimizer.b2": ("adam_beta2", "beta2", "adam_b2", "beta_2"),
+    "optimizer.eps": ("adam_epsilon", "adam_eps", "epsilon"),
+    "optimizer.clip_norm": (
+        "max_grad_norm", "clip_gradient", "grad_clip", "gradient_clipping", "max_norm", "grad_norm_clip",
+        "gradient_clipping_threshold", "gradient_clip_val", "clip_grad_norm", "clip_grad",
+    ),
+    "train.steps": (
+        "max_steps", "total_steps", "num_train_steps", "num_steps", "n_steps", "train_steps", "max_iters",
+        "training_steps", "max_train_steps", "iterations",
+    ),
+    "train.epochs": ("num_train_epochs", "n_epochs", "num_epochs", "max_epochs", "epoch"),
+    "train.log_every": (
+        "logging_steps", "log_freq", "log_interval", "log_period", "log_steps", "log_every_n_steps", "log.every",
+        "logging.every", "log.interval",
+    ),
+    "train.eval_every": (
+        "eval_steps", "eval_freq", "eval_interval", "evaluation_interval", "evaluation_steps", "steps_per_eval",
+        "eval.every", "eval.interval", "eval.steps", "val_check_interval",
+    ),
+    "train.max_skipped": ("max_skipped_steps", "max_consecutive_nans"),
+    "eval.limit": ("max_eval_samples", "max_eval_examples", "eval_samples", "eval.size"),
+    "checkpoint.every": (
+        "save_steps", "save_every", "save_interval", "save_model_freq", "save_milestone_freq", "checkpoint_period",
+        "checkpoint_every", "save_freq", "checkpoint.interval", "checkpoint_interval",
+    ),
+    "checkpoint.keep": ("save_total_limit", "keep_latest_k", "max_to_keep", "max_checkpoints", "keep_last_n"),
+    "checkpoint.optimizer_state": ("save_optimizer_state", "save_only_model", "last_save_model_only"),
+}  # fmt: skip
+
+# Settings that no recipe key replaces, and what to do instead
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint", "auto_resume", "resume_from", "resume_step", "continue_training"),
+        "a run resumes by itself: run the same command again",
+    ),
+    **dict.fromkeys(
+        ("output_dir", "out_dir", "save_dir", "workdir", "work_dir", "dump_folder", "base_output_directory", "output",
+         "checkpoint_dir", "ckpt_dir"),
+        "`prep train RECIPE --out RUN`",
+    ),
+    **dict.fromkeys(("overwrite_output_dir", "overwrite"), "`prep train RECIPE --restart` starts again from step 0"),
+    **dict.fromkeys(
+        ("fp16", "float16", "half_precision_backend", "fp16_opt_level"),
+        'float16 is not supported: `dtype = "bfloat16"` in [model]',
+    ),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "`prep export RUN --push OWNER/NAME` after the run"),
+    **dict.fromkeys(
+        ("report_to", "wandb", "use_wandb", "wandb_project", "wandb_log", "logging_dir", "tensorboard"),
+        "metrics are written to RUN/metrics.jsonl",
+    ),
+    **dict.fromkeys(
+        ("config_name", "model_type", "load_llama_config", "architecture"),
+        "the model's config is part of the checkpoint that `model.path` names",
+    ),
+}  # fmt: skip
+
+
+def _model_parallel(degree: Any) -> str:
+    return f"-1,1,{degree}"
+
+
+# How a value of another trainer is written here, where the same value would not do
+VALUES: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda on: "bfloat16" if on else "float32"),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "remat"),
+        lambda on: "nothing_saveable" if on else "none",
+    ),
+    **dict.fromkeys(("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size"), _model_parallel),
+    **dict.fromkeys(("save_only_model", "last_save_model_only"), lambda on: not on),
+    "validation_split_percentage": lambda percent: percent / 100,
+}
+
+_KEY_OF = {name: key for key, names in NAMES.items() for name in names}
+
+
+def key_of(name: str) -> str:
+    """Return the recipe key for a setting of another trainer, as it is or below any table; empty if unknown."""
+    name = name.lower().replace("-", "_")
+    return _KEY_OF.get(name) or _KEY_OF.get(name.rpartition(".")[2], "")
+
+
+def instead_of(name: str) -> str:
+    """Return what replaces a setting that has no recipe key; empty if the setting is unknown."""
+    return INSTEAD.get(name.lower().replace("-", "_").rpartition(".")[2], "")
+
+
+def translated(name: str, value: Any) -> Any:
+    """Return the value of another trainer's setting as our key takes it."""
+    translate = VALUES.get(name.lower().replace("-", "_").rpartition(".")[2])
+    try:
+        return value if translate is None else translate(value)
+    except TypeError:  # a value of the wrong type in the first place
+        return value
