@@ -8,6 +8,7 @@ python -m bench.evidence --work FOLDER --plan --start
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import json
 import os
@@ -20,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import prepcli
+import trainer
 from bench.floor import MEANS, Means
 from bench.meter import Cost, cold, measure
 from bench.models import FREE_BITS, SHARD_NBYTES, entries, write_model
@@ -134,6 +137,12 @@ def compare(name: str, memory: str, room: Room, pairs: int, plain: Sequence[Mean
         tell(f"{name}, {memory}, pair {pair + 1}: {ours[-1].wall_s:.1f} s, cp {theirs[-1].wall_s:.1f} s{each}")
     row = _row(name, memory, source, ours, theirs, base)
     return _with_floor(row, floors) if plain else row
+
+
+def compile_packages() -> None:
+    """Byte-compile prep, as its installation does: else each run compiles it, where Python may not store bytecode."""
+    for package in (prepcli, trainer):
+        compileall.compile_dir(Path(package.__path__[0]), quiet=2)
 
 
 def finalists(source: Path, out: Path) -> tuple[Means, ...]:
@@ -328,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the arguments ask for, and print it."""
     given = _options(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
+    compile_packages()
     figures: dict[str, object] = {}
     if given.plan:
         figures["plan"] = found = plan_figures(given.work)

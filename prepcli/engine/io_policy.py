@@ -20,6 +20,7 @@ MEASURED_FROM_NBYTES = 1 << 30  # smaller outputs are written direct: to measure
 TRIAL_NBYTES = 8 * MIB  # shorter writes are not measured
 TRIALS = 3  # writes measured in each mode
 CLEAR_GAIN = 0.9  # direct I/O takes less CPU time, so writeback must take less than this share of its wall time
+CLEAR_LOSS = 2.0  # writeback that takes longer than so many times direct I/O is not tried again
 
 
 class Mode(Enum):
@@ -92,6 +93,8 @@ class WritePolicy:
     def measured(self, mode: Mode, pace: float) -> None:
         """Add a measurement, in seconds a byte; after the last one the mode is fixed."""
         self._paces[mode].append(pace)
-        if all(len(paces) == TRIALS for paces in self._paces.values()):
-            direct, writeback = (min(self._paces[mode]) for mode in (Mode.DIRECT, Mode.WRITEBACK))
-            self._fixed = Mode.WRITEBACK if writeback < CLEAR_GAIN * direct else Mode.DIRECT
+        directs, writebacks = (self._paces[mode] for mode in (Mode.DIRECT, Mode.WRITEBACK))
+        if len(directs) == len(writebacks):
+            share = min(writebacks) / min(directs)
+            if len(directs) == TRIALS or share > CLEAR_LOSS:
+                self._fixed = Mode.WRITEBACK if share < CLEAR_GAIN else Mode.DIRECT

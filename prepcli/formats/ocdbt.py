@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -23,8 +24,7 @@ _ENTRY_BYTES = 32  # what TensorStore counts for a decoded entry beside key, pat
 _INLINE_BYTES, _MAX_NODE_BYTES, _VERSION_ARITY_LOG2 = 1024, 100_000_000, 4  # as Orbax configures its databases
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """`nbytes` bytes from `offset` of the file `path`, which is relative to the database's folder."""
 
     path: str

@@ -49,6 +49,7 @@ class _Table:
 
     meta: ArrayMeta
     grid: tuple[int, ...]
+    chunk_nbytes: int
     files: array[int]
     offsets: array[int]
     nbytes: array[int]
@@ -129,27 +130,26 @@ def _check_leaves(arrays: Sequence[ArrayMeta], others: Sequence[Other]) -> None:
 def _empty_table(meta: ArrayMeta) -> _Table:
     grid = meta.grid
     n = math.prod(grid)
-    return _Table(meta, grid, array("q", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n)
+    return _Table(meta, grid, meta.chunk_nbytes, array("q", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n)
 
 
 def _place(table: _Table, chunk: Chunk, compressed: bool) -> None:
-    name = table.meta.name
-    if len(chunk.index) != len(table.grid) or not all(0 <= i < n for i, n in zip(chunk.index, table.grid)):
-        raise PrepError(f"the index of {name} has chunk {chunk_key(chunk.index)}", f"its grid is {table.grid}")
-    if not compressed and chunk.nbytes != (wanted := table.meta.chunk_nbytes):
-        why = f"it has {chunk.nbytes:,} bytes, {table.meta.chunk} of {table.meta.dtype} has {wanted:,}"
-        raise PrepError(f"chunk {chunk_key(chunk.index)} of {name} has the wrong size", why)
-    at = _flat(table.grid, chunk.index)
+    at, inside = 0, len(chunk.index) == len(table.grid)
+    for i, n in zip(chunk.index, table.grid):
+        at, inside = at * n + i, inside and 0 <= i < n
+    if not inside:
+        raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
+    if not compressed and chunk.nbytes != table.chunk_nbytes:
+        meta = table.meta
+        why = f"it has {chunk.nbytes:,} bytes, {meta.chunk} of {meta.dtype} has {table.chunk_nbytes:,}"
+        raise PrepError(f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size", why)
     if table.files[at] >= 0:
-        raise PrepError(f"the index of {name} has chunk {chunk_key(chunk.index)} twice")
+        raise _chunk_error(table, chunk, " twice")
     table.files[at], table.offsets[at], table.nbytes[at] = chunk.file, chunk.offset, chunk.nbytes
 
 
-def _flat(grid: tuple[int, ...], index: tuple[int, ...]) -> int:
-    at = 0
-    for i, n in zip(index, grid):
-        at = at * n + i
-    return at
+def _chunk_error(table: _Table, chunk: Chunk, how: str, why: str = "") -> PrepError:
+    return PrepError(f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{how}", why)
 
 
 def _check_whole(table: _Table) -> None:
@@ -165,10 +165,14 @@ def _entries(tables: Sequence[_Table], file_names: Sequence[str], zstd_level: in
     for prefix, n in by_key:
         table = tables[n]
         yield prefix + b".zarray", zarray(table.meta, zstd_level)
-        for index in itertools.product(*(sorted(range(extent), key=str) for extent in table.grid)):
-            at = _flat(table.grid, index)
+        axes = [sorted(range(extent), key=str) for extent in table.grid]
+        labels = [[b"%d" % i for i in axis] for axis in axes]
+        steps = [math.prod(table.grid[n + 1 :]) for n in range(len(axes))]
+        starts = [[i * step for i in axis] for axis, step in zip(axes, steps)]
+        for label, start in zip(itertools.product(*labels), itertools.product(*starts)):
+            at = sum(start)
             place = Place(file_names[table.files[at]], table.offsets[at], table.nbytes[at])
-            yield prefix + chunk_key(index).encode(), place
+            yield prefix + (b".".join(label) or b"0"), place
 
 
 def _tree_metadata(arrays: Sequence[ArrayMeta], others: Sequence[Other]) -> dict[str, object]:

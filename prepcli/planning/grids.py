@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul, sub
 
 from prepcli.planning.boxes import Range, cut_merged, strides
 from trainer.axes import Factor
@@ -35,8 +36,7 @@ class Lattice:
 
     def find(self, index: Sequence[int]) -> tuple[int, int]:
         """File number and offset of a chunk."""
-        steps = ((i - low) * step for i, low, step in zip(index, self.first, self.strides))
-        return self.file, self.offset + sum(steps)
+        return self.file, self.offset + sum(map(mul, map(sub, index, self.first), self.strides))
 
 
 @dataclass(frozen=True, slots=True)

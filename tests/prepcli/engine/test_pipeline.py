@@ -16,11 +16,12 @@ from prepcli.engine.budget import Budget
 from prepcli.engine.casts import moved
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.io_policy import WritePolicy
 from prepcli.engine.journal import Journal
 from prepcli.errors import PrepError
 from prepcli.planning import coverage
 from prepcli.planning.plan import Fill, Flat, Stream
-from prepcli.planning.slabs import all_slabs
+from prepcli.planning.slabs import PAGE, all_slabs
 from prepcli.progress import NullProgress
 from tests.plans import dividing, saved, turned
 from tests.strategies import by_whole_arrays, tables
@@ -43,6 +44,7 @@ def test_save_and_export_any_row_on_any_grid(tmp_path_factory, rows: tuple[AxisM
     coverage.check(plan, lambda: all_slabs(plan.streams, limit))
     source, paths = made.source(tmp), made.data_files(tmp)
     with Files([source]) as left, Files(paths, made.layout.sizes) as right:
+        right.policy = WritePolicy(0, has_direct=data.draw(st.booleans()))
         outcome = pipeline.run(plan.streams, left, right, spend(limit), NullProgress())
     for number, row in enumerate(rows):
         assert np.array_equal(made.leaf(paths, number), by_whole_arrays(row, tensors))
@@ -100,6 +102,18 @@ def test_coverage_sees_every_single_omission_and_double_use(rows: tuple[AxisMap,
     slabs[victim] = replace(slabs[victim], **{side: changed})
     with pytest.raises(PrepError, match="does not add up"):
         coverage.check(plan, lambda: slabs)
+
+
+@pytest.mark.parametrize(("has_direct", "copied_nbytes"), [(True, 5 * PAGE), (False, 0)])
+def test_only_direct_writes_are_aligned_in_memory(tmp_path: Path, has_direct: bool, copied_nbytes: int):
+    content = np.random.default_rng(0).bytes(8 + 5 * PAGE)
+    (tmp_path / "in").write_bytes(content)
+    stream = Stream("w", "int32", (5, PAGE // 4), (0, 5), (Flat(0, 8),), (Flat(0, 4),))
+    with Files([tmp_path / "in"]) as left, Files([tmp_path / "out"], [4 + 5 * PAGE]) as right:
+        right.policy = WritePolicy(0, has_direct=has_direct)
+        outcome = pipeline.run([stream], left, right, spend(2 * PAGE), NullProgress())
+    assert outcome.copied_nbytes == copied_nbytes
+    assert (tmp_path / "out").read_bytes() == bytes(4) + content[8:]
 
 
 class Killed(BaseException):
