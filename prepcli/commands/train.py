@@ -20,6 +20,7 @@ from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
 from prepcli.manifest import read_manifest
 from prepcli.reading.locate import locate
+from prepcli.reading.patience import patience_of
 from prepcli.reading.restore import ItemReader, open_reader
 from prepcli.reading.sources import HF_FOLDER
 from prepcli.signals import stoppable, told_to_stop
@@ -138,7 +139,13 @@ def _check_apart(reader: ItemReader, folder: Path) -> None:
 
 def _init(recipe: Recipe, folder: Path, mesh: str, request: Request, ui: Ui) -> Path:
     """The Orbax checkpoint that the recipe names, or one made of the Hugging Face folder that it names."""
-    located = locate(recipe.model.path, offline=request.offline, progress=ui.progress(), warn=ui.warn)
+    located = locate(
+        recipe.model.path,
+        offline=request.offline,
+        progress=ui.progress(),
+        warn=ui.warn,
+        patience=patience_of(os.environ, ui.note),
+    )
     if located.kind == "orbax":
         return located.path
     out = folder / STARTS / f"{located.name}-init"
