@@ -13,6 +13,7 @@ from trainer.mesh import Box, Mesh, Spec, boxes_of_all, copies, shard_shape
 WIDTH = 80
 MAX_CELLS = 64
 MAX_CELL_WIDTH = 20
+MAX_DRAWN_DEVICES = 1 << 14
 
 Holders = dict[tuple[int | None, int | None], list[int]]  # (row, column) -> devices; none where elided
 
@@ -47,6 +48,12 @@ def draw(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) ->
     holders = _holders(down, across, shard, boxes_of_all(spec, mesh, shape))
     lines = [*_header(name, shape, dtype, spec, mesh), *_legend(spec, down, across, shard)]
     return "\n".join(lines + _grid(down, across, shard, holders))
+
+
+def summarize(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh) -> str:
+    """Return the lines above the drawing, for a mesh of more devices than can be looked at."""
+    why = f"not drawn: the mesh has {mesh.n_devices:,} devices, a drawing at most {MAX_DRAWN_DEVICES:,}"
+    return "\n".join([*_header(name, shape, dtype, spec, mesh), why])
 
 
 def _sides(spec: Spec, shard: Sequence[int]) -> tuple[_Side, _Side]:

@@ -60,6 +60,11 @@ def tree_rows(nodes: Sequence[Node], depth: int = 0) -> Iterator[tuple[str, str,
         yield from tree_rows(node.children, depth + 1)
 
 
+def count_nodes(nodes: Sequence[Node]) -> int:
+    """Return how many rows `tree_rows` gives."""
+    return sum(1 + count_nodes(node.children) for node in nodes)
+
+
 def tree_fields(node: Node) -> dict[str, object]:
     """A node for JSON: a leaf has shape and dtype, a branch has children."""
     common: dict[str, object] = {"name": node.name, "tensors": node.tensors, "bytes": node.nbytes}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -23,6 +24,8 @@ from prepcli.progress import Mode, NullProgress, Progress, choose
 
 KEPT = "\n\t\u200c\u200d"  # line, tab, and what joins letters or keeps them apart
 QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -vv: a line a slab
+
+_UNUSUAL = re.compile(r"[^ -~\n\t]")  # what has to be looked at: megabytes of the rest take no time
 
 Cell = str | int
 
@@ -174,7 +177,11 @@ def _indented(text: str) -> str:
 def printable(text: str) -> str:
     """The text with control characters spelled out: names come from strangers' files and must not steer a terminal.
     Spaces of other scripts, and what joins their letters, steer nothing."""
-    return "".join(c if c.isprintable() or c in KEPT or category(c) == "Zs" else ascii(c)[1:-1] for c in text)
+    return _UNUSUAL.sub(lambda found: _spelled(found[0]), text)
+
+
+def _spelled(char: str) -> str:
+    return char if char.isprintable() or char in KEPT or category(char) == "Zs" else ascii(char)[1:-1]
 
 
 def _coloured(stream: TextIO) -> bool:

@@ -35,6 +35,8 @@ class Repo:
     store: Store | None = None  # where its large files (LFS) are, by the SHA-256 of their content
     large: tuple[str, ...] = ()
     faults: Faults = field(default_factory=Faults)  # of ranges of files that the hub serves itself
+    stalls: Mapping[str, str] = field(default_factory=dict)  # part of a request's line -> a way of loopback.STALLS
+    listing: bytes | None = None  # sent in place of what the hub says of the repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,12 @@ class _Handler(loopback.Handler):
         owner, name, *rest = parts[2:] if is_api else parts
         repo = self.known.get(f"{owner}/{name}", Repo(status=404, error_code="RepoNotFound"))
         revision = rest[1] if len(rest) > 1 else "main"
-        if repo.status != 200:
+        stalled = next((kind for part, kind in repo.stalls.items() if part in f"{self.command} {path}"), "")
+        if stalled:
+            loopback.stall(self, stalled)
+        elif is_api and repo.listing is not None:
+            self._send(200, repo.listing, {"Content-Type": "text/html"})
+        elif repo.status != 200:
             self._error(repo.status, repo.error_code)
         elif revision not in repo.revisions:
             self._error(404, "RevisionNotFound")

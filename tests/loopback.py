@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +19,27 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Tests are quiet."""
+
+
+STALLS = ("silent", "close", "headers", "body", "midway")
+_LAST_S = 30.0  # of a stalled answer: the client has long given up
+
+
+def stall(handler: BaseHTTPRequestHandler, kind: str) -> None:
+    """Answer as servers in trouble do: never, by closing, byte by byte, or with half of a body."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n"
+    sent = {"body": head + b"\r\n", "midway": head + b'\r\n{"id": '}.get(kind, b"")
+    handler.connection.sendall(sent)
+    if kind in ("silent", "midway"):
+        time.sleep(_LAST_S)
+    end_s = time.monotonic() + _LAST_S
+    for byte in head * 1000 if kind in ("headers", "body") else b"":
+        if time.monotonic() > end_s:
+            break
+        handler.connection.sendall(bytes([byte]))
+        time.sleep(0.02)
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Server(ThreadingHTTPServer):

@@ -30,6 +30,7 @@ class Objects:
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     refused: str = "\0"  # requests with this in their line get `status`
     status: int = 403
+    stall: str = ""  # in place of `status`: a way of loopback.STALLS
 
     def environment(self) -> dict[str, str]:
         """The variables that make obstore use this store for both clouds."""
@@ -78,7 +79,9 @@ class _Handler(loopback.Handler):
         query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         line = f"{self.command} {key}"
         self.kept.requests.append(line)
-        if self.kept.refused in line:
+        if self.kept.refused in line and self.kept.stall:
+            loopback.stall(self, self.kept.stall)
+        elif self.kept.refused in line:
             self._send(self.kept.status, b"<Error><Code>AccessDenied</Code></Error>")
         elif self.command in ("GET", "HEAD"):
             self._listed(key.rstrip("/"), query) if "list-type" in query else self._read(key)

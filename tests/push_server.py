@@ -26,7 +26,10 @@ class Taken:
 
 @dataclass(slots=True)
 class PushHub:
-    """What was pushed, and what was asked for; `broken` requests (a part of their line) are answered with 503."""
+    """What was pushed, and what was asked for.
+
+    Requests with `broken` in their line get `status`, or `body` if that is set, or stall in a way of loopback.STALLS.
+    """
 
     url: str = ""
     repos: dict[str, Taken] = field(default_factory=dict)
@@ -35,6 +38,8 @@ class PushHub:
     outsiders: list[str] = field(default_factory=list)  # requests without the token
     broken: str = "\0"
     status: int = 400
+    body: bytes | None = None
+    stall: str = ""
 
 
 @contextmanager
@@ -68,7 +73,11 @@ class _Handler(loopback.Handler):
         self.kept.requests.append(line)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.kept.outsiders.append(line)
-        if self.kept.broken in line:
+        if self.kept.broken in line and self.kept.stall:
+            loopback.stall(self, self.kept.stall)
+        elif self.kept.broken in line and self.kept.body is not None:
+            self._send_bytes(200, self.kept.body, {"Content-Type": "text/html"})
+        elif self.kept.broken in line:
             self._send(self.kept.status, {"error": "trouble"})
         elif path == "/api/whoami-v2":
             allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
@@ -140,9 +149,11 @@ class _Handler(loopback.Handler):
         self._send(200, {"commitUrl": f"{self.kept.url}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40})
 
     def _send(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(document).encode()
+        self._send_bytes(status, json.dumps(document).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+    def _send_bytes(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
-        for key, value in {"Content-Type": "application/json", **(headers or {})}.items():
+        for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

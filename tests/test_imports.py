@@ -14,6 +14,7 @@ PACKAGES = ("prepcli", "trainer")
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
 PURE = [
     "prepcli.formats.meta_params",
+    "prepcli.lists",
     "prepcli.shard_map",
     *sorted(f"prepcli.planning.{path.stem}" for path in (ROOT / "prepcli" / "planning").glob("[!_]*.py")),
     "trainer.axes",

@@ -19,6 +19,7 @@ from prepcli.planning.shares import asked_share
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.reading.locate import Located, default_checkpoint, locate
 from prepcli.reading.opening import open_located
+from prepcli.reading.patience import patience_of
 from prepcli.reading.sources import Source
 from prepcli.ui import LEAVES, Report, Ui
 from prepcli.units import bytes_text
@@ -71,7 +72,14 @@ def find(common: Common, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir) -
     if common.step is not None:
         name = _with_step(name, common.step)
     located = locate(
-        name, common.revision, common.offline, progress=ui.progress(), warn=ui.warn, stream=common.stream, afar=True
+        name,
+        common.revision,
+        common.offline,
+        progress=ui.progress(),
+        warn=ui.warn,
+        stream=common.stream,
+        afar=True,
+        patience=patience_of(os.environ, ui.note),
     )
     return located, open_located(located, located.hub_id or name, common.config)
 

@@ -84,7 +84,8 @@ def _devices() -> dict[str, str]:
 
 
 def _own_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:
-    defaults = {"PREP_MEMORY": default_memory, "PREP_PROGRESS": "auto", "PREP_TRACEBACK": "-", "NO_COLOR": "-"}
+    defaults = {"PREP_MEMORY": default_memory, "PREP_PROGRESS": "auto", "PREP_TIMEOUT": "10", "PREP_TRACEBACK": "-"}
+    defaults["NO_COLOR"] = "-"
     return [_setting(environ, name, environ.get(name) or default) for name, default in defaults.items()]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,10 +21,11 @@ from prepcli.reading.contents import Contents, Entry, nbytes_below, parameters, 
 from prepcli.reading.leaves import leaves_of, pick
 from prepcli.reading.locate import Located, locate
 from prepcli.reading.opening import open_source
-from prepcli.shard_map import draw
+from prepcli.reading.patience import patience_of
+from prepcli.shard_map import MAX_DRAWN_DEVICES, draw, summarize
 from prepcli.stats import Stats, stats, stored_nbytes
-from prepcli.tree import grow, tree_fields, tree_rows
-from prepcli.ui import Cell, Report, Ui, table
+from prepcli.tree import count_nodes, grow, tree_fields, tree_rows
+from prepcli.ui import LEAVES, Cell, Report, Ui, table
 from prepcli.units import bytes_text
 from trainer.mesh import boxes_of_all, copies, parse, shard_shape, spec, with_rules
 
@@ -35,6 +38,7 @@ FORMATS = {
     "easylm": "EasyLM stream",
 }  # what a kind is called, if not by its own name
 
+MAX_ROWS = 2000  # of a view; more than people read, and a hostile header may name millions
 MOST_ASIDES = 24  # shown; a strange index may have any number
 
 
@@ -67,7 +71,7 @@ def inspect(request: Request, ui: Ui) -> Report:
     if request.diff is not None:
         where, other = _read(request, request.diff, None, ui)
         check_stream(request.stream, located, where)
-        return _diff(request, contents, other, source | {"against": _source_fields(other, where, ui)})
+        return _diff(request, contents, other, source | {"against": _source_fields(other, where, ui)}, ui)
     wanted = _matching([entry.name for entry in contents.entries], request.pattern, contents.name)
     chosen = _sorted([entry for entry in contents.entries if entry.name in wanted], request.sort)
     text, fields = _view(request, contents, chosen, ui)
@@ -90,7 +94,14 @@ def _check(request: Request) -> None:
 
 def _read(request: Request, name: str, revision: str | None, ui: Ui) -> tuple[Located, Contents]:
     located = locate(
-        name, revision, request.offline, progress=ui.progress(), warn=ui.warn, stream=request.stream, afar=True
+        name,
+        revision,
+        request.offline,
+        progress=ui.progress(),
+        warn=ui.warn,
+        stream=request.stream,
+        afar=True,
+        patience=patience_of(os.environ, ui.note),
     )
     return located, read_contents(located, located.hub_id or name)
 
@@ -204,17 +215,25 @@ def _count_line(contents: Contents, chosen: Sequence[Entry]) -> str:
 
 def _view(request: Request, contents: Contents, chosen: list[Entry], ui: Ui) -> tuple[str, dict[str, Any]]:
     names = [_file_name(contents, each) for each in contents.reads]
-    listed = [_entry_fields(contents, entry, names) for entry in chosen]
+    listed = [_entry_fields(contents, entry, names) for entry in chosen] if ui.as_json else []
+    most = len(chosen) if ui.level >= LEAVES else MAX_ROWS
     if request.tree:
         nodes = grow(chosen)
-        text = table(list(tree_rows(nodes)), ("name", "shape", "dtype", "size"), {"size"})
-        return text, {"tensors": listed, "tree": [tree_fields(node) for node in nodes]}
+        rows = list(itertools.islice(tree_rows(nodes), most))
+        text = _with_rest(table(rows, ("name", "shape", "dtype", "size"), {"size"}), count_nodes(nodes) - len(rows))
+        return text, {"tensors": listed, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
+    rest = len(chosen) - most
     if request.stats:
         found = _stats(contents, chosen, ui)
         for fields, each in zip(listed, found):
             fields["stats"] = _stats_fields(each)
-        return _stats_table(chosen, found), {"tensors": listed}
-    return _table(contents, chosen, names), {"tensors": listed}
+        return _with_rest(_stats_table(chosen[:most], found), rest), {"tensors": listed}
+    return _with_rest(_table(contents, chosen[:most], names), rest), {"tensors": listed}
+
+
+def _with_rest(text: str, rest: int) -> str:
+    """Add a line for rows that are not shown."""
+    return f"{text}\nand {rest:,} more rows; `-v` shows all, a PATTERN those that match" if rest > 0 else text
 
 
 def _file_name(contents: Contents, read: Path | Blob) -> str:
@@ -287,7 +306,8 @@ def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> 
     leaf = pick(leaves_of(contents), request.shards or "", contents.name)
     rules = with_rules(contents.manifest.get("rules", ()))
     found = spec(leaf.dims, leaf.shape, mesh, rules, contents.name)
-    picture = draw(leaf.name, leaf.shape, leaf.dtype, found, mesh)
+    is_drawn = mesh.n_devices <= MAX_DRAWN_DEVICES
+    picture = (draw if is_drawn else summarize)(leaf.name, leaf.shape, leaf.dtype, found, mesh)
     shards = {
         "leaf": leaf.name,
         "shape": leaf.shape,
@@ -296,7 +316,7 @@ def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> 
         "spec": str(found),
         "shard": shard_shape(found, leaf.shape),
         "copies": copies(found, mesh),
-        "devices": boxes_of_all(found, mesh, leaf.shape),
+        "devices": boxes_of_all(found, mesh, leaf.shape) if is_drawn else None,
     }
     return Report("\n".join([picture, *map(str, found.fallbacks)]), {**fields, "shards": shards})
 
@@ -304,7 +324,7 @@ def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> 
 # Against another checkpoint
 
 
-def _diff(request: Request, a: Contents, b: Contents, fields: Mapping[str, Any]) -> Report:
+def _diff(request: Request, a: Contents, b: Contents, fields: Mapping[str, Any], ui: Ui) -> Report:
     """Without reading data; tensors in the order of the first one, then those that only the other has."""
     x, y = (_shapes(contents, a.kind != b.kind) for contents in (a, b))
     wanted = _matching({*x, *y}, request.pattern, f"{a.name} and {b.name}")
@@ -313,9 +333,11 @@ def _diff(request: Request, a: Contents, b: Contents, fields: Mapping[str, Any])
     listed = [{"name": n, "a": _shape_fields(shape), "b": _shape_fields(other)} for n, shape, other in found]
     if not found:
         return Report("no difference in names, shapes and dtypes", {**fields, "differences": listed})
-    lines = [_difference_line(name, shape, other, a.name, b.name) for name, shape, other in found]
+    most = len(found) if ui.level >= LEAVES else MAX_ROWS
+    lines = [_difference_line(name, shape, other, a.name, b.name) for name, shape, other in found[:most]]
+    text = _with_rest("\n".join(lines), len(found) - most)
     error = PrepError(f"{a.name} and {b.name} differ in {len(found)} of {_count(len(names), 'tensor')}")
-    return Report("\n".join(lines), {**fields, "differences": listed}, error=error)
+    return Report(text, {**fields, "differences": listed}, error=error)
 
 
 def _shapes(contents: Contents, as_tensors: bool) -> dict[str, Shape]:

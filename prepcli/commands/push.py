@@ -9,6 +9,7 @@ from pathlib import Path
 from prepcli.commands.export import Request, export
 from prepcli.errors import PrepError, usage
 from prepcli.planning.shares import asked_share
+from prepcli.reading.patience import Patience, patience_of
 from prepcli.ui import Report, Ui
 from prepcli.writing.hub_push import Target, check, push, target_of
 from prepcli.writing.workers import PARENT
@@ -29,18 +30,19 @@ def export_and_push(request: Request, to: str | None, private: bool, ui: Ui) -> 
         return export(request, ui)  # the process that this one works for pushes
     if asked_share(request.common.asked.processes, os.environ)[0].count > 1:
         raise usage("`--push` is for one process", "several write this output", "push it when they are done")
-    check(target)
+    patience = patience_of(os.environ, ui.note)
+    check(target, patience)
     report = export(request, ui)
     if request.common.dry_run:
         ui.note(f"would push it to {target.repo}")
         return report
-    return _pushed(report, target, ui)
+    return _pushed(report, target, ui, patience)
 
 
-def _pushed(report: Report, target: Target, ui: Ui) -> Report:
+def _pushed(report: Report, target: Target, ui: Ui, patience: Patience) -> Report:
     out = Path(str(report.fields["output"]))
     try:
-        url = push(out, target, ui.progress())
+        url = push(out, target, ui.progress(), patience)
     except PrepError as error:
         raise PrepError(error.what, f"{error.why}; the export in {out} is whole", error.hint) from error
     ui.note(f"pushed to {url}")

@@ -24,6 +24,7 @@ from prepcli.planning.shares import launched_share
 from prepcli.reading.digests import REMAKE, check_all
 from prepcli.reading.locate import locate
 from prepcli.reading.opening import open_source
+from prepcli.reading.patience import patience_of
 from prepcli.reading.restore import ItemReader, open_reader
 from prepcli.reading.sources import HF_FOLDER, Source, SourceTensor
 from prepcli.signals import noting_kept, stoppable, told_to_stop
@@ -194,7 +195,13 @@ def _check_apart(reader: ItemReader, folder: Path) -> None:
 
 def _init(recipe: Recipe, folder: Path, mesh: str, request: Request, ui: Ui) -> Path:
     """The Orbax checkpoint that the recipe names, or one made of the Hugging Face folder that it names."""
-    located = locate(recipe.model.path, offline=request.offline, progress=ui.progress(), warn=ui.warn)
+    located = locate(
+        recipe.model.path,
+        offline=request.offline,
+        progress=ui.progress(),
+        warn=ui.warn,
+        patience=patience_of(os.environ, ui.note),
+    )
     if located.kind == "orbax":
         return located.path
     out = folder / STARTS / f"{located.name}-init"

@@ -15,12 +15,13 @@ from prepcli.engine.compare import Difference, first_difference
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.errors import PrepError, usage
 from prepcli.formats.checksums import checked_bytes
+from prepcli.lists import MAX_NAMES
 from prepcli.planning.accounting import KEEP_ALL, Account
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
 from prepcli.progress import NullProgress, Progress
 from prepcli.reading.sources import Source, SourceTensor, counted, stored_table
-from prepcli.ui import Report, Ui
+from prepcli.ui import LEAVES, Report, Ui
 from prepcli.units import bytes_text
 from prepcli.writing.streams import vocab_names
 
@@ -234,8 +235,11 @@ def _digests(
 def _report(model: _Model, findings: Sequence[Finding], what: str, ui: Ui) -> Report:
     if not findings:
         return _ok(model, ui)
-    for finding in findings:
+    shown = len(findings) if ui.level >= LEAVES else MAX_NAMES
+    for finding in findings[:shown]:
         ui.note(f"differs  {finding.name}  {finding.text}")
+    if len(findings) > shown:
+        ui.note(f"and {len(findings) - shown:,} more; `-v` or `--json` lists all")
     names = {finding.name for finding in findings}
     error = PrepError(
         f"{what} ({len(names)} of {len(model.tensors)} tensors)", findings[0].name + " " + findings[0].text

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prepcli.errors import PrepError
 from prepcli.formats.untrusted import parse_json, shown, stat_file, unreadable
+from prepcli.lists import some
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)
@@ -44,7 +45,7 @@ def files_of(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
     ntensors = Counter(weight_map.values())
     if missing := [name for name in sorted(ntensors) if not os.path.exists(folder / name)]:
         listed = [f"{name} ({ntensors[name]} tensor{'s' * (ntensors[name] != 1)})" for name in missing]
-        raise _missing(folder, len(missing), len(ntensors), f"the index names {_some(listed)}")
+        raise _missing(folder, len(missing), len(ntensors), f"the index names {some(listed, most=_SHOWN)}")
     return sorted(ntensors)
 
 
@@ -56,7 +57,7 @@ def check_numbered(folder: Path, names: Sequence[str]) -> None:
     wanted = (shard_name(stem, i, count, suffix) for stem, count, suffix in sets for i in range(1, count + 1))
     total = sum(count for _, count, _ in sets)
     if missing := [*itertools.islice((name for name in wanted if name not in there), _SHOWN)]:  # of maybe millions
-        why = f"the names of the others promise {_some(missing, total - len(there))}"
+        why = f"the names of the others promise {some(missing, total - len(there), most=_SHOWN)}"
         raise _missing(folder, total - len(there), total, why)
 
 
@@ -79,7 +80,9 @@ def check_agreement(folder: Path, weight_map: Mapping[str, str], holders: Mappin
         "only in the files": [name for name in holders if name not in weight_map],
         "not in the file that the index names": [n for n in holders if weight_map.get(n, holders[n]) != holders[n]],
     }
-    why = "; ".join(f"{len(names)} {kind}: {_some([*map(shown, names)])}" for kind, names in kinds.items() if names)
+    why = "; ".join(
+        f"{len(names)} {kind}: {some([*map(shown, names)], most=_SHOWN)}" for kind, names in kinds.items() if names
+    )
     raise PrepError(f"the index of {folder} and its files name different tensors", why, f"`{_download(folder)}`")
 
 
@@ -103,12 +106,6 @@ def _weight_map(index: object, suffix: str) -> dict[str, str]:
 def _missing(folder: Path, nmissing: int, nfiles: int, why: str) -> PrepError:
     verb = "is" if nmissing == 1 else "are"
     return PrepError(f"{nmissing} of {nfiles} files of {folder} {verb} missing", why, f"`{_download(folder)}`")
-
-
-def _some(names: Sequence[str], total: int | None = None) -> str:
-    """The first ones, and how many more there are of `total`, which is all of them if nothing is said."""
-    more = (len(names) if total is None else total) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _download(folder: Path, *arguments: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prepcli.errors import PrepError, usage
+from prepcli.lists import some
 from prepcli.planning.plan import Dropped, Same
 from trainer.axes import AxisMap, Row, bind
 from trainer.table import Config, Family
@@ -237,24 +238,24 @@ def _faults(
 
 def _error(faults: _Faults, family: Family, where: str) -> PrepError:
     def count(found: list[str]) -> str:
-        return f"{len(found)} tensor{'' if len(found) == 1 else 's'} of {where}"
+        return f"{len(found):,} tensor{'' if len(found) == 1 else 's'} of {where}"
 
     kinds = [kind for kind in (faults.missing, faults.unexpected, faults.misshapen) if kind]
     if len(kinds) > 1:
         titles = {"missing": faults.missing, "without a place": faults.unexpected, "misshapen": faults.misshapen}
-        why = "; ".join(f"{title}: {', '.join(found)}" for title, found in titles.items() if found)
+        why = "; ".join(f"{title}: {some(found)}" for title, found in titles.items() if found)
         return PrepError(f"{where} does not add up as family {family.name}", why, _TWO_MODELS)
     if faults.missing:
         verb = "is" if len(faults.missing) == 1 else "are"
-        return PrepError(f"{count(faults.missing)} {verb} missing", ", ".join(faults.missing), _TWO_MODELS)
+        return PrepError(f"{count(faults.missing)} {verb} missing", some(faults.missing), _TWO_MODELS)
     if faults.misshapen:
         verb = "is" if len(faults.misshapen) == 1 else "are"
         what = f"{count(faults.misshapen)} {verb} not as config.json says"
-        return PrepError(what, "; ".join(faults.misshapen), _TWO_MODELS)
+        return PrepError(what, some(faults.misshapen, separator="; "), _TWO_MODELS)
     verb = "has" if len(faults.unexpected) == 1 else "have"
     what = f"{count(faults.unexpected)} {verb} no place in family {family.name}"
     first = faults.unexpected[0].split()[0]
-    return PrepError(what, ", ".join(faults.unexpected), f"if they may be lost: `--drop '{_pattern(first)}'`")
+    return PrepError(what, some(faults.unexpected), f"if they may be lost: `--drop '{_pattern(first)}'`")
 
 
 _TWO_MODELS = "are config.json and the weights of one model?"

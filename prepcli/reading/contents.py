@@ -239,10 +239,11 @@ def _parameters_of(family: Family, contents: Contents) -> int:
     shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
     if family.tied(contents.config, shapes) and family.tie.embedding in shapes:
         shapes.pop(family.tie.tensor, None)
-    patterns = [_pattern(row) for row in rows(family, contents.config, tensors=shapes).values()]
-    return sum(math.prod(shape) for name, shape in shapes.items() if any(p.fullmatch(name) for p in patterns))
+    table = rows(family, contents.config, tensors=shapes)
+    pattern = re.compile("|".join(_pattern(row) for row in table.values()))
+    return sum(math.prod(shape) for name, shape in shapes.items() if pattern.fullmatch(name))
 
 
-def _pattern(row: Row) -> re.Pattern[str]:
+def _pattern(row: Row) -> str:
     """What the names of a row's tensors look like; any number will do, so a wrong config does no harm."""
-    return re.compile("".join(re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name))
+    return "".join(re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name)

@@ -15,6 +15,7 @@ from prepcli.formats.orbax import find_item
 from prepcli.formats.safetensors import has_safetensors
 from prepcli.formats.torch_files import OF_TRAINING, SUFFIXES, model_files, torch_kind
 from prepcli.formats.untrusted import MOST_CONFIG_NBYTES, list_folder, parse_json, read_small
+from prepcli.lists import some
 
 Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm"]
 
@@ -102,7 +103,7 @@ def _refusal(foreigns: Iterable[Foreign], names: list[str], shown: str) -> PrepE
     for foreign in foreigns:
         found = [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in foreign.patterns)]
         if found:
-            why = f"found {_some(found)}; {foreign.why}"
+            why = f"found {some(found, most=MAX_SHOWN)}; {foreign.why}"
             return PrepError(f"{shown} {foreign.what}", why, foreign.hint.format(folder=shown))
     return None
 
@@ -162,10 +163,5 @@ def _nothing(names: list[str], shown: str) -> PrepError:
     return PrepError(
         f"`{shown}` holds no checkpoint",
         "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; "
-        f"found {_some(names) if names else 'nothing'}",
+        f"found {some(names, most=MAX_SHOWN) if names else 'nothing'}",
     )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return ", ".join(names[:MAX_SHOWN]) + more

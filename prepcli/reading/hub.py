@@ -28,8 +28,10 @@ from prepcli.reading.detect import (
     format_refusal,
     quantised_refusal,
 )
+from prepcli.reading.hub_client import CHECK_ENDPOINT, NOT_UNDERSTOOD, NoAnswer, is_garbled, use_patient_client
 from prepcli.reading.hub_ranges import HTTP_LIBRARIES, HubRanges
 from prepcli.reading.mirrors import Remote, add_headers, add_small, new_mirror
+from prepcli.reading.patience import PATIENT, VARIABLE, Patience, map_in_daemons
 from prepcli.reading.remote_files import RemoteFile
 from prepcli.units import bytes_text
 
@@ -50,6 +52,7 @@ SMALL_FILES = (
     "spiece.model",
 )
 POLL_S = 0.5
+DOWNLOADS = 8  # at a time
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -60,14 +63,16 @@ def download(
     offline: bool,
     progress: Progress,
     warn: Callable[[str], object],
+    patience: Patience = PATIENT,
 ) -> Path:
     """The folder in the hub's cache that holds a model, named by its commit; downloads what is not there.
 
     Only files of one weight format are fetched, safetensors, beside config and tokenizer. Formats that are not read,
     quantised models and a full disk are noticed before. Raises PrepError for all of this, for models that are gated,
-    missing or not cached while offline, and for a hub that cannot be reached.
+    missing or not cached while offline, and for a hub that cannot be reached, or does not answer within `patience`.
     """
     _set_variables(offline)
+    use_patient_client(patience)
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     offline = offline or HF_HUB_OFFLINE
@@ -83,10 +88,11 @@ def download(
         return _fetch(hub_id, revision, info, progress)
 
 
-def stream(hub_id: str, revision: str | None, offline: bool) -> tuple[str, Remote]:
+def stream(hub_id: str, revision: str | None, offline: bool, patience: Patience = PATIENT) -> tuple[str, Remote]:
     """The commit of a model and its files, of which only headers and what is small are fetched; tensors are read from
     the hub. Raises PrepError for what `download` refuses, and while offline."""
     _set_variables(offline)
+    use_patient_client(patience)
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if offline or HF_HUB_OFFLINE:
@@ -94,15 +100,15 @@ def stream(hub_id: str, revision: str | None, offline: bool) -> tuple[str, Remot
         raise PrepError(f"cannot stream {hub_id}", f"{why} asks for no network", "without `--stream` the cache is used")
     with _told(hub_id, revision, offline):
         try:
-            return _streamed(hub_id, _listing(hub_id, revision))
+            return _streamed(hub_id, _listing(hub_id, revision), patience)
         except Exception as error:
-            if not _is_unreachable(error):
+            if isinstance(error, NoAnswer) or not _is_unreachable(error):
                 raise
             why = f"the hub cannot be reached{_at_endpoint()}"
             raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
 
 
-def _streamed(hub_id: str, info: ModelInfo) -> tuple[str, Remote]:
+def _streamed(hub_id: str, info: ModelInfo, patience: Patience) -> tuple[str, Remote]:
     from huggingface_hub import constants, hf_hub_download, snapshot_download
 
     siblings = {file.rfilename: file for file in info.siblings or ()}
@@ -116,7 +122,7 @@ def _streamed(hub_id: str, info: ModelInfo) -> tuple[str, Remote]:
         check_config(Path(hf_hub_download(hub_id, CONFIG, revision=info.sha)), hub_id)
     small = sorted({*names} - {*weights})
     cached = Path(snapshot_download(hub_id, revision=info.sha, allow_patterns=small))
-    ranges = HubRanges(hub_id, info.sha, constants.ENDPOINT)
+    ranges = HubRanges(hub_id, info.sha, constants.ENDPOINT, patience)
     remote = Remote(tuple(_remote_file(hub_id, info.sha, siblings[name]) for name in names), ranges, new_mirror())
     for file in remote.files:
         if file.path in small:
@@ -167,7 +173,12 @@ def _set_variables(offline: bool) -> None:
 def _listing(hub_id: str, revision: str | None) -> ModelInfo:
     from huggingface_hub import HfApi
 
-    return HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+    info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+    files = info.siblings or ()
+    texts = [info.sha or "", *(file.rfilename for file in files)]
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(f.size, int | None) for f in files):
+        raise PrepError(f"cannot read {hub_id}", NOT_UNDERSTOOD, CHECK_ENDPOINT)
+    return info
 
 
 def _cached(hub_id: str, revision: str | None) -> Path:
@@ -206,6 +217,8 @@ def _fetch(hub_id: str, revision: str | None, info: ModelInfo, progress: Progres
     _check_room(hub_id, needed_bytes, Path(HF_HUB_CACHE))
     blobs = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "blobs"
     with _watched(blobs, needed_bytes, progress):
+        # In daemon threads, other than the library's, so that Ctrl-C does not wait for them
+        map_in_daemons(lambda name: hf_hub_download(hub_id, name, revision=info.sha), missing, DOWNLOADS)
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=names))
 
 
@@ -297,6 +310,8 @@ def _explained(error: Exception, hub_id: str, revision: str | None, offline: boo
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     what = f"cannot read {hub_id}"
+    if isinstance(error, NoAnswer):
+        return _unanswered(what, error)
     if isinstance(error, RevisionNotFoundError):
         return PrepError(
             f"{hub_id} has no revision `{revision or 'main'}`", "the hub says 404", "see its page for names"
@@ -305,6 +320,10 @@ def _explained(error: Exception, hub_id: str, revision: str | None, offline: boo
         return _refused(what, error.response.status_code, isinstance(error, GatedRepoError))
     if isinstance(error, HFValidationError):
         return PrepError(what, str(error))
+    if is_garbled(error):
+        return PrepError(what, NOT_UNDERSTOOD, CHECK_ENDPOINT)
+    if type(error).__name__ == "TooManyRedirects":
+        return PrepError(what, f"the hub redirects in a circle{_at_endpoint()}", CHECK_ENDPOINT)
     is_missing = isinstance(error, FileNotFoundError)  # from the cache: the library's errors are some
     if is_missing and offline:
         variable = os.environ.get("HF_HUB_OFFLINE", "1")
@@ -313,6 +332,13 @@ def _explained(error: Exception, hub_id: str, revision: str | None, offline: boo
         why = f"the hub cannot be reached{_at_endpoint()}, and the model is not in the cache"
         return PrepError(what, why, "check the network, or name a folder that is here")
     return None
+
+
+def _unanswered(what: str, error: NoAnswer) -> PrepError:
+    if error.status:
+        return _refused(what, error.status, False)
+    why = f"{error}, and the model is not in the cache"
+    return PrepError(what, why, f"check the network, or wait longer: {VARIABLE}=60 is seconds for each answer")
 
 
 def _at_endpoint() -> str:
@@ -337,7 +363,9 @@ def _is_unreachable(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
     from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
-    return (from_library or isinstance(error, ConnectionError | TimeoutError)) and not isinstance(error, HfHubHTTPError)
+    return (from_library or isinstance(error, ConnectionError | TimeoutError | NoAnswer)) and not isinstance(
+        error, HfHubHTTPError
+    )
 
 
 def _is_away(error: Exception) -> bool:

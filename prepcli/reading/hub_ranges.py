@@ -6,11 +6,10 @@ while it works and asked for anew when it does not.
 
 from __future__ import annotations
 
+import contextlib
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -18,12 +17,13 @@ import numpy as np
 
 from prepcli.engine.files import Bytes
 from prepcli.errors import PrepError
+from prepcli.reading.hub_client import BUSY, ONCE, wait_asked_s
+from prepcli.reading.patience import PATIENT, Patience, in_pace, in_time
 from prepcli.reading.remote_files import Lost, RemoteFile, changed
 
 HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 MOST_REDIRECTS = 5
 EXPIRED = {400, 401, 403, 404, 410}  # what stores say of a signed address whose time is over
-BUSY = {408, 425, 429, *range(500, 600)}
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
 _COUNT = re.compile(r"[0-9]{1,19}")
@@ -46,6 +46,7 @@ class HubRanges:
     name: str
     commit: str
     endpoint: str
+    patience: Patience = PATIENT
     places: dict[str, _Place] = field(default_factory=dict, repr=False)
 
     def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
@@ -65,23 +66,27 @@ class HubRanges:
 
     def _ask(self, place: _Place, file: RemoteFile, offset: int, into: Bytes) -> int | _Place:
         """The count of bytes that came, or where they are to be asked for instead."""
-        from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
-        from huggingface_hub.utils import get_session
-
         headers = self._headers(place) | {"Range": f"bytes={offset}-{offset + into.size - 1}"}
-        kept = {"headers": headers, "follow_redirects": False, "timeout": HF_HUB_DOWNLOAD_TIMEOUT}
         try:
-            with get_session().stream("GET", place.url, **kept) as response:
+            with contextlib.closing(self._answer(place.url, headers)) as response:
                 if 300 <= response.status_code < 400:
                     return self._redirected(place, file, response.headers)
                 self._check(place, file, response.status_code, response.headers)
                 self._check_range(file, offset, response.status_code, response.headers)
                 self.places[file.path] = place
-                return _received(response, into)
+                return _received(response, into, self.patience.timeout_s)
         except Exception as error:
             if not is_of_the_network(error):
                 raise
-            raise Lost(_text_of(error)) from error
+            raise Lost(_failure(error, place.url, self.patience)) from error
+
+    def _answer(self, url: str, headers: dict[str, str]) -> Any:
+        """Return the answer to one GET, its body unread."""
+        from huggingface_hub.utils import get_session
+
+        session, timeout_s = get_session(), self.patience.timeout_s
+        request = session.build_request("GET", url, headers=headers, timeout=timeout_s, extensions={ONCE: True})
+        return in_time(lambda: session.send(request, stream=True, follow_redirects=False), timeout_s)
 
     def _headers(self, place: _Place) -> dict[str, str]:
         """Whoever is not the endpoint is not told the token."""
@@ -140,11 +145,11 @@ class HubRanges:
             raise Lost("the server sends another range than was asked for")
 
 
-def _received(response: Any, into: Bytes) -> int:
+def _received(response: Any, into: Bytes, timeout_s: float) -> int:
     """The count of bytes that came before the answer ended, was cut, or was all there."""
     done = 0
     try:
-        for chunk in response.iter_raw():
+        for chunk in in_pace(response.iter_raw(), timeout_s):
             count = min(len(chunk), into.size - done)
             into[done : done + count] = np.frombuffer(chunk, np.uint8, count)
             done += count
@@ -154,19 +159,8 @@ def _received(response: Any, into: Bytes) -> int:
         if not is_of_the_network(error):
             raise
         if not done:
-            raise Lost(_text_of(error)) from error
+            raise
     return done
-
-
-def wait_asked_s(headers: Mapping[str, str]) -> float:
-    """Seconds that a server asks to wait: a number, or until a date; 0 where it says neither."""
-    text = headers.get("retry-after", "").strip()
-    if text.isdecimal():
-        return float(text[:9])
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
 
 
 def is_of_the_network(error: BaseException) -> bool:
@@ -175,6 +169,13 @@ def is_of_the_network(error: BaseException) -> bool:
 
     from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
     return (from_library or isinstance(error, OSError)) and not isinstance(error, HfHubHTTPError | PrepError)
+
+
+def _failure(error: BaseException, url: str, patience: Patience) -> str:
+    """Name a failed request: the host where nothing came in time, else what the library says."""
+    if isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
+        return f"no answer from {urlsplit(url).netloc} for {patience.timeout_s:g} s"
+    return _text_of(error)
 
 
 def _text_of(error: BaseException) -> str:

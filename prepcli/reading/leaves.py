@@ -5,12 +5,13 @@ They are those of an Orbax checkpoint, or those that `save-init` makes of a Hugg
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from prepcli.errors import PrepError, usage
 from prepcli.guess import guess
+from prepcli.lists import some
 from prepcli.planning.accounting import names_of
 from prepcli.planning.slots import PARAMS
 from prepcli.reading.contents import Contents, Entry
@@ -71,14 +72,9 @@ def pick(leaves: Mapping[str, LogicalLeaf], text: str, where: str) -> LogicalLea
     found = found or [name for name in leaves if f".{text}." in f".{name}." or fnmatchcase(name, text)]
     if len(found) > 1:
         hint = f"one of them: `--shards {found[0]}`"
-        raise usage(f"`{text}` matches {len(found)} leaves of {where}", _listed(found), hint)
+        raise usage(f"`{text}` matches {len(found)} leaves of {where}", some(found, most=MAX_LISTED), hint)
     if not found:
         meant = guess(text, [name.removeprefix(f"{PARAMS}.") for name in leaves])
         hint = f"did you mean `{meant}`?" if meant else ""
-        raise usage(f"{where} has no leaf `{text}`", f"it has {_listed(leaves)}", hint)
+        raise usage(f"{where} has no leaf `{text}`", f"it has {some(leaves, len(leaves), most=MAX_LISTED)}", hint)
     return leaves[found[0]]
-
-
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(list(names)[:MAX_LISTED]) + more

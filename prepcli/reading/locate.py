@@ -17,6 +17,7 @@ from prepcli.progress import NullProgress, Progress
 from prepcli.reading.detect import Kind, detect
 from prepcli.reading.given import parted_name
 from prepcli.reading.objects import is_url, parse_url
+from prepcli.reading.patience import PATIENT, Patience
 
 if TYPE_CHECKING:
     from prepcli.reading.mirrors import Remote
@@ -59,13 +60,14 @@ def locate(
     warn: Callable[[str], object] = str,
     stream: bool = False,
     afar: bool = False,
+    patience: Patience = PATIENT,
 ) -> Located:
     """The checkpoint called `name`: a folder, an address in an object store, an alias, or a hub id, in that order;
     `NAME@REVISION` for the last two.
 
     What is on the hub is downloaded, told to `progress`; `warn` hears when the hub is away and its cache serves. With
     `stream` it stays there, as what has an address does; then the caller reads what `remote` says, which `afar`
-    promises.
+    promises. `patience` limits each request.
     Raises PrepError: of usage where nothing can be meant, else where it is not there, not readable or not a format
     that prep reads.
     """
@@ -77,7 +79,7 @@ def locate(
             raise usage(f"`{name}` is a folder and has no revision {revision}", "revisions belong to the hub")
         return replace(_local(folder, name), part=part)
     if is_url(name):
-        return _at_an_address(name, revision, offline, afar)
+        return _at_an_address(name, revision, offline, afar, patience)
     if part:
         raise _no_such_path(path, f"follows `{part}::`", cwd)
     asked = _split(name, revision)
@@ -88,8 +90,8 @@ def locate(
     if not _HUB_ID.fullmatch(hub_id):
         raise _unknown(asked.text, cwd)
     if stream:
-        return _streamed(hub_id, asked, offline)
-    return _on_the_hub(hub_id, asked, offline, progress or NullProgress(), warn)
+        return _streamed(hub_id, asked, offline, patience)
+    return _on_the_hub(hub_id, asked, offline, progress or NullProgress(), warn, patience)
 
 
 def default_checkpoint(cwd: Path, accept: Callable[[Path], bool] = Path.is_dir) -> Path:
@@ -145,15 +147,22 @@ def _manifest_name(folder: Path) -> str:
     return name if isinstance(name, str) and name == Path(name).name else ""
 
 
-def _on_the_hub(hub_id: str, asked: Asked, offline: bool, progress: Progress, warn: Callable[[str], object]) -> Located:
+def _on_the_hub(
+    hub_id: str,
+    asked: Asked,
+    offline: bool,
+    progress: Progress,
+    warn: Callable[[str], object],
+    patience: Patience,
+) -> Located:
     from prepcli.reading.hub import download
 
-    path = download(hub_id, asked.revision, offline, progress, warn)
+    path = download(hub_id, asked.revision, offline, progress, warn, patience)
     kind = detect(path, hub_id)
     return Located(asked.text.rpartition("/")[2], path, kind, hub_id, path.name)
 
 
-def _at_an_address(text: str, revision: str | None, offline: bool, afar: bool) -> Located:
+def _at_an_address(text: str, revision: str | None, offline: bool, afar: bool, patience: Patience) -> Located:
     url = parse_url(text)
     if revision is not None:
         raise usage(f"`{text}` has no revision {revision}", "revisions belong to the hub")
@@ -163,16 +172,16 @@ def _at_an_address(text: str, revision: str | None, offline: bool, afar: bool) -
         raise usage(f"`{text}` is not here", "this command reads folders", "copy it to a folder here first")
     from prepcli.reading.remote_folders import open_url
 
-    remote = open_url(text)
+    remote = open_url(text, patience)
     kind = _kind_of(remote, text)
     last = (url.path or url.bucket).rpartition("/")[2]
     return Located(_manifest_name(remote.mirror) or last, remote.mirror, kind, remote=remote)
 
 
-def _streamed(hub_id: str, asked: Asked, offline: bool) -> Located:
+def _streamed(hub_id: str, asked: Asked, offline: bool, patience: Patience) -> Located:
     from prepcli.reading.hub import stream
 
-    commit, remote = stream(hub_id, asked.revision, offline)
+    commit, remote = stream(hub_id, asked.revision, offline, patience)
     kind = _kind_of(remote, hub_id)
     return Located(asked.text.rpartition("/")[2], remote.mirror, kind, hub_id, commit, remote)
 

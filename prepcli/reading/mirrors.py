@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -25,6 +24,7 @@ import xxhash
 from prepcli.engine.files import buffer
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
+from prepcli.reading.patience import map_in_daemons
 from prepcli.reading.remote_files import IN_FLIGHT, MOST_AHEAD_NBYTES, Ahead, Ranges, RemoteBlob, RemoteFile, read_range
 from prepcli.units import bytes_text
 
@@ -145,9 +145,7 @@ def add_header(mirror: Path, ranges: Ranges, file: RemoteFile) -> None:
 
 def add_headers(mirror: Path, ranges: Ranges, files: Sequence[RemoteFile]) -> None:
     """All headers, several at a time: each costs the way there and back."""
-    with ThreadPoolExecutor(2 * IN_FLIGHT, "prep-headers") as pool:
-        for _ in pool.map(lambda file: add_header(mirror, ranges, file), files):
-            pass
+    map_in_daemons(lambda file: add_header(mirror, ranges, file), files, 2 * IN_FLIGHT)
 
 
 def whole(ranges: Ranges, file: RemoteFile) -> bytes:

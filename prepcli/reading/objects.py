@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
 from prepcli.engine.files import Bytes
 from prepcli.errors import PrepError, usage
+from prepcli.reading.patience import PATIENT, TRIES, WRITE_FACTOR, Patience, in_time
 from prepcli.reading.remote_files import Lost, RemoteFile, changed
 
 if TYPE_CHECKING:
@@ -27,7 +31,13 @@ if TYPE_CHECKING:
 
 MOST_OBJECTS = 200_000  # of a checkpoint; a whole bucket is none
 MOST_TEXT = 300
+WRITE_TIMEOUTS = 6  # within which obstore's own retries of a write have to succeed
 
+T = TypeVar("T")
+
+REFUSALS = {*range(400, 500)} - {408, 425, 429}
+
+_STATUS = re.compile(r"status code: ([0-9]{3})")
 _URL = re.compile(r"(gs|s3)://([a-z0-9][a-z0-9._-]{1,220})(?:/(.*))?", re.DOTALL)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -69,11 +79,12 @@ class Bucket:
     """A place in an object store, and the connection to it, which is made when it is first needed."""
 
     url: Url
-    retries: int = 4  # of single requests by obstore itself
+    retries: int = 0  # of single requests by obstore itself, which tells nobody
+    patience: Patience = field(default=PATIENT, compare=False)
     made: Any = field(default=None, repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[type[Bucket], tuple[Url, int]]:
-        return Bucket, (self.url, self.retries)
+    def __reduce__(self) -> tuple[type[Bucket], tuple[Url, int, Patience]]:
+        return Bucket, (self.url, self.retries, self.patience)
 
     @property
     def name(self) -> str:
@@ -84,19 +95,48 @@ class Bucket:
         if self.made is None:
             _check_installed(self.url)
             with self.told("reach"):
-                self.made = _connect(self.url, self.retries)
+                self.made = _connect(self.url, self.retries, self.patience.timeout_s)
         return self.made
 
     def files(self) -> tuple[RemoteFile, ...]:
         """All objects below the place, by their path from there on, sorted. PrepError for none, or too many."""
-        found, store = list[RemoteFile](), self.store
+        store = self.store
         with self.told("list"):
-            for batch in store.list(self.url.path or None, chunk_size=1000):
-                found += [_file(each["path"].removeprefix(self.url.key("")), each) for each in batch]
-                if len(found) > MOST_OBJECTS:
-                    why = f"there are more than {MOST_OBJECTS:,} objects below it"
-                    raise PrepError(f"{self.name} is no checkpoint", why, "name the folder of one")
+            found = self._repeated(lambda: self._listed(store))
         return tuple(sorted(found, key=lambda file: file.path))
+
+    def _listed(self, store: ObjectStore) -> list[RemoteFile]:
+        """List all objects; each page has to come in time."""
+        found, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))
+        while batch := in_time(lambda: next(pages, None), WRITE_FACTOR * self.patience.timeout_s):
+            found += [_file(each["path"].removeprefix(self.url.key("")), each) for each in batch]
+            if len(found) > MOST_OBJECTS:
+                why = f"there are more than {MOST_OBJECTS:,} objects below it"
+                raise PrepError(f"{self.name} is no checkpoint", why, "name the folder of one")
+        return found
+
+    def _repeated(self, ask: Callable[[], T]) -> T:
+        """Ask again where the store did not answer, or was busy; the last error after a few tries."""
+        from obstore import exceptions
+
+        spent_s, tries = 0.0, 0
+        while True:
+            began_s, tries = time.monotonic(), tries + 1
+            try:
+                return ask()
+            except (exceptions.BaseError, OSError) as error:
+                spent_s += time.monotonic() - began_s
+                if tries == TRIES or spent_s >= TRIES * self.patience.timeout_s or _status(error) in REFUSALS:
+                    raise
+                self.patience.again(self._failure(error), self.patience.wait_s(tries), tries)
+            time.sleep(self.patience.wait_s(tries))
+
+    def _failure(self, error: BaseException) -> str:
+        """Name a failed request: its status, the bucket where nothing came in time, else what obstore says."""
+        if _is_late(error):
+            return f"no answer from {self.name} for {self.patience.timeout_s:g} s"
+        status = _status(error)
+        return f"{self.name}: the store says {status}" if status else text_of(error)
 
     def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
         """As `remote.Ranges` has it."""
@@ -107,12 +147,8 @@ class Bucket:
         if etag.startswith('"'):
             options["if_match"] = etag
         try:
-            result = self.store.get(self.url.key(file.path), options=options)
-            if result.meta["size"] != file.size:
-                raise changed(self, file, f"it had {file.size:,} bytes, now it has {result.meta['size']:,}")
-            if result.range[0] != offset:
-                raise Lost("the server sends another range than was asked for")
-            return _received(result.stream(min_chunk_size=64 << 10), into)
+            limit_s = (WRITE_FACTOR + 1) * self.patience.timeout_s
+            return in_time(lambda: self._get(file, options, offset, into), limit_s)
         except exceptions.PreconditionError as error:
             raise changed(self, file, f"its ETag is not {etag} any more") from error
         except (exceptions.NotFoundError, FileNotFoundError) as error:
@@ -120,7 +156,15 @@ class Bucket:
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise self.refused("read", error) from error
         except (exceptions.BaseError, OSError) as error:
-            raise Lost(text_of(error)) from error
+            raise Lost(self._failure(error)) from error
+
+    def _get(self, file: RemoteFile, options: Any, offset: int, into: Bytes) -> int:
+        result = self.store.get(self.url.key(file.path), options=options)
+        if result.meta["size"] != file.size:
+            raise changed(self, file, f"it had {file.size:,} bytes, now it has {result.meta['size']:,}")
+        if result.range[0] != offset:
+            raise Lost("the server sends another range than was asked for")
+        return _received(result.stream(min_chunk_size=64 << 10), into)
 
     def write(
         self, path: str, file: Path, part_nbytes: int, most_parts: int, told: Callable[[int], object]
@@ -134,10 +178,10 @@ class Bucket:
             # Not its `with`: that would give a name to what an error cut short.
             writer = obstore.open_writer(self.store, self.url.key(path), buffer_size=part, max_concurrency=2)
             while data := stream.read(part_nbytes // 4):
-                writer.write(data)
+                self._within(partial(writer.write, data))
                 told(len(data))
-            writer.close()
-            found = _file(path, self.store.head(self.url.key(path)))
+            self._within(writer.close)
+            found = _file(path, self._within(lambda: self.store.head(self.url.key(path))))
         if found.size != size:
             why = f"it has {found.size:,} bytes there, and {size:,} here"
             raise PrepError(f"{path} did not come whole to {self.name}", why, "run the same command again")
@@ -146,12 +190,28 @@ class Bucket:
     def delete(self, path: str) -> None:
         """Remove an object."""
         with self.told("write"):
-            self.store.delete(self.url.key(path))
+            self._within(lambda: self.store.delete(self.url.key(path)))
+
+    def _within(self, call: Callable[[], T]) -> T:
+        """Return the result of a call that obstore itself retries; a note once it takes longer than one time-out.
+
+        Raises:
+            TimeoutError: It took WRITE_TIMEOUTS time-outs.
+        """
+        timeout_s = self.patience.timeout_s
+
+        def tell() -> None:
+            self.patience.note(f"no answer from {self.name} for {timeout_s:g} s; waiting")
+
+        return in_time(call, WRITE_TIMEOUTS * timeout_s, late=tell, late_s=timeout_s)
 
     def refused(self, verb: str, error: Exception) -> PrepError:
         """The error for an answer that another try would not change."""
-        hint = _HINTS[self.url.scheme]
-        return PrepError(f"cannot {verb} {self.name}", text_of(error), hint)
+        what, status = f"cannot {verb} {self.name}", _status(error)
+        if _is_late(error) or status >= 500:
+            why = text_of(error) if status else self._failure(error)
+            return PrepError(what, why, "check the network and run the same command again: what was written is kept")
+        return PrepError(what, text_of(error), _HINTS[self.url.scheme])
 
     @contextmanager
     def told(self, verb: str) -> Iterator[None]:
@@ -181,14 +241,44 @@ def _check_installed(url: Url) -> None:
         raise PrepError(f"cannot reach {url}", "obstore is not installed", "`pip install 'prepcli[cloud]'`")
 
 
-def _connect(url: Url, times: int) -> ObjectStore:
+def _connect(url: Url, retries: int, timeout_s: float) -> ObjectStore:
     from obstore.store import GCSStore, S3Store
 
-    retries: Any = {"max_retries": times}
+    whole_s = timeout_s * (WRITE_TIMEOUTS if retries else WRITE_FACTOR)
+    limits: dict[str, Any] = {"connect_timeout": timedelta(seconds=timeout_s), "timeout": timedelta(seconds=whole_s)}
+    if not retries:  # of an upload, the time to send the body would count too
+        limits["read_timeout"] = timedelta(seconds=timeout_s)
+    client = limits | _client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
+    config: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=TRIES * timeout_s)}
     if url.scheme == "s3":
-        return S3Store(url.bucket, retry_config=retries)  # AWS_ENDPOINT_URL, AWS_ALLOW_HTTP … are its own to read
+        return S3Store(
+            url.bucket, client_options=cast(Any, client), retry_config=config
+        )  # AWS_ENDPOINT_URL … are its own to read
     plain = os.environ.get("GOOGLE_BASE_URL", "").startswith("http://")
-    return GCSStore(url.bucket, client_options={"allow_http": plain}, retry_config=retries)
+    return GCSStore(url.bucket, client_options=cast(Any, {"allow_http": plain} | client), retry_config=config)
+
+
+def _client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read the variables of the connection, as AWS_ALLOW_HTTP: options given to obstore replace all that it reads."""
+    texts = {name: environ.get(prefix + name.upper(), "") for name in (*_CLIENT_FLAGS, *_CLIENT_TEXTS)}
+    flags = {name: texts[name].lower() in ("1", "true", "yes", "on") for name in _CLIENT_FLAGS if texts[name]}
+    return flags | {name: texts[name] for name in _CLIENT_TEXTS if texts[name]}
+
+
+_CLIENT_FLAGS = ("allow_http", "allow_invalid_certificates", "http1_only", "http2_only", "randomize_addresses")
+_CLIENT_TEXTS = ("connect_timeout", "timeout", "read_timeout", "proxy_url", "proxy_ca_certificate", "proxy_excludes")
+
+
+def _status(error: BaseException) -> int:
+    """Return the status that a store answered with; 0 where obstore's text names none."""
+    found = _STATUS.search(str(error)[: 4 * MOST_TEXT])
+    return int(found[1]) if found else 0
+
+
+def _is_late(error: BaseException) -> bool:
+    """Return whether a request ended because of a time-out, ours or obstore's."""
+    text = text_of(error).lower()
+    return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
 
 
 def _received(stream: Any, into: Bytes) -> int:
@@ -202,9 +292,9 @@ def _received(stream: Any, into: Bytes) -> int:
             count = min(data.size, into.size - done)
             into[done : done + count] = data[:count]
             done += count
-    except (exceptions.BaseError, OSError) as error:
+    except (exceptions.BaseError, OSError):
         if not done:
-            raise Lost(text_of(error)) from error
+            raise
     return done
 
 

@@ -6,21 +6,24 @@ A `Ranges` makes single requests and says `Lost` where one may be made again; wh
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from prepcli.engine.files import Bytes, buffer
 from prepcli.errors import PrepError
+from prepcli.reading.patience import LEAST_NBYTES, Patience, map_in_daemons
 
-TRIES = 8  # one after another that bring next to nothing; with the waits between them some two minutes
+TRIES = 8  # one after another that bring next to nothing
+GIVE_UP_TIMEOUTS = 4  # fewer tries where they take longer: no more than these time-outs without progress
 FIRST_WAIT_S = 0.5
 MOST_WAIT_S = 30.0
 MOST_ASKED_WAIT_S = 300.0  # however long a server wants to be left alone
-PROGRESS_NBYTES = 64 << 10  # a request that brings less has not got anywhere
+PROGRESS_NBYTES = LEAST_NBYTES  # a request that brings less has not got anywhere
 
 LARGE_NBYTES = 1 << 20  # runs of this size are read into their place, with nothing in between
 PART_NBYTES = 4 << 20  # of a large run, for a request of its own
@@ -55,6 +58,11 @@ class Ranges(Protocol):
         """The checkpoint, as messages call it."""
         ...
 
+    @property
+    def patience(self) -> Patience:
+        """Limits of each request, and who hears of failed ones."""
+        ...
+
     def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
         """Make one request for the bytes from `offset` on; the count of those that came, from the first one on.
 
@@ -69,24 +77,38 @@ def changed(ranges: Ranges, file: RemoteFile, why: str) -> PrepError:
 
 
 def read_range(ranges: Ranges, file: RemoteFile, offset: int, into: Bytes, stop: threading.Event | None = None) -> None:
-    """Fill `into`, however many requests that takes; PrepError after TRIES of them in a row that got nowhere.
+    """Fill `into`, however many requests that takes.
 
     `stop` ends the waiting early, with a PrepError that nobody is meant to see.
+
+    Raises:
+        PrepError: TRIES requests in a row, or those of GIVE_UP_TIMEOUTS time-outs, got nowhere.
     """
     stop = stop or threading.Event()
-    done = tries = 0
+    done, tries, spent_s = 0, 0, 0.0
     while done < into.size:
-        lost = Lost("the answers are cut short")
+        lost, began_s = Lost("the answers are cut short or come too slowly"), time.monotonic()
         try:
             count = ranges.read(file, offset + done, into[done:])
         except Lost as error:
             count, lost = 0, error
         wanted, done = into.size - done, done + count
-        tries = 0 if count >= min(PROGRESS_NBYTES, wanted) else tries + 1
-        if tries == TRIES:
-            raise _given_up(ranges, file, lost)
-        if tries and stop.wait(_wait_s(tries, lost)):
-            raise _given_up(ranges, file, lost)
+        if count >= min(PROGRESS_NBYTES, wanted):
+            tries, spent_s = 0, 0.0
+            continue
+        tries, spent_s = tries + 1, spent_s + time.monotonic() - began_s
+        if tries == TRIES or spent_s >= GIVE_UP_TIMEOUTS * ranges.patience.timeout_s or stop.is_set():
+            raise _given_up(ranges, file, lost, tries)
+        wait_s = _wait_s(tries, lost)
+        ranges.patience.again(f"{file.path}: {lost}", wait_s, tries, _expected_tries(tries, spent_s, ranges.patience))
+        if stop.wait(wait_s):
+            raise _given_up(ranges, file, lost, tries)
+
+
+def _expected_tries(tries: int, spent_s: float, patience: Patience) -> int:
+    """Return after how many tries there will be an error if all take as long as those so far."""
+    by_time = math.ceil(tries * GIVE_UP_TIMEOUTS * patience.timeout_s / max(spent_s, 1e-9))
+    return max(tries + 1, min(TRIES, by_time))
 
 
 def _wait_s(tries: int, lost: Lost) -> float:
@@ -95,29 +117,27 @@ def _wait_s(tries: int, lost: Lost) -> float:
     return max(own, min(lost.wait_s, MOST_ASKED_WAIT_S))
 
 
-def _given_up(ranges: Ranges, file: RemoteFile, lost: Lost) -> PrepError:
+def _given_up(ranges: Ranges, file: RemoteFile, lost: Lost, tries: int) -> PrepError:
     hint = "check the network and run the same command again: it goes on from where it stopped"
-    return PrepError(f"cannot read {file.path} of {ranges.name}", f"{TRIES} tries in a row failed: {lost}", hint)
+    return PrepError(f"cannot read {file.path} of {ranges.name}", f"{tries} tries in a row failed: {lost}", hint)
 
 
 def read_parts(ranges: Ranges, file: RemoteFile, offset: int, into: Bytes) -> None:
     """Fill `into` with several requests at once if it is large. PrepError as of `read_range`."""
     count = max(1, min(IN_FLIGHT, into.size // PART_NBYTES))
     if count == 1:
-        return read_range(ranges, file, offset, into)
+        read_range(ranges, file, offset, into)
+        return
     cuts = [into.size * number // count for number in range(count + 1)]
     stop = threading.Event()
-    with ThreadPoolExecutor(count, "prep-remote") as pool:
-        try:
-            parts = [
-                pool.submit(read_range, ranges, file, offset + low, into[low:high], stop)
-                for low, high in itertools.pairwise(cuts)
-            ]
-            for part in parts:
-                part.result()
-        finally:
-            stop.set()  # after an error the others give up at their next wait
-    return None
+
+    def read(part: tuple[int, int]) -> None:
+        read_range(ranges, file, offset + part[0], into[part[0] : part[1]], stop)
+
+    try:
+        map_in_daemons(read, itertools.pairwise(cuts), count)
+    finally:
+        stop.set()  # after an error the others give up at their next wait
 
 
 @dataclass(frozen=True, slots=True)

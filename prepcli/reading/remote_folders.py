@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from prepcli.errors import PrepError
@@ -22,6 +21,7 @@ from prepcli.reading.mirrors import (
     whole,
 )
 from prepcli.reading.objects import Bucket, parse_url
+from prepcli.reading.patience import PATIENT, Patience, map_in_daemons
 from prepcli.reading.remote_files import IN_FLIGHT, RemoteFile
 from prepcli.reading.sources import WEIGHTS
 from prepcli.units import bytes_text
@@ -33,9 +33,9 @@ _DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})
 _DOCUMENTS = (b".zarray", b"zarr.json")
 
 
-def open_url(text: str) -> Remote:
+def open_url(text: str, patience: Patience = PATIENT) -> Remote:
     """The checkpoint at an address. PrepError for what is none, or cannot be reached."""
-    return open_bucket(Bucket(parse_url(text)))
+    return open_bucket(Bucket(parse_url(text), patience=patience))
 
 
 def open_bucket(bucket: Bucket) -> Remote:
@@ -120,6 +120,4 @@ def _add_all_small(remote: Remote, files: Sequence[RemoteFile]) -> None:
     def add(file: RemoteFile) -> None:
         add_small(remote.mirror, file, whole(remote.ranges, file))
 
-    with ThreadPoolExecutor(2 * IN_FLIGHT, "prep-small") as pool:
-        for _ in pool.map(add, files):
-            pass
+    map_in_daemons(add, files, 2 * IN_FLIGHT)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.errors import PrepError, usage
+from prepcli.lists import some
 from prepcli.progress import Progress
+from prepcli.reading.hub_client import CHECK_ENDPOINT, NOT_UNDERSTOOD, NoAnswer, is_garbled, use_patient_client
 from prepcli.reading.hub_ranges import is_of_the_network
+from prepcli.reading.patience import PATIENT, Patience
 from prepcli.writing.staging import WORK
 
 if TYPE_CHECKING:
@@ -46,10 +49,11 @@ def target_of(text: str, private: bool) -> Target:
     return Target(repo, revision or None, private)
 
 
-def check(target: Target) -> None:
+def check(target: Target, patience: Patience = PATIENT) -> None:
     """Raise what would make an upload fail, as far as it is known before there is anything to upload: no token, no
     network, a repository that is public although it should not be."""
     _set_variables()
+    use_patient_client(patience)
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
@@ -71,14 +75,15 @@ def check(target: Target) -> None:
         raise PrepError(f"{target.repo} is public", why, "make it private on its page, or leave `--private` out")
 
 
-def push(folder: Path, target: Target, progress: Progress) -> str:
+def push(folder: Path, target: Target, progress: Progress, patience: Patience = PATIENT) -> str:
     """Upload a folder as it is, and take away what an earlier push left of other weights in its format; the address of
     the commit.
 
-    Large files go one by one before the commit; those that are there are not sent again. Raises PrepError, and the
-    folder is as it was.
+    Large files go one by one before the commit; those that are there are not sent again. Afterwards the repository is
+    listed: an answer alone proves nothing. Raises PrepError, and the folder is as it was.
     """
     _set_variables()
+    use_patient_client(patience)
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api, names = HfApi(), _names(folder)
@@ -86,15 +91,33 @@ def push(folder: Path, target: Target, progress: Progress) -> str:
         api.create_repo(target.repo, private=target.private or None, exist_ok=True)
         if target.revision:
             api.create_branch(target.repo, branch=target.revision, exist_ok=True)
-        there = api.list_repo_files(target.repo, revision=target.revision)
-        old = _replaced(there, names)
+        old = _replaced(_listed(api, target), names)
         added = [CommitOperationAdd(name, str(folder / name)) for name in names]
         _upload(api, target, added, progress)
         deleted = [CommitOperationDelete(name) for name in old]
         made = api.create_commit(
             target.repo, [*added, *deleted], commit_message=f"{folder.name} by prep", revision=target.revision
         )
+        _check_pushed(made.commit_url, names, _listed(api, target), target)
     return made.commit_url
+
+
+def _listed(api: HfApi, target: Target) -> list[str]:
+    """Return the names of the files in the repository."""
+    found = api.list_repo_files(target.repo, revision=target.revision)
+    if not all(isinstance(name, str) for name in found):
+        raise PrepError(f"cannot push to {target.repo}", NOT_UNDERSTOOD, CHECK_ENDPOINT)
+    return found
+
+
+def _check_pushed(url: object, names: Sequence[str], there: Sequence[str], target: Target) -> None:
+    """Raise PrepError unless the commit has an address and the repository holds all files."""
+    if not isinstance(url, str):
+        raise PrepError(f"cannot push to {target.repo}", NOT_UNDERSTOOD, CHECK_ENDPOINT)
+    if missing := sorted({*names} - {*there}):
+        why = f"the hub made a commit without {some(missing)}"
+        hint = "does a .gitignore in the repository exclude them?"
+        raise PrepError(f"cannot push all files to {target.repo}", why, hint)
 
 
 def _replaced(there: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -144,10 +167,16 @@ def _explained(error: BaseException | None, what: str) -> PrepError | None:
     from huggingface_hub.errors import HfHubHTTPError
 
     while error is not None:
+        if isinstance(error, NoAnswer):
+            return _refused(what, error.status) if error.status else PrepError(what, str(error), _AGAIN)
+        if type(error).__name__ == "TooManyRedirects":
+            return PrepError(what, "the hub redirects in a circle", CHECK_ENDPOINT)
         if isinstance(error, HfHubHTTPError):
             return _refused(what, error.response.status_code)
         if is_of_the_network(error):
             return PrepError(what, "the hub cannot be reached, or hung up", _AGAIN)
+        if is_garbled(error):
+            return PrepError(what, NOT_UNDERSTOOD, CHECK_ENDPOINT)
         error = error.__cause__
     return None
 
@@ -159,4 +188,8 @@ def _refused(what: str, status: int) -> PrepError:
         return PrepError(what, "the hub says 403: the token may not write there", "use a token that may")
     if status == 404:
         return PrepError(what, "the hub says 404: there is no such owner, repository or branch", "check the spelling")
+    if status == 409:
+        return PrepError(what, "the hub says 409: the branch changed meanwhile", _AGAIN)
+    if status == 413:
+        return PrepError(what, "the hub says 413: a file is too large for it", "`prep export --shard-size 5GB`")
     return PrepError(what, f"the hub says {status}", _AGAIN)

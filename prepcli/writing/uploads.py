@@ -22,6 +22,7 @@ from prepcli.manifest import MANIFEST, not_ours
 from prepcli.progress import Progress
 from prepcli.reading.mirrors import whole
 from prepcli.reading.objects import Bucket, Url, is_url, parse_url
+from prepcli.reading.patience import patience_of
 from prepcli.reading.remote_files import RemoteFile
 from prepcli.ui import Report, Ui
 from prepcli.writing.staging import WORK, remove
@@ -73,7 +74,7 @@ def to_url(request: Request, several: bool, ui: Ui, make: Callable[[Path, bool],
     if several:
         hint = "write to a folder that all see, then copy it"
         raise usage(f"`--out {request.url}` is for one process", "several write this output", hint)
-    bucket = Bucket(request.url, retries=RETRIES)
+    bucket = Bucket(request.url, RETRIES, patience_of(os.environ, ui.note))
     there = bucket.files()
     if there and not _is_ours(request, there):
         raise not_ours(bucket.name)

@@ -182,3 +182,43 @@ def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
 def test_options_that_contradict_each_other(capsys: Capture, args: list[str], what: str) -> None:
     code, message = refused(capsys, "nowhere", *args)
     assert (code, message.splitlines()[0]) == (2, f"error: {what}")
+
+
+def test_inspect_of_a_mesh_too_large_to_draw(capsys: Capture) -> None:
+    make(Path("model"), SMALL_LLAMA)
+    lines = shown(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")
+    assert lines[-1] == "not drawn: the mesh has 1,048,576 devices, a drawing at most 16,384"
+    assert document(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")["shards"]["devices"] is None
+
+
+@pytest.mark.parametrize("view", [(), ("--tree",), ("--stats",)])
+def test_inspect_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch, view: tuple[str, ...]) -> None:
+    monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
+    make(Path("model"), SMALL_LLAMA)
+    lines = shown(capsys, "model", *view)
+    assert lines[-1].endswith("more rows; `-v` shows all, a PATTERN those that match")
+    assert len(lines) == 2 + 1 + 1 + 3 + 1  # head, empty, names of columns, rows, the rest
+    assert main(["inspect", "model", *view, "-v"]) == 0
+    assert "more rows" not in capsys.readouterr().out
+    assert len(document(capsys, "model", *view)["tensors"]) > 3
+
+
+def test_inspect_diff_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
+    make(Path("model"), SMALL_LLAMA)
+    make(Path("other"), NEO)
+    assert main(["inspect", "model", "--diff", "other", "-q"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 1
+    assert len(document(capsys, "model", "--diff", "other", code=1)["differences"]) > 3
+
+
+def test_verify_lists_twenty_differences(capsys: Capture) -> None:
+    config = SMALL_LLAMA | {"num_hidden_layers": 4}
+    make(Path("model"), config)
+    make(Path("other"), config, "float16")
+    assert main(["verify", "model", "other"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("differs  ") == 20
+    assert "more; `-v` or `--json` lists all" in err
+    assert main(["verify", "model", "other", "-v"]) == 1
+    assert capsys.readouterr().err.count("differs  ") > 20

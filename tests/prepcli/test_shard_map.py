@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.shard_map import draw
+from prepcli.shard_map import draw, summarize
 from trainer.mesh import DEFAULT_RULES, parse, spec, with_rules
 
 
@@ -126,3 +126,11 @@ def test_never_wider_than_80_columns_and_every_row_as_wide_as_the_frame(name, si
     rows = [line for line in lines if line[0] == "│"]
     assert {len(line) for line in frame} == {line.rindex("│") + 1 for line in rows} == {len(frame[0])}
     assert len(rows) * (rows[0].count("│") - 1) <= 64
+
+
+def test_summarize_of_a_million_devices_is_short():
+    mesh = parse("1048576,1,1")
+    found = spec((("vocab",), ("embed",)), (264, 512), mesh, DEFAULT_RULES)
+    text = summarize("embed.tokens", (264, 512), "float32", found, mesh)
+    assert "not drawn: the mesh has 1,048,576 devices" in text
+    assert len(text.splitlines()) <= 4

@@ -118,6 +118,13 @@ def test_what_is_missing_is_counted_and_listed(count: int):
     assert error.why == ", ".join(f"{name} [32]" for name in gone)
 
 
+def test_errors_list_twenty_tensors_and_count_the_rest():
+    extra = {f"surprise.{n}": Shaped("float32", (3,), 12) for n in range(2000)}
+    error = refused(TIED, stored(TIED) | extra)
+    assert error.what.startswith("2,000 tensors of the model")
+    assert error.why.endswith("surprise.19 [3] and 1,980 more")
+
+
 @pytest.mark.parametrize("shape", [(), (32, 1), (0, 32), (31,), (131, 32, 1)])
 def test_a_tensor_of_another_shape_is_named_with_both(shape: tuple[int, ...]):
     tensors = stored(TIED) | {"transformer.ln_f.weight": Shaped("float32", shape, 0)}

@@ -44,14 +44,17 @@ REPOS = {
     "o/ill": Repo(status=503),
 }
 SCRIPT = """
-import io, json, sys
+import io, json, os, sys
 from prepcli.reading.locate import locate
 from prepcli.errors import PrepError
 from prepcli.progress import JsonProgress
+from prepcli.reading.patience import patience_of
 warned, told = [], io.StringIO()
 answer = {"warned": warned}
 try:
-    found = locate(sys.argv[1], offline="--offline" in sys.argv, progress=JsonProgress(told), warn=warned.append)
+    patience = patience_of(os.environ, str)
+    options = {"offline": "--offline" in sys.argv, "progress": JsonProgress(told), "patience": patience}
+    found = locate(sys.argv[1], warn=warned.append, **options)
     answer |= {"path": str(found.path), "revision": found.revision, "kind": found.kind}
 except PrepError as error:
     answer |= {"error": [error.what, error.why, error.hint, error.code]}
@@ -214,7 +217,7 @@ def test_while_the_hub_is_away_its_cache_serves_and_this_is_said(tmp_path: Path,
         path = Asker(hub.environment(home), tmp_path)("o/good")["path"]
     with serving(trouble) as other:
         url = other.url if trouble else hub.url
-        answer = Asker(environment(url, home), tmp_path)("o/good")
+        answer = Asker(environment(url, home), tmp_path)("o/good", PREP_TIMEOUT="0.5")
     assert answer["path"] == path
     assert answer["warned"] == [f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"]
 

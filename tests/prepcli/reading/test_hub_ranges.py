@@ -171,10 +171,7 @@ class Answer:
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.status_code, self.headers, self.body = status, headers, body
 
-    def __enter__(self) -> Answer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Nothing is open."""
 
     def iter_raw(self) -> Iterator[bytes]:
@@ -187,7 +184,10 @@ class Session:
     def __init__(self, answers: list[Answer]) -> None:
         self.answers = answers
 
-    def stream(self, *_: object, **__: object) -> Answer:
+    def build_request(self, *_: object, **__: object) -> None:
+        """The answers do not depend on the request."""
+
+    def send(self, *_: object, **__: object) -> Answer:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 

@@ -28,6 +28,7 @@ from prepcli.reading.locate import Located, _kind_of
 from prepcli.reading.mirrors import add_header, add_holes, add_small, checked_path, new_mirror, told_of, whole
 from prepcli.reading.objects import Bucket, Url
 from prepcli.reading.opening import open_located
+from prepcli.reading.patience import PATIENT
 from prepcli.reading.remote_files import RemoteFile
 from prepcli.reading.remote_folders import open_bucket
 from tests.models import make
@@ -37,6 +38,7 @@ class Served:
     """Content in memory, as Ranges."""
 
     name = "o/model"
+    patience = PATIENT
 
     def __init__(self, content: bytes) -> None:
         self.content, self.asked = content, 0

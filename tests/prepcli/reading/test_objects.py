@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from prepcli.errors import PrepError
 from prepcli.reading import remote_files
 from prepcli.reading.objects import Bucket, Url, is_url, parse_url, text_of
+from prepcli.reading.patience import Patience
 from prepcli.reading.remote_files import RemoteFile, read_range
+from tests.loopback import STALLS
 from tests.object_server import Objects, serving_objects
 from tests.range_server import Faults
 
@@ -145,6 +147,57 @@ def test_a_write_that_fails_gives_nothing_a_name(monkeypatch, tmp_path: Path):
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
             bucket.write("f", tmp_path / "f", 50_000, 9, lambda _: None)
         assert store.there == {}
+
+
+@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_bucket_bounds_listings(monkeypatch, scheme: str, stall: str):
+    notes: list[str] = []
+    with serving_objects({"bucket/m/w": CONTENT}) as store:
+        bucket = bucket_at(store, monkeypatch, f"{scheme}://bucket/m")
+        bucket.patience = Patience(0.1, notes.append)
+        store.refused, store.stall = "GET bucket", stall
+        with pytest.raises(PrepError, match=f"cannot list {scheme}://bucket/m"):
+            bucket.files()
+    assert "trying again" in notes[0]
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_bucket_bounds_ranges(monkeypatch, stall: str):
+    notes: list[str] = []
+    with serving_objects({"bucket/m/w": CONTENT}) as store:
+        bucket = bucket_at(store, monkeypatch, "s3://bucket/m")
+        bucket.patience = Patience(0.1, notes.append)
+        (file,) = bucket.files()
+        store.refused, store.stall = "GET bucket/m/w", stall
+        with pytest.raises(PrepError, match="cannot read w of s3://bucket/m"):
+            read(bucket, file, 0, 100_000)
+    assert "trying again" in notes[0]
+
+
+@pytest.mark.parametrize("stall", ["silent", "close"])
+def test_bucket_bounds_writes(monkeypatch, tmp_path: Path, stall: str):
+    (tmp_path / "f").write_bytes(CONTENT)
+    notes: list[str] = []
+    with serving_objects() as store:
+        bucket = bucket_at(store, monkeypatch, "s3://bucket/m", retries=2)
+        bucket.patience = Patience(0.1, notes.append)
+        store.refused, store.stall = "PUT bucket", stall
+        with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
+            bucket.write("f", tmp_path / "f", 50_000, 9, lambda _: None)
+        assert store.there == {}
+    assert notes[:1] == ["no answer from s3://bucket/m for 0.1 s; waiting"]
+
+
+def test_bucket_does_not_repeat_refusals(monkeypatch):
+    notes: list[str] = []
+    with serving_objects({"bucket/m/w": CONTENT}) as store:
+        bucket = bucket_at(store, monkeypatch, "gs://bucket/m")
+        bucket.patience = Patience(5.0, notes.append)
+        store.refused = "GET bucket"
+        with pytest.raises(PrepError, match="cannot list"):
+            bucket.files()
+    assert notes == []
 
 
 def test_a_bucket_can_go_to_another_process():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prepcli.engine.files import Bytes
 from prepcli.errors import PrepError
 from prepcli.reading import remote_files
+from prepcli.reading.patience import PATIENT, Patience
 from prepcli.reading.remote_files import AHEAD_NBYTES, Ahead, Lost, RemoteBlob, RemoteFile, read_parts, read_range
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
@@ -26,6 +27,7 @@ class Script:
     answers: list[int | Exception] = field(default_factory=list)
     asked: list[tuple[str, int, int]] = field(default_factory=list)
     name: str = "o/model"
+    patience: Patience = PATIENT
 
     def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
         self.asked.append((file.path, offset, into.size))
