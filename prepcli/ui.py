@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TextIO
+from typing import TextIO, cast
 from unicodedata import category
 
 from prepcli.errors import FAILED, OK, PrepError
 from prepcli.progress import Mode, NullProgress, Progress, choose
+from prepcli.streams import Lossy, deliver
 
 KEPT = "\n\t\u200c\u200d"  # line, tab, and what joins letters or keeps them apart
 QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -vv: a line a slab
@@ -53,7 +54,7 @@ class Ui:
     level: int = NORMAL
     progress_mode: Mode = "auto"
     out: TextIO = field(default_factory=lambda: sys.stdout)
-    err: TextIO = field(default_factory=lambda: sys.stderr)
+    err: TextIO = field(default_factory=lambda: cast(TextIO, Lossy(sys.stderr)))
     clock: Callable[[], float] = time.monotonic
     started_s: float = field(default_factory=time.monotonic)
     warned: list[str] = field(default_factory=list)  # kept for the JSON object
@@ -79,13 +80,12 @@ class Ui:
         """Show the result, and the error if there is one; returns the exit code."""
         if report.next_command:
             self.note(f"next: {report.next_command}")
-        if self.as_json:
-            self._result(json.dumps(self._document(report), allow_nan=False))
-        elif report.text:
-            self._result(printable(report.text))
-        if report.error is not None:
-            self._tell(self._error_text(report.error))
-        return report.error.code if report.error is not None else OK
+        text = json.dumps(self._document(report), allow_nan=False) if self.as_json else printable(report.text)
+        unwritten = deliver(self.out, f"{text}\n") if text else None
+        error = report.error or (unwritten and unwritten_error(unwritten))
+        if error is not None:
+            self._tell(self._error_text(error))
+        return error.code if error is not None else OK
 
     def fail(self, error: BaseException) -> int:
         """Show why nothing came of it; returns the exit code. What is not a PrepError is a bug in prep and says so."""
@@ -111,9 +111,6 @@ class Ui:
         lines += [f" hint: {printable(error.hint)}"] if error.hint else []
         return "\n".join(lines)
 
-    def _result(self, text: str) -> None:
-        print(text, file=self.out, flush=True)  # flushed here, where a closed pipe can still be handled
-
     def _tell(self, text: str) -> None:
         print(text, file=self.err, flush=True)
 
@@ -131,6 +128,11 @@ def version() -> str:
     return metadata.version("prepcli")
 
 
+def unwritten_error(error: OSError) -> PrepError:
+    """The error of a result that stdout did not take."""
+    return PrepError("cannot write the result to stdout", error.strerror or str(error))
+
+
 def as_prep_error(error: BaseException) -> PrepError:
     """The error as it is told to users; the traceback of one that prep did not foresee is saved to a file."""
     if isinstance(error, PrepError):
@@ -142,9 +144,12 @@ def as_prep_error(error: BaseException) -> PrepError:
         why = "it holds the process to less than `--memory`, and what Python takes besides"
         return PrepError("the system has no memory left for this", why, "a smaller `--memory`, or a larger limit")
     text = "".join(traceback.format_exception(error))
-    with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
-        file.write(text)
     line = traceback.format_exception_only(error)[-1].strip()
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
+            file.write(text)
+    except OSError:  # no folder for it
+        return PrepError("this is a bug in prep", line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
     return PrepError("this is a bug in prep", line, f"please report it with {file.name}", FAILED)
 
 
