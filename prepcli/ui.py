@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -26,6 +27,7 @@ KEPT = "\n\t\u200c\u200d"  # line, tab, and what joins letters or keeps them apa
 QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -vv: a line a slab
 
 Cell = str | int
+GAP, LEAST_CELL = 2, 12  # between columns of a table; what a column of text keeps on a narrow terminal
 
 # What the machine refuses, not prep: a full or read-only disk, missing rights, a broken device
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
@@ -69,6 +71,11 @@ class Ui:
         self.warned.append(text)
         if self.level >= NORMAL:
             self._tell(f"{self._tinted('warning:', 33)} {printable(text)}")
+
+    @property
+    def columns(self) -> int | None:
+        """The width of the terminal that results go to; None for a pipe or a file, whose tables are never cut."""
+        return shutil.get_terminal_size().columns if self.out.isatty() else None
 
     def progress(self) -> Progress:
         """The Progress that the user chose; none by default where the user wants quiet."""
@@ -153,22 +160,48 @@ def as_prep_error(error: BaseException) -> PrepError:
     return PrepError("this is a bug in prep", line, f"please report it with {file.name}", FAILED)
 
 
-def table(rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection[str] = ()) -> str:
-    """Plain columns, two spaces apart; integers get commas and stand right, as do the columns named in `right`."""
+def table(
+    rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection[str] = (), width: int | None = None
+) -> str:
+    """Plain columns, two spaces apart; integers get commas and stand right, as do the columns named in `right`.
+
+    Where the lines would be longer than `width`, the texts of the widest columns are shortened in the middle.
+    """
     shown = [[f"{cell:,}" if isinstance(cell, int) else printable(cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(head, *shown, strict=True)]
     to_the_right = [
         name in right or (bool(rows) and all(isinstance(row[index], int) for row in rows))
         for index, name in enumerate(head)
     ]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *shown, strict=True)]
+    if width is not None:
+        widths = _fitted(widths, [not is_right for is_right in to_the_right], width)
     lines = [
         "  ".join(
-            cell.rjust(width) if is_right else cell.ljust(width)
+            cell.rjust(width) if is_right else shortened(cell, width).ljust(width)
             for cell, width, is_right in zip(row, widths, to_the_right, strict=True)
         ).rstrip()
         for row in [list(head), *shown]
     ]
     return "\n".join(lines)
+
+
+def _fitted(widths: Sequence[int], may_shrink: Sequence[bool], total: int) -> list[int]:
+    """Widths of columns that fit a line of `total`, as far as those of text can shrink to LEAST_CELL."""
+    fitted = list(widths)
+    while sum(fitted) + GAP * (len(fitted) - 1) > total:
+        room = {i: width for i, width in enumerate(fitted) if may_shrink[i] and width > LEAST_CELL}
+        if not room:
+            break
+        fitted[max(room, key=lambda i: room[i])] -= 1
+    return fitted
+
+
+def shortened(text: str, width: int) -> str:
+    """The text, its middle left out where it is longer than `width`: the ends of names tell them apart."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def printable(text: str) -> str:

@@ -207,14 +207,14 @@ def _view(request: Request, contents: Contents, chosen: list[Entry], ui: Ui) -> 
     listed = [_entry_fields(contents, entry, names) for entry in chosen]
     if request.tree:
         nodes = grow(chosen)
-        text = table(list(tree_rows(nodes)), ("name", "shape", "dtype", "size"), {"size"})
+        text = table(list(tree_rows(nodes)), ("name", "shape", "dtype", "size"), {"size"}, ui.columns)
         return text, {"tensors": listed, "tree": [tree_fields(node) for node in nodes]}
     if request.stats:
         found = _stats(contents, chosen, ui)
         for fields, each in zip(listed, found):
             fields["stats"] = _stats_fields(each)
-        return _stats_table(chosen, found), {"tensors": listed}
-    return _table(contents, chosen, names), {"tensors": listed}
+        return _stats_table(chosen, found, ui.columns), {"tensors": listed}
+    return _table(contents, chosen, names, ui.columns), {"tensors": listed}
 
 
 def _file_name(contents: Contents, read: Path | Blob) -> str:
@@ -232,7 +232,7 @@ def _entry_fields(contents: Contents, entry: Entry, names: Sequence[str]) -> dic
     return fields | ({"chunk": entry.chunk, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
 
 
-def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str]) -> str:
+def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str], columns: int | None) -> str:
     last = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
     for entry in chosen:
@@ -240,7 +240,7 @@ def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str]) ->
         place: list[Cell] = [names[first.file], first.offset] if first else ["", ""]
         place = [str(list(entry.chunk)), len(entry.chunks)] if contents.kind == "orbax" else place
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, bytes_text(entry.nbytes), *place])
-    return table(rows, ("name", "shape", "dtype", "size", *last), {"size"})
+    return table(rows, ("name", "shape", "dtype", "size", *last), {"size"}, columns)
 
 
 def _stats(contents: Contents, chosen: Sequence[Entry], ui: Ui) -> list[Stats | None]:
@@ -253,7 +253,7 @@ def _stats(contents: Contents, chosen: Sequence[Entry], ui: Ui) -> list[Stats | 
         progress.end()
 
 
-def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None]) -> str:
+def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None], columns: int | None) -> str:
     head = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
     for entry, each in zip(chosen, found):
@@ -261,7 +261,7 @@ def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None]) -> str:
         if each is not None:
             known = [*map(_value_text, (each.least, each.greatest, each.mean)), each.nan, each.inf, each.zeros]
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, *known])
-    return table(rows, head, set(head[3:]))
+    return table(rows, head, set(head[3:]), columns)
 
 
 def _stats_fields(found: Stats | None) -> dict[str, Any] | None:
