@@ -12,7 +12,8 @@ from prepcli.app.root import app
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage
 from prepcli.guess import guess
 from prepcli.signals import Interrupted, Stopped, follow_parent, notes_of
-from prepcli.ui import Ui, open_ui
+from prepcli.streams import deliver, is_unread, mute, open_closed, spell_out_unencodable
+from prepcli.ui import Ui, open_ui, unwritten_error
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -20,15 +21,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
     0 ok, 1 failed, 2 usage, 75 stopped by a signal with all that is written kept, 130 interrupted.
     """
+    open_closed()
+    spell_out_unencodable()
     args = sys.argv[1:] if args is None else list(args)
+    ui = _ui_of(args)
     try:
-        code = _run(args, _ui_of(args))
-        sys.stdout.flush()  # here, where a closed pipe can still be handled
-    except BrokenPipeError:
-        return _muted(FAILED)
-    except SystemExit as error:  # Typer's way to end, also for a closed pipe
-        return OK if error.code in (None, OK) else _muted(FAILED)
-    return code
+        return _run(args, ui) or _delivered(ui)
+    except SystemExit as error:  # Typer's way to end, also for a pipe that nobody reads
+        return OK if error.code in (None, OK) else _broken_pipe(error.__context__, ui)
 
 
 def _run(args: Sequence[str], ui: Ui) -> int:
@@ -39,10 +39,10 @@ def _run(args: Sequence[str], ui: Ui) -> int:
         return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)))
     except (KeyboardInterrupt, Interrupted) as error:
         return ui.fail(_unfinished("interrupted", args, INTERRUPTED, notes_of(error)))
-    except BrokenPipeError:
-        raise
     except Exception as error:
-        return ui.fail(_usage_error(error, ui.command, args) or error)
+        if _delivered(ui) != OK:  # the help: that is the error
+            return FAILED
+        return ui.fail(_usage_error(error, ui.command, args) or _lost_folder() or error)
     return code or OK
 
 
@@ -67,10 +67,29 @@ def _unfinished(what: str, args: Sequence[str], code: int, kept: Sequence[str]) 
     return PrepError(what, "; ".join(kept), f"to go on: `{again}`", code)
 
 
-def _muted(code: int) -> int:
-    """Whoever read stdout is gone: the interpreter's flush at exit must not complain of it either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return code
+def _broken_pipe(error: BaseException | None, ui: Ui) -> int:
+    """The exit code of a broken pipe: OK for a reader of stdout who wants no more, else the error of another pipe."""
+    if not isinstance(error, BrokenPipeError):
+        return FAILED
+    if not is_unread(sys.__stdout__ or sys.stdout):
+        return ui.fail(error)
+    mute(sys.__stdout__ or sys.stdout)
+    return OK
+
+
+def _delivered(ui: Ui) -> int:
+    """Flush what Typer wrote to stdout, such as help. Returns the exit code."""
+    error = deliver(sys.stdout)
+    return OK if error is None else ui.fail(unwritten_error(error))
+
+
+def _lost_folder() -> PrepError | None:
+    """The error of a current folder that was deleted, which can make any other one misleading."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        return PrepError("the current folder cannot be used", error.strerror or str(error), "`cd` to one that exists")
+    return None
 
 
 def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepError | None:

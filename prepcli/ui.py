@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -16,11 +17,12 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TextIO
+from typing import TextIO, cast
 from unicodedata import category
 
 from prepcli.errors import FAILED, OK, PrepError
 from prepcli.progress import Mode, NullProgress, Progress, choose
+from prepcli.streams import Lossy, deliver
 
 KEPT = "\n\t\u200c\u200d"  # line, tab, and what joins letters or keeps them apart
 QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -vv: a line a slab
@@ -28,6 +30,7 @@ QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -v
 _UNUSUAL = re.compile(r"[^ -~\n\t]")  # what has to be looked at: megabytes of the rest take no time
 
 Cell = str | int
+GAP, LEAST_CELL = 2, 12  # between columns of a table; what a column of text keeps on a narrow terminal
 
 # What the machine refuses, not prep: a full or read-only disk, missing rights, a broken device
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
@@ -56,7 +59,7 @@ class Ui:
     level: int = NORMAL
     progress_mode: Mode = "auto"
     out: TextIO = field(default_factory=lambda: sys.stdout)
-    err: TextIO = field(default_factory=lambda: sys.stderr)
+    err: TextIO = field(default_factory=lambda: cast(TextIO, Lossy(sys.stderr)))
     clock: Callable[[], float] = time.monotonic
     started_s: float = field(default_factory=time.monotonic)
     warned: list[str] = field(default_factory=list)  # kept for the JSON object
@@ -72,6 +75,11 @@ class Ui:
         if self.level >= NORMAL:
             self._tell(f"{self._tinted('warning:', 33)} {printable(text)}")
 
+    @property
+    def columns(self) -> int | None:
+        """The width of the terminal that results go to; None for a pipe or a file, whose tables are never cut."""
+        return shutil.get_terminal_size().columns if self.out.isatty() else None
+
     def progress(self) -> Progress:
         """The Progress that the user chose; none by default where the user wants quiet."""
         if self.level <= QUIET and self.progress_mode == "auto":
@@ -82,13 +90,12 @@ class Ui:
         """Show the result, and the error if there is one; returns the exit code."""
         if report.next_command:
             self.note(f"next: {report.next_command}")
-        if self.as_json:
-            self._result(json.dumps(self._document(report), allow_nan=False))
-        elif report.text:
-            self._result(printable(report.text))
-        if report.error is not None:
-            self._tell(self._error_text(report.error))
-        return report.error.code if report.error is not None else OK
+        text = json.dumps(self._document(report), allow_nan=False) if self.as_json else printable(report.text)
+        unwritten = deliver(self.out, f"{text}\n") if text else None
+        error = report.error or (unwritten and unwritten_error(unwritten))
+        if error is not None:
+            self._tell(self._error_text(error))
+        return error.code if error is not None else OK
 
     def fail(self, error: BaseException) -> int:
         """Show why nothing came of it; returns the exit code. What is not a PrepError is a bug in prep and says so."""
@@ -114,9 +121,6 @@ class Ui:
         lines += [f" hint: {printable(error.hint)}"] if error.hint else []
         return "\n".join(lines)
 
-    def _result(self, text: str) -> None:
-        print(text, file=self.out, flush=True)  # flushed here, where a closed pipe can still be handled
-
     def _tell(self, text: str) -> None:
         print(text, file=self.err, flush=True)
 
@@ -134,6 +138,11 @@ def version() -> str:
     return metadata.version("prepcli")
 
 
+def unwritten_error(error: OSError) -> PrepError:
+    """The error of a result that stdout did not take."""
+    return PrepError("cannot write the result to stdout", error.strerror or str(error))
+
+
 def as_prep_error(error: BaseException) -> PrepError:
     """The error as it is told to users; the traceback of one that prep did not foresee is saved to a file."""
     if isinstance(error, PrepError):
@@ -145,23 +154,33 @@ def as_prep_error(error: BaseException) -> PrepError:
         why = "it holds the process to less than `--memory`, and what Python takes besides"
         return PrepError("the system has no memory left for this", why, "a smaller `--memory`, or a larger limit")
     text = "".join(traceback.format_exception(error))
-    with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
-        file.write(text)
     line = traceback.format_exception_only(error)[-1].strip()
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
+            file.write(text)
+    except OSError:  # no folder for it
+        return PrepError("this is a bug in prep", line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
     return PrepError("this is a bug in prep", line, f"please report it with {file.name}", FAILED)
 
 
-def table(rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection[str] = ()) -> str:
-    """Plain columns, two spaces apart; integers get commas and stand right, as do the columns named in `right`."""
+def table(
+    rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection[str] = (), width: int | None = None
+) -> str:
+    """Plain columns, two spaces apart; integers get commas and stand right, as do the columns named in `right`.
+
+    Where the lines would be longer than `width`, the texts of the widest columns are shortened in the middle.
+    """
     shown = [[f"{cell:,}" if isinstance(cell, int) else printable(cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(head, *shown, strict=True)]
     to_the_right = [
         name in right or (bool(rows) and all(isinstance(row[index], int) for row in rows))
         for index, name in enumerate(head)
     ]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *shown, strict=True)]
+    if width is not None:
+        widths = _fitted(widths, [not is_right for is_right in to_the_right], width)
     lines = [
         "  ".join(
-            cell.rjust(width) if is_right else cell.ljust(width)
+            cell.rjust(width) if is_right else shortened(cell, width).ljust(width)
             for cell, width, is_right in zip(row, widths, to_the_right, strict=True)
         ).rstrip()
         for row in [list(head), *shown]
@@ -172,6 +191,25 @@ def table(rows: Sequence[Sequence[Cell]], head: Sequence[str], right: Collection
 def _indented(text: str) -> str:
     """The lines of a reason below one another, beside its label."""
     return text.replace("\n", "\n       ")
+
+
+def _fitted(widths: Sequence[int], may_shrink: Sequence[bool], total: int) -> list[int]:
+    """Widths of columns that fit a line of `total`, as far as those of text can shrink to LEAST_CELL."""
+    fitted = list(widths)
+    while sum(fitted) + GAP * (len(fitted) - 1) > total:
+        room = {i: width for i, width in enumerate(fitted) if may_shrink[i] and width > LEAST_CELL}
+        if not room:
+            break
+        fitted[max(room, key=lambda i: room[i])] -= 1
+    return fitted
+
+
+def shortened(text: str, width: int) -> str:
+    """The text, its middle left out where it is longer than `width`: the ends of names tell them apart."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def printable(text: str) -> str:

@@ -20,6 +20,7 @@ from trainer.mesh import Rules, with_rules
 from trainer.model import Compute, Model, build, layers_apart
 from trainer.optim import AdamW, Rate
 from trainer.recipe import Recipe, batch_shape, schedule_of
+from trainer.recipe.checks import MAX_INT
 from trainer.recipe.tables import Data, Optimizer
 from trainer.sharding import Shards
 from trainer.step import Setup
@@ -187,6 +188,9 @@ def job(recipe: Recipe, model: Model, on: Shards, found: Texts, facts: Mapping[s
     shape = batch_shape(recipe.batch, on.mesh.n_devices, on.replicas)
     order = Order(found.train.n, shape.size, recipe.seed, recipe.data.shuffle)
     steps = recipe.train.steps or order.steps(recipe.train.epochs or 0)
+    if steps > MAX_INT:
+        why = f"{recipe.train.epochs:g} epochs of {found.train.n:,} sequences; a run has at most {MAX_INT:,} steps"
+        raise usage("`train.epochs` is too large", why, "`--set train.epochs=3`")
     adamw = optimizer(recipe.optimizer, steps)
     how = Compute(
         recipe.model.dtype, recipe.model.scan_layers, recipe.model.remat_policy, recipe.model.head_chunk_size, on

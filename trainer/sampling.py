@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +10,7 @@ from jax import Array, lax
 
 from trainer.errors import usage
 
+MOST = 3.4e38  # of a temperature: logits are divided in float32
 LEAST = 1e-30  # of a temperature above 0, so that a difference of logits stays a number
 
 
@@ -25,7 +25,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= MOST:
             raise usage(f"a temperature of {self.temperature:g}", "it is 0 or more; 0 takes the likeliest token")
         if self.top_k < 0:
             raise usage(f"the {self.top_k} likeliest tokens", "top-k is a number of tokens; 0 takes all")

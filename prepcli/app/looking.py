@@ -142,7 +142,8 @@ def models(family: Family = None, *, shown: Shown) -> int:
     """
     from prepcli.commands.models import models as run
 
-    return shown.open("models").finish(run(family))
+    ui = shown.open("models")
+    return ui.finish(run(family, ui.columns))
 
 
 @grouped

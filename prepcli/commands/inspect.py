@@ -220,15 +220,16 @@ def _view(request: Request, contents: Contents, chosen: list[Entry], ui: Ui) -> 
     if request.tree:
         nodes = grow(chosen)
         rows = list(itertools.islice(tree_rows(nodes), most))
-        text = _with_rest(table(rows, ("name", "shape", "dtype", "size"), {"size"}), count_nodes(nodes) - len(rows))
-        return text, {"tensors": listed, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
+        text = table(rows, ("name", "shape", "dtype", "size"), {"size"}, ui.columns)
+        fields = {"tensors": listed, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
+        return _with_rest(text, count_nodes(nodes) - len(rows)), fields
     rest = len(chosen) - most
     if request.stats:
         found = _stats(contents, chosen, ui)
         for fields, each in zip(listed, found):
             fields["stats"] = _stats_fields(each)
-        return _with_rest(_stats_table(chosen[:most], found), rest), {"tensors": listed}
-    return _with_rest(_table(contents, chosen[:most], names), rest), {"tensors": listed}
+        return _with_rest(_stats_table(chosen[:most], found, ui.columns), rest), {"tensors": listed}
+    return _with_rest(_table(contents, chosen[:most], names, ui.columns), rest), {"tensors": listed}
 
 
 def _with_rest(text: str, rest: int) -> str:
@@ -251,7 +252,7 @@ def _entry_fields(contents: Contents, entry: Entry, names: Sequence[str]) -> dic
     return fields | ({"chunk": entry.chunk, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
 
 
-def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str]) -> str:
+def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str], columns: int | None) -> str:
     last = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
     for entry in chosen:
@@ -259,7 +260,7 @@ def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str]) ->
         place: list[Cell] = [names[first.file], first.offset] if first else ["", ""]
         place = [str(list(entry.chunk)), len(entry.chunks)] if contents.kind == "orbax" else place
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, bytes_text(entry.nbytes), *place])
-    return table(rows, ("name", "shape", "dtype", "size", *last), {"size"})
+    return table(rows, ("name", "shape", "dtype", "size", *last), {"size"}, columns)
 
 
 def _stats(contents: Contents, chosen: Sequence[Entry], ui: Ui) -> list[Stats | None]:
@@ -272,7 +273,7 @@ def _stats(contents: Contents, chosen: Sequence[Entry], ui: Ui) -> list[Stats | 
         progress.end()
 
 
-def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None]) -> str:
+def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None], columns: int | None) -> str:
     head = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
     for entry, each in zip(chosen, found):
@@ -280,7 +281,7 @@ def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None]) -> str:
         if each is not None:
             known = [*map(_value_text, (each.least, each.greatest, each.mean)), each.nan, each.inf, each.zeros]
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, *known])
-    return table(rows, head, set(head[3:]))
+    return table(rows, head, set(head[3:]), columns)
 
 
 def _stats_fields(found: Stats | None) -> dict[str, Any] | None:

@@ -10,21 +10,21 @@ from prepcli.guess import guess
 from prepcli.ui import Report, table
 from prepcli.units import bytes_text
 
-SHARDS = (8, 128)  # the usual numbers of ways to split a vocabulary
+SHARDS = (8, 128)  # usual numbers of devices; the table says into how many equal shards a vocabulary splits on them
 
 
-def models(family: str | None) -> Report:
+def models(family: str | None, columns: int | None = None) -> Report:
     """The aliases of one family, or of all; raises a usage PrepError for a family that has none."""
     if family is not None and family not in FAMILIES:
         meant = guess(family, FAMILIES)
         hint = f"did you mean `{meant}`?" if meant else ""
         raise usage(f"no aliases of family `{family}`", f"known: {', '.join(FAMILIES)}", hint)
     found = [alias for alias in ALIASES if family in (None, alias.family)]
-    return Report(text=_text(found), fields={"models": [_fields(alias) for alias in found]})
+    return Report(text=_text(found, columns), fields={"models": [_fields(alias) for alias in found]})
 
 
-def _text(found: list[Alias]) -> str:
-    head = ["alias", "hub id", "family", "parameters", "size", "vocabulary", *(f"gcd {ways}" for ways in SHARDS)]
+def _text(found: list[Alias], columns: int | None) -> str:
+    head = ["alias", "hub id", "family", "parameters", "size", "vocabulary", *(f"shards on {ways}" for ways in SHARDS)]
     rows = [
         [
             alias.name,
@@ -37,7 +37,7 @@ def _text(found: list[Alias]) -> str:
         ]
         for alias in found
     ]
-    return table(rows, head, right=["size"])
+    return table(rows, head, right=["size"], width=columns)
 
 
 def _fields(alias: Alias) -> dict[str, object]:

@@ -18,7 +18,7 @@ from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
 from prepcli.writing.folders import Group, entries, laid_out, settings
 from prepcli.writing.streams import Cut, Target, rows_of, streams, taken_off
-from trainer.mesh import DEFAULT_RULES, parse
+from trainer.mesh import DEFAULT_RULES, parse, rule_text
 
 KINDS = ("zeros", "mean", "normal")
 SEEDS = 1 << 64
@@ -118,7 +118,21 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
     )
     fields = {"vocab": {"true": vocabulary.true, "padded": size, "multiple": _multiple(request), "init": request.init}}
     lines = (_vocabulary_line(source, cut, vocabulary, size, request.init, found.tied),)
-    return Planned(made, f"{_base(located)}-padded", lines, fields, lambda out: f"prep save-init {out}")
+    options = _next_options(request, source)
+    return Planned(made, f"{_base(located)}-padded", lines, fields, lambda out: f"prep save-init {out}{options}")
+
+
+def _next_options(request: Request, source: Source) -> str:
+    """The options with which `save-init` lays the padded model out for the mesh that it was padded for."""
+    if request.mesh is None:
+        return ""
+    mesh, sizes = parse(request.mesh), source.family.sizes(source.config)
+    whole = [
+        rule_text(dim, (axes, ()))
+        for dim, (axes, *others) in DEFAULT_RULES.items()
+        if dim != "vocab" and not others and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
+    ]
+    return "".join([f" --mesh {request.mesh}", *(f" --rule '{rule}'" for rule in whole)])
 
 
 def _multiple(request: Request) -> int | None:

@@ -205,9 +205,21 @@ def _best_form(leaves: Leaves, family: Family, config: Config, where: str, roots
             best, most = form, score
     if best is None:
         names = ", ".join(list(leaves)[:SHOWN]) + (" …" if len(leaves) > SHOWN else "")
-        why = f"found {names or 'no arrays'}; looked for {', '.join((NATIVE, *family.layouts))} of family {family.name}"
-        raise PrepError(f"{where} has no known layout", why, "is config.json that of the model?")
+        why = f"found {names or 'no arrays'}, which are not the leaves of a {family.name}"
+        looked = f"layouts that are read: {_examples(family, config)}, below {_roots_text(roots)}"
+        raise PrepError(f"{where} has no known layout", why, looked)
     return best
+
+
+def _examples(family: Family, config: Config) -> str:
+    """A leaf of each layout that is read: `native (layers.attn.q.weight)`."""
+    paths = {name: Form(name, "").rows(family, config) for name in (NATIVE, *family.layouts)}
+    first = {name: next(filter(numbered, rows), "").format(**dict.fromkeys(STACKS, 0)) for name, rows in paths.items()}
+    return " or ".join(f"{name} ({path})" for name, path in first.items())
+
+
+def _roots_text(roots: Collection[str]) -> str:
+    return " or ".join(root.removesuffix(".") or "no root" for root in roots)
 
 
 def _score(form: Form, leaves: Leaves, family: Family, config: Config) -> int:

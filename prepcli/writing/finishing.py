@@ -71,7 +71,7 @@ def _packed(plan: Plan, stage: Staging, progress: Progress) -> Packed:
 
 def newest_ns(plan: Plan) -> int:
     """The time that the output's metadata carry: that of the source, so that two runs write the same bytes."""
-    return max((fact.mtime_ns for fact in plan.sources), default=0)
+    return max((0, *(fact.mtime_ns for fact in plan.sources)))  # metadata have no time before 1970
 
 
 def unpacked(plan: Plan, folder: Path) -> int:

@@ -14,7 +14,7 @@ from prepcli.planning.moves import Region
 from prepcli.planning.placing import Layout, Want, place
 from prepcli.planning.plan import Flat, Leaf, OutFile, Stream
 from prepcli.planning.slots import PARAMS, alone, parted
-from prepcli.planning.tensors import ITEM_BITS, itemsize
+from prepcli.planning.tensors import FLOATS, ITEM_BITS, itemsize
 from prepcli.reading.sources import Source, SourceTensor
 from prepcli.writing.streams import Cut, Target, rows_of, streams
 from trainer.axes import AxisMap, Row, bind
@@ -76,15 +76,15 @@ def make_item(
     PrepError for dtypes that do not fit together, usage for a dim that the mesh does not divide.
     """
     leaves: dict[str, _Stored] = {}
+    firsts: dict[str, SourceTensor] = {}  # the tensor that set a leaf's dtype
     wants: list[tuple[str, Want]] = []
     source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
     for tensor, name, row, at in _uses(source, counted, table, vocab):
         if name not in leaves:
-            leaves[name] = _stored(source, row, tensor, split)
+            leaves[name], firsts[name] = _stored(source, row, tensor, split), tensor
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
-            why = f"{source.names.shown(tensor.name)} is {tensor.dtype}, tensors before it are {leaf.dtype}"
-            raise PrepError(f"the leaf {name} would have two dtypes", why, "`--no-scan` keeps layers apart")
+            raise _two_dtypes(source, name, firsts[name], tensor)
         wants.append((tensor.name, Want(name, row, at, leaf.grid, itemsize(leaf.dtype), _offset(tensor))))
     layout = place(want for _, want in wants)
     regions: dict[str, tuple[Region, ...]] = {}
@@ -100,6 +100,17 @@ def item_streams(source: Source, counted: Account, item: Item, vocab: int, cut: 
     sizes = rows_of(source.everything, cut.tensors, vocab)
     targets = {name: Target(regions, sizes[name], item.dtypes[name]) for name, regions in item.regions.items()}
     return streams(source, targets, cut, {check.name for check in counted.checks})
+
+
+def _two_dtypes(source: Source, leaf: str, first: SourceTensor, later: SourceTensor) -> PrepError:
+    """The error of tensors that cannot share a leaf; one that is not floating-point is named first."""
+    odd, other = (first, later) if first.dtype not in FLOATS and later.dtype in FLOATS else (later, first)
+    shown = source.names.shown(odd.name)
+    why = f"{shown} is {odd.dtype}, {source.names.shown(other.name)} is {other.dtype}"
+    hint = "`--no-scan` keeps layers apart"
+    if odd.dtype not in FLOATS:
+        hint = f"a parameter is floating-point: `prep inspect {source.name} '{shown}' --stats` shows its values"
+    return PrepError(f"the leaf {leaf} would have two dtypes", why, hint)
 
 
 _Use = tuple[SourceTensor, str, AxisMap, tuple[tuple[str, int], ...]]  # with the leaf that has it, and by which row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +13,8 @@ import pytest
 from prepcli.cli import main
 from prepcli.commands.conversion import source_line
 from prepcli.reading.sources import SourceTensor
-from tests.commands.running import said
-from tests.models import LLAMA, make
+from tests.commands.running import done, said
+from tests.models import GPT_NEO, LLAMA, make
 
 
 class Looked(tuple[SourceTensor, ...]):
@@ -54,3 +56,14 @@ def test_conversion_does_not_note_config_that_is_computed(tmp_path: Path, capsys
     assert main([*words]) == 0
     assert "not trained" not in capsys.readouterr().err
     assert said(capsys, *words)["not_computed"] is None
+
+
+@pytest.mark.parametrize("year", [1901, 1960])
+def test_sources_older_than_1970_are_converted(year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m", GPT_NEO)
+    seconds = datetime(year, 1, 1, tzinfo=UTC).timestamp()
+    for path in (tmp_path / "m").iterdir():
+        os.utime(path, (seconds, seconds))
+    done("save-init", "./m", "--out", "init")
+    done("verify", "init", "./m")

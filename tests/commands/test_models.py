@@ -13,7 +13,7 @@ def test_all_aliases_are_listed() -> None:
     report = models(None)
     lines = report.text.splitlines()
     assert lines[0].split() == [
-        "alias", "hub", "id", "family", "parameters", "size", "vocabulary", "gcd", "8", "gcd", "128",
+        "alias", "hub", "id", "family", "parameters", "size", "vocabulary", "shards", "on", "8", "shards", "on", "128",
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[1:]] == [alias.name for alias in ALIASES]
     (line,) = (line for line in lines if line.startswith("gpt-neo-1.3B "))

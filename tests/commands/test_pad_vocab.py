@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from prepcli.planning.accounting import Names
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.reading.sources import Source
-from tests.models import GPT_NEO, read_tensors, same_bits, tensors_of, write_checkpoint
+from tests.commands.running import done, said
+from tests.models import GPT_NEO, make, read_tensors, same_bits, tensors_of, write_checkpoint
 from trainer.families.gpt_neo import FAMILY
 
 COMMON = Common("m", None, 1 << 29)
@@ -91,3 +93,14 @@ def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Pa
     assert main(["save-init", "m-padded", "-q"]) == 0
     assert main(["export", "m-padded-init", "--out", "back", "-q"]) == 0
     assert all(same_bits(value, tensors[name]) for name, value in read_tensors(Path("back")).items())
+
+
+@pytest.mark.parametrize(("heads", "rules"), [(6, " --rule 'heads=mp|none'"), (8, "")])
+def test_the_next_command_after_padding_for_a_mesh_works(
+    heads: int, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m", GPT_NEO, hidden_size=48, num_heads=heads)
+    command = said(capsys, "pad-vocab", "./m", "--mesh", "1,1,4")["next"]
+    assert command == f"prep save-init m-padded --mesh 1,1,4{rules}"
+    done(*shlex.split(command)[1:])

@@ -262,3 +262,7 @@ def test_orbax_restores_a_step(here: Path):
         leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in state_in(str(step)).items()}
         Path("expected.json").write_text(json.dumps(leaves))
         judge("judge-step", here / "expected.json", here / step)
+
+
+def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:
+    judge("v1-paths", made / "m-init", made / "tuned", made / "tuned" / "5")

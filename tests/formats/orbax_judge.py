@@ -4,6 +4,7 @@ Usage: orbax_judge.py save FOLDER            what Orbax itself writes, in severa
        orbax_judge.py judge EXPECTED ITEM    every way to open the item gives what the JSON file says
        orbax_judge.py judge-step EXPECTED STEP    the same for a step folder that holds the item `state`, and its run
        orbax_judge.py same A B               two items hold the same tree
+       orbax_judge.py v1-paths INIT RUN STEP which of the paths Orbax v1's `load_pytree` takes
 """
 
 from __future__ import annotations
@@ -167,8 +168,24 @@ def same(a: Path, b: Path) -> None:
     assert found[0] == found[1]
 
 
+def is_taken(path: Path) -> bool:
+    try:
+        return bool(v1.load_pytree(path))
+    except ValueError:  # InvalidLayoutError is one
+        return False
+
+
+def v1_paths(init: Path, run: Path, step: Path) -> None:
+    """An init and a step of a run are loaded; the run, and the item within a step, are not."""
+    assert set(v1.load_pytree(init)) == {"params"}
+    assert {"params", "opt_state"} <= set(v1.load_pytree(step))
+    assert not any(map(is_taken, (run, step / "state")))
+    restored = ocp.PyTreeCheckpointer().restore(step / "state")  # of v0
+    assert {"params", "opt_state"} <= set(restored)
+
+
 if __name__ == "__main__":
     command, *paths = sys.argv[1:]
-    {"save": save, "judge": judge, "judge-step": judge_step, "same": same}[command](
+    {"save": save, "judge": judge, "judge-step": judge_step, "same": same, "v1-paths": v1_paths}[command](
         *(Path(path).absolute() for path in paths)
     )

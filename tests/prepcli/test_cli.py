@@ -53,6 +53,10 @@ def broken() -> int:
     raise ZeroDivisionError("no chunks")
 
 @app.command()
+def severed() -> int:
+    raise BrokenPipeError(32, "Broken pipe")
+
+@app.command()
 def chatty() -> int:
     for line in range(100_000):
         print(line)
@@ -248,8 +252,10 @@ def test_a_bug_ends_with_1_and_a_saved_traceback() -> None:
     saved.unlink()
 
 
-@pytest.mark.parametrize("args", [["chatty"], ["models"], ["models", "lama", "--json"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_news(args: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("args", "code"), [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)]
+)
+def test_a_reader_that_goes_away_changes_no_exit_code(args: list[str], code: int) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-c", WITH_COMMAND, *args]
@@ -257,4 +263,11 @@ def test_a_reader_that_goes_away_is_no_news(args: list[str]) -> None:
         done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     finally:
         os.close(write_end)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (code, "" if code == 0 else done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_pipe_that_is_not_stdout_fails() -> None:
+    code, out, err = run("severed", script=WITH_COMMAND)
+    assert (code, out) == (1, "")
+    assert "Broken pipe" in err

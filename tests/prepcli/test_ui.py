@@ -242,3 +242,26 @@ def test_a_table_aligns_words_left_and_numbers_right() -> None:
 
 def test_an_empty_table_is_its_head() -> None:
     assert table([], ["name", "rows"]) == "name  rows"
+
+
+ROWS = [["transformer.h.0.attn.attention.q_proj.weight", "[2048, 2048]", 7], ["lm_head.weight", "[50257, 2048]", 12]]
+
+
+@pytest.mark.parametrize("width", [40, 60, 64])
+def test_tables_fit_the_width_of_a_terminal(width: int) -> None:
+    lines = table(ROWS, ("name", "shape", "bytes"), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line.split()[-1] for line in lines] == ["bytes", "7", "12"]
+    assert "…" in lines[1]
+
+
+def test_tables_of_a_pipe_are_never_shortened() -> None:
+    assert Ui("inspect", out=io.StringIO()).columns is None
+    assert ROWS[0][0] in table(ROWS, ("name", "shape", "bytes"))
+
+
+def test_the_width_of_a_terminal_is_that_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "57")
+    assert Ui("inspect", out=out).columns == 57

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer import mesh
+from trainer.errors import PrepError
 from trainer.recipe import batch_shape, load, recipe_text, schema
 from trainer.recipe.page import page
 from trainer.recipe.spelling import example, options, spelled
@@ -151,9 +152,9 @@ SPECIAL = {
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,
     "optimizer.warmup_steps": st.integers(0, 9),
-    "optimizer.decay_steps": st.integers(10, 2**40),
+    "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
-    "train.steps": st.integers(10, 2**40),
+    "train.steps": st.integers(10, 2**30),
 }
 
 
@@ -166,7 +167,7 @@ def of_option(part: Mapping[str, Any]) -> st.SearchStrategy[Any]:
         return st.sampled_from(part.get("enum") or [part["const"]])
     low, high = part.get("minimum", part.get("exclusiveMinimum", 0)), part.get("maximum", part.get("exclusiveMaximum"))
     if part["type"] == "integer":
-        return st.integers(low, high or 2**40)
+        return st.integers(low, high or 2**30)
     if part["type"] == "number":
         no_low, no_high = "exclusiveMinimum" in part, "exclusiveMaximum" in part
         floats = st.floats(low, high or 1e30, exclude_min=no_low, exclude_max=no_high)
@@ -192,7 +193,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     if found["data.type"] == "json" and draw(st.booleans()):
         found["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
     elif found["data.type"] == "json" and draw(st.booleans()):
-        found |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**40))}
+        found |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         found |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
     if found.get("data.holdout") or "data.eval_path" in found:
         found |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
@@ -235,3 +236,22 @@ def test_the_complete_recipe_says_where_values_are_from(small: Path):
         "lr = 0.5                                        # --set optimizer.lr",
         'path = ["a", "b"]                               # --set data.path',
     } <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("train.steps", 10**30), ("batch.size", 2**31), ("data.seq_length", 2**63), ("optimizer.warmup_steps", 10**12)],
+)
+def test_recipe_integers_beyond_int32_are_refused(small: Path, key: str, value: int):
+    with pytest.raises(PrepError, match=f"`{key}` is {value}") as caught:
+        load(small, [f"{key}={value}"])
+    assert caught.value.why == "it is too large: the most is 2,147,483,647"
+
+
+def test_recipe_floats_beyond_float32_are_refused(small: Path):
+    with pytest.raises(PrepError, match=r"`optimizer\.lr` is 1e"):
+        load(small, ["optimizer.lr=1e300"])
+
+
+def test_recipe_periods_may_be_huge(small: Path):
+    assert load(small, [f"checkpoint.every={10**12}"]).recipe.checkpoint.every == 10**12

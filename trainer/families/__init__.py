@@ -26,12 +26,14 @@ from trainer.families import (
 )
 from trainer.table import Config, Family
 from trainer.traits import CHANGES
+from trainer.unsupported import missing_mechanism
 
 _MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
 GUIDE = "to add a family takes one file and an hour: docs/add-a-family.md"
+NO_GUIDE = "a family file cannot add that: it takes a new layer in the trainer; `prep inspect` shows the tensors"
 ALIKE = 5  # fields in common, from which on two configs are alike
 FAMILIES = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
@@ -41,8 +43,11 @@ def family_of(config: Config) -> Family:
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    why = "known: " + ", ".join(FAMILIES)
-    raise PrepError(f"no family for model_type `{name}`", why, _nearest(config))
+    known = "known: " + ", ".join(FAMILIES)
+    what = f"no family for model_type `{name}`"
+    if mechanism := missing_mechanism(config):
+        raise PrepError(what, f"it needs {mechanism}, which is not supported; {known}", NO_GUIDE)
+    raise PrepError(what, known, _nearest(config))
 
 
 def _nearest(config: Config) -> str:

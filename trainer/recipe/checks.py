@@ -9,9 +9,11 @@ from trainer import mesh
 from trainer.data.fields import parse
 from trainer.errors import PrepError
 from trainer.recipe.derived import schedule_of
-from trainer.recipe.spelling import shown
-from trainer.recipe.tables import Recipe, value_of
+from trainer.recipe.spelling import example, shown
+from trainer.recipe.tables import KEYS, Recipe, value_of
 
+MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38  # steps and lengths are int32 on devices, numbers of the optimizer float32
+ON_DEVICES = ("train.steps", "train.max_skipped", "data.seq_length", "data.source_length", "model.head_chunk_size")
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 
 
@@ -28,12 +30,25 @@ class Problem:
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """All that is wrong with a recipe whose keys are each right by themselves."""
     yield from _raised(lambda: mesh.parse(recipe.mesh, origin="mesh"), "mesh")
+    yield from _overflows(recipe)
     yield from _fields(recipe)
     yield from _sources(recipe)
     yield from _batch(recipe)
     yield from _lengths(recipe)
     yield from _evaluation(recipe)
     yield from _schedule(recipe)
+
+
+def _overflows(recipe: Recipe) -> Iterator[Problem]:
+    """Numbers that the dtypes of a step cannot hold."""
+    for key in KEYS:
+        value = value_of(recipe, key)
+        if not isinstance(value, int | float) or not (key in ON_DEVICES or key.startswith(("batch.", "optimizer."))):
+            continue
+        most = MAX_INT if isinstance(value, int) else MAX_FLOAT
+        if value > most:
+            what = f"`{key}` is {shown(value)}"
+            yield Problem((key,), what, f"it is too large: the most is {most:,}", f"`{key} = {example(KEYS[key])}`")
 
 
 def _raised(work: Callable[[], object], *keys: str) -> Iterator[Problem]:

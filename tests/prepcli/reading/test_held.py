@@ -135,6 +135,15 @@ def test_leaves_that_make_no_model(name: str):
     assert what in caught.value.what
 
 
+def test_an_unknown_layout_is_answered_with_those_that_are_read():
+    with pytest.raises(PrepError) as caught:
+        foreign_tensors({"blk.w": leaf(2)}, LLAMA, CONFIG, "m")
+    assert caught.value.why == "found blk.w, which are not the leaves of a llama"
+    assert "native (layers.0." in caught.value.hint
+    assert "easylm (transformer.h.0." in caught.value.hint
+    assert "below no root or params or params.params" in caught.value.hint
+
+
 @pytest.mark.parametrize("stacked_on", [None, 0])
 def test_a_config_that_asks_for_too_much(stacked_on: int | None):
     leaves = leaves_of(LLAMA, Form("easylm", "", stacked_on))

@@ -99,10 +99,21 @@ def test_a_leaf_of_two_dtypes_is_refused_with_the_way_out():
     source = source_of(LLAMA, {"model.layers.1.mlp.up_proj.weight": "bfloat16"})
     with pytest.raises(PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes") as caught:
         item_of(source)
-    assert caught.value.why == "model.layers.1.mlp.up_proj.weight is bfloat16, tensors before it are float32"
+    assert caught.value.why == (
+        "model.layers.1.mlp.up_proj.weight is bfloat16, model.layers.0.mlp.up_proj.weight is float32"
+    )
     assert "--no-scan" in caught.value.hint
     found = {leaf.name: leaf.dtype for leaf in item_of(source, scan=False).leaves}
     assert [found[f"params.layers.{i}.mlp.up.weight"] for i in range(3)] == ["float32", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_integer_tensor_in_a_leaf_is_the_one_named(layer: int):
+    odd = f"model.layers.{layer}.mlp.up_proj.weight"
+    with pytest.raises(PrepError, match="would have two dtypes") as caught:
+        item_of(source_of(LLAMA, {odd: "int32"}))
+    assert caught.value.why.startswith(f"{odd} is int32, ")
+    assert odd in caught.value.hint
 
 
 def test_elements_smaller_than_a_byte_are_refused():

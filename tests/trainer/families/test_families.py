@@ -124,7 +124,7 @@ COMMON = ("intermediate_size", "num_attention_heads", "num_hidden_layers", "voca
         ({"model_type": "zzz", "architectures": [3, "LLaMAForCausalLM"]}, "llama"),
         ({"model_type": "zzz", "architectures": ["T5ForConditionalGeneration"]}, "t5"),
         ({"model_type": "zzz", "architectures": "Llama"}, ""),
-        ({"model_type": "bert", "architectures": None}, ""),
+        ({"model_type": "zzz", "architectures": None}, ""),
         ({"model_type": "starcoder2", **dict.fromkeys(("hidden_size", "num_key_value_heads", *COMMON), 8)}, "llama"),
         ({"model_type": "x", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 9, "vocab_size": 7}, "gpt2"),
         ({"model_type": "x", "d_model": 8, "d_kv": 2, "d_ff": 2, "num_heads": 9, "vocab_size": 7}, "t5"),

@@ -1,0 +1,79 @@
+"""Architectures that a family file alone cannot describe: the mechanism that each one needs. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """What the trainer does not compute, and how a config.json tells that a model needs it.
+
+    `model_types` name it for certain; any of `fields` does where its value is neither empty nor false.
+    """
+
+    name: str
+    model_types: frozenset[str]
+    fields: tuple[str, ...] = ()
+
+
+def _mechanism(name: str, model_types: str, *fields: str) -> Mechanism:
+    return Mechanism(name, frozenset(model_types.split()), fields)
+
+
+MECHANISMS = (  # the first that fits is named
+    _mechanism(
+        "an image, video or audio encoder",
+        "aria blip-2 chameleon clip fuyu idefics idefics2 idefics3 instructblip internvl kosmos-2 llava llava_next "
+        "llava_onevision mllama paligemma pixtral qwen2_5_omni qwen2_5_vl qwen2_audio qwen2_vl qwen3_vl smolvlm "
+        "speech_to_text siglip video_llava vipllava vit wav2vec2 whisper",
+        *("vision_config", "audio_config", "vision_tower"),
+    ),
+    _mechanism(
+        "state-space layers",
+        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba zamba2",
+        *("state_size", "ssm_cfg", "ssm_state_size", "mamba_d_state", "mamba_d_conv"),
+    ),
+    _mechanism("recurrent layers", "recurrent_gemma rwkv xlstm", "lru_width"),
+    _mechanism(
+        "linear attention",
+        "kimi_linear minimax minimax_m1 qwen3_next",
+        *("linear_num_value_heads", "linear_attn_config", "linear_conv_kernel_dim"),
+    ),
+    _mechanism("short convolutions", "lfm2 lfm2_moe", "conv_L_cache"),
+    _mechanism(
+        "multi-head latent attention",
+        "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite kimi_k2 longcat_flash minicpm3",
+        "kv_lora_rank",
+    ),
+    _mechanism("attention sinks and experts in MXFP4", "gpt_oss"),
+    _mechanism(
+        "a sparse MoE whose router or shared experts differ from Mixtral's and Qwen3-MoE's",
+        "arctic dbrx deepseek doge ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe jetmoe "
+        "llama4 llama4_text minimax_m2 nllb-moe olmoe phimoe qwen2_moe switch_transformers",
+        *("n_shared_experts", "n_routed_experts", "shared_expert_intermediate_size", "moe_num_experts", "ffn_config"),
+    ),
+    _mechanism("ALiBi position biases", "bloom mpt", "alibi"),
+    _mechanism(
+        "an encoder without a decoder",
+        "albert bert big_bird camembert convbert deberta deberta-v2 distilbert electra ernie esm eurobert fnet funnel "
+        "ibert layoutlm longformer megatron-bert mobilebert modernbert mpnet nomic_bert nystromformer rembert roberta "
+        "roberta-prelayernorm roformer squeezebert xlm-roberta xlm-roberta-xl xmod yoso",
+        "type_vocab_size",
+    ),
+    _mechanism(
+        "cross attention other than T5's",
+        "bart bigbird_pegasus blenderbot blenderbot-small fsmt led m2m_100 marian mbart mvp pegasus pegasus_x plbart "
+        "prophetnet seamless_m4t",
+    ),
+)
+
+
+def missing_mechanism(config: Mapping[str, Any]) -> str:
+    """The mechanism that a config needs and the trainer lacks; empty where none is known to be missing."""
+    model_type = config.get("model_type")
+    named = (each for each in MECHANISMS if model_type in each.model_types) if isinstance(model_type, str) else iter(())
+    told = (each for each in MECHANISMS if any(config.get(field) for field in each.fields))
+    return next((each.name for found in (named, told) for each in found), "")
