@@ -32,6 +32,7 @@ READS = ("listdir", "scandir", "stat", "lstat")
 CHANGES = ("rename", "replace", "unlink", "mkdir", "rmdir", "write", "pwrite", "ftruncate")
 COARSE = frozenset({"wait", "replace"})  # where a process may be interrupted, besides `sleep` and `step`
 FINE = COARSE | {"open", "flock", "close", "rename", *READS, *CHANGES}
+ANY = 1 << 30
 STEPS_S = (25.0, 700.0, 700.0, 700.0)  # by which time passes: beyond the time to return, then beyond all patience
 
 
@@ -73,9 +74,13 @@ class World:
 
     current: World | None = None
 
-    def __init__(self, folder: Path, processes: Sequence[Process], *, points: frozenset[str], kills: int = 0) -> None:
+    def __init__(
+        self, folder: Path, processes: Sequence[Process], *, points: frozenset[str], kills: int, switches: int
+    ) -> None:
+        """`switches`: how often a process may be interrupted for another one although it could go on."""
         self.folder, self.processes, self.points = folder, processes, points
-        self.kills, self.ticks, self.clock_s = kills, 0, 1000.0
+        self.kills, self.switches, self.ticks, self.clock_s = kills, switches, 0, 1000.0
+        self.last = -1  # the process that ran last
         self.back = threading.Semaphore(0)
         self.threads: dict[int, Process] = {}
         World.current = self
@@ -85,18 +90,23 @@ class World:
     def events(self) -> list[Event]:
         """What can happen next; nothing once all processes have ended."""
         numbered = list(enumerate(self.processes))
-        found = [("run", n) for n, p in numbered if p.is_live and p.idle_at != self._changes_of_others(p)]
+        found = [("run", n) for n, p in numbered if self._can_run(p)]
         starts = [("start", n) for n, p in numbered if p.thread is None and p.may_start()]
         kills = [("kill", n) for n, p in numbered if p.is_live and self.kills]
         if not found and not starts and any(p.is_live for p in self.processes):
             assert self.ticks < len(STEPS_S), f"waits for ever: {[(p.label, p.is_done) for p in self.processes]}"
             return [("tick", 0), *kills]
+        if not self.switches and ("run", self.last) in found:
+            return [("run", self.last), *kills]
         return [*found, *starts, *kills]
 
     def do(self, event: Event) -> None:
         """Let it happen."""
         kind, number = event
         process = self.processes[number]
+        if kind in ("run", "start"):
+            self.switches -= number != self.last >= 0 and self._can_run(self.processes[self.last])
+            self.last = number
         if kind == "tick":
             self.clock_s += STEPS_S[self.ticks]
             self.ticks += 1
@@ -114,7 +124,8 @@ class World:
         self.back.acquire()
 
     def key(self) -> int:
-        return hash((self.kills, self.ticks, self._content(), tuple(process.key() for process in self.processes)))
+        budgets = self.kills, self.switches, self.ticks, self.last if not self.switches else -1
+        return hash((budgets, self._content(), tuple(process.key() for process in self.processes)))
 
     def end(self) -> None:
         """End all threads."""
@@ -126,6 +137,9 @@ class World:
             if process.thread is not None:
                 process.thread.join()
         World.current = None
+
+    def _can_run(self, process: Process) -> bool:
+        return process.is_live and process.idle_at != self._changes_of_others(process)
 
     def _changes_of_others(self, process: Process) -> int:
         return sum(each.changes for each in self.processes if each is not process)

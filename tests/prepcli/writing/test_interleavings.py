@@ -15,7 +15,7 @@ from prepcli.planning.plan import Flat, Plan, Stream
 from prepcli.planning.shares import Share
 from prepcli.writing.staging import clean, staging
 from prepcli.writing.together import Task, Waiting, work_together
-from tests.prepcli.writing.interleaving import COARSE, FINE, Process, World, explore, simulated, step
+from tests.prepcli.writing.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
 
 STREAMS = 3
 PLAN = Plan(
@@ -104,10 +104,11 @@ def code(process: Process) -> int:
 
 @dataclass(frozen=True)
 class Depth:
-    """Where processes are interrupted, and how many of them may be killed."""
+    """Where processes are interrupted, how many may be killed, and how often one is interrupted that could go on."""
 
     points: frozenset[str] = COARSE
     kills: int = 0
+    switches: int = ANY
     eager: bool = False
 
 
@@ -116,7 +117,7 @@ def states(tmp_path: Path, lives: Callable[[], list[Life]], check: Callable[[Wor
 
     def make(folder: Path) -> World:
         found = processes(folder / "out", lives(), eager=depth.eager)
-        return World(folder, found, points=depth.points, kills=depth.kills)
+        return World(folder, found, points=depth.points, kills=depth.kills, switches=depth.switches)
 
     with simulated():
         return explore(make, check, tmp_path)
@@ -197,26 +198,32 @@ def test_failed_process_comes_back_at_any_moment(tmp_path: Path):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_ends_what_a_killed_one_began(tmp_path: Path, count: int):
     lives = lambda: [*attempt(2), *attempt(count, 1)]  # noqa: E731
-    states(tmp_path, lives, check_last_attempt_ends_well, Depth(kills=1))
+    states(tmp_path, lives, check_last_attempt_ends_well, Depth(kills=1, switches=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 2])
 def test_failure_reaches_every_one_of_three(tmp_path: Path, fails: int):
-    states(tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth())
+    states(tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth(switches=3))
 
 
 @pytest.mark.slow
 def test_three_processes_end_when_all_have(tmp_path: Path):
-    states(tmp_path, lambda: attempt(3), check_all_end_well, Depth())
+    states(tmp_path, lambda: attempt(3), check_all_end_well, Depth(switches=3))
 
 
 @pytest.mark.slow
-def test_processes_end_in_every_order_of_operations(tmp_path: Path):
-    states(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE))
+def test_processes_end_interrupted_at_any_operation(tmp_path: Path):
+    states(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE, switches=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fails", "restart"), FAILS)
-def test_failure_reaches_all_in_every_order(tmp_path: Path, fails: int, restart: bool):
-    states(tmp_path, lambda: attempt(2, fails=fails, restart=restart), check_failure_reaches_all, Depth(FINE))
+def test_failure_reaches_all_at_any_operation(tmp_path: Path, fails: int, restart: bool):
+    lives = lambda: attempt(2, fails=fails, restart=restart)  # noqa: E731
+    states(tmp_path, lives, check_failure_reaches_all, Depth(FINE, switches=1))
+
+
+@pytest.mark.slow
+def test_killed_process_is_missed_at_any_operation(tmp_path: Path):
+    states(tmp_path, lambda: attempt(2), check_killed, Depth(FINE, kills=1, switches=0))
