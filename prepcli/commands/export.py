@@ -18,7 +18,7 @@ from prepcli.reading.sources import Source, SourceTensor, counted, stored_table
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text, parse_bytes
 from prepcli.writing.flax_folders import STREAM_FORMAT, lay_out, with_head
-from prepcli.writing.folders import entries, index_files, laid_out, settings
+from prepcli.writing.folders import copied, entries, index_files, laid_out, settings
 from prepcli.writing.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
 from trainer.table import Config, Layout
 
@@ -108,7 +108,7 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
         sources=source.facts,
         streams=streams(source, targets, cut, {c.name for c in found.checks}),
         files=output.files,
-        small_files=(*settings(config, (), source.small_files), *output.index),
+        small_files=(*settings(config, (), copied(source.small_files, source.root)), *output.index),
         dropped=(
             *(d for d in found.dropped if d.name not in head),
             *taken_off(source, targets, cut),

@@ -16,7 +16,7 @@ from prepcli.reading.locate import Located
 from prepcli.reading.sources import Source, SourceTensor, counted, table_of
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
-from prepcli.writing.folders import Group, entries, laid_out, settings
+from prepcli.writing.folders import Group, copied, entries, laid_out, settings
 from prepcli.writing.streams import Cut, Target, rows_of, streams, taken_off
 from trainer.mesh import DEFAULT_RULES, parse, rule_text
 
@@ -102,7 +102,7 @@ def plan(request: Request, source: Source, located: Located) -> Planned:
         sources=source.facts,
         streams=streams(source, targets, cut),
         files=files,
-        small_files=settings(config, layouts, source.small_files),
+        small_files=settings(config, layouts, copied(source.small_files, source.root)),
         dropped=(*(d for d in found.dropped if d.name in wanted), *taken_off(source, targets, cut)),
         checks=found.checks,
         settings={

@@ -22,7 +22,7 @@ from prepcli.reading.locate import Located
 from prepcli.reading.sources import HF_FOLDER, Source, counted, table_of
 from prepcli.ui import Report, Ui
 from prepcli.units import bytes_text
-from prepcli.writing.folders import settings
+from prepcli.writing.folders import copied, settings
 from prepcli.writing.items import Item, Split, item_streams, make_item
 from prepcli.writing.packing import METHOD, parse_compress
 from prepcli.writing.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
@@ -114,7 +114,7 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
         sources=source.facts,
         streams=item_streams(source, found, item, layout.rows, cut),
         files=item.files,
-        small_files=settings(config, (), source.small_files, f"{HF_FOLDER}/"),
+        small_files=settings(config, (), copied(source.small_files, source.root, f"{HF_FOLDER}/"), f"{HF_FOLDER}/"),
         leaves=item.leaves,
         dropped=(*found.dropped, *off),
         checks=found.checks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -58,9 +59,14 @@ def finish(
 def _put(file: SmallFile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if file.copied_from:
-        shutil.copyfile(file.copied_from, path)
+        with open(file.copied_from, "rb", opener=_without_links) as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target)
     else:
         path.write_bytes(file.content)
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)  # a real path, unless somebody has replaced it since
 
 
 def _packed(plan: Plan, stage: Staging, progress: Progress) -> Packed:

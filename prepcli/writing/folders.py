@@ -10,6 +10,7 @@ from typing import Any
 from prepcli.formats.safetensors import INDEX, SINGLE
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out
 from prepcli.planning.plan import Flat, OutFile, SmallFile
+from prepcli.reading.links import side_file
 from prepcli.reading.sources import CONFIG, Source, SourceTensor
 
 Group = tuple[str, Sequence[Entry], int | None]  # file name, tensors in order, how deep in a page the first one lies
@@ -36,17 +37,21 @@ def laid_out(groups: Sequence[Group]) -> tuple[tuple[OutFile, ...], dict[str, Fl
     return files, places, layouts
 
 
-def _copied(path: Path, below: str) -> SmallFile:
-    found = path.stat()
-    return SmallFile(below + path.name, copied_from=str(path), stamp=(found.st_size, found.st_mtime_ns))
+def copied(paths: Iterable[Path], root: Path, below: str = "") -> tuple[SmallFile, ...]:
+    """Files that are copied as they are from the checkpoint `root`. PrepError for a link that leaves it."""
+    return tuple(_copied(path, side_file(path, root), below) for path in paths)
+
+
+def _copied(path: Path, real: Path, below: str) -> SmallFile:
+    found = real.stat()
+    return SmallFile(below + path.name, copied_from=str(real), stamp=(found.st_size, found.st_mtime_ns))
 
 
 def settings(
-    config: Mapping[str, Any], layouts: Sequence[FileLayout], copied: Iterable[Path], below: str = ""
+    config: Mapping[str, Any], layouts: Sequence[FileLayout], beside: Iterable[SmallFile], below: str = ""
 ) -> tuple[SmallFile, ...]:
     """config.json, the index if there are several files, and the files that are copied as they are."""
-    files = (SmallFile(below + CONFIG, dumps(config)), *index_files(layouts))
-    return (*files, *(_copied(path, below) for path in copied))
+    return (SmallFile(below + CONFIG, dumps(config)), *index_files(layouts), *beside)
 
 
 def index_files(layouts: Sequence[FileLayout]) -> tuple[SmallFile, ...]:

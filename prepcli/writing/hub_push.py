@@ -15,6 +15,7 @@ from prepcli.lists import some
 from prepcli.progress import Progress
 from prepcli.reading.hub_client import CHECK_ENDPOINT, NOT_UNDERSTOOD, NoAnswer, is_garbled, use_patient_client
 from prepcli.reading.hub_ranges import is_of_the_network
+from prepcli.reading.links import side_file
 from prepcli.reading.patience import PATIENT, Patience
 from prepcli.writing.staging import WORK
 
@@ -138,9 +139,11 @@ def _upload(api: HfApi, target: Target, added: Sequence[CommitOperationAdd], pro
 
 
 def _names(folder: Path) -> list[str]:
-    """All files of an output by their path in it."""
-    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    return [name for name in found if not name.startswith(f"{WORK}/")]
+    """All files of an output by their path in it. PrepError for a link that leaves it."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.relative_to(folder).parts[0] != WORK]
+    for path in paths:
+        side_file(path, folder)
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def _set_variables() -> None:

@@ -60,6 +60,22 @@ def is_held(path: Path) -> bool:
         os.close(fd)
 
 
+def hold_together(path: Path) -> int:
+    """A descriptor that holds a lock as others may too."""
+    fd = _open(path)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def is_held_together(path: Path) -> bool:
+    """Whether any process holds a lock by `hold_together`. Nobody may take it meanwhile."""
+    fd = _open(path)
+    try:
+        return not _got(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[os.stat_result]:
     """Wait for the lock and hold it within: what is yielded tells which file it is."""

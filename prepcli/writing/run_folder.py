@@ -22,14 +22,14 @@ from prepcli.engine.host_leaves import HostLeaves
 from prepcli.errors import PrepError
 from prepcli.formats.orbax import METADATA
 from prepcli.manifest import MANIFEST, OWN, STATE
-from prepcli.planning.plan import Plan
+from prepcli.planning.plan import Plan, SmallFile
 from prepcli.progress import NullProgress
 from prepcli.reading.restore import ItemReader, open_reader
 from prepcli.reading.sources import HF_FOLDER, small_files
 from prepcli.writing.checksums import recorder
 from prepcli.writing.convert import check_room, run_of, sink_of
 from prepcli.writing.finishing import finish
-from prepcli.writing.folders import settings
+from prepcli.writing.folders import copied, settings
 from prepcli.writing.locks import lock
 from prepcli.writing.saving import state_plan
 from prepcli.writing.staging import clean, remove, staging, sync
@@ -85,10 +85,15 @@ class RunFolder:
             facts, self._hf = reader.facts, reader.folder / HF_FOLDER
         given = {"mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
         self._before = {**facts, **{key: value for key, value in given.items() if value is not None}, "name": name}
+        self._beside()  # a link that leaves the checkpoint is an error before the first step
         self._run, self._keep, self._request = run, keep, request
         self._layout: tuple[Mapping[str, Stored], Plan] | None = None
         self._lock = self._locked()
         self._clear()
+
+    def _beside(self) -> tuple[SmallFile, ...]:
+        """The tokenizer and what else belongs to the model, as the newest step has it."""
+        return copied(small_files(self._hf), self._hf.parent, f"{HF_FOLDER}/")
 
     def _locked(self) -> int:
         try:
@@ -192,5 +197,5 @@ class RunFolder:
             slab_nbytes = budget(MEMORY_NBYTES).slab_nbytes
             self._layout = stored, state_plan(stored, self._before, self._request, slab_nbytes)
         plan = self._layout[1]
-        small = settings(plan.settings["config"], (), small_files(self._hf), f"{HF_FOLDER}/")
+        small = settings(plan.settings["config"], (), self._beside(), f"{HF_FOLDER}/")
         return replace(plan, small_files=small, settings={**plan.settings, **facts, "step": step})

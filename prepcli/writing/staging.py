@@ -19,7 +19,7 @@ from prepcli.engine.journal import read_journal
 from prepcli.errors import PrepError, usage
 from prepcli.planning.shares import ALONE, Division, Share
 from prepcli.writing.failures import FAILED, HEARD, Failures
-from prepcli.writing.locks import is_held, one_at_a_time, patient_lock, shared_lock
+from prepcli.writing.locks import hold_together, is_held, is_held_together, one_at_a_time, patient_lock, shared_lock
 
 WORK = ".prep"
 RUN = "run.json"  # what the run is, for messages
@@ -27,6 +27,7 @@ DIVISION = "division.json"
 JOURNAL = "journal"  # `journal.I`: of process I
 LOCK = "lock"  # `lock.I`: of process I, where there are several
 DOOR = "door"
+MOVING = "moving"  # a lock that processes share until they have moved their shares
 TRIES = 100  # of joining, while others publish or remove the folder
 REPLACED = "replaced"  # what had the final name, until the output has it
 
@@ -43,6 +44,7 @@ class Staging:
         self.work = self.folder / WORK
         self.share = ALONE
         self._locks: list[int] = []
+        self._moving = -1
         self._is: os.stat_result | None = None
         self._failures: Failures | None = None
 
@@ -110,6 +112,7 @@ class Staging:
         if self.share.count > 1:
             what = f"share {self.share.index} of {self.share.count} of {self.folder}"
             self._locks.append(patient_lock(self.work / f"{LOCK}.{self.share.index}", what))
+            self._moving = hold_together(self.work / MOVING)
 
     def _divide(self, identity: str, first: bool) -> Division:
         """How the plan is divided; anew if it was among other processes, of which none is there any more."""
@@ -202,6 +205,16 @@ class Staging:
         """Whether the folder has its final name."""
         return self._is is not None and _is_at(self._is, self.out)
 
+    def moved(self) -> None:
+        """Let others publish: this process reads and writes no more in the folder, unless it publishes itself."""
+        if self._moving >= 0:
+            os.close(self._moving)
+            self._moving = -1
+
+    def is_moved(self) -> bool:
+        """Whether all processes at work have moved their shares. To be called while publishing, when nobody joins."""
+        return self.share.count == 1 or not is_held_together(self.work / MOVING)
+
     def _is_there(self) -> bool:
         """Whether the folder is still the one that was opened."""
         return self._is is not None and _is_at(self._is, self.folder)
@@ -261,6 +274,7 @@ class Staging:
 
     def close(self) -> None:
         """Let go of the locks."""
+        self.moved()
         while self._locks:
             os.close(self._locks.pop())
 

@@ -44,6 +44,11 @@ class Task:
         """The part of the plan that is this process's."""
         return part_of(self.plan, set(self.shares[self.stage.share.index]))
 
+    @property
+    def empty(self) -> dict[int, str]:
+        """The digests of the streams that have no bytes."""
+        return {number: NO_BYTES for number, stream in enumerate(self.plan.streams) if not stream.nbytes}
+
     @contextlib.contextmanager
     def journal(self) -> Iterator[Journal]:
         """The journal of this process."""
@@ -106,12 +111,18 @@ def work_together(
     """
     with task.stage.failures.telling():
         outcome = move()
-    digests = wait_for_all(task, waiting)
-    with task.stage.publishing() as is_needed:
-        if is_needed:
-            empty = {number: NO_BYTES for number, stream in enumerate(task.plan.streams) if not stream.nbytes}
-            finish(dataclasses.replace(outcome, digests=empty | digests))
-    return outcome
+    task.stage.moved()
+    others = _Others(task, waiting)
+    while True:
+        digests = others.wait()
+        with task.stage.publishing() as is_needed:
+            if not is_needed:
+                return outcome
+            if task.stage.is_moved():
+                others.check_new()
+                finish(dataclasses.replace(outcome, digests=task.empty | digests))
+                return outcome
+        others.pause([])
 
 
 def wait_for_all(task: Task, waiting: Waiting) -> dict[int, str]:
@@ -119,20 +130,7 @@ def wait_for_all(task: Task, waiting: Waiting) -> dict[int, str]:
 
     PrepError: another process failed, or gives no sign of life for too long; whatever `alarm` raises.
     """
-    others = _Others(task, waiting)
-    behind = others.look()
-    if set(behind) - set(task.team):
-        waiting.note(f"share {task.stage.share} is done; waiting for {_called(behind)} of {task.division.count}")
-    while behind and not task.stage.published():
-        with task.stage.failures.telling():
-            waiting.alarm()
-        others.check(behind)
-        time.sleep(LOOK_EVERY_S)
-        behind = others.look()
-    found = dict(task.division.done)
-    for marked in others.marked.values():
-        found |= marked.digests
-    return found
+    return _Others(task, waiting).wait()
 
 
 @dataclass(slots=True)
@@ -144,6 +142,34 @@ class _Others:
     marked: dict[int, Marked] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     seen_s: dict[int, float] = field(default_factory=dict)  # when they gave a sign of life
+
+    def wait(self) -> dict[int, str]:
+        """As `wait_for_all`."""
+        task, behind = self.task, self.look()
+        if set(behind) - set(task.team):
+            missing = f"{_called(behind)} of {task.division.count}"
+            self.waiting.note(f"share {task.stage.share} is done; waiting for {missing}")
+        while behind and not task.stage.published():
+            self.pause(behind)
+            behind = self.look()
+        found = dict(task.division.done)
+        for marked in self.marked.values():
+            found |= marked.digests
+        return found
+
+    def pause(self, behind: Collection[int]) -> None:
+        """Wait a moment. PrepError if one of these will not come to its end, or any other process failed."""
+        with self.task.stage.failures.telling():
+            self.waiting.alarm()
+        self.check(behind)
+        time.sleep(LOOK_EVERY_S)
+
+    def check_new(self) -> None:
+        """Raise the failure of a process that failed when its share was durable already."""
+        for index in range(self.task.division.count):
+            failure = self.task.stage.failures.of(index)
+            if failure is not None and failure.age is Age.NEW:
+                raise failure.error
 
     def look(self) -> list[int]:
         """Read the journals of those who were not done; who still is not."""
@@ -165,13 +191,14 @@ class _Others:
             raise PrepError(f"{stage.folder} was changed by somebody else", why, "remove it, and run again")
         for index in range(self.task.division.count):
             if index not in self.task.team:  # whose workers `alarm` tells of
-                self._check_one(index, now)
+                self._check_one(index, now, is_over=not behind)
         gone = [index for index in behind if now - self.seen_s[index] > patience_s]
         if gone and not stage.published():
             raise self._gone(gone)
 
-    def _check_one(self, index: int, now: float) -> None:
-        """Raise the failure of a process. One that failed before this process joined has a moment to come back."""
+    def _check_one(self, index: int, now: float, *, is_over: bool) -> None:
+        """Raise the failure of a process. One that failed before this process joined has a moment to come back, and is
+        not needed where all shares are durable."""
         stage = self.task.stage
         if stage.is_at_work(index):
             self.seen_s[index] = now
@@ -179,7 +206,7 @@ class _Others:
         failure = stage.failures.of(index)
         if failure is None or failure.age is Age.OLD:
             return
-        has_had_time = now - stage.failures.joined_s > min(RETURN_S, self.waiting.patience_s)
+        has_had_time = not is_over and now - stage.failures.joined_s > min(RETURN_S, self.waiting.patience_s)
         if (failure.age is Age.NEW or has_had_time) and not stage.published():
             raise failure.error
 

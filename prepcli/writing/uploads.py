@@ -20,6 +20,7 @@ from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage
 from prepcli.manifest import MANIFEST, not_ours
 from prepcli.progress import Progress
+from prepcli.reading.links import side_file
 from prepcli.reading.mirrors import whole
 from prepcli.reading.objects import Bucket, Url, is_url, parse_url
 from prepcli.reading.patience import patience_of
@@ -137,7 +138,7 @@ def _upload(request: Request, plan: str, bucket: Bucket, there: Sequence[RemoteF
     """Bring everything up that is not; data first, what says that it is whole last."""
     folder = request.here
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.relative_to(folder).parts[0] != WORK]
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    names = {path.relative_to(folder).as_posix(): side_file(path, folder) for path in paths}
     last = [name for name in (COMMITTED, MANIFEST) if name in names]
     up = _uploaded(request.marks, plan, there) if _is_begun(request) else _begin(request)
     for file in there:

@@ -279,7 +279,8 @@ def test_a_source_of_links_is_as_safe_as_one_of_files(capsys: pytest.CaptureFixt
     make(Path("weights"))
     Path("links").mkdir()
     for path in Path("weights").iterdir():
-        Path("links", path.name).symlink_to(path.resolve())
+        if path.name == "config.json" or ".safetensors" in path.name:
+            Path("links", path.name).symlink_to(path.resolve())
     assert main(["pad-vocab", "./links", "--out", "weights", "--overwrite", "-q"]) == 2
     assert "the output weights is the source" in capsys.readouterr().err
     done("pad-vocab", "./links", "--out", "padded")

@@ -10,7 +10,7 @@ import pytest
 from prepcli.planning.accounting import Names
 from prepcli.planning.plan import Flat
 from prepcli.reading.sources import Source, SourceTensor
-from prepcli.writing.folders import entries, laid_out, settings, with_rows
+from prepcli.writing.folders import copied, entries, laid_out, settings, with_rows
 from prepcli.writing.streams import rows_of
 from trainer.families.gpt_neo import FAMILY
 
@@ -61,7 +61,8 @@ def test_an_index_only_where_there_are_several_files(tmp_path: Path, count: int)
     tokenizer.write_text("{}")
     names = ["model.safetensors"] if count == 1 else ["0.safetensors", "1.safetensors"]
     _, _, layouts = laid_out([(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)])
-    found = settings({"vocab_size": 3, "é": "ü"}, layouts, [tokenizer], "hf/" if count == 1 else "")
+    below = "hf/" if count == 1 else ""
+    found = settings({"vocab_size": 3, "é": "ü"}, layouts, copied([tokenizer], tmp_path, below), below)
     by_path = {file.path: file for file in found}
     if count == 1:
         assert by_path.keys() == {"hf/config.json", "hf/tokenizer.json"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.engine.pipeline import Outcome
 from prepcli.errors import STOPPED, PrepError
 from prepcli.planning.plan import Flat, Plan, Stream
 from prepcli.planning.shares import Division, Share, divided
@@ -17,7 +18,7 @@ from prepcli.writing import together
 from prepcli.writing.failures import Age, Failures
 from prepcli.writing.locks import lock
 from prepcli.writing.staging import Staging
-from prepcli.writing.together import Task, Waiting, wait_for_all
+from prepcli.writing.together import Task, Waiting, wait_for_all, work_together
 
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
@@ -201,6 +202,45 @@ def test_failure_of_a_worker_is_told_by_its_parent(tmp_path: Path):
     failure = other.stage.failures.of(0)
     assert failure is not None
     assert (failure.error.what, failure.age) == ("process 0 failed: a worker was killed by SIGKILL", Age.NEW)
+
+
+def carried_out(task: Task, alarm=lambda: None) -> bool:
+    """Wait for the others with a share that is durable; whether it was this process that finished."""
+    finished = []
+
+    def move() -> Outcome:
+        finish(task)
+        return Outcome()
+
+    work_together(task, move, finished.append, Waiting(60.0, alarm))
+    return bool(finished)
+
+
+def test_publishing_waits_for_a_process_that_still_moves(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
+    finish(other)  # as it was when it joined again
+    looks = iter(range(3))
+
+    def come_to_the_end() -> None:
+        if next(looks, None) == 2:
+            other.stage.moved()
+
+    assert carried_out(task, come_to_the_end)
+    assert next(looks, None) is None
+
+
+def test_failure_after_a_share_is_durable_is_not_published(tmp_path: Path):
+    task, other = pair(tmp_path / "out")
+    finish(other)
+    with pytest.raises(PrepError, match="process 1 failed: the source changed"):
+        carried_out(task, alarm=lambda: fail(other, PrepError("the source changed")))
+
+
+def test_earlier_failure_is_over_once_all_is_durable(tmp_path: Path):
+    other = joined(tmp_path / "out", Share(2, 1))
+    finish(other)
+    fail(other, PrepError("the disk is full"))
+    assert carried_out(joined(tmp_path / "out", Share(2, 0)))
 
 
 def _raising(error: Exception):
