@@ -105,7 +105,7 @@ def test_an_unknown_family(capsys):
     edit_config("m", model_type="mamba")
     code, lines = said(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: no family for model_type `mamba`")
-    assert lines[1] == f"  why: known: {', '.join(FAMILIES)}"
+    assert lines[1] == f"  why: it needs state-space layers; prep does not support that; known: {', '.join(FAMILIES)}"
 
 
 def test_tensors_without_a_place_are_all_named(capsys):

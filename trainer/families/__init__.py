@@ -46,7 +46,7 @@ def family_of(config: Config) -> Family:
     known = "known: " + ", ".join(FAMILIES)
     what = f"no family for model_type `{name}`"
     if mechanism := missing_mechanism(config):
-        raise PrepError(what, f"it needs {mechanism}, which is not supported; {known}", NO_GUIDE)
+        raise PrepError(what, f"it needs {mechanism}; prep does not support that; {known}", NO_GUIDE)
     raise PrepError(what, known, _nearest(config))
 
 
