@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget, anonymous_nbytes, budget
 from prepcli.engine.digest import digest
 from prepcli.engine.files import Files, io_error
+from prepcli.engine.journal import NOTHING, Marked
+from prepcli.engine.own_files import check_no_links
 from prepcli.engine.pipeline import NO_BYTES, Outcome
 from prepcli.errors import PrepError
 from prepcli.manifest import MANIFEST, not_ours, read_manifest
@@ -26,10 +29,14 @@ from prepcli.progress import Progress
 from prepcli.reading.sources import Source
 from prepcli.ui import version
 from prepcli.units import bytes_text
+from prepcli.writing import source_state
+from prepcli.writing.commit import check_unchanged, check_written, stamps
 from prepcli.writing.expectations import Expectations
 from prepcli.writing.finishing import data_folder, finish, unpacked
+from prepcli.writing.resuming import Reader, clear_gaps, kept, outdated
+from prepcli.writing.source_state import State, state_of
 from prepcli.writing.staging import Staging, clean, staging
-from prepcli.writing.together import PATIENCE_S, Task, wait_for_all
+from prepcli.writing.together import LOOK_EVERY_S, PATIENCE_S, Task, wait_for_all
 
 INDEX_OF_ITEM = ("_METADATA", "manifest.ocdbt")
 
@@ -81,6 +88,8 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
         clean(options.out)
         return Done(options.out, Outcome(), 0, already=True)
     base_nbytes = anonymous_nbytes()
+    before = state_of(plan, source)
+    check_room(plan, Staging(options.out).folder)
     coverage.check(plan, lambda: all_slabs(plan.streams, spend.slab_nbytes))
     with staging(options.out) as stage:
         division = stage.open(run, options.restart, options.share)
@@ -90,53 +99,116 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
         options.start()
         task = Task(plan, run, stage, division, range(options.share.index, options.share.index + options.workers))
         try:
-            outcome = _moved(task, source, spend, options.allow_overflow, progress, note)
-            _check_unchanged(plan, source)
+            began = stage.remember(source_state.NAME, {"files": before})["files"]
+            move = _Move(task, source, began, before, spend, options.allow_overflow, progress, note)
+            outcome = move.share(options.share.index)
         except PrepError as error:
             stage.tell_failure(error)
             raise
-        _finish_once(task, options, outcome, progress, note)
+        _finish_once(move, options, outcome)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
     clean(options.out)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
 
 
-def _moved(
-    task: Task, source: Source, spend: Budget, allow_overflow: bool, progress: Progress, note: Callable[[str], None]
-) -> Outcome:
-    """The streams of this process moved."""
-    plan, stage = task.mine, task.stage
-    check_room(plan, stage.folder)
-    promised = task.promises()
-    with (
-        task.journal() as journal,
-        sink_of(plan, stage, promised) as sink,
-        open_blobs(source.reads, spend.cache_nbytes) as files,
-    ):
-        done, total = task.team_nbytes()
-        if done:
-            note(f"resuming {stage.folder.name}: {bytes_text(done)} of {bytes_text(total)} are there")
-        progress.begin(plan.command, total, done)
-        try:
-            expect = Expectations(plan, source, allow_overflow)
-            outcome = pipeline.run(plan.streams, files, sink, spend, progress, journal, expect.seen)
-        finally:
-            progress.end()
-        sink.check_there()
-    return outcome
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Moves shares of a plan's streams."""
+
+    task: Task
+    source: Source
+    began: State  # of the source, when the first process began
+    before: State  # and when this one did
+    spend: Budget
+    allow_overflow: bool
+    progress: Progress
+    note: Callable[[str], None]
+
+    @property
+    def files(self) -> list[Path]:
+        """The data files."""
+        return [data_folder(self.task.plan, self.task.stage.folder) / file.path for file in self.task.plan.files]
+
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.task.plan.streams, self.spend, self.progress)
+
+    def share(self, index: int) -> Outcome:
+        """Move the streams of process `index`, but for those that an earlier run left whole. Raises PrepError."""
+        task, stage, plan = self.task, self.task.stage, self.task.part(index)
+        had_files = any(map(_taken, self.files))
+        with sink_of(plan, stage) as sink, open_blobs(self.source.reads, self.spend.cache_nbytes) as files:
+            if had_files and index == 0 and not plan.zstd_level:
+                clear_gaps(task.plan, self.files)
+            with task.journal(index, self._kept(index)) as journal:
+                done, total = task.team_nbytes()
+                if done:
+                    self.note(f"resuming {stage.folder.name}: {bytes_text(done)} of {bytes_text(total)} are there")
+                self.progress.begin(plan.command, total, done)
+                try:
+                    expect = Expectations(plan, self.source, self.allow_overflow)
+                    outcome = pipeline.run(plan.streams, files, sink, self.spend, self.progress, journal, expect.seen)
+                finally:
+                    self.progress.end()
+                sink.check_there()
+        self._check_source(outcome, index)
+        return outcome
+
+    def _kept(self, index: int) -> Marked:
+        """What an earlier run left of a share, read back."""
+        stage, promised = self.task.stage, self.task.promised(index, self.task.marked(index))
+        if not promised.nbytes:
+            return NOTHING
+        suspect = source_state.touched(self.source, self.began, self.before)
+        if suspect:
+            self.note(f"{_names(suspect)} may have changed since {stage.folder.name} was begun: comparing")
+        found = kept(self.reader, promised, self.files, self.source if suspect else None)
+        bad = len(promised.digests.keys() - found.digests.keys()) + (promised.prefix != found.prefix)
+        if bad:
+            self.note(f"{bad} of {len(promised.digests) + 1} tensors in {stage.folder.name} are damaged: written anew")
+        return found
+
+    def _check_source(self, outcome: Outcome, index: int) -> None:
+        """Raise PrepError if the source was written to while it was read; its files may be touched."""
+        suspect = source_state.touched(self.source, self.before, source_state.state_of(self.task.plan, self.source))
+        if suspect:
+            self.note(f"{_names(suspect)} may have changed while it was read: comparing")
+            numbers = dict(zip(self.task.shares[index], (outcome.digests[n] for n in range(len(outcome.digests)))))
+            if outdated(self.reader, numbers, self.source):
+                raise source_state.changed(suspect, self.source)
 
 
-def _finish_once(
-    task: Task, options: Options, outcome: Outcome, progress: Progress, note: Callable[[str], None]
-) -> None:
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths)
+
+
+def _finish_once(move: _Move, options: Options, outcome: Outcome) -> None:
     """Wait until the shares of all processes are there; who sees it first finishes the output."""
-    digests = wait_for_all(task, options.patience_s, options.alarm, note)
-    with task.stage.publishing() as is_needed:
-        if is_needed:
-            empty = {number: NO_BYTES for number, stream in enumerate(task.plan.streams) if not stream.nbytes}
-            finish(task.plan, task.stage, task.run, replace(outcome, digests=empty | digests), progress)
-            _check_ours(options.out)  # it may have come to be meanwhile
-            task.stage.publish(options.overwrite)
+    task, stage = move.task, move.task.stage
+    while True:
+        digests = wait_for_all(task, options.patience_s, options.alarm, move.note)
+        with stage.publishing() as is_needed:
+            if not is_needed:
+                return
+            unchecked = task.unchecked()
+            if not any(map(stage.is_at_work, unchecked)):
+                for index in unchecked:  # of processes that ended before this one began
+                    move.share(index)
+                    digests = task.digests()
+                _finish(move, options, replace(outcome, digests=digests))
+                return
+        time.sleep(LOOK_EVERY_S)
+
+
+def _finish(move: _Move, options: Options, outcome: Outcome) -> None:
+    plan, stage = move.task.plan, move.task.stage
+    check_written(plan, move.files, outcome.digests, move.reader)
+    empty = {number: NO_BYTES for number, stream in enumerate(plan.streams) if not stream.nbytes}
+    written = stamps(move.files)
+    finish(plan, stage, move.task.run, replace(outcome, digests=empty | outcome.digests), move.progress)
+    check_unchanged(written)
+    _check_ours(options.out)  # it may have come to be meanwhile
+    stage.publish(options.overwrite)
 
 
 def run_of(plan: Plan) -> dict[str, object]:
@@ -210,14 +282,10 @@ def _made_by(manifest: Mapping[str, Any] | None, plan: Plan) -> str:
 
 
 @contextlib.contextmanager
-def sink_of(plan: Plan, stage: Staging, promised: bool = False) -> Iterator[Files]:
-    """The output's data files, made with their size and head. PrepError if a journal promises bytes of them, and one is
-    not as it was left."""
+def sink_of(plan: Plan, stage: Staging) -> Iterator[Files]:
+    """The output's data files, made with their size and head. PrepError for links among them."""
+    check_no_links(stage.folder)
     paths = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-    spoiled = [path for path, file in zip(paths, plan.files) if not _has_size(path, file.size)]
-    if promised and spoiled:
-        why = f"{spoiled[0].name} is missing or has another size than an earlier run gave it"
-        raise PrepError(f"{stage.folder} is damaged", why, "`--restart` drops it")
     for folder in {path.parent for path in paths}:
         folder.mkdir(parents=True, exist_ok=True)
     with Files(paths, [file.size for file in plan.files]) as sink:
@@ -229,10 +297,10 @@ def sink_of(plan: Plan, stage: Staging, promised: bool = False) -> Iterator[File
 
 
 def check_room(plan: Plan, folder: Path) -> None:
-    """PrepError if the disk has no room for what is still to be written."""
+    """Raise PrepError if the disk has no room for what is still to be written to a folder, which need not exist."""
     needed = sum(file.size - _taken(data_folder(plan, folder) / file.path) for file in plan.files)
     needed += unpacked(plan, folder)  # which is there raw and compressed until it is whole
-    usage = shutil.disk_usage(folder)
+    usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
     if needed > usage.free:
         why = f"needs {bytes_text(needed)}, its disk has {bytes_text(usage.free)} free"
         raise PrepError(f"not enough room for {folder.name.removesuffix('.partial')}", why, "`--out` on another disk")
@@ -244,14 +312,3 @@ def _taken(path: Path) -> int:
         return path.stat().st_blocks * 512
     except OSError:
         return 0
-
-
-def _check_unchanged(plan: Plan, source: Source) -> None:
-    """PrepError if a file of the source was written to while it was read."""
-    for fact, path in zip(plan.sources, source.files):
-        try:
-            now = path.stat()
-        except OSError as error:
-            raise io_error(path, error) from error
-        if (now.st_size, now.st_mtime_ns) != (fact.size, fact.mtime_ns):
-            raise PrepError(f"{path.name} changed while it was read", f"in {source.name}", "run again with `--restart`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import Any
 
 from prepcli.engine.casts import moved, report
 from prepcli.engine.files import io_error
+from prepcli.engine.own_files import check_no_links, open_own, write_own
 from prepcli.engine.pipeline import Outcome
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import Chunk, write_item, write_step
@@ -20,6 +22,7 @@ from prepcli.progress import NullProgress, Progress
 from prepcli.writing.packing import Packed, pack, unpacked_nbytes
 from prepcli.writing.staging import WORK, Staging
 
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 RAW, PACKED = "raw", "packed"  # of an output that is compressed, while it is made: its chunks, and how far they are
 
 
@@ -33,6 +36,7 @@ def finish(
 ) -> None:
     """Write what is not tensors: chunks compressed, if they are to be, then index, settings, manifest."""
     folder = stage.folder / plan.item
+    check_no_links(stage.folder)  # of the folders: files are opened without following one
     packed = _packed(plan, stage, progress or NullProgress()) if plan.zstd_level else None
     try:
         if plan.leaves:
@@ -45,7 +49,7 @@ def finish(
         for file in plan.small_files:
             _put(file, folder / file.path)
         said = {"packed": dict(zip(packed.files, packed.sizes))} if packed else {}
-        (stage.folder / MANIFEST).write_bytes(manifest_bytes(_manifest(plan, run, outcome) | said))
+        write_own(stage.folder / MANIFEST, manifest_bytes(_manifest(plan, run, outcome) | said))
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error
 
@@ -53,9 +57,10 @@ def finish(
 def _put(file: SmallFile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if file.copied_from:
-        shutil.copyfile(file.copied_from, path)
+        with open(file.copied_from, "rb") as source, open(open_own(path, WRITE), "wb") as target:
+            shutil.copyfileobj(source, target)
     else:
-        path.write_bytes(file.content)
+        write_own(path, file.content)
 
 
 def _packed(plan: Plan, stage: Staging, progress: Progress) -> Packed:

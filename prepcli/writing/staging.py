@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
+from prepcli.engine.own_files import check_is_no_link, read_own, write_own
 from prepcli.errors import PrepError, usage
 from prepcli.planning.shares import ALONE, Division, Share
 from prepcli.writing.locks import is_held, one_at_a_time, patient_lock, shared_lock
@@ -27,6 +29,7 @@ JOURNAL = "journal"  # `journal.I`: of process I
 LOCK = "lock"  # `lock.I`: of process I, where there are several
 DOOR = "door"
 FAILED = "failed"  # `failed.I`: why process I ended
+CHECKSUM = "checksum"  # a key in these files, over all others
 REPLACED = "replaced"  # what had the final name, until the output has it
 
 
@@ -41,6 +44,7 @@ class Staging:
         self.folder = out.with_name(out.name + ".partial")
         self.work = self.folder / WORK
         self.share = ALONE
+        self.session = ""  # which processes are at work now: the same for all of them
         self._locks: list[int] = []
         self._is: os.stat_result | None = None
 
@@ -62,6 +66,7 @@ class Staging:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             division = self._opened(run, restart)
+            self.session = self._signature()
             on_error.pop_all()
         return division
 
@@ -127,6 +132,8 @@ class Staging:
         return done
 
     def _make(self) -> None:
+        for folder in (self.folder, self.work):
+            check_is_no_link(folder)
         in_the_way = self.folder.exists() and not (self.folder.is_dir() and not any(self.folder.iterdir()))
         if in_the_way and not self.work.exists():  # asked last: another process may be making it
             raise PrepError(f"{self.folder} is in the way", "prep did not make it", "`--out NAME`, or move it away")
@@ -135,19 +142,19 @@ class Staging:
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.work / name
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_own(path))
         except FileNotFoundError:
             return None
         except ValueError:
             found = None
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or found.pop(CHECKSUM, None) not in (None, _checksum(found)):
             raise PrepError(f"{path} is broken", "it is not what prep wrote", "`--restart` drops it")
         return found
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
         path = self.work / name
         fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(content))
+        write_own(fresh, json.dumps({**content, CHECKSUM: _checksum(content)}).encode())
         sync(fresh)
         fresh.rename(path)
         sync(self.work)
@@ -167,6 +174,21 @@ class Staging:
         replaced = self.work / REPLACED
         if os.path.lexists(replaced) and not os.path.lexists(self.out):
             replaced.rename(self.out)
+
+    def remember(self, name: str, content: Mapping[str, object]) -> dict[str, Any]:
+        """What a file of the run says; it is made with this content if it does not exist."""
+        with one_at_a_time(self.work / DOOR):
+            found = self._read(name)
+            if found is None:
+                self._write(name, content)
+        return dict(content) if found is None else found
+
+    def _signature(self) -> str:
+        """What the first of the processes at work wrote into the lock."""
+        try:
+            return read_own(self.work / LOCK).decode(errors="replace")
+        except OSError as error:
+            raise io_error(self.folder, error) from error
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[bool]:
@@ -194,7 +216,7 @@ class Staging:
         """Leave word, for those who share the work, why this process ended."""
         path = self.work / f"{FAILED}.{self.share.index}"
         with contextlib.suppress(OSError):
-            path.write_text(json.dumps({"what": error.what, "why": error.why, "hint": error.hint}))
+            write_own(path, json.dumps({"what": error.what, "why": error.why, "hint": error.hint}).encode())
 
     def failure_of(self, index: int) -> PrepError | None:
         """Why process `index` ended, if it left word."""
@@ -243,6 +265,11 @@ def _is_at(found: os.stat_result, path: Path) -> bool:
         return os.path.samestat(found, path.stat())
     except FileNotFoundError:
         return False
+
+
+def _checksum(content: Mapping[str, object]) -> str:
+    """The checksum of what a file of the run says, as JSON has it: keys are text there."""
+    return digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
 def _division(found: Mapping[str, Any] | None) -> Division | None:
