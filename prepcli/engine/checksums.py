@@ -19,6 +19,7 @@ import xxhash
 
 from prepcli.engine.digest import SUM_DTYPE, checksum
 from prepcli.engine.files import PAGE, Bytes, Files, buffer, io_error
+from prepcli.engine.own_files import read_own, write_own
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, Block
 from prepcli.planning.extents import Extent
 from prepcli.planning.moves import Copy
@@ -96,7 +97,7 @@ class Recorder:
         fresh = self._path.with_name(f"{self._path.name}.new")
         data = self.sums.astype(SUM_DTYPE).tobytes()
         try:
-            fresh.write_bytes(data + xxhash.xxh3_128_digest(data))
+            write_own(fresh, data + xxhash.xxh3_128_digest(data))
             os.replace(fresh, self._path)
         except OSError as error:
             raise io_error(self._path, error) from error
@@ -106,7 +107,7 @@ def load_sums(path: Path, count: int) -> Sums:
     """Sums that `Recorder.save` wrote; all unknown where the file is missing, torn or of another size."""
     found = np.zeros(count, np.uint64)
     with contextlib.suppress(OSError):
-        data = path.read_bytes()
+        data = read_own(path)
         size = count * found.itemsize
         if len(data) == size + 16 and xxhash.xxh3_128_digest(data[:size]) == data[size:]:
             found[:] = np.frombuffer(data[:size], SUM_DTYPE)

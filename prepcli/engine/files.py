@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import resource
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from prepcli.engine.io_policy import Mode, WritePolicy
 from prepcli.engine.linux import allocate
+from prepcli.engine.own_files import open_own
 from prepcli.errors import PrepError
 from prepcli.planning.moves import Copy
 from prepcli.planning.slabs import LONG_RUN, PAGE
@@ -58,6 +60,7 @@ class Files:
         self._direct: list[int] = []
         self._opened: list[int] = []
         self._written: set[int] = set()
+        self._writing = threading.Lock()  # of `_written`: another thread may sync
         self._lost: PrepError | None = None
         flags = os.O_RDONLY if sizes is None else os.O_WRONLY | os.O_CREAT
         _let_open(2 * len(self.paths))
@@ -71,10 +74,12 @@ class Files:
 
     def _open(self, path: Path, flags: int, size: int | None) -> None:
         try:
-            self._buffered.append(self._keep(os.open(path, flags | os.O_CLOEXEC, 0o644)))
+            opened = os.open(path, flags | os.O_CLOEXEC) if size is None else open_own(path, flags)
+            self._buffered.append(self._keep(opened))
             if size is not None and os.fstat(self._buffered[-1]).st_size != size:
                 allocate(self._buffered[-1], size)
-            self._direct.append(self._keep(_open_direct(path, flags & ~os.O_CREAT)))
+            same = 0 if size is None else os.O_NOFOLLOW
+            self._direct.append(self._keep(_open_direct(path, flags & ~os.O_CREAT | same)))
         except OSError as error:
             raise io_error(path, error) from error
 
@@ -139,13 +144,13 @@ class Files:
         at = 0
         for copy in copies:
             run = copy.run
-            self._written.add(copy.file)
             for offset in copy.offsets():
                 if mode is Mode.DIRECT:
                     self._pages_apart(os.pwritev, copy.file, data[at : at + run], offset)
                 else:
                     self._write_back(copy.file, data[at : at + run], offset)
                 at += run
+            self._wrote(copy.file)
 
     def _write_back(self, file: int, data: Bytes, offset: int) -> None:
         """Write through the page cache, in blocks that end where pages end: each page goes to the disk once.
@@ -166,8 +171,13 @@ class Files:
 
     def write_head(self, file: int, data: bytes, offset: int = 0) -> None:
         """Write the first bytes of a file, or others that are no tensor's."""
-        self._written.add(file)
         self._all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
+        self._wrote(file)
+
+    def _wrote(self, file: int) -> None:
+        """The next sync includes a file. Called after its bytes were written: a sync may run at the same time."""
+        with self._writing:
+            self._written.add(file)
 
     def _pages_apart(self, call: _Call, file: int, data: Bytes, offset: int) -> None:
         size = data.size
@@ -201,7 +211,9 @@ class Files:
         """Make everything written so far durable. PrepError where that failed once: asked again the system says yes."""
         if self._lost:
             raise self._lost
-        for file in sorted(self._written):
+        with self._writing:
+            written, self._written = self._written, set()
+        for file in sorted(written):
             fd = self._buffered[file]
             try:
                 os.fdatasync(fd)
@@ -209,8 +221,6 @@ class Files:
                 self._lost = io_error(self.paths[file], error)
                 raise self._lost from error
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._written.clear()
-        self.policy.writeback.clear()
 
 
 def _let_open(count: int) -> None:

@@ -52,11 +52,6 @@ class Writeback:
         """Wait for all ranges. Raises OSError."""
         self._finish(0)
 
-    def clear(self) -> None:
-        """Forget all ranges, after `fdatasync`."""
-        self._started.clear()
-        self._nbytes = 0
-
     def _finish(self, most_nbytes: int) -> None:
         while self._nbytes > most_nbytes:
             fd, offset, nbytes = self._started.popleft()

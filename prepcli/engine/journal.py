@@ -1,4 +1,8 @@
-"""The journal of a process: how many bytes of its streams are durable, and the digests of those that are whole."""
+"""The journal of a process: which of its streams are durable, with their digests.
+
+Each line is a checksum, a space and a JSON object. A line whose checksum does not fit ends the journal: it and what
+follows it promise nothing. So do journals of earlier versions, whose lines have no checksum.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +13,73 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from prepcli.engine.files import io_error
+from prepcli.engine.own_files import open_own, read_own
 from prepcli.errors import PrepError
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """The durable first bytes of the stream that was cut short: how many on its left side, and the digest of what was
+    written of them, in the tensor's order."""
+
+    number: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Marked:
-    """What a journal promises: bytes of its process's streams in their order, digests by their number in the plan."""
+    """What a journal promises: the bytes that are durable, digests of whole streams by their number in the plan, and
+    the stream cut short. `session` names the processes at work when the journal was opened."""
 
     nbytes: int
     digests: Mapping[int, str]
+    prefix: Prefix | None = None
+    session: str = ""
+
+
+NOTHING = Marked(0, {})
 
 
 def read_journal(path: Path, identity: str, division: str = "") -> Marked:
-    """What is durable by a journal: nothing where there is none, or one of another division of the plan's streams.
+    """Read what a journal promises: nothing if it does not exist or is of another division of the plan's streams.
 
-    PrepError if it belongs to another run; OSError if it cannot be read.
+    Raises:
+        PrepError: It belongs to another run, or is a link.
+        OSError: It cannot be read.
     """
-    nbytes, digests = 0, dict[int, str]()
+    found = NOTHING
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_own(path).split(b"\n")[:-1]
     except FileNotFoundError:
         lines = []
     for at, line in enumerate(lines):
         match _parsed(line):
-            case {"run": str(run), "division": str(of)} if at == 0:
+            case {"run": str(run), "division": str(of), "session": str(session)} if at == 0:
                 _check(path, run, identity)
                 if of != division:
                     break
-            case {"done": int(done), "digests": dict(found)} if at > 0 and all(map(str.isdecimal, found)):
-                nbytes = done
-                digests |= {int(number): digest for number, digest in found.items()}
+                found = Marked(0, {}, session=session)
+            case {
+                "done": int(done),
+                "digests": dict(new),
+                "prefix": cut,
+            } if at > 0 and all(map(str.isdecimal, new)):
+                digests = {**found.digests, **{int(number): digest for number, digest in new.items()}}
+                found = Marked(done, digests, _prefix(cut), found.session)
             case _:
-                break  # torn: what follows it was never promised
-    return Marked(nbytes, digests)
+                break
+    return found
+
+
+def _prefix(cut: object) -> Prefix | None:
+    match cut:
+        case [int(number), int(nbytes), str(digest)]:
+            return Prefix(number, nbytes, digest)
+    return None
 
 
 def _check(path: Path, run: str, identity: str) -> None:
@@ -54,27 +91,45 @@ def _check(path: Path, run: str, identity: str) -> None:
 class Journal:
     """An append-only file: its first line says to what run it belongs, each further one what has become durable since.
 
-    Streams are moved in one order, so what is durable is one number. A torn line is left out with what follows it, and
-    the file is written anew when it is opened, since an append after a torn line would spoil both.
+    It is written anew when it is opened, since an append after a torn line would spoil both.
     """
 
-    def __init__(self, path: Path, identity: str, division: str = "", numbers: Sequence[int] | None = None) -> None:
-        """Open or begin the journal; PrepError if it belongs to another run, or cannot be read or written.
+    def __init__(
+        self,
+        path: Path,
+        identity: str,
+        division: str = "",
+        numbers: Sequence[int] | None = None,
+        *,
+        session: str = "",
+        kept: Marked | None = None,
+    ) -> None:
+        """Open or create the journal.
 
-        `division` says how the plan's streams are divided among processes; `numbers` are those of this one by their
-        number in the plan, in the order in which they are moved: None for all of them.
+        Args:
+            path: Where it is.
+            identity: The run that it belongs to.
+            division: How the plan's streams are divided among processes.
+            numbers: This process's streams by their number in the plan, in the order in which they are moved; None for
+                all streams.
+            session: The processes that work together now.
+            kept: What stays durable; None for all that the journal promises.
+
+        Raises:
+            PrepError: It belongs to another run, or cannot be read or written.
         """
         self._path, self._numbers = path, numbers
         fresh = path.with_suffix(path.suffix + ".new")
         try:
-            marked = read_journal(path, identity, division)
+            marked = read_journal(path, identity, division) if kept is None else kept
             self.done_nbytes = marked.nbytes
             self.digests = self._by_position(marked.digests)
-            self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self.prefix = self._prefix_by_position(marked.prefix)
+            self._fd = open_own(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             with contextlib.ExitStack() as on_error:
                 on_error.callback(self.close)
-                self._append({"run": identity, "division": division})
-                self.mark(self.done_nbytes, self.digests)
+                self._append({"run": identity, "division": division, "session": session})
+                self.mark(self.done_nbytes, self.digests, self.prefix)
                 fresh.rename(path)
                 on_error.pop_all()
         except OSError as error:
@@ -85,15 +140,24 @@ class Journal:
             return dict(digests)
         return {at: digests[number] for at, number in enumerate(self._numbers) if number in digests}
 
-    def mark(self, done_nbytes: int, digests: dict[int, str]) -> None:
-        """Record that the first bytes of the streams, and the digests of whole streams, are durable."""
+    def _prefix_by_position(self, prefix: Prefix | None) -> Prefix | None:
+        if prefix is None or self._numbers is None:
+            return prefix
+        return Prefix(self._numbers.index(prefix.number), prefix.nbytes, prefix.digest)
+
+    def mark(self, done_nbytes: int, digests: dict[int, str], prefix: Prefix | None = None) -> None:
+        """Record that these bytes of the streams are durable, streams counted by position in `numbers`."""
         self.done_nbytes = done_nbytes
         self.digests = self.digests | digests
-        of = self._numbers or range(max(digests, default=-1) + 1)
-        self._append({"done": done_nbytes, "digests": {of[at]: digest for at, digest in digests.items()}})
+        self.prefix = prefix
+        last = max([*digests, prefix.number if prefix else -1], default=-1)
+        of = self._numbers or range(last + 1)
+        cut = [of[prefix.number], prefix.nbytes, prefix.digest] if prefix else None
+        named = {of[at]: digest for at, digest in digests.items()}
+        self._append({"done": done_nbytes, "digests": named, "prefix": cut})
 
     def _append(self, entry: dict[str, object]) -> None:
-        data = json.dumps(entry).encode() + b"\n"
+        data = sealed(json.dumps(entry).encode())
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
@@ -107,8 +171,20 @@ class Journal:
             os.close(self._fd)
 
 
+def sealed(content: bytes) -> bytes:
+    """A line of a journal: a checksum and the content, which has no line break."""
+    return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
+
+
+def unsealed(line: bytes) -> bytes | None:
+    """The content of a line that `sealed` made, without its line break; None where the checksum does not fit."""
+    checksum, _, content = line.partition(b" ")
+    return content if checksum == xxhash.xxh3_64_hexdigest(content).encode() else None
+
+
 def _parsed(line: bytes) -> object:
+    content = unsealed(line)
     try:
-        return json.loads(line)
+        return None if content is None else json.loads(content)
     except ValueError:
         return None

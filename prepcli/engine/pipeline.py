@@ -20,14 +20,15 @@ from prepcli.engine.casts import Cast, Moved
 from prepcli.engine.checksums import Recorder
 from prepcli.engine.files import PAGE, Bytes, Files, Reads
 from prepcli.engine.fills import Fills, mean_source
-from prepcli.engine.journal import Journal
+from prepcli.engine.journal import Journal, Prefix
+from prepcli.engine.marks import Marks, Point
 from prepcli.engine.permute import gather, scatter, threads
 from prepcli.planning.moves import Copy
 from prepcli.planning.plan import Stream
-from prepcli.planning.slabs import LONG_RUN, Slab, all_slabs
+from prepcli.planning.slabs import LONG_RUN, Slab, slabs
 from prepcli.progress import Progress
 
-MOST_UNSYNCED_NBYTES = 256 << 20  # what a kill can cost: written, but not yet known to be durable
+MOST_UNSYNCED_NBYTES = 256 << 20  # written and not yet durable, besides what is being synced
 NO_BYTES = xxhash.xxh3_128_hexdigest(b"")  # the digest of a tensor without elements, of which no slab passes by
 
 
@@ -67,7 +68,8 @@ def run(
     """Move every stream; without a sink they are only digested. `on_digest`, which is told what `Outcome.digests` has
     of a stream, may raise to stop the run. `checksums` takes in what is written.
 
-    Whatever ends it early, what the journal names is durable and a later run with the same journal goes on from there.
+    Whatever ends it early, what the journal names is durable and a later run with the same journal goes on from there:
+    streams that the journal has whole are not written again.
     """
     task = _Run(streams, source, sink, spend, progress, journal, on_digest, checksums)
     return task.go()
@@ -78,11 +80,12 @@ class _Step:
     """A slab on its way: its buffers, of which the first has its bytes, and the digests of streams that end with it."""
 
     slab: Slab
-    done_nbytes: int  # of all streams, once this slab is written
+    new_nbytes: int  # of the slab, that are not durable from an earlier run; 0: it is not written
     is_gathered: bool  # copied into the order and alignment of the sink
     buffers: list[Bytes]
     data: Bytes
     digests: dict[int, str] = field(default_factory=dict)
+    prefix: Prefix | None = None  # of a stream that goes on after this slab
 
     def other(self) -> Bytes:
         """The buffer that does not have the bytes, to bring them to in another order or dtype."""
@@ -110,30 +113,33 @@ class _Run:
         self.fills = Fills(streams)
         self.outcome = Outcome({number: NO_BYTES for number, stream in enumerate(streams) if not stream.nbytes})
         self.outcome.digests |= journal.digests if journal else {}
-        self.durable = journal.done_nbytes if journal else 0
-        self.position = 0  # bytes of the streams that the writer has passed
-        self.dirty = 0  # bytes written since the last sync
-        self.fresh: dict[int, str] = {}  # digests since the last sync
+        self.whole = frozenset(journal.digests if journal else ())  # streams that are durable from an earlier run
+        self.prefix = journal.prefix if journal else None  # of the stream that the writer is in
+        self.kept = self.prefix
+        self.done_nbytes = journal.done_nbytes if journal else 0
+        self.marks = _marks(sink, journal, spend, checksums)
+        self.dirty = 0  # bytes written since the last point was marked
+        self.fresh: dict[int, str] = {}  # digests since then
         self.state = xxhash.xxh3_128()
         self.cast: Cast | None = None  # of the stream that passes by
         self.error: BaseException | None = None
 
     def go(self) -> Outcome:
         """Feed the stages from this thread, which also reads; an error of any stage ends all and is raised here."""
-        first = self._first_stream()
-        self.position = sum(s.nbytes for s in self.streams[:first])
-        self.outcome.resumed_nbytes = self.durable
-        for number in range(first):
+        todo = self._todo()
+        self.outcome.resumed_nbytes = self.done_nbytes
+        for number in sorted(self.whole.difference(todo)):
             self.on_digest(number, self.outcome.digests[number])
         mover, writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
-            for step in self._steps(first):
+            for step in self._steps(todo):
                 self._reading(step, mover, writer)
                 if self.error:
                     break
         finally:
             self._wait_for(mover, self.helpers, writer)
-            self._mark()
+            if self.marks:
+                self.marks.end(self._point())
         if self.error:
             raise self.error
         return self.outcome
@@ -147,21 +153,30 @@ class _Run:
                 self.error = self.error or error  # what waits in the queues is not begun any more
                 stage.shutdown()
 
-    def _first_stream(self) -> int:
-        """The first stream to read: whole ones are passed over, one that was cut short begins anew for its digest."""
-        first = 0
-        while first < len(self.streams) and first in self.outcome.digests:
-            first += 1
-        fill = self.streams[first].fill if first < len(self.streams) else None
-        return mean_source(self.streams, first) if fill and fill.kind == "mean" else first
+    def _todo(self) -> list[int]:
+        """The streams to read: those that are not whole, from their first byte on for their digest, and those whose
+        mean fills them."""
+        left = [number for number in range(len(self.streams)) if number not in self.whole]
+        means = {mean_source(self.streams, n) for n in left if (fill := self.streams[n].fill) and fill.kind == "mean"}
+        return sorted({*left, *means})
 
-    def _steps(self, first: int) -> Iterator[_Step]:
-        done = self.position
-        for slab in all_slabs(self.streams, self.spend.slab_nbytes, first):
-            done += slab.nbytes
-            is_gathered = _gathered(slab, aligned=self.sink is None or self.sink.policy.needs_alignment)
-            needed = buffers_needed(slab, is_gathered)
-            yield _Step(slab, done, is_gathered, self.buffers.take(needed), np.empty(0, np.uint8))
+    def _steps(self, todo: Sequence[int]) -> Iterator[_Step]:
+        for number in todo:
+            for slab in slabs(number, self.streams[number], self.spend.slab_nbytes):
+                is_gathered = _gathered(slab, aligned=self.sink is None or self.sink.policy.needs_alignment)
+                taken = self.buffers.take(buffers_needed(slab, is_gathered))
+                yield _Step(slab, self._new_nbytes(slab), is_gathered, taken, np.empty(0, np.uint8))
+
+    def _new_nbytes(self, slab: Slab) -> int:
+        """Bytes of a slab that are not durable from an earlier run."""
+        if slab.stream in self.whole:
+            return 0
+        kept = self.kept.nbytes if self.kept and self.kept.number == slab.stream else 0
+        return max(0, min(slab.nbytes, self._end(slab) - kept))
+
+    def _end(self, slab: Slab) -> int:
+        """Bytes of the slab's stream up to its end."""
+        return slab.start + slab.nbytes - self.streams[slab.stream].span[0]
 
     def _stage(self, step: _Step, work: Callable[[], None], then: Callable[[], object] | None) -> None:
         """One stage of one slab: after an error nothing is done any more, but buffers always go back."""
@@ -223,6 +238,9 @@ class _Run:
             step.digests = {number: str(self._moved())}
             self.outcome.digests |= step.digests
             self.on_digest(number, step.digests[number])
+        elif self.marks and slab.right:
+            digest = self.cast.digest() if self.cast else self.state.hexdigest()
+            step.prefix = Prefix(number, self._end(slab), digest)
 
     def _moved(self) -> Moved:
         """The stream that ended, as `Outcome.digests` has it."""
@@ -233,16 +251,10 @@ class _Run:
     def _write(self, step: _Step) -> None:
         began, slab = time.perf_counter(), step.slab
         with self.checksums.observing(slab.right, step.data) if self.checksums else contextlib.nullcontext():
-            if step.done_nbytes > self.durable:
-                if self.sink and slab.right:
-                    self.sink.write(slab.right, step.data)
-                    self.outcome.written_nbytes += slab.written_nbytes
-                    self.dirty += slab.written_nbytes
-                self.progress.advance(min(slab.nbytes, step.done_nbytes - self.durable))
-        self.fresh |= step.digests
-        self.position = step.done_nbytes
-        if self.dirty >= min(MOST_UNSYNCED_NBYTES, self.spend.nbytes // 2) and not self._is_ragged(step):
-            self._mark()
+            if step.new_nbytes:
+                self._write_new(step)
+        if self.marks and self.marks.is_due(self.dirty) and not self._is_ragged(step):
+            self.marks.begin(self._point())
         self.outcome.peak_nbytes = max(self.outcome.peak_nbytes, anonymous_nbytes())
         self.outcome.seconds.write += time.perf_counter() - began
 
@@ -251,16 +263,29 @@ class _Run:
         each page would have to be read again."""
         return not step.digests and any(copy.repeats and copy.run < LONG_RUN for copy in step.slab.right)
 
-    def _mark(self) -> None:
-        """What the writer has passed becomes durable, and then known to be so."""
-        if self.sink is None or self.journal is None:
-            return
-        self.sink.sync()
-        self.durable = max(self.durable, self.position)
-        if self.checksums:
-            self.checksums.save()  # first: who sees in the journal that all is there may finish the output
-        self.journal.mark(self.durable, self.fresh)
+    def _write_new(self, step: _Step) -> None:
+        slab = step.slab
+        if self.sink and slab.right:
+            self.sink.write(slab.right, step.data)
+            self.outcome.written_nbytes += slab.written_nbytes
+            self.dirty += slab.written_nbytes
+        self.progress.advance(step.new_nbytes)
+        self.done_nbytes += step.new_nbytes
+        self.prefix = step.prefix
+        self.fresh |= step.digests
+
+    def _point(self) -> Point:
+        """How far the writer is; what it writes from now on belongs to the next point."""
+        point = Point(self.done_nbytes, self.fresh, self.prefix)
         self.fresh, self.dirty = {}, 0
+        return point
+
+
+def _marks(sink: Files | None, journal: Journal | None, spend: Budget, checksums: Recorder | None) -> Marks | None:
+    if sink is None or journal is None:
+        return None
+    most_nbytes = min(MOST_UNSYNCED_NBYTES, spend.nbytes // 2)
+    return Marks(sink, journal, most_nbytes, before_mark=checksums.save if checksums else lambda: None)
 
 
 def scattered(side: tuple[Copy, ...]) -> bool:

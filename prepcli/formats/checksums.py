@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prepcli.engine.digest import SUM_DTYPE, checksum, digest
+from prepcli.engine.own_files import write_own
 from prepcli.errors import PrepError
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small
@@ -54,7 +55,7 @@ class Checksums:
 def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, Any]:
     """Write the file; return what the manifest says of it."""
     data = sums.astype(SUM_DTYPE).tobytes()
-    (folder / CHECKSUMS).write_bytes(data)
+    write_own(folder / CHECKSUMS, data)
     return {"file": CHECKSUMS, "method": METHOD, "block": BLOCK_NBYTES, "digest": digest(data)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
+
+from prepcli.engine.own_files import open_own, write_own
 
 MANIFEST = "manifest.ocdbt"
 NODE_BYTES = 4 << 20  # decoded size of a node, some 37,000 chunks: it bounds the memory of writing
@@ -58,9 +61,9 @@ def write_database(folder: Path, entries: Iterable[Entry], now_ns: int, node_byt
     path = f"d/{file_id.hexdigest()}"
     nodes = leaves if len(leaves) == 1 else [*leaves, _interior(leaves, path)]
     (folder / "d").mkdir(exist_ok=True)
-    with (folder / path).open("wb") as file:
+    with open(open_own(folder / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(node.data for node in nodes)
-    (folder / MANIFEST).write_bytes(_manifest(nodes, path, file_id.digest(), now_ns))
+    write_own(folder / MANIFEST, _manifest(nodes, path, file_id.digest(), now_ns))
 
 
 def _batches(entries: Iterable[Entry], node_bytes: int) -> Iterator[list[Entry]]:

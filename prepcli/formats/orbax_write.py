@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prepcli.engine.own_files import write_own
 from prepcli.errors import PrepError
 from prepcli.formats.ocdbt import NODE_BYTES, Entry, Place, write_database
 from prepcli.formats.orbax import (
@@ -83,7 +84,7 @@ def write_item(
     _write_json(folder / CHECKPOINT_METADATA, _checkpoint_metadata(_HANDLER, now_ns))
     if texts := {dotted(leaf.path): leaf.text for leaf in others if leaf.value_type == "string"}:
         _write_json(folder / STRINGS, texts)
-    (folder / "commit_success.txt").write_text("Checkpoint commit was successful.\n")
+    write_own(folder / "commit_success.txt", b"Checkpoint commit was successful.\n")
 
 
 def write_step(folder: Path, item: str, now_ns: int) -> None:
@@ -218,4 +219,4 @@ def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[st
 
 
 def _write_json(path: Path, document: object) -> None:
-    path.write_text(json.dumps(document))
+    write_own(path, json.dumps(document).encode())

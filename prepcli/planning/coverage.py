@@ -35,6 +35,23 @@ def check(plan: Plan, slabs: Callable[[], Iterable[Slab]]) -> None:
     _exact("written", _spans(_copies(plan, slabs(), "right")), _written_spans(plan))
 
 
+def gaps(plan: Plan) -> Iterator[Span]:
+    """The bytes of each data file that neither streams nor the plan itself write: they are zeros."""
+    fixed = ((i, at, at + len(data)) for i, file in enumerate(plan.files) for at, data in ((0, file.head), *file.fixed))
+    ends = ((number, file.size, file.size) for number, file in enumerate(plan.files))
+    at = 0, 0  # file, and the first byte that is not accounted for
+    for number, low, high in sorted([*_joined("written", itertools.chain(_written_spans(plan), fixed)), *ends]):
+        start = at[1] if at[0] == number else 0
+        if start < low:
+            yield number, start, low
+        at = number, high
+
+
+def written_spans(stream: Stream) -> Iterator[Span]:
+    """The bytes of the data files that a stream writes."""
+    return _declared(stream, stream.right, itemsize(stream.written_dtype))
+
+
 def _check_stream(stream: Stream) -> None:
     """Something makes its bytes, and no two regions of a side have an element of it in common."""
     if not stream.left and stream.fill is None:

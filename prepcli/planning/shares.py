@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from prepcli.errors import usage
@@ -73,8 +73,8 @@ def asked_share(text: str | None, environ: Mapping[str, str]) -> tuple[Share, st
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Among how many processes the streams of a plan are divided, those left out that were durable before it was made:
-    their digests by number."""
+    """Among how many processes the streams of a plan are divided, and the digests by number of those that were durable
+    before it was made: these are only read back."""
 
     count: int = 1
     done: Mapping[int, str] = dataclasses.field(default_factory=dict)
@@ -88,17 +88,25 @@ class Division:
 def divided(plan: Plan, division: Division) -> tuple[tuple[int, ...], ...]:
     """The numbers of the streams of each process, ascending: a function of the plan and the division alone.
 
-    Whole tensors, those that are compared or filled from each other together, the largest first to who has least.
+    Whole tensors, those that are compared or filled from each other together, the largest first to who has least. Those
+    that are durable already are divided alike, apart from the others.
     """
-    groups = [group for group in _groups(plan) if not all(number in division.done for number in group)]
+    durable: tuple[list[list[int]], list[list[int]]] = [], []  # groups that are not, and those that are
+    for group in _groups(plan):
+        durable[all(number in division.done for number in group)].append(group)
+    left, kept = (_balanced(plan, groups, division.count) for groups in durable)
+    return tuple(tuple(sorted([*share, *more])) for share, more in zip(left, kept))
+
+
+def _balanced(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
     sized = sorted(((sum(plan.streams[n].nbytes for n in group), group) for group in groups), key=_largest_first)
-    shares: list[list[int]] = [[] for _ in range(division.count)]
-    loads = [(0, at) for at in range(division.count)]
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, at) for at in range(count)]
     for nbytes, group in sized:
         load, at = heapq.heappop(loads)
         shares[at] += group
         heapq.heappush(loads, (load + nbytes, at))
-    return tuple(tuple(sorted(share)) for share in shares)
+    return shares
 
 
 def _largest_first(group: tuple[int, list[int]]) -> tuple[int, int]:

@@ -15,9 +15,15 @@ from prepcli.writing.staging import Staging
 SUMS = "checksums"  # `checksums.I` in the work folder: of process I
 
 
-def recorder(plan: Plan, stage: Staging) -> Recorder | None:
-    """Return what takes in the bytes that this process writes; None for an output without leaves."""
-    return Recorder(stage.work / f"{SUMS}.{stage.share.index}", _extents(plan)) if plan.leaves else None
+def recorder(plan: Plan, stage: Staging, index: int = 0) -> Recorder | None:
+    """Return a recorder of the bytes written of the share of process `index`; None for an output without leaves."""
+    return Recorder(stage.work / f"{SUMS}.{index}", _extents(plan)) if plan.leaves else None
+
+
+def forget(stage: Staging) -> None:
+    """Remove the sums that all processes saved; blocks without one are read back when the output is finished."""
+    for path in stage.work.glob(f"{SUMS}.*"):
+        path.unlink(missing_ok=True)
 
 
 def collected(plan: Plan, stage: Staging, files: Sequence[Path]) -> Sums:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import Budget, anonymous_nbytes, budget
 from prepcli.engine.digest import digest
-from prepcli.engine.files import Files, io_error
+from prepcli.engine.files import Files, Reads, io_error
+from prepcli.engine.journal import NOTHING, Journal, Marked
+from prepcli.engine.own_files import check_no_links
 from prepcli.engine.pipeline import Outcome
 from prepcli.errors import PrepError
 from prepcli.formats.checksums import CHECKSUMS
@@ -28,9 +30,13 @@ from prepcli.reading.sources import Source
 from prepcli.signals import noting_kept
 from prepcli.ui import version
 from prepcli.units import bytes_text
-from prepcli.writing.checksums import recorder
+from prepcli.writing import source_state
+from prepcli.writing.checksums import forget, recorder
+from prepcli.writing.commit import check_unchanged, check_written, stamps
 from prepcli.writing.expectations import Expectations
 from prepcli.writing.finishing import data_folder, finish, unpacked
+from prepcli.writing.resuming import Reader, clear_gaps, kept, outdated
+from prepcli.writing.source_state import State, state_of
 from prepcli.writing.staging import Staging, clean, staging
 from prepcli.writing.together import PATIENCE_S, Task, Waiting, work_together
 
@@ -84,6 +90,8 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
         clean(options.out)
         return Done(options.out, Outcome(), 0, already=True)
     base_nbytes = anonymous_nbytes()
+    before = state_of(plan, source)
+    check_room(plan, Staging(options.out).folder)
     coverage.check(plan, lambda: all_slabs(plan.streams, spend.slab_nbytes))
     with staging(options.out) as stage:
         division = stage.open(run, options.restart, options.share)
@@ -91,22 +99,17 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
             stage.discard()
             return Done(options.out, Outcome(), 0, already=True)
         task = Task(plan, run, stage, division, range(options.share.index, options.share.index + options.workers))
+        with stage.failures.telling():
+            began = stage.remember(source_state.NAME, {"files": before})["files"]
+        mover = _Move(task, source, began, before, spend, options.allow_overflow, progress, note)
 
         def move() -> Outcome:
             options.start()
-            outcome = _moved(task, source, spend, options.allow_overflow, progress, note)
-            _check_unchanged(plan, source)
-            return outcome
-
-        def end(outcome: Outcome) -> None:
-            _check_unchanged(plan, source)  # the others' shares too were read from it
-            finish(plan, stage, run, outcome, progress)
-            _check_ours(options.out)  # it may have come to be meanwhile
-            stage.publish(options.overwrite)
+            return mover.share(options.share.index)
 
         waiting = Waiting(options.patience_s, options.alarm, note)
         with noting_kept(lambda: _kept(task)):
-            outcome = work_together(task, move, end, waiting)
+            outcome = work_together(task, move, lambda outcome: _finish(mover, options, outcome), waiting)
         peak = max(outcome.peak_nbytes, anonymous_nbytes())
     clean(options.out)
     return Done(options.out, outcome, max(0, peak - base_nbytes))
@@ -118,30 +121,98 @@ def _kept(task: Task) -> str:
     return f"{bytes_text(done)} of {bytes_text(total)} are kept in {task.stage.folder.name}" if done else ""
 
 
-def _moved(
-    task: Task, source: Source, spend: Budget, allow_overflow: bool, progress: Progress, note: Callable[[str], None]
-) -> Outcome:
-    """The streams of this process moved."""
-    plan, stage = task.mine, task.stage
-    check_room(plan, stage.folder)
-    promised = task.promises()
-    with (
-        task.journal() as journal,
-        sink_of(plan, stage, promised) as sink,
-        open_blobs(source.reads, spend.cache_nbytes) as files,
-    ):
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Moves shares of a plan's streams."""
+
+    task: Task
+    source: Source
+    began: State  # of the source, when the first process began
+    before: State  # and when this one did
+    spend: Budget
+    allow_overflow: bool
+    progress: Progress
+    note: Callable[[str], None]
+
+    @property
+    def files(self) -> list[Path]:
+        """The data files."""
+        return [data_folder(self.task.plan, self.task.stage.folder) / file.path for file in self.task.plan.files]
+
+    @property
+    def reader(self) -> Reader:
+        """Reads the plan's streams back."""
+        return Reader(self.task.plan.streams, self.spend, self.progress)
+
+    def share(self, index: int) -> Outcome:
+        """Move the streams of process `index` that no earlier run left whole. Raises PrepError."""
+        task, stage, plan = self.task, self.task.stage, self.task.part(index)
+        had_files = any(map(_taken, self.files))
+        with sink_of(plan, stage) as sink, open_blobs(self.source.reads, self.spend.cache_nbytes) as files:
+            if had_files and index == 0 and not plan.zstd_level:
+                clear_gaps(task.plan, self.files)
+            with task.journal(index, self._kept(index)) as journal:
+                outcome = self._run(index, files, sink, journal)
+                sink.check_there()
+        digests = {number: outcome.digests[at] for at, number in enumerate(task.shares[index])}
+        self.check_source(digests, self.before)
+        return outcome
+
+    def _run(self, index: int, files: Reads, sink: Files, journal: Journal) -> Outcome:
+        task, plan, name = self.task, self.task.part(index), self.task.stage.folder.name
         done, total = task.team_nbytes()
         if done:
-            note(f"resuming {stage.folder.name}: {bytes_text(done)} of {bytes_text(total)} are there")
-        progress.begin(plan.command, total, done)
+            self.note(f"resuming {name}: {bytes_text(done)} of {bytes_text(total)} are there")
+        self.progress.begin(plan.command, total, done)
         try:
-            expect = Expectations(plan, source, allow_overflow)
-            checksums = recorder(plan, stage)
-            outcome = pipeline.run(plan.streams, files, sink, spend, progress, journal, expect.seen, checksums)
+            expect = Expectations(plan, self.source, self.allow_overflow)
+            sums = recorder(plan, task.stage, index)
+            return pipeline.run(plan.streams, files, sink, self.spend, self.progress, journal, expect.seen, sums)
         finally:
-            progress.end()
-        sink.check_there()
-    return outcome
+            self.progress.end()
+
+    def _kept(self, index: int) -> Marked:
+        """What an earlier run left of a share, read back."""
+        stage, promised = self.task.stage, self.task.promised(index, self.task.marked(index))
+        if not promised.nbytes:
+            return NOTHING
+        suspect = source_state.touched(self.source, self.began, self.before)
+        if suspect:
+            self.note(f"{_names(suspect)} may have changed since {stage.folder.name} was begun: comparing")
+        found = kept(self.reader, promised, self.files, self.source if suspect else None)
+        bad = len(promised.digests.keys() - found.digests.keys()) + (promised.prefix != found.prefix)
+        if bad:
+            forget(stage)  # checksums may be of bytes that are written anew
+            self.note(f"{bad} of {len(promised.digests) + 1} tensors in {stage.folder.name} are damaged: written anew")
+        return found
+
+    def check_source(self, digests: Mapping[int, str], since: State) -> None:
+        """Raise PrepError if streams differ from the source, whose files are read again only if they were touched."""
+        suspect = source_state.touched(self.source, since, source_state.state_of(self.task.plan, self.source))
+        if suspect:
+            self.note(f"{_names(suspect)} may have changed while it was read: comparing")
+            if outdated(self.reader, digests, self.source):
+                raise source_state.changed(suspect, self.source)
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths)
+
+
+def _finish(move: _Move, options: Options, outcome: Outcome) -> None:
+    """Check and publish the output, whose shares all processes at work have moved."""
+    task, plan, stage = move.task, move.task.plan, move.task.stage
+    for index in task.unchecked():  # of processes that ended before this one began
+        move.share(index)
+    outcome = replace(outcome, digests=task.empty | task.digests())
+    if options.share.count > 1:  # other processes may have read the source at other times
+        move.check_source(outcome.digests, move.began)
+    check_written(plan, move.files, outcome.digests, move.reader)
+    written = stamps(move.files)
+    finish(plan, stage, task.run, outcome, move.progress)
+    check_unchanged(written)
+    _check_ours(options.out)  # it may have come to be meanwhile
+    stage.publish(options.overwrite)
 
 
 def run_of(plan: Plan) -> dict[str, object]:
@@ -216,14 +287,10 @@ def _made_by(manifest: Mapping[str, Any] | None, plan: Plan) -> str:
 
 
 @contextlib.contextmanager
-def sink_of(plan: Plan, stage: Staging, promised: bool = False) -> Iterator[Files]:
-    """The output's data files, made with their size and head. PrepError if a journal promises bytes of them, and one is
-    not as it was left."""
+def sink_of(plan: Plan, stage: Staging) -> Iterator[Files]:
+    """The output's data files, made with their size and head. PrepError for links among them."""
+    check_no_links(stage.folder)
     paths = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-    spoiled = [path for path, file in zip(paths, plan.files) if not _has_size(path, file.size)]
-    if promised and spoiled:
-        why = f"{spoiled[0].name} is missing or has another size than an earlier run gave it"
-        raise PrepError(f"{stage.folder} is damaged", why, "`--restart` drops it")
     for folder in {path.parent for path in paths}:
         folder.mkdir(parents=True, exist_ok=True)
     with Files(paths, [file.size for file in plan.files]) as sink:
@@ -235,10 +302,10 @@ def sink_of(plan: Plan, stage: Staging, promised: bool = False) -> Iterator[File
 
 
 def check_room(plan: Plan, folder: Path) -> None:
-    """PrepError if the disk has no room for what is still to be written."""
+    """Raise PrepError if the disk has no room for what is still to be written to a folder, which need not exist."""
     needed = sum(file.size - _taken(data_folder(plan, folder) / file.path) for file in plan.files)
     needed += unpacked(plan, folder)  # which is there raw and compressed until it is whole
-    usage = shutil.disk_usage(folder)
+    usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
     if needed > usage.free:
         why = f"needs {bytes_text(needed)}, its disk has {bytes_text(usage.free)} free"
         raise PrepError(f"not enough room for {folder.name.removesuffix('.partial')}", why, "`--out` on another disk")
@@ -250,14 +317,3 @@ def _taken(path: Path) -> int:
         return path.stat().st_blocks * 512
     except OSError:
         return 0
-
-
-def _check_unchanged(plan: Plan, source: Source) -> None:
-    """PrepError if a file of the source was written to while it was read."""
-    for fact, path in zip(plan.sources, source.files):
-        try:
-            now = path.stat()
-        except OSError as error:
-            raise io_error(path, error) from error
-        if (now.st_size, now.st_mtime_ns) != (fact.size, fact.mtime_ns):
-            raise PrepError(f"{path.name} changed while it was read", f"in {source.name}", "run again with `--restart`")

@@ -11,6 +11,7 @@ from typing import Any
 
 from prepcli.engine.casts import moved, report
 from prepcli.engine.files import io_error
+from prepcli.engine.own_files import check_no_links, open_own, write_own
 from prepcli.engine.pipeline import Outcome
 from prepcli.formats.checksums import write_checksums
 from prepcli.formats.orbax import ArrayMeta
@@ -23,6 +24,7 @@ from prepcli.writing.checksums import collected
 from prepcli.writing.packing import Packed, pack, unpacked_nbytes
 from prepcli.writing.staging import WORK, Staging
 
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 RAW, PACKED = "raw", "packed"  # of an output that is compressed, while it is made: its chunks, and how far they are
 
 
@@ -36,6 +38,7 @@ def finish(
 ) -> None:
     """Write what is not tensors: chunks compressed, if they are to be, then index, settings, manifest."""
     folder = stage.folder / plan.item
+    check_no_links(stage.folder)  # of the folders: files are opened without following one
     packed = _packed(plan, stage, progress or NullProgress()) if plan.zstd_level else None
     try:
         if plan.leaves:
@@ -51,7 +54,7 @@ def finish(
         if plan.leaves:
             raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
             said["checksums"] = write_checksums(stage.folder, collected(plan, stage, raw))
-        (stage.folder / MANIFEST).write_bytes(manifest_bytes(_manifest(plan, run, outcome) | said))
+        write_own(stage.folder / MANIFEST, manifest_bytes(_manifest(plan, run, outcome) | said))
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error
 
@@ -59,10 +62,13 @@ def finish(
 def _put(file: SmallFile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if file.copied_from:
-        with open(file.copied_from, "rb", opener=_without_links) as source, path.open("wb") as target:
+        with (
+            open(file.copied_from, "rb", opener=_without_links) as source,
+            open(open_own(path, WRITE), "wb") as target,
+        ):
             shutil.copyfileobj(source, target)
     else:
-        path.write_bytes(file.content)
+        write_own(path, file.content)
 
 
 def _without_links(path: str, flags: int) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from prepcli.engine.own_files import open_own
 from prepcli.errors import PrepError
 
 LOOKED_AT_S = 1.0  # for so long, at most, a free lock may seem to be held because somebody looks at it
@@ -53,7 +54,7 @@ def patient_lock(path: Path, what: str) -> int:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds a lock; OSError (there is no such file: FileNotFoundError)."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = open_own(path, os.O_RDWR)
     try:
         return not _got(fd, fcntl.LOCK_SH)
     finally:
@@ -88,7 +89,7 @@ def one_at_a_time(path: Path) -> Iterator[os.stat_result]:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return open_own(path, os.O_RDWR | os.O_CREAT)
 
 
 def _got(fd: int, kind: int) -> bool:

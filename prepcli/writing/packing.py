@@ -1,8 +1,8 @@
 """Chunks of an output compressed, one after another, once all of them lie raw in its staging folder.
 
 How long a chunk becomes is only known when it is compressed, so its place cannot be planned; what is written depends on
-the raw bytes and the level alone. A chunk is compressed in pieces: it may be of any size. The journal holds the lengths
-of the chunks that are durable, and a later run goes on after them.
+the raw bytes and the level alone. A chunk is compressed in pieces: it may be of any size. A line of the journal holds
+the lengths of chunks that are durable, and the digest of their bytes, which a later run reads back before it goes on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +19,19 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from prepcli.engine.files import io_error
+from prepcli.engine.journal import sealed, unsealed
+from prepcli.engine.marks import MARK_EVERY_S
+from prepcli.engine.own_files import open_own, read_own
 from prepcli.errors import PrepError, usage
 from prepcli.formats.orbax_write import Chunk
 from prepcli.planning.placing import FILE_NBYTES
 from prepcli.progress import Progress
 
 PIECE_NBYTES = 1 << 20
-MARK_NBYTES = 256 << 20  # of raw bytes: what a kill can cost
+MARK_NBYTES = 256 << 20  # of raw bytes that are not durable yet
 METHOD, DEFAULT_LEVEL, MOST_LEVEL = "zstd", 1, 19  # the level that Orbax takes; those above ask for much memory
 
 
@@ -91,7 +96,7 @@ def pack(
 def unpacked_nbytes(chunks: Iterable[Chunk], journal: Path) -> int:
     """Bytes of the raw chunks that are still to be compressed. PrepError where the journal cannot be read."""
     given = _table(chunks)
-    return int(given[_in_order(given)][len(_promised(journal)[0]) :, 2].sum())
+    return int(given[_in_order(given)][sum(len(mark.lengths) for mark in _promised(journal)) :, 2].sum())
 
 
 def _table(chunks: Iterable[Chunk]) -> _Table:
@@ -107,13 +112,14 @@ def _in_order(table: _Table) -> npt.NDArray[np.intp]:
 class _Packing:
     def __init__(self, chunks: _Table, raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
         self.chunks, self.raw, self.folder, self.journal, self.level = chunks, raw, folder, journal, level
-        self.lengths = _durable(journal, len(chunks))
+        self.lengths = _durable(journal, folder, len(chunks))
+        self.digest = xxhash.xxh3_128()  # of what was compressed since the last mark
         self.out = -1  # the descriptor of the data file that is being written
         self.source = (-1, -1)  # number and descriptor of the raw file that is being read
 
     def go(self, progress: Progress) -> None:
         """Compress what is left."""
-        marked, unmarked = len(self.lengths), 0
+        marked, unmarked, since_s = len(self.lengths), 0, time.monotonic()
         last = _Run(*map(int, _places(self.lengths)[-1])) if marked else _Run(0, 0, 0)
         file, offset = last.file, last.offset + last.nbytes
         self._open(file, offset)
@@ -126,20 +132,17 @@ class _Packing:
             self.lengths.append(self._compress(chunk, progress))
             offset += self.lengths[-1]
             unmarked += chunk.nbytes
-            if unmarked >= MARK_NBYTES:
-                marked, unmarked = self._mark(marked), 0
+            if unmarked >= MARK_NBYTES or time.monotonic() - since_s >= MARK_EVERY_S:
+                marked, unmarked, since_s = self._mark(marked), 0, time.monotonic()
         self._mark(marked)
 
     def _open(self, file: int, nbytes: int) -> None:
         """Go on with a data file after so many bytes."""
         path = self.folder / _name(file)
         try:
-            before, self.out = self.out, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            before, self.out = self.out, open_own(path, os.O_WRONLY | os.O_CREAT)
             if before >= 0:
                 os.close(before)
-            if os.fstat(self.out).st_size < nbytes:
-                why = f"{path.name} has lost bytes that an earlier run wrote"
-                raise PrepError(f"{self.folder} is damaged", why, "`--restart` drops it")
             os.ftruncate(self.out, nbytes)
             os.lseek(self.out, nbytes, os.SEEK_SET)
         except OSError as error:
@@ -160,7 +163,7 @@ class _Packing:
         try:
             if self.source[0] != chunk.file:
                 self._let_go()
-                self.source = chunk.file, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self.source = chunk.file, open_own(path, os.O_RDONLY)
             for start in range(0, chunk.nbytes, PIECE_NBYTES):
                 count = min(PIECE_NBYTES, chunk.nbytes - start)
                 piece = os.pread(self.source[1], count, chunk.offset + start)
@@ -173,6 +176,7 @@ class _Packing:
 
     def _write(self, data: bytes) -> int:
         view = memoryview(data)
+        self.digest.update(data)
         try:
             while view:
                 view = view[os.write(self.out, view) :]
@@ -184,14 +188,16 @@ class _Packing:
         """What was compressed since becomes durable, and then known to be so; how many chunks are."""
         try:
             os.fdatasync(self.out)
-            fd = os.open(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            fd = open_own(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
-                os.write(fd, json.dumps(self.lengths[marked:]).encode() + b"\n")
+                entry = {"lengths": self.lengths[marked:], "digest": self.digest.hexdigest()}
+                os.write(fd, sealed(json.dumps(entry).encode()))
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
         except OSError as error:
             raise io_error(self.journal, error) from error
+        self.digest.reset()
         return len(self.lengths)
 
     def _let_go(self) -> None:
@@ -218,43 +224,70 @@ def _places(lengths: Sequence[int]) -> _Table:
     return found
 
 
-def _durable(journal: Path, most: int) -> list[int]:
-    """The lengths that a journal promises; a torn line is cut off with what follows it."""
-    lengths, nbytes = _promised(journal)
+def _durable(journal: Path, folder: Path, most: int) -> list[int]:
+    """The lengths that a journal promises and that the data files hold; the journal is cut off after them."""
+    marks = _promised(journal)
+    lengths = [length for mark in marks for length in mark.lengths]
+    places, count, nbytes = _places(lengths), 0, 0
     try:
+        for mark in marks:
+            stop = count + len(mark.lengths)
+            if stop > most or _digest(folder, places[count:stop]) != mark.digest:
+                break
+            count, nbytes = stop, nbytes + mark.nbytes
         if journal.exists():
             os.truncate(journal, nbytes)
     except OSError as error:
         raise io_error(journal, error) from error
-    if len(lengths) > most:
-        raise PrepError(f"{journal.parent.parent} is damaged", "its journal is of another output", "`--restart`")
-    return lengths
+    return lengths[:count]
 
 
-def _promised(journal: Path) -> tuple[list[int], int]:
-    """The lengths in the whole lines of a journal up to a torn one, and the bytes of these lines."""
+def _digest(folder: Path, places: _Table) -> str:
+    """The digest of compressed chunks as the data files hold them, which may be fewer bytes than there should be."""
+    state = xxhash.xxh3_128()
+    for file, offset, nbytes in places.tolist():
+        path = folder / _name(file)
+        if not path.exists():
+            break
+        fd = open_own(path, os.O_RDONLY)
+        try:
+            for start in range(0, nbytes, PIECE_NBYTES):
+                state.update(os.pread(fd, min(PIECE_NBYTES, nbytes - start), offset + start))
+        finally:
+            os.close(fd)
+    return state.hexdigest()
+
+
+class _Mark(NamedTuple):
+    """A line of the journal: chunks that became durable together, the digest of their bytes, and the line's length."""
+
+    lengths: list[int]
+    digest: str
+    nbytes: int
+
+
+def _promised(journal: Path) -> list[_Mark]:
+    """The whole lines of a journal up to one that is not. PrepError where it cannot be read."""
     try:
-        lines = journal.read_bytes().split(b"\n")[:-1]
+        lines = read_own(journal).split(b"\n")[:-1]
     except FileNotFoundError:
-        return [], 0
+        return []
     except OSError as error:
         raise io_error(journal, error) from error
-    lengths, nbytes = list[int](), 0
+    marks = list[_Mark]()
     for line in lines:
-        found = _parsed(line)
-        if found is None:
+        if (mark := _parsed(line)) is None:
             break
-        lengths += found
-        nbytes += len(line) + 1
-    return lengths, nbytes
+        marks.append(mark)
+    return marks
 
 
-def _parsed(line: bytes) -> list[int] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, list) and all(type(n) is int and n > 0 for n in found) else None
+def _parsed(line: bytes) -> _Mark | None:
+    content = unsealed(line)
+    match json.loads(content) if content else None:
+        case {"lengths": list(lengths), "digest": str(digest)}:
+            return _Mark(lengths, digest, len(line) + 1)
+    return None
 
 
 def _name(number: int) -> str:

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
+from prepcli.engine.own_files import check_is_no_link, read_own, write_own
 from prepcli.errors import PrepError, usage
 from prepcli.planning.shares import ALONE, Division, Share
 from prepcli.writing.failures import FAILED, HEARD, Failures
@@ -29,6 +31,7 @@ LOCK = "lock"  # `lock.I`: of process I, where there are several
 DOOR = "door"
 MOVING = "moving"  # a lock that processes share until they have moved their shares
 TRIES = 100  # of joining, while others publish or remove the folder
+CHECKSUM = "checksum"  # a key in these files, over all others
 REPLACED = "replaced"  # what had the final name, until the output has it
 
 
@@ -43,6 +46,7 @@ class Staging:
         self.folder = out.with_name(out.name + ".partial")
         self.work = self.folder / WORK
         self.share = ALONE
+        self.session = ""  # which processes are at work now: the same for all of them
         self._locks: list[int] = []
         self._moving = -1
         self._is: os.stat_result | None = None
@@ -66,6 +70,7 @@ class Staging:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             division = self._opened(run, restart)
+            self.session = self._signature()
             on_error.pop_all()
         return division
 
@@ -137,6 +142,8 @@ class Staging:
         return done
 
     def _make(self) -> None:
+        for folder in (self.folder, self.work):
+            check_is_no_link(folder)
         try:
             names = os.listdir(self.folder)  # once: another process may be making or publishing it
         except FileNotFoundError:
@@ -150,19 +157,19 @@ class Staging:
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.work / name
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_own(path))
         except FileNotFoundError:
             return None
         except ValueError:
             found = None
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or found.pop(CHECKSUM, None) not in (None, _checksum(found)):
             raise PrepError(f"{path} is broken", "it is not what prep wrote", "`--restart` drops it")
         return found
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
         path = self.work / name
         fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(content))
+        write_own(fresh, json.dumps({**content, CHECKSUM: _checksum(content)}).encode())
         sync(fresh)
         fresh.rename(path)
         sync(self.work)
@@ -185,6 +192,21 @@ class Staging:
         replaced = self.work / REPLACED
         if os.path.lexists(replaced) and not os.path.lexists(self.out):
             replaced.rename(self.out)
+
+    def remember(self, name: str, content: Mapping[str, object]) -> dict[str, Any]:
+        """What a file of the run says; it is made with this content if it does not exist."""
+        with one_at_a_time(self.work / DOOR):
+            found = self._read(name)
+            if found is None:
+                self._write(name, content)
+        return dict(content) if found is None else found
+
+    def _signature(self) -> str:
+        """What the first of the processes at work wrote into the lock."""
+        try:
+            return read_own(self.work / LOCK).decode(errors="replace")
+        except OSError as error:
+            raise io_error(self.folder, error) from error
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[bool]:
@@ -285,6 +307,11 @@ def _is_at(found: os.stat_result, path: Path) -> bool:
         return os.path.samestat(found, path.stat())
     except FileNotFoundError:
         return False
+
+
+def _checksum(content: Mapping[str, object]) -> str:
+    """The checksum of what a file of the run says, as JSON has it: keys are text there."""
+    return digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
 def _division(found: Mapping[str, Any] | None) -> Division | None:

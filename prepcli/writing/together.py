@@ -42,7 +42,11 @@ class Task:
     @cached_property
     def mine(self) -> Plan:
         """The part of the plan that is this process's."""
-        return part_of(self.plan, set(self.shares[self.stage.share.index]))
+        return self.part(self.stage.share.index)
+
+    def part(self, index: int) -> Plan:
+        """The part of the plan that is the share of process `index`."""
+        return part_of(self.plan, set(self.shares[index]))
 
     @property
     def empty(self) -> dict[int, str]:
@@ -50,10 +54,12 @@ class Task:
         return {number: NO_BYTES for number, stream in enumerate(self.plan.streams) if not stream.nbytes}
 
     @contextlib.contextmanager
-    def journal(self) -> Iterator[Journal]:
-        """The journal of this process."""
-        numbers = self.shares[self.stage.share.index]
-        journal = Journal(self.stage.journal, str(self.run["plan"]), self.division.name, numbers)
+    def journal(self, index: int | None = None, kept: Marked | None = None) -> Iterator[Journal]:
+        """The journal of process `index` (this one by default), which begins with what is `kept` (all by default)."""
+        index = self.stage.share.index if index is None else index
+        identity, division, numbers = str(self.run["plan"]), self.division.name, self.shares[index]
+        path = self.stage.journal_of(index)
+        journal = Journal(path, identity, division, numbers, session=self.stage.session, kept=kept)
         try:
             yield journal
         finally:
@@ -67,19 +73,39 @@ class Task:
         except OSError as error:
             raise io_error(path, error) from error
 
+    def promised(self, index: int, marked: Marked) -> Marked:
+        """What is durable of the share of process `index`, by its journal and by the division."""
+        known = {**self.division.done, **marked.digests}
+        digests = {number: known[number] for number in self.shares[index] if number in known}
+        nbytes = sum(self.plan.streams[number].nbytes for number in digests)
+        prefix = marked.prefix if marked.prefix and marked.prefix.number not in digests else None
+        return Marked(nbytes + (prefix.nbytes if prefix else 0), digests, prefix, marked.session)
+
     def is_whole(self, index: int, marked: Marked) -> bool:
         """Whether the share of process `index` is done."""
-        return all(n in marked.digests or not self.plan.streams[n].nbytes for n in self.shares[index])
+        digests = self.promised(index, marked).digests
+        return all(number in digests or not self.plan.streams[number].nbytes for number in self.shares[index])
+
+    def is_checked(self, index: int, marked: Marked) -> bool:
+        """Whether all that is durable of a share was written, or read back, by the processes that are at work now."""
+        return marked.session == self.stage.session or not self.promised(index, marked).nbytes
+
+    def unchecked(self) -> list[int]:
+        """The processes whose shares are still to be read back."""
+        return [i for i in range(self.division.count) if not self.is_checked(i, self.marked(i))]
+
+    def digests(self) -> dict[int, str]:
+        """The digests of all streams that are durable."""
+        found = dict(self.division.done)
+        for index in range(self.division.count):
+            found |= self.marked(index).digests
+        return found
 
     def team_nbytes(self) -> tuple[int, int]:
         """Bytes that are durable, and all bytes, of the shares of the team."""
         numbers = [number for index in self.team for number in self.shares[index]]
         total = sum(self.plan.streams[number].nbytes for number in numbers)
         return sum(self.marked(index).nbytes for index in self.team), total
-
-    def promises(self) -> bool:
-        """Whether anything is durable already."""
-        return bool(self.division.done) or any(self.marked(index).nbytes for index in range(self.division.count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from prepcli.engine.files import io_error
+from prepcli.engine.own_files import open_own
 from prepcli.errors import PrepError, usage
 from prepcli.manifest import MANIFEST, not_ours
 from prepcli.progress import Progress
@@ -146,7 +147,7 @@ def _upload(request: Request, plan: str, bucket: Bucket, there: Sequence[RemoteF
             bucket.delete(file.path)
     progress.begin("upload", sum(path.stat().st_size for path in paths))
     try:
-        with request.marks.open("a") as marks:
+        with open(open_own(request.marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as marks:
             for name in sorted(names.keys() - {*last}):
                 if name in up:
                     progress.advance(names[name].stat().st_size)
@@ -173,7 +174,7 @@ def _is_begun(request: Request) -> bool:
 
 def _begin(request: Request) -> set[str]:
     """Begin an upload: nothing is up."""
-    with request.marks.open("w") as marks:
+    with open(open_own(request.marks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as marks:
         marks.write(_title(request))
         marks.flush()
         os.fsync(marks.fileno())

@@ -21,6 +21,7 @@ from prepcli.planning.shares import Share
 from prepcli.progress import Progress
 from prepcli.signals import PARENT, Stopped, held_back
 from prepcli.writing.convert import Done
+from prepcli.writing.resuming import CHECK
 
 FRESH_NBYTES = 64 * MIB  # more than Python with prep takes at its start; a program that calls us may hold far more
 GRACE_S = 60.0  # for a worker that was told to stop
@@ -144,7 +145,7 @@ class _Worker:
         task, done = None, 0  # unknown until its first word: what was there when it began is counted already
         for line in self.process.stderr or ():
             match _parsed(line):
-                case {"event": "begin", "task": str(name), "done": int(now)} if task is None:
+                case {"event": "begin", "task": str(name), "done": int(now)} if task is None and name != CHECK:
                     task, done = name, now
                 case {"event": str(), "task": str(name), "done": int(now)}:
                     if name == task and now > done:  # what it does after its share is not counted

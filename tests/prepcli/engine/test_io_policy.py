@@ -113,11 +113,3 @@ def test_writeback_takes_whole_pages(calls: list[Call]):
 def test_writeback_leaves_parts_of_pages(calls: list[Call]):
     Writeback().start(3, 1, 2 * PAGE - 2)
     assert not calls
-
-
-def test_writeback_forgets_synced_ranges(calls: list[Call]):
-    writeback = Writeback()
-    writeback.start(3, 0, RUN)
-    writeback.clear()
-    writeback.drain()
-    assert calls == [("start", 0, RUN)]

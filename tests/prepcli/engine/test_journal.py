@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.journal import Journal, Marked, read_journal
+from prepcli.engine.journal import Journal, Marked, Prefix, read_journal, sealed, unsealed
 from prepcli.errors import PrepError
 
 QUIET = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -79,14 +79,17 @@ def test_a_journal_cut_anywhere_has_the_marks_that_are_whole(path: Path, length:
         b"[]",
         b"7",
         b"{}",
-        b'{"done": "9", "digests": {}}',
-        b'{"done": 9}',
-        b'{"done": 9, "digests": {"x": "a"}}',
+        b'{"done": 9, "digests": {"3": "a"}, "prefix": null}',
+        sealed(b"[]"),
+        sealed(b'{"done": "9", "digests": {}, "prefix": null}'),
+        sealed(b'{"done": 9}'),
+        sealed(b'{"done": 9, "digests": {"x": "a"}, "prefix": null}'),
+        sealed(b"{"),
     ],
 )
 def test_nothing_counts_from_a_line_on_that_is_not_ours(path: Path, line: bytes):
     lines = filled(path).splitlines()
-    path.write_bytes(b"\n".join([*lines[:3], line, *lines[3:], b""]))
+    path.write_bytes(b"\n".join([*lines[:3], line.strip(), *lines[3:], b""]))
     assert reopened(path) == (10, {0: "a"})
 
 
@@ -96,6 +99,40 @@ def test_nothing_counts_from_a_line_on_that_is_not_ours(path: Path, line: bytes)
 def test_a_journal_whose_first_line_was_lost_begins_anew(path: Path, first: bytes):
     path.write_bytes(first + b'{"done": 40, "digests": {}}\n')
     assert reopened(path) == (0, {})
+
+
+def test_journal_ignores_lines_with_any_flipped_bit(path: Path):
+    whole = filled(path)
+    marks = [(0, {}), (0, {}), *MARKS]
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        line = whole[:at].count(b"\n")
+        expected = {number: text for _, digests in marks[:line] for number, text in digests.items()}
+        found = read_journal(path, "run")
+        assert (found.nbytes, found.digests) == (marks[line - 1][0] if line else 0, expected)
+
+
+def test_journal_of_earlier_versions_promises_nothing(path: Path):
+    path.write_bytes(b'{"run": "run", "division": ""}\n{"done": 40, "digests": {"0": "a"}}\n')
+    assert read_journal(path, "run") == Marked(0, {})
+
+
+def test_journal_keeps_the_prefix_of_the_last_mark(path: Path):
+    journal = Journal(path, "run", "3 without ", (4, 7, 9), session="one")
+    journal.mark(10, {0: "a"}, Prefix(1, 6, "b"))
+    journal.close()
+    found = read_journal(path, "run", "3 without ")
+    assert found == Marked(10, {4: "a"}, Prefix(7, 6, "b"), "one")
+    again = Journal(path, "run", "3 without ", (4, 7, 9), session="two")
+    again.close()
+    assert again.prefix == Prefix(1, 6, "b")
+    assert read_journal(path, "run", "3 without ").session == "two"
+
+
+def test_journal_begins_with_what_is_kept(path: Path):
+    filled(path)
+    Journal(path, "run", kept=Marked(25, {1: "b"})).close()
+    assert read_journal(path, "run") == Marked(25, {1: "b"})
 
 
 def test_a_journal_of_another_run_is_refused_and_stays(path: Path):
@@ -157,14 +194,14 @@ def test_counts_that_are_short_are_gone_on_with(path: Path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
     filled(path)
     assert reopened(path) == (40, {0: "a", 1: "b", 2: "c"})
-    assert all(json.loads(line) for line in path.read_bytes().splitlines())
+    assert all(json.loads(unsealed(line) or b"") for line in path.read_bytes().splitlines())
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path):
     with pytest.raises(PrepError, match=r"cannot read or write .*journal"):
         Journal(tmp_path / "absent" / "journal", "run")
     (tmp_path / "journal").mkdir()
-    with pytest.raises(PrepError, match=r"cannot read or write .*journal"):
+    with pytest.raises(PrepError, match=r"journal is not used - it is not a regular file"):
         Journal(tmp_path / "journal", "run")
 
 

@@ -17,7 +17,7 @@ from prepcli.engine.casts import moved
 from prepcli.engine.files import Files
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.io_policy import WritePolicy
-from prepcli.engine.journal import Journal
+from prepcli.engine.journal import Journal, Prefix
 from prepcli.errors import PrepError
 from prepcli.planning import coverage
 from prepcli.planning.plan import Fill, Flat, Stream
@@ -242,9 +242,9 @@ class Marks(Journal):
         self.marks: list[int] = []
         super().__init__(folder / "journal", "run")
 
-    def mark(self, done_nbytes: int, digests: dict[int, str]) -> None:
+    def mark(self, done_nbytes: int, digests: dict[int, str], prefix: Prefix | None = None) -> None:
         self.marks.append(done_nbytes)
-        super().mark(done_nbytes, digests)
+        super().mark(done_nbytes, digests, prefix)
 
 
 @pytest.mark.parametrize("text", ["mlp embed <- {n}: embed mlp", "embed mlp <- {n}: embed mlp"])

@@ -1,0 +1,306 @@
+"""SIGKILL at random points of every command that writes checkpoints, and then the same command again.
+
+    python -m bench.kills --work FOLDER [--count 200] [--seed 1] [--commands save-init,export]
+
+In a share of the cases some bytes of what the killed run left are flipped, cut off or added before the second run. Its
+output is compared, bit by bit, with that of a run that was not killed. A second run may also refuse with an error that
+says what to do: then `--restart` has to lead to the same output. Prints one row per command; `wrong` has to be 0.
+
+Conversions are forked from this process, with Python's modules loaded: a kill then hits the work, not the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from bench.damage import spoil
+from prepcli.cli import main as prep
+from prepcli.tiny_model import VOCABULARY, write_tiny_model
+from prepcli.ui import table
+from prepcli.writing.locks import is_held
+from prepcli.writing.run_folder import steps_of
+
+INIT = ("save-init", "./model", "--pad-vocab", "8")
+COMMANDS = {
+    "pad-vocab": ("pad-vocab", "./model", "--multiple", "8", "--init", "mean"),
+    "save-init": ("save-init", "./model"),
+    "save-init --mesh": ("save-init", "./model", "--mesh", "1,8,4", "--pad-vocab", "auto"),
+    "save-init --dtype": ("save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "auto", "--dtype", "bfloat16"),
+    "save-init --workers": ("save-init", "./model", "--workers", "2", "--memory", "160MiB"),
+    "save-init --compress": ("save-init", "./model", "--mesh", "1,2,2", "--pad-vocab", "auto", "--compress", "zstd"),
+    "reshard": ("reshard", "init", "--mesh", "1,4,8"),
+    "export": ("export", "init"),
+    "train": ("train", "recipe.toml"),
+}
+TRAIN = "train"
+TRAIN_SHARE = 0.1
+DAMAGED_SHARE = 0.5
+POINTS = ("any time", "between syncs", "after a sync", "at commit")
+WAIT_S = 120.0
+RECIPE = """\
+seed = 1
+model.path = "init"
+data = { type = "text", path = "text.txt", seq_length = 16 }
+batch.size = 2
+optimizer.lr = 1e-3
+train.steps = 4
+checkpoint = { every = 1, keep = 2 }
+"""
+
+
+@dataclass(slots=True)
+class Row:
+    """What came of the kills of one command."""
+
+    kills: int = 0
+    resumed: int = 0
+    damaged: int = 0
+    refused: int = 0
+    wrong: int = 0
+    redone: list[int] = field(default_factory=list)  # bytes written before the kill and again after it, if undamaged
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A folder with the sources, and of each command an output that was not killed, its bytes and its seconds."""
+
+    folder: Path
+    written: dict[str, int]
+    took_s: dict[str, float]
+
+    def whole(self, name: str) -> Path:
+        """The output of a run that was not killed."""
+        return self.folder / f"whole.{list(COMMANDS).index(name)}"
+
+
+def words(name: str, out: str) -> list[str]:
+    """The command line of a command."""
+    memory = () if name == TRAIN or "--memory" in COMMANDS[name] else ("--memory", "32MiB")
+    return [*COMMANDS[name], "--out", out, *memory, "--json", "--progress", "none"]
+
+
+def start(folder: Path, command: Sequence[str]) -> BaseProcess:
+    """Start a command in a folder, where `said.out` and `said.err` take what it says."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, command))
+    process.start()
+    return process
+
+
+def _run(folder: Path, command: Sequence[str]) -> None:
+    os.chdir(folder)
+    for number, name in ((1, "said.out"), (2, "said.err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+    if command[0] == TRAIN:  # jax does not survive a fork
+        os.execv(sys.executable, [sys.executable, "-m", "prepcli", *command])
+    sys.exit(prep(list(command)))
+
+
+def make_bench(folder: Path, names: Sequence[str]) -> Bench:
+    """Make the sources and the outputs to compare with in an empty folder."""
+    folder.mkdir(parents=True)
+    write_tiny_model(folder / "model")
+    draw = random.Random(0)
+    (folder / "text.txt").write_text(" ".join(draw.choice(VOCABULARY[2:]) for _ in range(2000)))
+    (folder / "recipe.toml").write_text(RECIPE)
+    _whole(folder, [*INIT, "--out", "init", "-q"])
+    bench = Bench(folder, {}, {})
+    for name in names:
+        began = time.monotonic()
+        said = _whole(folder, words(name, bench.whole(name).name))
+        bench.took_s[name] = time.monotonic() - began
+        bench.written[name] = _written(said)
+    return bench
+
+
+def _whole(folder: Path, command: Sequence[str]) -> str:
+    """Run a command to its end; what it printed. RuntimeError where it fails."""
+    process = start(folder, command)
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{command[0]} ended with {process.exitcode}: {(folder / 'said.err').read_text()}")
+    return (folder / "said.out").read_text()
+
+
+def _written(printed: str) -> int:
+    return json.loads(printed).get("bytes", {}).get("written", 0)
+
+
+def result(folder: Path) -> Path:
+    """The part of an output that is compared: of a training run its last step."""
+    steps = steps_of(folder)
+    return folder / str(steps[-1]) if steps else folder
+
+
+def same(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same files, bit by bit."""
+    files = [{path.relative_to(root): path for path in root.rglob("*") if path.is_file()} for root in (a, b)]
+    return files[0].keys() == files[1].keys() and all(
+        path.read_bytes() == files[1][name].read_bytes() for name, path in files[0].items()
+    )
+
+
+def data_nbytes(partial: Path) -> int:
+    """Bytes of tensors that a killed run has written, as the disk counts them."""
+    folders = [partial / ".prep/raw/d", partial / "d", partial]
+    found = next((folder for folder in folders if folder.is_dir() and any(map(is_data, folder.iterdir()))), None)
+    files = [path.stat() for path in found.iterdir() if is_data(path)] if found else []
+    return sum(min(stat.st_size, stat.st_blocks * 512) for stat in files)
+
+
+def is_data(path: Path) -> bool:
+    """Whether a file of a staging folder holds tensors."""
+    return path.is_file() and (path.suffix == ".safetensors" or path.parent.name == "d")
+
+
+def moment(point: str, partial: Path, took_s: float, draw: random.Random) -> Callable[[], bool]:
+    """What tells that the point is reached at which a run is killed."""
+    at, after_s = time.monotonic(), draw.uniform(0.0, 0.05)
+    journal, syncs = partial / ".prep/journal.0", draw.randint(1, 5)
+    events: dict[str, Callable[[], bool]] = {
+        "between syncs": lambda: data_nbytes(partial) > 0,
+        "after a sync": lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1 + syncs,
+        "at commit": lambda: any((partial / name).exists() for name in ("config.json", "hf", "_METADATA")),
+    }
+    if point not in events:
+        latest = draw.uniform(0.1, 1.0) * took_s
+        return lambda: time.monotonic() - at >= latest
+    seen: list[float] = []
+
+    def reached() -> bool:
+        try:
+            if not seen and events[point]():
+                seen.append(time.monotonic())
+        except OSError:  # renamed while it was looked at
+            pass
+        return bool(seen) and time.monotonic() - seen[0] >= after_s
+
+    return reached
+
+
+def killed(bench: Bench, name: str, out: Path, draw: random.Random) -> bool:
+    """Start a command and kill it; whether it was at work."""
+    partial = out.with_name(f"{out.name}.partial")
+    point = draw.choice(POINTS) if name != TRAIN else POINTS[0]
+    process = start(bench.folder, words(name, out.name))
+    is_time = moment(point, partial, bench.took_s[name], draw)
+    while process.is_alive() and not is_time():
+        time.sleep(0.0005)
+    process.kill()
+    process.join()
+    until = time.monotonic() + WAIT_S
+    while (partial / ".prep/lock").exists() and is_held(partial / ".prep/lock"):  # workers end with their parent
+        if time.monotonic() > until:
+            raise TimeoutError(f"{partial} is still locked")
+        time.sleep(0.01)
+    return process.exitcode == -signal.SIGKILL
+
+
+def again(bench: Bench, name: str, out: Path, *more: str) -> tuple[int, str, int]:
+    """Run a command to its end: exit code, what it said, and the bytes that it wrote."""
+    process = start(bench.folder, [*words(name, out.name), *more])
+    process.join()
+    said = [(bench.folder / file).read_text() for file in ("said.out", "said.err")]
+    return process.exitcode or 0, "\n".join(said), 0 if process.exitcode else _written(said[0])
+
+
+def is_clear(said: str) -> bool:
+    """Whether a refusal is an error with a reason."""
+    return "error" in said and "Traceback" not in said and "bug in prep" not in said
+
+
+def one_case(bench: Bench, name: str, out: Path, draw: random.Random, row: Row) -> None:
+    """Kill a run, maybe spoil what it left, run it again, and compare."""
+    partial = out.with_name(f"{out.name}.partial")
+    while not killed(bench, name, out, draw):  # it came too late
+        shutil.rmtree(out, ignore_errors=True)
+    row.kills += 1
+    there = data_nbytes(partial)
+    left = partial if name != TRAIN else next(out.glob("*.partial"), None)
+    how = spoil(left, draw) if left and left.exists() and draw.random() < DAMAGED_SHARE else ""
+    row.damaged += bool(how)
+    code, said, written = again(bench, name, out)
+    if code:
+        row.refused += 1
+        clear, first = is_clear(said), said[:400]
+        code, said, written = again(bench, name, out, "--restart")
+        code = code or not clear
+        tell(f"refused: {name}, {how or 'undamaged'}: {first}")
+    elif "resuming" in said or name == TRAIN:
+        row.resumed += 1
+    if not how and name != TRAIN:
+        row.redone.append(max(0, there + written - bench.written[name]))
+    if code or not same(result(out), result(bench.whole(name))):
+        row.wrong += 1
+        tell(f"WRONG: {name}, {how or 'undamaged'}, exit {code}\n{said}")
+        out.rename(out.with_name(f"wrong-{row.wrong}-{out.name}")) if out.exists() else None
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def shares(names: Sequence[str], count: int) -> dict[str, int]:
+    """How many of the kills each command has."""
+    train = max(1, round(count * TRAIN_SHARE)) if TRAIN in names else 0
+    others = [name for name in names if name != TRAIN]
+    each = {name: (count - train + at) // len(others) for at, name in enumerate(others)} if others else {}
+    return each | ({TRAIN: train if others else count} if train else {})
+
+
+def kills_text(rows: dict[str, Row]) -> str:
+    """The table."""
+    head = ("command", "kills", "damaged", "resumed", "refused", "wrong", "redone, mean MiB", "most MiB")
+    shown = []
+    for name, row in rows.items():
+        mean, most = (sum(row.redone) / max(1, len(row.redone)), max(row.redone, default=0))
+        counts = (row.kills, row.damaged, row.resumed, row.refused, row.wrong)
+        shown.append((name, *counts, f"{mean / 2**20:.1f}", f"{most / 2**20:.1f}"))
+    totals = [sum(row[column] for row in shown) for column in range(1, 6)]
+    return table([*shown, ("all", *totals, "", "")], head, right=head[6:])
+
+
+def tell(text: str) -> None:
+    """What happens meanwhile, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Kill what the arguments ask for; print the table. 1 where an output was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kills", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="a new folder; deleted at the end")
+    parser.add_argument("--count", type=int, default=200, help="default: 200")
+    parser.add_argument("--seed", type=int, default=1, help="default: 1")
+    parser.add_argument("--commands", default=",".join(COMMANDS), help="default: all")
+    given = parser.parse_args(arguments)
+    names = given.commands.split(",")
+    if unknown := [name for name in names if name not in COMMANDS]:
+        parser.error(f"no command {unknown[0]!r}; there are {', '.join(COMMANDS)}")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    bench = make_bench(given.work, names)
+    rows = {name: Row() for name in names}
+    try:
+        for name, count in shares(names, given.count).items():
+            for number in range(count):
+                draw = random.Random(f"{given.seed} {name} {number}")
+                one_case(bench, name, given.work / "out", draw, rows[name])
+            tell(f"{name}: {rows[name]}")
+    finally:
+        print(kills_text(rows))
+    wrong = sum(row.wrong for row in rows.values())
+    if not wrong:
+        shutil.rmtree(given.work)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
