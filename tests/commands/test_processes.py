@@ -9,11 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from prepcli.engine.pipeline import Outcome
+from prepcli.writing import convert
+from prepcli.writing.together import Task, Waiting
 from tests.commands.killing import COMMANDS, TOGETHER, Bench, check_killed, command, content, make_bench, start
+from tests.commands.running import refusal
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +193,25 @@ def test_one_that_fails_tells_the_others_why(bench: Bench):
                    cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE), code=1)[0]  # fmt: skip
     assert err.count("rotten is damaged") == 1
     shutil.rmtree(bench.folder / "out.partial")
+
+
+def test_source_that_changes_while_others_are_awaited(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(bench.folder / "model", bench.folder / "changing")
+    monkeypatch.chdir(bench.folder)
+
+    def together(task: Task, move: Callable[[], Outcome], finish: Callable[[Outcome], None], waiting: Waiting) -> None:
+        outcome = move()
+        for path in Path("changing").glob("*.safetensors"):
+            os.utime(path, ns=(0, 0))
+        finish(outcome)
+
+    monkeypatch.setattr(convert, "work_together", together)
+    assert "changed while it was read" in refusal(capsys, 1, "save-init", "./changing", "--out", "changed")
+    assert not Path("changed").exists()
+    shutil.rmtree("changed.partial")
+    shutil.rmtree("changing")
 
 
 # Workers and signals
