@@ -30,9 +30,8 @@ def _group(files: list[Path], draw: random.Random) -> list[Path]:
 
 
 def _flip(path: Path, draw: random.Random) -> None:
-    """Flip a bit, in the part of the file that was written if it has holes."""
-    size, blocks = path.stat().st_size, path.stat().st_blocks * 512
-    at = draw.randrange(min(size, blocks) or size)
+    """Flip a bit."""
+    at = draw.randrange(path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]

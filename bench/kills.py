@@ -152,11 +152,23 @@ def same(a: Path, b: Path) -> bool:
 
 
 def data_nbytes(partial: Path) -> int:
-    """Bytes of tensors that a killed run has written, as the disk counts them."""
+    """Return the bytes of tensors that a killed run has written, without holes and unwritten extents."""
     folders = [partial / ".prep/raw/d", partial / "d", partial]
     found = next((folder for folder in folders if folder.is_dir() and any(map(is_data, folder.iterdir()))), None)
-    files = [path.stat() for path in found.iterdir() if is_data(path)] if found else []
-    return sum(min(stat.st_size, stat.st_blocks * 512) for stat in files)
+    return sum(_nbytes_with_data(path) for path in found.iterdir() if is_data(path)) if found else 0
+
+
+def _nbytes_with_data(path: Path) -> int:
+    with path.open("rb") as file:
+        size, at, found = os.fstat(file.fileno()).st_size, 0, 0
+        while at < size:
+            try:
+                low = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            except OSError:  # nothing but a hole is left
+                break
+            at = os.lseek(file.fileno(), low, os.SEEK_HOLE)
+            found += at - low
+    return found
 
 
 def is_data(path: Path) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prepcli.demo.tasks import Outcome, Task, check, converted, files_of, killed, partial, prep, remove
+from prepcli.engine.journal import unsealed
 from prepcli.errors import PrepError
 from prepcli.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.units import bytes_text
@@ -23,7 +24,7 @@ MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED = (
 )
 MADE = (MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED)
 SAVE = ("save-init", PADDED, "--mesh", "1,1,1", "--memory", "32MiB")  # little memory: many small steps to be killed at
-KILL_AT = (0.6, 0.4, 0.2, 0.05, 0.0)  # parts written; earlier from try to try, should a machine be too fast
+TRIES = 5  # a machine may be too fast
 
 
 def tasks() -> tuple[Task, ...]:
@@ -54,41 +55,39 @@ def _pad(folder: Path, words: Sequence[str]) -> Outcome:
 
 
 def _kill(folder: Path, words: Sequence[str]) -> Outcome:
-    """While the output is half written; tried anew, and earlier, if the run was over before it."""
+    """Kill the command while the output is partly written; try again if the run was over before it."""
     unfinished = partial(folder / INIT)
-    for tries, share in enumerate(KILL_AT, 1):
+    for tries in range(1, TRIES + 1):
         remove(folder / INIT)
-        if killed(folder, words, lambda share=share: _is_midway(unfinished, share)) and not (folder / INIT).exists():
-            written, total = _written(unfinished)
-            durable = _durable(unfinished)
-            again = f" (try {tries}: it was too fast)" if tries > 1 else ""
-            text = f"killed at {written / total:.0%}, {bytes_text(durable)} durable; no {INIT}{again}"
-            return Outcome(text, written)
-    raise PrepError(f"the run was over {len(KILL_AT)} times before it could be killed", "this machine is too fast")
+        is_last = tries == TRIES
+        if killed(folder, words, lambda is_last=is_last: _is_midway(unfinished, is_last)) and unfinished.exists():
+            durable, again = _durable(unfinished), f" (try {tries}: it was too fast)" if tries > 1 else ""
+            text = f"killed at {durable / _total(unfinished):.0%}, {bytes_text(durable)} durable; no {INIT}{again}"
+            return Outcome(text, durable)
+    raise PrepError(f"the run was over {TRIES} times before it could be killed", "this machine is too fast")
 
 
-def _is_midway(unfinished: Path, share: float) -> bool:
-    """Whether first bytes are durable, or `share` of the output is written."""
-    written, total = _written(unfinished)
-    return written > 0 and (_durable(unfinished) > 0 or written >= share * total)
+def _is_midway(unfinished: Path, is_last: bool) -> bool:
+    """Whether first bytes are durable; on the last try, whether the data files exist."""
+    return _durable(unfinished) > 0 or (is_last and _total(unfinished) > 0)
 
 
-def _written(unfinished: Path) -> tuple[int, int]:
-    """Bytes on disk, and bytes that there will be, of the data files; none once the output has its final name."""
+def _total(unfinished: Path) -> int:
+    """Return the size of the data files; 0 once the output has its final name."""
     try:
-        found = [path.stat() for path in unfinished.glob("d/*")]
+        return sum(path.stat().st_size for path in unfinished.glob("d/*"))
     except FileNotFoundError:
-        return 0, 0
-    return sum(file.st_blocks * 512 for file in found), sum(file.st_size for file in found)
+        return 0
 
 
 def _durable(unfinished: Path) -> int:
-    """Bytes that the journal promises; its last line may be cut short."""
+    """Return the bytes that the journal promises; its last line may be cut short."""
     try:
         lines = (unfinished / WORK / f"{JOURNAL}.0").read_bytes().split(b"\n")[1:-1]
     except FileNotFoundError:
         return 0
-    return max((json.loads(line)["done"] for line in lines), default=0)
+    contents = [content for line in lines if (content := unsealed(line)) is not None]
+    return max((json.loads(content)["done"] for content in contents), default=0)
 
 
 def _resume(folder: Path, words: Sequence[str]) -> Outcome:

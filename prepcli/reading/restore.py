@@ -46,7 +46,7 @@ DECODING_NBYTES = 32 << 20  # that a thread may need to decode a chunk: of those
 Parts = Mapping[Box, np.ndarray]
 
 
-class Damaged(PrepError):
+class DamagedLeaf(PrepError):
     """Bytes differ from their recorded checksum."""
 
 
@@ -113,7 +113,7 @@ class ItemReader:
         with ThreadPoolExecutor(self._threads) as threads:
             done = [threads.submit(self._work, jobs) for _ in range(self._threads)]
         errors = [error for each in done if (error := each.exception())]
-        if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], Damaged):
+        if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeaf):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
             raise PrepError(f"cannot read {name} of {self.folder}", why, errors[0].hint) from errors[0]
         if errors:
@@ -145,7 +145,7 @@ class ItemReader:
             _spread(job, data)
 
     def _check(self, job: _Job, data: Bytes) -> None:
-        """Raise Damaged unless a piece agrees with its recorded checksums."""
+        """Raise DamagedLeaf unless a piece agrees with its recorded checksums."""
         span = self._checksums.first_damaged(job.name, job.index, job.start, data) if self._checksums else None
         if span is None:
             return
@@ -154,7 +154,7 @@ class ItemReader:
         low, high = (job.stored.offset + at if job.stored else at for at in span)
         within = path if job.stored else f"chunk {chunk_key(job.index)} (decoded) in {path}"
         why = f"bytes {low:,} to {high:,} of {within} differ from their recorded checksum"
-        raise Damaged(f"{job.name} of {self.folder} is damaged", why, self._hint)
+        raise DamagedLeaf(f"{job.name} of {self.folder} is damaged", why, self._hint)
 
     def _decode(self, chunk: _Chunk, scratch: Bytes) -> None:
         """Decode a chunk as far as its pieces go, which follow each other in it."""

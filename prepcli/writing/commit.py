@@ -16,14 +16,14 @@ from prepcli.engine.own_files import open_own
 from prepcli.errors import PrepError
 from prepcli.planning.coverage import Span, written_spans
 from prepcli.planning.plan import Plan
-from prepcli.writing.resuming import Reader, damaged
+from prepcli.writing.resuming import StreamReader, damaged
 
 AROUND_NBYTES = 1 << 17  # of a hole: blocks of a file system that were cut in the middle
 
 Stamps = dict[Path, tuple[int, ...]]
 
 
-def check_written(plan: Plan, files: Sequence[Path], digests: Mapping[int, str], reader: Reader) -> None:
+def check_written(plan: Plan, files: Sequence[Path], digests: Mapping[int, str], reader: StreamReader) -> None:
     """Raise PrepError unless the data files have their sizes, and hold what was written wherever they have holes."""
     holes = [hole for number, file in enumerate(plan.files) for hole in _holes(number, files[number], file.size)]
     if not holes:

@@ -35,7 +35,7 @@ from prepcli.writing.checksums import forget, recorder
 from prepcli.writing.commit import check_unchanged, check_written, stamps
 from prepcli.writing.expectations import Expectations
 from prepcli.writing.finishing import data_folder, finish, unpacked
-from prepcli.writing.resuming import Reader, clear_gaps, kept, outdated
+from prepcli.writing.resuming import StreamReader, clear_gaps, kept, outdated
 from prepcli.writing.source_state import State, state_of
 from prepcli.writing.staging import Staging, clean, staging
 from prepcli.writing.together import PATIENCE_S, Task, Waiting, work_together
@@ -140,9 +140,9 @@ class _Move:
         return [data_folder(self.task.plan, self.task.stage.folder) / file.path for file in self.task.plan.files]
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> StreamReader:
         """Reads the plan's streams back."""
-        return Reader(self.task.plan.streams, self.spend, self.progress)
+        return StreamReader(self.task.plan.streams, self.spend, self.progress)
 
     def share(self, index: int) -> Outcome:
         """Move the streams of process `index` that no earlier run left whole. Raises PrepError."""
@@ -205,8 +205,8 @@ def _finish(move: _Move, options: Options, outcome: Outcome) -> None:
     for index in task.unchecked():  # of processes that ended before this one began
         move.share(index)
     outcome = replace(outcome, digests=task.empty | task.digests())
-    if options.share.count > 1:  # other processes may have read the source at other times
-        move.check_source(outcome.digests, move.began)
+    since = move.began if options.share.count > 1 else move.before  # others may have read at other times
+    move.check_source(outcome.digests, since)
     check_written(plan, move.files, outcome.digests, move.reader)
     written = stamps(move.files)
     finish(plan, stage, task.run, outcome, move.progress)

@@ -31,7 +31,7 @@ CHECK = "check"  # the task, as progress calls it
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class StreamReader:
     """Reads streams back from data files, or again from the source, within a budget."""
 
     streams: Sequence[Stream]
@@ -75,20 +75,20 @@ def as_written(stream: Stream) -> Stream:
     return replace(stream, dtype=stream.written_dtype, left=stream.right, right=(), fill=None, cast="")
 
 
-def damaged(reader: Reader, promised: Mapping[int, str], files: Sequence[Path]) -> set[int]:
+def damaged(reader: StreamReader, promised: Mapping[int, str], files: Sequence[Path]) -> set[int]:
     """The whole streams that the data files do not hold as promised."""
     numbers = [number for number in promised if reader.streams[number].right and reader.streams[number].nbytes]
     found = reader.written(numbers, files)
     return {number for number, digest in found.items() if digest != moved(promised[number]).written}
 
 
-def outdated(reader: Reader, promised: Mapping[int, str], source: Source) -> set[int]:
+def outdated(reader: StreamReader, promised: Mapping[int, str], source: Source) -> set[int]:
     """The streams that the source does not hold any more as they were read."""
     found = reader.source(promised, source)
     return {number for number, digest in found.items() if digest != moved(promised[number]).read}
 
 
-def kept(reader: Reader, promised: Marked, files: Sequence[Path], source: Source | None) -> Marked:
+def kept(reader: StreamReader, promised: Marked, files: Sequence[Path], source: Source | None) -> Marked:
     """The part of what a journal promises that holds.
 
     Args:

@@ -199,11 +199,12 @@ class _Others:
 
     def look(self) -> list[int]:
         """Read the journals of those who were not done; who still is not."""
+        now = time.monotonic()
         for index in range(self.task.division.count):
             if index not in self.whole:
                 marked = self.task.marked(index)
                 if marked != self.marked.get(index):
-                    self.seen_s[index] = time.monotonic()
+                    self.seen_s[index] = now
                 self.marked[index] = marked
                 if self.task.is_whole(index, marked):
                     self.whole.add(index)

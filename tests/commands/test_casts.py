@@ -185,7 +185,7 @@ def test_the_config_says_the_dtype_where_it_did(keys: list[str]):
 def test_checkpoints_of_different_dtypes_are_not_the_same(capsys: pytest.CaptureFixture[str]):
     make(Path("m"), LLAMA)
     done("save-init", "./m", "--dtype", "bfloat16")
-    assert main(["verify", "m-init", "./m"]) == 1
+    assert main(["verify", "m-init", "./m", "-v"]) == 1
     said = capsys.readouterr().err
     assert "model.norm.weight  is bfloat16 and float32" in said
 

@@ -143,7 +143,7 @@ def test_files_that_differ_fail_the_comparison(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_that_ends_before_the_kill_is_no_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "_is_midway", lambda partial, share: False)
+    monkeypatch.setattr(conversion, "_is_midway", lambda partial, is_last: False)
     with pytest.raises(PrepError, match="over 5 times before it could be killed"):
         conversion._kill(tmp_path, ("models",))
 

@@ -20,7 +20,7 @@ from trainer.families import FAMILIES
 from trainer.table import rows
 
 MIB = 1 << 20
-SLACK_NBYTES = 4 * MIB  # stacks of threads: the limit counts them whole, whatever they touch
+SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads: the limit counts them whole, whatever they touch
 WIDTH = 256
 
 # Stacks of threads are of 1 MiB here, so that they hardly count; what a process holds is told at the end.

@@ -201,11 +201,14 @@ def test_source_that_changes_while_others_are_awaited(
     shutil.copytree(bench.folder / "model", bench.folder / "changing")
     monkeypatch.chdir(bench.folder)
 
-    def together(task: Task, move: Callable[[], Outcome], finish: Callable[[Outcome], None], waiting: Waiting) -> None:
+    def together(
+        task: Task, move: Callable[[], Outcome], finish: Callable[[Outcome], None], waiting: Waiting
+    ) -> Outcome:
         outcome = move()
         for path in Path("changing").glob("*.safetensors"):
             os.utime(path, ns=(0, 0))
         finish(outcome)
+        return outcome
 
     monkeypatch.setattr(convert, "work_together", together)
     assert "changed while it was read" in refusal(capsys, 1, "save-init", "./changing", "--out", "changed")
@@ -273,8 +276,7 @@ def test_signals_reach_the_workers(bench: Bench, number: signal.Signals, code: i
     for pid in workers:
         os.kill(pid, signal.SIGCONT)
     ((_, err),) = ended(process, code=code)
-    assert "to go on: `prep save-init ./model" in err
-    assert "--workers 3" in err
+    assert f"error: {'interrupted' if code == 130 else 'stopped by SIGTERM'}" in err
     check_gone(workers)
     assert not (bench.folder / "signalled").exists()
     check_goes_on(bench, "signalled")

@@ -218,4 +218,4 @@ def test_one_half_alone_is_refused(capsys: pytest.CaptureFixture[str]):
     write_checkpoint(Path("m"), T5, tensors)
     said = refusal(capsys, 1, "save-init", "./m")
     assert "are missing" in said
-    assert "decoder.block.2.layer.2.DenseReluDense.wo.weight" in said
+    assert "decoder.block.0.layer.0.layer_norm.weight [64]" in said

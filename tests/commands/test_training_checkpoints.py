@@ -214,7 +214,7 @@ def test_two_steps_differ_in_what_they_have(here: Path, capsys: Capture):
     bare = {name: value for name, value in state_in("tuned/5").items() if not name.startswith("opt_state")}
     save(Path("bare"), Path("m-init"), {5: bare})
     done("verify", "bare")
-    _, err = said(capsys, "verify", "tuned", "bare", code=1)
+    _, err = said(capsys, "verify", "tuned", "bare", "-v", code=1)
     assert "opt_state.adam.mu/transformer.wte.weight  is not in bare" in err
     assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
 

@@ -23,7 +23,7 @@ from prepcli.planning import checksum_blocks
 from prepcli.planning.boxes import whole
 from prepcli.planning.checksum_blocks import chunk_blocks, number_blocks
 from prepcli.reading import restore
-from prepcli.reading.restore import Damaged, ItemReader, open_reader
+from prepcli.reading.restore import DamagedLeaf, ItemReader, open_reader
 from tests.commands.running import done
 from tests.formats.orbax_items import make_item
 from tests.models import GPT_NEO, make, same_bits
@@ -142,7 +142,7 @@ def test_an_error_names_leaf_bytes_file_and_hint(model: Path, tmp_path: Path):
     done("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
     path, offset, nbytes = spans(tmp_path / "init")[UP, (1, 0, 0)]
     flip(path, offset + 5)
-    with open_reader(tmp_path / "init", hint="the hint") as reader, pytest.raises(Damaged) as caught:
+    with open_reader(tmp_path / "init", hint="the hint") as reader, pytest.raises(DamagedLeaf) as caught:
         read_all(reader)
     assert caught.value.what == f"{UP} of {tmp_path / 'init'} is damaged"
     span = f"bytes {offset:,} to {offset + nbytes:,} of {path}"
@@ -177,7 +177,7 @@ def test_damage_outside_of_a_part_is_not_met(model: Path, tmp_path: Path):
     with open_reader(tmp_path / "init") as reader:
         rows, columns = reader.leaves[UP].shape[1:]
         read(reader, UP, [((0, 1), (0, rows), (0, columns))], "float32")
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedLeaf):
             read(reader, UP, [((1, 2), (0, 1), (0, 1))], "float32")
 
 
