@@ -8,13 +8,11 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from prepcli.cli import main
-from prepcli.writing import convert
-from tests.commands.killing import content
+from tests.commands.running import error_lines
 from tests.models import GPT_NEO, LLAMA, make, tensors_of, write_checkpoint
 from trainer.families import FAMILIES
 
@@ -26,30 +24,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-cache"))
 
 
-def state(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str]]:
-    """Exit code and the lines of the error; the source and the folder are checked to be as before."""
-    before = state(Path())
-    code = main([*args, "-q"])
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    assert {k: v for k, v in state(Path()).items() if ".partial" not in k or k in before} == before
-    lines = err.splitlines()
-    assert lines[0].startswith("error: ")
-    return code, lines
-
-
 def edit_config(folder: str, **changes: object) -> None:
     path = Path(folder, "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def test_a_typing_error_in_a_name(capsys):
-    assert said(capsys, "pad-vocab", "gpt-neo-1.3b") == (
+    assert error_lines(capsys, "pad-vocab", "gpt-neo-1.3b") == (
         2,
         [
             "error: no checkpoint called `gpt-neo-1.3b`",
@@ -61,7 +42,7 @@ def test_a_typing_error_in_a_name(capsys):
 
 def test_a_missing_folder(capsys):
     make(Path("llama-13b"), LLAMA)
-    assert said(capsys, "save-init", "./llama") == (
+    assert error_lines(capsys, "save-init", "./llama") == (
         2,
         [
             "error: `./llama` does not exist",
@@ -74,7 +55,7 @@ def test_a_missing_folder(capsys):
 def test_a_folder_without_a_checkpoint(capsys):
     Path("x").mkdir()
     Path("x/notes.txt").write_text("hello")
-    code, lines = said(capsys, "save-init", "./x")
+    code, lines = error_lines(capsys, "save-init", "./x")
     assert (code, lines[0]) == (1, "error: `./x` holds no checkpoint")
     assert "looked for *.safetensors" in lines[1]
     assert "found notes.txt" in lines[1]
@@ -85,7 +66,7 @@ def test_a_shard_that_is_cut_short(capsys):
     shard = sorted(Path("m").glob("*.safetensors"))[1]
     size = shard.stat().st_size
     os.truncate(shard, size - 1000)
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, f"error: {shard.name} is cut short")
     assert lines[1] == f"  why: its header promises {size:,} bytes, the file has {size - 1000:,}"
     assert "--force-download" in lines[2]
@@ -95,7 +76,7 @@ def test_a_shard_that_is_missing(capsys):
     make(Path("m"), files=3)
     shards = sorted(Path("m").glob("*.safetensors"))
     shards[-1].unlink()
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, f"error: 1 of {len(shards)} files of m is missing")
     assert shards[-1].name in lines[1]
 
@@ -103,7 +84,7 @@ def test_a_shard_that_is_missing(capsys):
 def test_an_unknown_family(capsys):
     make(Path("m"))
     edit_config("m", model_type="mamba")
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: no family for model_type `mamba`")
     assert lines[1] == f"  why: it needs state-space layers; prep does not support that; known: {', '.join(FAMILIES)}"
 
@@ -111,7 +92,7 @@ def test_an_unknown_family(capsys):
 def test_tensors_without_a_place_are_all_named(capsys):
     make(Path("m"), LLAMA, attention_bias=True)
     edit_config("m", attention_bias=False)
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: 12 tensors of ./m have no place in family llama")
     for layer in range(3):
         for part, rows in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
@@ -125,7 +106,7 @@ def test_tensors_that_are_missing_are_all_named(capsys):
     gone = [name for name in tensors if name.endswith("mlp.up_proj.weight")]
     rest = {name: value for name, value in tensors.items() if name not in gone}
     write_checkpoint(Path("less"), json.loads(Path("m/config.json").read_text()), rest)
-    code, lines = said(capsys, "save-init", "./less")
+    code, lines = error_lines(capsys, "save-init", "./less")
     assert (code, lines[0]) == (1, "error: 3 tensors of ./less are missing")
     assert all(f"{name} [48, 32]" in lines[1] for name in gone)
 
@@ -133,7 +114,7 @@ def test_tensors_that_are_missing_are_all_named(capsys):
 def test_tensors_of_another_shape_are_all_named(capsys):
     make(Path("m"), LLAMA)
     edit_config("m", intermediate_size=64)
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: 9 tensors of ./m are not as config.json says")
     assert "model.layers.2.mlp.up_proj.weight has shape [48, 32], expected [64, 32] (mlp 64 x embed 32)" in lines[1]
     assert lines[2] == " hint: are config.json and the weights of one model?"
@@ -143,7 +124,7 @@ def test_missing_unexpected_and_misshapen_at_once(capsys):
     tensors = make(Path("m"), LLAMA)
     tensors["model.norm.extra"] = tensors.pop("model.norm.weight")
     write_checkpoint(Path("odd"), {**LLAMA, "intermediate_size": 64}, tensors)
-    code, lines = said(capsys, "pad-vocab", "./odd")
+    code, lines = error_lines(capsys, "pad-vocab", "./odd")
     assert (code, lines[0]) == (1, "error: ./odd does not add up as family llama")
     assert "missing: model.norm.weight [32]" in lines[1]
     assert "without a place: model.norm.extra [32]" in lines[1]
@@ -152,7 +133,7 @@ def test_missing_unexpected_and_misshapen_at_once(capsys):
 
 def test_a_vocabulary_that_the_mesh_does_not_divide(capsys):
     make(Path("m"))
-    assert said(capsys, "save-init", "./m", "--mesh", "1,1,4") == (
+    assert error_lines(capsys, "save-init", "./m", "--mesh", "1,1,4") == (
         2,
         [
             "error: vocabulary 131 cannot be split over mp 4",
@@ -164,7 +145,7 @@ def test_a_vocabulary_that_the_mesh_does_not_divide(capsys):
 
 def test_the_grammar_of_meshes(capsys):
     make(Path("m"))
-    assert said(capsys, "save-init", "./m", "--mesh", "1,64") == (
+    assert error_lines(capsys, "save-init", "./m", "--mesh", "1,64") == (
         2,
         [
             "error: `--mesh 1,64` has 2 axes",
@@ -172,12 +153,12 @@ def test_the_grammar_of_meshes(capsys):
             " hint: did you mean `1,64,1`?",
         ],
     )
-    assert said(capsys, "save-init", "./m", "--mesh", "1,-1,1")[0] == 2
+    assert error_lines(capsys, "save-init", "./m", "--mesh", "1,-1,1")[0] == 2
 
 
 def test_a_budget_below_the_floor(capsys):
     make(Path("m"))
-    code, lines = said(capsys, "save-init", "./m", "--memory", "8MiB")
+    code, lines = error_lines(capsys, "save-init", "./m", "--memory", "8MiB")
     assert (code, lines[0]) == (2, "error: `--memory 8MiB` is below the floor")
     assert lines[2] == " hint: `--memory 32MiB` or more"
 
@@ -185,31 +166,17 @@ def test_a_budget_below_the_floor(capsys):
 def test_a_disk_without_room(capsys, monkeypatch):
     make(Path("m"))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: not enough room for m-init")
     assert "1000 bytes free" in lines[1]
     assert "--out" in lines[2]
-
-
-def test_an_output_that_is_something_else(capsys):
-    make(Path("m"))
-    Path("m-init").mkdir()
-    Path("m-init/thesis.txt").write_text("years of work")
-    assert said(capsys, "save-init", "./m") == (
-        1,
-        [
-            "error: m-init exists and is something else",
-            "  why: it has no prep-manifest.json: prep did not make it, and replaces nothing but its own",
-            " hint: another `--out`, or remove it",
-        ],
-    )
 
 
 def test_an_unfinished_run_of_another_request(capsys):
     make(Path("m"))
     Path("m-init.partial/.prep").mkdir(parents=True)
     Path("m-init.partial/.prep/run.json").write_text(json.dumps({"request": "prep save-init ./m --mesh 1,2,1"}))
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: m-init.partial belongs to another run")
     assert "`prep save-init ./m --mesh 1,2,1`" in lines[1]
     assert lines[2] == " hint: `--restart` drops it"
@@ -217,7 +184,7 @@ def test_an_unfinished_run_of_another_request(capsys):
 
 
 def test_offline_and_not_in_the_cache(capsys):
-    code, lines = said(capsys, "save-init", "meta-llama/Llama-2-13b-hf")
+    code, lines = error_lines(capsys, "save-init", "meta-llama/Llama-2-13b-hf")
     assert (code, lines[0]) == (1, "error: cannot read meta-llama/Llama-2-13b-hf")
     assert "not in the cache" in lines[1]
 
@@ -226,7 +193,7 @@ def test_a_pickle_that_asks_for_something_is_refused_and_not_run(capsys):
     Path("m").mkdir()
     Path("m/config.json").write_text(json.dumps(GPT_NEO))
     Path("m/pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch pwndR.")
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert code == 1
     assert lines[0] == "error: pytorch_model.bin asks for `os.system`"
     assert "prep runs nothing of a file" in lines[1]
@@ -254,7 +221,7 @@ def test_headers_that_lie(capsys, spoil: Callable[[dict], dict]):
     text = json.dumps(spoil(header)).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
     for command in ("pad-vocab", "save-init", "verify", "inspect"):
-        code, lines = said(capsys, command, "./m")
+        code, lines = error_lines(capsys, command, "./m")
         assert code in (1, 2)
         assert "model.safetensors" in " ".join(lines)
 
@@ -280,7 +247,7 @@ def test_headers_that_lie(capsys, spoil: Callable[[dict], dict]):
 def test_configs_that_make_no_sense(capsys, changes: dict[str, object]):
     make(Path("m"))
     edit_config("m", **changes)
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert code in (1, 2)
     assert "bug in prep" not in lines[0]
 
@@ -299,7 +266,7 @@ def test_manifests_that_make_no_sense(capsys):
     ):
         path.write_bytes(spoiled)
         for command in ("export", "verify", "reshard"):
-            code, lines = said(capsys, command, "m-init")
+            code, lines = error_lines(capsys, command, "m-init")
             assert code in (1, 2)
             assert "bug in prep" not in lines[0]
 
@@ -321,66 +288,10 @@ def test_a_tensor_name_with_separators_goes_nowhere(capsys):
     tensors["../../evil"] = tensors["transformer.ln_f.bias"]
     tensors["a\nb"] = tensors["transformer.ln_f.bias"]
     write_checkpoint(Path("m"), GPT_NEO, tensors)
-    code, lines = said(capsys, "save-init", "./m")
+    code, lines = error_lines(capsys, "save-init", "./m")
     assert code == 1
     assert len(lines) == 3
     assert "../../evil [32]" in lines[1]
-
-
-def test_an_output_and_its_source_lie_apart(capsys, monkeypatch):
-    make(Path("m"))
-    assert said(capsys, "save-init", "./m", "--out", "m")[1][0] == "error: the output m is the source"
-    assert said(capsys, "save-init", "./m", "--out", "m/x")[1][0] == "error: the output m/x is inside the source"
-    assert (
-        said(capsys, "save-init", "./m", "--out", ".", "--overwrite")[1][0]
-        == "error: the source is inside the output ."
-    )
-    monkeypatch.chdir("m")
-    assert said(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
-
-
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_prep_did_not_make_is_never_replaced(capsys, tmp_path: Path, kind: str):
-    make(Path("m"))
-    theirs = tmp_path / ("thesis.tex" if kind == "file" else "theirs/thesis.tex")
-    theirs.parent.mkdir(exist_ok=True)
-    theirs.write_text("years of work")
-    out = {"folder": "theirs", "file": "thesis.tex", "link": "link"}[kind]
-    if kind == "link":
-        Path(out).symlink_to("theirs")
-    before = sorted(tmp_path.rglob("*"))
-    code, lines = said(capsys, "save-init", "./m", "--out", out, "--overwrite")
-    assert (code, lines[0]) == (1, f"error: {out} exists and is something else")
-    assert theirs.read_text() == "years of work"
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_nor_is_what_came_to_have_the_name_meanwhile(capsys, monkeypatch):
-    make(Path("m"))
-    assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
-    honest = convert.finish
-
-    def late(*given: Any) -> None:
-        honest(*given)
-        Path("out").mkdir()
-        Path("out/thesis.tex").write_text("years of work")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(convert, "finish", late)
-        assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
-    assert "error: out exists and is something else" in capsys.readouterr().err
-    assert content(Path("out")) == {"thesis.tex": b"years of work"}
-    Path("out").rename("theirs")
-    assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
-    assert content(Path("out")) == content(Path("whole"))
-
-
-def test_an_empty_folder_is_replaced_where_that_is_asked_for(capsys):
-    make(Path("m"))
-    Path("out").mkdir()
-    assert said(capsys, "save-init", "./m", "--out", "out")[0] == 1
-    assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
-    assert main(["verify", "out", "-q"]) == 0
 
 
 def test_a_config_is_not_given_for_what_says_itself_of_which_model_it_is(capsys):
@@ -388,28 +299,16 @@ def test_a_config_is_not_given_for_what_says_itself_of_which_model_it_is(capsys)
     assert main(["save-init", "./m", "--out", "init", "-q"]) == 0
     capsys.readouterr()
     for command in (["verify"], ["export"], ["reshard"], ["generate", "--tokens", "1"]):
-        code, lines = said(capsys, command[0], "init", *command[1:], "--config", "m")
+        code, lines = error_lines(capsys, command[0], "init", *command[1:], "--config", "m")
         assert (code, lines[0]) == (2, "error: `--config` is not for init")
     assert main(["verify", "init", "./m", "--config", "m/config.json", "-q"]) == 0
     capsys.readouterr()
-    code, lines = said(capsys, "verify", "init", "init", "--config", "m")
+    code, lines = error_lines(capsys, "verify", "init", "init", "--config", "m")
     assert (code, lines[0]) == (2, "error: `--config` is not for init and init")
-
-
-def test_a_folder_in_which_one_works_or_lives_is_never_replaced(capsys, monkeypatch, tmp_path: Path):
-    make(tmp_path / "m")
-    for folder in ("work/deep", "homes/me"):
-        (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.chdir("work/deep")
-    monkeypatch.setenv("HOME", str(tmp_path / "homes/me"))
-    for out in (tmp_path / "work", tmp_path / "homes", tmp_path / "homes/me", Path("../deep")):
-        code, lines = said(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
-        assert (code, lines[0]) == (2, f"error: the output {out} would be in place of where you are, or live")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]
 
 
 def test_a_pattern_that_drops_nothing(capsys):
     make(Path("m"))
     for pattern in ("*.typo", "transformer.wte.weight"):
-        code, lines = said(capsys, "save-init", "./m", "--drop", pattern)
+        code, lines = error_lines(capsys, "save-init", "./m", "--drop", pattern)
         assert (code, lines[0]) == (2, f"error: `--drop '{pattern}'` drops nothing of ./m")
