@@ -19,7 +19,7 @@ import pytest
 from prepcli.cli import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
-from tests.commands.faults import COMMANDS, sources, whole
+from tests.commands.faults import COMMANDS, interrupted, sources, whole
 from tests.commands.killing import content
 from tests.models import make
 
@@ -287,34 +287,9 @@ def test_a_source_that_changes_while_it_is_read(capsys, monkeypatch, change: Cal
     assert re.search(r"error: (cannot read or write )?\S*model-00001-of-0000\d.safetensors", err)
 
 
-class Killed(BaseException):
-    """What stands for a kill."""
-
-
-def kill() -> None:
-    raise Killed
-
-
-def interrupted(monkeypatch: pytest.MonkeyPatch, name: str, syncs: int = 3) -> None:
-    """A run that was killed with something durable in it."""
-    real, counted = Files.sync, iter(range(syncs))
-
-    def sync(files: Files) -> None:
-        if next(counted, None) is None:
-            raise Killed
-        real(files)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Files, "sync", sync)
-        patched.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
-        with pytest.raises(Killed):
-            main([*COMMANDS[name], "--out", "out", "-q"])
-    assert Path("out.partial/.prep/journal.0").read_bytes().count(b"\n") > syncs
-
-
 @pytest.mark.parametrize("change", [touched, longer, another_header])
 def test_a_source_that_changes_between_two_runs(capsys, monkeypatch, change: Callable[[Path], object]):
-    interrupted(monkeypatch, "save-init")
+    interrupted(monkeypatch, COMMANDS["save-init"], syncs=3)
     before = shard().read_bytes()
     time.sleep(0.01)
     change(shard())
@@ -335,7 +310,7 @@ def test_a_source_that_changes_between_two_runs(capsys, monkeypatch, change: Cal
 @pytest.mark.parametrize("name", COMMANDS)
 def test_whatever_is_left_of_a_journal_the_output_is_the_same(monkeypatch, name: str):
     expected = whole(name)
-    interrupted(monkeypatch, name)
+    interrupted(monkeypatch, COMMANDS[name], syncs=3)
     shutil.copytree("out.partial", "before")
     journal = Path("before/.prep/journal.0").read_bytes()
     ends = [at for at, byte in enumerate(journal) if byte == 10]
@@ -358,7 +333,7 @@ def test_whatever_is_left_of_a_journal_the_output_is_the_same(monkeypatch, name:
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
 def test_notes_of_the_run_that_are_torn(capsys, monkeypatch, torn: str, text: str):
     expected = whole("save-init")
-    interrupted(monkeypatch, "save-init")
+    interrupted(monkeypatch, COMMANDS["save-init"], syncs=3)
     Path("out.partial/.prep", torn).write_text(text)
     if (torn, text) != ("division.json", "{}"):  # which says nothing and is made anew
         assert "--restart" in failed(capsys, "save-init")
@@ -370,7 +345,7 @@ def test_notes_of_the_run_that_are_torn(capsys, monkeypatch, torn: str, text: st
 
 def test_two_commands_on_one_output(capsys, monkeypatch):
     expected = whole("save-init")
-    interrupted(monkeypatch, "save-init")
+    interrupted(monkeypatch, COMMANDS["save-init"], syncs=3)
     before = content(Path("out.partial"))
     for name in ("pad-vocab", "reshard", "export"):
         err = failed(capsys, name)

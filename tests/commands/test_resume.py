@@ -16,7 +16,7 @@ from prepcli.engine import pipeline
 from prepcli.engine.files import Files
 from prepcli.writing import convert, finishing, packing
 from tests.commands.faults import COMMANDS as PLAIN
-from tests.commands.faults import sources, whole
+from tests.commands.faults import Killed, interrupted, kill, sources, whole
 from tests.commands.killing import content
 from tests.commands.test_rot import flipped
 
@@ -32,33 +32,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources(tmp_path, monkeypatch)
 
 
-class Killed(BaseException):
-    """What stands for a kill."""
-
-
-def kill(*args: object, **more: object) -> None:
-    raise Killed
-
-
 def run(name: str, *more: str) -> int:
     return main([*COMMANDS[name], "--out", "out", "--progress", "none", *more])
-
-
-def interrupted(monkeypatch: pytest.MonkeyPatch, name: str, syncs: int = 5) -> Path:
-    """The staging folder of a run that was killed after so many syncs."""
-    real, counted = Files.sync, iter(range(syncs))
-
-    def sync(files: Files) -> None:
-        if next(counted, None) is None:
-            raise Killed
-        real(files)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Files, "sync", sync)
-        patched.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
-        with pytest.raises(Killed):
-            run(name)
-    return Path("out.partial")
 
 
 def expected(name: str) -> dict[str, bytes]:
@@ -85,7 +60,7 @@ def all_flipped(partial: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_resume_writes_flipped_bytes_anew(capsys, monkeypatch, name: str):
-    wanted, partial = expected(name), interrupted(monkeypatch, name)
+    wanted, partial = expected(name), interrupted(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     draw = random.Random(7)
     for path, at in draw.sample(list(written_places(partial)), 3):
@@ -104,7 +79,7 @@ def test_resume_writes_flipped_bytes_anew(capsys, monkeypatch, name: str):
 @pytest.mark.parametrize("name", ["save-init", "cast"])
 @pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
 def test_resume_never_trusts_a_flipped_note(capsys, monkeypatch, name: str, file: str):
-    wanted, partial = expected(name), interrupted(monkeypatch, name)
+    wanted, partial = expected(name), interrupted(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     note, draw = partial / ".prep" / file, random.Random(3)
     for at in draw.sample(range(note.stat().st_size), 3):
@@ -120,14 +95,14 @@ def test_resume_never_trusts_a_flipped_note(capsys, monkeypatch, name: str, file
 
 def test_resume_reads_back_what_other_processes_left(capsys, monkeypatch):
     wanted = expected("save-init")
-    partial = interrupted(monkeypatch, "save-init")
+    partial = interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
     all_flipped(partial)
     assert run("save-init", "--workers", "2") == 0
     assert content(Path("out")) == wanted
 
 
 def test_resume_clears_gaps_between_tensors(monkeypatch):
-    wanted, partial = expected("save-init"), interrupted(monkeypatch, "save-init")
+    wanted, partial = expected("save-init"), interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
     for path in (partial / "d").iterdir():
         size = path.stat().st_size
         path.write_bytes(b"\xff" * size)
@@ -201,7 +176,7 @@ def test_source_that_was_only_touched_is_used(capsys, monkeypatch):
 
 
 def test_resume_compares_a_source_whose_time_was_put_back(capsys, monkeypatch):
-    interrupted(monkeypatch, "save-init")
+    interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
     put_back(shard())
     capsys.readouterr()
     assert run("save-init") == 0
