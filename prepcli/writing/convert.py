@@ -101,7 +101,16 @@ def convert(plan: Plan, source: Source, options: Options, progress: Progress, no
         task = Task(plan, run, stage, division, range(options.share.index, options.share.index + options.workers))
         with stage.failures.telling():
             began = stage.remember(source_state.NAME, {"files": before})["files"]
-        mover = _Move(task, source, began, before, spend, options.allow_overflow, progress, note)
+        mover = _Move(
+            task,
+            source,
+            began=began,
+            before=before,
+            spend=spend,
+            allow_overflow=options.allow_overflow,
+            progress=progress,
+            note=note,
+        )
 
         def move() -> Outcome:
             options.start()

@@ -13,10 +13,18 @@ from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.formats.checksums import CHECKSUMS
 from prepcli.writing.run_folder import steps_of
 from tests.commands.running import done
-from tests.commands.test_train import here  # noqa: F401  (a fixture)
+from tests.commands.test_train import make_training_folder
 from tests.prepcli.reading.test_checked_reads import spans
 
 GENERATE = ("generate", "--tokens", "3,1,4", "--max-new-tokens", "1")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    return tmp_path
 
 
 def flip(path: Path, at: int) -> Path:
@@ -53,7 +61,7 @@ def without_checksums(folder: Path) -> Path:
     return folder
 
 
-def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture[str]):
     path = damage(Path("tiny-init"))
     error = run(capsys, FAILED, "train", "recipe.toml")
     assert error["what"].startswith("params.")
@@ -64,7 +72,7 @@ def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture
     assert not steps_of(Path("runs/recipe"))
 
 
-def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("recipe.toml").write_text(Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"'))
     words = ("train", "recipe.toml", "--stop-after")
     run(capsys, STOPPED, *words, "2")
@@ -84,7 +92,7 @@ def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[
     assert error["hint"] == "`--restart` begins anew"
 
 
-def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixture[str]):
     path = damage(Path("tiny-init"))
     error = run(capsys, FAILED, *GENERATE, "tiny-init")
     assert error["what"].endswith(" of tiny-init is damaged")
@@ -102,7 +110,7 @@ def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixtu
     ],
     ids=["pad-vocab", "export", "flax", "unstacked"],
 )
-def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):  # noqa: F811
+def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
     """Sources whose tensors are read as a whole: folders that prep wrote, and layers that are not stacked."""
     done(*command, "--out", "made")
     run(capsys, OK, *GENERATE, "made")
@@ -114,7 +122,7 @@ def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixt
     run(capsys, OK, *GENERATE, "made", "--no-verify")
 
 
-def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.CaptureFixture[str]):
     init = without_checksums(Path("tiny-init"))
     notes = run(capsys, OK, *GENERATE, "tiny-init")["notes"]
     assert "tiny-init has no prep-checksums.bin (an earlier prep wrote it): checking it reads " in notes
@@ -126,7 +134,7 @@ def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.Captu
         assert str(path) in error["why"]
 
 
-def test_verify_checks_the_checksums_too(here: Path, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+def test_verify_checks_the_checksums_too(here: Path, capsys: pytest.CaptureFixture[str]):
     path = flip(Path("tiny-init", CHECKSUMS), 3)
     assert run(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
     path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,10 +79,10 @@ def test_link_laid_between_plan_and_copy_is_refused(monkeypatch: pytest.MonkeyPa
 
     real = convert.finish
 
-    def replaced(*args: object) -> None:
+    def replaced(*args: Any) -> None:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
-        real(*args)  # type: ignore[arg-type]
+        real(*args)
 
     monkeypatch.setattr(convert, "finish", replaced)
     err = refusal(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")

@@ -59,16 +59,20 @@ def tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a recipe, a text, a model of Hugging Face, and an init of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    return tmp_path
+
+
+def make_training_folder() -> None:
+    """Make a recipe, a text, a Hugging Face model and an init of it in the current folder."""
     make(Path("tiny"), LLAMA)
     tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 3000)) % len(WORDS)
     Path("text.txt").write_text(" ".join(WORDS[number] for number in numbers))
     Path("recipe.toml").write_text(RECIPE)
-    return tmp_path
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

@@ -197,8 +197,9 @@ def test_failed_process_comes_back_at_any_moment(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_ends_what_a_killed_one_began(tmp_path: Path, count: int):
-    lives = lambda: [*attempt(2), *attempt(count, 1)]  # noqa: E731
-    states(tmp_path, lives, check_last_attempt_ends_well, Depth(kills=1, switches=2))
+    states(
+        tmp_path, lambda: [*attempt(2), *attempt(count, 1)], check_last_attempt_ends_well, Depth(kills=1, switches=2)
+    )
 
 
 @pytest.mark.slow
@@ -220,7 +221,7 @@ def test_processes_end_interrupted_at_any_operation(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("fails", "restart"), FAILS)
 def test_failure_reaches_all_at_any_operation(tmp_path: Path, fails: int, restart: bool):
-    lives = lambda: attempt(2, fails=fails, restart=restart)  # noqa: E731
+    lives = partial(attempt, 2, fails=fails, restart=restart)
     states(tmp_path, lives, check_failure_reaches_all, Depth(FINE, switches=1))
 
 
