@@ -4,8 +4,8 @@
     python -m bench.compiled_memory --size 7b --tokens 2048 --mesh 1,64,4 --remat nothing_saveable
 
 The step is the mean loss and its gradients. `temp` is what the compiler plans for one device beside arguments and
-results; `estimated` is what `trainer.memory_estimate` expects it to be. A mesh is compiled for as many CPU devices as
-it has, whatever this machine has.
+results; `estimated` is the estimate of
+`trainer.models.memory_estimate`. A mesh of N devices is compiled for N CPU devices, whatever the machine has.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer import mesh as meshes
+from trainer.models import mesh as meshes
 
 if TYPE_CHECKING:
-    from trainer.model import Compute, Model
+    from trainer.nn.transformer import Compute, Model
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {
@@ -48,8 +48,8 @@ def plan(model: Model, how: Compute, rows: int, length: int) -> Planned:
     import jax
     import jax.numpy as jnp
 
-    from trainer.model import loss_sums
-    from trainer.tree import Tree, nested
+    from trainer.models.tree import Tree, nested
+    from trainer.nn.transformer import loss_sums
 
     def mean(params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
         sums = loss_sums(params, batch, model, how)
@@ -87,10 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser().parse_args(arguments)
     mesh = meshes.parse(given.mesh)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
-    from trainer.families import FAMILIES
-    from trainer.memory_estimate import Run, estimate
-    from trainer.model import Compute, build
-    from trainer.sharding import Shards, shards
+    from trainer.distributed.sharding import Shards, shards
+    from trainer.models.memory_estimate import Run, estimate
+    from trainer.models.registry import FAMILIES
+    from trainer.nn.transformer import Compute, build
 
     on = shards(mesh) if mesh.n_devices > 1 else Shards()
     rows = given.rows or on.replicas

@@ -28,9 +28,9 @@ from bench.meter import Cost, cold, measure
 from bench.models import FREE_BITS, SHARD_NBYTES, entries, write_model
 from bench.published import PUBLISHED, config_of
 from bench.slow_disk import rates, slow_disk
-from prepcli.ui import table
-from prepcli.units import bytes_text
-from trainer.table import Config
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import table
+from trainer.models.parameters import Config
 
 PREP = Path(sys.executable).with_name("prep")
 BUDGETS = ("512MiB", "128MiB")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from bench.evidence import Room, Row, compare, made, remove, tell
 from bench.published import PUBLISHED
-from prepcli.svg import Curve, chart
-from prepcli.ui import table
+from prepcli.console.ui import table
+from prepcli.demo.svg import Curve, chart
 
 GB, MIB = 10**9, 1 << 20
 CASE, MEMORY = "save-init", "512MiB"

@@ -26,11 +26,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from bench.damage import spoil
-from prepcli.cli import main as prep
-from prepcli.tiny_model import VOCABULARY, write_tiny_model
-from prepcli.ui import table
-from prepcli.writing.locks import is_held
-from prepcli.writing.run_folder import steps_of
+from prepcli.cli.main import main as prep
+from prepcli.console.ui import table
+from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
+from prepcli.execution.locks import is_held
+from prepcli.execution.run_folder import steps_of
 
 INIT = ("save-init", "./model", "--pad-vocab", "8")
 COMMANDS = {

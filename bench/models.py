@@ -19,15 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.published import PUBLISHED, changed
+from prepcli.console.formatting import bytes_text
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import INDEX
 from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
 from prepcli.planning.tensors import itemsize
-from prepcli.units import bytes_text
-from prepcli.writing.folders import dumps
-from trainer.axes import bind
-from trainer.families import family_of
-from trainer.table import STACKS, Config, rows
+from prepcli.targets.hf_folder import dumps
+from trainer.models.axis_map import bind
+from trainer.models.parameters import STACKS, Config, rows
+from trainer.models.registry import family_of
 
 BLOCK_NBYTES = 8 << 20
 SHARD_NBYTES = 5 * 10**9

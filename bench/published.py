@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.table import Config
+from trainer.models.parameters import Config
 
 Given = dict[str, Any]
 GPT2_ENDS = {"bos_token_id": 50256, "eos_token_id": 50256}

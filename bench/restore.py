@@ -59,8 +59,8 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> Restored:
     """Restore a checkpoint once, with cold files."""
     import jax
 
-    from prepcli.reading.restore import open_reader
-    from trainer.checkpoint import parameters
+    from prepcli.restore.item_reader import open_reader
+    from trainer.training.checkpoint import parameters
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier restore freed
@@ -80,19 +80,19 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> Restored:
 
 
 def _setup(reader: Any, mesh: str) -> Any:
-    from trainer.job import architecture, optimizer, rules_of
-    from trainer.mesh import parse
-    from trainer.model import Compute
+    from trainer.distributed.sharding import shards
+    from trainer.models.mesh import parse
+    from trainer.nn.transformer import Compute
     from trainer.recipe.tables import Optimizer
-    from trainer.sharding import shards
-    from trainer.step import Setup
+    from trainer.training.setup import architecture, optimizer, rules_of
+    from trainer.training.step import Setup
 
     on = shards(parse(mesh), rules_of(reader.facts))
     return Setup(architecture(reader.facts), Compute(shards=on), optimizer(Optimizer(lr=1e-3), 10))
 
 
 def _state(reader: Any, setup: Any) -> Any:
-    from trainer.checkpoint import restored, started
+    from trainer.training.checkpoint import restored, started
 
     return (restored if reader.facts["kind"] == "train" else started)(reader, setup)
 

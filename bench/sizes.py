@@ -18,8 +18,8 @@ from pathlib import Path
 from bench.evidence import PREP, made, remove, succeeded, tell
 from bench.models import write_model
 from bench.published import PUBLISHED, config_of
-from prepcli.aliases import ALIASES, BY_NAME
-from prepcli.ui import table
+from prepcli.console.ui import table
+from prepcli.sources.aliases import ALIASES, BY_NAME
 
 GB, MIB = 10**9, 1 << 20
 

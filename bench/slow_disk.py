@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.units import bytes_text
+from prepcli.console.formatting import bytes_text
 
 MB = 10**6
 CONTROLLER = Path("/sys/fs/cgroup/blkio")

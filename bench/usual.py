@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.evidence import PREP, made, remove, succeeded, tell
 from bench.meter import Cost, cold
 from bench.published import PUBLISHED
-from prepcli.ui import table
+from prepcli.console.ui import table
 
 TORCH = """
 import sys

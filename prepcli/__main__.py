@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from prepcli.cli import main
+from prepcli.cli.main import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source: imports inside functions count as well."""
+"""Which package may import which, read from the source. Imports inside functions count."""
 
 from __future__ import annotations
 
@@ -10,40 +10,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("prepcli", "trainer")
+ROOTS = ("prepcli", "trainer")
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
-PURE = [
+
+# Lowest first: a package imports only from packages above it in its list.
+TRAINER = ("models", "distributed", "nn", "recipe", "data", "generation", "training")
+PREPCLI = (
+    *("errors", "console", "planning", "engine", "formats", "remote", "sources", "restore", "targets"),
+    *("execution", "inspection", "demo", "commands", "cli", "__main__"),
+)
+ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
+PLANNING = ("boxes", "grids", "moves", "plan", "slabs", "coverage")  # the same holds within planning
+
+PURE_PACKAGES = ("trainer.models", "prepcli.planning")
+USES_NUMPY = {"trainer.models.checkpoint_store"}  # its protocol hands over NumPy arrays
+PURE_MODULES = {
+    "prepcli.console.formatting",
+    "prepcli.console.lists",
+    "prepcli.errors",
     "prepcli.formats.meta_params",
-    "prepcli.lists",
-    "prepcli.shard_map",
-    *sorted(f"prepcli.planning.{path.stem}" for path in (ROOT / "prepcli" / "planning").glob("[!_]*.py")),
-    "trainer.axes",
-    "trainer.families",
-    "trainer.gpt_like",
-    "trainer.host_reads",
-    "trainer.layouts",
-    "trainer.llama_like",
-    "trainer.memory_estimate",
-    "trainer.mesh",
-    "trainer.parts",
-    "trainer.rope",
-    "trainer.table",
-    "trainer.traits",
-    "trainer.tree",
-    "trainer.unsupported",
-]
-UPWARDS = ["planning", "engine", "formats", "reading", "writing", "commands", "app"]  # each on those before
-ALGEBRA = ["boxes", "grids", "moves", "plan", "slabs", "coverage"]  # so are these, within planning
-# lists the devices that jax sees, if it is asked to; train, and generate
-NO_CONVERSION = {
-    *(f"prepcli.commands.{name}" for name in ("env", "train", "generate")),
-    "prepcli.training_checks",
-    "prepcli.training_lines",
+    "prepcli.inspection.shard_map",
+}
+COMPUTES = {  # commands that start jax, or list its devices
+    *(f"prepcli.commands.{name}" for name in ("env", "train", "generate", "train_checks", "train_report")),
 }
 
 
-def imported(text: str) -> Iterator[str]:
-    """Every module that a source imports, and every name that it takes from one, which may be a module too."""
+def imported_names(text: str) -> Iterator[str]:
+    """Yield every imported module, and every imported name qualified by its module (it may be a module too)."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -55,91 +49,109 @@ def imported(text: str) -> Iterator[str]:
 
 
 def read_graph() -> dict[str, set[str]]:
-    """Module -> modules of ours and first names of others that it imports."""
-    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    """Return, per module, the project's modules and the top-level names of third-party packages that it imports."""
+    paths = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     graph = {}
-    for name, path in names.items():
-        found = set(imported(path.read_text()))
-        others = {each.partition(".")[0] for each in found} - {*PACKAGES, *sys.stdlib_module_names}
-        graph[name] = {each for each in found if each in names} - {*PACKAGES, name} | others
+    for module, path in modules.items():
+        names = set(imported_names(path.read_text()))
+        third_party = {name.partition(".")[0] for name in names} - {*ROOTS, *sys.stdlib_module_names}
+        graph[module] = {name for name in names if name in modules} - {*ROOTS, module} | third_party
     return graph
 
 
 GRAPH = read_graph()
 
 
-def reached(name: str, apart_from: Collection[str] = ()) -> set[str]:
-    """All that comes with a module, apart from what one of them brings."""
-    found: set[str] = set()
-    waiting = [name]
-    while waiting:
-        new = GRAPH.get(waiting.pop(), set()) - found - {*apart_from}
-        found |= new
-        waiting += new
-    return found
+def reachable(module: str, *, without: Collection[str] = ()) -> set[str]:
+    """Return all modules that importing `module` loads, not following imports of those in `without`."""
+    reached: set[str] = set()
+    queue = [module]
+    while queue:
+        new = GRAPH.get(queue.pop(), set()) - reached - {*without}
+        reached |= new
+        queue += new
+    return reached
+
+
+def package_of(module: str) -> str:
+    """Return the first two components of a module's name."""
+    return ".".join(module.split(".")[:2])
+
+
+def modules_in(package: str) -> list[str]:
+    """Return all modules of a package."""
+    return [module for module in GRAPH if module == package or module.startswith(f"{package}.")]
+
+
+PURE = sorted({*PURE_MODULES, *(module for package in PURE_PACKAGES for module in modules_in(package))} - USES_NUMPY)
 
 
 def test_imports_within_functions_are_seen():
     text = "def f():\n    import jax.numpy as jnp\n    from orbax import checkpoint\n    if f:\n        import a.b\n"
-    assert set(imported(text)) == {"jax.numpy", "orbax", "orbax.checkpoint", "a.b"}
+    assert set(imported_names(text)) == {"jax.numpy", "orbax", "orbax.checkpoint", "a.b"}
 
 
-def test_the_graph_is_that_of_the_packages():
-    assert {"prepcli.planning.moves", "trainer.axes", "prepcli.planning.boxes"} <= reached("prepcli.commands.export")
+def test_graph_covers_the_packages():
+    assert {"prepcli.planning.moves", "trainer.models.axis_map"} <= reachable("prepcli.commands.export")
     assert "numpy" in GRAPH["prepcli.engine.files"]
-    assert {*PURE, *NO_CONVERSION} <= set(GRAPH)
+    assert {*PURE_MODULES, *COMPUTES} <= set(GRAPH)
+    assert {package_of(module) for module in GRAPH} == {*ORDER, *ROOTS}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in GRAPH if name.startswith("trainer")))
-def test_the_trainer_knows_nothing_of_prep(name: str):
-    assert not [other for other in reached(name) if other.startswith("prepcli")]
+@pytest.mark.parametrize("package", ORDER)
+def test_packages_import_only_packages_below_them(package: str):
+    above = ORDER[ORDER.index(package) + 1 :]
+    for module in modules_in(package):
+        assert not [name for name in GRAPH[module] if package_of(name) in above], module
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_modules_import_the_standard_library_and_one_another(name: str):
-    families = {other for other in GRAPH if other.startswith("trainer.families.")}
-    assert reached(name) <= {*PURE, *families, "prepcli.planning", "prepcli.errors", "prepcli.units", "trainer.errors"}
+@pytest.mark.parametrize("number", range(len(PLANNING)))
+def test_planning_imports_only_modules_below(number: int):
+    above = {f"prepcli.planning.{name}" for name in PLANNING[number + 1 :]}
+    assert not above & reachable(f"prepcli.planning.{PLANNING[number]}")
 
 
-@pytest.mark.parametrize("name", sorted({n for n in GRAPH if n.startswith("prepcli")} - NO_CONVERSION))
-def test_no_conversion_comes_near_a_framework(name: str):
-    assert not FRAMEWORKS & reached(name, NO_CONVERSION)
+@pytest.mark.parametrize("module", modules_in("trainer"))
+def test_trainer_does_not_import_prepcli(module: str):
+    assert not [name for name in reachable(module) if name.startswith("prepcli")]
 
 
-def test_nothing_imports_itself_by_a_detour():
-    assert [name for name in GRAPH if name in reached(name)] == []
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_import_only_the_standard_library(module: str):
+    pure = (*PURE_PACKAGES, *PURE_MODULES)
+    assert not [name for name in reachable(module) if name not in pure and package_of(name) not in PURE_PACKAGES]
 
 
-@pytest.mark.parametrize("order", [[f"prepcli.{name}" for name in UPWARDS], [f"prepcli.planning.{n}" for n in ALGEBRA]])
-def test_what_is_below_does_not_import_what_is_above(order: list[str]):
-    for number, name in enumerate(order):
-        inside = [each for each in GRAPH if each == name or each.startswith(f"{name}.")]
-        assert inside
-        for each in inside:
-            assert not [other for other in reached(each) if other.startswith(tuple(order[number + 1 :]))], each
+@pytest.mark.parametrize("module", sorted({*modules_in("prepcli")} - COMPUTES))
+def test_conversions_import_no_framework(module: str):
+    assert not FRAMEWORKS & reachable(module, without=COMPUTES)
 
 
-def test_formats_know_neither_models_nor_commands():
-    above = {
-        "prepcli.planning.accounting",
-        "prepcli.writing.convert",
-        "prepcli.engine.pipeline",
-        "prepcli.planning.moves",
-        "prepcli.planning.plan",
-        "trainer.table",
-    }
-    for name in (name for name in GRAPH if name.startswith("prepcli.formats.")):
-        assert not above & reached(name), name
+@pytest.mark.parametrize("module", sorted({*modules_in("prepcli")} - COMPUTES))
+def test_conversions_import_only_models_and_recipes(module: str):
+    used = {package_of(name) for name in reachable(module, without=COMPUTES) if name.startswith("trainer.")}
+    assert used <= {"trainer.models", "trainer.recipe", "trainer.training"}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in GRAPH if name.startswith("prepcli.engine.")))
-def test_the_engine_knows_neither_models_nor_formats(name: str):
-    models = ("prepcli.formats", "prepcli.planning.accounting", "trainer.families", "trainer.table")
-    assert not [other for other in reached(name) if other.startswith(models)]
+def test_modules_have_no_import_cycle():
+    assert [module for module in GRAPH if module in reachable(module)] == []
+
+
+def test_formats_are_independent_of_models_and_plans():
+    above = {"accounting", "coverage", "moves", "plan", "slabs"}
+    forbidden = {f"prepcli.planning.{name}" for name in above} | {"trainer.models.parameters"}
+    for module in modules_in("prepcli.formats"):
+        assert not forbidden & reachable(module), module
+
+
+@pytest.mark.parametrize("module", modules_in("prepcli.engine"))
+def test_engine_is_independent_of_models_and_formats(module: str):
+    models = ("prepcli.formats", "prepcli.planning.accounting", "trainer.models.families", "trainer.models.parameters")
+    assert not [name for name in reachable(module) if name.startswith(models)]
 
 
 def test_only_the_command_line_imports_commands():
     users = {name for name in GRAPH for other in GRAPH[name] if other.startswith("prepcli.commands.")}
     outside = {name for name in users if not name.startswith("prepcli.commands.")}
-    assert outside <= {"prepcli.app.converting", "prepcli.app.looking", "prepcli.app.training"}
+    assert outside <= {"prepcli.cli.convert", "prepcli.cli.inspect", "prepcli.cli.train"}

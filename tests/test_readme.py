@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli import main
-from tests.commands.test_train import tokenizer
-from tests.formats.pickles import saved
-from tests.models import GPT_NEO, LLAMA, make
+from prepcli.cli.main import main
+from tests.helpers.models import GPT_NEO, LLAMA, make
+from tests.helpers.pickles import saved
+from tests.prepcli.commands.test_train import tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -1,1 +1,1 @@
-"""What a model is and how it is trained; knows nothing of files and commands."""
+"""Model architectures, training and generation in JAX. Independent of prepcli."""

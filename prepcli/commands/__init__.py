@@ -1,1 +1,1 @@
-"""One module a command: from a request to a Plan, and its run."""
+"""One module per command, from a typed request to a result."""

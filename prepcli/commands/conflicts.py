@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prepcli.errors import usage
-from prepcli.reading.locate import Located
+from prepcli.sources.locate import Located
 
 
 def check_one_of(options: Mapping[str, object]) -> None:

@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.commands.conflicts import check_needs, check_stream
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import LEAVES, Report, Ui
 from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import PrepError, usage
-from prepcli.manifest import MANIFEST, read_manifest
+from prepcli.execution.execute import Done, Options, convert, plan_digest
+from prepcli.execution.run_folder import step_folder, steps_of
+from prepcli.execution.uploads import Request as Upload
+from prepcli.execution.uploads import to_url, url_of
+from prepcli.execution.workers import ONE_PROCESS, PARENT, Asked, Workers, memory_of_each, with_workers
+from prepcli.formats.manifest import MANIFEST, read_manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import asked_share
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.reading.locate import Located, default_checkpoint, locate
-from prepcli.reading.opening import open_located
-from prepcli.reading.patience import patience_of
-from prepcli.reading.sources import Source
-from prepcli.ui import LEAVES, Report, Ui
-from prepcli.units import bytes_text
-from prepcli.writing.convert import Done, Options, convert, plan_digest
-from prepcli.writing.run_folder import step_folder, steps_of
-from prepcli.writing.streams import optimizer_nbytes
-from prepcli.writing.uploads import Request as Upload
-from prepcli.writing.uploads import to_url, url_of
-from prepcli.writing.workers import ONE_PROCESS, PARENT, Asked, Workers, memory_of_each, with_workers
+from prepcli.remote.patience import patience_of
+from prepcli.sources.locate import Located, default_checkpoint, locate
+from prepcli.sources.opening import open_located
+from prepcli.sources.source import Source
+from prepcli.targets.streams import optimizer_nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from prepcli.console.formatting import bytes_text, seconds_text
+from prepcli.console.ui import Report, Ui, table
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT, write_page
 from prepcli.demo.tasks import Step, Task, remove
 from prepcli.errors import PrepError, usage
-from prepcli.ui import Report, Ui, table
-from prepcli.units import bytes_text, seconds_text
 
 MARKER = ".made-by-prep-demo"
 MADE = (*conversion.MADE, *training.MADE, REPORT)

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from prepcli.machine import cgroup_limit, memory
-from prepcli.ui import Report, table
-from prepcli.units import bytes_text
+from prepcli.commands.machine import cgroup_limit, memory
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import Report, table
 
 PACKAGES = (
     "prepcli", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "ml_dtypes",

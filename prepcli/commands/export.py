@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.commands.conversion import Common, Planned, check_cast, output_config, request_text, run
+from prepcli.console.formatting import bytes_text, parse_bytes
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import shard
 from prepcli.planning.accounting import KEEP_ALL, vocab_tensors
 from prepcli.planning.plan import Fill, OutFile, Plan, Side, SmallFile
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.reading.locate import Located
-from prepcli.reading.sources import Source, SourceTensor, counted, stored_table
-from prepcli.ui import Report, Ui
-from prepcli.units import bytes_text, parse_bytes
-from prepcli.writing.flax_folders import STREAM_FORMAT, lay_out, with_head
-from prepcli.writing.folders import copied, entries, index_files, laid_out, settings
-from prepcli.writing.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
-from trainer.table import Config, Layout
+from prepcli.sources.locate import Located
+from prepcli.sources.source import Source, SourceTensor, counted, stored_table
+from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out, with_head
+from prepcli.targets.hf_folder import copied, entries, index_files, laid_out, settings
+from prepcli.targets.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
+from trainer.models.parameters import Config, Layout
 
 PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
 SHARD_NBYTES = 5 * 10**9

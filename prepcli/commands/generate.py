@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import Common, check_config, find, source_line
 from prepcli.commands.train import check_unsummed, quieten
+from prepcli.console.formatting import seconds_text
+from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage
-from prepcli.reading.restore import ItemReader, open_reader
-from prepcli.reading.sources import Source, read_config
-from prepcli.reading.weights import WeightsReader
-from prepcli.ui import Report, Ui
-from prepcli.units import seconds_text
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.source_reader import WeightsReader
+from prepcli.sources.source import Source, read_config
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import Encoder
-    from trainer.decoding import Asked
-    from trainer.generate import Generator
-    from trainer.model import Model
-    from trainer.sharding import Shards
+    from trainer.distributed.sharding import Shards
+    from trainer.generation.decode import Asked
+    from trainer.generation.generator import Generator
+    from trainer.nn.transformer import Model
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 NEW_TOKENS = 64
@@ -74,11 +74,11 @@ def generate(request: Request, ui: Ui) -> Report:
         raise usage("no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`")
     _check_draws(*request.draws)
     quieten(ui)
-    from trainer.decoding import Asked
-    from trainer.generate import check, room
-    from trainer.job import architecture, check_divides
-    from trainer.sampling import Sampling
-    from trainer.sharding import enough_memory
+    from trainer.distributed.sharding import enough_memory
+    from trainer.generation.decode import Asked
+    from trainer.generation.generator import check, room
+    from trainer.generation.sampling import Sampling
+    from trainer.training.setup import architecture, check_divides
 
     sampling = Sampling(*request.draws)
     located, source = find(request.common, ui)
@@ -154,9 +154,9 @@ def _opened(request: Request, source: Source, path: Path, ui: Ui) -> ItemReader 
 
 def _devices(request: Request, facts: Mapping[str, Any]) -> Shards:
     """The mesh that was asked for; without one, a single device."""
-    from trainer.job import rules_of
-    from trainer.mesh import parse
-    from trainer.sharding import Shards, shards
+    from trainer.distributed.sharding import Shards, shards
+    from trainer.models.mesh import parse
+    from trainer.training.setup import rules_of
 
     if request.mesh is None:
         return Shards()
@@ -192,7 +192,7 @@ def _beside(source: Source, name: str) -> Path | None:
 def _prompts(
     texts: Sequence[str], ids: Sequence[list[int]], encoder: Encoder | None, model: Model, config: Mapping[str, Any]
 ) -> _Prompts:
-    from trainer.job import start_token
+    from trainer.training.setup import start_token
 
     encoded = [encoder.prompt(text) for text in texts] if encoder else []
     said = [encoder.text(each) if encoder else None for each in ids]
@@ -212,10 +212,10 @@ def _generator(
     request: Request, reader: ItemReader | WeightsReader, model: Model, on: Shards, asked: Asked
 ) -> Generator:
     """The parameters on their devices, in the dtype of the computation."""
-    from trainer.checkpoint import weights
-    from trainer.decoding import dtype_of
-    from trainer.generate import Generator
-    from trainer.model import Compute
+    from trainer.generation.decode import dtype_of
+    from trainer.generation.generator import Generator
+    from trainer.nn.transformer import Compute
+    from trainer.training.checkpoint import weights
 
     stored = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}
     dtype = request.dtype or ("bfloat16" if stored == {"bfloat16"} else "float32")

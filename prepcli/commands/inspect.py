@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prepcli.commands.conflicts import check_stream
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import LEAVES, Cell, Report, Ui, table
 from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.errors import PrepError, usage
-from prepcli.guess import guess
+from prepcli.inspection.contents import Contents, Entry, nbytes_below, parameters, read_contents
+from prepcli.inspection.leaves import leaves_of, pick
+from prepcli.inspection.name_tree import count_nodes, grow, tree_fields, tree_rows
+from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw, summarize
+from prepcli.inspection.tensor_stats import Stats, stats, stored_nbytes
 from prepcli.planning.slots import OPTIMIZER, PARAMS
 from prepcli.planning.vocabulary import SIZE, Vocabulary, read_vocabulary
-from prepcli.reading.contents import Contents, Entry, nbytes_below, parameters, read_contents
-from prepcli.reading.leaves import leaves_of, pick
-from prepcli.reading.locate import Located, locate
-from prepcli.reading.opening import open_source
-from prepcli.reading.patience import patience_of
-from prepcli.shard_map import MAX_DRAWN_DEVICES, draw, summarize
-from prepcli.stats import Stats, stats, stored_nbytes
-from prepcli.tree import count_nodes, grow, tree_fields, tree_rows
-from prepcli.ui import LEAVES, Cell, Report, Ui, table
-from prepcli.units import bytes_text
-from trainer.mesh import boxes_of_all, copies, parse, shard_shape, spec, with_rules
+from prepcli.remote.patience import patience_of
+from prepcli.sources.locate import Located, locate
+from prepcli.sources.opening import open_source
+from trainer.models.mesh import boxes_of_all, copies, parse, shard_shape, spec, with_rules
+from trainer.models.suggest import guess
 
 Sort = Literal["name", "size", "file"]
 Shape = tuple[tuple[int, ...], str]  # with the dtype

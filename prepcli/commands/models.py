@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from prepcli.aliases import ALIASES, FAMILIES, Alias
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import Report, table
 from prepcli.errors import usage
-from prepcli.guess import guess
-from prepcli.ui import Report, table
-from prepcli.units import bytes_text
+from prepcli.sources.aliases import ALIASES, FAMILIES, Alias
+from trainer.models.suggest import guess
 
 SHARDS = (8, 128)  # usual numbers of devices; the table says into how many equal shards a vocabulary splits on them
 

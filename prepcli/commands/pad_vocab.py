@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from prepcli.commands.conflicts import check_needs, check_one_of
 from prepcli.commands.conversion import Common, Planned, output_config, request_text, run
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage
 from prepcli.planning.accounting import KEEP_ALL, Wishes, vocab_tensors
 from prepcli.planning.plan import Fill, Flat, Plan
 from prepcli.planning.slabs import PAGE
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.reading.locate import Located
-from prepcli.reading.sources import Source, SourceTensor, counted, table_of
-from prepcli.ui import Report, Ui
-from prepcli.units import bytes_text
-from prepcli.writing.folders import Group, copied, entries, laid_out, settings
-from prepcli.writing.streams import Cut, Target, rows_of, streams, taken_off
-from trainer.mesh import DEFAULT_RULES, parse, rule_text
+from prepcli.sources.locate import Located
+from prepcli.sources.source import Source, SourceTensor, counted, table_of
+from prepcli.targets.hf_folder import Group, copied, entries, laid_out, settings
+from prepcli.targets.streams import Cut, Target, rows_of, streams, taken_off
+from trainer.models.mesh import DEFAULT_RULES, parse, rule_text
 
 KINDS = ("zeros", "mean", "normal")
 SEEDS = 1 << 64

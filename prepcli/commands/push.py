@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from prepcli.commands.export import Request, export
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage
+from prepcli.execution.hub_push import Target, check, push, target_of
+from prepcli.execution.workers import PARENT
 from prepcli.planning.shares import asked_share
-from prepcli.reading.patience import Patience, patience_of
-from prepcli.ui import Report, Ui
-from prepcli.writing.hub_push import Target, check, push, target_of
-from prepcli.writing.workers import PARENT
+from prepcli.remote.patience import Patience, patience_of
 
 
 def export_and_push(request: Request, to: str | None, private: bool, ui: Ui) -> Report:

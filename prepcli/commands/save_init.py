@@ -12,21 +12,21 @@ from typing import Any
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import Common, Planned, check_cast, output_config, request_text, run
 from prepcli.commands.pad_vocab import check_seed, fill_of
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage
+from prepcli.execution.compress import METHOD, parse_compress
+from prepcli.formats.manifest import OWN, STATE, manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
-from prepcli.manifest import OWN, STATE, manifest_folder, read_manifest
 from prepcli.planning.accounting import KEEP_ALL, Wishes
 from prepcli.planning.plan import Dropped, Plan
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.reading.locate import Located
-from prepcli.reading.sources import HF_FOLDER, Source, counted, table_of
-from prepcli.ui import Report, Ui
-from prepcli.units import bytes_text
-from prepcli.writing.folders import copied, settings
-from prepcli.writing.items import Item, Split, item_streams, make_item
-from prepcli.writing.packing import METHOD, parse_compress
-from prepcli.writing.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
-from trainer.mesh import folder_suffix, parse, with_rules
+from prepcli.sources.locate import Located
+from prepcli.sources.source import HF_FOLDER, Source, counted, table_of
+from prepcli.targets.hf_folder import copied, settings
+from prepcli.targets.orbax_item import Item, Split, item_streams, make_item
+from prepcli.targets.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
+from trainer.models.mesh import folder_suffix, parse, with_rules
 
 HOST_DEVICES = 4  # of a TPU host, and of many GPU ones: for the line that tells what a host reads
 

@@ -16,23 +16,23 @@ from typing import Any
 from prepcli.commands.conversion import Common
 from prepcli.commands.save_init import Request as SaveInit
 from prepcli.commands.save_init import save_init
+from prepcli.commands.train_checks import check_machine, disk_doubts
+from prepcli.commands.train_report import Watch, plan_lines
+from prepcli.console.formatting import bytes_text
+from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
+from prepcli.execution.run_folder import LOCK, RunFolder, step_folder, steps_of
+from prepcli.execution.signals import noting_kept, stoppable, told_to_stop
 from prepcli.formats.checksums import CHECKSUMS
-from prepcli.manifest import read_manifest
+from prepcli.formats.manifest import read_manifest
 from prepcli.planning.shares import launched_share
-from prepcli.reading.digests import REMAKE, check_all
-from prepcli.reading.locate import locate
-from prepcli.reading.opening import open_source
-from prepcli.reading.patience import patience_of
-from prepcli.reading.restore import ItemReader, open_reader
-from prepcli.reading.sources import HF_FOLDER, Source, SourceTensor
-from prepcli.signals import noting_kept, stoppable, told_to_stop
-from prepcli.training_checks import check_machine, disk_doubts
-from prepcli.training_lines import Watch, plan_lines
-from prepcli.ui import SLABS, Report, Ui
-from prepcli.units import bytes_text
-from prepcli.writing.run_folder import LOCK, RunFolder, step_folder, steps_of
+from prepcli.remote.patience import patience_of
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.tensor_digests import REMAKE, check_all
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
 from trainer.recipe import Loaded, Recipe, load, recipe_text, schema
 from trainer.recipe.tables import KEYS, value_of
 
@@ -64,7 +64,7 @@ class _Run:
     folder: Path
     start: Path  # the checkpoint whose state, or parameters, it begins with
     step: int
-    job: Any  # trainer.loop.Job, which brings jax along
+    job: Any  # trainer.training.loop.Job, which brings jax along
     memory: dict[str, Any]  # estimated
 
     @property
@@ -79,7 +79,7 @@ def train(request: Request, ui: Ui) -> Report:
     folder = request.out or RUNS / loaded.recipe.name
     _check_folder(folder)
     quieten(ui)
-    from trainer.sharding import enough_memory
+    from trainer.distributed.sharding import enough_memory
 
     with enough_memory():
         with stoppable(), noting_kept(lambda: "" if request.dry_run else _kept(folder)), ExitStack() as stack:
@@ -147,10 +147,10 @@ def _check_folder(folder: Path) -> None:
 
 def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[ItemReader, Any]:
     """The checkpoint to begin with, and the mesh of devices: the run's last step, or what the recipe names."""
-    from trainer import sharding
-    from trainer.job import rules_of
-    from trainer.mesh import DEFAULT_RULES, parse
-    from trainer.preflight import check_inputs
+    from trainer.distributed import sharding
+    from trainer.models.mesh import DEFAULT_RULES, parse
+    from trainer.training.preflight import check_inputs
+    from trainer.training.setup import rules_of
 
     mesh = parse(loaded.recipe.mesh, "mesh")
     on = sharding.shards(mesh, DEFAULT_RULES)
@@ -227,8 +227,8 @@ def _planned(
     loaded: Loaded, folder: Path, reader: ItemReader, on: Any, spare: Path | None, request: Request, ui: Ui
 ) -> _Run:
     """`spare`: where tokens are made that the run does not have, if nothing may be written to it."""
-    from trainer import job as jobs
-    from trainer.preflight import run_doubts
+    from trainer.training import setup as jobs
+    from trainer.training.preflight import run_doubts
 
     facts, recipe = reader.facts, loaded.recipe
     model = jobs.architecture(facts)
@@ -282,7 +282,7 @@ def _telling(ui: Ui) -> Callable[[int, int], None]:
 
 
 def _state(run: _Run, reader: ItemReader) -> Any:
-    from trainer.checkpoint import restored, started
+    from trainer.training.checkpoint import restored, started
 
     if not run.step:
         return started(reader, run.job.setup)
@@ -294,8 +294,8 @@ def _state(run: _Run, reader: ItemReader) -> Any:
 
 
 def _carried_out(run: _Run, state: Any, restart: bool, ui: Ui) -> Report:
-    from trainer.loop import Loop
-    from trainer.metrics import METRICS, Log
+    from trainer.training.loop import Loop
+    from trainer.training.metrics import METRICS, Log
 
     recipe, shards = run.recipe, run.job.setup.how.shards
     watch = Watch(ui, run.job.steps, run.job.tokens_a_step)

@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 
 from prepcli.commands.conflicts import check_stream
 from prepcli.commands.conversion import Common, check_config, find, source_line
+from prepcli.console.formatting import bytes_text
+from prepcli.console.lists import MAX_NAMES
+from prepcli.console.progress import NullProgress, Progress
+from prepcli.console.ui import LEAVES, Report, Ui
 from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import budget
@@ -15,15 +19,11 @@ from prepcli.engine.compare import Difference, first_difference
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.errors import PrepError, usage
 from prepcli.formats.checksums import checked_bytes
-from prepcli.lists import MAX_NAMES
 from prepcli.planning.accounting import KEEP_ALL, Account
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
-from prepcli.progress import NullProgress, Progress
-from prepcli.reading.sources import Source, SourceTensor, counted, stored_table
-from prepcli.ui import LEAVES, Report, Ui
-from prepcli.units import bytes_text
-from prepcli.writing.streams import vocab_names
+from prepcli.sources.source import Source, SourceTensor, counted, stored_table
+from prepcli.targets.streams import vocab_names
 
 HEADERS = ("headers", "file sizes")  # what `--quick` checks of one checkpoint
 SHAPES = ("names", "shapes", "dtypes")  # what it compares of two

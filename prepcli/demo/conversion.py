@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from prepcli.console.formatting import bytes_text
 from prepcli.demo.tasks import Outcome, Task, check, converted, files_of, killed, partial, prep, remove
+from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.engine.journal import unsealed
 from prepcli.errors import PrepError
-from prepcli.tiny_model import VOCABULARY, write_tiny_model
-from prepcli.units import bytes_text
-from prepcli.writing.staging import JOURNAL, WORK
+from prepcli.execution.staging import JOURNAL, WORK
 
 MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED = (
     "tiny",

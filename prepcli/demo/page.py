@@ -7,15 +7,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from prepcli.console.formatting import bytes_text, seconds_text
 from prepcli.demo.conversion import RESHARDED
+from prepcli.demo.svg import Bar, Curve, bars, chart, shard_map
 from prepcli.demo.tasks import Step
 from prepcli.demo.training import KILLED, SAVE_EVERY, STEPS, UNBROKEN
 from prepcli.errors import PrepError
-from prepcli.manifest import read_manifest
-from prepcli.svg import Bar, Curve, bars, chart, shard_map
-from prepcli.units import bytes_text, seconds_text
-from trainer.mesh import DEFAULT_RULES, boxes_of_all, parse, spec
-from trainer.metrics import METRICS, read
+from prepcli.formats.manifest import read_manifest
+from trainer.models.mesh import DEFAULT_RULES, boxes_of_all, parse, spec
+from trainer.training.metrics import METRICS, read
 
 REPORT = "report.html"
 SHOWN = "embed.tokens"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prepcli.console.formatting import bytes_text
 from prepcli.errors import PrepError
-from prepcli.units import bytes_text
 
 LOOK_EVERY_S = 0.0005
 

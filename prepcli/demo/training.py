@@ -11,9 +11,9 @@ import numpy as np
 
 from prepcli.demo.conversion import RESHARDED
 from prepcli.demo.tasks import Outcome, Task, check, converted, files_of, killed, prep, remove
+from prepcli.demo.tiny_model import VOCABULARY, WORDS
 from prepcli.errors import PrepError
-from prepcli.tiny_model import VOCABULARY, WORDS
-from prepcli.writing.run_folder import step_folder, steps_of
+from prepcli.execution.run_folder import step_folder, steps_of
 
 TEXT, RECIPE, UNBROKEN, KILLED, LEARNED = "tiny.txt", "tiny.toml", "runs/unbroken", "runs/tiny", "tiny-learned"
 MADE = (TEXT, RECIPE, "runs", LEARNED)
@@ -96,7 +96,7 @@ def _train(folder: Path, words: Sequence[str]) -> Outcome:
 
 def losses_of(folder: Path, run: str) -> list[float]:
     """The loss of every step that a run logged."""
-    from trainer.metrics import METRICS, read
+    from trainer.training.metrics import METRICS, read
 
     return [line["loss"] for line in read(folder / run / METRICS) if "loss" in line]
 

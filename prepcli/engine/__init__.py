@@ -1,1 +1,1 @@
-"""Bytes from files into files, through bounded buffers, in order. It knows neither models nor formats."""
+"""Read, permute, cast, digest and write tensors within a memory budget. Independent of models and formats."""

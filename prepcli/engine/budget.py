@@ -6,9 +6,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from prepcli.console.formatting import bytes_text, parse_bytes
 from prepcli.engine.files import PAGE, Bytes, buffer
 from prepcli.errors import usage
-from prepcli.units import bytes_text, parse_bytes
 
 MIB = 1 << 20
 FLOOR_NBYTES = 32 * MIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
+from prepcli.console.formatting import bytes_text
 from prepcli.engine.files import Bytes
-from prepcli.units import bytes_text
 
 CACHE_NBYTES = 16 << 20  # where nobody says how much memory there is
 MOST_HELD = 64  # chunks, each of which may have a file open

@@ -9,7 +9,7 @@ import numpy as np
 from prepcli.engine.files import PAGE, Bytes
 from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.moves import Copy
-from trainer.state import HostLeaf
+from trainer.models.checkpoint_store import HostLeaf
 
 
 class HostLeaves:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
+from prepcli.console.progress import Progress
 from prepcli.engine.budget import Budget, Buffers, anonymous_nbytes
 from prepcli.engine.casts import Cast, Moved
 from prepcli.engine.checksums import Recorder
@@ -26,7 +27,6 @@ from prepcli.engine.permute import gather, scatter, threads
 from prepcli.planning.moves import Copy
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN, Slab, slabs
-from prepcli.progress import Progress
 
 MOST_UNSYNCED_NBYTES = 256 << 20  # written and not yet durable, besides what is being synced
 NO_BYTES = xxhash.xxh3_128_hexdigest(b"")  # the digest of a tensor without elements, of which no slab passes by

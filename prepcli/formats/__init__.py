@@ -1,1 +1,1 @@
-"""File formats: a source and/or a sink each. They know bytes, not models."""
+"""Bytes on disk: one module per file format."""

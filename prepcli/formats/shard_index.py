@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from prepcli.console.lists import some
 from prepcli.errors import PrepError
 from prepcli.formats.untrusted import parse_json, shown, stat_file, unreadable
-from prepcli.lists import some
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)

@@ -1,1 +1,1 @@
-"""What a conversion will do, as pure data: the index algebra, grids, plans, and the proof that they add up."""
+"""Index algebra, chunk grids, plans and coverage proofs. Pure data and arithmetic."""

@@ -11,11 +11,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from prepcli.console.lists import some
 from prepcli.errors import PrepError, usage
-from prepcli.lists import some
 from prepcli.planning.plan import Dropped, Same
-from trainer.axes import AxisMap, Row, bind
-from trainer.table import Config, Family
+from trainer.models.axis_map import AxisMap, Row, bind
+from trainer.models.parameters import Config, Family
 
 VOCAB = "vocab"
 MOST_TENSORS = 1 << 20  # of one row: far above any model; keeps a wrong config from asking for memory

@@ -13,7 +13,7 @@ from prepcli.planning.moves import Copy, Region
 from prepcli.planning.plan import Flat, Leaf, Plan, Side, Stream, side_copies
 from prepcli.planning.slabs import Slab
 from prepcli.planning.tensors import itemsize
-from trainer.axes import TensorDim
+from trainer.models.axis_map import TensorDim
 
 Span = tuple[int, int, int]  # file, first byte, one past the last
 Repeats = tuple[tuple[int, int], ...]  # of a run: (count, step), outermost first

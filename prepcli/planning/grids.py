@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import mul, sub
 
 from prepcli.planning.boxes import Range, cut_merged, strides
-from trainer.axes import Factor
+from trainer.models.axis_map import Factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from prepcli.planning.boxes import Box, Range, cut_merged, overlap, strides
 from prepcli.planning.grids import DimCut, Grid, Lattice, Places, atom_boxes, cut_dim
-from trainer.axes import AxisMap
+from trainer.models.axis_map import AxisMap
 
 NONE: Mapping[str, int] = {}
 

@@ -12,7 +12,7 @@ from prepcli.planning.grids import Grid, Lattice
 from prepcli.planning.moves import Region, copies
 from prepcli.planning.plan import Placed
 from prepcli.planning.slabs import PAGE
-from trainer.axes import AxisMap
+from trainer.models.axis_map import AxisMap
 
 FILE_NBYTES = 1 << 30  # a data file is closed once it is this long
 PAGED_SLOT = 16 * PAGE  # chunks from this size on begin at a page: below, the gaps would cost more than they help

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.axes import AxisMap, Factor, TensorDim
+from trainer.models.axis_map import AxisMap, Factor, TensorDim
 
 PARAMS = "params"
 OPTIMIZER = "opt_state"

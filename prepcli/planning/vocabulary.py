@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.errors import PrepError, usage
-from trainer.table import size
+from trainer.models.parameters import size
 
 SIZE, TRUE_SIZE = "vocab_size", "true_vocab_size"
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bench import compiled_memory
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
 
 
 def test_a_line_for_each_length_and_policy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -13,13 +13,13 @@ import pytest
 
 from bench.models import BLOCK_NBYTES, FREE_BITS, entries, main, write_model
 from bench.published import PUBLISHED, config_of
-from prepcli.aliases import ALIASES, BY_NAME
 from prepcli.planning.tensors import itemsize
-from prepcli.reading.opening import open_source
-from tests.models import read_tensors
-from trainer.axes import bind
-from trainer.families import family_of
-from trainer.table import rows
+from prepcli.sources.aliases import ALIASES, BY_NAME
+from prepcli.sources.opening import open_source
+from tests.helpers.models import read_tensors
+from trainer.models.axis_map import bind
+from trainer.models.parameters import rows
+from trainer.models.registry import family_of
 
 NARROW = {"vocab_size": 131, "hidden_size": 32, "max_position_embeddings": 64}
 GPT_NEO = config_of("gpt-neo-125M", layers=3, changes={**NARROW, "num_heads": 4})

@@ -10,8 +10,8 @@ import pytest
 from bench.models import entries, write_model
 from bench.published import PUBLISHED, config_of
 from bench.sizes import Row, largest, sizes_text
-from prepcli.cli import main
-from trainer.families import FAMILIES, family_of
+from prepcli.cli.main import main
+from trainer.models.registry import FAMILIES, family_of
 
 LAYERS = 2  # of each model; its widths are real
 

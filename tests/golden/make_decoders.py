@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.decoder_configs import GOLDEN
-from tests.decoders import batch_of, encodes, filled
-from trainer.table import Config
+from tests.helpers.decoder_configs import GOLDEN
+from tests.helpers.decoders import batch_of, encodes, filled
+from trainer.models.parameters import Config
 
 FOLDER = Path(__file__).parent / "decoders"
 LENGTHS = (7, 4)  # of the rows of `short`
@@ -40,7 +40,7 @@ class Golden:
 
 def compute(config: Config) -> Golden:
     """What transformers computes."""
-    from tests.torch_decoders import torch_gradients, torch_logits, torch_model
+    from tests.helpers.torch_decoders import torch_gradients, torch_logits, torch_model
 
     tensors, shape = filled(config), {"vocab": config["vocab_size"], "encodes": encodes(config)}
     short, long = batch_of(rows=2, length=7, seed=1, **shape), batch_of(rows=1, length=300, seed=2, **shape)

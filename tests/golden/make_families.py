@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.decoder_configs import OTHER, OWN
+from tests.helpers.decoder_configs import OTHER, OWN
 
 FOLDER = Path(__file__).parent / "families"
 GPT_NEO = {
@@ -55,7 +55,7 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
 
-    from tests.torch_decoders import as_files, torch_class
+    from tests.helpers.torch_decoders import as_files, torch_class
 
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
     made = AutoConfig.for_model(config["model_type"], **fields)

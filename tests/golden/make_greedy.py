@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.decoders import Tensors
 from tests.golden.make_decoders import load
-from trainer.table import Config
+from tests.helpers.decoders import Tensors
+from trainer.models.parameters import Config
 
 FILE = Path(__file__).parent / "greedy.json"
 LENGTHS = (5, 1, 50)  # of prompts: short of, at, and beyond what windows and rotations were made for
@@ -25,7 +25,7 @@ TRIES = 4
 
 def compute(name: str, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """What transformers adds to each prompt by itself."""
-    from tests.torch_decoders import torch_model
+    from tests.helpers.torch_decoders import torch_model
 
     config, tensors = greedy_model(name)
     model = torch_model(config, tensors)
@@ -59,7 +59,7 @@ def _added(model: Any, prompt: Sequence[int]) -> list[int]:
 
 def greedy(name: str) -> dict[str, list[list[int]]]:
     """The entry of a model."""
-    from tests.torch_decoders import torch_model
+    from tests.helpers.torch_decoders import torch_model
 
     config, tensors = greedy_model(name)
     return chosen(torch_model(config, tensors), config["vocab_size"])
@@ -80,7 +80,7 @@ def chosen(model: Any, vocab: int) -> dict[str, list[list[int]]]:
 def main() -> None:
     import torch
 
-    from tests.decoder_configs import GOLDEN
+    from tests.helpers.decoder_configs import GOLDEN
 
     torch.set_num_threads(1)
     lines = (f"{json.dumps(name)}: {json.dumps(greedy(name), separators=(',', ':'))}" for name in GOLDEN)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from tests.torch_checkpoints import bits
+from tests.helpers.torch_checkpoints import bits
 
 FOLDER = Path(__file__).parent / "torch"
 DTYPES = (

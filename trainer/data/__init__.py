@@ -1,1 +1,1 @@
-"""Training data: files become a token store, the store becomes blocks, and a batch is a function of the step."""
+"""Training data: tokenize text files, pack tokens, and compute each batch from the step number."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
-from trainer.data.fields import Fields
 from trainer.data.files import CHUNK_NBYTES, DataFile, Type, io_error
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
+from trainer.recipe.text_fields import Fields
 
 PIECE_NBYTES = 1 << 18  # of text that is encoded at once; part of what a store's tokens depend on
 MARK = "\ufeff"  # some editors begin a UTF-8 file with it; it is no text

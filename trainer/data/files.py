@@ -11,7 +11,7 @@ from typing import Literal
 
 import xxhash
 
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
 
 Type = Literal["text", "json"]
 SUFFIXES: dict[Type, str] = {"text": ".txt", "json": ".jsonl"}

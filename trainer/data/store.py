@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from trainer.data.files import io_error
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
 
 TOKENS, DOCUMENTS, META, LOCK = "tokens.bin", "documents.bin", "meta.json", "lock"
 PARTIALS = "[0-9a-f]" * 32 + ".partial"  # stores that are not whole: named by identity, 32 hex digits

@@ -12,7 +12,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from trainer.data.files import io_error
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
 
 NAME = "tokenizer.json"
 Ids = npt.NDArray[np.uint32]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.recipe.derived import BatchShape, Schedule, batch_shape, schedule_of
+from trainer.recipe.batching import BatchShape, Schedule, batch_shape, schedule_of
 from trainer.recipe.loading import Loaded, load
 from trainer.recipe.tables import Recipe, schema
 from trainer.recipe.unknown import option_hint

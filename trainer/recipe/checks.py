@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trainer import mesh
-from trainer.data.fields import parse
-from trainer.errors import PrepError
-from trainer.recipe.derived import schedule_of
+from trainer.models import mesh
+from trainer.models.errors import PrepError
+from trainer.recipe.batching import schedule_of
 from trainer.recipe.spelling import example, shown
 from trainer.recipe.tables import KEYS, Recipe, value_of
+from trainer.recipe.text_fields import parse
 
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38  # steps and lengths are int32 on devices, numbers of the optimizer float32
 ON_DEVICES = ("train.steps", "train.max_skipped", "data.seq_length", "data.source_length", "model.head_chunk_size")

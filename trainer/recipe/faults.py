@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import PrepError, usage
+from trainer.models.errors import PrepError, usage
 
 SHOWN = 20  # faults that are listed; the rest are counted
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.errors import PrepError, usage
+from trainer.models.errors import PrepError, usage
 from trainer.recipe.checks import Problem, problems
 from trainer.recipe.corrections import corrected
 from trainer.recipe.faults import Fault, as_error
-from trainer.recipe.given import Given, read, with_sets
+from trainer.recipe.raw_recipe import Given, read, with_sets
 from trainer.recipe.spelling import example, near, options, shown, takes
 from trainer.recipe.tables import KEYS, TABLES, Recipe
 from trainer.recipe.unknown import hint_for, meant_by, unknown_keys

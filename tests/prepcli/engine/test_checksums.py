@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prepcli.console.progress import NullProgress
 from prepcli.engine import checksums, pipeline
 from prepcli.engine.checksums import Recorder, load_sums, read_back
 from prepcli.engine.digest import checksum
@@ -21,11 +22,10 @@ from prepcli.planning.extents import Extent, extents, leaf_blocks
 from prepcli.planning.grids import Grid, Lattice
 from prepcli.planning.moves import Copy
 from prepcli.planning.plan import Leaf, Placed
-from prepcli.progress import NullProgress
-from tests.plans import Saved, dividing, saved
+from tests.helpers.plans import Saved, dividing, saved
+from tests.helpers.strategies import tables
 from tests.prepcli.engine.test_pipeline import QUIET, spend
-from tests.strategies import tables
-from trainer.axes import AxisMap
+from trainer.models.axis_map import AxisMap
 
 
 def extents_of(made: Saved) -> list[Extent]:

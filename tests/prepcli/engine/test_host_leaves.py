@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prepcli.engine.files import PAGE, buffer
 from prepcli.engine.host_leaves import HostLeaves
 from prepcli.planning.moves import Copy
-from trainer.state import HostLeaf
+from trainer.models.checkpoint_store import HostLeaf
 
 
 def leaf(array: np.ndarray) -> HostLeaf:

@@ -11,6 +11,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prepcli.console.progress import NullProgress
 from prepcli.engine import pipeline
 from prepcli.engine.budget import Budget
 from prepcli.engine.casts import moved
@@ -22,10 +23,9 @@ from prepcli.errors import PrepError
 from prepcli.planning import coverage
 from prepcli.planning.plan import Fill, Flat, Stream
 from prepcli.planning.slabs import PAGE, all_slabs
-from prepcli.progress import NullProgress
-from tests.plans import dividing, saved, turned
-from tests.strategies import by_whole_arrays, tables
-from trainer.axes import AxisMap, bind, parse
+from tests.helpers.plans import dividing, saved, turned
+from tests.helpers.strategies import by_whole_arrays, tables
+from trainer.models.axis_map import AxisMap, bind, parse
 
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.cli import main
+from prepcli.cli.main import main
 from prepcli.engine.files import Files
 from prepcli.engine.values import run_buffers, values
 from prepcli.planning.plan import Stream
-from prepcli.reading.opening import open_source
-from tests.models import LLAMA, make
+from prepcli.sources.opening import open_source
+from tests.helpers.models import LLAMA, make
 
 
 @pytest.mark.parametrize("run_nbytes", [32, 100, 1 << 20])

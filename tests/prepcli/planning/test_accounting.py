@@ -10,9 +10,9 @@ import pytest
 from prepcli.errors import PrepError
 from prepcli.planning.accounting import KEEP_ALL, Account, Shaped, Wishes, account, names_of, vocab_tensors
 from prepcli.planning.plan import Same
-from tests.models import GPT2, GPT_NEO, LLAMA, tensors_of
-from trainer.families import family_of
-from trainer.table import rows
+from tests.helpers.models import GPT2, GPT_NEO, LLAMA, tensors_of
+from trainer.models.parameters import rows
+from trainer.models.registry import family_of
 
 Tensors = dict[str, Shaped]
 TIED = GPT_NEO

@@ -15,9 +15,9 @@ from prepcli.planning.grids import Grid, Lattice
 from prepcli.planning.moves import Region
 from prepcli.planning.plan import Fill, Flat, Leaf, Placed, Plan, Same, Stream
 from prepcli.planning.slabs import all_slabs
-from tests.plans import dividing, saved, turned
-from tests.strategies import tables
-from trainer.axes import AxisMap, bind, parse
+from tests.helpers.plans import dividing, saved, turned
+from tests.helpers.strategies import tables
+from trainer.models.axis_map import AxisMap, bind, parse
 
 LIMIT = 64
 SIZES = {"vocab": 12, "embed": 4, "q": 6, "kv": 4}

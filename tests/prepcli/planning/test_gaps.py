@@ -9,8 +9,8 @@ from prepcli.planning.boxes import Box, whole
 from prepcli.planning.gaps import Gapped, cut, gaps_between
 from prepcli.planning.grids import Grid, Lattice
 from prepcli.planning.moves import Copy, Region, copies
-from tests.strategies import axis_maps
-from trainer.axes import AxisMap
+from tests.helpers.strategies import axis_maps
+from trainer.models.axis_map import AxisMap
 
 START = 100
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prepcli.planning.boxes import strides
 from prepcli.planning.grids import DimCut, Grid, Lattice, Scatter, atom_boxes, cut_atom, cut_dim
-from trainer.axes import Factor
+from trainer.models.axis_map import Factor
 
 EXTENTS = st.lists(st.integers(1, 7), max_size=4)
 

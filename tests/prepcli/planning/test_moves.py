@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from prepcli.planning.boxes import cut_merged, strides, whole
 from prepcli.planning.grids import Grid, Lattice, Scatter
 from prepcli.planning.moves import Copy, Region, copies, pieces
-from tests.strategies import axis_maps, boxes, by_whole_arrays, random_tensors
-from trainer.axes import AxisMap, bind, parse
+from tests.helpers.strategies import axis_maps, boxes, by_whole_arrays, random_tensors
+from trainer.models.axis_map import AxisMap, bind, parse
 
 ITEM = 4
 

@@ -15,9 +15,9 @@ from prepcli.planning.boxes import whole
 from prepcli.planning.grids import Grid
 from prepcli.planning.moves import copies
 from prepcli.planning.placing import PAGE, PAGED_SLOT, Layout, Want, cells_together, place
-from tests.plans import dividing
-from tests.strategies import tables
-from trainer.axes import AxisMap, bind, parse
+from tests.helpers.plans import dividing
+from tests.helpers.strategies import tables
+from trainer.models.axis_map import AxisMap, bind, parse
 
 ITEM = 4
 

@@ -19,9 +19,9 @@ from prepcli.planning.placing import Want, place
 from prepcli.planning.plan import Fill, Flat, Stream
 from prepcli.planning.slabs import LONG_RUN, PAGE, Slab, all_slabs, even_slabs, slabs, wide
 from prepcli.planning.tensors import itemsize
-from tests.plans import dividing, saved, turned
-from tests.strategies import tables
-from trainer.axes import AxisMap, bind, parse
+from tests.helpers.plans import dividing, saved, turned
+from tests.helpers.strategies import tables
+from trainer.models.axis_map import AxisMap, bind, parse
 
 
 def check_tiling(found: Sequence[Slab], stream: Stream, limit: int) -> None:

@@ -12,9 +12,9 @@ from tokenizers import Regex, pre_tokenizers
 
 from trainer.data import documents
 from trainer.data.documents import Piece, pieces, text_pieces
-from trainer.data.fields import Fields
 from trainer.data.files import DataFile, Type, examine
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
+from trainer.recipe.text_fields import Fields
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA3 = pre_tokenizers.Split(

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from trainer.data.files import Type, examine, find
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
 
 
 @pytest.fixture

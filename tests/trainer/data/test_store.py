@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from trainer.data import store
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
 
 NAME = "0" * 32
 HOLD = """

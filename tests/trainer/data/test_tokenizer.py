@@ -9,9 +9,9 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tests.trainer.data.corpus import TEXT, encode, make_tokenizer
+from tests.helpers.corpus import TEXT, encode, make_tokenizer
 from trainer.data.tokenizer import load
-from trainer.errors import PrepError
+from trainer.models.errors import PrepError
 
 
 @pytest.fixture

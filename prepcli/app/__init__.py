@@ -1,1 +1,0 @@
-"""The commands as Typer takes them: what is parsed, called and printed."""

@@ -1,0 +1,1 @@
+"""The Typer app: options, groups of commands, exit codes."""

@@ -1,0 +1,164 @@
+"""The commands that look, check and show, as Typer takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from prepcli.cli.option_groups import Hub, Shown, grouped
+from prepcli.cli.options import (
+    MEMORY_DEFAULT,
+    Checkpoint,
+    CheckpointHere,
+    ConfigOption,
+    Family,
+    Memory,
+    ProgressMode,
+)
+from prepcli.execution.signals import stoppable
+
+
+@grouped
+def verify(
+    checkpoint: CheckpointHere = None,
+    against: Annotated[
+        str | None, typer.Argument(metavar="AGAINST", help="Another checkpoint.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")] = False,
+    memory: Memory = MEMORY_DEFAULT,
+    *,
+    hub: Hub,
+    shown: Shown,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Check every bit, against the manifest or another checkpoint.
+
+    \b
+    Examples:
+      prep verify gpt-neo-1.3B-padded-init
+      prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
+    """
+    from prepcli.commands.conversion import Common
+    from prepcli.commands.verify import Request
+    from prepcli.commands.verify import verify as run
+    from prepcli.engine.budget import parse_memory
+
+    ui = shown.open("verify", progress)
+    common = Common(
+        checkpoint,
+        None,
+        parse_memory(memory),
+        offline=hub.offline,
+        revision=hub.revision,
+        stream=hub.stream,
+        config=config,
+    )
+    with stoppable():
+        return ui.finish(run(Request(common, against, quick), ui))
+
+
+@grouped
+def inspect(
+    checkpoint: Checkpoint,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(metavar="PATTERN", help="Tensors whose name matches, as `*.q.*`.", show_default=False),
+    ] = None,
+    sort: Annotated[
+        Literal["name", "size", "file"],
+        typer.Option("--sort", metavar="BY", help="name, size, or file: as they are stored."),
+    ] = "file",
+    tree: Annotated[bool, typer.Option("--tree", help="As a tree, equal layers once.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Least, greatest, mean, nan …; reads the data.")] = False,
+    shards: Annotated[
+        str | None,
+        typer.Option("--shards", metavar="LEAF", help="Draw which device holds what of a leaf.", show_default=False),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh", metavar="DP,FSDP,MP", help="For --shards; default: the checkpoint's.", show_default=False
+        ),
+    ] = None,
+    diff: Annotated[
+        str | None,
+        typer.Option("--diff", metavar="OTHER", help="Names, shapes and dtypes that differ.", show_default=False),
+    ] = None,
+    *,
+    hub: Hub,
+    shown: Shown,
+    progress: ProgressMode = "auto",
+) -> int:
+    """Show what a checkpoint holds.
+
+    \b
+    Examples:
+      prep inspect gpt-neo-1.3B-init --tree
+      prep inspect ./llama-13b '*.q_proj.*' --stats
+      prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
+    """
+    from prepcli.commands.inspect import Request
+    from prepcli.commands.inspect import inspect as run
+
+    ui = shown.open("inspect", progress)
+    request = Request(checkpoint, pattern, sort, tree, stats, shards, mesh, diff, hub.offline, hub.revision, hub.stream)
+    return ui.finish(run(request, ui))
+
+
+@grouped
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to work.")] = Path("prep-demo"),
+    *,
+    shown: Shown,
+) -> int:
+    """Take a tiny model all the way and back, offline, and check it.
+
+    It runs the commands that you would type, shows them, kills one midway
+    and goes on, and keeps what they made.
+
+    \b
+    Examples:
+      prep demo
+      prep demo --out /tmp/demo --json
+    """
+    from prepcli.commands.demo import demo as run
+
+    with stoppable():
+        ui = shown.open("demo")
+        return ui.finish(run(out, ui))
+
+
+@grouped
+def models(family: Family = None, *, shown: Shown) -> int:
+    """List the checkpoints that have a short name.
+
+    \b
+    Examples:
+      prep models
+      prep models llama --json
+    """
+    from prepcli.commands.models import models as run
+
+    ui = shown.open("models")
+    return ui.finish(run(family, ui.columns))
+
+
+@grouped
+def env(
+    devices: Annotated[bool, typer.Option("--devices", help="Import jax and list its devices.")] = False,
+    *,
+    shown: Shown,
+) -> int:
+    """Show versions, devices, memory, settings and caches.
+
+    \b
+    Examples:
+      prep env
+      prep env --devices --json
+    """
+    from prepcli.commands.env import env as run
+
+    return shown.open("env").finish(run(MEMORY_DEFAULT, devices))

@@ -1,0 +1,119 @@
+"""Options that go together. A command takes a group as one parameter; Typer is shown each option of it.
+
+@grouped
+def verify(checkpoint: CheckpointHere = None, *, hub: Hub, shown: Shown) -> int: …
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, get_type_hints
+
+from prepcli.cli.options import (
+    MEMORY_DEFAULT,
+    Drop,
+    DryRun,
+    Json,
+    Memory,
+    Offline,
+    Out,
+    Overwrite,
+    Processes,
+    Quiet,
+    Restart,
+    Revision,
+    Stream,
+    Untie,
+    Verbose,
+    WorkerCount,
+)
+from prepcli.console.progress import Mode
+from prepcli.console.ui import Ui, open_ui
+from prepcli.planning.accounting import Wishes
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """What a conversion may lose, and what it has to keep."""
+
+    drop: Drop = None
+    untie: Untie = False
+
+    def wishes(self) -> Wishes:
+        """As plans take them."""
+        return Wishes(tuple(self.drop or ()), self.untie)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where an output goes, and how it is made."""
+
+    out: Out = None
+    memory: Memory = MEMORY_DEFAULT
+    dry_run: DryRun = False
+    overwrite: Overwrite = False
+    restart: Restart = False
+    processes: Processes = None
+    workers: WorkerCount = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """How a checkpoint of the hub is read."""
+
+    revision: Revision = None
+    offline: Offline = False
+    stream: Stream = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a command tells what it does and finds."""
+
+    json: Json = False
+    quiet: Quiet = False
+    verbose: Verbose = 0
+
+    def open(self, command: str, progress: Mode = "auto") -> Ui:
+        """What `command` prints with."""
+        return open_ui(command, self.json, self.quiet, self.verbose, progress)
+
+
+def grouped(command: Callable[..., int]) -> Callable[..., int]:
+    """The command as Typer is to see it: in place of each parameter that is a group stand its options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> int:
+        made = {name: group(**{key: given.pop(key) for key in _options(group)}) for name, group in groups.items()}
+        return command(**given, **made)
+
+    parameters = [option for each in _parameters(command, hints) for option in _shown(each)]
+    vars(flat)["__signature__"] = inspect.Signature(parameters)  # which `inspect.signature` asks for
+    flat.__annotations__ = {each.name: each.annotation for each in parameters}
+    return flat
+
+
+def _parameters(command: Callable[..., int], hints: dict[str, Any]) -> Iterator[Parameter]:
+    for name, parameter in inspect.signature(command).parameters.items():
+        yield parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+
+
+def _shown(parameter: Parameter) -> Iterator[Parameter]:
+    if not dataclasses.is_dataclass(parameter.annotation):
+        yield parameter
+        return
+    for name, (hint, default) in _options(parameter.annotation).items():
+        yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _options(group: Any) -> dict[str, tuple[Any, Any]]:
+    """Name -> type and default of each option."""
+    hints = get_type_hints(group, include_extras=True)
+    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(group)}

@@ -1,0 +1,118 @@
+"""Pictures for pages, as SVG text: curves, bars, and which device holds what. Nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from trainer.models.mesh import Box
+
+WIDTH, HEIGHT, MARGIN = 640, 240, 44
+COLOURS = ("#8fb7e8", "#c2410c", "#15803d", "#7c3aed")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points (x, y) in the order of x; a wide one lets a narrow one on top of it be seen."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    width: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A length with a name, and the number as it is read."""
+
+    name: str
+    value: float
+    text: str
+
+
+def chart(
+    curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), title: str = "", from_zero: bool = False
+) -> str:
+    """Curves over one pair of axes, which may begin at 0; `marks` are upright lines with a name."""
+    xs = [x for curve in curves for x, _ in curve.points]
+    ys = [y for curve in curves for _, y in curve.points]
+    if not xs:
+        return ""
+    low_x, low_y = (0, 0) if from_zero else (min(xs), min(ys))
+    across, up = _Scale(low_x, max(xs), MARGIN, WIDTH - 28), _Scale(low_y, max(ys), HEIGHT - 28, 24)
+    parts = [*_axes(across, up), *(_mark(across.at(x), name) for x, name in marks)]
+    for number, curve in enumerate(curves):
+        colour = COLOURS[number % len(COLOURS)]
+        line = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in curve.points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{curve.width}"/>')
+        parts.append(_text(WIDTH / 2, 36 + 16 * number, curve.name, "middle", colour))
+    return _svg(WIDTH, HEIGHT, parts, title)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    low: float
+    high: float
+    first: float
+    last: float
+
+    def at(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.first + share * (self.last - self.first)
+
+
+def _axes(across: _Scale, up: _Scale) -> Iterable[str]:
+    yield f'<path d="M{across.first},{up.last} V{up.first} H{across.last}" fill="none" stroke="currentColor"/>'
+    for value in (up.low, (up.low + up.high) / 2, up.high):
+        yield _text(across.first - 6, up.at(value) + 4, f"{value:.2f}", "end")
+    for value in (across.low, across.high):
+        yield _text(across.at(value), up.first + 18, f"{value:.3g}", "middle")
+
+
+def _mark(x: float, name: str) -> str:
+    line = f'<path d="M{x:.1f},20 V{HEIGHT - 28}" stroke="currentColor" stroke-dasharray="3 4" opacity="0.5"/>'
+    return line + _text(x, 14, name, "middle")
+
+
+def bars(found: Sequence[Bar], limit: Bar | None = None, title: str = "") -> str:
+    """A bar for each, and an upright line for a limit."""
+    longest = max([bar.value for bar in found] + ([limit.value] if limit else []), default=0) or 1
+    left, room, height = 200, WIDTH - 300, 24 * len(found) + 30
+    parts = []
+    for number, bar in enumerate(found):
+        y, width = 24 * number + 24, room * bar.value / longest
+        parts.append(_text(left - 8, y + 13, bar.name, "end"))
+        parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="16" fill="{COLOURS[0]}"/>')
+        parts.append(_text(left + width + 6, y + 13, bar.text))
+    if limit:
+        x = left + room * limit.value / longest
+        parts.append(f'<path d="M{x:.1f},18 V{height - 4}" stroke="{COLOURS[1]}" stroke-width="2"/>')
+        parts.append(_text(x, 13, f"{limit.name} {limit.text}", "middle", COLOURS[1]))
+    return _svg(WIDTH, height, parts, title)
+
+
+def shard_map(shape: Sequence[int], boxes: Sequence[Box], title: str = "") -> str:
+    """A matrix cut into what devices hold, by number; pointing at a part says its rows and columns."""
+    width, height = 420, 220
+    parts = []
+    for rows, columns in dict.fromkeys((box[0], box[1]) for box in boxes):
+        holders = [str(n) for n, box in enumerate(boxes) if (box[0], box[1]) == (rows, columns)]
+        x, y = width * columns[0] / shape[1], height * rows[0] / shape[0]
+        w, h = width * (columns[1] - columns[0]) / shape[1], height * (rows[1] - rows[0]) / shape[0]
+        name = f"device {', '.join(holders)}: rows {rows[0]}:{rows[1]}, columns {columns[0]}:{columns[1]}"
+        parts.append(
+            f'<g><title>{escape(name)}</title><rect x="{x + 1:.1f}" y="{y + 1:.1f}" width="{w:.1f}" height="{h:.1f}"'
+            f' fill="{COLOURS[0]}" fill-opacity="0.5" stroke="currentColor"/>'
+            f"{_text(x + w / 2, y + h / 2 + 4, ', '.join(holders), 'middle')}</g>"
+        )
+    return _svg(width + 2, height + 2, parts, title)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "currentColor") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+
+
+def _svg(width: int, height: int, parts: Iterable[str], title: str) -> str:
+    inside = "\n".join(parts)
+    name = f"<title>{escape(title)}</title>" if title else ""
+    return f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">{name}\n{inside}\n</svg>'

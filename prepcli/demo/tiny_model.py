@@ -1,0 +1,125 @@
+"""A tiny GPT-Neo as Hugging Face stores it, made on the spot: real names, shapes and settings, random weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from prepcli.formats.safetensors import INDEX
+from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
+from prepcli.planning.tensors import Tensor
+from prepcli.targets.hf_folder import dumps
+from trainer.models.axis_map import bind
+from trainer.models.families.gpt_neo import FAMILY
+from trainer.models.parameters import rows
+
+SEED = 0
+SHARD_NBYTES = 20_000_000  # makes three files
+STD = 0.02
+
+END, UNKNOWN = "<|endoftext|>", "<unk>"
+WORDS = tuple(
+    begin + end
+    for begin in "bdfghklmnprstvz"
+    for end in ("a", "e", "i", "o", "u", "ai", "ei", "ou", "an", "en", "in", "on", "un", "al", "el", "ol", "ul")
+)
+VOCABULARY = (END, UNKNOWN, *WORDS)  # 257: no mesh divides it
+
+CONFIG = {
+    "architectures": ["GPTNeoForCausalLM"],
+    "model_type": "gpt_neo",
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 512,
+    "num_layers": 4,
+    "num_heads": 8,
+    "intermediate_size": None,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 64,
+    "max_position_embeddings": 256,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": STD,
+    "attention_dropout": 0.0,
+    "embed_dropout": 0.0,
+    "resid_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "use_cache": True,
+}
+
+
+def write_tiny_model(folder: Path) -> int:
+    """Write the model into a new folder: weights in three files, settings, a word-level tokenizer. Always the same
+    bytes; returns how many of them are weights."""
+    folder.mkdir()
+    layouts = lay_out([(name, entries, None) for name, entries in shard(list(_entries()), SHARD_NBYTES)])
+    for layout in layouts:
+        _write_file(folder / layout.name, layout)
+    (folder / INDEX).write_bytes(index_json(layouts))
+    for name, content in _settings().items():
+        (folder / name).write_bytes(dumps(content))
+    return sum(tensor.nbytes for layout in layouts for tensor in layout.tensors)
+
+
+def _entries() -> Iterator[Entry]:
+    """Every tensor that a file holds, by name; the head is the embedding and is not stored again."""
+    bound = {path: bind(row, FAMILY.sizes(CONFIG)) for path, row in rows(FAMILY, CONFIG).items()}
+    del bound[FAMILY.tie.leaf]
+    shapes = {FAMILY.prefix + name: row.source_shape for row in bound.values() for name, _ in row.tensors()}
+    for name, shape in sorted(shapes.items()):
+        yield name, "float32", shape, 4 * math.prod(shape)
+
+
+def _write_file(path: Path, layout: FileLayout) -> None:
+    with path.open("wb") as file:
+        file.write(layout.header)
+        for tensor in layout.tensors:
+            file.write(_values(tensor).astype("<f4", copy=False).data)
+
+
+def _values(tensor: Tensor) -> np.ndarray:
+    """Normal values; those of a norm's scale, which is the only weight of one dim, around 1."""
+    random = np.random.default_rng([SEED, *tensor.name.encode()])
+    values = random.standard_normal(tensor.shape, np.float32) * np.float32(STD)
+    is_scale = len(tensor.shape) == 1 and tensor.name.endswith(".weight")
+    return values + np.float32(is_scale)
+
+
+def _settings() -> dict[str, object]:
+    return {
+        "config.json": CONFIG,
+        "generation_config.json": {"bos_token_id": 0, "eos_token_id": 0},
+        "tokenizer.json": _tokenizer(),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": CONFIG["max_position_embeddings"],
+            "bos_token": END,
+            "eos_token": END,
+            "unk_token": UNKNOWN,
+        },
+    }
+
+
+def _tokenizer() -> dict[str, object]:
+    """What `tokenizers` reads: one token a word, and words are what spaces separate."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": VOCABULARY.index(token), "content": token, **flags} for token in (END, UNKNOWN)],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: number for number, token in enumerate(VOCABULARY)},
+            "unk_token": UNKNOWN,
+        },
+    }

@@ -1,0 +1,1 @@
+"""Read-only views of a checkpoint: name tree, tensor statistics, shard map."""

@@ -1,1 +1,0 @@
-"""From what a user calls a checkpoint to its tensors, wherever and in whichever format they are stored."""

@@ -1,1 +1,0 @@
-"""How checkpoints of each format become a Source: one module a format."""

@@ -1,0 +1,1 @@
+"""Checkpoints on the Hugging Face hub and in object stores, read by byte range."""

@@ -1,0 +1,1 @@
+"""Fill arrays from a checkpoint and check the bytes read."""

@@ -1,0 +1,1 @@
+"""One opener per checkpoint format, from a folder to a `Source`."""

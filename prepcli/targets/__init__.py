@@ -1,0 +1,1 @@
+"""Layouts of outputs: Hugging Face folder, Orbax item, Flax folder, training step."""

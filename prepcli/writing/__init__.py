@@ -1,1 +1,0 @@
-"""Outputs: how each kind is laid out, staged, shared by processes, published and uploaded."""

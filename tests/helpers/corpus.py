@@ -1,0 +1,60 @@
+"""A tiny real tokenizer, files of text, and requests for their tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainer.data.store import Tokens
+from trainer.data.tokenize import Request, prepare
+
+EOS = 0
+TEXT = "the cat sat on the mat.\n\nAnd then\n  the cat ate the hat, didn't it? 12 cats.\n"
+
+
+def make_tokenizer(path: Path, vocab: int = 300) -> Path:
+    """A byte-level BPE as GPT-2's is, trained on TEXT; id 0 is its end of text. Gives `path`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT * 20], trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def encode(tokenizer: Path, text: str) -> list[int]:
+    return Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
+
+
+def write_json(path: Path, documents: Sequence[Any], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(documents)))
+    return path
+
+
+def request(folder: Path, *paths: Path | str, **changes: Any) -> Request:
+    """A request for text files with the tokenizer `folder/tokenizer.json`, made if it is not there."""
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.exists():
+        make_tokenizer(tokenizer)
+    defaults: dict[str, Any] = {
+        "type": "text",
+        "fields": "text",
+        "seq_length": 8,
+        "tokenizer": tokenizer,
+        "eos_id": EOS,
+        "vocab": 300,
+        "cache": folder / "cache",
+    }
+    return Request(paths=tuple(map(str, paths)), **{**defaults, **changes})
+
+
+def prepared(wanted: Request) -> Tokens:
+    return prepare(wanted, lambda done, total: None, lambda text: None)

@@ -1,0 +1,248 @@
+"""Random tiny configs of each family: a sample is a function of (family, seed, number) alone.
+
+A sample starts from a config that works and changes a few fields: those of transformers' config class, their aliases,
+spellings of older versions, and now and then a field of another family or a value of another type.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tests.helpers.decoder_configs import GPT2, GPT_NEO, LLAMA, OWN
+from trainer.models.architecture import CHANGES, KINDS
+from trainer.models.registry import FAMILIES
+
+LENGTH = 20  # tokens of a batch: more than most windows and positions below
+CHANGED = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)  # how many fields a sample changes
+LEFT_OUT, WRONG_TYPE, FOREIGN = 0.12, 0.04, 0.03  # shares of changes
+
+BASES: Mapping[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA} | {
+    name: OWN[name] for name in FAMILIES if name in OWN
+}
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu", "mish")
+ROPES = ("default", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ODD = (None, "no such thing", -1, 0, 1, [], {}, 2.5, True, False, [0], {"rope_type": 3}, 10**400, 1e-300)
+Value = Callable[[random.Random, Mapping[str, Any]], Any]
+
+
+def one_of(*values: Any) -> Value:
+    """Each of some values as often as it is there."""
+    return lambda rng, config: copy.deepcopy(rng.choice(values))
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    """The number of layers that a config asks for."""
+    found = [config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(config.get(key), int)]
+    return found[0] if found and 0 <= found[0] < 9 else 2
+
+
+def head_size(config: Mapping[str, Any]) -> int:
+    """The width of a head, or what is near it in a config that makes no sense."""
+    width, heads = (config.get(key) for key in ("hidden_size", "num_attention_heads"))
+    head_dim = config.get("head_dim")
+    if isinstance(head_dim, int) and 0 < head_dim < 99:
+        return head_dim
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and 0 < heads < 99 else 8
+
+
+def kinds(*words: str) -> Value:
+    """One word for each layer, seldom for more or fewer of them."""
+
+    def made(rng: random.Random, config: Mapping[str, Any]) -> Any:
+        count = layer_count(config) + rng.choice((0, 0, 0, 0, 0, 0, 0, 0, 0, 1))
+        return rng.choice(([rng.choice(words) for _ in range(count)], [words[0]] * count, None))
+
+    return made
+
+
+def attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """GPT-Neo's pattern of layers, mostly of the right length."""
+    layers = layer_count(config)
+    words = [rng.choice(("global", "local")) for _ in range(layers)]
+    return rng.choice(([[words, 1]], [[["global"], layers]], [[["local"], 1], [["global"], layers - 1]], None, []))
+
+
+def rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """A rotation in the spelling of one version or another; most have all that their kind needs."""
+    kind = rng.choice(ROPES)
+    made: dict[str, Any] = {rng.choice(("rope_type", "rope_type", "type")): kind}
+    if kind != "default":
+        made |= {"factor": rng.choice((1.0, 2.0, 4, 8.0, 0.5))}
+    if kind == "llama3":
+        made |= {"low_freq_factor": rng.choice((1.0, 2)), "high_freq_factor": rng.choice((4.0, 8.0))}
+    if kind == "longrope":
+        pairs = int(head_size(config) * (config.get("partial_rotary_factor") or 1)) // 2
+        made |= {key: [round(rng.uniform(1, 5), 2) for _ in range(pairs)] for key in ("short_factor", "long_factor")}
+    if kind in ("llama3", "longrope", "yarn"):
+        made |= rng.choice(({}, {"original_max_position_embeddings": rng.choice((1, 8, 16, 64))}))
+    more = {
+        "rope_theta": (100.0, 5000, 5e5), "partial_rotary_factor": (0.5, 1.0, 0.75), "truncate": (True, False),
+        "attention_factor": (0.9, 1.3, None), "beta_fast": (8.0, 64, 0, None), "beta_slow": (0.5, 2, None),
+        "mscale": (0.7, 1.0, 0, None), "mscale_all_dim": (0.4, 1.0, None), "factor": (3.0, None),
+    }  # fmt: skip
+    yarn = kind == "yarn"
+    for key in rng.sample(sorted(more), rng.choice((0, 1, 1, 2, 5) if yarn else (0, 0, 1, 1))):
+        made[key] = rng.choice(more[key])
+    if rng.random() < 0.05:
+        made.pop(rng.choice(sorted(made)))
+    return rng.choice((made, made, made, made, made, {}, None))
+
+
+def nested_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    """One rotation for each kind of layers, as transformers 5 has them."""
+    made: dict[str, Any] = {kind: rope(rng, config) for kind in KINDS if rng.random() < 0.9}
+    if rng.random() < 0.1:
+        made["truncate"] = rng.choice((True, False))
+    return rng.choice((made, made, made, made, rope(rng, config), None))
+
+
+FLAG, DROPOUT, TOKEN = (
+    one_of(*(True, False) * 5, None),
+    one_of(*(0.0, 0.1) * 5, None),
+    one_of(*(0, 1, 28, None) * 3, 29),
+)
+WIDTH, COUNT, THETA = one_of(16, 24, 32), one_of(1, 2, 3), one_of(100.0, 5000, 5e5, 1e6)
+EPS, WINDOW, ACT = one_of(1e-6, 1e-5, 1e-3, 0.1, 0.5), one_of(1, 3, 5, 8, 64, None, 4096), one_of(*ACTIVATIONS)
+INNER, CAP, STD = one_of(12, 20, 28), one_of(None, 0.7, 1.5, 30.0, 2), one_of(0.02, 0.1, 1.0)
+
+VALUES: Mapping[str, Value] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), WIDTH),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), COUNT),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), one_of(1, 2, 2, 4, 3)),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size"), INNER),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), one_of(20, 24, 64, 300)),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "dense_act_fn"), ACT),
+    **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"), EPS),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), THETA),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), one_of(0.25, 0.5, 0.75, 1.0, None)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), rope),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), CAP),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), one_of(1, 2, 3, 6)),
+    **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), STD),
+    **dict.fromkeys(("num_experts", "num_local_experts"), one_of(1, 3, 5)),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), TOKEN),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "is_encoder_decoder"), one_of(False)),
+    "eos_token_id": one_of(0, 1, [0, 1], None),
+    "layer_types": kinds(*KINDS),
+    "attention_layers": kinds("global", "local"),
+    "attention_types": attention_types,
+    "head_dim": one_of(4, 6, 10, 16, None),
+    "d_kv": one_of(4, 6, 10),
+    "vocab_size": one_of(29, 31),
+    "num_key_value_heads": one_of(1, 2, 3, 4, None),
+    "num_experts_per_tok": one_of(1, 2, 3),
+    "mlp_only_layers": one_of([], [0], [1], [7], None),
+    "decoder_sparse_step": one_of(1, 1, 2, 3),
+    "rotary_dim": one_of(2, 4, 8, 8, 16, 64, None),
+    "sliding_window": WINDOW,
+    "window_size": WINDOW,
+    "max_window_layers": one_of(0, 1, 2, 28),
+    "query_pre_attn_scalar": one_of(7, 16, 256, 144),
+    "original_max_position_embeddings": one_of(8, 16, 64, 4096),
+    "feed_forward_proj": one_of("relu", "gated-gelu", "gated-silu", "gelu", "gated-relu", "silu"),
+    "relative_attention_num_buckets": one_of(4, 8, 9, 32, 36, 17),
+    "relative_attention_max_distance": one_of(20, 40, 50, 128, 27),
+    "dtype": one_of("float32", "bfloat16", None),
+    "pretraining_tp": one_of(1, 2, None),
+    "chunk_size_feed_forward": one_of(0, 4),
+    "problem_type": one_of(None, "regression"),
+    "architectures": one_of(None, ["NoSuchModel"]),
+    "transformers_version": one_of("4.57.1", "5.23.0"),
+    "id2label": one_of(None, {"0": "a", "1": "b"}),
+    "label2id": one_of(None, {"a": 0}),
+    "summary_type": one_of("cls_index", "mean"),
+    "summary_activation": one_of(None, "tanh"),
+    "router_aux_loss_coef": one_of(0.001, 0.5),
+    "router_jitter_noise": one_of(0.0, 0.1),
+    "per_layer_config": one_of({"0": {"intermediate_size": 8}}, {"1": {"sliding_window": 2}}, None),
+}
+ROTARY = ("rope_theta", "rope_scaling", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+OLDER: Mapping[str, Sequence[str]] = {  # fields that configs have and the class does not, or by another name
+    "gpt_neo": ("attention_layers",),
+    "gpt_neox": (*ROTARY, "rotary_pct", "rotary_emb_base", "original_max_position_embeddings"),
+    "gemma3_text": (*ROTARY, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+    "t5": ("tie_word_embeddings", "scale_decoder_outputs", "dense_act_fn", "is_gated_act", "decoder_start_token_id"),
+    "mistral": (*ROTARY, "layer_types"),
+    "mixtral": (*ROTARY, "layer_types"),
+    "qwen3_moe": (*ROTARY, "layer_types", "head_dim"),
+    "phi3": (*ROTARY, "layer_types", "head_dim"),
+    "qwen2": (*ROTARY, "head_dim"),
+    **dict.fromkeys(("llama", "qwen3", "gemma", "gemma2"), (*ROTARY, "original_max_position_embeddings")),
+}
+HEAVY = (
+    "hidden",
+    "embd",
+    "d_model",
+    "d_ff",
+    "inner",
+    "interm",
+    "layer",
+    "vocab",
+    "ffn",
+    "num_exp",
+    "position",
+    "proj_d",
+)
+IDLE = (
+    "label",
+    "summary",
+    "drop",
+    "_token_id",
+    "dtype",
+    "version",
+    "archi",
+    "problem",
+    "output_",
+    "chunk_size",
+    "range",
+)
+SKIPPED = {"return_dict", "use_cache", "is_decoder"}  # how the judge is called, not what it computes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """A config, what was changed in it, and (for T5) whether the file has a head of its own."""
+
+    config: dict[str, Any]
+    changed: tuple[str, ...]
+    own_head: bool
+
+
+def fields_of(family: str) -> list[str]:
+    """Every field that a config of this family may have, those with more forms more often."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    own = [field.name for field in dataclasses.fields(kind)]
+    every = [name for name in (*own, *kind.attribute_map, *OLDER.get(family, ())) if name not in SKIPPED]
+    return every + 3 * [name for name in every if not any(part in name for part in IDLE)]
+
+
+def sample(family: str, seed: int, number: int) -> Sample:
+    """The config of this number."""
+    rng = random.Random(f"{family} {seed} {number}")
+    config, names = copy.deepcopy(BASES[family]), fields_of(family)
+    changed = [rng.choice(names) for _ in range(rng.choice(CHANGED))]
+    for name in changed:
+        _change(config, name, rng, family)
+    if rng.random() < FOREIGN:
+        name = rng.choice(sorted(CHANGES))
+        config[name] = rng.choice((True, 2, 0.5, False, None))
+        changed.append(name)
+    return Sample(config, tuple(changed), family == "t5" and rng.random() < 0.4)
+
+
+def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) -> None:
+    """Give a field another value, or leave it out unless a model of the default size would be large."""
+    if rng.random() < LEFT_OUT and not any(part in name for part in HEAVY):
+        config.pop(name, None)
+    elif rng.random() < WRONG_TYPE:
+        config[name] = copy.deepcopy(rng.choice(ODD))
+    elif name == "rope_parameters" and family == "gemma3_text":
+        config[name] = nested_rope(rng, config)
+    else:
+        config[name] = VALUES.get(name, DROPOUT if "drop" in name else FLAG)(rng, config)

@@ -1,0 +1,169 @@
+"""A hub on the loopback interface that takes uploads: repositories, branches, LFS and commits, as pushes need it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from tests.helpers import loopback
+
+TOKEN = "hf_secret"
+
+
+@dataclass(slots=True)
+class Taken:
+    """A repository: what each branch holds."""
+
+    private: bool
+    branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
+
+
+@dataclass(slots=True)
+class PushHub:
+    """What was pushed, and what was asked for.
+
+    Requests with `broken` in their line get `status`, or `body` if that is set, or stall in a way of loopback.STALLS.
+    """
+
+    url: str = ""
+    repos: dict[str, Taken] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    outsiders: list[str] = field(default_factory=list)  # requests without the token
+    broken: str = "\0"
+    status: int = 400
+    body: bytes | None = None
+    stall: str = ""
+
+
+@contextmanager
+def taking(repos: dict[str, Taken] | None = None) -> Iterator[PushHub]:
+    """A hub that takes what it is given, in a thread of this process."""
+    hub = PushHub(repos=repos or {})
+
+    class Handler(_Handler):
+        kept = hub
+
+    with loopback.listening(Handler) as hub.url:
+        yield hub
+
+
+class _Handler(loopback.Handler):
+    kept: PushHub
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_PUT(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        body = self._body()
+        path = unquote(urlsplit(self.path).path)
+        line = f"{self.command} {path}"
+        self.kept.requests.append(line)
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.kept.outsiders.append(line)
+        if self.kept.broken in line and self.kept.stall:
+            loopback.stall(self, self.kept.stall)
+        elif self.kept.broken in line and self.kept.body is not None:
+            self._send_bytes(200, self.kept.body, {"Content-Type": "text/html"})
+        elif self.kept.broken in line:
+            self._send(self.kept.status, {"error": "trouble"})
+        elif path == "/api/whoami-v2":
+            allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            self._send(200 if allowed else 401, {"name": "o", "type": "user"})
+        elif path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif path.startswith("/lfs/"):
+            self._object(path.removeprefix("/lfs/"), body)
+        else:
+            self._of_repo(path.strip("/").removeprefix("api/models/").split("/"), body)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        name = f"{asked.get('organization') or 'o'}/{asked['name']}"
+        known = name in self.kept.repos
+        self.kept.repos.setdefault(name, Taken(bool(asked.get("private")) or asked.get("visibility") == "private"))
+        self._send(409 if known else 200, {"url": f"{self.kept.url}/{name}"})
+
+    def _object(self, oid: str, body: bytes) -> None:
+        assert hashlib.sha256(body).hexdigest() == oid
+        self.kept.objects[oid] = body
+        self._send(200, {})
+
+    def _of_repo(self, parts: list[str], body: bytes) -> None:
+        name = "/".join(parts[:2]).removesuffix(".git")
+        rest, repo = parts[2:], self.kept.repos.get(name)
+        if repo is None:
+            self._send(404, {"error": "no such repository"}, {"X-Error-Code": "RepoNotFound"})
+            return
+        revision = "/".join(rest[1:]) or "main"
+        if rest[:1] == ["info"]:
+            self._send(200, {"objects": [self._wanted(each) for each in json.loads(body)["objects"]]})
+        elif rest[:1] == ["branch"]:
+            repo.branches.setdefault(revision, dict(repo.branches["main"]))
+            self._send(200, {})
+        elif rest[:1] == ["preupload"]:
+            self._send(200, {"files": [_mode(each["path"]) for each in json.loads(body)["files"]]})
+        elif rest[:1] == ["commit"]:
+            self._commit(name, repo.branches[revision], body)
+        elif rest[:1] == ["tree"]:
+            self._send(200, [_told(path, data) for path, data in repo.branches[revision].items()])
+        else:
+            siblings = [{"rfilename": path} for path in repo.branches.get(revision, {})]
+            self._send(200, {"id": name, "sha": "0" * 40, "private": repo.private, "siblings": siblings, "tags": []})
+
+    def _wanted(self, asked: dict[str, Any]) -> dict[str, Any]:
+        upload = {"upload": {"href": f"{self.kept.url}/lfs/{asked['oid']}"}}
+        return asked | ({} if asked["oid"] in self.kept.objects else {"actions": upload})
+
+    def _commit(self, name: str, branch: dict[str, bytes], body: bytes) -> None:
+        for line in body.decode().splitlines():
+            found = json.loads(line)
+            value = found["value"]
+            if found["key"] == "file":
+                branch[value["path"]] = base64.b64decode(value["content"])
+            elif found["key"] == "lfsFile":
+                branch[value["path"]] = self.kept.objects[value["oid"]]
+            elif found["key"] == "deletedFile":
+                del branch[value["path"]]
+        self._send(200, {"commitUrl": f"{self.kept.url}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40})
+
+    def _send(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
+        self._send_bytes(status, json.dumps(document).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+    def _send_bytes(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _mode(path: str) -> dict[str, object]:
+    is_large = path.endswith(".safetensors")
+    return {"path": path, "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
+
+
+def _told(path: str, data: bytes) -> dict[str, object]:
+    return {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}

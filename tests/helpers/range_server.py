@@ -1,0 +1,152 @@
+"""Bytes served in ranges over the loopback interface, as well or as badly as a test wants it.
+
+with serving_ranges({"weights": content}, Faults(rate=0.3)) as store:
+    …  # store.url + "/weights", store.asked: the headers of each request
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.helpers import loopback
+
+KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "other")
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong, in the share `rate` of the requests; decided by `seed`, one request after another."""
+
+    rate: float = 0.0
+    kinds: tuple[str, ...] = KINDS
+    seed: int = 0
+    met: list[str] = field(default_factory=list)
+    _random: random.Random = field(default_factory=random.Random, repr=False)
+
+    def __post_init__(self) -> None:
+        self._random.seed(self.seed)
+
+    def next(self) -> str:
+        """The fault of a request, or none."""
+        fault = self._random.choice(self.kinds) if self.kinds and self._random.random() < self.rate else ""
+        self.met.append(fault)
+        return fault
+
+
+@dataclass(slots=True)
+class Store:
+    """Files that are served, and what was asked: method, path and headers."""
+
+    files: dict[str, bytes]
+    faults: Faults
+    lasts: int = 1 << 30  # requests that a signed address is good for
+    url: str = ""
+    asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    uses: dict[str, int] = field(default_factory=dict)
+    retry_after: str = "0"
+    delay_s: float = 0.0
+
+    def signed(self, name: str) -> str:
+        """An address with a signature, which is good for some requests."""
+        return f"{self.url}/{name}?signature={len(self.uses)}"
+
+
+@functools.lru_cache(64)
+def etag(content: bytes) -> str:
+    """As quoted in a header."""
+    return f'"{hashlib.md5(content).hexdigest()}"'
+
+
+def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, headers: Mapping[str, str]) -> None:
+    """Answer a GET with the bytes that it asks for, or with what the fault makes of them."""
+    low, high = asked_range(handler.headers.get("Range", ""), len(content))
+    has_range = "Range" in handler.headers
+    if fault == "refuse":
+        _hang_up(handler)
+    elif fault in ("busy", "limit"):
+        _send(handler, 503 if fault == "busy" else 429, b"", headers)
+    elif low >= len(content):
+        _send(handler, 416, b"", {"Content-Range": f"bytes */{len(content)}"})
+    elif fault == "whole" or not has_range:
+        _send(handler, 200, content, headers)
+    else:
+        if fault == "short":
+            high = max(low + 1, (low + high) // 2)
+        if fault == "other":
+            low, high = max(0, low - 1), max(1, high - 1)
+        body = content[low:high]
+        sent = {"drop": len(body) // 2, "empty": 0}.get(fault, len(body))
+        _send(
+            handler, 206, body[:sent], {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"}, len(body)
+        )
+
+
+def asked_range(text: str, size: int) -> tuple[int, int]:
+    """First byte and one past the last of a Range header; all of it where there is none."""
+    first, _, last = text.removeprefix("bytes=").partition("-")
+    return int(first or 0), min(size, int(last) + 1 if last else size)
+
+
+def _send(
+    handler: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str], length: int | None = None
+) -> None:
+    handler.send_response(status)
+    length = len(body) if length is None else length
+    for name, value in {**headers, "Content-Length": str(length)}.items():
+        handler.send_header(name, value)
+    handler.end_headers()
+    handler.wfile.write(body)
+    if len(body) < length:
+        _hang_up(handler)
+
+
+def _hang_up(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.flush()
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def serving_ranges(files: Mapping[str, bytes], faults: Faults | None = None, lasts: int = 1 << 30) -> Iterator[Store]:
+    """A store with these files, in a thread of this process."""
+    store = Store(dict(files), faults or Faults(), lasts)
+
+    class Handler(_Handler):
+        served = store
+
+    with loopback.listening(Handler) as store.url:
+        yield store
+
+
+class _Handler(loopback.Handler):
+    served: Store
+
+    def do_GET(self) -> None:
+        """A range of a file, while its address is good."""
+        parts = urlsplit(self.path)
+        name = unquote(parts.path).strip("/")
+        self.served.asked.append(("GET", name, dict(self.headers)))
+        signature = "".join(parse_qs(parts.query).get("signature", []))
+        time.sleep(self.served.delay_s)
+        self.served.uses[signature] = self.served.uses.get(signature, 0) + 1
+        if signature and self.served.uses[signature] > self.served.lasts:
+            _send(self, 403, b"<Error>ExpiredToken</Error>", {})
+        elif name not in self.served.files:
+            _send(self, 404, b"", {})
+        else:
+            content = self.served.files[name]
+            send_range(
+                self,
+                content,
+                self.served.faults.next(),
+                {"ETag": etag(content), "Retry-After": self.served.retry_after},
+            )

@@ -1,0 +1,164 @@
+"""Tiny runs: a model, data in memory, and a store in memory that behaves as one on disk does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.data.order import Order
+from trainer.data.packing import Blocks
+from trainer.data.store import Tokens
+from trainer.distributed.sharding import Shards, shards
+from trainer.models.checkpoint_store import HostLeaf, Stored
+from trainer.models.mesh import Box, parse
+from trainer.models.registry import FAMILIES
+from trainer.models.tree import Tree
+from trainer.nn.transformer import Compute, build, init
+from trainer.training.loop import Job
+from trainer.training.optimizers import AdamW, Rate
+from trainer.training.step import Setup, State, first_state, leaf_name, state_shapes
+
+VOCAB, PADDED, LENGTH, BLOCKS = 131, 136, 16, 50
+GPT_NEO: dict[str, Any] = {
+    "model_type": "gpt_neo",
+    "vocab_size": PADDED,
+    "true_vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "max_position_embeddings": 32,
+    "attention_types": [[["global", "local", "global"], 1]],
+    "window_size": 8,
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": PADDED,
+    "true_vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+}
+ADAMW = AdamW(Rate(1e-2, 1e-3, "cosine", 3, 20), 0.9, 0.95, 1e-8, 0.1, True, 1.0)
+
+
+def setup(config: Mapping[str, Any] = GPT_NEO, mesh: str = "", accumulate: int = 1, **how: Any) -> Setup:
+    """Of a tiny model, on a mesh of CPU devices or on one."""
+    on = shards(parse(mesh)) if mesh else Shards()
+    family = FAMILIES[config["model_type"]]
+    model = build(family, config, family.tied(config))
+    return Setup(model, Compute(shards=on, head_chunk=5, **how), ADAMW, accumulate)
+
+
+def state(made: Setup, seed: int = 0) -> State:
+    """Before the first step, with random parameters."""
+    kind = GPT_NEO if made.model.family.name == "gpt_neo" else LLAMA
+    whole = first_state(jax.tree.map(jnp.asarray, _params(kind["model_type"], seed)), made)
+    if made.how.shards.devices is None:
+        return whole
+    return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(made)))
+
+
+@lru_cache
+def _params(name: str, seed: int) -> Tree:
+    """On the host, made once: compiling takes longer than all that a test does."""
+    config, family = GPT_NEO if name == "gpt_neo" else LLAMA, FAMILIES[name]
+    model = build(family, config, family.tied(config))
+    return jax.device_get(jax.jit(lambda: init(model, seed))())
+
+
+def tokens(seed: int = 0) -> Tokens:
+    """So many blocks of a text with a pattern: what comes next depends on what was there two before."""
+    random = np.random.default_rng(seed)
+    ids = np.cumsum(random.integers(0, 3, BLOCKS * LENGTH)) % VOCAB
+    return Tokens(ids.astype("<u2"), np.array([ids.size], "<u8"), f"identity {seed}", LENGTH)
+
+
+def job(made: Setup, size: int = 8, steps: int = 20, **changes: Any) -> Job:
+    """A run over those blocks, the last five to evaluate on."""
+    text = tokens()
+    train = Blocks(text, 0, BLOCKS - 5)
+    whole = Job(
+        setup=made,
+        steps=steps,
+        order=Order(train.n, size, 1, True),
+        train=train,
+        evaluation=Blocks(text, train.n, 5),
+        eval_limit=0,
+        log_every=1,
+        eval_every=0,
+        save_every=0,
+        optimizer_state=True,
+        max_skipped=3,
+        facts={},
+    )
+    return replace(whole, **changes)
+
+
+@dataclass
+class MemoryReader:
+    arrays: Mapping[str, np.ndarray]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> Mapping[str, Stored]:
+        return {name: Stored(array.shape, array.dtype.name) for name, array in self.arrays.items()}
+
+    def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
+        for box, array in parts.items():
+            array[...] = self.arrays[name][tuple(slice(*ends) for ends in box)]
+
+
+@dataclass
+class MemoryStore:
+    saved: dict[int, MemoryReader] = field(default_factory=dict)
+
+    def steps(self) -> list[int]:
+        return sorted(self.saved)
+
+    def open(self, step: int) -> MemoryReader:
+        return self.saved[step]
+
+    def save(self, step: int, leaves: Mapping[str, HostLeaf], facts: Mapping[str, Any]) -> None:
+        assert step not in self.saved
+        self.saved[step] = MemoryReader({name: leaf.fetch().copy() for name, leaf in leaves.items()}, dict(facts))
+
+
+@dataclass
+class Heard:
+    """A Watcher that keeps what it is told."""
+
+    lines: list[Mapping[str, Any]] = field(default_factory=list)
+    evaluations: list[Mapping[str, Any]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def compiled(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def logged(self, line: Mapping[str, Any], left_s: float | None) -> None:
+        self.lines.append(line)
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        self.evaluations.append(line)
+
+    def saved(self, step: int, seconds: float) -> None:
+        self.steps.append(step)
+
+
+def bits(found: State) -> dict[str, bytes]:
+    """Every leaf of a state by name, as bytes."""
+    leaves = jax.tree_util.tree_flatten_with_path(found)[0]
+    return {leaf_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+def never() -> str:
+    """A `stop` that says nothing."""
+    return ""

@@ -1,0 +1,273 @@
+"""The command line: help, usage errors, exit codes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.cli.root import app
+from prepcli.sources.aliases import FAMILIES
+
+SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", "orbax", "tensorstore", "torch"}
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+HELPS = [[], *([name.replace("_", "-")] for name in COMMANDS)]
+
+# A process whose prep has one more command, and which says when that runs
+WITH_COMMAND = """
+import sys, time
+from prepcli.cli.root import app
+from prepcli.cli.main import main
+from prepcli.errors import PrepError
+from prepcli.execution.signals import noting_kept, stoppable
+from prepcli.console.ui import Report, open_ui
+
+@app.command()
+def wait(json: bool = False) -> int:
+    try:
+        with stoppable():
+            print("ready", file=sys.stderr, flush=True)
+            time.sleep(60)
+    finally:
+        print("cleaned up", file=sys.stderr, flush=True)
+    return 0
+
+@app.command()
+def convert() -> int:
+    with noting_kept(lambda: "1 of 2 bytes are kept"):
+        return wait()
+
+@app.command()
+def reports() -> int:
+    return open_ui("reports", False, False, 0).finish(Report(error=PrepError("stopped by SIGINT", code=130)))
+
+@app.command()
+def broken() -> int:
+    raise ZeroDivisionError("no chunks")
+
+@app.command()
+def severed() -> int:
+    raise BrokenPipeError(32, "Broken pipe")
+
+@app.command()
+def chatty() -> int:
+    for line in range(100_000):
+        print(line)
+    return 0
+
+sys.exit(main())
+"""
+
+
+def prep(*args: str, script: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script, *args] if script else [sys.executable, "-m", "prepcli", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(*args: str, script: str = "") -> tuple[int, str, str]:
+    process = prep(*args, script=script)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize("args", HELPS, ids=lambda args: " ".join(["prep", *args]))
+def test_every_help_fits_into_80_columns(
+    args: list[str], columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([*args, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(" ".join(["Usage: prep", *args]))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("args", HELPS[1:], ids=lambda args: args[0])
+def test_every_command_shows_examples_a_line_each(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main([*args, "-h"])
+    examples = capsys.readouterr().out.partition("  Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) >= 2
+    assert all(line.startswith(f"    prep {args[0]}") for line in examples)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["models", "--help"]])
+def test_help_imports_nothing_that_takes_time(args: list[str]) -> None:
+    script = (
+        "import sys; from prepcli.cli.main import main; code = main(sys.argv[1:]);"
+        "print(code, *sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    code, _, err = run(*args, script=script)
+    loaded = err.split()
+    assert (code, loaded[0]) == (0, "0")
+    assert "typer" in loaded
+    assert not SLOW_IMPORTS & set(loaded)
+
+
+def test_the_version() -> None:
+    assert run("--version") == (0, f"prep {metadata.version('prepcli')}\n", "")
+
+
+def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
+    code, out, err = run()
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: prep [OPTIONS] COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("args", "err"),
+    [
+        (["modles"], "error: no command called `modles`\n hint: did you mean `models`?\n"),
+        (["zzz"], "error: no command called `zzz`\n hint: `prep --help`\n"),
+        (["models", "--jsn"], "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n"),
+        (["models", "--zzz"], "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n"),
+        (
+            ["train", "x.toml", "--dtype", "bf16"],
+            "error: `prep train` has no option `--dtype`\n hint: `--set model.dtype=bfloat16`\n",
+        ),
+        (
+            ["train", "x.toml", "--resume"],
+            "error: `prep train` has no option `--resume`\n"
+            " hint: a run resumes by itself: run the same command again\n",
+        ),
+        (
+            ["train", "x.toml", "--quite"],
+            "error: `prep train` has no option `--quite`\n hint: did you mean `--quiet`?\n",
+        ),
+        (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
+        (
+            ["models", "lama"],
+            f"error: no aliases of family `lama`\n  why: known: {', '.join(FAMILIES)}\n hint: did you mean `llama`?\n",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_errors_have_our_form_and_exit_2(args: list[str], err: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", err)
+
+
+def test_too_many_arguments_and_missing_values_point_to_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["models", "a", "b"], ["env", "--devices=x"]):
+        assert main(args) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2
+        assert lines[0].startswith("error: ")
+        assert lines[0][7].islower()
+        assert lines[1] == f" hint: `prep {args[0]} --help`"
+
+
+def test_a_wrong_value_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pad-vocab", "x", "--progress", "loud"]) == 2
+    what, why, hint = capsys.readouterr().err.splitlines()
+    assert what == "error: invalid value for '--progress'"
+    assert why == "  why: 'loud' is not one of 'auto', 'bar', 'lines', 'json', 'none'"
+    assert hint == " hint: `prep pad-vocab --help`"
+
+
+def test_a_known_name_of_a_choice_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--dtype", "bf16"]) == 2
+    assert capsys.readouterr().err.endswith(" hint: did you mean `bfloat16`?\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "command", "what"),
+    [
+        (["models", "--json", "lama"], "models", "no aliases of family `lama`"),
+        (["models", "--json", "--jsn"], "models", "`prep models` has no option `--jsn`"),
+        (["modles", "--json"], "", "no command called `modles`"),
+    ],
+)
+def test_json_is_one_object_on_every_failure(
+    args: list[str], command: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    document = json.loads(out)
+    assert (document["ok"], document["command"], document["error"]["what"]) == (False, command, what)
+    assert document["error"]["code"] == 2
+
+
+def test_an_argument_that_only_looks_like_json_does_not_change_the_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--", "--json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_a_conversion_with_75_after_cleaning_up(number: signal.Signals) -> None:
+    process = prep("convert", script=WITH_COMMAND)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (75, "")
+    what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to go on: `prep convert`"
+    assert err == f"{what} {number.name}\n  why: {why}\n hint: {hint}\n"
+
+
+def test_a_stopped_conversion_tells_json_too() -> None:
+    process = prep("wait", "--json", script=WITH_COMMAND)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    error = json.loads(out)["error"]
+    assert (error["code"], error["what"]) == (75, "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [("convert", "  why: 1 of 2 bytes are kept\n hint: to go on: `prep convert`\n"), ("wait", "")],
+)
+def test_ctrl_c_ends_with_130_and_says_what_is_kept(command: str, kept: str) -> None:
+    script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + WITH_COMMAND
+    process = prep(command, script=script)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == f"cleaned up\nerror: interrupted\n{kept}"
+
+
+def test_a_command_that_reports_ctrl_c_prints_one_error() -> None:
+    assert run("reports", script=WITH_COMMAND) == (130, "", "error: stopped by SIGINT\n")
+
+
+def test_a_bug_ends_with_1_and_a_saved_traceback() -> None:
+    code, out, err = run("broken", script=WITH_COMMAND)
+    lines = err.splitlines()
+    assert (code, out, len(lines)) == (1, "", 3)
+    assert lines[:2] == ["error: this is a bug in prep", "  why: ZeroDivisionError: no chunks"]
+    saved = Path(lines[2].removeprefix(" hint: please report it with "))
+    assert "ZeroDivisionError: no chunks" in saved.read_text()
+    saved.unlink()
+
+
+@pytest.mark.parametrize(
+    ("args", "code"), [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)]
+)
+def test_a_reader_that_goes_away_changes_no_exit_code(args: list[str], code: int) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-c", WITH_COMMAND, *args]
+    try:
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (code, "" if code == 0 else done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_pipe_that_is_not_stdout_fails() -> None:
+    code, out, err = run("severed", script=WITH_COMMAND)
+    assert (code, out) == (1, "")
+    assert "Broken pipe" in err

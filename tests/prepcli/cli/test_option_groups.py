@@ -1,0 +1,39 @@
+"""Options in groups: Typer sees each of them, a command gets them together."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from prepcli.cli.option_groups import Hub, Shown, grouped
+from prepcli.cli.options import Checkpoint, ProgressMode
+from prepcli.cli.root import COMMANDS
+
+
+@grouped
+def look(checkpoint: Checkpoint, size: int = 3, *, hub: Hub, shown: Shown, progress: ProgressMode = "auto") -> int:
+    """Look."""
+    assert (checkpoint, size, progress) == ("model", 4, "none")
+    assert hub == Hub(revision="main", offline=False, stream=True)
+    assert shown == Shown(json=True, quiet=False, verbose=2)
+    return 7
+
+
+def test_options_stand_where_their_group_stood() -> None:
+    names = ["checkpoint", "size", "revision", "offline", "stream", "json", "quiet", "verbose", "progress"]
+    assert [*inspect.signature(look).parameters] == names
+    assert look.__doc__ == "Look."
+    assert inspect.signature(look).parameters["verbose"].default == 0
+    assert inspect.signature(look).parameters["checkpoint"].default is inspect.Parameter.empty
+
+
+def test_a_command_gets_its_groups() -> None:
+    hub = {"revision": "main", "offline": False, "stream": True}
+    shown = {"json": True, "quiet": False, "verbose": 2}
+    assert look(checkpoint="model", size=4, progress="none", **hub, **shown) == 7
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+def test_every_command_can_be_silent_and_speak_json(command) -> None:
+    assert {"json", "quiet", "verbose"} <= {*inspect.signature(command).parameters}

@@ -1,0 +1,68 @@
+"""Empty values on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from prepcli.cli.main import main
+from prepcli.cli.root import app
+from prepcli.cli.strict import TEXTS
+
+COMMANDS = vars(get_command(app))["commands"]
+TAKE_VALUES = [
+    (command, parameter)
+    for command, each in COMMANDS.items()
+    for parameter in each.params
+    if parameter.name not in TEXTS and not any(vars(parameter).get(key) for key in ("is_flag", "count"))
+]
+
+
+def _words(command: str, parameter: Any) -> list[str]:
+    """A command line in which this parameter is empty, and every required argument before it is given."""
+    arguments = [each for each in COMMANDS[command].params if each.param_type_name == "argument"]
+    if parameter in arguments:
+        return [command, *["x"] * arguments.index(parameter), ""]
+    return [command, *["x"] * len(arguments), parameter.opts[-1], ""]
+
+
+@pytest.mark.parametrize(("command", "parameter"), TAKE_VALUES, ids=lambda value: getattr(value, "name", value))
+def test_empty_values_are_usage_errors(
+    command: str, parameter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(_words(command, parameter)) == 2
+    assert "is empty" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_option_names_itself_and_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["save-init", "m", "--mesh", ""]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: `--mesh` is empty",
+        "  why: a shell variable in the command may not be set",
+        " hint: leave `--mesh` out, or give it a value",
+    ]
+
+
+@pytest.mark.parametrize("words", [["--mesh="], ["--mesh", "1,1,1", "--rule", "embed=mp", "--rule", ""]])
+def test_empty_values_are_found_in_every_spelling(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["save-init", "m", *words]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_an_empty_required_argument_cannot_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", ""]) == 2
+    out = capsys.readouterr().err.splitlines()
+    assert (out[0], out[2]) == ("error: CHECKPOINT is empty", " hint: give CHECKPOINT a value")
+
+
+def test_an_empty_prompt_is_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "./m", "--prompt", ""]) == 2
+    assert "`./m` does not exist" in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""`--dtype`: values are cast only when asked, rounded as NumPy rounds, counted, and never overflow in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.engine.fills import numpy_dtype
+from tests.helpers.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
+from tests.helpers.running import done
+
+BASES = pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
+    """The JSON of a command."""
+    capsys.readouterr()
+    assert main([*args, "--json", "-q"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def cast(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """By NumPy."""
+    return {name: value.astype(numpy_dtype(dtype)) for name, value in tensors.items()}
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+
+
+def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
+    """A checkpoint `m`, a norm of which begins with these values."""
+    tensors = make(Path("m"), LLAMA)
+    changed = {name: value.copy() for name, value in tensors.items()}
+    changed["model.norm.weight"][: len(values)] = values
+    write_checkpoint(Path("outliers"), json.loads(Path("m/config.json").read_text()), changed)
+    return changed
+
+
+@BASES
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype: str):
+    tensors = make(Path("m"), base)
+    done("save-init", "./m", "--dtype", dtype, "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "early")
+    done("verify", "early")
+    done("export", "early", "--out", "one")
+    done("save-init", "./m", "--pad-vocab", "8", "--out", "late", "--no-scan")
+    done("export", "late", "--dtype", dtype, "--out", "two")
+    for folder in ("one", "two"):
+        assert_same(read_tensors(Path(folder)), cast(tensors, dtype))
+        assert json.loads(Path(folder, "config.json").read_text())["torch_dtype"] == dtype
+        done("verify", folder)
+    done("verify", "one", "two")
+    done("verify", "early", "two")
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "float16"])
+def test_float32_and_back_changes_no_bit(source: str, capsys: pytest.CaptureFixture[str]):
+    tensors = make(Path("m"), GPT2, source)
+    done("save-init", "./m", "--dtype", "float32")
+    found = told(capsys, "export", "m-init", "--dtype", source)
+    assert_same(read_tensors(Path("m-hf")), tensors)
+    assert found["accounting"]["changed_values"] == 0
+    done("verify", "m-hf", "./m")
+
+
+def test_what_changed_is_counted_and_kept(capsys: pytest.CaptureFixture[str]):
+    tensors = make(Path("m"), LLAMA)
+    values = sum(tensor.size for tensor in tensors.values())
+    changed = sum(int((cast({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values())
+    planned = told(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
+    assert planned["casts"] == [{"from": "float32", "to": "bfloat16", "tensors": len(tensors), "values": values}]
+    assert planned["accounting"]["changed_values"] is None
+    for already in (False, True):
+        found = told(capsys, "save-init", "./m", "--dtype", "bfloat16")
+        (entry,) = found["casts"]
+        assert found["already"] is already
+        assert (entry["values"], entry["changed"]) == (values, changed)
+        assert found["accounting"]["changed_values"] == changed
+        assert 0 < entry["worst"] <= 2**-8
+        assert entry["overflowed"] == entry["underflowed"] == entry["nan"] == 0
+    assert planned["plan_digest"] == found["plan_digest"]
+    assert json.loads(Path("m-init/prep-manifest.json").read_text())["casts"] == [entry]
+
+
+def test_the_last_line_says_how_many_values_changed(capsys: pytest.CaptureFixture[str]):
+    make(Path("m"), LLAMA)
+    assert main(["save-init", "./m", "--dtype", "float16"]) == 0
+    said = capsys.readouterr().err
+    assert "float32 -> float16: 30 tensors, " in said
+    assert "largest relative error 0.0" in said
+    assert " 0 values changed" not in said
+    assert main(["save-init", "./m", "--out", "plain"]) == 0
+    assert " 0 values changed" in capsys.readouterr().err
+
+
+def test_values_that_overflow_are_refused_unless_allowed(capsys: pytest.CaptureFixture[str]):
+    tensors = with_outliers([65519.0, -65520.0, 1e30, np.inf, np.nan, 1e-9])
+    assert main(["save-init", "./outliers", "--dtype", "float16", "-q"]) == 1
+    said = capsys.readouterr().err
+    assert "error: 2 values of model.norm.weight are too large for float16" in said
+    assert "why: the largest that it has is 65504" in said
+    assert "--allow-overflow" in said
+    assert not Path("outliers-init").exists()
+    found = told(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # goes on from there
+    (entry,) = found["casts"]
+    assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
+    done("export", "outliers-init", "--out", "back")
+    with np.errstate(over="ignore"):
+        assert_same(read_tensors(Path("back")), cast(tensors, "float16"))
+
+
+def test_what_overflowed_in_an_allowed_run_is_refused_when_it_goes_on_without(capsys: pytest.CaptureFixture[str]):
+    with_outliers([1e30])
+    done("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
+    assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # infinite already: no overflow
+    assert main(["save-init", "./outliers", "--dtype", "bfloat16", "-q"]) == 0  # 1e30 fits
+
+
+@pytest.mark.parametrize("ways", [["--workers", "2"], ["--memory", "32MiB"]])
+def test_counts_do_not_depend_on_how_it_is_done(ways: list[str]):
+    make(Path("m"), GPT2, vocab_size=997)
+    done("save-init", "./m", "--dtype", "bfloat16", "--out", "a")
+    done("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *ways)
+    assert Path("a/prep-manifest.json").read_bytes() == Path("b/prep-manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize("init", ["zeros", "mean", "normal"])
+def test_padding_is_made_in_the_dtype_that_is_written(init: str):
+    tensors = make(Path("m"), LLAMA)
+    done("save-init", "./m", "--dtype", "bfloat16", "--pad-vocab", "8", "--init", init)
+    done("export", "m-init", "--keep-padding", "--out", "back")
+    found = read_tensors(Path("back"))["lm_head.weight"]
+    head = tensors["lm_head.weight"]
+    assert same_bits(found[:131], head.astype(found.dtype))
+    if init == "zeros":
+        assert not found[131:].astype(np.float32).any()
+    elif init == "mean":
+        mean = head.astype(np.float64).mean(axis=0).astype(np.float32).astype(found.dtype)
+        assert all(same_bits(row, mean) for row in found[131:])
+    done("verify", "m-init")
+
+
+def test_a_folder_is_cast_into_a_folder_and_other_dtypes_pass_through():
+    tensors = make(Path("m"), LLAMA, "float16")
+    done("export", "./m", "--dtype", "bfloat16", "--out", "cast")
+    wide = {name: value.astype(np.float32) for name, value in tensors.items()}
+    assert_same(read_tensors(Path("cast")), cast(wide, "bfloat16"))
+    assert json.loads(Path("cast/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert main(["export", "./m", "--out", "same", "-q"]) == 2  # nothing to do
+
+
+@pytest.mark.parametrize(("base", "layout"), [(GPT2, "hf-flax"), (LLAMA, "hf-flax"), (LLAMA, "easylm")])
+def test_other_layouts_are_cast_too(base: dict[str, Any], layout: str):
+    tensors = make(Path("m"), base)
+    done("save-init", "./m")
+    done("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
+    write_checkpoint(Path("cast"), json.loads(Path("out/config.json").read_text()), cast(tensors, "bfloat16"))
+    done("verify", "out")
+    done("verify", "out", "./cast")
+
+
+@pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
+def test_the_config_says_the_dtype_where_it_did(keys: list[str]):
+    tensors = make(Path("m"), LLAMA)
+    config = json.loads(Path("m/config.json").read_text())
+    config.pop("torch_dtype")
+    write_checkpoint(Path("other"), config | dict.fromkeys(keys, "float32"), tensors)
+    done("save-init", "./other", "--dtype", "bfloat16")
+    written = json.loads(Path("other-init/hf/config.json").read_text())
+    assert written == config | dict.fromkeys(keys or ["torch_dtype"], "bfloat16")
+
+
+def test_checkpoints_of_different_dtypes_are_not_the_same(capsys: pytest.CaptureFixture[str]):
+    make(Path("m"), LLAMA)
+    done("save-init", "./m", "--dtype", "bfloat16")
+    assert main(["verify", "m-init", "./m", "-v"]) == 1
+    said = capsys.readouterr().err
+    assert "model.norm.weight  is bfloat16 and float32" in said
+
+
+def test_a_damaged_source_is_noticed_while_it_is_cast(capsys: pytest.CaptureFixture[str]):
+    norm = make(Path("m"), LLAMA)["model.norm.weight"].tobytes()
+    done("save-init", "./m")
+    data = next(path for path in Path("m-init/d").iterdir() if norm in path.read_bytes())
+    content = bytearray(data.read_bytes())
+    content[content.index(norm)] ^= 1
+    data.write_bytes(content)
+    assert main(["export", "m-init", "--dtype", "bfloat16", "-q"]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_not_known(capsys: pytest.CaptureFixture[str]):
+    make(Path("m"), LLAMA)
+    assert main(["save-init", "./m", "--dtype", "float8_e4m3fn", "-q"]) == 2
+    assert "--dtype" in capsys.readouterr().err

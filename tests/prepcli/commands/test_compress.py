@@ -1,0 +1,146 @@
+"""`--compress zstd`: plain Orbax restores it, every command reads it, and it is the same bytes on every run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.engine.fills import numpy_dtype
+from prepcli.errors import PrepError
+from prepcli.execution import compress
+from prepcli.execution.staging import Staging
+from prepcli.planning.boxes import whole
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.killing import content
+from tests.helpers.models import GPT_NEO, LLAMA, make, read_tensors, same_bits
+from tests.helpers.running import done
+from tests.prepcli.formats.test_orbax import judge
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    monkeypatch.chdir(tmp_path)
+    return make(tmp_path / "model", GPT_NEO)
+
+
+def test_orbax_restores_it_in_every_way(tmp_path: Path, model: dict[str, np.ndarray]):
+    done("save-init", "./model", "--out", "raw", "--mesh", "1,2,4", "--pad-vocab", "8")
+    done("save-init", "./model", "--out", "packed", "--mesh", "1,2,4", "--pad-vocab", "8", "--compress", "zstd:3")
+    expected = {}
+    for path in ("raw", "packed"):
+        leaves = {}
+        with open_reader(tmp_path / path) as reader:
+            for name, leaf in reader.leaves.items():
+                found = np.full(leaf.shape, 77, numpy_dtype(leaf.dtype))
+                reader.read(name, {whole(leaf.shape): found})
+                leaves[name] = [leaf.dtype, list(leaf.shape), found.tobytes().hex()]
+        expected[path] = leaves
+    assert expected["raw"] == expected["packed"]
+    (tmp_path / "expected.json").write_text(json.dumps(expected["raw"]))
+    judge("judge", tmp_path / "expected.json", tmp_path / "packed")
+
+
+@pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_command_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str):
+    monkeypatch.chdir(tmp_path)
+    tensors = make(tmp_path / "model", base, dtype)
+    done("save-init", "./model", "--out", "packed", "--compress", "zstd")
+    done("verify", "packed")
+    done("verify", "packed", "./model")
+    done("reshard", "packed", "--mesh", "1,4,1", "--no-scan", "--compress", "zstd:9", "--out", "again")
+    done("verify", "again")
+    done("reshard", "again", "--mesh", "1,1,1", "--out", "raw")
+    done("export", "again", "--out", "back")
+    for folder in ("again", "raw"):
+        done("verify", folder, "./model")
+    found = read_tensors(tmp_path / "back")
+    assert found.keys() == tensors.keys()
+    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+
+
+def test_every_run_writes_the_same_bytes(tmp_path: Path, model: dict[str, np.ndarray]):
+    words = ["save-init", "./model", "--mesh", "1,2,1", "--compress", "zstd"]
+    done(*words, "--out", "a")
+    done(*words, "--out", "b", "--memory", "32MiB")
+    done(*words, "--out", "c", "--workers", "2")
+    assert content(tmp_path / "a") == content(tmp_path / "b") == content(tmp_path / "c")
+
+
+def test_a_run_that_was_stopped_while_it_compressed_goes_on(
+    tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words = ["save-init", "./model", "--compress", "zstd"]
+    done(*words, "--out", "whole")
+    monkeypatch.setattr(compress, "MARK_NBYTES", 4096)
+    honest, marks = compress._Packing._mark, []
+
+    def stops(self: compress._Packing, marked: int) -> int:
+        marks.append(marked)
+        if len(marks) == 6:
+            raise KeyboardInterrupt
+        return honest(self, marked)
+
+    monkeypatch.setattr(compress._Packing, "_mark", stops)
+    assert main([*words, "--out", "out", "--progress", "none"]) == 130
+    assert not (tmp_path / "out").exists()
+    done(*words, "--out", "out")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert marks[6] >= marks[5] > 0
+    assert not (tmp_path / "out/.prep").exists()
+
+
+def test_what_it_came_to_is_told(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+    assert main(["save-init", "./model", "--out", "packed", "--compress", "zstd", "--json"]) == 0
+    told = capsys.readouterr()
+    said = json.loads(told.out)["compress"]
+    stored = sum(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"].values())
+    assert said == {"with": "zstd:1", "raw": said["raw"], "stored": stored, "ratio": round(stored / said["raw"], 4)}
+    assert f"{said['ratio']:.2f} x, with zstd:1" in told.err
+
+
+def test_an_output_is_done_only_if_its_files_are_whole(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
+    words = ["save-init", "./model", "--out", "packed", "--compress", "zstd"]
+    done(*words)
+    assert main(words) == 0
+    assert "already done" in capsys.readouterr().err
+    name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
+    (tmp_path / "packed" / name).write_bytes(b"short")
+    assert main(words) == 1
+    assert "its files are damaged" in capsys.readouterr().err
+
+
+def test_a_damaged_chunk_is_found(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+    done("save-init", "./model", "--out", "packed", "--compress", "zstd")
+    name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
+    data = bytearray((tmp_path / "packed" / name).read_bytes())
+    data[len(data) // 2] ^= 16
+    (tmp_path / "packed" / name).write_bytes(data)
+    assert main(["verify", "packed", "--progress", "none"]) == 1
+
+
+def test_nothing_else_compresses(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+    assert main(["save-init", "./model", "--compress", "lz4"]) == 2
+    assert "it takes zstd, or zstd:1 to zstd:19" in capsys.readouterr().err
+
+
+def test_what_is_compressed_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model):
+    words = ["save-init", "./model", "--out", "out", "--compress", "zstd", "-q"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "publish", fail)
+        assert main(words) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        assert main(words) == 0
+    done("verify", "out", "./model")
+
+
+def fail(*_: object) -> None:
+    raise PrepError("the power is gone")

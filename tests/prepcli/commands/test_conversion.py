@@ -1,0 +1,69 @@
+"""What the converting commands do alike, where no single command shows it."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.commands.conversion import source_line
+from prepcli.sources.source import SourceTensor
+from tests.helpers.models import GPT_NEO, LLAMA, make
+from tests.helpers.running import done, said
+
+
+class Looked(tuple[SourceTensor, ...]):
+    """Tensors that count how often somebody goes through them."""
+
+    times = 0
+
+    def __iter__(self) -> Any:
+        Looked.times += 1
+        return super().__iter__()
+
+
+def test_the_line_of_a_source_names_the_dtypes_of_its_weights_and_looks_at_each_tensor_a_few_times():
+    biases = [SourceTensor(f"bias{i}", "float32", (1,), ()) for i in range(50)]
+    weights = [SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))]
+    source: Any = SimpleNamespace(
+        name="o/m", family=SimpleNamespace(name="llama"), tensors=Looked([*weights, *biases]), files=("a", "b"),
+        state=(), beside=(),
+    )  # fmt: skip
+    assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"
+    assert Looked.times < 10
+
+
+@pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
+def test_conversion_notes_config_that_cannot_be_computed(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    make(tmp_path / "odd", LLAMA, clip_qkv=8.0)
+    words = (command, str(tmp_path / "odd"), "--out", str(tmp_path / "out"), "--dry-run")
+    assert main([*words]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not trained" in line]
+    assert "`clip_qkv` is not known" in line
+    assert "clip_qkv" in said(capsys, *words)["not_computed"]
+
+
+def test_conversion_does_not_note_config_that_is_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    make(tmp_path / "plain", LLAMA)
+    words = ("save-init", str(tmp_path / "plain"), "--out", str(tmp_path / "out"), "--dry-run")
+    assert main([*words]) == 0
+    assert "not trained" not in capsys.readouterr().err
+    assert said(capsys, *words)["not_computed"] is None
+
+
+@pytest.mark.parametrize("year", [1901, 1960])
+def test_sources_older_than_1970_are_converted(year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m", GPT_NEO)
+    seconds = datetime(year, 1, 1, tzinfo=UTC).timestamp()
+    for path in (tmp_path / "m").iterdir():
+        os.utime(path, (seconds, seconds))
+    done("save-init", "./m", "--out", "init")
+    done("verify", "init", "./m")

@@ -1,0 +1,161 @@
+"""`prep demo`: what it shows is so, it says so when it is not, and it takes nobody's folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands import demo as module
+from prepcli.commands.demo import MARKER, demo
+from prepcli.console.ui import Ui
+from prepcli.demo import conversion, training
+from prepcli.demo.page import REPORT
+from prepcli.demo.tasks import Task
+from prepcli.demo.tiny_model import VOCABULARY
+from prepcli.errors import FAILED, OK, USAGE, PrepError
+from tests.helpers.models import read_tensors, same_bits
+
+README = Path(__file__).parents[3] / "README.md"
+COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "export", "verify"]
+TRAINING = ["", "train", "train", "train", "export", "verify"]
+
+
+def shown(as_json: bool = False) -> Ui:
+    return Ui("demo", as_json=as_json, out=io.StringIO(), err=io.StringIO())
+
+
+def text(stream: object) -> str:
+    assert isinstance(stream, io.StringIO)
+    return stream.getvalue()
+
+
+def test_the_whole_way(tmp_path: Path) -> None:
+    out, ui = tmp_path / "out", shown(as_json=True)
+    assert ui.finish(demo(out, ui)) == OK
+    found = json.loads(text(ui.out))
+    assert found["ok"]
+    assert found["output"] == str(out)
+    steps = found["steps"]
+    commands = [re.sub(r"^(JAX_NUM_CPU_DEVICES=8 )?prep ", "", step["command"]).split(" ")[0] for step in steps]
+    assert commands == COMMANDS + TRAINING
+    assert all(step["ok"] and step["seconds"] > 0 and step["bytes"] > 0 for step in steps)
+    assert steps[2]["result"].startswith("killed at ")
+    assert steps[2]["bytes"] < steps[4]["bytes"] == steps[1]["bytes"]
+    assert all(0 < steps[i]["peak"] <= 32 << 20 < steps[i]["bytes"] for i in (3, 4))
+    told = text(ui.err)
+    assert all(f"[{number}/14] {step['step']}\n" in told for number, step in enumerate(steps, 1))
+    assert all(f"$ {step['command']}\n" in told for step in steps if step["command"])
+    learned(out, steps)
+    before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-hf")
+    assert before.keys() == after.keys()
+    assert all(same_bits(before[name], after[name]) for name in before)
+    assert (out / "tiny-padded" / "config.json").read_text() != (out / "tiny" / "config.json").read_text()
+    picture = [
+        sys.executable,
+        "-m",
+        "prepcli",
+        "inspect",
+        "tiny-padded-init",
+        "--shards",
+        "embed.tokens",
+        "--mesh",
+        "1,2,4",
+    ]
+    drawn = subprocess.run(picture, cwd=out, capture_output=True, text=True, check=True).stdout
+    assert drawn in README.read_text(), "the README shows what the demo's model looks like"
+
+
+def learned(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Training was killed, went on, and ended where the unbroken run did; what it learned is other than the start."""
+    assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 24 steps", steps[9]["result"])
+    assert re.match(r"killed after step \d+, step (8|16) is durable", steps[10]["result"])
+    assert steps[11]["result"].endswith("step 24 is byte for byte that of the unbroken run")
+    losses = [training.losses_of(out, run) for run in (training.KILLED, training.UNBROKEN)]
+    assert losses[0] == losses[1]
+    before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")
+    assert before.keys() == after.keys()
+    assert not any(same_bits(before[name], after[name]) for name in before)
+    page = (out / REPORT).read_text()
+    assert page.count("<svg") == 3
+    assert not re.search(r"https?://|<script", page)
+    assert len(page) < 1 << 20
+
+
+def test_a_second_demo_takes_the_folder_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = module._tasks()[0]
+    monkeypatch.setattr(module, "_tasks", lambda: (make,))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    (tmp_path / "mine").mkdir()
+    assert demo(tmp_path / "out", shown()).error is None
+    assert demo(tmp_path / "out", shown()).error is None
+    assert (tmp_path / "out" / MARKER).exists()
+    assert demo(tmp_path / "mine", shown()).error is None, "an empty folder may be used"
+
+
+def test_the_table_has_a_line_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, pad, *_ = module._tasks()
+    monkeypatch.setattr(module, "_tasks", lambda: (make, pad))
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    ui = shown()
+    assert ui.finish(demo(tmp_path / "out", ui)) == OK
+    head, first, second, last = text(ui.out).splitlines()
+    assert head.split() == ["step", "seconds", "bytes", "memory", "result"]
+    assert first.startswith("make a tiny GPT-Neo ")
+    assert first.endswith("257 words, 3 files")
+    assert second.endswith("257 -> 264 rows")
+    assert last == f"all 2 steps are as they should be; with pictures: {tmp_path}/out/report.html"
+    assert text(ui.out).isascii()
+
+
+def test_a_step_that_fails_ends_the_demo_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(folder: Path, words: Sequence[str]) -> None:
+        shard = max(folder.glob("tiny/*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+
+    make, pad, *_ = module._tasks()
+    broken = Task("make", (), lambda folder, words: (make.work(folder, words), damage(folder, words))[0])
+    monkeypatch.setattr(module, "_tasks", lambda: (broken, pad, make))
+    ui = shown()
+    report = demo(tmp_path / "out", ui)
+    assert ui.finish(report) == FAILED
+    assert report.error is not None
+    assert report.error.what == "the demo failed at step 2: pad its vocabulary"
+    assert "is cut short" in report.error.why
+    assert report.error.hint == f"`cd {tmp_path}/out && prep pad-vocab tiny --multiple 8`"
+    assert "FAILED: prep pad-vocab ended with 1 - model-00003-of-00003.safetensors is cut short" in text(ui.out)
+
+
+def test_files_that_differ_fail_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (conversion.INIT, conversion.UNBROKEN):
+        (tmp_path / name / "d").mkdir(parents=True)
+        (tmp_path / name / "d" / "data").write_text(name)
+    monkeypatch.setattr(conversion, "prep", lambda folder, words: {})
+    with pytest.raises(PrepError, match="not the same in tiny-padded-init: d/data"):
+        conversion._compare(tmp_path, ())
+
+
+def test_a_run_that_ends_before_the_kill_is_no_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "_is_midway", lambda partial, is_last: False)
+    with pytest.raises(PrepError, match="over 5 times before it could be killed"):
+        conversion._kill(tmp_path, ("models",))
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "thesis.txt").write_text("all of it")
+    with pytest.raises(PrepError, match="is something else") as caught:
+        demo(tmp_path, shown())
+    assert caught.value.code == USAGE
+    assert (tmp_path / "tiny" / "thesis.txt").read_text() == "all of it"
+
+
+def test_the_vocabulary_is_odd() -> None:
+    assert len(VOCABULARY) % 2 == 1

@@ -1,0 +1,101 @@
+"""An output whose name is taken: prep replaces its own outputs with `--overwrite`, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.execution import execute
+from tests.helpers.killing import content
+from tests.helpers.models import make
+from tests.helpers.running import error_lines
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_output_of_another_request_is_not_replaced(capsys):
+    make(Path("m"))
+    Path("m-init").mkdir()
+    Path("m-init/thesis.txt").write_text("years of work")
+    assert error_lines(capsys, "save-init", "./m") == (
+        1,
+        [
+            "error: m-init exists and is something else",
+            "  why: it has no prep-manifest.json: prep did not make it, and replaces nothing but its own",
+            " hint: another `--out`, or remove it",
+        ],
+    )
+
+
+def test_output_inside_the_source_is_refused(capsys, monkeypatch):
+    make(Path("m"))
+    assert error_lines(capsys, "save-init", "./m", "--out", "m")[1][0] == "error: the output m is the source"
+    assert error_lines(capsys, "save-init", "./m", "--out", "m/x")[1][0] == "error: the output m/x is inside the source"
+    assert (
+        error_lines(capsys, "save-init", "./m", "--out", ".", "--overwrite")[1][0]
+        == "error: the source is inside the output ."
+    )
+    monkeypatch.chdir("m")
+    assert error_lines(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
+    make(Path("m"))
+    theirs = tmp_path / ("thesis.tex" if kind == "file" else "theirs/thesis.tex")
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("years of work")
+    out = {"folder": "theirs", "file": "thesis.tex", "link": "link"}[kind]
+    if kind == "link":
+        Path(out).symlink_to("theirs")
+    before = sorted(tmp_path.rglob("*"))
+    code, lines = error_lines(capsys, "save-init", "./m", "--out", out, "--overwrite")
+    assert (code, lines[0]) == (1, f"error: {out} exists and is something else")
+    assert theirs.read_text() == "years of work"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_foreign_output_that_appears_late_is_not_replaced(capsys, monkeypatch):
+    make(Path("m"))
+    assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
+    honest = execute.finish
+
+    def late(*given: Any) -> None:
+        honest(*given)
+        Path("out").mkdir()
+        Path("out/thesis.tex").write_text("years of work")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(execute, "finish", late)
+        assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
+    assert "error: out exists and is something else" in capsys.readouterr().err
+    assert content(Path("out")) == {"thesis.tex": b"years of work"}
+    Path("out").rename("theirs")
+    assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
+    assert content(Path("out")) == content(Path("whole"))
+
+
+def test_empty_folder_is_replaced_by_overwrite(capsys):
+    make(Path("m"))
+    Path("out").mkdir()
+    assert error_lines(capsys, "save-init", "./m", "--out", "out")[0] == 1
+    assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
+    assert main(["verify", "out", "-q"]) == 0
+
+
+def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_path: Path):
+    make(tmp_path / "m")
+    for folder in ("work/deep", "homes/me"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir("work/deep")
+    monkeypatch.setenv("HOME", str(tmp_path / "homes/me"))
+    for out in (tmp_path / "work", tmp_path / "homes", tmp_path / "homes/me", Path("../deep")):
+        code, lines = error_lines(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
+        assert (code, lines[0]) == (2, f"error: the output {out} would be in place of where you are, or live")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]

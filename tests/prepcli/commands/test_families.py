@@ -1,0 +1,144 @@
+"""Every family through the conversions: what comes back is what was there, to the bit; and the other form of some."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from tests.helpers.models import RELATIVES, make, read_tensors, same_bits, tensors_of, write_checkpoint
+from tests.helpers.running import done
+from trainer.models.registry import FAMILIES
+from trainer.models.tree import flat
+
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+
+
+def weights(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """Without the buffers of old files."""
+    family = FAMILIES[config["model_type"]]
+    rules = [re.escape(rule).replace(r"\{i\}", r"\d+") for rule in family.dropped]
+    bare = {name: name.removeprefix(family.prefix) for name in tensors}
+    return {name: t for name, t in tensors.items() if not any(re.fullmatch(rule, bare[name]) for rule in rules)}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_pad_init_reshard_export_changes_no_bit(name: str):
+    config = RELATIVES[name]
+    tensors = make(Path("m"), config, "bfloat16", legacy=True)
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
+    done("save-init", "m-padded", "--memory", "32MiB", "--mesh", "1,4,1")
+    done("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
+    done("export", "other", "--out", "back")
+    assert_same(read_tensors(Path("back")), weights(config, tensors))
+    before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
+    assert after == before
+    done("verify", "back", "./m")
+    done("verify", "other", "m-padded")
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_the_other_way_of_tying_and_layers_apart_come_back(name: str):
+    config = RELATIVES[name]
+    tensors = make(Path("m"), config, "float16", not FAMILIES[name].tie.default)
+    done("save-init", "./m", "--pad-vocab", "8", "--no-scan")
+    done("export", "m-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+def test_a_head_bias_is_padded_with_zeros():
+    tensors = make(Path("m"), RELATIVES["gptj"])
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    found = read_tensors(Path("m-padded"))
+    assert found["lm_head.bias"].shape == (136,)
+    assert not found["lm_head.bias"][131:].any()
+    assert same_bits(found["lm_head.bias"][:131], tensors["lm_head.bias"])
+    assert found["lm_head.weight"][131:].any()
+    assert {name for name in found if found[name].shape != tensors[name].shape} == {
+        "transformer.wte.weight", "lm_head.weight", "lm_head.bias"
+    }  # fmt: skip
+
+
+def test_narrow_embeddings_are_padded_and_positions_are_not():
+    tensors = make(Path("m"), RELATIVES["opt"], tied=False)
+    done("pad-vocab", "./m", "--size", "200")
+    found = read_tensors(Path("m-padded"))
+    padded = {name for name in found if found[name].shape != tensors[name].shape}
+    assert padded == {"model.decoder.embed_tokens.weight", "lm_head.weight"}
+
+
+def fused(tensors: Tensors, experts: int) -> Tensors:
+    """A Mixtral's tensors in the form that transformers 5 has in memory."""
+    found = {name: tensor for name, tensor in tensors.items() if ".block_sparse_moe." not in name}
+    for layer in range(3):
+        below, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        w1, w2, w3 = (
+            np.stack([tensors[f"{below}.experts.{expert}.{name}.weight"] for expert in range(experts)])
+            for name in ("w1", "w2", "w3")
+        )
+        found[f"{ours}.experts.gate_up_proj"] = np.concatenate([w1, w3], axis=1)
+        found[f"{ours}.experts.down_proj"] = w2
+        found[f"{ours}.gate.weight"] = tensors[f"{below}.gate.weight"]
+    return found
+
+
+def other_form(name: str) -> Tensors:
+    config = RELATIVES[name]
+    tensors = tensors_of(config, "bfloat16", False, False)
+    if name == "mixtral":
+        return fused(tensors, config["num_local_experts"])
+    return {key.replace("embed_out", "lm_head"): tensor for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
+def test_the_form_that_was_read_comes_back(name: str):
+    tensors = other_form(name)
+    write_checkpoint(Path("m"), RELATIVES[name], tensors)
+    done("pad-vocab", "./m", "--multiple", "8")
+    done("save-init", "m-padded")
+    done("verify", "m-padded-init", "m-padded")
+    done("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
+    done("verify", "other", "m-padded")
+    done("export", "other", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
+def test_both_forms_become_one_tree(name: str):
+    write_checkpoint(Path("a"), RELATIVES[name], tensors_of(RELATIVES[name], "bfloat16", False, False))
+    write_checkpoint(Path("b"), RELATIVES[name], other_form(name))
+    trees = []
+    for folder in ("a", "b"):
+        done("save-init", f"./{folder}", "--mesh", "1,2,1")
+        trees.append(restored(Path(f"{folder}-init")))
+    assert_same(*trees)
+
+
+def restored(item: Path) -> Tensors:
+    """The leaves as plain Orbax restores them."""
+    import orbax.checkpoint as ocp
+
+    return flat(ocp.PyTreeCheckpointer().restore(item.resolve()))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
+def test_both_forms_in_one_file_are_an_error(name: str, capsys: pytest.CaptureFixture[str]):
+    both = {**tensors_of(RELATIVES[name], "bfloat16", False, False), **other_form(name)}
+    write_checkpoint(Path("m"), RELATIVES[name], both)
+    assert main(["save-init", "./m", "-q"]) == 1
+    assert "a parameter is there in two forms" in capsys.readouterr().err

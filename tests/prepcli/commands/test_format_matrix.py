@@ -1,0 +1,74 @@
+"""From every format that is read to every one that is written: no bit of any tensor differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.models import LLAMA, make, read_tensors
+from tests.helpers.running import done
+from tests.helpers.torch_checkpoints import tensor, to_bin, to_meta
+from tests.helpers.zarr_items import Form, write
+from tests.prepcli.commands.test_orbax_sources import metas
+from tests.prepcli.commands.test_restore import leaves_of
+
+CONFIG = LLAMA | {"vocab_size": 136, "num_attention_heads": 4, "num_key_value_heads": 2}
+TORCH = ("bin", "bin-legacy", "meta")
+MADE = {
+    "init": ("save-init", "hf", "--mesh", "1,2,1"),
+    "init-zstd": ("save-init", "hf", "--compress", "zstd", "--mesh", "1,4,1"),
+    "unscanned": ("save-init", "hf", "--no-scan"),
+    "hf-flax": ("export", "hf", "--layout", "hf-flax"),
+    "easylm": ("export", "hf", "--layout", "easylm"),
+}
+SOURCES = ("hf", *MADE, "zarr3", *TORCH)
+SINKS = {
+    "hf": ("export",),
+    "init": ("save-init", "--mesh", "1,4,1"),
+    "init-zstd": ("save-init", "--compress", "zstd"),
+    "hf-flax": ("export", "--layout", "hf-flax"),
+    "easylm": ("export", "--layout", "easylm"),
+}
+AGAIN = ("init", "init-zstd", "unscanned", "zarr3")  # an Orbax tree is laid out by reshard
+PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The same LLaMA in every format; those of PyTorch where it is installed."""
+    made = tmp_path_factory.mktemp("matrix")
+    tensors = make(made / "hf", CONFIG, request.param, tied=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        for name, (command, source, *options) in MADE.items():
+            done(command, source, *options, "--out", name)
+    leaves = leaves_of(CONFIG, tensors, True, 0)
+    write(made / "zarr3", metas(leaves, pieces=2), Form(zarr3=True, shard=2, steps=("zstd",)))
+    (made / "zarr3/config.json").write_bytes((made / "hf/config.json").read_bytes())
+    return made
+
+
+@pytest.fixture(scope="module")
+def of_torch(folder: Path) -> Path:
+    pytest.importorskip("torch")
+    tensors = {name: tensor(value) for name, value in read_tensors(folder / "hf").items()}
+    to_bin(folder / "hf", folder / "bin", tensors, files=2)
+    to_bin(folder / "hf", folder / "bin-legacy", tensors, legacy=True)
+    to_meta(folder / "meta", CONFIG, tensors, files=2)
+    return folder
+
+
+@pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{source}-to-{sink}" for source, sink in PAIRS])
+def test_no_bit_differs(
+    folder: Path, source: str, sink: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    if source in TORCH:
+        request.getfixturevalue("of_torch")
+    monkeypatch.chdir(folder)
+    command, *options = SINKS[sink]
+    if command == "save-init" and source in AGAIN:
+        command = "reshard"
+    out = f"{source}-to-{sink}"
+    done(command, f"./{source}", *options, "--out", out)
+    done("verify", f"./{out}", "./hf")

@@ -1,0 +1,335 @@
+"""`prep inspect`: table, tree and statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.commands.inspect import MOST_ASIDES
+from prepcli.formats.orbax import ArrayMeta, Other
+from tests.helpers.hf_folders import write_folder
+from tests.helpers.inspecting import NEO, SMALL_LLAMA, Capture, document, make_init, refused, shown
+from tests.helpers.models import make
+from tests.helpers.orbax_items import make_item
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def two_files() -> list[int]:
+    """A model `m`; returns where the data of its two files begins."""
+    a = {"b.weight": np.ones((2, 3), np.float32), "a.weight": np.ones(5, np.float16)}
+    b = {"c": np.ones((), np.int64), "a.bias": np.zeros((100, 4), ml_dtypes.bfloat16)}
+    files = {"model-00001-of-00002.safetensors": a, "model-00002-of-00002.safetensors": b}
+    folder = write_folder(Path("m"), files)
+    return [8 + int.from_bytes((folder / name).read_bytes()[:8], "little") for name in files]
+
+
+# Table
+
+
+def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
+    first, second = two_files()
+    lines = shown(capsys, "m")
+    assert lines[:3] == [
+        "m  of no known family  412 values  842 bytes bfloat16, float32, float16, int64",
+        "safetensors, 2 files, 4 tensors",
+        "",
+    ]
+    assert [line.split() for line in lines[3:]] == [
+        ["name", "shape", "dtype", "size", "file", "offset"],
+        ["b.weight", "[2,", "3]", "float32", "24", "bytes", "model-00001-of-00002.safetensors", f"{first}"],
+        ["a.weight", "[5]", "float16", "10", "bytes", "model-00001-of-00002.safetensors", f"{first + 24}"],
+        ["c", "[]", "int64", "8", "bytes", "model-00002-of-00002.safetensors", f"{second}"],
+        ["a.bias", "[100,", "4]", "bfloat16", "800", "bytes", "model-00002-of-00002.safetensors", f"{second + 8}"],
+    ]
+
+
+def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
+    first, _ = two_files()
+    found = document(capsys, "m")
+    assert found["tensors"][0] == {
+        "name": "b.weight",
+        "shape": [2, 3],
+        "dtype": "float32",
+        "bytes": 24,
+        "file": "model-00001-of-00002.safetensors",
+        "offset": first,
+    }
+    for tensor in found["tensors"]:
+        data = (Path("m") / tensor["file"]).read_bytes()[tensor["offset"] :][: tensor["bytes"]]
+        assert data == {"b.weight": b"\0\0\x80?" * 6, "a.weight": b"\0<" * 5, "c": b"\1" + b"\0" * 7}.get(
+            tensor["name"], b"\0" * 800
+        )
+    sizes = [path.stat().st_size for path in Path("m").glob("*.safetensors")]
+    expected = {"name": "m", "files": 2, "bytes": sum(sizes), "format": "safetensors", "family": None, "tensors": 4}
+    assert found["source"] | expected == found["source"]
+    assert (found["source"]["parameters"], found["source"]["values"]) == (None, 412)
+    assert found["source"]["dtypes"] == {"bfloat16": 800, "float32": 24, "float16": 10, "int64": 8}
+
+
+@pytest.mark.parametrize(
+    ("by", "names"),
+    [
+        ("file", ["b.weight", "a.weight", "c", "a.bias"]),
+        ("name", ["a.bias", "a.weight", "b.weight", "c"]),
+        ("size", ["a.bias", "b.weight", "a.weight", "c"]),
+    ],
+)
+def test_sorting(capsys: Capture, by: str, names: list[str]) -> None:
+    two_files()
+    assert [tensor["name"] for tensor in document(capsys, "m", "--sort", by)["tensors"]] == names
+
+
+def test_a_pattern_selects(capsys: Capture) -> None:
+    two_files()
+    lines = shown(capsys, "m", "a.*")
+    assert [line.split()[0] for line in lines[4:6]] == ["a.weight", "a.bias"]
+    assert lines[6:] == ["2 of 4 tensors, 810 bytes"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [("weight", " hint: did you mean `*weight*`?\n"), ("a.wieght", " hint: did you mean `a.weight`?\n"), ("zzz", "")],
+)
+def test_a_pattern_that_matches_nothing(capsys: Capture, pattern: str, hint: str) -> None:
+    two_files()
+    assert refused(capsys, "m", pattern) == (1, f"error: no tensor of m matches `{pattern}`\n{hint}")
+
+
+def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
+    tensors = make(Path("plain"), NEO)
+    head = tensors["transformer.wte.weight"].copy()
+    masks = {f"transformer.h.{i}.attn.attention.bias": np.ones((1, 1, 6, 6), bool) for i in range(3)}
+    everything = {**tensors, **masks, "lm_head.weight": head}
+    write_folder(Path("m"), {"model.safetensors": everything}, NEO)
+    n_parameters = sum(array.size for array in tensors.values())
+    n_values = sum(array.size for array in everything.values())
+    source = document(capsys, "m")["source"]
+    assert (source["family"], source["parameters"], source["values"]) == ("gpt_neo", n_parameters, n_values)
+    assert source["vocab"] == {"true": 13, "padded": 13}
+    lines = shown(capsys, "m")
+    assert lines[0].startswith(f"m  gpt_neo  {n_parameters:,} parameters  ")
+    assert lines[1] == f"safetensors, 1 file, {len(everything)} tensors; vocabulary 13"
+    del everything["transformer.wte.weight"]  # the head alone is the embedding
+    write_folder(Path("n"), {"model.safetensors": everything}, NEO)
+    assert document(capsys, "n")["source"]["parameters"] == n_parameters
+    found = document(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
+    assert (found["shape"], found["spec"]) == ([13, 8], "P(None, fsdp)")
+
+
+def test_a_padded_vocabulary(capsys: Capture) -> None:
+    make(Path("model"), NEO)
+    assert main(["pad-vocab", "model", "--out", "padded", "-q"]) == 0
+    capsys.readouterr()
+    assert shown(capsys, "padded")[1].endswith("; vocabulary 16 (13 true)")
+
+
+def test_an_unknown_family_is_named(capsys: Capture) -> None:
+    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
+    assert shown(capsys, "m")[0] == "m  mamba (not a family that prep knows)  2 values  16 bytes float64"
+
+
+def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
+    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"vocab_size": "many"})
+    assert main(["inspect", "m"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("warning: config.json makes no sense: vocab_size is 'many'")
+    assert captured.err.count("\n") == 1
+    assert captured.out.splitlines()[4].startswith("x ")
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": -1}, {"vocab_size": True}, {"num_heads": 0}, {"hidden_size": "x"}])
+def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, changes: dict[str, Any]) -> None:
+    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, NEO | changes)
+    assert main(["inspect", "m", "-q"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 values" in lines[0]
+    assert any(line.startswith("x ") for line in lines)
+
+
+def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
+    code, message = refused(capsys, "./nowhere")
+    assert (code, message.splitlines()[0]) == (2, "error: `./nowhere` does not exist")
+    (here / "notes").mkdir()
+    code, message = refused(capsys, "notes")
+    assert (code, message.splitlines()[0]) == (1, "error: `notes` holds no checkpoint")
+    two_files()
+    (here / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
+    code, message = refused(capsys, "m")
+    assert (code, message.splitlines()[0]) == (1, "error: model-00001-of-00002.safetensors is cut short")
+
+
+# Orbax
+
+
+def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
+    tensors = make_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
+    n_values = sum(array.size for array in tensors.values())
+    lines = shown(capsys, "init")
+    assert lines[0] == f"init  llama  {n_values:,} parameters  {n_values * 4 / 1024:.1f} KiB float32"
+    assert lines[1].split("; ") == [
+        "Orbax, 1 data file, 12 leaves in 21 chunks",
+        "mesh 1,2,2",
+        "layout native, layers stacked on axis 0",
+        "vocabulary 12",
+    ]
+    assert lines[3].split() == ["name", "shape", "dtype", "size", "chunk", "chunks"]
+    assert lines[4].split() == ["params.embed.tokens", "[12,", "8]", "float32", "384", "bytes", "[12,", "8]", "1"]
+
+
+def test_the_fields_of_leaves(capsys: Capture) -> None:
+    tensors = make_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
+    found = document(capsys, "init")
+    expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
+    assert found["source"] | expected == found["source"]
+    leaf = next(each for each in found["tensors"] if each["name"] == "params.layers.1.mlp.up.weight")
+    assert {key: leaf[key] for key in ("shape", "dtype", "bytes", "chunk", "chunks")} == {
+        "shape": [16, 8], "dtype": "float32", "bytes": 512, "chunk": [16, 8], "chunks": 1,
+    }  # fmt: skip
+    data = (Path("init") / leaf["file"]).read_bytes()[leaf["offset"] :][:512]
+    assert data == tensors["model.layers.1.mlp.up_proj.weight"].tobytes()
+
+
+def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
+    tree = {"b": np.arange(6.0).reshape(2, 3), "step": np.int32(7), "text": "hello", "nothing": {}}
+    ocp.PyTreeCheckpointer(use_compression=False).save(here / "run" / "12" / "default", tree)
+    lines = shown(capsys, "run")
+    assert lines[0] == "run  of no known family  7 values  52 bytes float64, int32"
+    assert lines[1].startswith("Orbax, ")
+    assert sorted(lines[2:4]) == ["nothing is an empty Dict", "text is the text 'hello'"]
+    found = {tensor["name"]: tensor for tensor in document(capsys, "run")["tensors"]}
+    assert (found["b"]["shape"], found["b"]["chunks"], found["step"]["shape"]) == ([2, 3], 1, [])
+    stats = {tensor["name"]: tensor["stats"] for tensor in document(capsys, "run", "--stats")["tensors"]}
+    assert stats["b"] == {"min": 0.0, "max": 5.0, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}
+    assert stats["step"]["mean"] == 7
+
+
+# Tree
+
+
+def test_of_very_many_things_beside_arrays_a_few_are_shown(capsys: Capture) -> None:
+    asides = [Other((f"empty{number:02d}",), "None") for number in range(40)]
+    make_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, others=asides)
+    lines = shown(capsys, "item")
+    assert [line for line in lines if "empty" in line] == [f"empty{n:02d} is an empty None" for n in range(MOST_ASIDES)]
+    assert f"and {40 - MOST_ASIDES} more that are no arrays" in lines
+    assert len(document(capsys, "item")["source"]["others"]) == 40
+
+
+def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
+    make(Path("model"), SMALL_LLAMA, files=2)
+    lines = shown(capsys, "model", "--tree")
+    assert [" ".join(line.split()) for line in lines[3:]] == [
+        "name shape dtype size",
+        "model 5.0 KiB",
+        "embed_tokens.weight [12, 8] float32 384 bytes",
+        "layers.{0..1} 4.6 KiB",
+        "input_layernorm.weight 2 x [8] float32 64 bytes",
+        "post_attention_layernorm.weight 2 x [8] float32 64 bytes",
+        "self_attn 1.5 KiB",
+        "q_proj.weight 2 x [8, 8] float32 512 bytes",
+        "k_proj.weight 2 x [4, 8] float32 256 bytes",
+        "v_proj.weight 2 x [4, 8] float32 256 bytes",
+        "o_proj.weight 2 x [8, 8] float32 512 bytes",
+        "mlp 3.0 KiB",
+        "gate_proj.weight 2 x [16, 8] float32 1.0 KiB",
+        "up_proj.weight 2 x [16, 8] float32 1.0 KiB",
+        "down_proj.weight 2 x [8, 16] float32 1.0 KiB",
+        "norm.weight [8] float32 32 bytes",
+        "lm_head.weight [12, 8] float32 384 bytes",
+    ]
+
+
+def test_a_name_of_thousands_of_parts(capsys: Capture) -> None:
+    name = "a." * 5000 + "b"
+    write_folder(Path("m"), {"model.safetensors": {name: np.ones(1), "a.c": np.ones(1)}})
+    (node,) = document(capsys, "m", "--tree")["tree"]
+    assert [f"a.{child['name']}" for child in node["children"]] in (["a.c", name], [name, "a.c"])
+
+
+def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
+    make_init(capsys, SMALL_LLAMA)
+    found = document(capsys, "init", "params.layers.mlp.*", "--tree")
+    (node,) = found["tree"]
+    assert (node["name"], node["tensors"], node["bytes"]) == ("params.layers.mlp", 3, 3072)
+    assert [child["name"] for child in node["children"]] == ["gate.weight", "up.weight", "down.weight"]
+    assert len(found["tensors"]) == 3
+
+
+# Statistics
+
+
+def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
+    tensors = make_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
+    found = {tensor["name"]: tensor["stats"] for tensor in document(capsys, "model", "--stats")["tensors"]}
+    assert found.keys() == tensors.keys()
+    for name, array in tensors.items():
+        ends = {"min": float(array.min()), "max": float(array.max()), "nan": 0, "inf": 0, "zeros": 0}
+        assert found[name] == ends | {"mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)}
+    leaves = {tensor["name"]: tensor["stats"] for tensor in document(capsys, "init", "--stats")["tensors"]}
+    stacked = np.stack([tensors[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(2)])
+    assert leaves["params.layers.attn.q.weight"] == {
+        "min": float(stacked.min()),
+        "max": float(stacked.max()),
+        "mean": pytest.approx(stacked.mean(dtype=np.float64), abs=1e-12),
+        "nan": 0,
+        "inf": 0,
+        "zeros": 0,
+    }
+
+
+def test_statistics_as_text(capsys: Capture) -> None:
+    x = np.array([math.nan, math.inf, -2, 0, 1.5], ml_dtypes.bfloat16)
+    y = np.full(3, math.nan, np.float16)
+    write_folder(Path("m"), {"model.safetensors": {"y": y, "x": x, "n": np.array([-5, 2**60])}})
+    lines = shown(capsys, "m", "--stats", "--sort", "name")
+    assert [line.split() for line in lines[3:]] == [
+        ["name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros"],
+        ["n", "[2]", "int64", "-5", "1.15292e+18", "5.76461e+17", "0", "0", "0"],
+        ["x", "[5]", "bfloat16", "-2", "1.5", "-0.166667", "1", "1", "1"],
+        ["y", "[3]", "float16", "-", "-", "-", "3", "0", "0"],
+    ]
+
+
+def test_statistics_tell_their_progress(capsys: Capture) -> None:
+    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(1000, np.float32)}})
+    assert main(["inspect", "m", "--stats", "--progress", "json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert {event["task"] for event in events} == {"inspect"}
+    assert (events[-1]["done"], events[-1]["total"]) == (4000, 4000)
+
+
+PEAK = (
+    "import resource, sys; from prepcli.cli.main import main; code = main(sys.argv[1:]);"
+    "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+)
+
+
+def test_statistics_take_little_memory_whatever_a_tensor_has(here: Path) -> None:
+    n = 200 << 20
+    header = json.dumps({"x": {"dtype": "F8_E4M3", "shape": [n], "data_offsets": [0, n]}}).encode()
+    (here / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with (here / "model.safetensors").open("r+b") as file:
+        file.truncate(8 + len(header) + n)
+    peaks = []
+    for options in ([], ["--stats"]):
+        command = [sys.executable, "-c", PEAK, "inspect", str(here), "-q", "--json", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        peaks.append(int(done.stderr))
+        (tensor,) = json.loads(done.stdout)["tensors"]
+    assert tensor["stats"] == {"min": 0, "max": 0, "mean": 0, "nan": 0, "inf": 0, "zeros": n}
+    assert peaks[1] - peaks[0] < 64 << 10  # KiB

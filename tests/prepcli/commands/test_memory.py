@@ -1,0 +1,140 @@
+"""`--memory` as a limit of the system: a process that may have no more data than `prep inspect` has, and the budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.formats.safetensors_layout import lay_out
+from tests.helpers.models import GPT_NEO
+from trainer.models.axis_map import bind
+from trainer.models.parameters import rows
+from trainer.models.registry import FAMILIES
+
+MIB = 1 << 20
+SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads: the limit counts them whole, whatever they touch
+WIDTH = 256
+
+# Stacks of threads are of 1 MiB here, so that they hardly count; what a process holds is told at the end.
+LIMITED = """
+import resource, sys, threading
+threading.stack_size(1 << 20)
+if limit := int(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+from prepcli.cli.main import main
+code = main(sys.argv[2:])
+print([line for line in open("/proc/self/status") if line.startswith("VmData")][0], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def make_large(folder: Path, tensor_nbytes: int) -> None:
+    """A model with an embedding of so many bytes, all zeros and hardly any of them on the disk."""
+    config = {**GPT_NEO, "vocab_size": tensor_nbytes // WIDTH // 4, "hidden_size": WIDTH, "num_layers": 1,
+              "attention_types": [[["global"], 1]], "torch_dtype": "float32"}  # fmt: skip
+    family, entries = FAMILIES["gpt_neo"], []
+    for path, row in rows(family, config).items():
+        bound = bind(row, family.sizes(config))
+        for name, _ in bound.tensors() if path != family.tie.leaf else ():
+            full = name if name in family.unprefixed else family.prefix + name
+            entries.append((full, "float32", bound.source_shape, 4 * math.prod(bound.source_shape)))
+    (layout,) = lay_out([("model.safetensors", entries, None)])
+    folder.mkdir(parents=True)
+    with (folder / layout.name).open("wb") as file:
+        file.write(layout.header)
+        file.truncate(layout.size)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+class Bench:
+    """Sources whose largest tensor is eight times the budget, and what `prep inspect` of each takes."""
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self.folder, self.budget = folder, budget
+        make_large(folder / "m", 8 * budget * MIB)
+        for name, more in {"init": [], "packed": ["--compress", "zstd"]}.items():
+            self.limited(0, "save-init", "./m", "--mesh", "1,2,4", "--out", name, *more)
+        self.inspect_nbytes = {name: self.data_of_inspect(name) for name in ("./m", "init", "packed")}
+
+    def limited(self, limit: int, *words: str) -> str:
+        """Run a command that may have so many bytes of data; what it says on stderr."""
+        run = subprocess.run(
+            [sys.executable, "-c", LIMITED, str(limit), *words, "-q"], cwd=self.folder, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        return run.stderr
+
+    def data_of_inspect(self, name: str) -> int:
+        """Bytes of data that looking at a source takes."""
+        found = re.search(r"VmData:\s+(\d+) kB", self.limited(0, "inspect", name))
+        assert found
+        return int(found[1]) * 1024
+
+    def check(self, *words: str) -> None:
+        """The command needs no more than the budget beyond what looking at its source takes."""
+        base = max(nbytes for name, nbytes in self.inspect_nbytes.items() if name in words)
+        memory = () if words[0] == "inspect" else ("--memory", f"{self.budget}MiB")
+        try:
+            self.limited(base + self.budget * MIB + SLACK_NBYTES, *words, *memory)
+        finally:
+            shutil.rmtree(self.folder / "out", ignore_errors=True)
+
+
+COMMANDS = [
+    ["save-init", "./m", "--mesh", "1,2,4", "--out", "out"],
+    ["save-init", "./m", "--scan-axis", "1", "--dtype", "bfloat16", "--out", "out"],
+    ["save-init", "./m", "--compress", "zstd", "--out", "out"],
+    ["pad-vocab", "./m", "--multiple", "1000", "--init", "mean", "--out", "out"],
+    ["pad-vocab", "./m", "--multiple", "1000", "--init", "normal", "--out", "out"],
+    ["reshard", "init", "--mesh", "1,4,2", "--out", "out"],
+    ["reshard", "packed", "--mesh", "1,2,2", "--out", "out"],
+    ["export", "init", "--out", "out"],
+    ["verify", "init"],
+    ["verify", "packed"],
+    ["verify", "init", "./m"],
+    ["inspect", "./m", "--stats"],
+    ["inspect", "init", "--stats"],
+    ["inspect", "packed", "--stats"],
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("small") / "bench", 32)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_command_keeps_within_the_least_budget_with_a_tensor_eight_times_as_large(small: Bench, words: list[str]):
+    small.check(*words)
+
+
+@pytest.fixture(scope="module", params=[128, 512], ids=lambda budget: f"{budget}MiB")
+def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("large") / "bench"
+    yield Bench(folder, request.param)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_command_keeps_within_larger_budgets_with_larger_tensors(large: Bench, words: list[str]):
+    large.check(*words)
+
+
+def test_a_system_without_memory_is_named(small: Bench):
+    limit = small.inspect_nbytes["./m"] + 8 * MIB
+    words = ["pad-vocab", "./m", "--multiple", "1000", "--out", "starved", "--memory", "512MiB", "-q"]
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(limit), *words], cwd=small.folder, capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert "error: the system has no memory left" in run.stderr
+    assert "`--memory`" in run.stderr

@@ -1,0 +1,186 @@
+"""Meta's LLaMA checkpoints through the commands: the model that their files are parts of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.models import GPT_NEO, LLAMA, make, read_tensors
+from tests.helpers.running import done, error, said
+from tests.helpers.torch_checkpoints import tensor, to_meta
+
+torch = pytest.importorskip("torch")
+
+SMALL = LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2,
+                 "vocab_size": 132}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+class Meta:
+    """A LLaMA as safetensors in `m`, and as Meta has it in folders that are asked for."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = SMALL | changes
+        arrays = make(Path("m"), self.config, "bfloat16")
+        self.tensors = {key: tensor(array) for key, array in arrays.items()}
+
+    def folder(self, files: int, embedding_axis: int = 1) -> Path:
+        return to_meta(Path("meta"), self.config, self.tensors, files, embedding_axis)
+
+
+@pytest.fixture
+def meta() -> Meta:
+    return Meta()
+
+
+@pytest.mark.parametrize(("files", "axis"), [(1, 1), (2, 0), (2, 1), (4, 0), (4, 1)])
+def test_metas_files_are_the_model_that_they_are_parts_of(meta: Meta, files: int, axis: int) -> None:
+    meta.folder(files, axis)
+    for mesh in ((), ("--mesh", "1,2,4")):
+        done("save-init", "./meta", *mesh, "--overwrite")
+        done("verify", "meta-init", "./m")
+    done("verify", "./meta", "./m")
+    done("pad-vocab", "./meta", "--multiple", "1")
+    found = read_tensors(Path("meta-padded")).items()
+    assert {key for key, _ in found} == {*meta.tensors, "model.rope.freqs"}
+    assert sorted(path.name for path in Path("meta-init/hf").iterdir()) == ["config.json", "tokenizer.model"]
+
+
+def test_one_key_head_of_many() -> None:
+    Meta(num_key_value_heads=1).folder(1)
+    done("save-init", "./meta")
+    done("verify", "meta-init", "./m")
+
+
+@pytest.mark.parametrize("files", [1, 2, 4])
+def test_logits_of_what_meta_had(meta: Meta, files: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    meta.folder(files)
+    done("export", "./meta", "--out", "back")
+    ids = torch.arange(60).reshape(2, 30)
+    found = []
+    for folder in ("m", "back"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            found.append(model(ids).logits)
+    assert torch.equal(*found)
+
+
+def test_inspect_shows_metas_tensors_as_they_are_together(meta: Meta, capsys: pytest.CaptureFixture[str]) -> None:
+    meta.folder(2)
+    wanted, found = (said(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "meta"))
+    shown = [{key: t[key] for key in ("name", "shape", "dtype", "bytes")} for t in found["tensors"]]
+    extra = {"name": "rope.freqs", "shape": [4], "dtype": "float32", "bytes": 16}
+    assert extra in shown
+    shown.remove(extra)
+    assert shown == [{key: t[key] for key in shown[0]} for t in wanted["tensors"]]
+    least = {t["name"]: t["stats"]["min"] for t in wanted["tensors"]}
+    assert {t["name"]: t["stats"]["min"] for t in found["tensors"] if t["name"] != "rope.freqs"} == least
+    assert {t["file"] for t in found["tensors"]} == {"consolidated.00.pth"}
+
+
+def remove(file: str) -> Callable[[], None]:
+    return lambda: Path("meta", file).unlink()
+
+
+def params(**changes: Any) -> Callable[[], None]:
+    """Change params.json; None takes a key out."""
+
+    def edit() -> None:
+        path = Path("meta/params.json")
+        found = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+    return edit
+
+
+def part(number: int, edit: Callable[[dict[str, Any]], object]) -> Callable[[], None]:
+    """Change the tensors of one file."""
+
+    def change() -> None:
+        path = Path(f"meta/consolidated.{number:02d}.pth")
+        state = torch.load(path, weights_only=True)
+        edit(state)
+        torch.save(state, path)
+
+    return change
+
+
+WQ, WK = "layers.0.attention.wq.weight", "layers.1.attention.wk.weight"
+SPOILED = {
+    "no params": (remove("params.json"), "./meta has no params.json", "how many heads"),
+    "broken params": (lambda: Path("meta/params.json").write_text("{"), "meta/params.json is broken", "JSON"),
+    "params of another model": (params(moe={}), "meta/params.json makes no sense", "it has moe"),
+    "other heads": (params(n_kv_heads=8), "`layers.0.attention.wk.weight` in consolidated.00.pth", "make it [16, 64]"),
+    "heads that files do not divide": (params(n_heads=1, n_kv_heads=1), "its heads are not whole", "to 4 files"),
+    "a file is missing": (remove("consolidated.02.pth"), "consolidated.02.pth is missing", "has 3 such files"),
+    "the last file is missing": (remove("consolidated.03.pth"), "its heads are not whole", "cannot be dealt out to 3"),
+    "half of the files": (
+        lambda: [Path(f"meta/consolidated.0{i}.pth").unlink() for i in (2, 3)], "`tok_embeddings.weight` in",
+        "in each of 2 files",
+    ),
+    "a part is missing": (part(2, lambda state: state.pop(WQ)), f"consolidated.02.pth lacks `{WQ}`", "part of each"),
+    "a part of another dtype": (
+        part(1, lambda state: state.update({WK: state[WK].half()})), f"the parts of `{WK}` differ",
+        "bfloat16 and float16",
+    ),
+    "a part of another shape": (
+        part(1, lambda state: state.update({WK: state[WK][:4]})), f"`{WK}` in consolidated.01.pth is [4, 64]",
+        "[8, 64]",
+    ),
+    "a part that is a view": (
+        part(1, lambda state: state.update({WK: state[WK].t().contiguous().t()})), f"`{WK}` is a view", "follow each",
+    ),
+    "a tensor without a place": (
+        lambda: [part(i, lambda state: state.update(x=state["norm.weight"]))() for i in range(4)],
+        "1 tensor of ./meta has no place", "x [64]",
+    ),
+    "a tensor less in all files": (
+        lambda: [part(i, lambda state: state.pop(WQ))() for i in range(4)],
+        "1 tensor of ./meta is missing", "layers.0.self_attn.q_proj.weight",
+    ),
+    "another model's config": (
+        lambda: Path("meta/config.json").write_text(json.dumps(GPT_NEO)), "./meta is not what it says", "gpt_neo",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "what", "why"), SPOILED.values(), ids=SPOILED)
+def test_metas_files_that_do_not_agree_are_refused(
+    meta: Meta, capsys: pytest.CaptureFixture[str], spoil: Callable[[], object], what: str, why: str
+) -> None:
+    meta.folder(4)
+    spoil()
+    lines = error(capsys, "save-init", "./meta")
+    assert what in lines[0]
+    assert why in lines[1]
+    assert sorted(path.name for path in Path().iterdir()) == ["m", "meta"]
+
+
+def test_a_config_beside_metas_files_wins(meta: Meta) -> None:
+    folder = meta.folder(2)
+    (folder / "params.json").unlink()
+    (folder / "config.json").write_text(json.dumps(meta.config | {"rope_theta": 7.5}))
+    done("save-init", "./meta")
+    done("verify", "meta-init", "./m")
+    assert json.loads(Path("meta-init/hf/config.json").read_text())["rope_theta"] == 7.5
+
+
+def test_a_head_that_is_not_stored_is_the_embedding(meta: Meta) -> None:
+    folder = meta.folder(2)
+    for number in range(2):
+        part(number, lambda state: state.pop("output.weight"))()
+    done("save-init", "./meta")
+    found = json.loads((Path("meta-init/prep-manifest.json")).read_text())
+    assert found["tied"] is True
+    assert folder.exists()
+    assert "lm_head.weight" not in found["tensors"]

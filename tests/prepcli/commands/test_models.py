@@ -1,0 +1,48 @@
+"""`prep models`."""
+
+from __future__ import annotations
+
+import pytest
+
+from prepcli.commands.models import models
+from prepcli.errors import USAGE, PrepError
+from prepcli.sources.aliases import ALIASES
+
+
+def test_all_aliases_are_listed() -> None:
+    report = models(None)
+    lines = report.text.splitlines()
+    assert lines[0].split() == [
+        "alias", "hub", "id", "family", "parameters", "size", "vocabulary", "shards", "on", "8", "shards", "on", "128",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in lines[1:]] == [alias.name for alias in ALIASES]
+    (line,) = (line for line in lines if line.startswith("gpt-neo-1.3B "))
+    assert line.split() == [
+        "gpt-neo-1.3B", "EleutherAI/gpt-neo-1.3B", "gpt_neo", "1,315,575,808", "4.90", "GiB", "50,257", "1", "1",
+    ]  # fmt: skip
+
+
+def test_the_fields_are_numbers() -> None:
+    found = models("gpt_neo").fields["models"]
+    assert isinstance(found, list)
+    assert found[1] == {
+        "alias": "gpt-neo-1.3B",
+        "hub_id": "EleutherAI/gpt-neo-1.3B",
+        "family": "gpt_neo",
+        "parameters": 1315575808,
+        "bytes": 5262303232,
+        "vocab": 50257,
+        "gcd": {"8": 1, "128": 1},
+    }
+
+
+def test_a_family_selects() -> None:
+    lines = models("llama").text.splitlines()[1:]
+    assert lines
+    assert all(line.split()[2] == "llama" for line in lines)
+
+
+def test_an_unknown_family_is_guessed() -> None:
+    with pytest.raises(PrepError) as caught:
+        models("gptneo")
+    assert (caught.value.hint, caught.value.code) == ("did you mean `gpt_neo`?", USAGE)

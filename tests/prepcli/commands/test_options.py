@@ -1,0 +1,148 @@
+"""Options that are refused: too small, in conflict, or without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepcli.commands.conversion import Common
+from prepcli.commands.export import parse_shard_size
+from prepcli.commands.save_init import Request, save_init
+from prepcli.console.ui import Ui
+from prepcli.engine.budget import FLOOR_NBYTES, parse_memory
+from prepcli.errors import PrepError
+from tests.helpers.models import GPT_NEO, make
+from tests.helpers.running import done, error
+
+CONFLICTS = [
+    (["--multiple", "8", "--size", "300"], "`--multiple 8` and `--size 300` exclude each other"),
+    (["--size", "300", "--mesh", "1,1,8"], "`--size 300` and `--mesh 1,1,8` exclude each other"),
+    (["--multiple", "8", "--mesh", "1,1,8"], "`--multiple 8` and `--mesh 1,1,8` exclude each other"),
+]
+WITHOUT_EFFECT = [
+    (["pad-vocab", "./m", "--seed", "3"], "--seed", "--init normal"),
+    (["save-init", "./m", "--init", "mean"], "--init", "--pad-vocab"),
+    (["save-init", "./m", "--seed", "3"], "--seed", "--pad-vocab"),
+    (["save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--seed", "3"], "--seed", "--init normal"),
+    (["save-init", "./m", "--pad-vocab", "auto"], "--pad-vocab auto", "--mesh"),
+    (["save-init", "./m", "--no-scan", "--scan-axis", "1"], "--scan-axis", "--scan"),
+    (["save-init", "./m", "--allow-overflow"], "--allow-overflow", "--dtype"),
+    (["reshard", "./unstacked", "--scan-axis", "1"], "--scan-axis", "--scan"),
+    (["export", "./unstacked", "--allow-overflow"], "--allow-overflow", "--dtype"),
+    (["generate", "./m", "--tokens", "1", "--top-k", "5"], "--top-k", "--temperature"),
+    (["generate", "./m", "--tokens", "1", "--top-p", "0.5"], "--top-p", "--temperature"),
+    (["generate", "./m", "--tokens", "1", "--seed", "5"], "--seed", "--temperature"),
+]
+STREAMS = [
+    ["save-init", "./m", "--stream"],
+    ["verify", "./unstacked", "--stream"],
+    ["verify", "./unstacked", "./m", "--stream"],
+    ["inspect", "./m", "--stream"],
+    ["inspect", "./m", "--diff", "./m", "--stream"],
+]
+
+
+def _words(value: object) -> str:
+    return " ".join(value) if isinstance(value, list) else ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder `m`, and an init `unstacked` made from it."""
+    folder = tmp_path_factory.mktemp("options")
+    make(folder / "m", GPT_NEO, vocab_size=131, hidden_size=32)
+    done("save-init", str(folder / "m"), "--no-scan", "--out", str(folder / "unstacked"))
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_words)
+def test_sizes_of_a_vocabulary_exclude_each_other(
+    words: list[str], what: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
+    assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
+
+
+@pytest.mark.parametrize(("words", "option", "needed"), WITHOUT_EFFECT, ids=_words)
+def test_options_without_effect_are_refused(
+    words: list[str], option: str, needed: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what, _, hint = error(capsys, *words)
+    assert what == f"error: `{option}` has no effect without `{needed}`"
+    assert hint == f" hint: add `{needed}`, or leave `{option}` out"
+    assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
+
+
+@pytest.mark.parametrize("words", STREAMS, ids=_words)
+def test_folders_cannot_be_streamed(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what, _, hint = error(capsys, *words)
+    assert (what, hint) == ("error: `--stream` has no effect", " hint: leave `--stream` out")
+
+
+def test_sort_is_refused_where_nothing_is_sorted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert error(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0] == "error: `--sort size` has no effect"
+
+
+def test_an_empty_mesh_of_a_library_call_is_refused(here: Path) -> None:
+    with pytest.raises(PrepError, match="`--mesh` is empty"):
+        save_init(Request(Common("./m", Path("out"), FLOOR_NBYTES), mesh=""), Ui("save-init"))
+
+
+def test_an_empty_mesh_of_a_recipe_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = here.parent / "recipe.toml"
+    recipe.write_text(
+        '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
+        "[optimizer]\nlr = 1.0\n[train]\nsteps = 1\n"
+    )
+    assert error(capsys, "train", str(recipe), "--set", "mesh=")[0] == "error: --set: `mesh` is empty"
+    assert error(capsys, "train", str(recipe), "--set", 'mesh=""')[0] == "error: --set: `mesh` is empty"
+
+
+@pytest.mark.parametrize("text", ["5", "0", "0GB", "1048575", "999 "])
+def test_shard_sizes_without_a_unit_are_refused_if_small(text: str) -> None:
+    with pytest.raises(PrepError, match="`--shard-size") as caught:
+        parse_shard_size(text)
+    assert caught.value.code == 2
+
+
+def test_a_bare_shard_size_is_answered_with_a_unit() -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_shard_size("5")
+    assert (caught.value.why, caught.value.hint) == (
+        "a number without a unit is in bytes: it is 5 bytes",
+        "`--shard-size 5GB`",
+    )
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("1048576", 1 << 20), ("8KB", 8000), ("5GB", 5 * 10**9)])
+def test_shard_sizes_with_a_unit_may_be_small(text: str, nbytes: int) -> None:
+    assert parse_shard_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("5", "it is 5 bytes; "), ("8MiB", ""), ("31.5 MiB", ""), ("0", "it is 0 bytes; ")]
+)
+def test_a_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_memory(text)
+    assert caught.value.what == f"`--memory {text}` is below the floor"
+    assert caught.value.why.startswith(f"{why}the engine needs")
+    assert caught.value.hint == "`--memory 32MiB` or more"
+
+
+def test_the_least_memory_is_what_the_hint_names() -> None:
+    assert parse_memory("32MiB") == FLOOR_NBYTES
+
+
+@pytest.mark.parametrize("option", [("--memory", "5"), ("--processes", "4")])
+def test_bad_options_are_refused_by_a_dry_run(
+    option: tuple[str, str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error(capsys, "save-init", "./m", "--dry-run", *option)[0].startswith(f"error: `{' '.join(option)}` is ")

@@ -1,0 +1,75 @@
+"""Links that somebody laid into the folder of an output are not followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from tests.helpers.faults import sources
+
+FILES = (
+    ".prep/lock",
+    ".prep/door",
+    ".prep/run.json",
+    ".prep/run.new",
+    ".prep/division.new",
+    ".prep/source.new",
+    ".prep/journal.0",
+    "d/67b5a8e8f4d0ee6fb0c2e1d57e0b2b2e",
+    "_METADATA",
+    "manifest.ocdbt",
+    "prep-manifest.json",
+    "hf/config.json",
+)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources(tmp_path, monkeypatch)
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> bool:
+    capsys.readouterr()
+    code = main(["save-init", "./model", "--out", "out", "-q"])
+    err = capsys.readouterr().err
+    return code == 1 and "is a symbolic link" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_save_init_follows_no_link_in_its_folder(capsys, file: str):
+    target, link = Path("target"), Path("out.partial", file)
+    target.write_text("mine")
+    Path("out.partial/.prep").mkdir(parents=True)
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(target.absolute())
+    assert refused(capsys)
+    assert target.read_text() == "mine"
+    link.unlink()
+    assert main(["save-init", "./model", "--out", "out", "-q"]) == 0
+
+
+@pytest.mark.parametrize("folder", ["out.partial", "out.partial/.prep", "out.partial/d", "out.partial/hf"])
+def test_save_init_writes_into_no_linked_folder(capsys, folder: str):
+    target = Path("elsewhere")
+    target.mkdir()
+    if folder != "out.partial":
+        Path("out.partial/.prep").mkdir(parents=True)
+    if folder == "out.partial/.prep":
+        Path(folder).rmdir()
+    Path(folder).symlink_to(target.absolute())
+    assert refused(capsys)
+    assert not list(target.iterdir())
+
+
+def test_train_follows_no_link_for_its_lock(tmp_path: Path):
+    from prepcli.errors import PrepError
+    from prepcli.execution.run_folder import RunFolder
+
+    Path("run").mkdir()
+    Path("target").write_text("mine")
+    Path("run/.lock").symlink_to(tmp_path / "target")
+    with pytest.raises(PrepError, match="is a symbolic link"):
+        RunFolder(Path("run"), Path("init"), "name")
+    assert Path("target").read_text() == "mine"

@@ -1,0 +1,106 @@
+"""pad-vocab: the rows that are asked for, and what they are made of."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.commands.conversion import Common
+from prepcli.commands.pad_vocab import Request, fill_of, padded_size
+from prepcli.errors import FAILED, USAGE, PrepError
+from prepcli.planning.accounting import Names
+from prepcli.planning.plan import Fill
+from prepcli.planning.vocabulary import Vocabulary
+from prepcli.sources.source import Source
+from tests.helpers.models import GPT_NEO, make, read_tensors, same_bits, tensors_of, write_checkpoint
+from tests.helpers.running import done, said
+from trainer.models.families.gpt_neo import FAMILY
+
+COMMON = Common("m", None, 1 << 29)
+
+
+def source(**config: Any) -> Source:
+    return Source("m", Path("m"), FAMILY, config, Names(FAMILY), (), (), (), (), None)
+
+
+@pytest.mark.parametrize(
+    ("wish", "size"),
+    [
+        ({}, 136),
+        ({"multiple": 128}, 256),
+        ({"multiple": 131}, 131),
+        ({"size": 131}, 131),
+        ({"size": 200}, 200),
+        ({"mesh": "1,1,4"}, 132),
+        ({"mesh": "1,64,4", "multiple": 1000}, 132),
+    ],
+)
+def test_sizes_count_from_the_true_rows(wish: dict[str, Any], size: int):
+    assert padded_size(Request(COMMON, **wish), Vocabulary(131, 136)) == size
+
+
+def test_a_size_below_the_true_rows_is_refused():
+    with pytest.raises(PrepError, match="--size 130") as caught:
+        padded_size(Request(COMMON, size=130), Vocabulary(131, 136))
+    assert caught.value.code == USAGE
+
+
+def test_what_new_rows_are_made_of():
+    assert fill_of("zeros", 5, source()) == Fill("zeros")
+    assert fill_of("mean", 5, source(initializer_range="odd")) == Fill("mean")
+    assert fill_of("normal", 5, source()) == Fill("normal", 5, 0.02)
+    assert fill_of("normal", 2**64 - 1, source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("init", "seed", "config", "text", "code"),
+    [
+        ("ones", 0, {}, "`--init ones` is not known", USAGE),
+        ("normal", 2**64, {}, "`--seed 18446744073709551616` is too large", USAGE),
+        ("normal", 0, {"initializer_range": None}, "initializer_range is None", FAILED),
+        ("normal", 0, {"initializer_range": "0.02"}, "initializer_range is '0.02'", FAILED),
+        ("normal", 0, {"initializer_range": -1}, "initializer_range is -1", FAILED),
+        ("normal", 0, {"initializer_range": float("nan")}, "initializer_range is nan", FAILED),
+    ],
+)
+def test_what_cannot_be_made_is_named(init: str, seed: int, config: dict[str, Any], text: str, code: int):
+    with pytest.raises(PrepError) as caught:
+        fill_of(init, seed, source(**config))
+    assert text in str(caught.value)
+    assert caught.value.code == code
+
+
+def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    odd = {
+        "transformer.h.0.attn.attention.bias": np.zeros((0, 5), np.uint8),
+        "transformer.h.1.attn.attention.bias": np.zeros((1, 0), bool),
+        "transformer.h.2.attn.attention.masked_bias": np.array(-1e9, np.float32),
+        "transformer.h.0.attn.attention.masked_bias": np.zeros((0,), np.float32),
+    }
+    tensors = tensors_of(GPT_NEO, "float32", tied=True, legacy=False)
+    write_checkpoint(Path("m"), GPT_NEO, {**odd, **tensors})
+    assert main(["pad-vocab", "./m", "-q"]) == 0
+    found = read_tensors(Path("m-padded"))
+    assert found.keys() == {*odd, *tensors}
+    assert all(same_bits(found[name], odd[name]) for name in odd)
+    assert main(["verify", "m-padded", "-q"]) == 0
+    assert main(["save-init", "m-padded", "-q"]) == 0
+    assert main(["export", "m-padded-init", "--out", "back", "-q"]) == 0
+    assert all(same_bits(value, tensors[name]) for name, value in read_tensors(Path("back")).items())
+
+
+@pytest.mark.parametrize(("heads", "rules"), [(6, " --rule 'heads=mp|none'"), (8, "")])
+def test_the_next_command_after_padding_for_a_mesh_works(
+    heads: int, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m", GPT_NEO, hidden_size=48, num_heads=heads)
+    command = said(capsys, "pad-vocab", "./m", "--mesh", "1,1,4")["next"]
+    assert command == f"prep save-init m-padded --mesh 1,1,4{rules}"
+    done(*shlex.split(command)[1:])

@@ -1,0 +1,240 @@
+"""A resumed conversion relies on no byte that it has not read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.engine import pipeline
+from prepcli.engine.files import Files
+from prepcli.execution import compress, execute, finalize
+from tests.helpers.faults import COMMANDS as PLAIN
+from tests.helpers.faults import Killed, interrupted, kill, sources, whole
+from tests.helpers.killing import content
+from tests.prepcli.commands.test_rot import flipped
+
+COMMANDS = {
+    **PLAIN,
+    "cast": ["save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "8", "--init", "mean", "--dtype", "bfloat16"],
+    "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources(tmp_path, monkeypatch)
+
+
+def run(name: str, *more: str) -> int:
+    return main([*COMMANDS[name], "--out", "out", "--progress", "none", *more])
+
+
+def expected(name: str) -> dict[str, bytes]:
+    assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
+    return content(Path("whole"))
+
+
+def data_files(partial: Path) -> list[Path]:
+    folder = next(f for f in (partial / ".prep/raw/d", partial / "d", partial) if f.is_dir())
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def written_places(partial: Path) -> Iterator[tuple[Path, int]]:
+    """Every byte that is not zero in the data files of a staging folder."""
+    for path in data_files(partial):
+        yield from ((path, at) for at, byte in enumerate(path.read_bytes()) if byte)
+
+
+def all_flipped(partial: Path) -> None:
+    """Damage every byte that was written."""
+    for path in data_files(partial):
+        path.write_bytes(bytes(byte ^ 1 if byte else 0 for byte in path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_resume_writes_flipped_bytes_anew(capsys, monkeypatch, name: str):
+    wanted, partial = expected(name), interrupted(monkeypatch, COMMANDS[name], syncs=5)
+    shutil.copytree(partial, "before")
+    draw = random.Random(7)
+    for path, at in draw.sample(list(written_places(partial)), 3):
+        flipped(path, at)
+        capsys.readouterr()
+        assert run(name) == 0
+        assert content(Path("out")) == wanted
+        shutil.rmtree("out")
+        shutil.copytree("before", partial)
+    all_flipped(partial)
+    assert run(name) == 0
+    assert "in out.partial are damaged: written anew" in capsys.readouterr().err
+    assert content(Path("out")) == wanted
+
+
+@pytest.mark.parametrize("name", ["save-init", "cast"])
+@pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
+def test_resume_never_trusts_a_flipped_note(capsys, monkeypatch, name: str, file: str):
+    wanted, partial = expected(name), interrupted(monkeypatch, COMMANDS[name], syncs=5)
+    shutil.copytree(partial, "before")
+    note, draw = partial / ".prep" / file, random.Random(3)
+    for at in draw.sample(range(note.stat().st_size), 3):
+        flipped(note, at)
+        capsys.readouterr()
+        if run(name):
+            assert "--restart" in capsys.readouterr().err
+            assert run(name, "--restart") == 0
+        assert content(Path("out")) == wanted
+        shutil.rmtree("out")
+        shutil.copytree("before", partial)
+
+
+def test_resume_reads_back_what_other_processes_left(capsys, monkeypatch):
+    wanted = expected("save-init")
+    partial = interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
+    all_flipped(partial)
+    assert run("save-init", "--workers", "2") == 0
+    assert content(Path("out")) == wanted
+
+
+def test_resume_clears_gaps_between_tensors(monkeypatch):
+    wanted, partial = expected("save-init"), interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
+    for path in (partial / "d").iterdir():
+        size = path.stat().st_size
+        path.write_bytes(b"\xff" * size)
+    assert run("save-init") == 0
+    assert content(Path("out")) == wanted
+
+
+def test_resume_writes_only_the_damaged_tensors(capsys, monkeypatch):
+    total = sum(map(len, whole("pad-vocab").values()))
+    with monkeypatch.context() as patched:
+        patched.setattr(execute, "finish", kill)
+        with pytest.raises(Killed):
+            run("pad-vocab", "-q")
+    path = max(Path("out.partial").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    flipped(path, path.stat().st_size - 9)
+    capsys.readouterr()
+    assert run("pad-vocab", "--json") == 0
+    assert 0 < json.loads(capsys.readouterr().out)["bytes"]["written"] < total // 4
+
+
+def put_back(path: Path) -> None:
+    """Change the first byte of the tensors, and put the time back."""
+    found = path.stat()
+    with path.open("r+b") as file:
+        first = 8 + int.from_bytes(file.read(8), "little")  # of the first tensor's bytes
+        file.seek(first)
+        byte = file.read(1)[0]
+        file.seek(first)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def replaced_alike(path: Path) -> None:
+    """Put a copy in place of a file, with its time."""
+    shutil.copy2(path, "copy")
+    os.replace("copy", path)
+
+
+def shard() -> Path:
+    return sorted(Path("model").glob("*.safetensors"))[0]
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Once the first bytes are about to become durable, something happens."""
+    real, acts = Files.sync, iter([act])
+
+    def sync(files: Files) -> None:
+        for each in acts:
+            each()
+        real(files)
+
+    monkeypatch.setattr(Files, "sync", sync)
+    monkeypatch.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
+
+
+def test_source_changed_with_its_time_put_back_is_an_error(capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        meanwhile(patched, lambda: put_back(shard()))  # which has been read by then
+        assert run("pad-vocab") == 1
+    assert "changed while it was read" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_source_that_was_only_touched_is_used(capsys, monkeypatch):
+    wanted = whole("pad-vocab")
+    with monkeypatch.context() as patched:
+        meanwhile(patched, lambda: replaced_alike(shard()))
+        assert run("pad-vocab") == 0
+    assert "may have changed while it was read: comparing" in capsys.readouterr().err
+    assert content(Path("out")) == wanted
+
+
+def test_resume_compares_a_source_whose_time_was_put_back(capsys, monkeypatch):
+    interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
+    put_back(shard())
+    capsys.readouterr()
+    assert run("save-init") == 0
+    assert "may have changed since out.partial was begun: comparing" in capsys.readouterr().err
+    assert main(["verify", "out", "./model", "-q"]) == 0
+
+
+def data_file() -> Path:
+    return max((path for path in Path("out.partial/d").iterdir()), key=lambda path: path.stat().st_size)
+
+
+def holed(path: Path) -> None:
+    """Cut a file and give it its size again."""
+    size = path.stat().st_size
+    os.truncate(path, 4096)
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize("spoil", [holed, lambda path: os.truncate(path, 4096)])
+def test_output_cut_while_it_is_written_is_an_error(capsys, monkeypatch, spoil: Callable[[Path], object]):
+    wanted, real = whole("save-init"), pipeline.run
+
+    def cut(*args, **more) -> pipeline.Outcome:
+        outcome = real(*args, **more)
+        spoil(data_file())
+        return outcome
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "run", cut)
+        assert run("save-init") == 1
+    assert "was changed by somebody else" in capsys.readouterr().err
+    assert run("save-init") == 0
+    assert content(Path("out")) == wanted
+
+
+def test_output_changed_while_it_is_finished_is_an_error(capsys, monkeypatch):
+    wanted, real = whole("save-init"), execute.finish
+
+    def change(*args, **more) -> None:
+        real(*args, **more)
+        flipped(data_file(), 10)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(execute, "finish", change)
+        assert run("save-init") == 1
+    assert "was changed by somebody else" in capsys.readouterr().err
+    assert run("save-init") == 0
+    assert content(Path("out")) == wanted
+
+
+def test_packed_chunks_are_read_back(monkeypatch):
+    wanted = expected("compress")
+    with monkeypatch.context() as patched:
+        patched.setattr(compress, "MARK_NBYTES", 4096)
+        patched.setattr(finalize, "write_item", kill)
+        with pytest.raises(Killed):
+            run("compress")
+    for path in Path("out.partial/d").iterdir():
+        flipped(path, path.stat().st_size // 2)
+    assert run("compress") == 0
+    assert content(Path("out")) == wanted

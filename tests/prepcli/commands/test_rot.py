@@ -1,0 +1,72 @@
+"""Bits that rot, of an output or of a source: the tensor is named, and nothing of it is passed on."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from tests.helpers.faults import COMMANDS, sources, whole
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources(tmp_path, monkeypatch)
+
+
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << (at % 8)
+    path.write_bytes(data)
+
+
+def tensors_in(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Every tensor of a safetensors file, with its bytes."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8 : 8 + size]).items():
+        if name != "__metadata__":
+            low, high = entry["data_offsets"]
+            yield name, 8 + size + low, 8 + size + high
+
+
+def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
+    whole("pad-vocab")
+    draw = random.Random(2)
+    places = [(p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensors_in(p) if t[1] < t[2]]
+    for path, name, low, high in draw.sample(places, 12):
+        capsys.readouterr()
+        before = path.read_bytes()
+        flipped(path, draw.randrange(low, high))
+        assert main(["verify", "whole", "-q"]) == 1
+        err = capsys.readouterr().err
+        assert "whole is damaged (1 of " in err
+        assert f"{name} rows " in err
+        path.write_bytes(before)
+    assert main(["verify", "whole", "-q"]) == 0
+
+
+@pytest.mark.parametrize("name", ["reshard", "export"])
+def test_a_source_with_rotten_bits_is_named_with_the_tensor_and_never_passed_on(capsys, name: str):
+    whole(name)
+    draw = random.Random(3)
+    for path in sorted(Path("init/d").iterdir()):
+        before = path.read_bytes()
+        for at in (draw.randrange(len(before)) for _ in range(6)):
+            flipped(path, at)
+            capsys.readouterr()
+            code = main([*COMMANDS[name], "--out", "out", "-q", "--restart"])
+            if code == 0:  # between chunks, where no tensor is
+                assert main(["verify", "out", "whole", "-q"]) == 0
+                shutil.rmtree("out")
+            else:
+                named = r"error: ((transformer|lm_head)\.\S+ in init is damaged|the index of init cannot be read)"
+                assert re.search(named, capsys.readouterr().err)
+                assert not Path("out").exists()
+            path.write_bytes(before)

@@ -1,0 +1,143 @@
+"""What a training run is told about memory and disk before it reads data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.commands import train_checks
+from prepcli.commands.train_checks import (
+    check_disk,
+    checkpoint_nbytes,
+    device_memory_nbytes,
+    disk_doubts,
+    memory_doubt,
+    memory_fields,
+    memory_table,
+)
+from prepcli.errors import PrepError
+from tests.trainer.models.test_memory_estimate import LLAMA_13B, run
+from trainer.models.memory_estimate import estimate
+from trainer.models.tree import Leaf
+from trainer.recipe import Recipe, load
+
+GIB = 1 << 30
+RUN_13B = run("llama", LLAMA_13B, "1,8,4", sequences=16, length=32768, itemsize=2)
+
+
+@dataclass
+class Device:
+    platform: str = "cpu"
+    stats: dict[str, int] | None = field(default=None)
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.stats
+
+
+@pytest.mark.parametrize(
+    ("devices", "host", "nbytes"),
+    [
+        ([Device("gpu", {"bytes_limit": 60 * GIB})], {"available": GIB}, 60 * GIB),
+        ([Device()] * 8, {"available": 16 * GIB, "limit": None}, 2 * GIB),
+        ([Device()] * 2, {"available": 16 * GIB, "limit": 8 * GIB}, 4 * GIB),
+        ([Device("tpu", {})], {"available": 16 * GIB}, None),
+        ([Device()], {"available": None, "limit": None}, None),
+    ],
+)
+def test_memory_of_a_device(devices: list[Any], host: dict[str, int | None], nbytes: int | None):
+    assert device_memory_nbytes(devices, host) == nbytes
+
+
+def test_a_13b_run_at_32k_shows_its_scores():
+    found = estimate(RUN_13B)
+    lines = memory_table(RUN_13B, found, 80 * GIB).splitlines()
+    assert any(" ".join(line.split()) == "of it scores [2, 10, 32768, 32768] 80.00 GiB" for line in lines)
+    assert any(line.startswith("saved by 40 layers (remat none)") for line in lines)
+    assert lines[-1].split() == ["available", "80.00", "GiB"]
+
+
+def test_a_13b_run_at_32k_is_doubted_with_what_to_change():
+    doubt = memory_doubt(RUN_13B, estimate(RUN_13B), 80 * GIB)
+    assert doubt.startswith("a step needs about ")
+    assert "80.00 GiB are available" in doubt
+    for key in ("model.remat_policy", "batch.accumulate", "data.seq_length", "mesh"):
+        assert f"`{key}" in doubt
+
+
+def test_levers_that_are_used_up_are_not_offered():
+    spent = replace(RUN_13B, sequences=8, remat="nothing_saveable")
+    doubt = memory_doubt(spent, estimate(spent), GIB * 40)
+    assert "accumulate" not in doubt
+    assert "remat_policy" not in doubt
+
+
+def test_a_run_that_fits_is_not_doubted():
+    small = replace(RUN_13B, length=64, sequences=8)
+    found = estimate(small)
+    assert memory_doubt(small, found, found.peak) == ""
+    assert memory_doubt(small, found, None) == "", "nobody says what there is"
+    assert memory_fields(found, found.peak)["fits"] is True
+    assert memory_fields(found, found.peak - 1)["fits"] is False
+    assert memory_fields(found, None)["fits"] is None
+
+
+def test_a_state_that_exceeds_the_memory_by_far_is_refused():
+    found = estimate(RUN_13B)
+    assert memory_doubt(RUN_13B, found, found.state - 1), "an estimate may err: a warning"
+    with pytest.raises(PrepError, match="parameters and moments need") as caught:
+        memory_doubt(RUN_13B, found, found.state // 2)
+    assert "`mesh`" in caught.value.hint
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> int:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(train_checks.shutil, "disk_usage", lambda _: usage)
+    return 1000
+
+
+def test_a_disk_without_room_for_one_checkpoint(tmp_path: Path, free: int):
+    check_disk(tmp_path / "runs" / "a", free)
+    with pytest.raises(PrepError, match="not enough room for a checkpoint"):
+        check_disk(tmp_path / "runs" / "a", free + 1)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    with pytest.raises(PrepError, match=f"cannot write to {tmp_path}"):
+        check_disk(tmp_path / "runs" / "a", 0)
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def recipe(tmp_path: Path, *sets: str) -> Recipe:
+    (tmp_path / "x.toml").write_text(
+        '[model]\npath = "m"\n[data]\ntype = "text"\npath = "t"\nseq_length = 8\n[batch]\nsize = 4\n'
+        "[optimizer]\nlr = 1e-3\n[train]\nsteps = 20\n"
+    )
+    return load(tmp_path / "x.toml", sets).recipe
+
+
+def leaves(count: int) -> dict[str, Leaf]:
+    return {"w": Leaf("w", "w", (count,), (("embed",),))}
+
+
+def test_a_checkpoint_holds_parameters_and_moments(tmp_path: Path):
+    assert checkpoint_nbytes(recipe(tmp_path), leaves(10)) == 120
+    assert checkpoint_nbytes(recipe(tmp_path, "checkpoint.optimizer_state=false"), leaves(10)) == 40
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "steps_left", "held"),
+    [(0, "2", 20, 1), (5, "2", 20, 3), (5, "9", 20, 4), (1, "all", 20, 20), (5, "2", 0, 0)],
+)
+def test_checkpoints_that_exceed_the_disk(tmp_path: Path, free: int, every: int, keep: str, steps_left: int, held: int):
+    made = recipe(tmp_path, f"checkpoint.every={every}", f"checkpoint.keep={keep}")
+    count = free // 12 // max(held, 1)
+    assert list(disk_doubts(tmp_path / "run", made, leaves(count), steps_left)) == []
+    doubts = list(disk_doubts(tmp_path / "run", made, leaves(count + 12), steps_left))
+    assert [f"will hold {held:,} checkpoints" in doubt for doubt in doubts] == [True] * bool(held)

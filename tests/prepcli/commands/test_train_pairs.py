@@ -1,0 +1,165 @@
+"""`prep train` with pairs of a source and a target: to the same bits, and to the loss of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.execution.run_folder import steps_of
+from tests.helpers.models import LLAMA, RELATIVES, make, read_tensors
+from tests.prepcli.commands.test_train import WORDS, failure, losses, process, state_of, tokenizer, told, wait_for_step
+
+RECIPE = """\
+seed = 3
+mesh = "1,2,4"
+[model]
+path = "tiny-init"
+[data]
+type = "json"
+path = "pairs.jsonl"
+fields = "[first], [second], sum"
+source_length = 9
+source_prefix = "w5 "
+seq_length = 6
+holdout = 0.1
+[batch]
+size = 8
+[optimizer]
+lr = 3e-2
+warmup_steps = 2
+[train]
+steps = 12
+log_every = 1
+[checkpoint]
+every = 3
+"""
+
+
+def pairs() -> list[dict[str, str]]:
+    """Texts of two fields, and a target that repeats the ends of both; some are longer than the recipe allows."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(120):
+        first, second = ([WORDS[n] for n in random.integers(2, 40, random.integers(1, 7))] for _ in range(2))
+        found.append({"first": " ".join(first), "second": " ".join(second), "sum": " ".join(first[-3:] + second[-4:])})
+    return found
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make(Path("tiny"), RELATIVES["t5"])
+    tokenizer(Path("tiny"))
+    assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
+    Path("recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+def ids_of(text: str, most: int) -> list[int]:
+    ids = [WORDS.index(word) for word in text.split()] + [1]
+    return ids if len(ids) <= most else [*ids[: most - 1], 1]
+
+
+def test_it_learns_and_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    code, found = told(capsys, "--set", "mesh=1,4,2")
+    assert (code, found["step"]) == (OK, 12)
+    assert found["loss"] < losses("runs/recipe")[0] - 0.3
+    assert found["tokens"] == 12 * 8 * (9 + 6)
+    assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
+    assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained("learned", dtype=torch.float32).eval()
+    held = pairs()[-12:]
+    sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in held]
+    targets = [ids_of(pair["sum"], 6) for pair in held]
+    padded = torch.tensor([ids + [0] * (9 - len(ids)) for ids in sources])
+    present = torch.tensor([[1] * len(ids) + [0] * (9 - len(ids)) for ids in sources])
+    labels = torch.tensor([ids + [-100] * (6 - len(ids)) for ids in targets])
+    with torch.no_grad():
+        loss = float(model(padded, attention_mask=present, labels=labels).loss)
+    assert found["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["eval_tokens"] == sum(map(len, targets))
+
+
+@pytest.mark.slow
+def test_micro_batches_layers_apart_and_another_mesh_change_nothing(here: Path):
+    """But rounding."""
+    assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
+    assert main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
+    words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
+    sets = [part for word in (*words, "model.remat_policy=nothing_saveable") for part in ("--set", word)]
+    assert main(["train", "recipe.toml", "--out", "other", "--stop-after", "3", "-q", *sets]) == STOPPED
+    assert losses("other") == pytest.approx(losses("runs/recipe"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_it_goes_on_to_the_same_bits(here: Path):
+    assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
+    running = process()
+    wait_for_step(running, "runs/recipe", 5)
+    running.kill()
+    running.communicate()
+    assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
+    assert steps_of(Path("runs/recipe"))[-1] < 12
+    assert main(["train", "recipe.toml", "-q"]) == OK
+    assert losses("runs/recipe") == losses("unbroken")
+    assert state_of("runs/recipe") == state_of("unbroken")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
+    code, what, why, _ = failure(capsys, *words)
+    return code, what, why
+
+
+def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.CaptureFixture[str]):
+    for words in (("data.fields=sum",), ("data.type=text", "data.path=recipe.toml")):
+        cleared = Path("recipe.toml").read_text()
+        for line in ('fields = "[first], [second], sum"\n', "source_length = 9\n", 'source_prefix = "w5 "\n'):
+            cleared = cleared.replace(line, "")
+        Path("other.toml").write_text(cleared)
+        sets = [part for word in words for part in ("--set", word)]
+        capsys.readouterr()
+        assert main(["train", "other.toml", "--json", *sets]) == USAGE
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["what"] == "t5 has an encoder, and the data has nothing for it"
+        assert "spans left out" in error["why"]
+    make(here / "llama", LLAMA)
+    tokenizer(here / "llama")
+    assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    code, what, why = refused(capsys, "--set", "model.path=llama-init")
+    assert (code, what) == (USAGE, "`data.fields` is '[first], [second], sum'")
+    assert why == "llama has no encoder, which would read what stands in brackets"
+    assert refused(capsys, "--set", "data.fields=[first], third")[:2] == (
+        FAILED, "pairs.jsonl:1: no column `third`"
+    )  # fmt: skip
+
+
+def say(**changes: int | None) -> None:
+    """What the init says in its config."""
+    manifest = Path("tiny-init/prep-manifest.json")
+    whole = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(whole | {"config": whole["config"] | changes}))
+
+
+def test_a_model_that_does_not_say_what_a_target_ends_with(here: Path, capsys: pytest.CaptureFixture[str]):
+    say(eos_token_id=None)
+    assert main(["train", "recipe.toml", "--set", "train.steps=3"]) == OK
+    assert "config.json has no eos_token_id: nothing says where a target ends" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_say_what_a_target_begins_with(here: Path, capsys: pytest.CaptureFixture[str]):
+    say(decoder_start_token_id=None, pad_token_id=131)
+    assert refused(capsys)[1:] == (
+        "config.json does not say what a decoder begins with",
+        "decoder_start_token_id is 131, it has to be a token of 131",
+    )

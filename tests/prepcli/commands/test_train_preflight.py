@@ -1,0 +1,160 @@
+"""What `prep train` finds before it converts a model or tokenises a text, and what a dry run shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.commands import train_checks
+from prepcli.errors import FAILED, OK, USAGE
+from prepcli.execution import run_folder
+from tests.helpers.models import LLAMA, make
+from tests.prepcli.commands.test_train import RECIPE, WORDS, failure, tokenizer, told
+from trainer.data import documents, tokenize
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe, a text, a Hugging Face folder and an init of it."""
+    made = tmp_path_factory.mktemp("preflight")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        make(Path("tiny"), LLAMA)
+        tokenizer(Path("tiny"))
+        assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+        Path("text.txt").write_text(" ".join(WORDS * 20))
+        Path("recipe.toml").write_text(RECIPE)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A fresh folder each, with the shared inputs."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
+    """No text is read and no model converted."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("data or weights were read")
+
+    monkeypatch.setattr(tokenize, "examine", refuse)
+    monkeypatch.setattr(documents, "pieces", refuse)
+    monkeypatch.setattr("prepcli.commands.train.save_init", refuse)
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+@pytest.mark.parametrize("model", ["tiny-init", "tiny"])
+@pytest.mark.parametrize(
+    ("sets", "code", "what"),
+    [
+        ("batch.accumulate=3", USAGE, "`batch.size` 8 is not a whole number of micro-batches"),
+        ("data.path=nowhere.txt", FAILED, "no data in `nowhere.txt`"),
+        ("data.tokenizer=nowhere", FAILED, "no tokenizer at nowhere"),
+    ],
+)
+def test_a_wrong_recipe_is_found_before_any_work(
+    model: str, sets: str, code: int, what: str, capsys: pytest.CaptureFixture[str]
+):
+    assert failure(capsys, "--set", sets, "--set", f"model.path={model}")[:2] == (code, what)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_a_wrong_eval_path_is_found_before_any_work(capsys: pytest.CaptureFixture[str]):
+    Path("other.toml").write_text(RECIPE.replace("holdout = 0.1", 'eval_path = "empty.txt"'))
+    Path("empty.txt").touch()
+    capsys.readouterr()
+    assert main(["train", "other.toml", "--json"]) == FAILED
+    assert json.loads(capsys.readouterr().out)["error"]["what"] == "empty.txt is empty"
+    assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_a_disk_without_room_is_found_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(train_checks.shutil, "disk_usage", lambda _: usage)
+    code, what, *_ = failure(capsys)
+    assert (code, what) == (FAILED, "not enough room for a checkpoint in runs/recipe")
+
+
+def test_faults_of_evaluation_texts_come_before_training_texts(capsys: pytest.CaptureFixture[str]):
+    Path("other.toml").write_text(RECIPE.replace("holdout = 0.1", 'eval_path = "latin.txt"'))
+    Path("latin.txt").write_bytes(b"w1 \xe9 w2")
+    capsys.readouterr()
+    assert main(["train", "other.toml"]) == FAILED
+    told = capsys.readouterr().err
+    assert "latin.txt is not UTF-8" in told
+    assert "blocks of 16" not in told, "the training text was not tokenised"
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[dict[str, Any], str]:
+    capsys.readouterr()
+    words = [word for each in sets for word in ("--set", each)]
+    code = main(["train", "recipe.toml", "--dry-run", "--json", *words])
+    out, err = capsys.readouterr()
+    assert code == OK, out
+    return json.loads(out), err
+
+
+def test_a_dry_run_shows_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]):
+    found, err = dry_run(capsys)
+    memory = found["memory"]
+    assert memory["scores"] == 4 * 2 * 16 * 16 * 4, "batch 4 x 2 heads x 16 x 16, float32"
+    assert memory["peak"] == sum(memory[name] for name in ("parameters", "moments", "gradients", "saved")) + max(
+        memory["layer"], memory["head"]
+    )
+    assert memory["fits"] is True
+    assert "of it scores [4, 2, 16, 16]" in err
+    assert found["warnings"] == []
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_that_cannot_fit_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (64 << 10)})
+    found, _ = dry_run(capsys)
+    assert found["memory"]["fits"] is False
+    assert [text.partition(":")[0] for text in found["warnings"]] == [
+        "a step needs about 387 KiB on each device, 64.0 KiB are available"
+    ]
+
+
+def test_a_state_beyond_the_memory_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (16 << 10)})
+    code, what, why, _ = failure(capsys)
+    assert (code, what) == (FAILED, "parameters and moments need 47.8 KiB on each device")
+    assert why == "16.0 KiB are available"
+
+
+def test_a_dry_run_doubts_lengths_that_do_not_fit_the_data(capsys: pytest.CaptureFixture[str]):
+    found, _ = dry_run(capsys, "data.seq_length=128", "batch.size=64", "train.steps=10000")
+    context, batch, epochs = found["warnings"]
+    assert context == "`data.seq_length` is 128, and the model was made for 64 positions"
+    assert batch == "a batch of 64 takes sequences more than once: the data has 18"
+    assert epochs == "10,000 steps are 35,556 epochs of 18 sequences"
+
+
+def test_a_start_warns_as_a_dry_run_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Up to where the run's folder would be made."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prepcli.commands.train._state", stop)
+    capsys.readouterr()
+    code, found = told(capsys, "--set", "checkpoint.every=500")
+    assert (code, found["error"]["what"]) == (130, "interrupted")
+    assert found["error"]["why"] == "kept in runs/recipe: the tokens"
+    assert main(["train", "recipe.toml", "--set", "checkpoint.every=500"]) == 130
+    assert "`checkpoint.every` is 500, and the run has 12 steps" in capsys.readouterr().err
+    assert not run_folder.steps_of(Path("runs/recipe"))

@@ -1,0 +1,87 @@
+"""Against transformers and torch, where they are installed: the folders load with no flag, and nothing changed. Of
+every family `tests.helpers.kit` says so in other dtypes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.cli.main import main
+from tests.helpers.models import BASES, RELATIVES, make
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+T5 = RELATIVES["t5"]
+FAMILIES = pytest.mark.parametrize("base", BASES[:3], ids=[base["model_type"] for base in BASES[:3]])
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+
+
+def auto(base: dict[str, Any]) -> Any:
+    """The class that makes models of a config."""
+    return transformers.AutoModelForSeq2SeqLM if base["model_type"] == "t5" else transformers.AutoModelForCausalLM
+
+
+def load(folder: str) -> Any:
+    """The model, with nothing missing, nothing unexpected and nothing of another shape."""
+    model, told = auto(json.loads(Path(folder, "config.json").read_text())).from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert {key: list(value) for key, value in told.items() if value} == {}
+    return model.eval()
+
+
+def logits(model: Any, true_vocab: int) -> Any:
+    ids = torch.arange(300).reshape(2, 150)[:, :60] % true_vocab
+    more = {"decoder_input_ids": ids.flip(0)} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(ids, **more).logits[..., :true_vocab]
+
+
+@FAMILIES
+def test_what_transformers_saved_comes_back_as_it_saved_it(base: dict[str, Any]):
+    kind = transformers.AutoConfig.for_model(**base)
+    torch.manual_seed(0)
+    model = auto(base).from_config(kind, dtype=torch.float16)
+    model.save_pretrained("saved", max_shard_size="40KB")
+    assert main(["save-init", "./saved", "--pad-vocab", "8", "--mesh", "1,4,2", "-q"]) == 0
+    assert main(["export", "saved-init", "--out", "back", "-q"]) == 0
+    again = auto(base).from_pretrained("back", dtype="auto")
+    expected, found = model.state_dict(), again.state_dict()
+    assert found.keys() == expected.keys()
+    assert [n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])] == []
+    assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("saved/config.json").read_text())
+
+
+@FAMILIES
+def test_an_exported_model_has_the_logits_of_its_source(base: dict[str, Any]):
+    make(Path("m"), base, legacy=True)
+    assert main(["save-init", "./m", "--pad-vocab", "128", "-q"]) == 0
+    assert main(["export", "m-init", "-q"]) == 0
+    weights = auto(base).from_pretrained("m", attn_implementation="eager", dtype=torch.float32)
+    assert torch.equal(logits(weights.eval(), 131), logits(load("m-hf"), 131))
+
+
+def test_an_own_head_of_a_t5_that_transformers_saved_stays_its_own():
+    """Its config then says that the head is the embedding, which it is not."""
+    kind = transformers.AutoConfig.for_model(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(kind, attn_implementation="eager")
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(131, 64))
+    model.save_pretrained("saved")
+    assert main(["pad-vocab", "./saved", "--multiple", "8", "-q"]) == 0
+    assert main(["save-init", "saved-padded", "-q"]) == 0
+    assert main(["export", "saved-padded-init", "--out", "back", "-q"]) == 0
+    expected, found = model.eval(), load("back")
+    assert not torch.equal(found.lm_head.weight, found.shared.weight)
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in found.state_dict().items())
+    assert torch.equal(logits(expected, 131), logits(found, 131))

@@ -1,0 +1,131 @@
+"""Tied weights from end to end: what the config says, what the file holds, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from tests.helpers.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
+from tests.helpers.running import done
+
+HEAD = "lm_head.weight"
+EMBEDDINGS = {
+    "gpt2": "transformer.wte.weight",
+    "gpt_neo": "transformer.wte.weight",
+    "llama": "model.embed_tokens.weight",
+}
+TIED = {"tie_word_embeddings": True}
+BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT2, GPT_NEO, LLAMA)]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]) -> dict[str, np.ndarray]:
+    """A tied checkpoint `m`, changed before it is written; returns it as it was before that."""
+    tensors = make(Path("unchanged"), base, tied=True)
+    changed = dict(tensors)
+    change(changed, EMBEDDINGS[base["model_type"]])
+    write_checkpoint(Path("m"), base, changed)
+    return tensors
+
+
+def head_alone(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    tensors[HEAD] = tensors.pop(embedding)
+
+
+def head_too(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    tensors[HEAD] = tensors[embedding].copy()
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("change", [head_alone, head_too])
+@pytest.mark.parametrize("base", BASES)
+def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: dict[str, Any], change: Any):
+    tensors = written(base, change)
+    done("save-init", "./m", "--pad-vocab", "8")
+    assert not list(Path("m-init").rglob("*head*"))
+    done("verify", "m-init", "./m")
+    done("verify", "m-init", "./unchanged")
+    done("export", "m-init", "--out", "back")
+    assert_same(read_tensors(Path("back")), tensors)
+    assert json.loads(Path("back/config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_head_alone_is_padded_as_the_embedding(base: dict[str, Any]):
+    tensors, embedding = written(base, head_alone), EMBEDDINGS[base["model_type"]]
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    found = read_tensors(Path("m-padded"))
+    assert found.keys() == tensors.keys()
+    assert found[embedding].shape == (136, 32)
+    assert same_bits(found[embedding][:131], tensors[embedding])
+    done("verify", "m-padded")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_both_are_padded_alike(base: dict[str, Any]):
+    written(base, head_too)
+    done("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
+    found = read_tensors(Path("m-padded"))
+    assert found[HEAD].shape == (136, 32)
+    assert same_bits(found[HEAD], found[EMBEDDINGS[base["model_type"]]])
+
+
+def other_value(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    head_too(tensors, embedding)
+    tensors[HEAD][77, 3] += 1
+
+
+def other_dtype(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    tensors[HEAD] = tensors[embedding].astype(np.float16)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(other_value, "first difference in row 77"), (other_dtype, "float16 [131, 32] and float32 [131, 32]")],
+)
+@pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
+@pytest.mark.parametrize("base", BASES)
+def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], command: str, change: Any, why: str, capsys):
+    written(base, change)
+    assert main([command, "./m", "--out", "out"]) == 1
+    text = capsys.readouterr().err
+    assert f"{HEAD} is not equal to {EMBEDDINGS[base['model_type']]}" in text
+    assert why in text
+    assert not Path("out").exists()
+    done(command, "./m", "--out", "out", "--untie", "--restart")
+    config = Path("out/config.json") if command == "pad-vocab" else Path("out/hf/config.json")
+    assert json.loads(config.read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_both_are_compared_where_padding_is_taken_off_as_well(base: dict[str, Any], capsys):
+    """The head is not written then, but it is held to be equal all the same, in its true rows."""
+    written(base, head_too)
+    done("pad-vocab", "./m", "--multiple", "8")
+    for path in Path("m-padded").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        if HEAD in header:
+            data[8 + size + header[HEAD]["data_offsets"][0] + 5 * 128] ^= 1
+            path.write_bytes(data)
+    manifest = json.loads(Path("m-padded/prep-manifest.json").read_text())
+    for record in manifest["tensors"].values():
+        record["digests"] = []
+    Path("m-padded/prep-manifest.json").write_text(json.dumps(manifest))
+    assert main(["export", "m-padded", "--out", "out"]) == 1
+    assert "first difference in row 5" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""`prep verify --quick` reports the comparison that it made, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from tests.helpers.models import GPT2, make
+from tests.helpers.running import said
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(Path("m"), GPT2)
+
+
+def test_quick_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]):
+    make(Path("other"), GPT2)
+    weights = next(Path("other").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert main(["verify", "./m", "./other", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "names, shapes and dtypes" in out
+    assert "no values read" in out
+    assert "different" not in out
+    fields = said(capsys, "verify", "./m", "./other", "--quick")
+    assert fields["checked"] == ["names", "shapes", "dtypes"]
+    assert fields["values"] is None
+    assert "differences" not in fields
+    assert said(capsys, "verify", "./m", "./other")["differences"]
+
+
+def test_quick_pair_names_a_shape_that_differs(capsys: pytest.CaptureFixture[str]):
+    make(Path("wide"), GPT2, n_embd=64)
+    fields = said(capsys, "verify", "./m", "./wide", "--quick")
+    assert "has the shapes" in fields["differences"][0]["what"]
+
+
+def test_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFixture[str]):
+    assert main(["save-init", "./m", "--out", "init", "-q"]) == 0
+    capsys.readouterr()
+    assert main(["verify", "init", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "headers and file sizes" in out
+    assert "no digests checked" in out
+    fields = said(capsys, "verify", "init", "--quick")
+    assert fields["checked"] == ["headers", "file sizes"]
+    assert fields["values"] is None
+    assert "differences" not in fields
+
+
+def test_full_verify_reports_values(capsys: pytest.CaptureFixture[str]):
+    fields = said(capsys, "verify", "./m", "./m")
+    assert fields["values"] > 0
+    assert fields["differences"] == []
+    assert "checked" not in fields

@@ -1,0 +1,238 @@
+"""Progress: what is told, when, and to whom it is drawn. Time is a number here."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from prepcli.console.progress import (
+    BarProgress,
+    JsonProgress,
+    LineProgress,
+    Meter,
+    Mode,
+    NullProgress,
+    Progress,
+    choose,
+)
+
+GIB, MIB = 1 << 30, 1 << 20
+TOTAL = 26_031_728_640  # 24.24 GiB
+
+
+@dataclass
+class Time:
+    """A clock that stands still until told otherwise."""
+
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def advance(progress: Progress, time: Time, seconds: float, nbytes: int) -> None:
+    time.now_s += seconds
+    progress.advance(nbytes)
+
+
+def test_lines_at_the_beginning_each_30_s_and_at_the_end() -> None:
+    time, stream = Time(), io.StringIO()
+    progress = LineProgress(stream, time)
+    progress.begin("save-init", TOTAL)
+    for _ in range(30):
+        advance(progress, time, 1, 761 * MIB)
+    advance(progress, time, 2.7, TOTAL - 30 * 761 * MIB)
+    progress.end()
+    assert stream.getvalue().splitlines() == [
+        "save-init    0%  0.00 of 24.24 GiB",
+        "save-init   91%  22.29 of 24.24 GiB  761 MiB/s  3 s left",
+        "save-init  100%  24.24 of 24.24 GiB  759 MiB/s  done in 32.7 s",
+    ]
+
+
+def test_a_line_carries_the_last_note() -> None:
+    time, stream = Time(), io.StringIO()
+    progress = LineProgress(stream, time)
+    progress.begin("save-init", 4 * GIB)
+    progress.note("blocks.up 20/40")
+    progress.note("blocks.up 21/40")
+    advance(progress, time, 30, 2 * GIB)
+    assert stream.getvalue().splitlines()[-1] == (
+        "save-init   50%  2.00 of 4.00 GiB  68.3 MiB/s  30 s left   blocks.up 21/40"
+    )
+
+
+def test_a_broken_off_task_is_not_called_done() -> None:
+    time, stream = Time(), io.StringIO()
+    progress = LineProgress(stream, time)
+    progress.begin("save-init", 4 * GIB)
+    advance(progress, time, 5, GIB)
+    progress.end()
+    assert stream.getvalue().splitlines()[-1].endswith("25%  1.00 of 4.00 GiB  205 MiB/s  broken off after 5.0 s")
+
+
+def test_bytes_of_an_earlier_run_count_as_done_but_not_for_the_rate() -> None:
+    time, stream = Time(), io.StringIO()
+    progress = LineProgress(stream, time)
+    progress.begin("save-init", 4 * GIB, 3 * GIB)
+    advance(progress, time, 30, 300 * MIB)
+    assert stream.getvalue().splitlines() == [
+        "save-init   75%  3.00 of 4.00 GiB",
+        "save-init   82%  3.29 of 4.00 GiB  10.0 MiB/s  72 s left",
+    ]
+
+
+def test_an_empty_task_is_complete() -> None:
+    stream = io.StringIO()
+    progress = LineProgress(stream, Time())
+    progress.begin("verify", 0)
+    progress.end()
+    assert stream.getvalue().splitlines()[-1] == "verify  100%  0 of 0 bytes  done in 0.0 s"
+
+
+def test_a_task_that_nearly_is_complete_does_not_show_100_percent() -> None:
+    time = Time()
+    meter = Meter("x", 1000, 0, time)
+    meter.advance(999)
+    assert meter.percent == 99
+
+
+def test_the_time_left_follows_the_last_30_s_while_the_rate_is_of_the_whole_run() -> None:
+    time = Time()
+    meter = Meter("x", 10_000, 0, time)
+    for _ in range(100):  # 50 bytes a second
+        time.now_s += 1
+        meter.advance(50)
+    for _ in range(60):  # then 10
+        time.now_s += 1
+        meter.advance(10)
+    assert meter.rate() == pytest.approx(5600 / 160)
+    assert meter.eta_s() == pytest.approx(4400 / 10, rel=0.05)
+
+
+def test_the_time_left_grows_while_nothing_moves() -> None:
+    time = Time()
+    meter = Meter("x", 100, 0, time)
+    time.now_s += 10
+    meter.advance(50)
+    before = meter.eta_s()
+    time.now_s += 10
+    assert before == pytest.approx(10)
+    assert meter.eta_s() == pytest.approx(20)
+
+
+def test_without_time_or_bytes_there_is_no_rate_and_no_end_in_sight() -> None:
+    time = Time()
+    meter = Meter("x", 100, 40, time)
+    assert (meter.rate(), meter.eta_s()) == (None, None)
+    time.now_s += 5
+    assert (meter.rate(), meter.eta_s()) == (None, None)
+
+
+def test_samples_of_a_long_run_stay_few() -> None:
+    time = Time()
+    meter = Meter("x", 10**9, 0, time)
+    for _ in range(10_000):
+        time.now_s += 0.01
+        meter.advance(1)
+    assert len(meter.samples) <= 62
+
+
+def test_json_is_one_object_a_line() -> None:
+    time, stream = Time(), io.StringIO()
+    progress = JsonProgress(stream, time)
+    progress.begin("save-init", 100, 10)
+    for _ in range(6):
+        advance(progress, time, 0.25, 10)
+    progress.note("blocks.up")
+    progress.end()
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["begin", "progress", "note", "end"]
+    assert events[1] == {"t": 1.0, "event": "progress", "task": "save-init", "done": 50, "total": 100}
+    assert events[2]["text"] == "blocks.up"
+    assert events[3]["done"] == 70
+
+
+def test_a_bar_is_drawn_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    time, stream = Time(), Terminal()
+    progress = BarProgress(stream, time)
+    progress.begin("save-init", TOTAL)
+    for _ in range(1000):  # one second
+        advance(progress, time, 0.001, 870 * MIB // 1000)
+        progress.note("blocks.up 21/40")
+    drawn = stream.getvalue().count("save-init")
+    progress.end()
+    assert 10 <= drawn <= 14
+    assert "870 MiB/s" in stream.getvalue()
+    assert "blocks.up 21/40" in stream.getvalue()
+
+
+def test_the_last_picture_of_a_bar_is_the_whole_with_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    time, stream = Time(), Terminal()
+    progress = BarProgress(stream, time)
+    progress.begin("pad-vocab", 5_262_303_232)
+    advance(progress, time, 4.3, 5_262_303_232)
+    progress.end()
+    last = [line for line in stream.getvalue().replace("\r", "\n").splitlines() if "pad-vocab" in line][-1]
+    assert last.endswith("━  100%  4.90 of 4.90 GiB  1.1 GiB/s  0:04")
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 80])
+def test_a_bar_is_one_line_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    time, stream = Time(), Terminal()
+    progress = BarProgress(stream, time)
+    progress.begin("save-init", TOTAL)
+    progress.note("a note that is much longer than the line " * 3)
+    advance(progress, time, 10, GIB)
+    assert "\n" not in stream.getvalue()
+    assert "save-init" in stream.getvalue()
+
+
+def test_progress_that_was_not_begun_says_nothing() -> None:
+    for progress in (LineProgress, JsonProgress, BarProgress):
+        stream = Terminal()
+        one = progress(stream, Time())
+        one.advance(5)
+        one.note("x")
+        one.end()
+        assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "stream", "term", "expected"),
+    [
+        ("auto", Terminal(), "xterm", BarProgress),
+        ("auto", Terminal(), "dumb", LineProgress),
+        ("auto", Terminal(), "", LineProgress),
+        ("auto", io.StringIO(), "xterm", LineProgress),
+        ("bar", io.StringIO(), "dumb", BarProgress),
+        ("lines", Terminal(), "xterm", LineProgress),
+        ("json", Terminal(), "xterm", JsonProgress),
+        ("none", Terminal(), "xterm", NullProgress),
+    ],
+)
+def test_the_stream_and_term_choose(
+    monkeypatch: pytest.MonkeyPatch, mode: Mode, stream: io.StringIO, term: str, expected: type
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert type(choose(mode, stream)) is expected

@@ -1,0 +1,207 @@
+"""Raw chunks compressed one after another: the same bytes however often it was stopped, and frames that zstd knows."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prepcli.console.progress import NullProgress
+from prepcli.errors import PrepError
+from prepcli.execution import compress
+from prepcli.execution.compress import pack, parse_compress
+from prepcli.formats.orbax_write import Chunk
+
+LENGTHS = [1, 5000, 70_000, 3, 200_000, 4096, 12, 90_000, 90_000, 17]
+
+
+class Stopped(Exception):
+    """As a kill would end it, but for what a closed file brings."""
+
+
+class StopAfter(NullProgress):
+    """Ends the work once so many pieces were compressed."""
+
+    def __init__(self, pieces: int) -> None:
+        self.left = pieces
+
+    def advance(self, written_bytes: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Stopped
+
+
+def raw_chunks(folder: Path) -> tuple[list[Chunk], list[Path], dict[tuple[int, ...], bytes]]:
+    """Chunks in two files with gaps between them, in no order."""
+    rng, files, chunks, contents = np.random.default_rng(0), [bytearray(), bytearray()], [], {}
+    for number, length in enumerate(LENGTHS):
+        data = rng.integers(0, 5, length, np.uint8).tobytes()
+        file = files[number % 2]
+        file += b"gap"
+        chunks.append(Chunk(0, (number,), number % 2, len(file), length))
+        contents[number,] = data
+        file += data
+    folder.mkdir(exist_ok=True)
+    paths = [folder / "raw0", folder / "raw1"]
+    for path, file in zip(paths, files):
+        path.write_bytes(file)
+    return chunks[::-1], paths, contents
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was packed: the chunks where they lie, the files and the size of each."""
+
+    chunks: tuple[Chunk, ...]
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+def packed_in(folder: Path, progress: NullProgress | None = None) -> Found:
+    chunks, paths, _ = raw_chunks(folder)
+    packed = pack(iter(chunks), paths, folder, folder / "journal", 1, progress or NullProgress())
+    return Found(tuple(packed.chunks(iter(chunks))), packed.files, packed.sizes)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "PIECE_NBYTES", 4096)
+    monkeypatch.setattr(compress, "MARK_NBYTES", 50_000)
+    monkeypatch.setattr(compress, "FILE_NBYTES", 60_000)
+
+
+def content(folder: Path, packed: Found) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in packed.files]
+
+
+def test_every_chunk_is_a_frame_of_its_own(tmp_path: Path):
+    packed = packed_in(tmp_path / "item")
+    _, _, contents = raw_chunks(tmp_path / "item")
+    files = content(tmp_path / "item", packed)
+    assert tuple(map(len, files)) == packed.sizes
+    assert len(files) > 1
+    assert {chunk.index for chunk in packed.chunks} == contents.keys()
+    for chunk in packed.chunks:
+        frame = files[chunk.file][chunk.offset : chunk.offset + chunk.nbytes]
+        assert zstandard.frame_content_size(frame) == len(contents[chunk.index])
+        assert zstandard.ZstdDecompressor().decompress(frame) == contents[chunk.index]
+    assert sum(chunk.nbytes for chunk in packed.chunks) == sum(packed.sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stops=st.lists(st.integers(0, 120), max_size=4), torn=st.integers(0, 30))
+def test_stopped_anywhere_it_ends_in_the_same_bytes(tmp_path_factory, stops: list[int], torn: int):
+    folder = tmp_path_factory.mktemp("stopped")
+    whole = packed_in(folder / "whole")
+    for stop in stops:
+        try:
+            packed_in(folder / "item", StopAfter(stop))
+        except Stopped:
+            journal = folder / "item/journal"
+            if torn and journal.exists():  # a line that was not written to its end
+                with journal.open("ab") as file:
+                    file.write(b"[123456789, 1, 2, 3, 4, 5, 6, 7, 8]"[:torn])
+    again = packed_in(folder / "item")
+    assert again == whole
+    assert content(folder / "item", again) == content(folder / "whole", whole)
+
+
+def test_a_chunk_takes_little_memory(tmp_path: Path):
+    count = 5000
+    (tmp_path / "raw").write_bytes(bytes(count))
+
+    def chunks() -> Iterator[Chunk]:
+        return (Chunk(0, (at, 0, 0, 0), 0, at, 1) for at in range(count))
+
+    def bring() -> int:
+        packed = pack(chunks(), [tmp_path / "raw"], tmp_path, tmp_path / "journal", 1, NullProgress())
+        return sum(chunk.nbytes for chunk in packed.chunks(chunks()))
+
+    tracemalloc.start()
+    try:
+        assert bring() == sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
+        assert tracemalloc.get_traced_memory()[1] < 200 * count
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_durable_is_not_compressed_again(tmp_path: Path):
+    with pytest.raises(Stopped):
+        packed_in(tmp_path / "item", StopAfter(100))
+    lines = (tmp_path / "item/journal").read_text().splitlines()
+    durable = sum(len(json.loads(line.partition(" ")[2])["lengths"]) for line in lines)
+    assert durable >= 2
+    pieces = sum(-(-length // 4096) for length in sorted(LENGTHS))
+    assert packed_in(tmp_path / "item", StopAfter(pieces - 2)).sizes
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("spoil", [emptied, flipped, Path.unlink])
+def test_packing_compresses_damaged_chunks_anew(tmp_path: Path, spoil: Callable[[Path], object]):
+    whole = packed_in(tmp_path / "whole")
+    with pytest.raises(Stopped):
+        packed_in(tmp_path / "item", StopAfter(100))
+    for path in (tmp_path / "item/d").iterdir():
+        spoil(path)
+    again = packed_in(tmp_path / "item")
+    assert content(tmp_path / "item", again) == content(tmp_path / "whole", whole)
+
+
+def test_packing_ignores_a_journal_of_earlier_versions(tmp_path: Path):
+    (tmp_path / "item").mkdir()
+    (tmp_path / "item/journal").write_bytes(b"[10, 20, 30]\n")
+    whole, again = packed_in(tmp_path / "whole"), packed_in(tmp_path / "item")
+    assert content(tmp_path / "item", again) == content(tmp_path / "whole", whole)
+
+
+def test_a_data_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if path == tmp_path / "item" / compress._name(1):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, flags, *mode)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(PrepError, match="cannot read or write"):
+            packed_in(tmp_path / "item")
+    assert packed_in(tmp_path / "item") == packed_in(tmp_path / "whole")
+
+
+def test_a_raw_file_that_is_cut_short_is_named(tmp_path: Path):
+    chunks, paths, _ = raw_chunks(tmp_path / "item")
+    paths[1].write_bytes(b"short")
+    with pytest.raises(PrepError, match="raw1 is cut short"):
+        pack(chunks, paths, tmp_path / "item", tmp_path / "journal", 1, NullProgress())
+
+
+@pytest.mark.parametrize(("text", "level"), [(None, None), ("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)])
+def test_levels(text: str | None, level: int | None):
+    assert parse_compress(text) == level
+
+
+@pytest.mark.parametrize("text", ["", "lz4", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99])
+def test_what_is_no_level(text: str):
+    with pytest.raises(PrepError, match="is not understood") as caught:
+        parse_compress(text)
+    assert caught.value.code == 2

@@ -1,0 +1,79 @@
+"""SIGKILL while steps are saved and removed: what is called a step is whole, and the next process goes on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.execution.run_folder import RunFolder, steps_of
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.models import GPT_NEO, make
+from tests.helpers.states import host_leaves, params_of, read_all, same_state, state_of
+
+KEEP = 2
+
+
+def saving(run: Path, start: Path) -> None:
+    """Save step after step, from the one after the last that is there, until killed."""
+    params = params_of(start)
+    with RunFolder(run, start, "tuned", keep=KEEP) as store:
+        print("begins", flush=True)
+        for step in itertools.count(max(store.steps(), default=0) + 1):
+            store.save(step, host_leaves(state_of(params, step)), {"recipe": "r"})
+
+
+def kill_soon(run: Path, start: Path, delay_s: float) -> None:
+    words = [sys.executable, "-m", "tests.prepcli.execution.test_run_folder_kill", str(run), str(start)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"begins\n"
+        time.sleep(delay_s)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def check_killed(folder: Path, kills: int, seed: int) -> None:
+    make(folder / "m", GPT_NEO, hidden_size=256, num_layers=4, attention_types=[[["global"], 4]])
+    assert main(["save-init", str(folder / "m"), "--out", str(folder / "init"), "-q", "--mesh", "1,2,1"]) == 0
+    run, start, draw = folder / "run", folder / "init", random.Random(seed)
+    params, last, began = params_of(start), 1, time.monotonic()
+    with RunFolder(run, start, "tuned", keep=KEEP) as store:
+        store.save(1, host_leaves(state_of(params, 1)), {"recipe": "r"})
+    took_s = time.monotonic() - began
+    for _ in range(kills):
+        kill_soon(run, start, draw.uniform(0.0, 3 * took_s))
+        steps = steps_of(run)
+        assert max(steps, default=0) >= last
+        last = max(steps, default=0)
+        assert len(steps) <= KEEP + 1
+        for step in steps:
+            with open_reader(run / str(step)) as reader:
+                assert same_state(read_all(reader), state_of(params, step))
+    assert last > 1
+    with RunFolder(run, run / str(last), "tuned", keep=KEEP) as store:
+        assert not [path for path in run.iterdir() if path.name.endswith(".partial")]
+        store.save(last + 1, host_leaves(state_of(params, last + 1)), {})
+        assert store.steps()[-1] == last + 1
+        assert len(store.steps()) <= KEEP
+
+
+def test_killed_at_random_moments(tmp_path: Path):
+    check_killed(tmp_path, kills=5, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_many_random_moments(tmp_path: Path, seed: int):
+    check_killed(tmp_path, kills=10, seed=100 + seed)
+
+
+if __name__ == "__main__":
+    saving(*map(Path, sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""What signals do within a conversion."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from prepcli.execution.signals import SIGNALS, Stopped, stoppable
+
+TWICE = """
+import os, signal
+from prepcli.execution.signals import stoppable
+with stoppable():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("still here")
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_raises_what_passes_except_exception(number: signal.Signals) -> None:
+    caught = []
+
+    def convert() -> None:
+        with stoppable():
+            try:
+                os.kill(os.getpid(), number)
+            except Exception as error:
+                caught.append(error)
+
+    with pytest.raises(Stopped) as stopped:
+        convert()
+    assert caught == []
+    assert stopped.value.signal_name == number.name
+
+
+def test_the_handlers_of_before_come_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with stoppable():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")

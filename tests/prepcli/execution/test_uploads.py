@@ -1,0 +1,37 @@
+"""What `--out` names as an address, and what of an upload is known to be up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prepcli.errors import PrepError
+from prepcli.execution.uploads import Request, _uploaded, url_of
+from prepcli.remote.object_store import Url
+from prepcli.remote.remote_files import RemoteFile
+
+
+def test_an_address_survives_being_a_path():
+    assert url_of(Path("gs://bucket/a/b")) == Url("gs", "bucket", "a/b")
+    assert url_of(Path("s3://bucket/a/")) == Url("s3", "bucket", "a")
+    assert [url_of(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))] == [None] * 5
+    with pytest.raises(PrepError) as caught:
+        url_of(Path("abfs://bucket/a"))
+    assert caught.value.code == 2
+
+
+def test_it_is_made_in_a_folder_that_says_what_it_is_for():
+    request = Request(Url("gs", "bucket", "a/init"), False, False, False)
+    assert (request.here, request.marks) == (Path("init.upload/init"), Path("init.upload/uploaded.jsonl"))
+    assert Request(Url("gs", "bucket", ""), False, False, False).here == Path("bucket.upload/bucket")
+
+
+def test_only_what_is_still_there_as_this_plan_left_it_is_up(tmp_path: Path):
+    there = [RemoteFile("a", 1, "etag:1"), RemoteFile("b", 1, "etag:2"), RemoteFile("c", 1, "etag:3")]
+    marks = [["p", "a", 1, "etag:1"], ["p", "b", 1, "etag:0"], ["q", "c", 1, "etag:3"], ["p", "d", 1, "etag:4"]]
+    path = tmp_path / "uploaded.jsonl"
+    assert _uploaded(path, "p", there) == set()
+    path.write_text("".join(json.dumps(mark) + "\n" for mark in marks) + '["p", "c", 1, "et')
+    assert _uploaded(path, "p", there) == {"a"}

@@ -1,0 +1,244 @@
+"""The reader of Flax msgpack and EasyLM streams: against the real msgpack, and against files that mean harm."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+
+from prepcli.errors import PrepError
+from prepcli.formats.msgpack import CHUNKED, MAX_DEPTH, Array, Document, Kind, read_document, sniff
+from tests.helpers.golden_flax import FILES, FOLDER, decoded
+
+F32 = msgpack.ExtType(1, msgpack.packb(([2, 3], "float32", bytes(24))))
+PIECE = msgpack.ExtType(1, msgpack.packb(([3], "float32", bytes(12))))
+
+
+def read(path: Path, data: bytes, kind: Kind = "flax") -> Document:
+    path.write_bytes(data)
+    return read_document(path, kind)
+
+
+def refusal(path: Path, data: bytes, kind: Kind = "flax") -> str:
+    with pytest.raises(PrepError) as caught:
+        read(path, data, kind)
+    return caught.value.why
+
+
+def payload(array: Array, data: bytes) -> bytes:
+    return b"".join(data[offset : offset + nbytes] for offset, nbytes in array.runs)
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES.items())
+def test_what_is_read_is_what_the_real_msgpack_reads(name: str, kind: Kind):
+    data = (FOLDER / name).read_bytes()
+    found, wanted = read_document(FOLDER / name, kind), decoded(data, kind)
+    arrays = {path: value for path, value in wanted.items() if isinstance(value, np.ndarray)}
+    assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in found.arrays} == {
+        path: (value.shape, value.dtype.name, value.tobytes()) for path, value in arrays.items()
+    }
+    assert {aside.path: aside.value for aside in found.asides} == {p: v for p, v in wanted.items() if p not in arrays}
+    assert sniff(FOLDER / name) == kind
+
+
+def test_large_arrays_are_in_pieces():
+    found = read_document(FOLDER / "llama/pieces.msgpack", "flax")
+    assert max(len(array.runs) for array in found.arrays) > 5
+    assert max(nbytes for array in found.arrays for _, nbytes in array.runs) == 600
+
+
+def test_what_is_no_array_is_an_aside(tmp_path: Path):
+    tree = {
+        "a": -5,
+        "b": 2**40,
+        "c": None,
+        "d": 1.5,
+        "e": True,
+        "f": "text",
+        "g": [1, F32],
+        "h": msgpack.ExtType(2, b"12"),
+    }
+    found = read(tmp_path / "x", msgpack.packb(tree) or b"")
+    assert [array.path for array in found.arrays] == [("g", "1")]
+    assert [str(aside) for aside in found.asides] == [
+        "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are no array",
+        "g.0 is 1", "h is 2 bytes that are no array",
+    ]  # fmt: skip
+
+
+def test_only_headers_are_read(tmp_path: Path):
+    path = tmp_path / "sparse"
+    nbytes = 1 << 31
+    inner = bytes.fromhex("9391ce20000000a7") + b"float32" + b"\xc6" + nbytes.to_bytes(4, "big")
+    head = b"\x81\xa1w\xc9" + (len(inner) + nbytes).to_bytes(4, "big") + b"\x01" + inner
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(len(head) + nbytes)
+    tracemalloc.start()
+    found = read_document(path, "flax")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.arrays == (Array(("w",), "float32", (1 << 29,), ((len(head), nbytes),)),)
+    assert peak < 1 << 20
+
+
+def deep(levels: int) -> bytes:
+    return b"\x81\xa1a" * levels + b"\x01"
+
+
+FLAX_HARM = {
+    "nothing": (b"", "it is cut short: it ends at byte 0"),
+    "no code of msgpack": (b"\x81\xa1a\xc1", "is 0xc1, which msgpack does not know"),
+    "more than one value": (b"\x80\x80", "it goes on after its end: 1 bytes from 1"),
+    "a number as a key": (b"\x81\x01\x01", "a key before byte 2 is no text"),
+    "a key that is no text": (b"\x81\xa1\xff\x01", "is not UTF-8"),
+    "a long key": (b"\x81\xda\xff\xff", "has 65,535 bytes, allowed are 1,024"),
+    "a key twice": (b"\x82\xa1a\x01\xa1a\x01", "it has `a` twice"),
+    "a huge map": (b"\xdf\xff\xff\xff\xff\xa1a\x01", "it is cut short"),
+    "a huge array": (b"\xdd\xff\xff\xff\xff", "it is cut short"),
+    "nested too deeply": (deep(MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
+    "deep arrays": (b"\x91" * 100_000, f"nested more than {MAX_DEPTH} deep"),
+    "too many entries": (b"\xdd\x00\x10\x00\x00" + b"\x01" * (1 << 20), "more than 131,072 entries"),
+    "bytes beyond the end": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "4,294,967,295 are missing"),
+    "an extension beyond the end": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x05", "are missing"),
+    "no array in an array": (b"\x81\xa1a\xc7\x01\x01\x01", "`a` is no array of Flax's"),
+    "a shape that is a number": (b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00", "`a` has no shape"),
+    "a negative extent": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\xff\xa4bool\xc4\x00", "`a` has no shape"),
+    "many dims": (b"\x81\xa1a\xc7\x09\x01\x93\xdd\xff\xff\xff\xff", "`a` has no shape"),
+    "an unknown dtype": (
+        b"\x81\xa1a\xc7\x0a\x01\x93\x91\x00\xa4int4\xc4\x00",
+        "`int4`, a dtype that prep does not carry",
+    ),
+    "another size": (b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00", "takes 2 bytes and has others"),
+    "payload beyond its array": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x02\xa4bool\xc4\x02\x00\x00", "takes 2 bytes and"),
+}
+
+
+@pytest.mark.parametrize("name", FLAX_HARM)
+def test_a_flax_file_that_means_harm(tmp_path: Path, name: str):
+    data, why = FLAX_HARM[name]
+    assert why in refusal(tmp_path / "x", data)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {CHUNKED: True},
+        {CHUNKED: True, "shape": {"0": 3}, "chunks": {}},
+        {CHUNKED: True, "shape": {"0": 3}, "chunks": {"1": PIECE}},
+        {CHUNKED: True, "shape": {"0": 4}, "chunks": {"0": PIECE}},
+        {CHUNKED: True, "shape": {"0": -3}, "chunks": {"0": PIECE}},
+        {CHUNKED: True, "shape": {"0": "3"}, "chunks": {"0": PIECE}},
+        {CHUNKED: True, "shape": {"1": 3}, "chunks": {"0": PIECE}},
+        {CHUNKED: True, "shape": {"0": 6}, "chunks": {"0": F32}},
+        {CHUNKED: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": 1},
+        {CHUNKED: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": PIECE},
+        {CHUNKED: True, "shape": {str(i): 1 for i in range(70)} | {"0": 3}, "chunks": {"0": PIECE}},
+    ],
+)
+def test_pieces_that_make_no_array(tmp_path: Path, tree: object):
+    assert "make no array" in refusal(tmp_path / "x", msgpack.packb({"w": tree}) or b"")
+
+
+def record(key: object, value: bytes) -> bytes:
+    return msgpack.packb((key, value)) or b""
+
+
+VALUE = msgpack.packb(F32) or b""
+STREAM_HARM = {
+    "no record": (b"\x93\x01", "byte 0 begins no record"),
+    "a key that is no list": (record("a", VALUE), "byte 0 begins no record"),
+    "a value that is no bytes": (msgpack.packb((["a"], 1)), "the record `a` has no bytes"),
+    "a record twice": (record(["a"], VALUE) * 2, "it has `a` twice"),
+    "a cut record": (record(["a"], VALUE)[:-1], "it is cut short: the record `a`"),
+    "bytes after the value": (record(["a"], VALUE + b"\x01"), "its value at"),
+    "garbage at the end": (record(["a"], VALUE) + b"\x00" * 9, "begins no record"),
+    "a value that reaches into the next": (record(["a"], VALUE[:-1]) + record(["b"], VALUE), "its value at"),
+    "a long path": (b"\x92\xdd\x00\x00\x01\x00", "begins no record"),
+}
+
+
+@pytest.mark.parametrize("name", STREAM_HARM)
+def test_a_stream_that_means_harm(tmp_path: Path, name: str):
+    data, why = STREAM_HARM[name]
+    assert why in refusal(tmp_path / "x", data or b"", "easylm")
+
+
+def test_numbers_in_a_path_are_text(tmp_path: Path):
+    assert read(tmp_path / "x", record(["h", 3], VALUE), "easylm").arrays[0].path == ("h", "3")
+
+
+def test_an_empty_stream_has_nothing(tmp_path: Path):
+    assert read(tmp_path / "x", b"", "easylm").arrays == ()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x02}q", b"GGUF", b"PK\x03\x04", b"{}", b"\x92", b"\x92\x01", b"\x90"])
+def test_other_files_are_not_taken_for_these(tmp_path: Path, data: bytes):
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    assert sniff(path) is None
+
+
+def test_what_is_no_file(tmp_path: Path):
+    assert sniff(tmp_path) is None
+    assert sniff(tmp_path / "gone") is None
+    with pytest.raises(PrepError, match="cannot read"):
+        read_document(tmp_path / "gone", "flax")
+    with pytest.raises(PrepError, match="is not a file"):
+        read_document(tmp_path, "flax")
+
+
+# Any bytes
+
+
+def mutated(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    """Bits flipped, cut, spliced with another file, counts made huge."""
+    at = rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+    if kind == 2:
+        return data[:at] + other[rng.randrange(len(other)) :]
+    if kind == 3:
+        return (
+            data[:at] + bytes([rng.choice(b"\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf")]) + b"\xff" * 4 + data[at + 5 :]
+        )
+    if kind == 4:
+        return data[:at] + data[at + rng.randrange(1, 40) :]
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def fuzzed(seed: int) -> tuple[bytes, Kind]:
+    rng = random.Random(seed)
+    if seed % 10 == 0:
+        head = rng.choice([b"", b"\x81\xa1a", b"\x92\x91\xa1a\xc4\x40", b"\x81\xa1a\xc7\x40\x01"])
+        return head + rng.randbytes(rng.randrange(200)), rng.choice(["flax", "easylm"])
+    name, other = rng.sample(sorted(FILES), 2)
+    data = (FOLDER / name).read_bytes()
+    for _ in range(rng.randrange(1, 4)):
+        data = mutated(data or b"\x80", (FOLDER / other).read_bytes(), rng)
+    return data, FILES[name]
+
+
+def check_fuzzed(path: Path, seed: int) -> bool:
+    """Whether an input is read; if not it is refused by name."""
+    data, kind = fuzzed(seed)
+    path.write_bytes(data)
+    try:
+        found = read_document(path, kind)
+    except PrepError:
+        return False
+    assert all(0 <= offset <= offset + n <= len(data) for array in found.arrays for offset, n in array.runs)
+    return True
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_bytes_are_read_or_refused(tmp_path: Path, part: int):
+    read_well = sum(check_fuzzed(tmp_path / "x", seed) for seed in range(part * 500, part * 500 + 500))
+    assert 0 < read_well < 500

@@ -1,0 +1,360 @@
+"""Databases that TensorStore wrote, read as it reads them; and those that nobody should write, refused."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import tracemalloc
+from pathlib import Path
+
+import google_crc32c
+import pytest
+import tensorstore as ts
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prepcli.errors import PrepError
+from prepcli.formats import ocdbt_read
+from prepcli.formats.ocdbt import MANIFEST, Entry, Place
+from prepcli.formats.ocdbt_read import read_database
+from tests.helpers.ocdbt_judge import all_entries, base_of, entries_of, node_at, nodes, opened, write_whole
+
+NODE, TOP = bytes.fromhex("0cdb20de"), bytes.fromhex("0cdb3a2a")
+KEYS = st.one_of(st.binary(max_size=5), st.integers(0, 4000).map(lambda i: b"layers.w/%d.%d" % divmod(i, 60)))
+VALUES = st.dictionaries(KEYS, st.binary(max_size=12), min_size=1, max_size=60)
+CONFIGS = st.fixed_dictionaries(
+    {
+        "max_inline_value_bytes": st.sampled_from([0, 5, 1024]),
+        "max_decoded_node_bytes": st.sampled_from([1, 300, 2000, 100_000_000]),
+        "compression": st.sampled_from([None, {"id": "zstd"}, {"id": "zstd", "level": 19}]),
+        "version_tree_arity_log2": st.sampled_from([1, 2, 4]),
+        "manifest_kind": st.sampled_from(["single", "numbered"]),
+    }
+)
+
+
+def held(folder: Path) -> dict[bytes, bytes]:
+    """What a database holds, values read from where they are."""
+    return {key: value if isinstance(value, bytes) else bytes_at(folder, value) for key, value in read_database(folder)}
+
+
+def bytes_at(folder: Path, place: Place) -> bytes:
+    with (folder / place.path).open("rb") as file:
+        file.seek(place.offset)
+        return file.read(place.nbytes)
+
+
+@settings(max_examples=120, deadline=None)
+@given(config=CONFIGS, commits=st.lists(VALUES, min_size=1, max_size=4))
+def test_what_tensorstore_writes_is_read(tmp_path_factory, config, commits):
+    """Whatever the configuration: versions, levels, compression, values in nodes and in files."""
+    folder = tmp_path_factory.mktemp("db")
+    store = opened(folder, config)
+    expected: dict[bytes, bytes] = {}
+    for values in commits:
+        with ts.Transaction() as transaction:
+            for key, value in values.items():
+                store.with_transaction(transaction)[key] = value
+        expected |= values
+    assert list(read_database(folder)) == all_entries(folder)
+    assert held(folder) == expected == {key: store[key] for key in store.list().result()}
+
+
+def test_many_commits_leave_older_versions_in_nodes_of_their_own(tmp_path):
+    store = opened(tmp_path, {"version_tree_arity_log2": 1, "max_decoded_node_bytes": 200})
+    expected = {b"key%03d" % i: b"v" * (i % 9) for i in range(60)}
+    for key, value in expected.items():
+        store[key] = value
+    dumped = ts.ocdbt.dump(base_of(tmp_path)).result()
+    assert dumped["version_tree_nodes"]
+    assert dumped["versions"][-1]["root_height"] > 1
+    assert held(tmp_path) == expected
+
+
+def test_databases_of_several_folders_that_were_joined(tmp_path):
+    """As Orbax joins those of its processes: whole nodes are taken over, with paths that go through their folder."""
+    expected = {}
+    whole = opened(tmp_path, {"max_inline_value_bytes": 4})
+    for n in range(3):
+        part = opened(tmp_path / f"process_{n}", {"max_inline_value_bytes": 4, "max_decoded_node_bytes": 200})
+        values = {b"%d/%d" % (n, i): b"value %d" % i for i in range(30)}
+        for key, value in values.items():
+            part[key] = value
+        with ts.Transaction(atomic=True) as transaction:
+            part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+        expected |= values
+    assert held(tmp_path) == expected
+    assert {value.path.split("/")[0] for _, value in read_database(tmp_path) if isinstance(value, Place)} == {
+        "process_0", "process_1", "process_2"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("keeps_one", [False, True])
+def test_numbered_manifests_that_are_not_there_are_named(tmp_path, keeps_one):
+    opened(tmp_path, {"manifest_kind": "numbered"})[b"k"] = b"v"
+    numbered = sorted(tmp_path.glob("manifest.0*"))
+    if keeps_one:
+        numbered[-1].write_bytes((tmp_path / MANIFEST).read_bytes())
+        why = f"{numbered[-1].name} names no version"
+    else:
+        for path in numbered:
+            path.unlink()
+        why = "its versions have manifests of their own, and there is none"
+    with pytest.raises(PrepError) as caught:
+        list(read_database(tmp_path))
+    assert caught.value.why == why
+
+
+def test_an_empty_database_has_no_entries(tmp_path):
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
+    store[b"k"] = b"v"
+    del store[b"k"]
+    assert list(read_database(tmp_path)) == []
+
+
+def test_a_missing_manifest_is_named(tmp_path):
+    with pytest.raises(PrepError, match=r"has no manifest\.ocdbt"):
+        list(read_database(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "d/../../outside", "d/\0"])
+def test_a_path_that_leaves_the_folder_is_refused(tmp_path, path):
+    write_whole(tmp_path, {b"k": Place(path, 0, 1)})
+    with pytest.raises(PrepError, match="refers to"):
+        list(read_database(tmp_path))
+
+
+def test_a_missing_node_file_is_named(tmp_path):
+    write_whole(tmp_path, {b"k": b"v"})
+    node = next((tmp_path / "d").iterdir())
+    node.unlink()
+    with pytest.raises(PrepError, match=node.name):
+        list(read_database(tmp_path))
+
+
+def test_a_node_that_is_its_own_child_is_refused(tmp_path):
+    """A database whose root claims to be one level higher than it is."""
+    write_whole(tmp_path, {b"k": b"v"})
+    dumped = ts.ocdbt.dump(base_of(tmp_path)).result()
+    dumped["versions"][0]["root_height"] = 1
+    (tmp_path / MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
+    with pytest.raises(PrepError) as caught:
+        list(read_database(tmp_path))
+    assert caught.value.why == "a node says height 0, its parent 1"
+
+
+def test_a_node_that_two_parents_share_is_refused(tmp_path):
+    """The second reference to a leaf is bent to the first: a few such levels would make endless keys."""
+    write_whole(tmp_path, {b"a": b"", b"b": b""}, node_bytes=1)
+    file = next((tmp_path / "d").iterdir())
+    data = file.read_bytes()
+    leaf_nbytes = struct.unpack("<Q", data[4:12])[0]
+    references = b"ab" + bytes([0, 0, 0, leaf_nbytes])  # keys, file numbers, offsets
+    interior = data[2 * leaf_nbytes : -4].replace(references, b"ab" + bytes([0, 0, 0, 0]))
+    assert interior != data[2 * leaf_nbytes : -4]
+    file.write_bytes(data[: 2 * leaf_nbytes] + interior + struct.pack("<I", google_crc32c.value(interior)))
+    with pytest.raises(PrepError) as caught:
+        list(read_database(tmp_path))
+    assert "it refers twice to the node" in caught.value.why
+
+
+def framed(magic: bytes, body: bytes, compressed: bool = False) -> bytes:
+    """A frame as TensorStore has it, with a checksum that is right."""
+    text = bytes([0, compressed]) + (zstandard.compress(body) if compressed else body)
+    data = magic + struct.pack("<Q", len(text) + 16) + text
+    return data + struct.pack("<I", google_crc32c.value(data))
+
+
+def body_of(frame: bytes) -> bytes:
+    assert frame[12] == 0
+    return frame[14:-4] if not frame[13] else zstandard.ZstdDecompressor().decompressobj().decompress(frame[14:-4])
+
+
+def varint(number: int) -> bytes:
+    digits = [number >> shift & 127 for shift in range(0, max(1, number.bit_length()), 7)]
+    return bytes([*(digit | 128 for digit in digits[:-1]), digits[-1]])
+
+
+def write_node(folder: Path, frame: bytes, height: int = 0) -> None:
+    """A database of one node, in a file of its own."""
+    (folder / "node").write_bytes(frame)
+    dumped = ts.ocdbt.dump(base_of(made(folder))).result()
+    root = dumped["versions"][0]
+    root["root"]["location"], root["root_height"] = f"btreenode::node:0:{len(frame)}", height
+    (folder / MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
+
+
+def made(folder: Path) -> Path:
+    if not (folder / MANIFEST).exists():
+        write_whole(folder, {b"k": b"v"})
+    return folder
+
+
+def leaf(count: int, *columns: bytes) -> bytes:
+    """A leaf without files that claims `count` entries."""
+    return b"\0" + b"\0" + varint(count) + b"".join(columns)
+
+
+def inlined(keys: int, first: bytes, value: bytes) -> bytes:
+    """A leaf of keys that all begin with `first`, with equal values."""
+    shared = varint(len(first)) * (keys - 1)
+    rests = varint(len(first) + 3) + varint(3) * (keys - 1)
+    text = first + b"".join(i.to_bytes(3, "big") for i in range(keys))
+    return leaf(keys, shared, rests, text, varint(len(value)) * keys, bytes(keys), value * keys)
+
+
+def test_a_leaf_that_is_made_here_is_one(tmp_path):
+    write_node(tmp_path, framed(NODE, inlined(5, b"key", b"value"), compressed=True))
+    assert list(read_database(tmp_path)) == [(b"key" + bytes([0, 0, i]), b"value") for i in range(5)]
+    assert sorted(opened(tmp_path).list().result()) == [b"key" + bytes([0, 0, i]) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("bomb", "why"),
+    [
+        (leaf(1 << 19), "a node claims 524,288 entries"),
+        (leaf(1 << 40), "a node claims 1,099,511,627,776 entries"),
+        (leaf(0), "a node claims 0 entries"),
+        (inlined(4000, b"k" * 65000, b""), "have more than 134,217,728 bytes"),
+        (inlined(600, b"", bytes(1 << 18)), "it stands for more than 134,217,728 bytes"),
+        (b"\0" + varint(1 << 30), "it has the number 1,073,741,824 where 262,144 is the most"),
+        (b"\0" + varint(5000) + varint(4000) * 4999 + varint(4000) + varint(1) * 4999 + bytes(5000) + b"p" * 9000,
+         "a node knows paths of more than"),
+    ],
+)  # fmt: skip
+def test_a_few_bytes_that_stand_for_very_many_are_refused_in_little_memory(tmp_path, monkeypatch, bomb, why):
+    for name in ("MOST_INDEX_NBYTES", "MOST_TEXT_NBYTES"):
+        monkeypatch.setattr(ocdbt_read, name, 128 << 20)
+    frame = framed(NODE, bomb, compressed=True)
+    assert len(frame) < 40_000
+    write_node(tmp_path, frame)
+    tracemalloc.start()
+    with pytest.raises(PrepError) as caught:
+        for _ in read_database(tmp_path):
+            pass
+    peak_nbytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert why in caught.value.why
+    assert peak_nbytes < 3 * (128 << 20)
+
+
+def test_nodes_that_each_are_small_are_bounded_together(tmp_path, monkeypatch):
+    write_whole(tmp_path, {b"key%04d" % i: b"value" for i in range(1000)}, node_bytes=400)
+    total = sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
+    for name, most in (("MOST_INDEX_NBYTES", total // 2), ("MOST_ENTRIES", 900), ("MOST_TEXT_NBYTES", 11_000)):
+        with monkeypatch.context() as patched:
+            patched.setattr(ocdbt_read, name, most)
+            with pytest.raises(PrepError, match="cannot be read"):
+                list(read_database(tmp_path))
+    assert len(list(read_database(tmp_path))) == 1000
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (b"", "it does not begin with 0cdb20de"),
+        (framed(TOP, b""), "it does not begin with 0cdb20de"),
+        (framed(NODE, inlined(2, b"", b""))[:-1], "it says that it has 34 bytes, and has 33"),
+        (framed(NODE, inlined(2, b"", b""))[:-1] + b"x", "its checksum does not match"),
+        (framed(NODE, inlined(2, b"", b"") + b"x"), "1 bytes follow its end"),
+        (framed(NODE, inlined(2, b"", b"v")[:-1]), "it is cut short"),
+        (framed(NODE, leaf(1, varint(1), b"k", varint(1), b"\2")), "a value is of kind 2, which prep does not know"),
+        (framed(NODE, leaf(1, b"\xff" * 9 + b"\2")), "it has a number of more than 64 bits"),
+        (framed(NODE, leaf(2, varint(2), varint(1) * 2, b"aa", bytes(4))),
+         "it has a name of 3 bytes, 2 of them from one of 1"),
+        (framed(NODE, leaf(2, varint(0), varint(1) * 2, b"ba", bytes(4))), "key `b'a'` follows `b'b'`"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_node_is_said(tmp_path, frame, why):
+    write_node(tmp_path, frame)
+    with pytest.raises(PrepError) as caught:
+        list(read_database(tmp_path))
+    assert caught.value.why == why
+
+
+MUTATIONS = st.lists(
+    st.tuples(st.sampled_from(["set", "cut", "insert", "repeat"]), st.integers(0, 1 << 16), st.binary(max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+def mutated(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:
+    for kind, at, new in mutations:
+        at %= len(data) + 1
+        rest = {"set": data[at + len(new) :], "cut": data[at + len(new) + 1 :], "insert": data[at:]}
+        data = data[:at] + new * (kind != "cut") + rest.get(kind, data[max(0, at - 9) :])
+    return data
+
+
+@pytest.fixture(scope="module")
+def bodies(tmp_path_factory) -> list[tuple[int, bytes]]:
+    """Heights and bodies of all nodes of databases that TensorStore wrote."""
+    found = []
+    for config in ({"compression": None}, {"max_inline_value_bytes": 3}, {"max_decoded_node_bytes": 300}):
+        folder = tmp_path_factory.mktemp("db")
+        store = opened(folder, config)
+        with ts.Transaction() as transaction:
+            for i in range(40):
+                store.with_transaction(transaction)[b"layers.w/%d" % i] = b"v" * (i % 7)
+        found += [(node["height"], body_of(bytes_at(folder, place))) for _, place, node in nodes(folder)]
+    assert {height for height, _ in found} >= {0, 1}
+    return found
+
+
+def judged(folder: Path, nbytes: int) -> list[Entry] | None:
+    """The entries of the leaf as TensorStore reads it; None: it does not."""
+    try:
+        return entries_of(node_at(folder, f"btreenode::node:0:{nbytes}"))
+    except Exception:  # one of many
+        return None
+
+
+@settings(max_examples=1500, deadline=None)
+@given(which=st.integers(0, 100), mutations=MUTATIONS, compressed=st.booleans())
+def test_a_mutated_leaf_is_read_as_tensorstore_reads_it_or_refused(
+    tmp_path_factory, bodies, which, mutations, compressed
+):
+    folder = tmp_path_factory.getbasetemp() / "mutated"
+    folder.mkdir(exist_ok=True)
+    height, body = bodies[which % len(bodies)]
+    frame = framed(NODE, mutated(body, mutations), compressed)
+    write_node(folder, frame, height)
+    try:
+        found = list(read_database(folder))
+    except PrepError as error:
+        outside = "must lie inside" in error.why
+        assert height or outside or judged(folder, len(frame)) is None
+    else:
+        assert height == 0
+        assert judged(folder, len(frame)) in (None, found)  # it also checks what is of no use in reading
+
+
+@settings(max_examples=500, deadline=None)
+@given(mutations=MUTATIONS, numbered=st.booleans())
+def test_a_mutated_manifest_is_read_or_refused(tmp_path_factory, mutations, numbered):
+    folder = tmp_path_factory.getbasetemp() / f"manifest-{numbered}"
+    if not folder.exists():
+        opened(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = b"v"
+        for path in folder.glob("manifest.*"):
+            path.rename(folder / f"kept-{path.name}")
+    kept = sorted(folder.glob("kept-*"))
+    for path in kept:
+        frame = path.read_bytes()
+        body = mutated(body_of(frame), mutations) if path == kept[0] else body_of(frame)
+        (folder / path.name.removeprefix("kept-")).write_bytes(framed(TOP, body))
+    with contextlib.suppress(PrepError):
+        assert list(read_database(folder)) in ([(b"k", b"v")], [])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=200), name=st.sampled_from([MANIFEST, "node"]))
+def test_random_bytes_are_refused(tmp_path_factory, data, name):
+    folder = tmp_path_factory.getbasetemp() / "random"
+    folder.mkdir(exist_ok=True)
+    write_node(folder, framed(NODE, inlined(2, b"", b"")))
+    (folder / name).write_bytes(data)
+    with pytest.raises(PrepError):
+        list(read_database(folder))
+    (folder / MANIFEST).unlink()

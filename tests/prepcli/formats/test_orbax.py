@@ -1,0 +1,173 @@
+"""What the reader and the writer share, and both of them before the judge: Orbax itself, in its own process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prepcli.formats.orbax import TYPESTR, ArrayMeta, clash, find_item, index_at
+from prepcli.formats.orbax_read import OrbaxItem, read_item
+from prepcli.formats.orbax_store import Stored
+from prepcli.formats.orbax_write import Chunk, write_item
+from tests.helpers.orbax_items import NOW_NS, make_item, values
+
+JUDGE = Path(__file__).parents[2] / "helpers" / "orbax_judge.py"
+
+
+def judge(command: str, *paths: Path) -> None:
+    run = subprocess.run([sys.executable, JUDGE, command, *paths], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
+    leaves = {meta.name: [meta.dtype, list(meta.shape), array.tobytes().hex()] for meta, array in arrays.items()}
+    path.write_text(json.dumps(leaves))
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints by Orbax: see `save` of the judge."""
+    folder = tmp_path_factory.mktemp("saved")
+    judge("save", folder)
+    return folder
+
+
+def test_orbax_restores_every_dtype_and_form_of_array_in_every_way(tmp_path):
+    forms = {
+        ArrayMeta(("params", "zero_d"), (), "bfloat16", ()): (),
+        ArrayMeta(("params", "none"), (0, 4), "float32", (1, 4)): (0, 4),
+        ArrayMeta(("params", "layers", 0, "ragged"), (3, 7, 5), "float32", (1, 3, 2)): (3, 7, 5),
+        ArrayMeta(("params", "layers", 1, "larger_chunk"), (3, 5), "int16", (4, 8)): (3, 5),
+        ArrayMeta(("params", "many"), (12, 11), "int32", (1, 1)): (12, 11),
+    } | {ArrayMeta(("params", "dtypes", dtype), (8, 4), dtype, (2, 4)): (8, 4) for dtype in TYPESTR}
+    arrays = {meta: values(meta.dtype, shape, n) for n, (meta, shape) in enumerate(forms.items())}
+    make_item(tmp_path / "item", arrays, gap=37)
+    (tmp_path / "item/hf").mkdir()
+    (tmp_path / "item/hf/config.json").write_text("{}")
+    (tmp_path / "item/prep-manifest.json").write_text("{}")
+    judge("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+
+
+def test_orbax_restores_an_item_whose_index_is_a_tree_of_nodes(tmp_path):
+    layers = ArrayMeta(("params", "layers", "w"), (16, 8, 4), "bfloat16", (1, 2, 2))
+    arrays = {meta: values(meta.dtype, meta.shape) for meta in (layers, ArrayMeta(("b",), (3,), "float32", (1,)))}
+    make_item(tmp_path / "item", arrays, node_bytes=2000)
+    index = max((tmp_path / "item/d").iterdir(), key=lambda path: path.name[:2] not in ("aa", "bb"))
+    assert index.read_bytes().count(bytes.fromhex("0cdb20de")) > 5
+    judge("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+
+
+def test_what_orbax_saved_raw_is_read_and_written_again_as_the_same_tree(saved, tmp_path):
+    """Lists, None, empty dicts, strings and Python's numbers too."""
+    item = read_item(saved / "raw")
+    (tmp_path / "d").mkdir()
+    data, chunks = b"", []
+    for n, table in enumerate(item.chunks):
+        for index, stored in table.items():
+            found = stored if isinstance(stored, bytes) else _range(item, stored)
+            chunks.append(Chunk(n, index, 0, len(data), len(found)))
+            data += found
+    (tmp_path / "d/data").write_bytes(data)
+    write_item(tmp_path, item.arrays, chunks, ["d/data"], NOW_NS, item.others)
+    judge("same", saved / "raw", tmp_path)
+
+
+def _range(item: OrbaxItem, stored: Stored) -> bytes:
+    return item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
+
+
+def test_arrays_that_orbax_sharded_are_read(saved):
+    item = read_item(saved / "raw")
+    assert [(meta.name, meta.shape, meta.dtype, meta.chunk) for meta in item.arrays] == [
+        ("opt.0.mu", (5, 2), "bfloat16", (5, 2)),
+        ("params.big", (4, 64, 64), "float32", (4, 16, 32)),
+        ("params.small", (3,), "int8", (3,)),
+        ("step", (), "int64", ()),
+    ]
+    assert item.value_types == ("jax.Array", "jax.Array", "np.ndarray", "scalar")
+    assert item.chunks[3] == {(): (3).to_bytes(8, "little")}
+    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)
+    for (i, j, k), stored in item.chunks[1].items():
+        assert isinstance(stored, Stored)
+        assert _range(item, stored) == big[4 * i :, 16 * j : 16 * j + 16, 32 * k : 32 * k + 32].tobytes()
+    assert len(item.chunks[1]) == 8
+    assert {path.parent.parent.name for path in item.files} == {"ocdbt.process_0"}
+
+
+def test_the_way_out_leads_out(saved):
+    """`save` of the judge did to the compressed one what the hint says where storage is not read."""
+    raw, again = read_item(saved / "raw"), read_item(saved / "raw again")
+    assert [meta.name for meta in raw.arrays] == [meta.name for meta in again.arrays]
+    assert raw.others == again.others
+
+
+def test_items_are_found_where_orbax_puts_them(saved):
+    assert find_item(saved / "raw") == saved / "raw"
+    assert find_item(saved / "v1") == saved / "v1/state"
+    assert find_item(saved / "run/9") == saved / "run/9/default"
+    assert find_item(saved / "run") == saved / "run/10/default"
+
+
+@pytest.mark.parametrize("item", [".", "default", "state", "items", "5", "5/params", "5/state"])
+def test_an_item_is_found(tmp_path, item):
+    (tmp_path / item).mkdir(parents=True, exist_ok=True)
+    (tmp_path / item / "_METADATA").touch()
+    assert find_item(tmp_path) == tmp_path / item
+
+
+def test_the_last_step_counts_by_number_and_unfinished_ones_do_not(tmp_path):
+    for step in ("9/state", "10/state", "11/metrics", "12.partial/state", "13.orbax-checkpoint-tmp/state"):
+        (tmp_path / step).mkdir(parents=True)
+        if step != "11/metrics":
+            (tmp_path / step / "_METADATA").touch()
+    assert find_item(tmp_path) == tmp_path / "10/state"
+
+
+def test_of_several_items_none_is_guessed(tmp_path):
+    for name in ("model", "opt_state"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_METADATA").touch()
+    assert find_item(tmp_path) is None
+    shutil.rmtree(tmp_path / "opt_state")
+    assert find_item(tmp_path) == tmp_path / "model"
+
+
+def test_parameters_beside_an_optimizer_state_are_meant(tmp_path):
+    for name in ("params", "opt_state"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_METADATA").touch()
+    assert find_item(tmp_path) == tmp_path / "params"
+
+
+@pytest.mark.parametrize("path", ["nothing", "file", "empty"])
+def test_where_there_is_no_item_none_is_found(tmp_path, path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    assert find_item(tmp_path / path) is None
+
+
+@given(grid=st.lists(st.integers(1, 5), max_size=4).map(tuple))
+def test_chunks_are_numbered_in_c_order(grid):
+    assert [index_at(grid, at) for at in range(int(np.prod(grid)))] == list(np.ndindex(grid))
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ([("a", "b"), ("a", "c"), ("ab",), ("a.b",)], ("a.b", "a.b")),
+        ([("a", "b"), ("a", "b", "c")], ("a.b", "a.b.c")),
+        ([("a", 0), ("b",), ("a", "0")], ("a.0", "a.0")),
+        ([("a", 0), ("a", 1), ("b",), ("aa",), ("a.c",)], None),
+    ],
+)
+def test_leaves_that_cannot_share_a_tree(paths, expected):
+    assert clash(paths) == expected

@@ -1,0 +1,68 @@
+"""What Orbax saves, in every form of storage that it has, is read bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.orbax import find_item
+from prepcli.formats.orbax_read import OrbaxItem, read_item
+from prepcli.planning.boxes import whole
+from prepcli.restore.item_reader import ItemReader
+
+SAVER = Path(__file__).parents[2] / "helpers" / "orbax_forms.py"
+FORMS = [
+    *(
+        f"zarr{version}{store}{codec}{chunks}"
+        for version in (2, 3)
+        for store in ("", "-ocdbt")
+        for codec in ("", "-zstd")
+        for chunks in ("", "-many")
+    ),
+    *("v1", "run", "processes"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forms")
+    run = subprocess.run([sys.executable, SAVER, folder], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+def item_of(folder: Path) -> OrbaxItem:
+    found = find_item(folder)
+    assert found is not None
+    return read_item(found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read(saved: Path, form: str):
+    item = item_of(saved / form)
+    expected = json.loads((saved / "expected.json").read_text())
+    named = {name: leaf for name, leaf in expected.items() if leaf[1]} if form == "processes" else expected
+    assert {meta.name for meta in item.arrays} == named.keys()
+    with ItemReader(item, {}) as reader:
+        for meta in item.arrays:
+            found = np.full(meta.shape, 1, numpy_dtype(meta.dtype))
+            reader.read(meta.name, {whole(meta.shape): found})
+            assert [meta.dtype, list(meta.shape), found.tobytes().hex()] == expected[meta.name]
+
+
+def test_the_forms_are_what_they_are_called(saved: Path):
+    """Else a change of Orbax's defaults would leave a form untested."""
+    for form in (form for form in FORMS if form.startswith("zarr")):
+        item = item_of(saved / form)
+        assert set(item.steps) == {("zstd",) if "zstd" in form else ()}
+        assert (saved / form / "manifest.ocdbt").exists() == ("ocdbt" in form)
+        assert ("many" in form) == any(len(chunks) > 8 for chunks in item.chunks)
+    folders = {path.relative_to(saved / "processes").parts[0] for path in item_of(saved / "processes").files}
+    assert folders == {"ocdbt.process_0", "ocdbt.process_1"}
+    assert set(item_of(saved / "processes").steps) == {("gzip",)}

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prepcli.errors import PrepError
+from prepcli.formats.ocdbt import MANIFEST, Place, write_database
+from prepcli.formats.ocdbt_read import read_database
+from prepcli.formats.orbax import TYPESTR, ArrayMeta
+from prepcli.formats.orbax_read import read_item
+from prepcli.formats.orbax_store import Stored
+from tests.helpers.orbax_items import NOW_NS, chunk_bytes, make_item, values
+
+W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
+ARRAYS = {W: values("float32", (4, 6)), ArrayMeta(("params", "b"), (3,), "int8", (1,)): values("int8", (3,))}
+ZARRAY = b"params.w/.zarray"
+
+
+@pytest.fixture
+def item(tmp_path: Path) -> Path:
+    make_item(tmp_path / "item", ARRAYS)
+    return tmp_path / "item"
+
+
+def rewrite(item: Path, changes: dict[bytes, bytes | Place | None]) -> None:
+    """The index again, with some values replaced (None: left out)."""
+    entries = {**dict(read_database(item)), **changes}
+    (item / MANIFEST).unlink()
+    write_database(item, sorted((key, value) for key, value in entries.items() if value is not None), NOW_NS)
+
+
+def rewrite_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def changed_zarray(item: Path, **changes: Any) -> None:
+    document = dict(read_database(item))[ZARRAY]
+    assert isinstance(document, bytes)
+    rewrite(item, {ZARRAY: json.dumps(json.loads(document) | changes).encode()})
+
+
+def refused(item: Path) -> PrepError:
+    with pytest.raises(PrepError) as caught:
+        read_item(item)
+    return caught.value
+
+
+@st.composite
+def array_metas(draw: st.DrawFn, path: tuple[str | int, ...]) -> ArrayMeta:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
+    chunk = tuple(draw(st.integers(1, 6)) for _ in shape)
+    return ArrayMeta(
+        path, shape, draw(st.sampled_from(sorted(TYPESTR))), chunk, scalar=not shape and draw(st.booleans())
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[ArrayMeta]:
+    paths = draw(
+        st.lists(
+            st.sampled_from([("a",), ("b", 0), ("b", 10), ("b", 2), ("é", "w"), ("b-1", "x")]), min_size=1, unique=True
+        )
+    )
+    return [draw(array_metas(path)) for path in paths]
+
+
+@settings(max_examples=60, deadline=None)
+@given(metas=trees(), gap=st.integers(0, 3), node_bytes=st.sampled_from([1, 300, 1 << 20]))
+def test_what_was_written_is_read(tmp_path_factory, metas, gap, node_bytes):
+    folder = tmp_path_factory.mktemp("read") / "item"
+    arrays = {meta: values(meta.dtype, meta.shape) for meta in metas}
+    make_item(folder, arrays, gap, node_bytes=node_bytes)
+    item = read_item(folder)
+    assert item.arrays == tuple(metas)
+    for meta, table in zip(item.arrays, item.chunks):
+        assert len(table) == math.prod(meta.grid)
+        for index, stored in table.items():
+            assert isinstance(stored, Stored)
+            data = item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
+            assert data == chunk_bytes(arrays[meta], meta.chunk, index)
+
+
+def test_chunks_may_lie_in_the_index(item):
+    chunk = chunk_bytes(ARRAYS[W], W.chunk, (1, 0))
+    rewrite(item, {b"params.w/1.0": chunk})
+    assert read_item(item).chunks[0][1, 0] == chunk
+
+
+def test_a_zarray_may_lie_in_a_file(item):
+    document = dict(read_database(item))[ZARRAY]
+    assert isinstance(document, bytes)
+    (item / "d/document").write_bytes(b"..." + document)
+    rewrite(item, {ZARRAY: Place("d/document", 3, len(document))})
+    assert read_item(item).arrays == tuple(ARRAYS)
+
+
+def test_a_path_may_lead_up_and_down_again(item, monkeypatch):
+    monkeypatch.chdir(item / "d")
+    assert read_item(Path("../../item")).arrays == tuple(ARRAYS)
+
+
+def test_names_that_the_tree_lacks_are_told(item):
+    rewrite(item, {b"left.over/0": b"x"})
+    assert read_item(item).unlisted == ("left.over",)
+
+
+@pytest.mark.parametrize("name", ["item.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp-1700/state"])
+def test_what_orbax_did_not_finish_is_refused(item, tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    shutil.copytree(item, tmp_path / name)
+    assert "did not finish" in refused(tmp_path / name).what
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("_METADATA", "item is not an Orbax checkpoint"),
+        (MANIFEST, "item has no manifest.ocdbt"),
+        ("d/" + "a" * 32, "a" * 32),
+        ("d/" + "b" * 32, "b" * 32),
+    ],
+)
+def test_a_missing_file_is_named(item, name, message):
+    (item / name).unlink()
+    assert refused(item).what.endswith(message)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    assert refused(tmp_path / "nothing").what == f"cannot read {tmp_path / 'nothing'}"
+
+
+def test_a_data_file_that_is_cut_short_is_named_with_both_sizes(item):
+    file = item / "d" / ("a" * 32)
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-1])
+    error = refused(item)
+    assert error.what == f"{file} is cut short"
+    assert error.why == f"a chunk of `params.b` ends at byte {size}, the file at {size - 1}"
+
+
+def test_a_data_file_that_is_no_file_is_refused(item):
+    (item / "d" / ("a" * 32)).unlink()
+    (item / "d" / ("a" * 32)).mkdir()
+    assert refused(item).what.endswith("is not a file")
+
+
+@pytest.mark.parametrize("path", ["../data", "/dev/zero", "d/../../data"])
+def test_a_chunk_outside_the_folder_is_refused(item, path):
+    (item.parent / "data").write_bytes(bytes(1000))
+    rewrite(item, {b"params.w/1.0": Place(path, 0, 48)})
+    error = refused(item)
+    assert path in error.what
+    assert error.why == "data files must lie inside the checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (b"params.w/1.0", None, "the index of `params.w` misses chunk 1.0"),
+        (b"params.w/0.0", None, "the index of `params.w` misses chunk 0.0"),
+        (b"params.w/2.0", b"x", "the index of `params.w` has chunk `2.0`"),
+        (b"params.w/00.0", b"x", "the index of `params.w` has chunk `00.0`"),
+        (b"params.w/1.0", bytes(47), "chunk 1.0 of `params.w` has the wrong size"),
+        (b"params.w/1.0", Place("d/" + "a" * 32, 0, 47), "chunk 1.0 of `params.w` has the wrong size"),
+        (ZARRAY, b"{", "the .zarray of `params.w` is broken"),
+        (ZARRAY, b"[]", "the .zarray of `params.w` is broken"),
+        (ZARRAY, Place("d/" + "a" * 32, 1 << 62, 9), "the .zarray of `params.w` is broken"),
+        (ZARRAY, Place("d/" + "a" * 32, 0, 1 << 62), "the .zarray of `params.w` is broken"),
+    ],
+)
+def test_an_index_that_does_not_fit_the_tree_is_refused(item, key, value, message):
+    rewrite(item, {key: value})
+    assert refused(item).what == message
+
+
+def test_an_array_that_the_index_lacks_is_named(item):
+    rewrite(item, {ZARRAY: None})
+    assert refused(item).what == f"`params.w` is not in the index of {item}"
+
+
+def test_chunks_that_overlap_are_refused(item):
+    places = [place for place in dict(read_database(item)).values() if isinstance(place, Place)]
+    place = next(place for place in places if place.nbytes == 48)
+    rewrite(item, {b"params.b/0": Place(place.path, place.offset + 47, 1)})
+    error = refused(item)
+    assert error.what == "chunks of `params.w` and `params.b` overlap"
+    assert f"both use byte {place.offset + 47} of" in error.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compressor": {"id": "blosc"}}, "`params.w` is stored compressed with `blosc`"),
+        ({"compressor": 1}, "`params.w` is stored compressed with `1`"),
+        ({"filters": [{"id": "delta"}]}, "`params.w` is stored with filters"),
+        ({"order": "F"}, "`params.w` is stored in order `F`"),
+        ({"dtype": ">f4"}, "`params.w` is stored big endian"),
+        ({"dtype": "int4"}, "`params.w` is `int4`"),
+        ({"dtype": [["x", "<f4"]]}, "`params.w` is `[['x', '<f4']]`"),
+        ({"dimension_separator": "/"}, "the chunks of `params.w` are named with `/`"),
+        ({"shape": [4, -6]}, "the .zarray of `params.w` is broken"),
+        ({"shape": [4]}, "the .zarray of `params.w` is broken"),
+        ({"shape": [4, True]}, "the .zarray of `params.w` is broken"),
+        ({"chunks": [2, 0]}, "the .zarray of `params.w` is broken"),
+        ({"shape": [10**18, 6]}, "the index of `params.w` misses chunk 2.0"),
+    ],
+)
+def test_an_array_that_is_not_raw_is_refused(item, changes, message):
+    changed_zarray(item, **changes)
+    assert refused(item).what == message
+
+
+def test_an_endless_grid_of_no_chunks_is_refused(item):
+    changed_zarray(item, shape=[0, 10**18])
+    assert refused(item).why == f"its grid is (0, {10**18 // 6 + 1})"
+
+
+def tree_of_one(keys: list[dict[str, Any]]) -> str:
+    return json.dumps({"tree_metadata": {"x": {"key_metadata": keys, "value_metadata": {"value_type": "np.ndarray"}}}})
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        *("", "{", "[]", "{}", "\0", '{"a":' * 100_000),
+        *('{"tree_metadata": 1}', '{"tree_metadata": {"x": {}}}'),
+        tree_of_one([]),
+        tree_of_one([{"key": "-1", "key_type": 1}]),
+        tree_of_one([{"key": "x", "key_type": 3}]),
+        tree_of_one([{"key": 1, "key_type": 2}]),
+    ],
+)
+def test_metadata_that_is_broken_is_named(item, metadata):
+    (item / "_METADATA").write_text(metadata)
+    assert refused(item).what == f"{item / '_METADATA'} is broken"
+
+
+def test_two_leaves_of_one_name_are_refused(item):
+    """`a.b` under `params`, and `b` under `a` under `params`, are one array on disk."""
+    leaf = {"value_metadata": {"value_type": "np.ndarray"}}
+    keys = [[{"key": part, "key_type": 2} for part in path] for path in (("params.a", "b"), ("params", "a.b"))]
+    rewrite_json(item / "_METADATA", tree_metadata={str(n): {"key_metadata": k, **leaf} for n, k in enumerate(keys)})
+    assert refused(item).why == "it has `params.a.b` and `params.a.b`"
+
+
+def test_half_a_surrogate_pair_in_a_name_is_an_array_that_the_index_lacks(item):
+    (item / "_METADATA").write_text(tree_of_one([{"key": "\ud800", "key_type": 2}]))
+    assert "is not in the index" in refused(item).what
+
+
+def test_a_string_without_its_text_is_refused(item):
+    tree = json.loads((item / "_METADATA").read_text())["tree_metadata"]
+    tree["x"] = {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "string"}}
+    rewrite_json(item / "_METADATA", tree_metadata=tree)
+    (item / "_strings.json").write_text('{"y": "text"}')
+    assert refused(item).what.endswith("_strings.json has no text for `x`")
+
+
+def test_chunks_that_an_old_orbax_left_out_stand_for_zeros(item):
+    rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
+    rewrite(item, {b"params.w/1.0": None})
+    assert [*read_item(item).chunks[0]] == [(0, 0)]
+
+
+@pytest.mark.parametrize("fill", [1, -1, 1.5, "NaN", True, [0]])
+def test_chunks_that_were_left_out_and_are_not_zeros_are_refused(item, fill):
+    rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
+    changed_zarray(item, fill_value=fill)
+    rewrite(item, {b"params.w/1.0": None})
+    assert refused(item).what == "the index of `params.w` misses chunk 1.0"
+
+
+def test_an_item_that_claims_endless_zeros_is_refused(item):
+    rewrite_json(item / "_METADATA", store_array_data_equal_to_fill_value=False)
+    changed_zarray(item, shape=[10**18, 6])
+    assert "chunks stand for zeros" in refused(item).why
+
+
+def reads_or_refuses(item: Path) -> None:
+    with contextlib.suppress(PrepError):
+        read_item(item)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_bytes_changed_anywhere_are_refused_or_harmless(tmp_path_factory, data):
+    item = tmp_path_factory.mktemp("changed") / "item"
+    make_item(item, ARRAYS, node_bytes=300)
+    file = data.draw(st.sampled_from(sorted(path for path in item.rglob("*") if path.is_file())), label="file")
+    old = file.read_bytes()
+    start = data.draw(st.integers(0, len(old)), label="start")
+    end = data.draw(st.sampled_from([start, start + 1, start + 9, len(old)]), label="end")
+    file.write_bytes(old[:start] + data.draw(st.binary(max_size=9), label="new") + old[end:])
+    reads_or_refuses(item)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nodes_changed_under_a_right_checksum_are_refused_or_harmless(tmp_path_factory, data):
+    """What an attacker can do and a failing disk cannot."""
+    item = tmp_path_factory.mktemp("forged") / "item"
+    make_item(item, ARRAYS)
+    file = data.draw(st.sampled_from([item / MANIFEST, _node_file(item)]), label="file")
+    body = bytearray(file.read_bytes()[:-4])
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(12, len(body) - 1), label="at")] = data.draw(st.integers(0, 255), label="byte")
+    file.write_bytes(body + struct.pack("<I", google_crc32c.value(bytes(body))))
+    reads_or_refuses(item)
+
+
+def _node_file(item: Path) -> Path:
+    return next(path for path in sorted((item / "d").iterdir()) if path.name not in ("a" * 32, "b" * 32))

@@ -1,0 +1,47 @@
+"""Where an item keeps its values, as strangers may say it: more than it stores, or in folders without end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prepcli.errors import PrepError
+from prepcli.formats import orbax_store
+from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.orbax_read import read_item
+from tests.helpers.zarr_items import Form, write
+
+META = ArrayMeta(("w",), (8, 8), "float32", (2, 2))
+VALUES = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+def refused(item: Path) -> PrepError:
+    with pytest.raises(PrepError) as caught:
+        read_item(item)
+    return caught.value
+
+
+def test_chunks_in_shards_count_as_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Many shards may be the same few bytes, with a table that says it has a million chunks of none."""
+    write(tmp_path / "item", {META: VALUES}, Form(zarr3=True, shard=2))
+    assert len(read_item(tmp_path / "item").chunks[0]) == 16
+    monkeypatch.setattr(orbax_store, "MOST_VALUES", 16)
+    assert "says that it holds more than 16 chunks" in refused(tmp_path / "item").what
+
+
+def test_links_to_folders_within_an_array_are_not_followed(tmp_path: Path):
+    """Two of them to where they are would be 2^40 folders."""
+    write(tmp_path / "item", {META: VALUES}, Form(zarr3=True, ocdbt=False))
+    for name in ("a", "b"):
+        os.symlink(".", tmp_path / "item" / "w" / name)
+    assert refused(tmp_path / "item").what == f"{tmp_path / 'item/w/a'} is not a file"
+
+
+def test_files_of_chunks_may_be_links(tmp_path: Path):
+    write(tmp_path / "item", {META: VALUES}, Form(ocdbt=False))
+    chunk = tmp_path / "item" / "w" / "0.0"
+    os.symlink(chunk.rename(tmp_path / "elsewhere"), chunk)
+    assert len(read_item(tmp_path / "item").chunks[0]) == 16

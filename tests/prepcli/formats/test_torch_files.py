@@ -1,0 +1,248 @@
+"""PyTorch's files: tensors as PyTorch itself has them, in all the ways that it saves; nothing else is let in."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.errors import PrepError
+from prepcli.formats.torch_files import (
+    MAX_ASIDES,
+    model_files,
+    read_checkpoint,
+    read_folder,
+    torch_kind,
+)
+from tests.golden.make_torch import FOLDER
+from tests.helpers.pickles import ONE, SIX, legacy, mapping, mutated, number, packed, tensor, whole
+from tests.helpers.torch_readings import bits, read, refusal
+
+FUZZED = 1500
+TOLD = json.loads((FOLDER / "tensors.json").read_text())
+FILES = sorted(FOLDER.glob("*.bin"))
+
+
+# What PyTorch writes
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_tensor_of_the_golden_files_has_its_bits(path: Path) -> None:
+    found, content = read_checkpoint(path, 7), path.read_bytes()
+    wanted = TOLD[path.stem.partition("-")[0]]
+    assert {t.name: (t.dtype, list(t.shape), bits(t, content).hex()) for t in found.tensors} == {
+        key: (each["dtype"], each["shape"], each["bits"]) for key, each in wanted.items()
+    }
+    assert {t.file for t in found.tensors} == {7}
+    assert [t.offset for t in found.tensors] == sorted(t.offset for t in found.tensors)
+    assert (found.file_name, found.size, found.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
+
+
+def test_contiguous_parts_need_no_strides_and_others_have_theirs() -> None:
+    for kind in ("zip", "legacy"):
+        steps = {t.name: t.steps for t in read_checkpoint(FOLDER / f"views-{kind}.bin", 0).tensors}
+        assert steps == {
+            "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
+            "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
+        }  # fmt: skip
+
+
+def test_what_is_beside_the_tensors_is_told() -> None:
+    for kind in ("zip", "plain", "legacy"):
+        assert read_checkpoint(FOLDER / f"wrapped-{kind}.bin", 0).asides == (
+            "`epoch` is 3", "`lr` is 0.5", "`optimizer` is a mapping of 2", "`dtype` is the name of a class",
+            "`device` is a torch.device", "`note` is the text `x`", "`size` is a torch.Size",
+            "`seen` is a list of 2" if kind == "plain" else "`seen` is a builtins.set",
+        )  # fmt: skip
+
+
+def test_few_of_many_asides_are_told(tmp_path: Path) -> None:
+    many = {"w": tensor()} | {f"k{i}": number(i) for i in range(40)}
+    asides = read(tmp_path, packed(whole(mapping(many)))).asides
+    assert len(asides) == MAX_ASIDES + 1
+    assert asides[-1] == "and 28 more"
+
+
+def test_the_digest_is_that_of_what_says_where_tensors_are(tmp_path: Path) -> None:
+    one, other = mapping({"w": tensor()}), mapping({"v": tensor()})
+    assert read(tmp_path, legacy(one)).digest == read(tmp_path, legacy(one).replace(SIX, bytes(24))).digest
+    assert read(tmp_path, legacy(one)).digest != read(tmp_path, legacy(other)).digest
+    assert read(tmp_path, packed(whole(one))).digest != read(tmp_path, packed(whole(other))).digest
+
+
+def test_the_same_bits_as_torch_has_them(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from tests.helpers.torch_checkpoints import bits as bits_of
+
+    rng = random.Random(1)
+    for turn in range(40):
+        base = torch.randint(-99, 99, (rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 5)))
+        base = base.to(rng.choice([torch.float32, torch.bfloat16, torch.int8, torch.float8_e5m2, torch.complex64]))
+        state = {"base": base}
+        for i in range(6):
+            view = rng.choice(list(state.values()))
+            if view.dim():
+                axis = rng.randrange(view.dim())
+                low = rng.randrange(view.shape[axis] + 1)
+                view = rng.choice([
+                    lambda v, axis=axis: v.transpose(0, axis),
+                    lambda v, axis=axis, low=low: v.narrow(axis, low, v.shape[axis] - low),
+                    lambda v, axis=axis: v.unsqueeze(axis),
+                    lambda v, axis=axis: v.select(axis, 0) if v.shape[axis] else v,
+                    lambda v, axis=axis: torch.flip(v, (axis,)) if v.dtype == torch.int8 else v,
+                    lambda v: v[..., ::2],
+                ])(view)  # fmt: skip
+            state[f"v{i}"] = view
+        path = tmp_path / "x.bin"
+        torch.save(state, path, _use_new_zipfile_serialization=bool(turn % 2))
+        content = path.read_bytes()
+        found = {t.name: t for t in read_checkpoint(path, 0).tensors}
+        assert {key: tuple(value.shape) for key, value in state.items()} == {k: t.shape for k, t in found.items()}
+        assert all(bits(found[key], content) == bits_of(value) for key, value in state.items() if value.numel())
+
+
+def test_parameters_and_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    marked, parameter = torch.arange(3.0), torch.nn.Parameter(torch.ones(2))
+    marked.note = parameter.note = "mine"
+    torch.save({"marked": marked, "parameter": parameter}, tmp_path / "x.bin")
+    assert [t.name for t in read_checkpoint(tmp_path / "x.bin", 0).tensors] == ["marked", "parameter"]
+
+
+NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
+    "quantised": (lambda t: t.quantize_per_tensor(t.ones(2), 0.1, 0, t.qint8), "it holds quantised tensors"),
+    "sparse": (lambda t: t.ones(2, 2).to_sparse(), "it holds sparse tensors"),
+    "meta": (lambda t: t.ones(2, device="meta"), "which have no values"),
+    "complex128": (lambda t: t.ones(2, dtype=t.complex128), "a dtype that prep does not carry"),
+    "complex32": (lambda t: t.ones(2, dtype=t.complex32), "a dtype that prep does not carry"),
+    "conjugate": (lambda t: t.ones(2, dtype=t.complex64).conj(), "conjugate or negative view"),
+    "expanded": (lambda t: t.ones(2, 1).expand(2, 3), "`.contiguous()` before it is saved"),
+    "overlapping": (lambda t: t.arange(5.0).as_strided((3, 3), (1, 1)), "elements overlap"),
+    "a whole module": (lambda t: t.nn.Linear(2, 2), "asks for `torch.nn.modules.linear.Linear`"),
+    "a class of one's own": (lambda t: random.Random(), "asks for `random.Random`"),
+}
+
+
+@pytest.mark.parametrize(("make", "told"), NOT_CARRIED.values(), ids=NOT_CARRIED)
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_what_prep_does_not_carry_is_refused_by_its_name(
+    tmp_path: Path, make: Callable[[Any], object], told: str, zipped: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.ones(2), "x": make(torch)}, tmp_path / "y.bin", _use_new_zipfile_serialization=zipped)
+    error = refusal(tmp_path, (tmp_path / "y.bin").read_bytes())
+    assert told in f"{error.what} {error.why}"
+    assert error.hint
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_is_no_checkpoint(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "y.bin")
+    assert "TorchScript" in refusal(tmp_path, (tmp_path / "y.bin").read_bytes()).why
+
+
+SEEDS = [path.read_bytes() for path in FILES]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_bytes_are_read_within_the_file_or_refused(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    told = set()
+    for i in range(FUZZED // 3):
+        content = fuzzed(rng, i)
+        try:
+            found = read(tmp_path, content)
+        except PrepError as error:
+            told.add(error.why)
+            continue
+        told.add("read")
+        assert all(0 <= t.span[0] <= t.span[1] <= len(content) for t in found.tensors)
+    assert "read" in told
+    assert len(told) > 30
+    assert all(why.isprintable() for why in told)
+
+
+def fuzzed(rng: random.Random, number: int) -> bytes:
+    """A file that was changed anywhere, at its ends, or in its pickle alone."""
+    content = SEEDS[number % len(SEEDS)]
+    kind = rng.randrange(4)
+    if kind == 0:
+        return mutated(content, rng)
+    if kind == 1:
+        edge = min(900, len(content))
+        return content[:-edge] + mutated(content[-edge:], rng)
+    if kind == 2:
+        return mutated(content[:600], rng) + content[600:]
+    pickled = mutated(ONE, rng)
+    return packed(pickled) if number % 2 else legacy(pickled[2:-1])
+
+
+# Which files of a folder
+
+
+def test_the_files_that_count() -> None:
+    index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
+    kept = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "config.json", ".hidden.bin"]
+    assert model_files([index, single, "x.bin"]) == [index]
+    assert model_files([single, "x.bin"]) == [single]
+    assert model_files(["model.pth", *kept]) == ["model.pth"]
+    assert model_files(["b.PT", "a.bin"]) == ["a.bin", "b.PT"]
+    assert model_files([*kept, "consolidated.00.pth"]) == []
+    assert torch_kind([index]) == torch_kind([single]) == torch_kind(["pytorch_model-00001-of-00002.bin"]) == "torch"
+    assert torch_kind(["consolidated.00.pth", "params.json"]) == "meta"
+    assert torch_kind(["consolidated.00.pth", single]) == "torch"
+    assert torch_kind(["model.pth", *kept]) is None
+
+
+def shards(folder: Path, held: Mapping[str, bytes]) -> Path:
+    for file, pickled in held.items():
+        (folder / file).write_bytes(packed(pickled))
+    return folder
+
+
+def index_of(folder: Path, held: object) -> None:
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {"total_size": "1"}, "weight_map": held})
+    )
+
+
+A, B = (whole(mapping({key: tensor()})) for key in "ab")
+
+
+def test_shards_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    shards(tmp_path, {"pytorch_model-00002-of-00002.bin": A, "pytorch_model-00001-of-00002.bin": B})
+    for _ in range(2):
+        found = read_folder(tmp_path)
+        assert [(t.name, t.file) for t in found.tensors] == [("b", 0), ("a", 1)]
+        assert [path.name[14:19] for path in found.files] == ["00001", "00002"]
+        index_of(tmp_path, {"a": "pytorch_model-00002-of-00002.bin", "b": "pytorch_model-00001-of-00002.bin"})
+
+
+FOLDERS = {
+    "a shard is missing": ({"pytorch_model-00001-of-00002.bin": A}, None, "1 of 2 files"),
+    "a shard of the index is missing": ({"x.bin": A}, {"a": "x.bin", "b": "y.bin"}, "1 of 2 files"),
+    "a tensor twice": ({"x-00001-of-00002.bin": A, "x-00002-of-00002.bin": A}, None, "is in two files"),
+    "an index of something else": ({"x.bin": A}, {"b": "x.bin"}, "name different tensors"),
+    "an index that leads out": ({"x.bin": A}, {"a": "../x.bin"}, "is not a usable index"),
+    "an index of other files": ({"x.bin": A}, {"a": "x.safetensors"}, "is not a usable index"),
+    "two models": ({"a.bin": A, "b.pt": B}, None, "does not say which file the model is"),
+    "an adapter": ({"adapter_model.bin": A}, None, "is an adapter, not a model"),
+}
+
+
+@pytest.mark.parametrize(("held", "index", "what"), FOLDERS.values(), ids=FOLDERS)
+def test_folders_that_do_not_agree_are_refused(
+    tmp_path: Path, held: Mapping[str, bytes], index: object, what: str
+) -> None:
+    shards(tmp_path, held)
+    if index is not None:
+        index_of(tmp_path, index)
+    with pytest.raises(PrepError) as caught:
+        read_folder(tmp_path)
+    assert what in caught.value.what

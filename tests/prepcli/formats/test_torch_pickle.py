@@ -1,0 +1,249 @@
+"""Pickles interpreted: what they hold is what Python's own reader makes of them, and nothing of them is run."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import random
+import struct
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prepcli.formats.torch_pickle import MAX_OPCODES, Loaded, Made, Name, Outside, Pairs, UnexpectedName, Window, load
+from tests.helpers.pickles import MARK, START, call, group, mapping, mutated, name, number, text, whole
+
+EXPECTED = {"collections.OrderedDict", "builtins.set", "builtins.complex", "torch._utils._rebuild_tensor_v2", "a.B"}
+FUZZED = 1500
+
+
+def read(data: bytes) -> Loaded:
+    return load(Window.of(data), EXPECTED)
+
+
+def reason(data: bytes) -> str:
+    """Why bytes are refused; empty if they are not."""
+    try:
+        read(data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def plain(value: object) -> object:
+    """What was read as Python's own objects."""
+    if isinstance(value, Pairs):
+        return {plain(key): plain(each) for key, each in value.items}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(each) for each in value)
+    return value
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**300), 2**300) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner, inner) | st.lists(inner).map(tuple)
+    | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=values, protocol=st.integers(3, 5))
+def test_plain_values_are_read_as_python_reads_them(value: object, protocol: int) -> None:
+    window = Window.of(pickle.dumps(value, protocol) + b"rest")
+    assert plain(load(window, ()).root) == value
+    assert window.take(4) == b"rest"
+
+
+def test_mappings_and_sets_are_read_without_being_made() -> None:
+    shared = ["x"]
+    value = OrderedDict(a=1, b=shared, c=shared, d={"e": ()}, f=-1, g=2**40, h=1.5, i={3})
+    for protocol in (2, 3, 4, 5):
+        found = read(pickle.dumps(value, protocol)).root
+        assert isinstance(found, Pairs)
+        assert [key for key, _ in found.items] == list(value)
+        items = {key: plain(each) for key, each in found.items if isinstance(key, str)}
+        seen = items.pop("i")
+        assert isinstance(seen, list | Made)
+        assert items == {key: plain(each) for key, each in value.items() if key != "i"}
+
+
+def test_texts_of_python_2_are_texts_and_lists_of_pairs_mappings() -> None:
+    pair = b"]" + MARK + b"U\x01a" + number(3) + b"e"
+    assert plain(read(whole(call("collections.OrderedDict", b"]" + pair + b"a"))).root) == {"a": 3}
+    assert plain(read(whole(b"T\x02\x00\x00\x00\xff\xfe")).root) == b"\xff\xfe"
+
+
+def test_a_call_is_recorded_and_not_made() -> None:
+    found = read(whole(call("a.B", number(3)) + mapping({"x": number(1)}) + b"b")).root
+    assert isinstance(found, Made)
+    assert (found.maker, found.args, plain(found.state)) == (Name("a.B"), (3,), {"x": 1})
+
+
+def test_what_lies_outside_is_told_in_order() -> None:
+    found = read(whole(b"]", MARK, text("b") + b"Q", text("a") + b"Q", b"e"))
+    assert [each.id for each in found.outside] == ["b", "a"]
+    assert isinstance(found.root, list)
+    assert all(isinstance(each, Outside) for each in found.root)
+
+
+OUT = "a file that must not be"
+
+
+class Payload:
+    """Asks to be made by a call of the system."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        import os
+
+        return os.system, (f"touch '{OUT}'",)
+
+
+SYSTEM = group(text(f"touch '{OUT}'"))
+PAYLOADS = {
+    **{f"protocol {protocol}": pickle.dumps([Payload()], protocol) for protocol in range(6)},
+    "GLOBAL and REDUCE": whole(name("os.system"), SYSTEM, b"R"),
+    "by another name": whole(name("posix.system"), SYSTEM, b"R"),
+    "eval": whole(name("builtins.eval"), group(text("1/0")), b"R"),
+    "eval of Python 2": whole(name("__builtin__.eval"), group(text("1/0")), b"R"),
+    "STACK_GLOBAL": whole(text("os"), text("system"), b"\x93", SYSTEM, b"R"),
+    "STACK_GLOBAL through what is let in": whole(text("collections"), text("OrderedDict.fromkeys"), b"\x93", b")R"),
+    "an attribute of what is let in": whole(text("a"), text("B.__class__"), b"\x93", b")R"),
+    "INST": b"(" + text(f"touch '{OUT}'") + b"ios\nsystem\n.",
+    "OBJ": b"(" + name("os.system") + text(f"touch '{OUT}'") + b"o.",
+    "NEWOBJ": whole(name("subprocess.Popen"), SYSTEM, b"\x81"),
+    "NEWOBJ_EX": whole(name("subprocess.Popen"), SYSTEM, b"}", b"\x92"),
+    "BUILD": whole(b"}", mapping({"__setstate__": name("os.system")}), b"b", SYSTEM, b"b"),
+    "BUILD of a class": whole(name("a.B"), mapping({"x": number(1)}), b"b"),
+    "REDUCE of a text": whole(text("os.system"), SYSTEM, b"R"),
+    "REDUCE of what was made": whole(call("a.B"), SYSTEM, b"R"),
+    "EXT1": START + b"\x82\x01.",
+    "EXT2": START + b"\x83\x01\x00.",
+    "EXT4": START + b"\x84\x01\x00\x00\x00.",
+    "PERSID": START + b"Pos.system\n.",
+    "NEXT_BUFFER": START + b"\x97.",
+    "getattr": whole(name("builtins.getattr"), group(text("x"), text("y")), b"R"),
+    "copyreg": whole(name("copyreg._reconstructor"), group(name("a.B")), b"R"),
+    "a pickle within": whole(name("torch.storage._load_from_bytes"), group(b"C\x01."), b"R"),
+}
+
+
+@pytest.mark.parametrize("data", PAYLOADS.values(), ids=PAYLOADS)
+def test_nothing_is_run(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.__import__", _no_import)
+    found = reason(data)
+    monkeypatch.undo()
+    assert found
+    assert found.isprintable()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _no_import(*names: object) -> None:
+    raise AssertionError(f"something was imported: {names[0]}")
+
+
+def test_a_name_that_is_not_expected_is_told() -> None:
+    with pytest.raises(UnexpectedName) as caught:
+        read(whole(name("os.system")))
+    assert caught.value.name == "os.system"
+
+
+BROKEN = {
+    "nothing": b"",
+    "no end": START + b"N",
+    "end without a value": START + b".",
+    "protocol 6": b"\x80\x06N.",
+    "unknown opcode": b"\xff",
+    "text cut short": START + b"X\x05\x00\x00\x00ab.",
+    "text of 2^63 bytes": START + b"\x8d" + struct.pack("<Q", 2**63) + b".",
+    "bytes of 2^64 - 1 bytes": START + b"\x8e" + struct.pack("<Q", 2**64 - 1) + b".",
+    "bytearray of 2^62 bytes": START + b"\x96" + struct.pack("<Q", 2**62) + b".",
+    "text of Python 2 of -1 bytes": START + b"T\xff\xff\xff\xff.",
+    "a long text": START + b"X" + struct.pack("<I", 2 << 20) + b"a" * (2 << 20) + b".",
+    "a number of 2^31 - 1 bytes": START + b"\x8b" + struct.pack("<i", 2**31 - 1) + b".",
+    "a number of -1 bytes": START + b"\x8b" + struct.pack("<i", -1) + b".",
+    "a name without an end": START + b"cos" + b"x" * 5000,
+    "a name that is not UTF-8": START + b"c\xff\n\xff\n.",
+    "a text that is not UTF-8": START + b"X\x01\x00\x00\x00\xff.",
+    "half a surrogate pair": START + b"X\x03\x00\x00\x00\xed\xa0\x80.",
+    "what was not kept": START + b"h\x05.",
+    "keeping nothing": START + b"q\x00.",
+    "keeping a mark": START + b"(q\x00.",
+    "doubling a mark": START + b"(2.",
+    "no mark": START + b"t.",
+    "taking a mark": START + b"(\x85.",
+    "more than there is": START + b"K\x01\x87.",
+    "appending to a number": START + b"K\x01K\x02a.",
+    "an item of a list": START + b"]K\x01K\x02s.",
+    "a key without a value": START + b"}(K\x01u.",
+    "a key without a value in DICT": START + b"(K\x01d.",
+    "pairs of three": whole(call("collections.OrderedDict", b"](K\x01K\x02K\x03ta")),
+    "a call with a list": START + name("a.B") + b"]R.",
+    "a state for a list": START + b"]}b.",
+    "a name of numbers": START + b"K\x01K\x02\x93.",
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+def test_broken_pickles_are_refused_with_a_reason(data: bytes) -> None:
+    assert reason(data).isprintable()
+    assert 5 < len(reason(data)) < 300
+
+
+DEEP = 400_000
+BOMBS = {
+    "opcodes": START + b"N0" * MAX_OPCODES,
+    "mappings": START + b"}" * (MAX_OPCODES + 1),
+    "kept": START + b"N" + b"".join(b"r" + struct.pack("<I", i) for i in range(MAX_OPCODES // 4)) * 5 + b".",
+    "copies of pairs": whole(
+        b"]q\x00(" + group(b"NN") * 1000 + b"e0", (name("collections.OrderedDict") + b"h\x00\x85R0") * 5000, b"N"
+    ),
+}
+
+
+@pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
+def test_bombs_end_at_the_limit_of_opcodes(data: bytes) -> None:
+    with pytest.raises(ValueError, match="opcodes"):
+        read(data)
+
+
+NESTED = {
+    "tuples": START + b")" + b"\x85" * DEEP + b".",
+    "lists": START + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
+    "calls": START + name("a.B") + b"q\x000N" + b"\x85q\x01" + b"0h\x00h\x01R\x85q\x01" * (DEEP // 8) + b".",
+    "a list in itself": START + b"]q\x00h\x00a.",
+    "a mapping in itself": START + b"}q\x00K\x01h\x00s.",
+    "doubled sharing": START + b"Nq\x00" + b"h\x00h\x00\x86q\x00" * 1000 + b".",
+}
+
+
+@pytest.mark.parametrize("data", NESTED.values(), ids=NESTED)
+def test_depth_costs_nothing(data: bytes) -> None:
+    assert read(data).root is not None
+
+
+SEEDS = [
+    pickle.dumps({"a": [1, 2.5, "x", (None, True)], "b": {"c": b"bytes", "d": {1, 2}}, "e": 2**70}, protocol)
+    for protocol in (2, 3, 4, 5)
+] + [whole(mapping({"w": call("a.B", text("x") + b"Q", number(3))}))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_bytes_end_in_a_value_or_a_reason(seed: int) -> None:
+    rng = random.Random(seed)
+    reasons = set()
+    for i in range(FUZZED // 3):
+        reasons.add(reason(mutated(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))))
+    assert "" in reasons
+    assert len(reasons) > 20
+    assert all(each.isprintable() for each in reasons)
+
+
+def test_every_opcode_is_either_read_or_refused_by_its_name() -> None:
+    for opcode in pickletools.opcodes:
+        found = reason(opcode.code.encode("latin-1") + b".")
+        assert f"opcode {opcode.name}, " in found or "opcode" not in found

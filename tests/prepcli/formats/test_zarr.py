@@ -1,0 +1,148 @@
+"""Documents of zarr arrays: what is read of them, what is refused by name, and that nothing else can happen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prepcli.errors import PrepError
+from prepcli.formats.orbax import ArrayMeta
+from prepcli.formats.zarr import ZARR_JSON, ZARRAY, Zarr, parse
+from tests.helpers.zarr_items import Form, document
+
+META = ArrayMeta(("w",), (4, 6), "float32", (2, 3))
+SHARDED = Form(zarr3=True, shard=2, steps=("zstd", "crc32c"))
+
+
+def version_2(**changes: Any) -> Zarr:
+    return parse("w", ZARRAY, json.dumps(document(META, Form()) | changes).encode())
+
+
+def version_3(form: Form = SHARDED, **changes: Any) -> Zarr:
+    return parse("w", ZARR_JSON, json.dumps(document(META, form) | changes).encode())
+
+
+def codec(name: str, **settings: Any) -> dict[str, Any]:
+    return {"name": name, "configuration": settings}
+
+
+BYTES = codec("bytes", endian="little")
+
+
+def sharding(**changes: Any) -> list[dict[str, Any]]:
+    return [codec("sharding_indexed", **{"chunk_shape": [2, 3], "codecs": [BYTES], "index_codecs": [BYTES], **changes})]
+
+
+def test_an_array_of_version_3_in_shards():
+    found = version_3()
+    assert (found.shape, found.chunk, found.dtype, found.steps) == ((4, 6), (2, 3), "float32", ("zstd", "crc32c"))
+    assert (found.stored_chunk, found.stored_grid, found.zeros) == ((4, 6), (1, 1), True)
+    assert found.key((3, 1)) == "c/3/1"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "keys"),
+    [
+        ({"name": "default"}, ["c/1/2", "c"]),
+        (codec("default", separator="."), ["c.1.2", "c"]),
+        ({"name": "v2"}, ["1.2", "0"]),
+        (codec("v2", separator="/"), ["1/2", "0"]),
+    ],
+)
+def test_how_chunks_are_named(encoding: dict[str, Any], keys: list[str]):
+    key = version_3(chunk_key_encoding=encoding).key
+    assert [key((1, 2)), key(())] == keys
+
+
+@pytest.mark.parametrize(
+    ("fill", "is_zero"),
+    [(None, True), (0, True), (0.0, True), (False, True), (1, False), (-0.0, False), ("0x0", False), (True, False)],
+)
+def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
+    assert version_2(fill_value=fill).zeros == is_zero
+    assert version_3(fill_value=fill).zeros == is_zero
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"zarr_format": 2}, "the zarr.json of w is broken"),
+        ({"node_type": "group"}, "the zarr.json of w is broken"),
+        ({"shape": [4]}, "the zarr.json of w is broken"),
+        ({"chunk_grid": codec("regular", chunk_shape=[0, 3])}, "the zarr.json of w is broken"),
+        ({"chunk_grid": codec("regular", chunk_shape=[1 << 30, 1 << 30])}, "the zarr.json of w is broken"),
+        ({"shape": [1] * 40, "chunk_grid": codec("regular", chunk_shape=[1] * 40)}, "the zarr.json of w is broken"),
+        ({"chunk_grid": codec("rectilinear")}, "w is cut into the grid `rectilinear`"),
+        ({"chunk_grid": 3}, "the zarr.json of w is broken"),
+        ({"data_type": "int4"}, "w is `int4`"),
+        ({"data_type": {"name": "structured"}}, "w is `{'name': 'structured'}`"),
+        ({"storage_transformers": [1]}, "w is stored with storage transformers"),
+        ({"chunk_key_encoding": codec("default", separator="-")}, "the chunks of w are named as `default` with `-`"),
+        ({"chunk_key_encoding": {"name": "base64"}}, "the chunks of w are named as `base64` with `.`"),
+        ({"codecs": []}, "w is stored with no codec in place of `bytes`"),
+        ({"codecs": 3}, "the zarr.json of w is broken"),
+        ({"codecs": [{}]}, "the zarr.json of w is broken"),
+        ({"codecs": [codec("bytes", endian="big")]}, "w is stored big endian"),
+        ({"codecs": [codec("transpose", order=[1, 0]), BYTES]}, "w is stored with `transpose` in place of `bytes`"),
+        ({"codecs": [BYTES, codec("blosc")]}, "w is stored with `blosc`"),
+        ({"codecs": [BYTES, codec("zlib")]}, "w is stored with `zlib`"),
+        ({"codecs": [BYTES, codec("crc32c"), codec("zstd")]}, "w is stored with `crc32c`, `zstd`"),
+        ({"codecs": [BYTES, codec("zstd"), codec("zstd")]}, "w is stored with `zstd`, `zstd`"),
+        ({"codecs": [*sharding(), codec("zstd")]}, "the shards of w are stored with `zstd`"),
+        ({"codecs": sharding(codecs=sharding())}, "w is stored with `sharding_indexed` in place of `bytes`"),
+        ({"codecs": sharding(chunk_shape=[3, 3])}, "the zarr.json of w is broken"),
+        ({"codecs": sharding(chunk_shape=[2])}, "the zarr.json of w is broken"),
+        ({"codecs": sharding(index_location="middle")}, "the zarr.json of w is broken"),
+        (
+            {"codecs": sharding(index_codecs=[BYTES, codec("gzip")])},
+            "the shards of w have an index that is stored with gzip",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], what: str):
+    with pytest.raises(PrepError) as caught:
+        version_3(**changes)
+    assert caught.value.what == what
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 1 << 70), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    max_leaves=6,
+)
+WORDS = st.sampled_from(["zstd", "bytes", "crc32c", "sharding_indexed", "gzip", "default", "v2", "regular", "/", "."])
+
+
+def spots(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of everything in a document."""
+    inside = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    return [path, *(spot for key, value in inside for spot in spots(value, (*path, key)))]
+
+
+def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    made = dict(document) if isinstance(document, dict) else list(document)
+    made[path[0]] = replaced(document[path[0]], path[1:], value)
+    return made
+
+
+@settings(max_examples=1500, deadline=None)
+@given(data=st.data(), form=st.sampled_from([Form(steps=("zstd",)), SHARDED, Form(zarr3=True)]))
+def test_changed_documents_are_refused_or_understood(data: st.DataObject, form: Form):
+    changed = json.loads(json.dumps(document(META, form)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        spot = data.draw(st.sampled_from(spots(changed)))
+        changed = replaced(changed, spot, data.draw(st.one_of(JSON, WORDS, st.just([1, 2]), st.just([BYTES]))))
+    with contextlib.suppress(PrepError):
+        found = parse("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
+        assert len(found.shape) == len(found.chunk) == len(found.stored_grid)
+        assert all(n > 0 for n in found.chunk)
+        assert found.key((0,) * len(found.shape))

@@ -1,0 +1,145 @@
+"""Statistics, judged by NumPy on whole arrays."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prepcli.engine.blobs import open_blobs
+from prepcli.formats.orbax import TYPESTR, ArrayMeta
+from prepcli.formats.safetensors import CODES
+from prepcli.inspection import tensor_stats as module
+from prepcli.inspection.contents import Contents, Entry, read_contents
+from prepcli.inspection.tensor_stats import Stats, stats, stored_nbytes
+from prepcli.sources.locate import locate
+from tests.helpers.hf_folders import write_folder
+from tests.helpers.orbax_items import make_item, values
+
+
+def contents_of(folder: Path) -> Contents:
+    return read_contents(locate(str(folder)), "it")
+
+
+def measured(contents: Contents, entry: Entry) -> tuple[Stats | None, int]:
+    read: list[int] = []
+    with open_blobs(contents.reads) as files:
+        return stats(entry, files, read.append), sum(read)
+
+
+def by_numpy(array: np.ndarray) -> Stats:
+    """All values at once, in float64 (a bool's as it is stored)."""
+    array = array.view(np.uint8) if array.dtype == bool else array
+    if array.dtype.kind == "c":
+        parts = np.isnan(array), np.isinf(array) & ~np.isnan(array), array == 0
+        return Stats(None, None, None, *(int(part.sum()) for part in parts))
+    with np.errstate(invalid="ignore"):  # a signalling NaN says so
+        wide = array if array.dtype.kind in "iu" else array.astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    ends = (finite.min().item(), finite.max().item()) if finite.size else (None, None)
+    mean = math.fsum(finite.tolist()) / finite.size if finite.size else None
+    counts = np.isnan(wide), np.isinf(wide), wide == 0
+    return Stats(*ends, mean, *(int(part.sum()) for part in counts))
+
+
+def assert_same(found: Stats | None, array: np.ndarray) -> None:
+    expected = by_numpy(array)
+    assert found is not None
+    assert (found.least, found.greatest, found.nan, found.inf, found.zeros) == (
+        expected.least, expected.greatest, expected.nan, expected.inf, expected.zeros,
+    )  # fmt: skip
+    if expected.mean is None:
+        assert found.mean is None
+    else:
+        largest = max(abs(expected.least or 0), abs(expected.greatest or 0))
+        assert found.mean == pytest.approx(expected.mean, rel=1e-9, abs=1e-9 * largest)
+
+
+@st.composite
+def grids(draw) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes, and chunks that need not divide them."""
+    shape = draw(st.lists(st.integers(1, 7), max_size=3).map(tuple))
+    return shape, tuple(draw(st.integers(1, extent + 2)) for extent in shape)
+
+
+@given(
+    dtype=st.sampled_from([name for name in TYPESTR if name != "float64"]),
+    grid=grids(),
+    run_nbytes=st.sampled_from([8, 24, 1 << 20]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_arrays_in_chunks_of_any_bits(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, dtype, grid, run_nbytes, seed
+) -> None:
+    monkeypatch.setattr(module, "RUN_NBYTES", run_nbytes)
+    shape, chunk = grid
+    array = values(dtype, shape, seed)
+    folder = tmp_path_factory.mktemp("item")
+    make_item(folder, {ArrayMeta(("x",), shape, dtype, chunk): array})
+    contents = contents_of(folder)
+    found, read_nbytes = measured(contents, contents.entries[0])
+    assert_same(found, array)
+    counts = [-(-extent // length) for extent, length in zip(shape, chunk)]
+    assert read_nbytes == stored_nbytes(contents.entries[0]) == math.prod(counts) * math.prod(chunk) * array.itemsize
+
+
+SPECIAL = {
+    "float16": [0.0, -0.0, 65504, 6e-8, -65504, math.nan, math.inf, -math.inf, 1],
+    "bfloat16": [3e38, -3e38, 1e-40, 0.0, -0.0, math.nan, math.inf, -math.inf, math.inf],
+    "float32": [3e38, 3e38, 3e38, 1e-45, -0.0, math.nan, -math.nan, -math.inf, math.inf],
+    "float64": [1e300, -1e-300, 5e-324, 0.0, -0.0, math.nan, math.inf, -math.inf, 2],
+    "complex64": [1 + 2j, 0, complex(math.nan, 0), complex(math.inf, math.nan), complex(0, math.inf), -0.0, 1, 2, 3],
+    "float8_e4m3fn": [448, -448, 2**-9, 0.0, -0.0, math.nan, math.nan, 1, 2],
+    "float8_e5m2": [57344, -57344, 2**-16, 0.0, -0.0, math.nan, math.inf, -math.inf, 2],
+    "float8_e8m0fnu": [2.0**127, 2.0**-127, 1, 2, 4, math.nan, math.nan, 8, 16],
+    "int64": [2**63 - 1, -(2**63), 0, 1, 2, 3, 4, 5, 6],
+    "uint64": [2**64 - 1, 0, 0, 1, 2, 3, 4, 5, 6],
+    "bool": [True, False, True, True, False, False, False, False, False],
+}
+
+
+@pytest.mark.parametrize("dtype", SPECIAL)
+def test_special_values_of_a_safetensors_file(tmp_path: Path, dtype: str) -> None:
+    array = np.array(SPECIAL[dtype], getattr(ml_dtypes, dtype, dtype)).reshape(3, 3)
+    write_folder(tmp_path / "model", {"model.safetensors": {"x": array}})
+    contents = contents_of(tmp_path / "model")
+    found, _ = measured(contents, contents.entries[0])
+    assert_same(found, array)
+
+
+def test_a_mean_beyond_float64_is_none(tmp_path: Path) -> None:
+    write_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(4, 1.7e308)}})
+    contents = contents_of(tmp_path / "model")
+    assert measured(contents, contents.entries[0])[0] == Stats(1.7e308, 1.7e308, None, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("shape", "special"), [((0, 3), 0), ((4,), 4)])
+def test_nothing_finite_has_no_extremes(tmp_path: Path, shape: tuple[int, ...], special: int) -> None:
+    write_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(shape, np.nan, np.float32)}})
+    contents = contents_of(tmp_path / "model")
+    assert measured(contents, contents.entries[0])[0] == Stats(None, None, None, special, 0, 0)
+
+
+def test_packed_dtypes_are_not_looked_into(tmp_path: Path) -> None:
+    assert "F4" in CODES.values()
+    header = b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x12\x34")
+    contents = contents_of(tmp_path)
+    assert measured(contents, contents.entries[0]) == (None, 0)
+    assert stored_nbytes(contents.entries[0]) == 0
+
+
+def test_arrays_that_lie_in_the_index(tmp_path: Path) -> None:
+    arrays = {"small": np.arange(-3, 4, dtype=np.float32), "scalar": np.float32(2.5)}
+    ocp.PyTreeCheckpointer(use_compression=False).save(tmp_path / "saved", arrays)
+    contents = contents_of(tmp_path / "saved")
+    for entry in contents.entries:
+        assert entry.first is None
+        assert_same(measured(contents, entry)[0], np.asarray(arrays[entry.name]))

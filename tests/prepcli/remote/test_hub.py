@@ -1,0 +1,253 @@
+"""Downloads by the real huggingface_hub from a hub on the loopback interface, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from prepcli.remote.hub import wanted
+from tests.helpers.hub_server import COMMIT, Hub, Repo, environment, serving
+
+WEIGHTS = save({"a": np.arange(3000, dtype=np.float32)})
+GOOD = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": WEIGHTS,
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"not wanted",
+    "original/params.json": b"not wanted",
+    "README.md": b"not wanted",
+}
+QUANTISED = {**GOOD, "config.json": b'{"quantization_config": {"quant_method": "gptq"}}'}
+REPOS = {
+    "o/good": Repo(GOOD),
+    "o/flax": Repo({"config.json": b"{}", "flax_model.msgpack": b"x", "tf_model.h5": b"not wanted"}),
+    "o/bin": Repo({"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"not wanted"}),
+    "o/meta": Repo({"consolidated.00.pth": b"x", "params.json": b"{}", "tokenizer.model": b"x"}),
+    "o/gguf": Repo({"m-Q4.gguf": b"x", "README.md": b""}),
+    "o/lora": Repo({"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}),
+    "o/empty": Repo({"README.md": b""}),
+    "o/gptq": Repo(QUANTISED),
+    "o/older": Repo({**GOOD, "quantize_config.json": b'{"bits": 4}'}),
+    "o/huge": Repo(GOOD, sizes={"model.safetensors": 1 << 60}),
+    "o/gated": Repo(status=401, error_code="GatedRepo"),
+    "o/refused": Repo(status=403, error_code="GatedRepo"),
+    "o/private": Repo(status=401),
+    "o/ill": Repo(status=503),
+}
+SCRIPT = """
+import io, json, os, sys
+from prepcli.sources.locate import locate
+from prepcli.errors import PrepError
+from prepcli.console.progress import JsonProgress
+from prepcli.remote.patience import patience_of
+warned, told = [], io.StringIO()
+answer = {"warned": warned}
+try:
+    patience = patience_of(os.environ, str)
+    options = {"offline": "--offline" in sys.argv, "progress": JsonProgress(told), "patience": patience}
+    found = locate(sys.argv[1], warn=warned.append, **options)
+    answer |= {"path": str(found.path), "revision": found.revision, "kind": found.kind}
+except PrepError as error:
+    answer |= {"error": [error.what, error.why, error.hint, error.code]}
+answer["events"] = [json.loads(line) for line in told.getvalue().splitlines()]
+print(json.dumps(answer))
+"""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Runs `locate` in a process with these variables."""
+
+    variables: dict[str, str]
+    cwd: Path
+
+    def __call__(self, name: str, *options: str, **variables: str) -> dict[str, object]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, name, *options],
+            env={**inherited, **self.variables, **variables},
+            cwd=self.cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with serving(REPOS) as hub:
+        yield hub
+
+
+@pytest.fixture
+def ask(hub: Hub, tmp_path: Path) -> Asker:
+    """With an empty cache, and the hub's list of requests emptied."""
+    hub.requests.clear()
+    return Asker(hub.environment(tmp_path / "home"), tmp_path)
+
+
+def test_a_download_brings_what_is_needed_and_nothing_else(ask: Asker, hub: Hub) -> None:
+    answer = ask("o/good")
+    path = Path(str(answer["path"]))
+    assert (answer["kind"], answer["revision"], answer["warned"]) == ("safetensors", COMMIT, [])
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == {
+        name: GOOD[name] for name in ("config.json", "model.safetensors", "tokenizer.json")
+    }
+    assert not [request for request in hub.requests if "README" in request or ".bin" in request]
+
+
+def test_the_progress_of_a_download_is_told_in_bytes(ask: Asker) -> None:
+    events = ask("o/good")["events"]
+    assert isinstance(events, list)
+    nbytes = len(WEIGHTS) + len(GOOD["tokenizer.json"])  # config.json is looked at before
+    assert [(event["event"], event["task"], event["done"], event["total"]) for event in events] == [
+        ("begin", "download", 0, nbytes), ("end", "download", nbytes, nbytes),
+    ]  # fmt: skip
+
+
+def test_a_second_time_nothing_is_downloaded(ask: Asker, hub: Hub) -> None:
+    first = ask("o/good")
+    hub.requests.clear()
+    second = ask("o/good")
+    assert (second["path"], second["events"]) == (first["path"], [])
+    assert not [request for request in hub.requests if "/resolve/" in request]
+
+
+def test_offline_the_cache_serves_without_a_request(ask: Asker, hub: Hub) -> None:
+    first = ask("o/good")
+    hub.requests.clear()
+    assert ask("o/good", "--offline")["path"] == first["path"]
+    assert ask("o/good", HF_HUB_OFFLINE="1")["path"] == first["path"]
+    assert hub.requests == []
+
+
+def test_offline_and_not_cached(ask: Asker, hub: Hub) -> None:
+    expected = ["cannot read o/good", "not in the cache and HF_HUB_OFFLINE=1", "run once with network", 1]
+    assert ask("o/good", "--offline")["error"] == expected
+    assert ask("o/good", HF_HUB_OFFLINE="1")["error"] == expected
+    assert hub.requests == []
+
+
+def test_offline_a_model_without_its_weights_is_not_cached(ask: Asker) -> None:
+    path = Path(str(ask("o/good")["path"]))
+    (path / "model.safetensors").unlink()
+    assert ask("o/good", "--offline")["error"] == [
+        "cannot read o/good", "not in the cache and HF_HUB_OFFLINE=1", "run once with network", 1,
+    ]  # fmt: skip
+
+
+def test_a_revision_is_asked_for(ask: Asker) -> None:
+    assert ask(f"o/good@{COMMIT}")["revision"] == COMMIT
+    assert ask("o/good@v9")["error"] == ["o/good has no revision `v9`", "the hub says 404", "see its page for names", 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("o/gated", ["cannot read o/gated", "the hub says 401: access must be granted to your account",
+                     "open its page, then `hf auth login`", 1]),
+        ("o/refused", ["cannot read o/refused", "the hub says 403: access must be granted to your account",
+                       "open its page, then `hf auth login`", 1]),
+        ("o/private", ["cannot read o/private", "the hub says 401: it is private, or there is no such model",
+                       "open its page, then `hf auth login`", 1]),
+        ("o/nothing", ["cannot read o/nothing", "not a folder here, and the hub says 404: there is no such model",
+                       "check the spelling", 1]),
+        ("o/ill", ["cannot read o/ill", "the hub says 503", "try again later; a download goes on where it stopped", 1]),
+        ("o/empty", ["o/empty holds no checkpoint", "its files are README.md", "", 1]),
+    ],
+)  # fmt: skip
+def test_refusals_of_the_hub(ask: Asker, name: str, error: list[object]) -> None:
+    assert ask(name)["error"] == error
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("o/gguf", "o/gguf is in GGUF format"),
+        ("o/lora", "o/lora is an adapter, not a model"),
+        ("o/gptq", "o/gptq is quantised"),
+        ("o/older", "o/older is quantised"),
+        ("o/huge", "not enough room for o/huge"),
+    ],
+)
+def test_what_cannot_be_used_is_noticed_before_the_weights_are_downloaded(
+    ask: Asker, hub: Hub, name: str, what: str
+) -> None:
+    error = ask(name)["error"]
+    assert isinstance(error, list)
+    assert error[0] == what
+    assert error[3] == 1
+    assert not [request for request in hub.requests if "/resolve/" in request and "config.json" not in request]
+
+
+def test_a_full_disk_is_told_in_numbers(ask: Asker, tmp_path: Path) -> None:
+    error = ask("o/huge")["error"]
+    assert isinstance(error, list)
+    assert error[1].startswith(f"needs 1048576.00 TiB, {tmp_path / 'home' / 'hub'} has ")
+    assert error[1].endswith(" free")
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with serving({}) as gone:
+        pass
+    error = Asker(environment(gone.url, tmp_path), tmp_path)("o/good")["error"]
+    assert error == [
+        "cannot read o/good",
+        f"the hub cannot be reached at HF_ENDPOINT={gone.url}, and the model is not in the cache",
+        "check the network, or name a folder that is here",
+        1,
+    ]
+
+
+@pytest.mark.parametrize("trouble", [{}, {"o/good": Repo(status=503)}])
+def test_while_the_hub_is_away_its_cache_serves_and_this_is_said(tmp_path: Path, trouble: dict[str, Repo]) -> None:
+    home = tmp_path / "home"
+    with serving(REPOS) as hub:
+        path = Asker(hub.environment(home), tmp_path)("o/good")["path"]
+    with serving(trouble) as other:
+        url = other.url if trouble else hub.url
+        answer = Asker(environment(url, home), tmp_path)("o/good", PREP_TIMEOUT="0.5")
+    assert answer["path"] == path
+    assert answer["warned"] == [f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"]
+
+
+def test_without_safetensors_the_files_of_others_are_downloaded(ask: Asker) -> None:
+    for name, kind, files in (
+        ("o/bin", "torch", ["config.json", "pytorch_model.bin"]),
+        ("o/meta", "meta", ["consolidated.00.pth", "params.json", "tokenizer.model"]),
+        ("o/flax", "flax", ["config.json", "flax_model.msgpack"]),
+    ):
+        for options in ((), ("--offline",)):
+            answer = ask(name, *options)
+            assert answer["kind"] == kind
+            assert sorted(path.name for path in Path(str(answer["path"])).iterdir()) == files
+
+
+def test_of_several_weights_one_format_is_wanted() -> None:
+    small = ["config.json", "generation_config.json", "tokenizer_config.json", "merges.txt"]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    others = ["pytorch_model.bin", "flax_model.msgpack", "consolidated.safetensors", "onnx/model.onnx", "LICENSE"]
+    index = "model.safetensors.index.json"
+    assert wanted([*small, *shards, index, *others]) == sorted([*small, *shards, index])
+    assert wanted([*small, "model.safetensors", *others]) == sorted([*small, "model.safetensors"])
+    assert wanted([*small, *others]) == sorted([*small, "consolidated.safetensors"])
+    assert wanted(["sub/config.json", "sub/model.safetensors"]) == []
+    bins = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    assert wanted([*small, *bins, "training_args.bin", "optimizer.bin", "model.h5"]) == sorted([*small, *bins])
+    assert wanted(["pytorch_model.bin", "consolidated.00.pth", "x.gguf"]) == ["pytorch_model.bin"]
+    flax = ["flax_model-00001-of-00001.msgpack", "flax_model.msgpack.index.json"]
+    assert wanted([*flax, "other.msgpack"]) == flax
+    assert wanted([*flax, "flax_model.msgpack"]) == ["flax_model.msgpack"]
+    assert wanted(["consolidated.00.pth", "params.json", "checklist.chk"]) == ["consolidated.00.pth", "params.json"]
+    assert wanted(["x.gguf", "imatrix.bin", "training_args.bin"]) == []

@@ -1,0 +1,141 @@
+"""Hubs that do not answer, answer too slowly, or answer nonsense: notes, then one error, in bounded time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import HfApi, constants, file_download, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import _http
+
+from prepcli.console.progress import NullProgress
+from prepcli.errors import PrepError
+from prepcli.remote.hub import download, stream
+from prepcli.remote.hub_client import NoAnswer, use_patient_client
+from prepcli.remote.patience import Patience
+from tests.helpers.hub_server import COMMIT, Hub, Repo, serving
+from tests.helpers.loopback import STALLS
+
+PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
+NONSENSE = {
+    "html": b"<html>please log in</html>",
+    "list": b"[]",
+    "null": b"null",
+    "empty": b"",
+    "noise": b"\xff\x00{",
+    "names": b'{"id": "o/m", "sha": "1", "siblings": [{"rfilename": 7}]}',
+    "sha": b'{"id": "o/m", "sha": 7}',
+}
+FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": bytes(100_000)}
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """Notes of a patient client with a time-out of 0.1 s, and an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    no_sleep = SimpleNamespace(**{**vars(time), "sleep": lambda _: None})
+    monkeypatch.setattr(file_download, "time", no_sleep)  # the library's own wait between tries
+    told: list[str] = []
+    yield told
+    _http.set_client_factory(_http.default_client_factory)
+
+
+def ask(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the library, which has read HF_ENDPOINT, ask this hub."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_client_tells_retries_then_raises(notes: list[str], stall: str):
+    use_patient_client(Patience(0.1, notes.append))
+    with serving({"o/m": Repo(stalls={"/api/": stall})}) as hub, pytest.raises(NoAnswer, match=r"\(4 tries\)"):
+        HfApi(endpoint=hub.url).model_info("o/m")
+    assert [note.rpartition("; ")[2] for note in notes] == [f"trying again ({n} of 4)" for n in (2, 3, 4)]
+    host = hub.url.removeprefix("http://")
+    begins = {"close": f"{host} closed", "body": f"{host} is too slow"}.get(stall, f"no answer from {host} for 0.1 s")
+    assert notes[0].startswith(begins)
+
+
+@pytest.mark.parametrize("stall", ["silent", "body", "midway"])
+def test_client_bounds_downloads(notes: list[str], tmp_path: Path, stall: str):
+    use_patient_client(Patience(0.1, notes.append))
+    repo = Repo(FILES, stalls={"GET /o/m/resolve": stall})
+    with serving({"o/m": repo}) as hub, pytest.raises(NoAnswer, match=r"\(4 tries\)"):
+        hf_hub_download("o/m", "config.json", endpoint=hub.url, cache_dir=tmp_path)
+    assert len(notes) == 3
+
+
+def test_client_retries_a_busy_hub_and_keeps_its_status(notes: list[str]):
+    use_patient_client(Patience(0.05, notes.append))
+    with serving({"o/m": Repo(status=503)}) as hub, pytest.raises(NoAnswer) as caught:
+        HfApi(endpoint=hub.url).model_info("o/m")
+    assert caught.value.status == 503
+    assert len(notes) == 3
+
+
+def test_client_passes_refusals_at_once(notes: list[str]):
+    use_patient_client(Patience(5.0, notes.append))
+    with serving({"o/m": Repo(status=403)}) as hub, pytest.raises(HfHubHTTPError):
+        HfApi(endpoint=hub.url).model_info("o/m")
+    assert notes == []
+
+
+@pytest.mark.parametrize("listing", NONSENSE)
+def test_listing_of_nonsense_is_one_error(notes: list[str], monkeypatch: pytest.MonkeyPatch, listing: str):
+    with serving({"o/m": Repo(listing=NONSENSE[listing])}) as hub:
+        ask(hub, monkeypatch)
+        for open_hub in (lambda: download("o/m", None, False, NullProgress(), str), lambda: stream("o/m", None, False)):
+            with pytest.raises(PrepError) as caught:
+                open_hub()
+            assert caught.value.what in ("cannot read o/m", "cannot stream o/m", "o/m holds no checkpoint")
+
+
+def test_download_without_an_answer_names_the_host(notes: list[str], monkeypatch: pytest.MonkeyPatch):
+    with serving({"o/m": Repo(stalls={"/api/": "silent"})}) as hub:
+        ask(hub, monkeypatch)
+        with pytest.raises(PrepError) as caught:
+            download("o/m", None, False, NullProgress(), str, Patience(0.05, notes.append))
+    assert caught.value.what == "cannot read o/m"
+    host = hub.url.removeprefix("http://")
+    assert caught.value.why == f"no answer from {host} for 0.05 s (4 tries), and the model is not in the cache"
+    assert "PREP_TIMEOUT=60" in caught.value.hint
+
+
+@pytest.mark.parametrize("stall", STALLS)
+def test_stream_bounds_ranges(notes: list[str], monkeypatch: pytest.MonkeyPatch, stall: str):
+    monkeypatch.setattr("prepcli.remote.remote_files.FIRST_WAIT_S", 0.001)
+    repo = Repo(FILES, stalls={f"GET /o/m/resolve/{COMMIT}/model": stall})
+    with serving({"o/m": repo}) as hub:
+        ask(hub, monkeypatch)
+        with pytest.raises(PrepError) as caught:
+            stream("o/m", None, False, Patience(0.1, notes.append))
+    assert caught.value.what == "cannot read model.safetensors of o/m"
+    assert notes
+    assert all(note.startswith("model.safetensors: ") for note in notes)
+
+
+@pytest.mark.parametrize("arguments", [("save-init", "o/m"), ("inspect", "o/m", "--stream")])
+def test_ctrl_c_ends_a_silent_wait(tmp_path: Path, arguments: tuple[str, ...]):
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
+    with serving({"o/m": Repo(FILES, stalls={"GET /o/m/resolve/": "silent"})}) as hub:
+        variables = inherited | hub.environment(tmp_path / "home") | {"PREP_TIMEOUT": "600"}
+        command = [sys.executable, "-c", PREP, *arguments]
+        process = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        while not any("GET /o/m/resolve/" in line for line in hub.requests):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=25)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err

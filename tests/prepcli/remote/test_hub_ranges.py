@@ -1,0 +1,229 @@
+"""Ranges over HTTP from servers that behave badly: the bytes are right, or the error is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from email.utils import formatdate
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prepcli.errors import PrepError
+from prepcli.remote import remote_files
+from prepcli.remote.hub_ranges import HubRanges, wait_asked_s
+from prepcli.remote.remote_files import RemoteFile, read_range
+from tests.helpers.hub_server import COMMIT, Hub, Repo, serving
+from tests.helpers.range_server import KINDS, Faults, Store, serving_ranges
+
+CONTENT = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
+OTHER = bytes(300_000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+FILE = RemoteFile("model.safetensors", len(CONTENT), f"sha256:{SHA256}")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
+
+@contextmanager
+def hub_of(faults: Faults, lasts: int = 1 << 30) -> Iterator[tuple[HubRanges, Hub, Store]]:
+    """A hub with a large file in a store."""
+    with serving_ranges({SHA256: CONTENT}, faults, lasts) as store:
+        repo = Repo({FILE.path: CONTENT}, store=store, large=(FILE.path,))
+        with serving({"o/m": repo}) as hub:
+            yield HubRanges("o/m", COMMIT, hub.url), hub, store
+
+
+def read(ranges: HubRanges, offset: int, size: int, file: RemoteFile = FILE) -> bytes:
+    into = np.zeros(size, np.uint8)
+    read_range(ranges, file, offset, into)
+    return into.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_fault_is_overcome(kind: str):
+    faults = Faults(0.6, (kind,), seed=3)
+    with hub_of(faults) as (ranges, _, _):
+        for offset in range(0, 300_000, 50_000):
+            assert read(ranges, offset, 50_000) == CONTENT[offset : offset + 50_000]
+    assert kind in faults.met
+
+
+def test_all_faults_together_and_an_address_that_expires():
+    faults = Faults(0.3, seed=5)
+    with hub_of(faults, lasts=3) as (ranges, hub, _):
+        for number in range(100):
+            offset = number * 3001 % 250_000
+            assert read(ranges, offset, 2000) == CONTENT[offset : offset + 2000]
+    assert set(KINDS) <= set(faults.met)
+    assert sum("/resolve/" in request for request in hub.requests) > 10
+
+
+def test_the_address_is_kept_while_it_works():
+    with hub_of(Faults()) as (ranges, hub, store):
+        for offset in range(0, 100_000, 1000):
+            read(ranges, offset, 1000)
+    assert (len(hub.requests), len(store.asked)) == (1, 100)
+
+
+def test_only_the_hub_is_told_the_token():
+    with hub_of(Faults(0.3)) as (ranges, hub, store):
+        for offset in range(0, 100_000, 10_000):
+            read(ranges, offset, 1000)
+    assert {token for _, token in hub.tokens} == {"Bearer hf_secret"}
+    assert not [headers for _, _, headers in store.asked if "Authorization" in headers]
+
+
+def test_a_file_that_the_hub_serves_itself():
+    faults = Faults(0.3)
+    with serving({"o/m": Repo({FILE.path: CONTENT}, faults=faults)}) as hub:
+        ranges = HubRanges("o/m", COMMIT, hub.url)
+        for offset in range(0, 300_000, 20_000):
+            assert read(ranges, offset, 20_000) == CONTENT[offset : offset + 20_000]
+
+
+def test_other_content_in_the_store_is_a_change():
+    with hub_of(Faults()) as (ranges, _, store):
+        read(ranges, 0, 1000)
+        store.files[SHA256] = OTHER
+        with pytest.raises(PrepError) as caught:
+            read(ranges, 1000, 1000)
+    assert caught.value.what == "model.safetensors changed while it was read"
+    assert "its ETag was" in caught.value.why
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT + b"!"])
+def test_another_size_in_the_store_is_a_change(content: bytes):
+    with hub_of(Faults()) as (ranges, _, store):
+        store.files[SHA256] = content
+        with pytest.raises(PrepError, match=f"it had 300,000 bytes, now it has {len(content):,}"):
+            read(ranges, 0, 1000)
+
+
+def test_another_hash_on_the_hub_is_a_change():
+    with hub_of(Faults()) as (ranges, _, _), pytest.raises(PrepError, match="the hub now has sha256:"):
+        read(ranges, 0, 10, RemoteFile(FILE.path, FILE.size, "sha256:" + "0" * 64))
+
+
+def test_a_file_that_is_cut_behind_our_back():
+    with hub_of(Faults()) as (ranges, _, store):
+        read(ranges, 0, 1000)
+        store.files[SHA256] = CONTENT[:1000]
+        with pytest.raises(PrepError, match="changed while it was read"):
+            read(ranges, 2000, 1000)
+
+
+def test_what_is_gone_from_the_store_is_asked_for_anew_and_then_given_up():
+    with hub_of(Faults()) as (ranges, hub, store):
+        store.files.clear()
+        with pytest.raises(PrepError) as caught:
+            read(ranges, 0, 10)
+    assert caught.value.why == "8 tries in a row failed: the server that the hub names says 404"
+    assert len(hub.requests) == 8
+
+
+@pytest.mark.parametrize(
+    ("status", "why"), [(401, "the hub says 401: access is not granted any more"), (404, "the hub says 404")]
+)
+def test_what_the_hub_refuses_is_not_tried_again(status: int, why: str):
+    with serving({"o/m": Repo(status=status)}) as hub:
+        with pytest.raises(PrepError) as caught:
+            read(HubRanges("o/m", COMMIT, hub.url), 0, 10)
+        assert caught.value.why == why
+        assert len(hub.requests) == 1
+
+
+def test_nobody_there():
+    with serving({}) as gone:
+        pass
+    with pytest.raises(PrepError) as caught:
+        read(HubRanges("o/m", COMMIT, gone.url), 0, 10)
+    assert caught.value.why.startswith("8 tries in a row failed: ")
+    assert caught.value.hint
+
+
+def test_no_message_has_the_token_or_a_signed_address():
+    with hub_of(Faults(1.0, ("refuse",))) as (ranges, _, store):
+        with pytest.raises(PrepError) as caught:
+            read(ranges, 0, 10)
+        assert "hf_secret" not in str(caught.value)
+        assert "signature" not in str(caught.value)
+        assert store.url not in str(caught.value)
+
+
+def test_how_long_a_server_wants_to_be_left_alone():
+    assert wait_asked_s({"retry-after": "7"}) == 7
+    assert wait_asked_s({}) == wait_asked_s({"retry-after": "soon"}) == 0
+    assert wait_asked_s({"retry-after": "9" * 4000}) == 999_999_999
+    assert wait_asked_s({"retry-after": formatdate(0, usegmt=True)}) == 0
+    assert wait_asked_s({"retry-after": formatdate(4e9, usegmt=True)}) > 1e9
+
+
+class Answer:
+    """An answer of any kind, as the library's session gives it."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status_code, self.headers, self.body = status, headers, body
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def iter_raw(self) -> Iterator[bytes]:
+        yield from (self.body[at : at + 7] for at in range(0, len(self.body), 7))
+
+
+class Session:
+    """Gives one answer after another, the last one for ever."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        self.answers = answers
+
+    def build_request(self, *_: object, **__: object) -> None:
+        """The answers do not depend on the request."""
+
+    def send(self, *_: object, **__: object) -> Answer:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+TEXT = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n"), max_size=30)
+COUNT = st.one_of(st.integers(0, 40), st.integers(0, 10**25)).map(str)
+RANGE = st.one_of(TEXT, st.builds("bytes {}-{}/{}".format, COUNT, COUNT, st.one_of(COUNT, st.just("*"))))
+PLACES = st.sampled_from(
+    ["", "/x", "//[", "http://[::1", "https://elsewhere/x?s=1", "ftp://x", "http://a:b:c", "?", "\x80"]
+)
+HEADERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "content-range": RANGE,
+        "content-length": st.one_of(TEXT, COUNT),
+        "location": st.one_of(PLACES, TEXT),
+        "etag": TEXT,
+        "x-linked-etag": st.one_of(TEXT, st.just('"' + "0" * 64 + '"')),
+        "retry-after": st.one_of(TEXT, COUNT),
+        "content-encoding": TEXT,
+    },
+)
+ANSWERS = st.builds(
+    Answer,
+    st.sampled_from([200, 206, 206, 206, 301, 302, 307, 401, 404, 416, 429, 503]),
+    HEADERS,
+    st.binary(max_size=40),
+)
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ANSWERS, min_size=1, max_size=6), st.integers(0, 30))
+def test_whatever_a_server_answers_is_bytes_or_an_error_of_ours(monkeypatch, answers: list[Answer], offset: int):
+    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: Session(list(answers)))
+    monkeypatch.setattr("huggingface_hub.utils.build_hf_headers", lambda **_: {})
+    monkeypatch.setattr(remote_files, "MOST_ASKED_WAIT_S", 0.0)
+    monkeypatch.setattr(remote_files, "TRIES", 3)
+    into = np.zeros(10, np.uint8)
+    with suppress(PrepError):
+        read_range(HubRanges("o/m", COMMIT, "http://hub"), RemoteFile("f", 40, "sha256:" + "1" * 64), offset, into)

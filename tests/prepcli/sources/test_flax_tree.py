@@ -1,0 +1,91 @@
+"""Flax and EasyLM sources from any bytes: opened and planned, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from prepcli.engine.blobs import Joined
+from prepcli.errors import PrepError
+from prepcli.planning.accounting import KEEP_ALL, Account
+from prepcli.sources.hints import PARTS, Given, parted_name
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import counted, table_of
+from tests.helpers.golden_flax import FILES, FOLDER, LLAMA
+from tests.prepcli.formats.test_msgpack import fuzzed
+
+CONFIG: dict[str, Any] = json.loads((LLAMA / "hf/config.json").read_text())
+VALUES = (0, 1, 3, 10**12, -1, None, True, "x", [], {}, 1.5)
+
+
+def check_fuzzed(folder: Path, seed: int) -> bool:
+    """Whether a file, or a good file with a wrong config, is a model; if not it is refused."""
+    rng = random.Random(seed)
+    config = dict(CONFIG)
+    data, kind = fuzzed(seed)
+    if seed % 4 == 0:
+        name = rng.choice(sorted(FILES))
+        data, kind = (FOLDER / name).read_bytes(), FILES[name]
+        config[rng.choice(sorted(config))] = rng.choice(VALUES)
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / ("streaming_params" if kind == "easylm" else "params.msgpack")
+    path.write_bytes(data)
+    try:
+        source = open_source(path if seed % 2 else folder, "m", Given(None, rng.choice(["", *PARTS])))
+        counted(source, table_of(source), KEEP_ALL)
+    except PrepError:
+        return False
+    finally:
+        path.unlink()
+    return True
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_any_bytes_are_a_model_or_refused(tmp_path: Path, part: int):
+    whole = sum(check_fuzzed(tmp_path, seed) for seed in range(part * 300, part * 300 + 300))
+    assert 0 < whole < 300
+
+
+def taken(path: Path) -> Account:
+    source = open_source(path, "m")
+    return counted(source, table_of(source), KEEP_ALL)
+
+
+def test_a_stream_that_ends_between_records_is_not_taken_for_whole(tmp_path: Path):
+    unpacker = msgpack.Unpacker()
+    unpacker.feed((LLAMA / "streaming_params").read_bytes())
+    records = [msgpack.packb(record) or b"" for record in unpacker]
+    shutil.copy(LLAMA / "hf/config.json", tmp_path)
+    for count in range(len(records)):
+        (tmp_path / "streaming_params").write_bytes(b"".join(records[:count]))
+        with pytest.raises(PrepError):
+            taken(tmp_path)
+
+
+def test_pieces_are_joined():
+    source = open_source(LLAMA / "pieces.msgpack", "m", Given(LLAMA / "hf"))
+    whole, joined = source.reads
+    assert source.files == (whole,)
+    assert isinstance(joined, Joined)
+    assert sum(part.nbytes for part in joined.parts) == sum(t.nbytes for t in source.tensors if t.nbytes > 600)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("params::/a/b", ("params", "/a/b")),
+        ("trainstate_params::x", ("trainstate_params", "x")),
+        ("flax::x", ("", "flax::x")),
+        ("./params", ("", "./params")),
+        ("params::", ("params", "")),
+        ("x::params::y", ("", "x::params::y")),
+    ],
+)
+def test_a_part_before_a_path(text: str, found: tuple[str, str]):
+    assert parted_name(text) == found

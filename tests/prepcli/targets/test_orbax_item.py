@@ -1,0 +1,142 @@
+"""An Orbax item as an output: which leaves, in which chunks, in which files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.errors import USAGE, PrepError
+from prepcli.planning.accounting import KEEP_ALL, account, names_of
+from prepcli.planning.plan import Flat
+from prepcli.sources.source import Source, SourceTensor
+from prepcli.targets.orbax_item import Item, Split, make_item
+from tests.helpers.models import GPT2, GPT_NEO, LLAMA, tensors_of
+from trainer.models.mesh import DEFAULT_RULES, parse
+from trainer.models.parameters import rows
+from trainer.models.registry import family_of
+
+
+def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> Source:
+    """The tensors of a model one after another in a file, of which some have another dtype."""
+    family = family_of(config)
+    arrays = tensors_of(config, "float32", family.tied(config), legacy=False)
+    names = names_of(family, config, arrays)
+    tensors, offset = [], 8
+    for name, array in arrays.items():
+        dtype = (dtypes or {}).get(name, "float32")
+        tensors.append(SourceTensor(names.bare(name), dtype, array.shape, (Flat(0, offset),)))
+        offset += tensors[-1].nbytes
+    return Source("m", Path("m"), family, config, names, tuple(tensors), (), (), (), None)
+
+
+def item_of(source: Source, mesh: str = "", scan: bool = True, vocab: int = 131, axis: int = 0) -> Item:
+    table = rows(source.family, source.config, scan, axis)
+    sizes = source.family.sizes(source.config)
+    counted = account(source.names, source.config, sizes, table, source.shaped(), KEEP_ALL, "m")
+    return make_item(source, counted, table, vocab, Split(parse(mesh) if mesh else None, DEFAULT_RULES))
+
+
+@pytest.mark.parametrize("mesh", ["", "1,2,4", "1,1,1"])
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("config", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
+def test_every_tensor_has_its_part_of_a_leaf(config: dict[str, Any], scan: bool, mesh: str):
+    source = source_of(config)
+    item = item_of(source, mesh, scan, vocab=136)
+    assert item.regions.keys() == {t.name for t in source.tensors}
+    added = sum(t.nbytes // 131 * 5 for t in source.tensors if t.shape[0] == 131)
+    assert sum(leaf.nbytes for leaf in item.leaves) == sum(t.nbytes for t in source.tensors) + added
+    for leaf in item.leaves:
+        assert all(extent % chunk == 0 for extent, chunk in zip(leaf.grid.shape, leaf.grid.chunk))
+        assert sum(len(list(box.indices())) for box in leaf.placed) == math.prod(leaf.grid.counts)
+    names = {leaf.name for leaf in item.leaves}
+    assert ("params.layers.attn.q.weight" in names) == scan
+    assert ("params.layers.2.attn.q.weight" in names) != scan
+
+
+def test_layers_on_the_second_axis():
+    (q,) = [leaf for leaf in item_of(source_of(LLAMA), axis=1).leaves if leaf.name == "params.layers.attn.q.weight"]
+    assert q.grid.shape == (8, 3, 4, 32)
+    assert q.grid.chunk[1] == 1
+
+
+def test_data_files_are_called_alike_whatever_the_run():
+    one, other = item_of(source_of(LLAMA), "1,2,4", vocab=136), item_of(source_of(LLAMA), "1,2,4", vocab=136)
+    assert one == other
+    assert all(len(Path(file.path).name) == 32 and file.path.startswith("d/") for file in one.files)
+    assert len({file.path for file in one.files}) == len(one.files)
+
+
+def test_what_a_device_holds():
+    source = source_of(LLAMA)
+    whole = sum(t.nbytes for t in source.tensors)
+    assert item_of(source, "1,1,1").device_nbytes() == whole
+    assert item_of(source, "8,1,1").device_nbytes() == whole
+    split = item_of(source, "1,2,4", vocab=136)
+    parts = {name: math.prod(spec.parts) for name, spec in split.specs.items()}
+    assert split.device_nbytes() == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves) < whole // 4
+    assert item_of(source, "").specs == {}
+
+
+def test_a_mesh_that_does_not_divide_is_a_usage_error_with_the_checkpoint():
+    with pytest.raises(PrepError, match="vocab") as caught:
+        item_of(source_of(LLAMA), "1,1,4")
+    assert caught.value.code == USAGE
+    assert "m" in str(caught.value)
+
+
+def test_a_mixture_of_dtypes_stays_a_mixture_if_each_leaf_has_one():
+    norms = {f"model.layers.{i}.input_layernorm.weight": "bfloat16" for i in range(3)}
+    found = {leaf.name: leaf.dtype for leaf in item_of(source_of(LLAMA, norms)).leaves}
+    assert found.pop("params.layers.attn_norm.scale") == "bfloat16"
+    assert set(found.values()) == {"float32"}
+
+
+def test_a_leaf_of_two_dtypes_is_refused_with_the_way_out():
+    source = source_of(LLAMA, {"model.layers.1.mlp.up_proj.weight": "bfloat16"})
+    with pytest.raises(PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes") as caught:
+        item_of(source)
+    assert caught.value.why == (
+        "model.layers.1.mlp.up_proj.weight is bfloat16, model.layers.0.mlp.up_proj.weight is float32"
+    )
+    assert "--no-scan" in caught.value.hint
+    found = {leaf.name: leaf.dtype for leaf in item_of(source, scan=False).leaves}
+    assert [found[f"params.layers.{i}.mlp.up.weight"] for i in range(3)] == ["float32", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_an_integer_tensor_in_a_leaf_is_the_one_named(layer: int):
+    odd = f"model.layers.{layer}.mlp.up_proj.weight"
+    with pytest.raises(PrepError, match="would have two dtypes") as caught:
+        item_of(source_of(LLAMA, {odd: "int32"}))
+    assert caught.value.why.startswith(f"{odd} is int32, ")
+    assert odd in caught.value.hint
+
+
+def test_elements_smaller_than_a_byte_are_refused():
+    source = source_of(LLAMA, {"model.norm.weight": "float4_e2m1fn"})
+    with pytest.raises(PrepError, match=r"model\.norm\.weight is float4_e2m1fn") as caught:
+        item_of(source)
+    assert "smaller than a byte" in caught.value.why
+
+
+def test_chunks_lie_as_deep_in_a_page_as_the_tensors_they_come_from():
+    source = source_of(LLAMA)
+    item = item_of(source)
+    plain = next(t for t in source.tensors if t.name == "layers.1.self_attn.q_proj.weight")
+    (region,) = item.regions[plain.name]
+    (flat,) = plain.side
+    assert isinstance(flat, Flat)
+    _, offset = region.places.find((1, 0, 0, 0))
+    assert (offset - flat.offset) % 4096 == 0
+
+
+def test_a_source_of_regions_begins_at_pages():
+    source = source_of(LLAMA)
+    item = item_of(source)
+    stored = replace(source, tensors=tuple(replace(t, side=item.regions[t.name]) for t in source.tensors))
+    again = item_of(stored)
+    assert all(box.places.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed)

@@ -1,0 +1,156 @@
+"""The families' tables against transformers: by golden files always, live where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden import make_families
+from trainer.models.axis_map import bind
+from trainer.models.errors import PrepError
+from trainer.models.parameters import Config, rows, stack_axis
+from trainer.models.registry import FAMILIES, GUIDE, family_of
+
+GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))}
+
+
+def tensors_of(config: Config, scan: bool = True) -> dict[str, list[int]]:
+    """What the family's rows say that a checkpoint with this config holds: name -> shape."""
+    family = family_of(config)
+    found = {}
+    for path, row in rows(family, config, scan).items():
+        if path == family.tie.leaf and family.tied(config):
+            continue
+        bound = bind(row, family.sizes(config))
+        for bare, _ in bound.tensors():
+            found[bare if bare in family.unprefixed else family.prefix + bare] = list(bound.source_shape)
+    return found
+
+
+def test_there_is_a_golden_file_for_each_config():
+    assert {name: golden["config"] for name, golden in GOLDEN.items()} == dict(make_families.CONFIGS)
+    assert {golden["config"]["model_type"] for golden in GOLDEN.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("scan", [True, False])
+def test_names_and_shapes_are_those_of_transformers(name: str, scan: bool):
+    golden = GOLDEN[name]
+    assert tensors_of(golden["config"], scan) == golden["tensors"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_transformers_still_says_so(name: str):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert make_families.describe(GOLDEN[name]["config"]) == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_no_rule_drops_a_parameter(name: str):
+    family = family_of(GOLDEN[name]["config"])
+    patterns = [re.escape(rule).replace(r"\{i\}", r"\d+") for rule in family.dropped]
+    bare = [tensor.removeprefix(family.prefix) for tensor in GOLDEN[name]["tensors"]]
+    assert not [tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)]
+
+
+WHOLE = {"word_embed_proj_dim": 24, "feed_forward_proj": "gated-gelu"}  # an OPT and a T5 with all that they may have
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_table_is_in_itself_consistent(family):
+    fields = {p.when: True for p in family.table.values() if p.when and isinstance(p.when, str)}
+    config = {"model_type": family.name, **WHOLE, **fields}
+    table = rows(family, config)
+    assert list(table) == list(family.table)
+    assert family.tie.leaf in table
+    bound = [bind(row, family.sizes(config)) for row in table.values()]
+    names = [row.name for row in bound]
+    assert len({(row.name, row.source) for row in bound}) == len(bound)
+    assert {family.tie.tensor, family.tie.embedding} <= {name[0] for name in names}
+    for path, row in table.items():
+        assert ("layers" in path.split(".")) == (stack_axis(row.leaf) is not None)
+        assert all(part.isidentifier() for part in path.split("."))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "gpt2", "n_head": 0}, "n_head is 0"),
+        ({"model_type": "gpt2", "hidden_size": -1, "n_embd": 8}, "hidden_size is -1"),
+        ({"model_type": "gpt2", "n_inner": 0.5}, "n_inner is 0.5"),
+        ({"model_type": "gpt_neo", "num_heads": 0}, "num_heads is 0"),
+        ({"model_type": "gpt_neo", "hidden_size": "12"}, "hidden_size is '12'"),
+        ({"model_type": "gpt_neo", "num_layers": -1}, "num_layers is -1"),
+        ({"model_type": "gpt_neo", "vocab_size": True}, "vocab_size is True"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"model_type": "llama", "hidden_size": 4096.0}, "hidden_size is 4096.0"),
+        ({"model_type": "llama", "num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"model_type": "llama", "intermediate_size": [1]}, r"intermediate_size is \[1\]"),
+        ({"model_type": "opt", "ffn_dim": 0}, "ffn_dim is 0"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": "7"}, "moe_intermediate_size is '7'"),
+        ({"model_type": "gpt_neox", "num_attention_heads": False}, "num_attention_heads is False"),
+        ({"model_type": "t5", "num_decoder_layers": 0}, "num_decoder_layers is 0"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_named(config: dict[str, Any], reason: str):
+    with pytest.raises(PrepError, match=reason) as caught:
+        family_of(config).sizes(config)
+    assert caught.value.what == "config.json makes no sense"
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "bert"}, {"model_type": None}, {"model_type": ["llama"]}])
+def test_a_family_that_is_not_known_is_named_with_those_that_are(config: dict[str, Any]):
+    with pytest.raises(PrepError, match=f"known: {', '.join(FAMILIES)}") as caught:
+        family_of(config)
+    assert str(config.get("model_type")) in caught.value.what
+
+
+COMMON = ("intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+
+
+@pytest.mark.parametrize(
+    ("config", "nearest"),
+    [
+        ({"model_type": "gpt_j"}, "gptj"),
+        ({"model_type": "gpt-neox"}, "gpt_neox"),
+        ({"model_type": "gemma3"}, "gemma"),
+        ({"model_type": "zzz", "architectures": ["MistralForCausalLM"]}, "mistral"),
+        ({"model_type": "zzz", "architectures": [3, "LLaMAForCausalLM"]}, "llama"),
+        ({"model_type": "zzz", "architectures": ["T5ForConditionalGeneration"]}, "t5"),
+        ({"model_type": "zzz", "architectures": "Llama"}, ""),
+        ({"model_type": "zzz", "architectures": None}, ""),
+        ({"model_type": "starcoder2", **dict.fromkeys(("hidden_size", "num_key_value_heads", *COMMON), 8)}, "llama"),
+        ({"model_type": "x", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 9, "vocab_size": 7}, "gpt2"),
+        ({"model_type": "x", "d_model": 8, "d_kv": 2, "d_ff": 2, "num_heads": 9, "vocab_size": 7}, "t5"),
+    ],
+)
+def test_the_nearest_family_is_named(config: dict[str, Any], nearest: str):
+    with pytest.raises(PrepError) as caught:
+        family_of(config)
+    assert caught.value.hint == (f"the nearest is {nearest}; " if nearest else "") + GUIDE
+    assert (Path(__file__).parents[4] / "docs" / "add-a-family.md").is_file()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(("says", "tied"), [({}, None), ({"tie_word_embeddings": True}, True)])
+def test_what_a_config_says_of_tying_wins_over_the_class(family, says: dict[str, bool], tied: bool | None):
+    assert family.tied(says) == (family.tie.default if tied is None else tied)
+    assert not family.tied({"tie_word_embeddings": False})
+
+
+def test_the_defaults_of_tying_are_those_of_the_classes():
+    assert {name: family.tie.default for name, family in FAMILIES.items()} == {
+        **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text", "t5"), True),
+        **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
+        **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), False),
+    }
+
+
+def test_golden_files_are_small():
+    assert all(path.stat().st_size < 50_000 for path in Path(make_families.FOLDER).iterdir())

@@ -1,0 +1,294 @@
+"""Traits that configs ask for, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.decoder_configs import GEMMA2, GPT2, GPT_NEO, LLAMA, MISTRAL, QWEN2
+from trainer.models.architecture import ACTIVATIONS, ALL_BEFORE, NO_CAP, WIDEST, Traits, period
+from trainer.models.errors import PrepError
+from trainer.models.parameters import rows
+from trainer.models.registry import FAMILIES
+from trainer.models.rope_config import Rope
+
+
+def traits_of(config: dict[str, Any]) -> Traits:
+    return FAMILIES[config["model_type"]].traits(config)
+
+
+@given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
+def test_a_period_is_the_shortest_that_repeats(windows: list[int]):
+    every = period(windows)
+    repeats = [n for n in range(1, len(windows) + 1) if [windows[i % n] for i in range(len(windows))] == windows]
+    assert every == min(repeats)
+
+
+def test_defaults_are_those_of_transformers():
+    gpt2, neo, llama = (traits_of({"model_type": name}) for name in ("gpt2", "gpt_neo", "llama"))
+    assert (gpt2.norm, gpt2.norm_eps, gpt2.activation, gpt2.gated) == ("layer", 1e-5, "gelu_new", False)
+    assert (gpt2.score_scale, gpt2.windows, gpt2.positions) == (64**-0.5, (ALL_BEFORE,) * 12, 1024)
+    assert (neo.norm, neo.norm_eps, neo.activation, neo.gated, neo.score_scale) == ("layer", 1e-5, "gelu_new", False, 1)
+    assert neo.windows == (ALL_BEFORE, 256) * 12
+    assert (neo.positions, neo.rope, neo.init_std) == (2048, None, 0.02)
+    assert (llama.norm, llama.norm_eps, llama.activation, llama.gated) == ("rms", 1e-6, "silu", True)
+    assert (llama.score_scale, llama.windows) == (128**-0.5, (ALL_BEFORE,) * 32)
+    assert llama.rope
+    assert (llama.rope.dim, llama.rope.theta, llama.rope.kind) == (128, 10_000, "default")
+
+
+def test_scores_are_scaled_by_the_head_that_is_given():
+    assert traits_of(LLAMA | {"head_dim": 4}).score_scale == 0.5
+
+
+def test_scores_of_gpt2_are_scaled_unless_the_config_says_no():
+    assert traits_of(GPT2 | {"scale_attn_weights": False}).score_scale == 1.0
+
+
+def test_what_gpt2_may_be_told_to_do_besides_is_refused():
+    assert traits_of(GPT2 | {"add_cross_attention": False}) == traits_of(GPT2)
+    with pytest.raises(PrepError, match="`add_cross_attention` is not known"):
+        traits_of(GPT2 | {"add_cross_attention": True})
+
+
+def test_gpt2_divides_scores_by_layer_number():
+    by_depth = {"scale_attn_by_inverse_layer_idx": True}
+    assert traits_of(GPT2 | by_depth) == dataclasses.replace(traits_of(GPT2), scores_by_depth=True)
+
+
+def test_attention_layers_win():
+    found = traits_of(GPT_NEO | {"attention_layers": ["local", "global", "local"]})
+    assert found.windows == (3, ALL_BEFORE, 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_types": [[["global", "local"], 2]]},
+        {"attention_types": [[["global", "sliding"], 1], [["global"], 1]]},
+        {"attention_types": [[[["global"]], 3]]},
+        {"attention_types": [["global", 3]]},
+        {"attention_types": [[["global"], "3"]]},
+        {"attention_types": 3},
+        {"attention_types": [3]},
+        {"attention_layers": [["global"], ["local"], 3]},
+        {"window_size": 0},
+        {"layer_norm_epsilon": 0},
+        {"layer_norm_epsilon": "1e-5"},
+        {"initializer_range": float("inf")},
+        {"activation_function": "mish"},
+        {"activation_function": ["gelu"]},
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any]):
+    with pytest.raises(PrepError):
+        traits_of(GPT_NEO | changes)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_known_activations_are_taken(name: str):
+    assert traits_of(LLAMA | {"hidden_act": name}).activation == name
+
+
+def test_an_unknown_activation_is_named():
+    with pytest.raises(PrepError, match="activation `mish` is not known"):
+        traits_of(LLAMA | {"hidden_act": "mish"})
+
+
+FULL, SLIDES = "full_attention", "sliding_attention"
+
+
+def test_windows_of_layers():
+    assert traits_of(MISTRAL).windows == (5, 5)
+    assert traits_of({"model_type": "mistral"}).windows == (4096,) * 32
+    assert traits_of(MISTRAL | {"sliding_window": None}).windows == (ALL_BEFORE,) * 2
+    assert traits_of({"model_type": "mixtral"}).windows == (ALL_BEFORE,) * 32
+    assert traits_of({"model_type": "phi3"}).windows == (ALL_BEFORE,) * 32
+    upper = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3}
+    assert traits_of(QWEN2 | upper).windows == (ALL_BEFORE, 9, 9)
+    assert traits_of(QWEN2 | upper | {"use_sliding_window": False}).windows == (ALL_BEFORE,) * 3
+    assert traits_of(QWEN2 | upper | {"layer_types": [SLIDES, FULL, FULL]}).windows == (9, ALL_BEFORE, ALL_BEFORE)
+    assert traits_of(GEMMA2).windows == (5, ALL_BEFORE, 5)
+    assert traits_of({"model_type": "gemma3_text", "num_hidden_layers": 7}).windows == (*[4096] * 5, ALL_BEFORE, 4096)
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("kinds", [[FULL, FULL], [SLIDES, FULL], [SLIDES, SLIDES]])
+def test_windows_of_one_width_ignore_layer_types(name: str, kinds: list[str]):
+    config = {"model_type": name, "num_hidden_layers": 2, "sliding_window": 5, "use_sliding_window": True}
+    assert traits_of(config | {"layer_types": kinds}).windows == (5, 5)
+
+
+def test_window_wider_than_int32_is_bounded():
+    assert traits_of(MISTRAL | {"sliding_window": 10**12}).windows == (WIDEST,) * 2
+    assert traits_of(GEMMA2 | {"sliding_window": 10**12}).windows == (WIDEST, ALL_BEFORE, WIDEST)
+
+
+def test_rotations_of_gemma_3():
+    found = traits_of({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert found.rope
+    assert found.local_rope
+    assert (found.rope.theta, found.rope.kind, found.rope.factor) == (1e6, "linear", 8.0)
+    assert (found.local_rope.theta, found.local_rope.kind) == (1e4, "default")
+    assert found.rope_of(ALL_BEFORE) is found.rope
+    assert found.rope_of(4096) is found.local_rope
+    assert traits_of(MISTRAL).rope_of(5) == traits_of(MISTRAL).rope
+
+
+def test_bounds_that_are_absent_are_the_defaults_and_null_is_none():
+    plain = traits_of({"model_type": "gemma2"})
+    assert (plain.score_cap, plain.logit_cap, plain.score_scale, plain.embed_scale) == (50.0, 30.0, 256**-0.5, 48.0)
+    none = traits_of(GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (none.score_cap, none.logit_cap) == (NO_CAP, NO_CAP)
+    assert traits_of({"model_type": "gemma3_text"}).logit_cap == NO_CAP
+
+
+def test_more_defaults_are_those_of_transformers():
+    neox, mixtral, phi3 = (traits_of({"model_type": name}) for name in ("gpt_neox", "mixtral", "phi3"))
+    assert neox.rope
+    assert (neox.rope.dim, neox.activation, neox.residual, neox.norm_eps) == (24, "gelu", "parallel", 1e-5)
+    assert mixtral.rope
+    assert (mixtral.rope.theta, mixtral.norm_eps, mixtral.experts_per_token) == (1e6, 1e-5, 2)
+    assert (phi3.norm_eps, phi3.positions) == (1e-5, 4096)
+    assert traits_of({"model_type": "gptj"}).rope == Rope(64, 1e4, 2048)
+    opt = traits_of({"model_type": "opt"})
+    assert (opt.residual, opt.final_norm, opt.position_offset, opt.positions) == ("pre", True, 2, 2048)
+    assert not traits_of({"model_type": "qwen3_moe"}).experts_sum_to_one
+    assert traits_of({"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_pytorch_tanh"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("field", ["clip_qkv", "use_qk_norm", "alibi", "no_rope_layers", "use_bidirectional_attention"])
+def test_what_no_family_computes_is_named(name: str, field: str):
+    plain = {"model_type": name}
+    assert traits_of(plain | {field: None}) == traits_of(plain)
+    with pytest.raises(PrepError, match=f"`{field}` is not known"):
+        traits_of(plain | {field: 4})
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (LLAMA | {"sliding_window": 4}, "sliding_window"),
+        (LLAMA | {"layer_types": [FULL, SLIDES]}, "layer_types"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts"),
+        (LLAMA | {"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        (GPT2 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        (GPT2 | {"attention_types": [[["global", "local"], 1]]}, "attention_types"),
+        ({"model_type": "gptj", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters"),
+        ({"model_type": "opt", "rope_theta": 500.0}, "rope_theta"),
+        (GPT2 | {"hidden_act": "relu"}, "hidden_act"),
+        (LLAMA | {"activation_function": "gelu"}, "activation_function"),
+        (GEMMA2 | {"hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation"),
+        ({"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": ["gelu"]}, "hidden_activation"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias"),
+        (QWEN2 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        (GEMMA2 | {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        (GEMMA2 | {"layer_types": [SLIDES, "chunked_attention", FULL]}, "layer_types"),
+        (GEMMA2 | {"layer_types": [SLIDES]}, "layer_types"),
+        (GEMMA2 | {"sliding_window": "4"}, "sliding_window"),
+        (GEMMA2 | {"sliding_window": None, "layer_types": [SLIDES, FULL, SLIDES]}, "layer_types"),
+        (GEMMA2 | {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "rope_parameters"),
+        ({"model_type": "gemma3_text", "rope_scaling": "linear"}, "rope_scaling"),
+        (QWEN2 | {"max_window_layers": "2"}, "max_window_layers"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type `linear` is not known"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "by `decoder_sparse_step` layer 0 of 24 has none"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "by `mlp_only_layers` layer 3 of 24 has none"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": "no"}, "not a list of layers"),
+        (LLAMA | {"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
+        ({"model_type": "gptj", "n_embd": 64, "n_head": 8, "rotary_dim": 16}, "rotary_dim turns 16 elements of a head"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads is 3, it has to divide num_attention_heads"),
+        (LLAMA | {"num_key_value_heads": 4}, "num_key_value_heads is 4"),
+        (LLAMA | {"hidden_size": 1, "head_dim": None}, "hidden_size 1 makes no 2"),
+        (GPT2 | {"n_head": 3}, "3 attention heads do not divide"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        (LLAMA | {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        (LLAMA | {"hidden_size": 10**400}, "hidden_size"),
+        (GPT_NEO | {"attention_types": [[["global"], 10**12]]}, "attention_types"),
+        (GPT_NEO | {"attention_types": [[[], 10**12]]}, "attention_types"),
+        ({"model_type": "qwen3_moe", "num_experts": 3}, "num_experts_per_tok"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ({"model_type": "gptj", "activation_function": "mish"}, "activation_function"),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.01}, "rotary positions"),
+        ({"model_type": "t5", "is_encoder_decoder": False}, "is_encoder_decoder"),
+        ({"model_type": "t5", "feed_forward_proj": "gated-silu-2"}, "feed_forward_proj"),
+        ({"model_type": "t5", "feed_forward_proj": "double-relu"}, "feed_forward_proj"),
+        ({"model_type": "t5", "feed_forward_proj": "gated-mish"}, "feed_forward_proj"),
+        ({"model_type": "t5", "feed_forward_proj": None}, "feed_forward_proj"),
+        ({"model_type": "t5", "dense_act_fn": "mish"}, "dense_act_fn"),
+        ({"model_type": "t5", "relative_attention_num_buckets": 3}, "3 buckets"),
+        ({"model_type": "t5", "relative_attention_max_distance": 16}, "distances up to 16"),
+        ({"model_type": "t5", "relative_attention_max_distance": 1 << 40}, "to 1,048,576"),
+        ({"model_type": "t5", "relative_attention_max_distance": "128"}, "relative_attention_max_distance"),
+    ],
+)
+def test_a_field_that_would_change_what_is_computed_is_named(config: dict[str, Any], field: str):
+    with pytest.raises(PrepError, match=field):
+        traits_of(config)
+
+
+def test_layers_that_are_all_alike_may_be_listed():
+    assert traits_of(LLAMA | {"layer_types": [FULL, FULL], "logit_scale": 1.0}) == traits_of(LLAMA)
+
+
+def test_another_name_of_the_same_activation_is_none_other():
+    assert traits_of(GPT2 | {"hidden_act": "gelu_pytorch_tanh"}) == traits_of(GPT2)
+    gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}
+    assert traits_of(gemma) == traits_of({"model_type": "gemma"})
+    assert traits_of(LLAMA | {"hidden_act": "swish", "activation_function": None}).activation == "swish"
+
+
+# Fields of transformers' classes that do not change what a model computes when it is asked for logits
+HARMLESS = {
+    *("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type"),
+    *("return_dict", "transformers_version", "use_cache", "chunk_size_feed_forward", "router_aux_loss_coef"),
+    *("activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "dropout_rate"),
+    *("embd_pdrop", "embed_dropout", "hidden_dropout", "layerdrop", "resid_dropout", "resid_pdrop"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    "_sliding_window_pattern",  # transformers writes it and does not read it
+    "pretraining_tp",  # in how many parts matrices were multiplied
+    "reorder_and_upcast_attn",  # scores in float32, as everywhere here
+}
+NOT_BY_THEMSELVES = {  # where nothing else is asked for they do nothing
+    ("phi3", "original_max_position_embeddings"),
+    ("qwen3_moe", "intermediate_size"),
+}
+
+
+def meaning(config: dict[str, Any]) -> object:
+    """All that prep makes of a config; None where it refuses it."""
+    family = FAMILIES[config["model_type"]]
+    try:
+        return family.sizes(config), family.traits(config), family.tied(config), [*rows(family, config)]
+    except PrepError:
+        return None
+
+
+def another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 or 3
+    return 4 if value is None else "no such thing"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_field_of_transformers_is_read_or_refused(name: str):
+    configs = pytest.importorskip("transformers").AutoConfig
+    written = json.loads(configs.for_model(name).to_json_string(use_diff=False))
+    plain = {"model_type": name, "use_sliding_window": True}
+    assert meaning(written) == meaning({"model_type": name}) is not None
+    changed = {field: {**plain, field: another(value)} for field, value in written.items() if field not in plain}
+    ignored = {field for field, config in changed.items() if meaning(config) == meaning(plain)}
+    assert ignored - {field for family, field in NOT_BY_THEMSELVES if family == name} <= HARMLESS

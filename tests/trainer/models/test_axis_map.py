@@ -1,0 +1,149 @@
+"""The notation of rows: every form with its shapes and names, every mistake with the row and the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.models.axis_map import Choice, Factor, bind, parse
+from trainer.models.errors import PrepError
+
+SIZES = {"layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 6, "embed": 8, "qkv": 3, "blocks": 2, "slot": 2}
+
+FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
+    "embed <- norm: embed": ((8,), (8,), ["norm"]),
+    "<- scale:": ((), (), ["scale"]),
+    "1 embed 1 <- n: embed": ((1, 8, 1), (8,), ["n"]),
+    "embed <- n: 1 embed": ((8,), (1, 8), ["n"]),
+    "(1 embed) <- n: (embed 1)": ((8,), (8,), ["n"]),
+    "heads head_dim embed <- q: (heads head_dim) embed": ((4, 6, 8), (24, 8), ["q"]),
+    "(heads head_dim) embed <- q: embed heads head_dim": ((24, 8), (8, 4, 6), ["q"]),
+    "layers embed <- h.{layers}.n: embed": ((3, 8), (8,), ["h.0.n", "h.1.n", "h.2.n"]),
+    "embed layers <- h.{layers}.n: embed": ((8, 3), (8,), ["h.0.n", "h.1.n", "h.2.n"]),
+    "embed <- h.{layers}.n: embed": ((8,), (8,), ["h.0.n", "h.1.n", "h.2.n"]),
+    "layers <- h.{layers}.s:": ((3,), (), ["h.0.s", "h.1.s", "h.2.s"]),
+    "blocks embed <- h.{blocks slot=1}.n: embed": ((2, 8), (8,), ["h.1.n", "h.3.n"]),
+    "blocks slot embed <- h.{blocks slot}.n: embed": ((2, 2, 8), (8,), ["h.0.n", "h.1.n", "h.2.n", "h.3.n"]),
+    "layers embed <- h.{layers@local}.n: embed": ((2, 8), (8,), ["h.1.n", "h.4.n"]),
+    "layers embed <- h.{ layers @ local }.n: embed": ((2, 8), (8,), ["h.1.n", "h.4.n"]),
+    "layers blocks <- h.{layers}.e.{blocks}:": (
+        (3, 2),
+        (),
+        ["h.0.e.0", "h.0.e.1", "h.1.e.0", "h.1.e.1", "h.2.e.0", "h.2.e.1"],
+    ),
+    "heads embed <- c: embed (qkv=1 heads)": ((4, 8), (8, 12), ["c"]),
+    "heads embed <- c: embed (heads qkv=2)": ((4, 8), (8, 12), ["c"]),
+    "embed <- c: embed qkv=2": ((8,), (8, 3), ["c"]),
+    "heads <- c: (>heads head_dim=5 | kv_heads | 1)": ((4,), (27,), ["c"]),
+    "heads <- c: ( kv_heads | > heads)": ((4,), (6,), ["c"]),
+}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_forms(text: str):
+    leaf, source, names = FORMS[text]
+    row = bind(parse(text), SIZES | {"local": [1, 4]})
+    assert (row.leaf_shape, row.source_shape) == (leaf, source)
+    assert [name for name, _ in row.tensors()] == names
+    assert all(row.tensor_name(at) == name for name, at in row.tensors())
+
+
+@pytest.mark.parametrize(
+    ("parts", "start", "length"),
+    [(">heads head_dim|kv_heads head_dim|1", 0, 24), ("heads head_dim|>kv_heads head_dim|1", 24, 12)],
+)
+def test_unequal_parts_follow_one_another_and_sum_to_the_dim(parts: str, start: int, length: int):
+    marked = parts.split(">")[1].split("|")[0]
+    (dim,) = bind(parse(f"{marked} <- c: ({parts})"), SIZES).source
+    assert (dim.extent, dim.start, dim.taken) == (24 + 12 + 1, start, length)
+
+
+def test_a_held_atom_is_one_of_equal_parts():
+    (_, dim) = bind(parse("heads head_dim embed <- c: embed (qkv=2 heads head_dim)"), SIZES).source
+    assert dim.factors == (Factor("qkv", 3, 2), Factor("heads", 4), Factor("head_dim", 6))
+    assert (dim.extent, dim.start, dim.taken) == (72, 0, 72)
+
+
+def test_a_larger_atom_of_the_leaf_is_padding():
+    row = bind(parse("vocab embed <- wte: vocab embed"), SIZES | {"vocab": 11}, {"vocab": 16})
+    assert (row.leaf_shape, row.source_shape) == ((16, 8), (11, 8))
+
+
+def test_an_atom_in_braces_alone_is_unscanned():
+    row = bind(parse("embed <- h.{layers}.e.{blocks slot=0}.n: embed"), SIZES)
+    assert [f.atom for f in row.stacked] == ["layers", "blocks"] == [f.atom for f in row.unscanned]
+    assert bind(parse("layers embed <- h.{layers}.n: embed"), SIZES).unscanned == ()
+
+
+def test_braces_that_merge_count_the_last_atom_fastest():
+    choice = Choice((Factor("blocks", 2), Factor("slot", 3, 1)))
+    assert [choice.number({"blocks": i}) for i in range(2)] == [1, 4]
+
+
+WRONG = {  # row -> a piece of the reason
+    "embed embed": "not of the form",
+    "embed <- a <- b: embed": "not of the form",
+    "embed <- norm embed": "not of the form",
+    "embed: a <- norm": "not of the form",
+    "a-b <- t: a": "`a-b` is not the name of an atom",
+    "a=1 <- t: a": "`a=1` is not the name of an atom",
+    "(>a | b) <- t: a b": "is not the name of an atom",
+    "(a b <- t: a b": "parentheses do not match",
+    "a b <- t: a b)": "parentheses do not match",
+    "a b <- t: ((a) b)": "parentheses do not match",
+    "a <- t: (a | b)": "exactly one is marked",
+    "a <- t: (>a | >b)": "exactly one is marked",
+    "a <- t: >a": "exactly one is marked",
+    "a <- t: (>a | )": "a part of a dim is empty",
+    "a <- t: a=": "`a=` is neither an atom nor",
+    "a <- t: a b=-1": "`b=-1` is neither an atom nor",
+    "a <- t: a b=c": "`b=c` is neither an atom nor",
+    "a <- t: a.b": "`a.b` is neither an atom nor",
+    "a <- : a": "name is empty",
+    "a <- t u: a": "has a space",
+    "a <- t\tu: a": "has a space",
+    "a <- t.{a: a": "braces that do not match",
+    "a <- t.a}: a": "braces that do not match",
+    "a <- t.{a{b}}: a": "braces that do not match",
+    "a <- t.{}: a": "names no atom",
+    "a <- t.{@local}: a": "names no atom",
+    "a b <- t.{a b@local}:": "counts several through one list",
+    "a <- t.{a=1@local}: a": "counts several through one list",
+    "a a <- t: a": "`a` stands twice",
+    "a <- t: a a": "`a` stands twice",
+    "a <- t.{a}: a": "`a` stands twice",
+    "a b <- t: a": "`b` stands on one side only",
+    "a <- t: a b": "`b` stands on one side only",
+    "a b <- t: a b=1": "`b` stands on one side only",
+    "a b <- t: (>a | b)": "`b` stands on one side only",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_row_that_is_none_is_named_with_the_reason(text: str):
+    with pytest.raises(PrepError) as caught:
+        parse(text)
+    assert caught.value.what == f"the row `{text.strip()}` is not a mapping"
+    assert WRONG[text] in caught.value.why
+
+
+MISFITS = {  # row -> (sizes, padded, a piece of the reason)
+    "vocab <- t: vocab": ({}, {}, "no size for the atom `vocab`"),
+    "embed <- t: (>embed | rest)": ({}, {}, "no size for the atom `rest`"),
+    "embed <- t.{vocab}: embed": ({}, {}, "no size for the atom `vocab`"),
+    "embed local <- t: embed local": ({"local": [1, 4]}, {}, "no size for the atom `local`"),
+    "layers <- t.{layers@local}:": ({}, {}, "no index list called `local`"),
+    "layers <- t.{layers@embed}:": ({}, {}, "no index list called `embed`"),
+    "heads <- t: (qkv=3 heads)": ({}, {}, "`qkv=3` is outside its extent 3"),
+    "heads <- t.{slot=2}: heads": ({}, {}, "`slot=2` is outside its extent 2"),
+    "heads <- t: (>heads | slot=2)": ({}, {}, "`slot=2` is outside its extent 2"),
+    "embed heads <- t: embed heads": ({}, {"heads": 3}, "`heads` would be padded from 4 to 3"),
+}
+
+
+@pytest.mark.parametrize("text", MISFITS)
+def test_sizes_that_do_not_fit_a_row_are_named(text: str):
+    sizes, padded, reason = MISFITS[text]
+    with pytest.raises(PrepError) as caught:
+        bind(parse(text), SIZES | sizes, padded)
+    assert caught.value.what == f"the row `{text}` is not a mapping"
+    assert reason in caught.value.why

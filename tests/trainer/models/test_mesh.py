@@ -1,0 +1,400 @@
+"""Mesh and rule grammar, how leaves are split, and which box each device holds."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from trainer.models.errors import USAGE, PrepError
+from trainer.models.mesh import (
+    AXES,
+    DEFAULT_RULES,
+    Fallback,
+    Mesh,
+    boxes_of_all,
+    chunk_shape,
+    copies,
+    device_box,
+    folder_suffix,
+    parse,
+    parse_rule,
+    resolve,
+    rule_text,
+    shard_shape,
+    spec,
+    with_rules,
+)
+
+QUERY = [("layers",), ("heads",), ("head_dim",), ("embed",)]
+OUTPUT = [("layers",), ("embed",), ("heads",), ("head_dim",)]
+EMBEDDING = [("vocab",), ("embed",)]
+TAKES = "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`"
+A_SIZE = "an axis is a number of devices, or -1 for what is left of them"
+
+
+def error_of(call, *args, **kwargs) -> PrepError:
+    with pytest.raises(PrepError) as caught:
+        call(*args, **kwargs)
+    return caught.value
+
+
+def read(call, text: str):
+    """What `call` makes of the text, or None where it refuses it with a usage error; anything else fails the test."""
+    try:
+        return call(text)
+    except PrepError as error:
+        return None if error.code == USAGE else pytest.fail(f"exit code {error.code}")
+
+
+@st.composite
+def mesh_texts(draw):
+    sizes = st.integers(1, 4)
+    axes = draw(st.permutations(AXES))[: draw(st.integers(1, 4))]
+    parts = [f"{axis}:{draw(sizes)}" for axis in axes] if draw(st.booleans()) else [str(draw(sizes)) for _ in range(3)]
+    return draw(st.sampled_from(["", "!"])) + ",".join(parts)
+
+
+MESHES = mesh_texts().map(parse)
+
+
+@st.composite
+def split_leaves(draw):
+    """A mesh, rules, and a leaf that they divide: dims, shape."""
+    mesh = draw(MESHES)
+    dims = [(name,) for name in draw(st.permutations(list(DEFAULT_RULES)))[: draw(st.integers(0, 4))]]
+    choices = st.lists(st.sampled_from(AXES), unique=True, max_size=3).map(tuple)
+    rules = {name: (draw(choices), ()) for (name,) in draw(st.permutations(dims))}
+    shape = tuple(mesh.n_devices * draw(st.integers(1, 3)) for _ in dims)
+    return mesh, rules, dims, shape
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "mesh"),
+    [
+        ("1,64,4", "1,64,4", Mesh(("dp", "fsdp", "mp"), (1, 64, 4))),
+        (" 1 , 064 , 4 ", "1,64,4", Mesh(("dp", "fsdp", "mp"), (1, 64, 4))),
+        ("fsdp:64,mp:4", "1,64,4", Mesh(("dp", "fsdp", "mp"), (1, 64, 4))),
+        ("mp:1,fsdp:8", "1,8,1", Mesh(("dp", "fsdp", "mp"), (1, 8, 1))),
+        ("dp:8", "8,1,1", Mesh(("dp", "fsdp", "mp"), (8, 1, 1))),
+        ("dp:1,fsdp:-1,mp:1,sp:1", "1,-1,1", Mesh(("dp", "fsdp", "mp"), (1, -1, 1))),
+        ("mp:4,fsdp:64", "dp:1,mp:4,fsdp:64", Mesh(("dp", "mp", "fsdp"), (1, 4, 64))),
+        ("fsdp:64,mp:4,sp:2", "dp:1,fsdp:64,mp:4,sp:2", Mesh(("dp", "fsdp", "mp", "sp"), (1, 64, 4, 2))),
+        ("fsdp:64,sp:2,mp:4", "dp:1,fsdp:64,sp:2,mp:4", Mesh(("dp", "fsdp", "sp", "mp"), (1, 64, 2, 4))),
+        ("!1,8,4", "!1,8,4", Mesh(("dp", "fsdp", "mp"), (1, 8, 4), plain_order=True)),
+    ],
+)
+def test_parse_and_spelling(text, shown, mesh):
+    assert parse(text) == mesh
+    assert str(mesh) == shown
+
+
+@given(mesh_texts() | st.sampled_from(["1,-1,4", "mp:-1,dp:2", "sp:-1", "!-1,1,1"]))
+def test_a_mesh_reads_its_own_spelling(text):
+    assert parse(str(parse(text))) == parse(text)
+
+
+@given(MESHES)
+def test_spelling_an_axis_of_one_or_not_is_the_same_mesh(mesh):
+    larger = [f"{axis}:{size}" for axis, size in zip(mesh.names, mesh.sizes) if size > 1]
+    assert parse("!" * mesh.plain_order + ",".join([*larger, *[f"{a}:1" for a in AXES if mesh.size(a) == 1]])) == mesh
+
+
+@given(st.text(max_size=40) | st.text("0123456789-,:! dpfsm", max_size=30))
+@example("0" * 5000 + "1,1,1")
+@example("9" * 5000 + ",1,1")
+def test_arbitrary_text_is_a_mesh_or_a_usage_error(text):
+    mesh = read(parse, text)
+    assert mesh is None or parse(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "why", "hint"),
+    [
+        ("1,64", " has 2 axes", TAKES, "did you mean `1,64,1`?"),
+        ("8", " has 1 axis", TAKES, "did you mean `1,8,1`?"),
+        ("1,8,2,4", " has 4 axes", TAKES, "did you mean `dp:1,fsdp:8,mp:2,sp:4`?"),
+        ("1,x", " has 2 axes", TAKES, "three numbers, as in `1,64,4`"),
+        ("1,0", " has 2 axes", TAKES, "three numbers, as in `1,64,4`"),
+        ("-1,-1", " has 2 axes", TAKES, "three numbers, as in `1,64,4`"),
+        ("1,0,4", ": fsdp is `0`", A_SIZE, "fsdp 1 where nothing is to be split"),
+        ("1,-2,4", ": fsdp is `-2`", A_SIZE, "fsdp 1 where nothing is to be split"),
+        ("dp:two", ": dp is `two`", A_SIZE, "dp 1 where nothing is to be split"),
+        ("-1,-1,4", " has 2 axes of -1", "dp and fsdp cannot both be what is left of the devices", "-1 at most once"),
+        ("fsdq:2,mp:1", " has no mesh axis `fsdq`", "the axes are dp, fsdp, mp, sp", "did you mean `fsdp`?"),
+        ("tp:2", " has no mesh axis `tp`", "the axes are dp, fsdp, mp, sp", "did you mean `mp`?"),
+        ("mp:2,mp:4", " names mp twice", "2 and 4", "each axis at most once"),
+        ("1,fsdp:2", " mixes names and bare numbers", "`1` has no name", "name every axis"),
+        ("1,99999999,1", ": fsdp is 99999999", "a mesh has at most 1,048,576 devices", ""),
+        ("1,2048,1024", " has 2,097,152 devices", "a mesh has at most 1,048,576", ""),
+    ],
+)
+def test_messages_for_a_mesh(text, what, why, hint):
+    error = error_of(parse, text)
+    assert (error.what, error.why, error.hint, error.code) == (f"`--mesh {text}`{what}", why, hint, USAGE)
+
+
+def test_an_empty_mesh_and_one_of_a_recipe():
+    assert error_of(parse, " ! ").what == "`--mesh` is empty"
+    assert error_of(parse, "1,64", origin="mesh").what == "`mesh 1,64` has 2 axes"
+
+
+def test_resolve_fills_what_is_left():
+    assert resolve(parse("1,-1,4"), 256) == parse("1,64,4")
+    assert resolve(parse("dp:1,fsdp:8,sp:-1"), 8) == parse("1,8,1")
+    assert resolve(parse("!1,64,4"), 256) == parse("!1,64,4")
+
+
+def test_resolve_names_both_numbers():
+    error = error_of(resolve, parse("1,64,4"), 8, "1 host with 8 × H100")
+    assert error.what == "mesh 1,64,4 needs 256 devices, there are 8"
+    assert error.why == "1 host with 8 × H100"
+    assert error.hint == "`--set mesh=1,8,1`"
+    assert error_of(resolve, parse("1,64,4"), 8).why == "dp 1 x fsdp 64 x mp 4 = 256"
+
+
+@pytest.mark.parametrize("n_devices", [0, 2, 6])
+def test_resolve_wants_a_multiple_of_the_given_axes(n_devices):
+    error = error_of(resolve, parse("1,-1,4"), n_devices)
+    assert error.what == f"mesh 1,-1,4 needs a multiple of 4 devices, there are {n_devices}"
+    assert error.why == "dp 1 x mp 4 = 4"
+
+
+def test_an_open_mesh_cannot_split():
+    error = error_of(spec, EMBEDDING, (64, 64), parse("1,-1,4"), DEFAULT_RULES)
+    assert (error.what, error.code) == ("mesh 1,-1,4 leaves fsdp open", USAGE)
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix"),
+    [
+        ("1,64,4", "1x64x4"),
+        ("fsdp:64,mp:4,sp:2", "1x64x4-sp2"),
+        ("sp:2,mp:4", "dp1-fsdp1-sp2-mp4"),
+        ("!1,8,1", "1x8x1-plain"),
+    ],
+)
+def test_folder_suffix(text, suffix):
+    assert folder_suffix(parse(text)) == suffix
+
+
+@given(MESHES, MESHES)
+def test_meshes_share_a_folder_name_only_when_equal(a, b):
+    assert (folder_suffix(a) == folder_suffix(b)) == (a == b)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("embed=fsdp+sp", ("embed", (("fsdp", "sp"),))),
+        ("kv_heads=mp|none", ("kv_heads", (("mp",), ()))),
+        ("vocab = none", ("vocab", ((),))),
+        ("mlp=mp+sp | mp | none", ("mlp", (("mp", "sp"), ("mp",), ()))),
+    ],
+)
+def test_parse_rule(text, rule):
+    assert parse_rule(text) == rule
+    assert parse_rule(rule_text(*rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "hint"),
+    [
+        ("embed", "`--rule embed` is not a rule", "`--rule 'kv_heads=mp|none'`"),
+        ("embed=", "`--rule embed=` is not a rule", "`--rule 'kv_heads=mp|none'`"),
+        ("embd=fsdp", "`--rule embd=fsdp`: no dim is called `embd`", "did you mean `embed`?"),
+        ("embed=fdsp", "`--rule embed=fdsp` has no mesh axis `fdsp`", "did you mean `fsdp`?"),
+        ("embed=|mp", "`--rule embed=|mp` has no mesh axis ``", ""),
+        ("embed=mp+mp", "`--rule embed=mp+mp` names an axis twice", "each axis at most once"),
+        ("embed=none|mp", "`--rule embed=none|mp` goes on after none", "none comes last"),
+    ],
+)
+def test_messages_for_a_rule(text, what, hint):
+    error = error_of(parse_rule, text)
+    assert (error.what, error.hint, error.code) == (what, hint, USAGE)
+
+
+@given(st.text(max_size=30) | st.text("embdfsp=+|none ", max_size=30).map("embed=".__add__))
+def test_arbitrary_text_is_a_rule_or_a_usage_error(text):
+    rule = read(parse_rule, text)
+    assert rule is None or parse_rule(rule_text(*rule)) == rule
+
+
+def test_rules_keep_their_places():
+    rules = with_rules(["embed=fsdp+sp", "positions=fsdp"])
+    assert list(rules) == list(DEFAULT_RULES)
+    assert rules["embed"] == (("fsdp", "sp"),)
+    assert rules["vocab"] == DEFAULT_RULES["vocab"]
+
+
+def test_two_rules_for_a_dim_are_refused():
+    error = error_of(with_rules, ["embed=mp", "embed=fsdp"])
+    assert (error.what, error.why) == ("two rules for embed", "`embed=mp` and `embed=fsdp`")
+
+
+def test_spec_of_common_leaves():
+    mesh = parse("1,64,4")
+    assert str(spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES)) == "P(mp, fsdp)"
+    assert str(spec(QUERY, (40, 40, 128, 5120), mesh, DEFAULT_RULES)) == "P(None, mp, None, fsdp)"
+    assert str(spec(EMBEDDING, (50264, 2048), parse("1,1,8"), DEFAULT_RULES)) == "P(mp, None)"
+    assert str(spec([("norm",)], (5120,), mesh, DEFAULT_RULES)) == "P(None)"
+    assert str(spec([], (), mesh, DEFAULT_RULES)) == "P()"
+    assert spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES).parts == (4, 64)
+
+
+def test_a_merged_dim_goes_by_its_first_atom_and_an_unknown_or_empty_one_stays_whole():
+    dims = [(), ("half",), ("heads", "head_dim"), ("embed",)]
+    assert str(spec(dims, (1, 2, 512, 64), parse("1,2,8"), DEFAULT_RULES)) == "P(None, None, mp, fsdp)"
+
+
+def test_an_axis_cuts_the_dim_whose_rule_comes_first_whatever_the_order_of_dims():
+    mesh, rules = parse("1,8,4"), with_rules(["embed=mp+fsdp"])
+    q, o = spec(QUERY, (2, 8, 16, 128), mesh, rules), spec(OUTPUT, (2, 128, 8, 16), mesh, rules)
+    assert (str(q), str(o)) == ("P(None, mp, None, fsdp)", "P(None, fsdp, mp, None)")
+    assert q.fallbacks == o.fallbacks == (Fallback("embed", 128, ("mp", "fsdp"), ("fsdp",), "mp splits heads"),)
+    assert str(spec([("embed",)], (128,), mesh, rules)) == "P((mp, fsdp))"
+
+
+def test_a_dim_whose_axes_are_all_taken_takes_its_next_choice_or_stays_whole_and_says_so():
+    dims, shape, mesh = [("experts",), ("mlp",)], (8, 64), parse("1,2,4")
+    found = spec(dims, shape, mesh, with_rules(["experts=mp"]))
+    assert found.axes == (("mp",), ())
+    assert [str(f) for f in found.fallbacks] == ["mlp 64 stays whole, not split over mp: mp splits experts"]
+    assert spec(dims, shape, mesh, with_rules(["experts=mp", "mlp=mp|fsdp"])).axes == (("mp",), ("fsdp",))
+
+
+def test_few_kv_heads_stay_whole_and_are_reported():
+    dims = [("layers",), ("kv_heads",), ("head_dim",), ("embed",)]
+    assert spec(dims, (32, 8, 128, 4096), parse("1,4,8"), DEFAULT_RULES).fallbacks == ()
+    found = spec(dims, (32, 8, 128, 4096), parse("1,4,16"), DEFAULT_RULES)
+    assert str(found) == "P(None, None, None, fsdp)"
+    assert [str(f) for f in found.fallbacks] == ["kv_heads 8 stays whole, not split over mp: 8 mod 16 = 8"]
+
+
+def test_a_later_choice_is_a_fallback():
+    found = spec([("mlp",)], (12,), parse("1,4,8"), with_rules(["mlp=fsdp+mp|fsdp|none"]))
+    assert found.axes == (("fsdp",),)
+    assert [str(f) for f in found.fallbacks] == ["mlp 12 is split over fsdp, not split over fsdp x mp: 12 mod 32 = 12"]
+
+
+def test_vocabulary_that_does_not_divide():
+    error = error_of(spec, EMBEDDING, (50257, 2048), parse("1,1,8"), DEFAULT_RULES, checkpoint="./m")
+    assert error.what == "vocabulary 50257 cannot be split over mp 8"
+    assert error.why == "50257 mod 8 = 1"
+    assert error.hint == "`prep pad-vocab ./m --multiple 8` (to 50264), or `--pad-vocab auto`"
+    assert error.code == USAGE
+
+
+def test_another_dim_that_does_not_divide():
+    error = error_of(spec, QUERY, (40, 40, 128, 5120), parse("1,1,16"), DEFAULT_RULES)
+    assert error.what == "heads 40 cannot be split over mp 16"
+    assert error.why == "40 mod 16 = 8"
+    assert error.hint == "a mesh that divides 40, or `--rule 'heads=mp|none'` to keep heads whole"
+
+
+def test_the_first_choice_is_named_when_none_divides():
+    error = error_of(spec, [("embed",)], (10,), parse("dp:1,fsdp:4,sp:3"), with_rules(["embed=fsdp+sp|sp"]))
+    assert (error.what, error.why) == ("embed 10 cannot be split over fsdp 4 x sp 3", "10 mod 12 = 10")
+    error = error_of(spec, [("mlp",), ("embed",)], (8, 10), parse("1,4,2"), with_rules(["embed=mp+fsdp"]))
+    assert error.what == "embed 10 cannot be split over fsdp 4"
+
+
+@given(split_leaves())
+def test_boxes_of_all_devices_tile_the_leaf_exactly_copies_times(leaf):
+    mesh, rules, dims, shape = leaf
+    found = spec(dims, shape, mesh, rules)
+    counts = collections.Counter(boxes_of_all(found, mesh, shape))
+    assert set(counts.values()) == {copies(found, mesh)}
+    shard = shard_shape(found, shape)
+    grid = itertools.product(*(range(0, extent, step) for extent, step in zip(shape, shard)))
+    assert set(counts) == {tuple((low, low + step) for low, step in zip(lows, shard)) for lows in grid}
+
+
+@given(split_leaves())
+def test_a_mesh_axis_cuts_one_dim_of_a_leaf(leaf):
+    mesh, rules, dims, shape = leaf
+    axes = [axis for cut in spec(dims, shape, mesh, rules).axes for axis in cut]
+    assert len(axes) == len(set(axes))
+    assert all(mesh.size(axis) > 1 for axis in axes)
+
+
+def test_devices_are_numbered_in_written_order():
+    leaf = EMBEDDING, (8, 6)
+    for text, box in [("1,3,2", ((0, 4), (2, 4))), ("mp:2,fsdp:3", ((0, 4), (4, 6)))]:
+        mesh = parse(text)
+        assert device_box(spec(*leaf, mesh, DEFAULT_RULES), mesh, 2, (8, 6)) == box
+
+
+def test_axes_of_one_dim_count_row_major():
+    mesh, rules = parse("fsdp:2,mp:2"), with_rules(["embed=mp+fsdp"])
+    boxes = boxes_of_all(spec([("embed",)], (8,), mesh, rules), mesh, (8,))
+    assert boxes == [((0, 2),), ((4, 6),), ((2, 4),), ((6, 8),)]
+
+
+@pytest.mark.parametrize("device", [-1, 8])
+def test_no_such_device(device):
+    mesh = parse("1,2,4")
+    with pytest.raises(IndexError, match=f"device {device} of 8"):
+        device_box(spec([], (), mesh, DEFAULT_RULES), mesh, device, ())
+
+
+@given(split_leaves())
+def test_chunks_divide_the_shards(leaf):
+    mesh, rules, dims, shape = leaf
+    chunk = chunk_shape(dims, shape, mesh, rules, itemsize=2, whole_below=0)
+    shard = shard_shape(spec(dims, shape, mesh, rules), shape)
+    apart = (("layers",), ("encoder_layers",), ("experts",))  # each index of them is a tensor
+    assert chunk == tuple(1 if dim in apart else extent for dim, extent in zip(dims, shard))
+
+
+def test_a_leaf_below_a_mebibyte_a_layer_is_not_cut():
+    mesh, dims = parse("1,8,4"), [("layers",), ("mlp",), ("embed",)]
+    assert chunk_shape(dims, (24, 512, 504), mesh, DEFAULT_RULES, itemsize=4) == (1, 512, 504)
+    assert chunk_shape(dims, (24, 512, 512), mesh, DEFAULT_RULES, itemsize=4) == (1, 128, 64)
+
+
+def test_a_small_leaf_that_does_not_divide_is_still_an_error():
+    assert error_of(chunk_shape, EMBEDDING, (257, 64), parse("1,1,8"), DEFAULT_RULES, 4).why == "257 mod 8 = 1"
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "chunk"),
+    [
+        ("vocab embed", (50264, 2048), (488, 2048)),  # 512 rows fit; 488 is the largest divisor of 50264 below that
+        ("layers mlp embed", (24, 8192, 2048), (1, 512, 2048)),
+        ("mlp layers embed", (8192, 24, 2048), (512, 1, 2048)),
+        ("layers embed", (24, 2048), (1, 2048)),
+        ("vocab embed", (3, 1 << 21), (1, 1 << 20)),  # a row is more than 4 MiB
+        ("vocab embed", (50257, 1 << 20), (1, 1 << 20)),
+        ("vocab", (0x1FFFFF,), (299593,)),
+        ("", (), ()),
+    ],
+)
+def test_chunks_for_no_mesh_are_runs_of_whole_rows(dims, shape, chunk):
+    assert chunk_shape([(name,) for name in dims.split()], shape, None, DEFAULT_RULES, itemsize=4) == chunk
+
+
+@given(st.lists(st.integers(1, 5000), max_size=4), st.sampled_from([1, 2, 4, 8]))
+def test_chunks_for_no_mesh_are_consecutive_divide_and_fit(shape, itemsize):
+    chunk = chunk_shape([("mlp",)] * len(shape), shape, None, DEFAULT_RULES, itemsize)
+    assert math.prod(chunk) * itemsize <= 4 << 20
+    assert all(extent % part == 0 for extent, part in zip(shape, chunk))
+    cut = [i for i, (extent, part) in enumerate(zip(shape, chunk)) if part != extent]
+    assert all(part == 1 for part in chunk[: max(cut, default=0)])
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_a_run_has_as_many_rows_as_divide_and_fit(rows, columns):
+    chunk = chunk_shape([("vocab",), ("embed",)], (rows, columns * 64), None, DEFAULT_RULES, 8)
+    fitting = [k for k in range(1, rows + 1) if rows % k == 0 and k * columns * 512 <= 4 << 20]
+    assert chunk == (max(fitting), columns * 64)
+
+
+def test_stacked_dims_can_be_named():
+    given = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
+    assert chunk_shape(*given, parse("1,1,4"), DEFAULT_RULES, 4, stacked=("blocks",)) == (1, 8, 1 << 18)
+    assert chunk_shape(*given, None, DEFAULT_RULES, 4, stacked=("blocks", "experts")) == (1, 1, 1 << 20)

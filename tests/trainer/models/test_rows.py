@@ -1,0 +1,74 @@
+"""What tables are put together from."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.models.parameters import Parameter
+from trainer.models.registry import FAMILIES
+from trainer.models.rows import attention, fused_qkv, layer_norm, linear, stack, unless_off
+
+
+@pytest.mark.parametrize(
+    ("row", "bias"),
+    [
+        ("mlp embed <- up.weight: mlp embed", "mlp <- up.bias: mlp"),
+        ("mlp embed <- up.weight: embed mlp", "mlp <- up.bias: mlp"),  # stored [in, out]
+        ("embed heads head_dim <- o.weight: embed (heads head_dim)", "embed <- o.bias: embed"),
+        ("embed heads head_dim <- o.weight: (heads head_dim) embed", "embed <- o.bias: embed"),
+        (
+            "layers heads head_dim embed <- l.{layers}.qkv.weight: (heads qkv=1 head_dim) embed",
+            "layers heads head_dim <- l.{layers}.qkv.bias: (heads qkv=1 head_dim)",
+        ),
+    ],
+)
+def test_a_bias_has_the_outputs_of_its_weight(row: str, bias: str):
+    assert linear("p", row, "biased") == {"p.weight": Parameter(row), "p.bias": Parameter(bias, "biased")}
+    assert linear("p", row, None) == {"p.weight": Parameter(row)}
+
+
+def test_a_layer_norm_has_a_scale_and_a_bias_alike():
+    assert layer_norm("norm", "embed <- ln.weight: embed", "affine") == {
+        "norm.scale": Parameter("embed <- ln.weight: embed", "affine"),
+        "norm.bias": Parameter("embed <- ln.bias: embed", "affine"),
+    }
+
+
+def test_heads_of_keys_and_values_may_be_fewer():
+    assert {path: parameter.row for path, parameter in attention("a.{}_proj", "o", "kv_heads", bias="b").items()} == {
+        "attn.q.weight": "heads head_dim embed <- a.q_proj.weight: (heads head_dim) embed",
+        "attn.q.bias": "heads head_dim <- a.q_proj.bias: (heads head_dim)",
+        "attn.k.weight": "kv_heads head_dim embed <- a.k_proj.weight: (kv_heads head_dim) embed",
+        "attn.k.bias": "kv_heads head_dim <- a.k_proj.bias: (kv_heads head_dim)",
+        "attn.v.weight": "kv_heads head_dim embed <- a.v_proj.weight: (kv_heads head_dim) embed",
+        "attn.v.bias": "kv_heads head_dim <- a.v_proj.bias: (kv_heads head_dim)",
+        "attn.o.weight": "embed heads head_dim <- a.o_proj.weight: embed (heads head_dim)",
+    }
+
+
+def test_three_parts_of_one_tensor():
+    found = fused_qkv("c_attn", "embed (qkv={} heads head_dim)")
+    assert list(found) == [f"attn.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+    assert found["attn.v.weight"].row == "heads head_dim embed <- c_attn.weight: embed (qkv=2 heads head_dim)"
+    assert found["attn.v.bias"].row == "heads head_dim <- c_attn.bias: (qkv=2 heads head_dim)"
+
+
+def test_rows_of_a_layer_become_those_of_all():
+    one = {"w": Parameter("a b <- w: a b", "when", other="a b <- x: a b", otherwise="a b <- y: b a")}
+    assert stack("encoder.layers", "block.{depth}", one) == {
+        "encoder.layers.w": Parameter(
+            "depth a b <- block.{depth}.w: a b",
+            "when",
+            other="depth a b <- block.{depth}.x: a b",
+            otherwise="depth a b <- block.{depth}.y: b a",
+        )
+    }
+
+
+def test_what_is_there_unless_a_config_says_no():
+    assert [unless_off("f")(config) for config in ({}, {"f": True}, {"f": False})] == [True, True, False]
+
+
+def test_tensors_of_the_head_have_no_prefix():
+    assert FAMILIES["gptj"].unprefixed == ("lm_head.weight", "lm_head.bias")
+    assert FAMILIES["gpt_neox"].unprefixed == ("embed_out.weight", "lm_head.weight")

@@ -1,0 +1,55 @@
+"""Mechanisms that are named where a family is not supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.models.errors import PrepError
+from trainer.models.registry import FAMILIES, NO_GUIDE, family_of
+from trainer.models.unsupported import MECHANISMS, missing_mechanism
+
+
+@pytest.mark.parametrize(
+    ("config", "mechanism"),
+    [
+        ({"model_type": "mamba", "state_size": 16}, "state-space layers"),
+        ({"model_type": "jamba", "mamba_d_state": 16}, "state-space layers"),
+        ({"model_type": "rwkv"}, "recurrent layers"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256}, "multi-head latent attention"),
+        ({"model_type": "qwen3_next", "num_experts": 512}, "linear attention"),
+        ({"model_type": "qwen2_moe"}, "a sparse MoE"),
+        ({"model_type": "llava", "vision_config": {}}, "an image, video or audio encoder"),
+        ({"model_type": "bert", "type_vocab_size": 2}, "an encoder without a decoder"),
+        ({"model_type": "bart"}, "cross attention other than T5's"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi position biases"),
+        ({"model_type": "new", "kv_lora_rank": 512}, "multi-head latent attention"),
+        ({"model_type": "new", "vision_config": {"depth": 3}}, "an image, video or audio encoder"),
+        ({"model_type": ["mamba"], "ssm_state_size": 8}, "state-space layers"),
+    ],
+)
+def test_missing_mechanism_is_named(config: dict[str, Any], mechanism: str) -> None:
+    with pytest.raises(PrepError) as caught:
+        family_of(config)
+    assert caught.value.why.startswith(f"it needs {mechanism}")
+    assert caught.value.hint == NO_GUIDE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "starcoder2"},
+        {"model_type": "falcon", "alibi": False},
+        {"model_type": "phi", "kv_lora_rank": None, "type_vocab_size": 0},
+        {},
+    ],
+)
+def test_missing_mechanism_is_empty_where_none_is_known(config: dict[str, Any]) -> None:
+    assert missing_mechanism(config) == ""
+
+
+def test_mechanisms_name_no_supported_family() -> None:
+    named = [name for each in MECHANISMS for name in each.model_types]
+    assert len(named) == len(set(named))
+    assert not set(named) & set(FAMILIES)

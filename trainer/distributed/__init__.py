@@ -1,0 +1,1 @@
+"""Device meshes and sharding of arrays in JAX."""

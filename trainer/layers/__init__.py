@@ -1,1 +1,0 @@
-"""What layers compute, as functions of arrays."""

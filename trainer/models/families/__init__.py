@@ -1,0 +1,1 @@
+"""One module per model family. `trainer.models.registry` lists them."""

@@ -1,0 +1,1 @@
+"""Neural network layers as functions of arrays."""

@@ -1,0 +1,39 @@
+"""The feed-forward part of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, nn
+
+from trainer.distributed.sharding import Shards
+from trainer.models.architecture import Traits
+
+_TANH_GELU = partial(nn.gelu, approximate=True)
+FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": partial(nn.gelu, approximate=False),
+    "gelu_new": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
+    "silu": nn.silu,
+    "swish": nn.silu,
+    "relu": nn.relu,
+}
+
+
+def feed_forward(x: Array, weights: Mapping[str, Any], traits: Traits, shards: Shards) -> Array:
+    """[B, T, D] -> [B, T, D]: up, activation (of the gate, where there is one), down."""
+    activate = FUNCTIONS[traits.activation]
+    up = _linear(x, weights["up"])
+    inner = activate(_linear(x, weights["gate"])) * up if traits.gated else activate(up)
+    return _linear(shards.constrain(inner, "batch", "seq", "mlp"), weights["down"])
+
+
+def _linear(x: Array, weights: Mapping[str, Array]) -> Array:
+    """By a weight [out, in], with the bias where there is one."""
+    out = jnp.einsum("bti,oi->bto", x, weights["weight"])
+    return out + weights["bias"] if "bias" in weights else out
