@@ -6,17 +6,17 @@ import random
 from pathlib import Path
 
 DATA_SHARE, JOURNAL_SHARE = 0.5, 0.25  # of the cases; the rest is any other file
-MOST_NBYTES = 100_000
+MAX_ADDED_NBYTES = 100_000
 
 
-def spoil(folder: Path, draw: random.Random) -> str:
+def damage_file(folder: Path, rng: random.Random) -> str:
     """Damage one file below a folder; what was done, empty where no file has bytes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     if not files:
         return ""
-    path = draw.choice(_group(files, draw) or files)
-    how = draw.choice((_flip, _flip, _cut, _extend))
-    how(path, draw)
+    path = rng.choice(_group(files, rng) or files)
+    how = rng.choice((_flip, _flip, _cut, _extend))
+    how(path, rng)
     return f"{how.__name__[1:]} {path.relative_to(folder)}"
 
 
@@ -46,4 +46,4 @@ def _cut(path: Path, draw: random.Random) -> None:
 
 def _extend(path: Path, draw: random.Random) -> None:
     with path.open("ab") as file:
-        file.write(draw.randbytes(draw.randint(1, MOST_NBYTES)))
+        file.write(draw.randbytes(draw.randint(1, MAX_ADDED_NBYTES)))

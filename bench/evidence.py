@@ -23,19 +23,19 @@ from pathlib import Path
 
 import prepcli
 import trainer
-from bench.floor import MEANS, Means
-from bench.meter import Cost, cold, measure
-from bench.models import FREE_BITS, SHARD_NBYTES, entries, write_model
-from bench.published import PUBLISHED, config_of
-from bench.slow_disk import rates, slow_disk
-from prepcli.console.formatting import bytes_text
-from prepcli.console.ui import table
-from trainer.models.parameters import Config
+from bench.floor import COPY_METHODS, CopyMethod
+from bench.meter import CommandCost, drop_page_cache, measure
+from bench.models import FREE_BITS, SHARD_NBYTES, tensor_entries, write_model
+from bench.published import PUBLISHED, published_config
+from bench.slow_disk import measure_rates, slow_disk
+from prepcli.console.formatting import format_bytes
+from prepcli.console.ui import format_table
+from trainer.models.parameters import HFConfig
 
 PREP = Path(sys.executable).with_name("prep")
 BUDGETS = ("512MiB", "128MiB")
-INIT = ("save-init", "--mesh", "1,1,8", "--pad-vocab", "auto")  # what reshard and export start from
-PLANNED = "llama-13b"
+INIT_COMMAND = ("save-init", "--mesh", "1,1,8", "--pad-vocab", "auto")  # what reshard and export start from
+PLANNED_MODEL = "llama-13b"
 START_RUNS = 5
 FINALISTS = 2  # plain copies measured in each pair: the fastest of one round of all
 SPARE_NBYTES = 2 << 30  # of a slow disk: file system, tokenizers and room
@@ -46,7 +46,7 @@ CP_TARGET, FLOOR_TARGET = 0.9, 1.1  # the target is the larger one of these shar
 class Case:
     """A conversion: command and options, from the model or from the checkpoint that INIT makes of it."""
 
-    words: tuple[str, ...]
+    command: tuple[str, ...]
     from_init: bool = False
 
 
@@ -61,7 +61,7 @@ CASES: Mapping[str, Case] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BenchPaths:
     """Where things lie while we measure; all but the model is deleted again."""
 
     model: Path
@@ -82,7 +82,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EvidenceRow:
     """A case at a budget: each run's seconds, median CPU seconds, most memory above that of `prep inspect`."""
 
     case: str
@@ -120,23 +120,25 @@ class Row:
         return min(self.seconds) / max(CP_TARGET * min(self.cp_seconds), FLOOR_TARGET * min(self.floor_seconds))
 
 
-def compare(name: str, memory: str, room: Room, pairs: int, plain: Sequence[Means] = ()) -> Row:
+def measure_case(
+    name: str, memory: str, paths: BenchPaths, pairs: int, copy_methods: Sequence[CopyMethod] = ()
+) -> EvidenceRow:
     """Measure a case, cp and plain copies in turn: A B, B A, A B …"""
     case = CASES[name]
-    source = room.init if case.from_init else room.model
-    command, *options = case.words
-    prep = (PREP, command, source, *options, "--out", room.out, "--memory", memory, "--quiet")
-    copy = ("bash", "-c", f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(room.out))} && sync")
-    base = succeeded((PREP, "inspect", source, "--quiet"))
-    ours, theirs, floors = [], [], {means: [] for means in plain}
+    source = paths.init if case.from_init else paths.model
+    command, *options = case.command
+    prep = (PREP, command, source, *options, "--out", paths.out, "--memory", memory, "--quiet")
+    copy = ("bash", "-c", f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(paths.out))} && sync")
+    base = run_checked((PREP, "inspect", source, "--quiet"))
+    ours, theirs, floors = [], [], {means: [] for means in copy_methods}
     for pair in range(pairs):
-        turns = ((prep, ours), (copy, theirs), *((m.command(source, room.out), costs) for m, costs in floors.items()))
+        turns = ((prep, ours), (copy, theirs), *((m.command(source, paths.out), costs) for m, costs in floors.items()))
         for words, costs in turns if pair % 2 == 0 else reversed(turns):
-            costs.append(_cold_run(words, source, room.out))
+            costs.append(_cold_run(words, source, paths.out))
         each = "".join(f", {means} {costs[-1].wall_s:.1f} s" for means, costs in floors.items())
-        tell(f"{name}, {memory}, pair {pair + 1}: {ours[-1].wall_s:.1f} s, cp {theirs[-1].wall_s:.1f} s{each}")
+        log(f"{name}, {memory}, pair {pair + 1}: {ours[-1].wall_s:.1f} s, cp {theirs[-1].wall_s:.1f} s{each}")
     row = _row(name, memory, source, ours, theirs, base)
-    return _with_floor(row, floors) if plain else row
+    return _with_floor(row, floors) if copy_methods else row
 
 
 def compile_packages() -> None:
@@ -145,29 +147,31 @@ def compile_packages() -> None:
         compileall.compile_dir(Path(package.__path__[0]), quiet=2)
 
 
-def finalists(source: Path, out: Path) -> tuple[Means, ...]:
+def fastest_copy_methods(source: Path, out: Path) -> tuple[CopyMethod, ...]:
     """The fastest plain copies of a source, from one cold run each."""
-    seconds = {means: _cold_run(means.command(source, out), source, out).wall_s for means in MEANS}
-    tell("plain copies: " + ", ".join(f"{means} {value:.1f} s" for means, value in seconds.items()))
+    seconds = {means: _cold_run(means.command(source, out), source, out).wall_s for means in COPY_METHODS}
+    log("plain copies: " + ", ".join(f"{means} {value:.1f} s" for means, value in seconds.items()))
     return tuple(sorted(seconds, key=lambda means: seconds[means])[:FINALISTS])
 
 
-def _with_floor(row: Row, floors: Mapping[Means, Sequence[Cost]]) -> Row:
+def _with_floor(row: EvidenceRow, floors: Mapping[CopyMethod, Sequence[CommandCost]]) -> EvidenceRow:
     fastest = min(floors, key=lambda means: min(cost.wall_s for cost in floors[means]))
     every = tuple(cost.wall_s for costs in floors.values() for cost in costs)
     return replace(row, floor_seconds=every, floor_means=str(fastest))
 
 
-def _cold_run(words: Sequence[str | Path], source: Path, out: Path) -> Cost:
+def _cold_run(words: Sequence[str | Path], source: Path, out: Path) -> CommandCost:
     os.sync()
-    cold([source])
-    cost = succeeded(words)
+    drop_page_cache([source])
+    cost = run_checked(words)
     remove(out)
     return cost
 
 
-def _row(name: str, memory: str, source: Path, ours: Sequence[Cost], theirs: Sequence[Cost], base: Cost) -> Row:
-    return Row(
+def _row(
+    name: str, memory: str, source: Path, ours: Sequence[CommandCost], theirs: Sequence[CommandCost], base: CommandCost
+) -> EvidenceRow:
+    return EvidenceRow(
         name,
         memory,
         sum(path.stat().st_size for path in source.rglob("*") if path.is_file()),
@@ -180,22 +184,26 @@ def _row(name: str, memory: str, source: Path, ours: Sequence[Cost], theirs: Seq
     )
 
 
-def evidence(room: Room, cases: Sequence[str], pairs: int, budgets: Sequence[str] = BUDGETS) -> list[Row]:
+def measure_cases(
+    paths: BenchPaths, cases: Sequence[str], pairs: int, budgets: Sequence[str] = BUDGETS
+) -> list[EvidenceRow]:
     """Measure cases at each budget, and leave nothing behind but the model."""
     try:
-        remove(room.init, room.out, *room.unfinished)
+        remove(paths.init, paths.out, *paths.unfinished)
         if any(CASES[name].from_init for name in cases):
-            succeeded((PREP, INIT[0], room.model, *INIT[1:], "--out", room.init, "--quiet"))
-        sources = {CASES[name].from_init: room.init if CASES[name].from_init else room.model for name in cases}
-        plain = {from_init: finalists(source, room.out) for from_init, source in sources.items()}
+            run_checked((PREP, INIT_COMMAND[0], paths.model, *INIT_COMMAND[1:], "--out", paths.init, "--quiet"))
+        sources = {CASES[name].from_init: paths.init if CASES[name].from_init else paths.model for name in cases}
+        plain = {from_init: fastest_copy_methods(source, paths.out) for from_init, source in sources.items()}
         return [
-            compare(name, memory, room, pairs, plain[CASES[name].from_init]) for name in cases for memory in budgets
+            measure_case(name, memory, paths, pairs, plain[CASES[name].from_init])
+            for name in cases
+            for memory in budgets
         ]
     finally:
-        remove(room.init, room.out, *room.unfinished)
+        remove(paths.init, paths.out, *paths.unfinished)
 
 
-def evidence_text(rows: Sequence[Row], file_system: str) -> str:
+def evidence_text(rows: Sequence[EvidenceRow], file_system: str) -> str:
     """The table that evidence is published as."""
     head = (
         *("case", "memory", "seconds", "cp, seconds", "/ fastest", "/ median", "CPU s", "cp CPU s", "peak MiB", "fs"),
@@ -219,15 +227,15 @@ def evidence_text(rows: Sequence[Row], file_system: str) -> str:
         )
         for row in rows
     ]
-    return table(shown, head, right=(*head[4:9], *head[11:]))
+    return format_table(shown, head, right_aligned=(*head[4:9], *head[11:]))
 
 
 def plan_figures(work: Path) -> dict[str, float]:
     """Plan LLaMA-13B for 1,64,4 from headers alone: chunks, seconds, most memory in all and above `prep inspect`."""
-    source = sparse(work)
-    base = succeeded((PREP, "inspect", source, "--quiet"))
+    source = make_sparse_model(work)
+    base = run_checked((PREP, "inspect", source, "--quiet"))
     options = ("--mesh", "1,64,4", "--out", work / "bench-out", "--dry-run", "--json", "--quiet")
-    cost = succeeded((PREP, "save-init", source, *options))
+    cost = run_checked((PREP, "save-init", source, *options))
     return {
         "chunks": json.loads(cost.stdout)["chunks"],
         "seconds": cost.wall_s,
@@ -238,23 +246,26 @@ def plan_figures(work: Path) -> dict[str, float]:
 
 def start_figures(work: Path) -> dict[str, float]:
     """Median seconds of `prep --help` and of `prep inspect` of a 13B, nothing cold."""
-    commands = {"help": (PREP, "--help"), "inspect": (PREP, "inspect", sparse(work))}
+    commands = {"help": (PREP, "--help"), "inspect": (PREP, "inspect", make_sparse_model(work))}
     return {
-        name: statistics.median(succeeded(words).wall_s for _ in range(START_RUNS)) for name, words in commands.items()
+        name: statistics.median(run_checked(words).wall_s for _ in range(START_RUNS))
+        for name, words in commands.items()
     }
 
 
-def sparse(work: Path) -> Path:
+def make_sparse_model(work: Path) -> Path:
     """A LLaMA-13B of headers and zeros that take no disk."""
-    folder = work / f"bench-{PLANNED}-sparse"
+    folder = work / f"bench-{PLANNED_MODEL}-sparse"
     if not folder.exists():
-        write_model(folder, config_of(PLANNED), sparse=True)
+        write_model(folder, published_config(PLANNED_MODEL), sparse=True)
     return folder
 
 
-def made(work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NBYTES, dtype: str | None = None) -> Path:
+def make_model(
+    work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NBYTES, dtype: str | None = None
+) -> Path:
     """The model to measure with; it stays there for the next time. SystemExit if the disk has no room for a run."""
-    config = config_of(name, dtype, layers)
+    config = published_config(name, dtype, layers)
     parts = [
         f"bench-{name}",
         *([dtype] if dtype else []),
@@ -265,7 +276,7 @@ def made(work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NB
     needed = (2 if folder.exists() else 3) * weights_nbytes(config)  # with init and output
     free = shutil.disk_usage(work).free
     if free < needed:
-        raise SystemExit(f"{work} has {bytes_text(free)} free, this takes {bytes_text(needed)}")
+        raise SystemExit(f"{work} has {format_bytes(free)} free, this takes {format_bytes(needed)}")
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.partial")
         remove(unfinished)
@@ -274,16 +285,16 @@ def made(work: Path, name: str, layers: int | None, shard_nbytes: int = SHARD_NB
     return folder
 
 
-def weights_nbytes(config: Config) -> int:
+def weights_nbytes(config: HFConfig) -> int:
     """Bytes of all weights of a model."""
-    return sum(nbytes for *_, nbytes in entries(config))
+    return sum(nbytes for *_, nbytes in tensor_entries(config))
 
 
-def succeeded(words: Sequence[str | Path]) -> Cost:
+def run_checked(command: Sequence[str | Path]) -> CommandCost:
     """The cost of a command; SystemExit with what it said if it failed, since its figures mean nothing."""
-    cost = measure(words)
+    cost = measure(command)
     if cost.exit_code:
-        raise SystemExit(f"{shlex.join(map(str, words))} ended with {cost.exit_code}\n{cost.stderr}")
+        raise SystemExit(f"{shlex.join(map(str, command))} ended with {cost.exit_code}\n{cost.stderr}")
     return cost
 
 
@@ -298,7 +309,7 @@ def file_system(folder: Path) -> str:
     return subprocess.check_output(["df", "--output=fstype", folder], text=True).split()[-1]
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     """A line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
@@ -327,7 +338,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", type=_budgets, default=BUDGETS, metavar="SIZE,…", help="default: 512MiB,128MiB")
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each; default: 5")
     parser.add_argument("--slow-disk", type=int, metavar="MB", help="on a disk held to MB/s, made for it; takes root")
-    parser.add_argument("--plan", action="store_true", help=f"instead: plan {PLANNED} for 1,64,4")
+    parser.add_argument("--plan", action="store_true", help=f"instead: plan {PLANNED_MODEL} for 1,64,4")
     parser.add_argument("--start", action="store_true", help="instead: what starting takes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
     return parser.parse_args(arguments)
@@ -342,12 +353,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.plan:
         figures["plan"] = found = plan_figures(given.work)
         print(
-            f"plan of {PLANNED} for 1,64,4: {found['chunks']:,} chunks, {found['seconds']:.2f} s,"
-            f" peak {bytes_text(found['peak_nbytes'])}, {bytes_text(found['above_inspect_nbytes'])} above prep inspect"
+            f"plan of {PLANNED_MODEL} for 1,64,4: {found['chunks']:,} chunks, {found['seconds']:.2f} s,"
+            f" peak {format_bytes(found['peak_nbytes'])}, {format_bytes(found['above_inspect_nbytes'])} above prep inspect"
         )
     if given.start:
         figures["start"] = found = start_figures(given.work)
-        print(f"prep --help: {found['help']:.2f} s; prep inspect of {PLANNED}: {found['inspect']:.2f} s")
+        print(f"prep --help: {found['help']:.2f} s; prep inspect of {PLANNED_MODEL}: {found['inspect']:.2f} s")
     if not (given.plan or given.start):
         figures |= _table_figures(given)
     if given.json:
@@ -358,13 +369,13 @@ def _table_figures(given: argparse.Namespace) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
         work, slow = given.work, ""
         if given.slow_disk:
-            nbytes = 3 * weights_nbytes(config_of(given.model, given.dtype, given.layers)) + SPARE_NBYTES
+            nbytes = 3 * weights_nbytes(published_config(given.model, given.dtype, given.layers)) + SPARE_NBYTES
             work = stack.enter_context(slow_disk(given.work, given.slow_disk, nbytes))
-            slow = f", held to {given.slow_disk} MB/s: {rates(work)}"
+            slow = f", held to {given.slow_disk} MB/s: {measure_rates(work)}"
             print(f"disk{slow}", flush=True)
-        model = made(work, given.model, given.layers, dtype=given.dtype)
-        disk, how = file_system(work), cold([model])
-        rows = evidence(Room(model, work), given.cases, given.pairs, given.memory)
+        model = make_model(work, given.model, given.layers, dtype=given.dtype)
+        disk, how = file_system(work), drop_page_cache([model])
+        rows = measure_cases(BenchPaths(model, work), given.cases, given.pairs, given.memory)
     print(f"{model.name}, cold by {how}, {os.cpu_count()} cores{slow}\n{evidence_text(rows, disk)}")
     ratios = [
         {"to_fastest": r.to_fastest, "to_median": r.to_median, "to_floor": r.to_floor, "to_target": r.to_target}

@@ -42,7 +42,7 @@ eval.limit = 64
 """
 
 
-def corpus(folder: Path) -> int:
+def write_corpus(folder: Path) -> int:
     """The modules of the standard library and of its packages, as text; bytes."""
     folder.mkdir(parents=True)
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -54,7 +54,7 @@ def corpus(folder: Path) -> int:
     return total
 
 
-def model(folder: Path, texts: Path) -> int:
+def write_random_model(folder: Path, corpus: Path) -> int:
     """A random model of transformers with a tokenizer made for the texts; its parameters."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoModelForCausalLM, GPTNeoConfig, set_seed
@@ -63,12 +63,12 @@ def model(folder: Path, texts: Path) -> int:
     made = AutoModelForCausalLM.from_config(GPTNeoConfig(**CONFIG))
     made.save_pretrained(folder)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train([str(path) for path in sorted(texts.iterdir())], VOCAB, special_tokens=["<|endoftext|>"])
+    tokenizer.train([str(path) for path in sorted(corpus.iterdir())], VOCAB, special_tokens=["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return made.num_parameters()
 
 
-def prep(work: Path, *words: str) -> dict[str, Any]:
+def run_prep(work: Path, *words: str) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-m", "prepcli", *words, "--json"], cwd=work, stdout=subprocess.PIPE)
     found = json.loads(done.stdout)
     if not found["ok"]:
@@ -89,7 +89,7 @@ def perplexity(folder: Path, sequences: np.ndarray) -> float:
     return math.exp(total / len(sequences))
 
 
-def held_out(work: Path) -> np.ndarray:
+def holdout_sequences(work: Path) -> np.ndarray:
     """The sequences that the run evaluated on, cut from its token store."""
     (store,) = [path for path in (work / "run" / "data").iterdir() if path.is_dir()]
     meta = json.loads((store / "meta.json").read_bytes())
@@ -104,18 +104,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     asked = parser.parse_args()
     work = asked.work
-    nbytes = corpus(work / "corpus")
-    print(f"{nbytes / 1e6:.1f} MB of text, {model(work / 'model', work / 'corpus'):,} parameters")
+    nbytes = write_corpus(work / "corpus")
+    print(f"{nbytes / 1e6:.1f} MB of text, {write_random_model(work / 'model', work / 'corpus'):,} parameters")
     (work / "recipe.toml").write_text(
         RECIPE.format(length=LENGTH, batch=BATCH, steps=asked.steps, every=max(asked.steps // 4, 1))
     )
-    found = prep(work, "train", "recipe.toml", "--out", "run")
+    found = run_prep(work, "train", "recipe.toml", "--out", "run")
     for line in map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines()):
         print(
             {key: line[key] for key in ("step", "loss", "eval_loss", "eval_perplexity", "tokens_per_s") if key in line}
         )
-    prep(work, "export", "run", "--out", "exported")
-    theirs = perplexity(work / "exported", held_out(work))
+    run_prep(work, "export", "run", "--out", "exported")
+    theirs = perplexity(work / "exported", holdout_sequences(work))
     ours = found["eval_perplexity"]
     print(f"perplexity: prep {ours:.6f}, transformers {theirs:.6f}, relative difference {abs(ours / theirs - 1):.1e}")
 

@@ -21,14 +21,14 @@ from pathlib import Path
 from prepcli.engine.io_policy import Writeback
 from prepcli.engine.linux import allocate
 
-PAGE = mmap.PAGESIZE
+PAGE_NBYTES = mmap.PAGESIZE
 BLOCK_NBYTES = 16 << 20
-BUFFERS = 6
-Filled = tuple[memoryview, int, int]  # buffer, offset in the file, bytes
+BUFFER_COUNT = 6
+FilledBuffer = tuple[memoryview, int, int]  # buffer, offset in the file, bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class CopyMethod:
     """A way to copy: direct or buffered reads; direct, buffered or paced writes; one thread, or one for each."""
 
     read: str
@@ -45,15 +45,17 @@ class Means:
 
 
 READS, WRITES = ("direct", "buffered"), ("direct", "paced", "buffered")
-PAIRS = ("direct", "direct"), ("direct", "paced"), ("buffered", "buffered")
-MEANS = tuple(Means(read, write, threads) for (read, write), threads in itertools.product(PAIRS, (2, 1)))
+READ_WRITE_PAIRS = ("direct", "direct"), ("direct", "paced"), ("buffered", "buffered")
+COPY_METHODS = tuple(
+    CopyMethod(read, write, threads) for (read, write), threads in itertools.product(READ_WRITE_PAIRS, (2, 1))
+)
 
 
-def copy_folder(source: Path, out: Path, means: Means) -> None:
+def copy_folder(source: Path, out: Path, method: CopyMethod) -> None:
     """Copy all files of a folder into a new one, and make them durable."""
     out.mkdir(parents=True)
     free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-    for _ in range(BUFFERS):
+    for _ in range(BUFFER_COUNT):
         memory = mmap.mmap(-1, BLOCK_NBYTES)
         memory.madvise(mmap.MADV_HUGEPAGE)
         free.put(memoryview(memory))
@@ -62,10 +64,10 @@ def copy_folder(source: Path, out: Path, means: Means) -> None:
         if path.is_dir():
             target.mkdir()
         else:
-            _copy_file(path, target, means, free)
+            _copy_file(path, target, method, free)
 
 
-def _copy_file(source: Path, target: Path, means: Means, free: queue.SimpleQueue[memoryview]) -> None:
+def _copy_file(source: Path, target: Path, means: CopyMethod, free: queue.SimpleQueue[memoryview]) -> None:
     reader = os.open(source, os.O_RDONLY | (os.O_DIRECT if means.read == "direct" else 0))
     writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if means.write == "direct" else 0))
     try:
@@ -79,7 +81,7 @@ def _copy_file(source: Path, target: Path, means: Means, free: queue.SimpleQueue
         os.close(writer)
 
 
-def _filled(reader: int, size: int, read: str, free: queue.SimpleQueue[memoryview]) -> Iterator[Filled]:
+def _filled(reader: int, size: int, read: str, free: queue.SimpleQueue[memoryview]) -> Iterator[FilledBuffer]:
     for offset in range(0, size, BLOCK_NBYTES):
         buffer = free.get()
         count, wanted = 0, min(BLOCK_NBYTES, size - offset)
@@ -97,10 +99,10 @@ class _Sink:
         self._writer, self._write, self._free = writer, write, free
         self._writeback = Writeback()
 
-    def put(self, block: Filled) -> None:
+    def put(self, block: FilledBuffer) -> None:
         """Write a block; a direct one in whole pages."""
         buffer, offset, count = block
-        end = -(-count // PAGE) * PAGE if self._write == "direct" else count
+        end = -(-count // PAGE_NBYTES) * PAGE_NBYTES if self._write == "direct" else count
         done = 0
         try:
             while done < end:
@@ -111,7 +113,7 @@ class _Sink:
             self._free.put(buffer)
 
 
-def _move(blocks: Iterator[Filled], sink: _Sink, threads: int) -> None:
+def _move(blocks: Iterator[FilledBuffer], sink: _Sink, threads: int) -> None:
     if threads == 1:
         for block in blocks:
             sink.put(block)
@@ -130,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", choices=WRITES, default="direct")
     parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
     given = parser.parse_args(arguments)
-    copy_folder(given.source, given.out, Means(given.read, given.write, given.threads))
+    copy_folder(given.source, given.out, CopyMethod(given.read, given.write, given.threads))
 
 
 if __name__ == "__main__":

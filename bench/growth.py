@@ -12,30 +12,30 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.evidence import Room, Row, compare, made, remove, tell
+from bench.evidence import BenchPaths, EvidenceRow, log, make_model, measure_case, remove
 from bench.published import PUBLISHED
-from prepcli.console.ui import table
-from prepcli.demo.svg import Curve, chart
+from prepcli.console.ui import format_table
+from prepcli.demo.svg import Curve, line_chart
 
 GB, MIB = 10**9, 1 << 20
 CASE, MEMORY = "save-init", "512MiB"
 
 
-def grown(work: Path, name: str, layers: Sequence[int], pairs: int) -> list[Row]:
+def measure_growth(work: Path, name: str, layers: Sequence[int], pairs: int) -> list[EvidenceRow]:
     """A row for each number of layers, smallest first."""
     rows = []
     for count in sorted(layers):
-        room = Room(made(work, name, count), work)
+        room = BenchPaths(make_model(work, name, count), work)
         try:
-            rows.append(compare(CASE, MEMORY, room, pairs))
+            rows.append(measure_case(CASE, MEMORY, room, pairs))
         finally:
             remove(room.init, room.out, *room.unfinished)
             shutil.rmtree(room.model)
-        tell(f"{count} layers: {rows[-1].source_nbytes / GB:.1f} GB in {min(rows[-1].seconds):.1f} s")
+        log(f"{count} layers: {rows[-1].source_nbytes / GB:.1f} GB in {min(rows[-1].seconds):.1f} s")
     return rows
 
 
-def growth_text(rows: Sequence[Row]) -> str:
+def growth_text(rows: Sequence[EvidenceRow]) -> str:
     """Seconds for each size, seconds a GB, the ratios to cp, and the most memory."""
     head = "GB", "seconds", "s / GB", "cp, seconds", "/ fastest", "/ median", "peak MiB"
     shown = [
@@ -50,10 +50,10 @@ def growth_text(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    return table(shown, head, right=head)
+    return format_table(shown, head, right_aligned=head)
 
 
-def growth_svg(rows: Sequence[Row]) -> str:
+def growth_svg(rows: Sequence[EvidenceRow]) -> str:
     """Seconds of the fastest runs over GB, and memory over GB, one under the other."""
     sizes = [row.source_nbytes / GB for row in rows]
     times = (
@@ -63,8 +63,8 @@ def growth_svg(rows: Sequence[Row]) -> str:
     memory = Curve("memory, MiB", [(x, row.peak_nbytes / MIB) for x, row in zip(sizes, rows)])
     budget = Curve("--memory, MiB", [(x, 512.0) for x in sizes])
     pictures = (
-        chart(times, title="seconds over GB", from_zero=True),
-        chart((memory, budget), title="MiB", from_zero=True),
+        line_chart(times, title="seconds over GB", from_zero=True),
+        line_chart((memory, budget), title="MiB", from_zero=True),
     )
     parts = [f'<svg y="{number * 250}"{picture.removeprefix("<svg")}' for number, picture in enumerate(pictures)]
     return (
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves there")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
-    rows = grown(given.work, given.model, [int(text) for text in given.layers.split(",")], given.pairs)
+    rows = measure_growth(given.work, given.model, [int(text) for text in given.layers.split(",")], given.pairs)
     print(growth_text(rows))
     if given.svg:
         given.svg.write_text(growth_svg(rows))

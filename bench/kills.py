@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from bench.damage import spoil
+from bench.damage import damage_file
 from prepcli.cli.main import main as prep
-from prepcli.console.ui import table
+from prepcli.console.ui import format_table
 from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
-from prepcli.execution.locks import is_held
-from prepcli.execution.run_folder import steps_of
+from prepcli.execution.locks import is_locked
+from prepcli.execution.run_folder import saved_steps
 
-INIT = ("save-init", "./model", "--pad-vocab", "8")
+INIT_COMMAND = ("save-init", "./model", "--pad-vocab", "8")
 COMMANDS = {
     "pad-vocab": ("pad-vocab", "./model", "--multiple", "8", "--init", "mean"),
     "save-init": ("save-init", "./model"),
@@ -47,8 +47,8 @@ COMMANDS = {
 TRAIN = "train"
 TRAIN_SHARE = 0.1
 DAMAGED_SHARE = 0.5
-POINTS = ("any time", "between syncs", "after a sync", "at commit")
-WAIT_S = 120.0
+KILL_POINTS = ("any time", "between syncs", "after a sync", "at commit")
+LOCK_TIMEOUT_S = 120.0
 RECIPE = """\
 seed = 1
 model.path = "init"
@@ -61,7 +61,7 @@ checkpoint = { every = 1, keep = 2 }
 
 
 @dataclass(slots=True)
-class Row:
+class KillCounts:
     """What came of the kills of one command."""
 
     kills: int = 0
@@ -69,29 +69,31 @@ class Row:
     damaged: int = 0
     refused: int = 0
     wrong: int = 0
-    redone: list[int] = field(default_factory=list)  # bytes written before the kill and again after it, if undamaged
+    redone_nbytes: list[int] = field(
+        default_factory=list
+    )  # bytes written before the kill and again after it, if undamaged
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class KillBench:
     """A folder with the sources, and of each command an output that was not killed, its bytes and its seconds."""
 
     folder: Path
-    written: dict[str, int]
-    took_s: dict[str, float]
+    written_nbytes: dict[str, int]
+    duration_s: dict[str, float]
 
-    def whole(self, name: str) -> Path:
+    def reference_output(self, name: str) -> Path:
         """The output of a run that was not killed."""
         return self.folder / f"whole.{list(COMMANDS).index(name)}"
 
 
-def words(name: str, out: str) -> list[str]:
+def command_line(name: str, out: str) -> list[str]:
     """The command line of a command."""
     memory = () if name == TRAIN or "--memory" in COMMANDS[name] else ("--memory", "32MiB")
     return [*COMMANDS[name], "--out", out, *memory, "--json", "--progress", "none"]
 
 
-def start(folder: Path, command: Sequence[str]) -> BaseProcess:
+def start_command(folder: Path, command: Sequence[str]) -> BaseProcess:
     """Start a command in a folder, where `said.out` and `said.err` take what it says."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, command))
     process.start()
@@ -107,26 +109,26 @@ def _run(folder: Path, command: Sequence[str]) -> None:
     sys.exit(prep(list(command)))
 
 
-def make_bench(folder: Path, names: Sequence[str]) -> Bench:
+def make_bench(folder: Path, names: Sequence[str]) -> KillBench:
     """Make the sources and the outputs to compare with in an empty folder."""
     folder.mkdir(parents=True)
     write_tiny_model(folder / "model")
     draw = random.Random(0)
     (folder / "text.txt").write_text(" ".join(draw.choice(VOCABULARY[2:]) for _ in range(2000)))
     (folder / "recipe.toml").write_text(RECIPE)
-    _whole(folder, [*INIT, "--out", "init", "-q"])
-    bench = Bench(folder, {}, {})
+    _whole(folder, [*INIT_COMMAND, "--out", "init", "-q"])
+    bench = KillBench(folder, {}, {})
     for name in names:
         began = time.monotonic()
-        said = _whole(folder, words(name, bench.whole(name).name))
-        bench.took_s[name] = time.monotonic() - began
-        bench.written[name] = _written(said)
+        said = _whole(folder, command_line(name, bench.reference_output(name).name))
+        bench.duration_s[name] = time.monotonic() - began
+        bench.written_nbytes[name] = _written(said)
     return bench
 
 
 def _whole(folder: Path, command: Sequence[str]) -> str:
     """Run a command to its end; what it printed. RuntimeError where it fails."""
-    process = start(folder, command)
+    process = start_command(folder, command)
     process.join()
     if process.exitcode:
         raise RuntimeError(f"{command[0]} ended with {process.exitcode}: {(folder / 'said.err').read_text()}")
@@ -137,13 +139,13 @@ def _written(printed: str) -> int:
     return json.loads(printed).get("bytes", {}).get("written", 0)
 
 
-def result(folder: Path) -> Path:
+def compared_folder(folder: Path) -> Path:
     """The part of an output that is compared: of a training run its last step."""
-    steps = steps_of(folder)
+    steps = saved_steps(folder)
     return folder / str(steps[-1]) if steps else folder
 
 
-def same(a: Path, b: Path) -> bool:
+def have_same_files(a: Path, b: Path) -> bool:
     """Whether two folders hold the same files, bit by bit."""
     files = [{path.relative_to(root): path for path in root.rglob("*") if path.is_file()} for root in (a, b)]
     return files[0].keys() == files[1].keys() and all(
@@ -176,17 +178,17 @@ def is_data(path: Path) -> bool:
     return path.is_file() and (path.suffix == ".safetensors" or path.parent.name == "d")
 
 
-def moment(point: str, partial: Path, took_s: float, draw: random.Random) -> Callable[[], bool]:
+def kill_condition(point: str, partial: Path, duration_s: float, rng: random.Random) -> Callable[[], bool]:
     """What tells that the point is reached at which a run is killed."""
-    at, after_s = time.monotonic(), draw.uniform(0.0, 0.05)
-    journal, syncs = partial / ".prep/journal.0", draw.randint(1, 5)
+    at, after_s = time.monotonic(), rng.uniform(0.0, 0.05)
+    journal, syncs = partial / ".prep/journal.0", rng.randint(1, 5)
     events: dict[str, Callable[[], bool]] = {
         "between syncs": lambda: data_nbytes(partial) > 0,
         "after a sync": lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1 + syncs,
         "at commit": lambda: any((partial / name).exists() for name in ("config.json", "hf", "_METADATA")),
     }
     if point not in events:
-        latest = draw.uniform(0.1, 1.0) * took_s
+        latest = rng.uniform(0.1, 1.0) * duration_s
         return lambda: time.monotonic() - at >= latest
     seen: list[float] = []
 
@@ -201,67 +203,67 @@ def moment(point: str, partial: Path, took_s: float, draw: random.Random) -> Cal
     return reached
 
 
-def killed(bench: Bench, name: str, out: Path, draw: random.Random) -> bool:
+def start_and_kill(bench: KillBench, name: str, out: Path, rng: random.Random) -> bool:
     """Start a command and kill it; whether it was at work."""
     partial = out.with_name(f"{out.name}.partial")
-    point = draw.choice(POINTS) if name != TRAIN else POINTS[0]
-    process = start(bench.folder, words(name, out.name))
-    is_time = moment(point, partial, bench.took_s[name], draw)
+    point = rng.choice(KILL_POINTS) if name != TRAIN else KILL_POINTS[0]
+    process = start_command(bench.folder, command_line(name, out.name))
+    is_time = kill_condition(point, partial, bench.duration_s[name], rng)
     while process.is_alive() and not is_time():
         time.sleep(0.0005)
     process.kill()
     process.join()
-    until = time.monotonic() + WAIT_S
-    while (partial / ".prep/lock").exists() and is_held(partial / ".prep/lock"):  # workers end with their parent
+    until = time.monotonic() + LOCK_TIMEOUT_S
+    while (partial / ".prep/lock").exists() and is_locked(partial / ".prep/lock"):  # workers end with their parent
         if time.monotonic() > until:
             raise TimeoutError(f"{partial} is still locked")
         time.sleep(0.01)
     return process.exitcode == -signal.SIGKILL
 
 
-def again(bench: Bench, name: str, out: Path, *more: str) -> tuple[int, str, int]:
+def run_again(bench: KillBench, name: str, out: Path, *more: str) -> tuple[int, str, int]:
     """Run a command to its end: exit code, what it said, and the bytes that it wrote."""
-    process = start(bench.folder, [*words(name, out.name), *more])
+    process = start_command(bench.folder, [*command_line(name, out.name), *more])
     process.join()
     said = [(bench.folder / file).read_text() for file in ("said.out", "said.err")]
     return process.exitcode or 0, "\n".join(said), 0 if process.exitcode else _written(said[0])
 
 
-def is_clear(said: str) -> bool:
+def is_clear_error(output: str) -> bool:
     """Whether a refusal is an error with a reason."""
-    return "error" in said and "Traceback" not in said and "bug in prep" not in said
+    return "error" in output and "Traceback" not in output and "bug in prep" not in output
 
 
-def one_case(bench: Bench, name: str, out: Path, draw: random.Random, row: Row) -> None:
+def run_case(bench: KillBench, name: str, out: Path, rng: random.Random, counts: KillCounts) -> None:
     """Kill a run, maybe spoil what it left, run it again, and compare."""
     partial = out.with_name(f"{out.name}.partial")
-    while not killed(bench, name, out, draw):  # it came too late
+    while not start_and_kill(bench, name, out, rng):  # it came too late
         shutil.rmtree(out, ignore_errors=True)
-    row.kills += 1
+    counts.kills += 1
     there = data_nbytes(partial)
     left = partial if name != TRAIN else next(out.glob("*.partial"), None)
-    how = spoil(left, draw) if left and left.exists() and draw.random() < DAMAGED_SHARE else ""
-    row.damaged += bool(how)
-    code, said, written = again(bench, name, out)
+    how = damage_file(left, rng) if left and left.exists() and rng.random() < DAMAGED_SHARE else ""
+    counts.damaged += bool(how)
+    code, said, written = run_again(bench, name, out)
     if code:
-        row.refused += 1
-        clear, first = is_clear(said), said[:400]
-        code, said, written = again(bench, name, out, "--restart")
+        counts.refused += 1
+        clear, first = is_clear_error(said), said[:400]
+        code, said, written = run_again(bench, name, out, "--restart")
         code = code or not clear
-        tell(f"refused: {name}, {how or 'undamaged'}: {first}")
+        log(f"refused: {name}, {how or 'undamaged'}: {first}")
     elif "resuming" in said or name == TRAIN:
-        row.resumed += 1
+        counts.resumed += 1
     if not how and name != TRAIN:
-        row.redone.append(max(0, there + written - bench.written[name]))
-    if code or not same(result(out), result(bench.whole(name))):
-        row.wrong += 1
-        tell(f"WRONG: {name}, {how or 'undamaged'}, exit {code}\n{said}")
-        out.rename(out.with_name(f"wrong-{row.wrong}-{out.name}")) if out.exists() else None
+        counts.redone_nbytes.append(max(0, there + written - bench.written_nbytes[name]))
+    if code or not have_same_files(compared_folder(out), compared_folder(bench.reference_output(name))):
+        counts.wrong += 1
+        log(f"WRONG: {name}, {how or 'undamaged'}, exit {code}\n{said}")
+        out.rename(out.with_name(f"wrong-{counts.wrong}-{out.name}")) if out.exists() else None
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def shares(names: Sequence[str], count: int) -> dict[str, int]:
+def kills_per_command(names: Sequence[str], count: int) -> dict[str, int]:
     """How many of the kills each command has."""
     train = max(1, round(count * TRAIN_SHARE)) if TRAIN in names else 0
     others = [name for name in names if name != TRAIN]
@@ -269,19 +271,19 @@ def shares(names: Sequence[str], count: int) -> dict[str, int]:
     return each | ({TRAIN: train if others else count} if train else {})
 
 
-def kills_text(rows: dict[str, Row]) -> str:
+def kills_text(rows: dict[str, KillCounts]) -> str:
     """The table."""
     head = ("command", "kills", "damaged", "resumed", "refused", "wrong", "redone, mean MiB", "most MiB")
     shown = []
     for name, row in rows.items():
-        mean, most = (sum(row.redone) / max(1, len(row.redone)), max(row.redone, default=0))
+        mean, most = (sum(row.redone_nbytes) / max(1, len(row.redone_nbytes)), max(row.redone_nbytes, default=0))
         counts = (row.kills, row.damaged, row.resumed, row.refused, row.wrong)
         shown.append((name, *counts, f"{mean / 2**20:.1f}", f"{most / 2**20:.1f}"))
     totals = [sum(row[column] for row in shown) for column in range(1, 6)]
-    return table([*shown, ("all", *totals, "", "")], head, right=head[6:])
+    return format_table([*shown, ("all", *totals, "", "")], head, right_aligned=head[6:])
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     """What happens meanwhile, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
@@ -299,13 +301,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no command {unknown[0]!r}; there are {', '.join(COMMANDS)}")
     os.environ["HF_HUB_OFFLINE"] = "1"
     bench = make_bench(given.work, names)
-    rows = {name: Row() for name in names}
+    rows = {name: KillCounts() for name in names}
     try:
-        for name, count in shares(names, given.count).items():
+        for name, count in kills_per_command(names, given.count).items():
             for number in range(count):
                 draw = random.Random(f"{given.seed} {name} {number}")
-                one_case(bench, name, given.work / "out", draw, rows[name])
-            tell(f"{name}: {rows[name]}")
+                run_case(bench, name, given.work / "out", draw, rows[name])
+            log(f"{name}: {rows[name]}")
     finally:
         print(kills_text(rows))
     wrong = sum(row.wrong for row in rows.values())

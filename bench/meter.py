@@ -22,7 +22,7 @@ SCAN_EVERY = 5  # samples: to look for new processes costs more than to ask thos
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CommandCost:
     """One run of a command.
 
     `cpu_s`: user and system time of all processes that were waited for, not of kernel threads. `peak_nbytes`: the most
@@ -39,7 +39,7 @@ class Cost:
     stderr: str
 
 
-def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Cost:
+def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> CommandCost:
     """Run a command to its end, but not that of what it leaves running. Whatever interrupts us kills its session."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         started_s = time.perf_counter()
@@ -57,10 +57,10 @@ def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Cost:
             os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode(errors="replace") for f in (stdout, stderr)
         ]
     cpu_s = usage.ru_utime + usage.ru_stime
-    return Cost(process.returncode, wall_s, cpu_s, max(samples), usage.ru_maxrss << 10, *texts)
+    return CommandCost(process.returncode, wall_s, cpu_s, max(samples), usage.ru_maxrss << 10, *texts)
 
 
-def cold(paths: Sequence[Path]) -> str:
+def drop_page_cache(paths: Sequence[Path]) -> str:
     """Write back these files, or all files under these folders, and take them out of the page cache.
 
     Returns how: `drop_caches` where the system lets us drop all that is clean, else `fadvise`, which is a wish.
@@ -108,18 +108,18 @@ def _sample(root: int, period_s: float, done: threading.Event, samples: list[int
             return
 
 
-def process_tree(root: int) -> list[int]:
+def process_tree(root_pid: int) -> list[int]:
     """The processes that descend from `root` or are in its session, as orphans remain, and itself."""
     lineage = {int(path.name): _lineage(path) for path in PROC.iterdir() if path.name.isdecimal()}
-    inside = {root} | {process for process, (_, session) in lineage.items() if session == root}
+    inside = {root_pid} | {process for process, (_, session) in lineage.items() if session == root_pid}
     while more := {process for process, (parent, _) in lineage.items() if parent in inside} - inside:
         inside |= more
     return sorted(inside)
 
 
-def anonymous_nbytes(process: int) -> int:
+def anonymous_nbytes(pid: int) -> int:
     """Anonymous and shared memory of a process; 0 if it is not there any more."""
-    fields = dict(line.split(":", 1) for line in _read(PROC / str(process) / "status").splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in _read(PROC / str(pid) / "status").splitlines() if ":" in line)
     return sum(int(fields.get(key, "0 kB").split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
 
 

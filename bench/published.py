@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.models.parameters import Config
+from trainer.models.parameters import HFConfig
 
-Given = dict[str, Any]
-GPT2_ENDS = {"bos_token_id": 50256, "eos_token_id": 50256}
-LLAMA_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
-DEPTHS = {  # num_hidden_layers else
+ConfigFields = dict[str, Any]
+GPT2_TOKEN_IDS = {"bos_token_id": 50256, "eos_token_id": 50256}
+LLAMA_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+DEPTH_KEYS = {  # num_hidden_layers else
     "gpt2": ("n_layer",), "gptj": ("n_layer",), "gpt_neo": ("num_layers",), "t5": ("num_layers", "num_decoder_layers"),
 }  # fmt: skip
 
 
-def _gpt2(embed: int, layers: int, heads: int) -> Config:
-    return GPT2_ENDS | {
+def _gpt2(embed: int, layers: int, heads: int) -> HFConfig:
+    return GPT2_TOKEN_IDS | {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32", "vocab_size": 50257,
         "n_embd": embed, "n_layer": layers, "n_head": heads, "n_positions": 1024, "n_ctx": 1024,
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "attn_pdrop": 0.1,
@@ -25,8 +25,8 @@ def _gpt2(embed: int, layers: int, heads: int) -> Config:
     }  # fmt: skip
 
 
-def _gpt_neo(embed: int, layers: int, heads: int) -> Config:
-    return GPT2_ENDS | {
+def _gpt_neo(embed: int, layers: int, heads: int) -> HFConfig:
+    return GPT2_TOKEN_IDS | {
         "model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"], "torch_dtype": "float32", "vocab_size": 50257,
         "hidden_size": embed, "num_layers": layers, "num_heads": heads, "max_position_embeddings": 2048,
         "intermediate_size": None, "window_size": 256, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -35,8 +35,8 @@ def _gpt_neo(embed: int, layers: int, heads: int) -> Config:
     }  # fmt: skip
 
 
-def _gptj() -> Config:
-    return GPT2_ENDS | {
+def _gptj() -> HFConfig:
+    return GPT2_TOKEN_IDS | {
         "model_type": "gptj", "architectures": ["GPTJForCausalLM"], "torch_dtype": "float32", "vocab_size": 50400,
         "n_embd": 4096, "n_layer": 28, "n_head": 16, "n_inner": None, "n_positions": 2048, "rotary": True,
         "rotary_dim": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
@@ -44,7 +44,7 @@ def _gptj() -> Config:
     }  # fmt: skip
 
 
-def _neox(embed: int, layers: int, heads: int, vocab: int = 50304, **more: Any) -> Config:
+def _neox(embed: int, layers: int, heads: int, vocab: int = 50304, **more: Any) -> HFConfig:
     return {
         "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "torch_dtype": "float16",
         "vocab_size": vocab, "hidden_size": embed, "intermediate_size": 4 * embed, "num_hidden_layers": layers,
@@ -54,7 +54,7 @@ def _neox(embed: int, layers: int, heads: int, vocab: int = 50304, **more: Any) 
     }  # fmt: skip
 
 
-def _opt(embed: int, layers: int, heads: int, word_embed: int | None = None, first: bool = True) -> Config:
+def _opt(embed: int, layers: int, heads: int, word_embed: int | None = None, first: bool = True) -> HFConfig:
     return {
         "model_type": "opt", "architectures": ["OPTForCausalLM"], "torch_dtype": "float16", "vocab_size": 50272,
         "hidden_size": embed, "num_hidden_layers": layers, "num_attention_heads": heads, "ffn_dim": 4 * embed,
@@ -65,27 +65,27 @@ def _opt(embed: int, layers: int, heads: int, word_embed: int | None = None, fir
 
 
 def _llama_like(
-    common: Given, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
-) -> Config:
+    common: ConfigFields, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> HFConfig:
     """`common`: model_type and class, and what a generation has in common."""
     sizes = {"hidden_size": embed, "intermediate_size": mlp, "num_hidden_layers": layers}
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
     usual = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "tie_word_embeddings": False}
-    return {**LLAMA_ENDS, **usual, **common, **sizes, **counts, **more}
+    return {**LLAMA_TOKEN_IDS, **usual, **common, **sizes, **counts, **more}
 
 
-def _common(family: str, name: str, dtype: str, positions: int, eps: float, theta: float | None = None) -> Given:
-    found: Given = {"model_type": family, "architectures": [f"{name}ForCausalLM"], "torch_dtype": dtype}
+def _common(family: str, name: str, dtype: str, positions: int, eps: float, theta: float | None = None) -> ConfigFields:
+    found: ConfigFields = {"model_type": family, "architectures": [f"{name}ForCausalLM"], "torch_dtype": dtype}
     found |= {"max_position_embeddings": positions, "rms_norm_eps": eps}
     return found | ({} if theta is None else {"rope_theta": theta})
 
 
-def _ropes(kind: str, count: int) -> Given:
+def _ropes(kind: str, count: int) -> ConfigFields:
     ramp = [1.0 + 0.05 * i for i in range(count)]
     return {"type": kind, "short_factor": ramp, "long_factor": [2 * factor for factor in ramp]}
 
 
-def _t5(embed: int, mlp: int, layers: int, heads: int, head_dim: int = 64) -> Config:
+def _t5(embed: int, mlp: int, layers: int, heads: int, head_dim: int = 64) -> HFConfig:
     return {
         "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "torch_dtype": "float32",
         "vocab_size": 32128, "d_model": embed, "d_ff": mlp, "d_kv": head_dim, "num_layers": layers,
@@ -113,11 +113,11 @@ MIXTRAL = _common("mixtral", "Mixtral", "bfloat16", 32768, 1e-5, 1e6) | {
     "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "output_router_logits": False,
     "router_aux_loss_coef": 0.02,
 }  # fmt: skip
-QWEN_ENDS = {"bos_token_id": 151643, "eos_token_id": 151643, "use_sliding_window": False}
-QWEN2 = _common("qwen2", "Qwen2", "bfloat16", 131072, 1e-6, 1e6) | QWEN_ENDS | {
+QWEN_COMMON = {"bos_token_id": 151643, "eos_token_id": 151643, "use_sliding_window": False}
+QWEN2 = _common("qwen2", "Qwen2", "bfloat16", 131072, 1e-6, 1e6) | QWEN_COMMON | {
     "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False,
 }  # fmt: skip
-QWEN3 = _common("qwen3", "Qwen3", "bfloat16", 40960, 1e-6, 1e6) | QWEN_ENDS | {
+QWEN3 = _common("qwen3", "Qwen3", "bfloat16", 40960, 1e-6, 1e6) | QWEN_COMMON | {
     "head_dim": 128, "attention_bias": False, "rope_scaling": None, "sliding_window": None, "max_window_layers": 28,
 }  # fmt: skip
 QWEN3_MOE = QWEN3 | {
@@ -125,16 +125,16 @@ QWEN3_MOE = QWEN3 | {
     "num_experts_per_tok": 8, "norm_topk_prob": True, "mlp_only_layers": [], "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-GEMMA_ENDS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": True, "head_dim": 256}
-GEMMA = _common("gemma", "Gemma", "bfloat16", 8192, 1e-6, 1e4) | GEMMA_ENDS | {
+GEMMA_COMMON = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": True, "head_dim": 256}
+GEMMA = _common("gemma", "Gemma", "bfloat16", 8192, 1e-6, 1e4) | GEMMA_COMMON | {
     "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False, "rope_scaling": None,
 }  # fmt: skip
 TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-GEMMA_2 = _common("gemma2", "Gemma2", "float32", 8192, 1e-6, 1e4) | GEMMA_ENDS | TANH | {
+GEMMA_2 = _common("gemma2", "Gemma2", "float32", 8192, 1e-6, 1e4) | GEMMA_COMMON | TANH | {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
 }  # fmt: skip
-GEMMA_3 = _common("gemma3_text", "Gemma3", "bfloat16", 32768, 1e-6, 1e6) | GEMMA_ENDS | TANH | {
+GEMMA_3 = _common("gemma3_text", "Gemma3", "bfloat16", 32768, 1e-6, 1e6) | GEMMA_COMMON | TANH | {
     "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000,
     "rope_scaling": None, "attn_logit_softcapping": None, "final_logit_softcapping": None,
     "cache_implementation": "hybrid",
@@ -154,7 +154,7 @@ PHI_4_MINI = PHI_35 | {
 }  # fmt: skip
 T5_11 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 FLAN = T5_11 | {"relative_attention_max_distance": 128}
-LATER_T5 = {
+T5_11_SIZES = {
     "small": _t5(512, 1024, 8, 6),
     "base": _t5(768, 2048, 12, 12),
     "large": _t5(1024, 2816, 24, 16),
@@ -163,7 +163,7 @@ LATER_T5 = {
 }
 SMALL_QWEN = {"tie_word_embeddings": True}
 
-PUBLISHED: Mapping[str, Config] = {
+PUBLISHED: Mapping[str, HFConfig] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
@@ -249,24 +249,24 @@ PUBLISHED: Mapping[str, Config] = {
     "t5-large": _t5(1024, 4096, 24, 16),
     "t5-3b": _t5(1024, 16384, 24, 32, head_dim=128),
     "t5-11b": _t5(1024, 65536, 24, 128, head_dim=128),
-    **{f"t5-v1_1-{name}": {**config, **T5_11} for name, config in LATER_T5.items()},
-    **{f"flan-t5-{name}": {**config, **FLAN} for name, config in LATER_T5.items()},
+    **{f"t5-v1_1-{name}": {**config, **T5_11} for name, config in T5_11_SIZES.items()},
+    **{f"flan-t5-{name}": {**config, **FLAN} for name, config in T5_11_SIZES.items()},
 }
 
 
-def config_of(
-    name: str, dtype: str | None = None, layers: int | None = None, changes: Config | None = None
+def published_config(
+    name: str, dtype: str | None = None, layers: int | None = None, changes: HFConfig | None = None
 ) -> dict[str, Any]:
     """config.json of the published model of an alias, made another with so many layers, a dtype, other fields."""
-    return changed(PUBLISHED[name], dtype, layers, changes)
+    return override_config(PUBLISHED[name], dtype, layers, changes)
 
 
-def changed(
-    config: Config, dtype: str | None = None, layers: int | None = None, changes: Config | None = None
+def override_config(
+    config: HFConfig, dtype: str | None = None, layers: int | None = None, changes: HFConfig | None = None
 ) -> dict[str, Any]:
     """A config with so many layers, a dtype, other fields."""
     config = {**config, **(changes or {})}
-    depths = DEPTHS.get(config["model_type"], ("num_hidden_layers",))
+    depths = DEPTH_KEYS.get(config["model_type"], ("num_hidden_layers",))
     config |= {} if layers is None else dict.fromkeys(depths, layers)
     config |= {} if dtype is None else {"torch_dtype": dtype}
     if config["model_type"] == "gpt_neo" and "attention_types" not in config:

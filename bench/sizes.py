@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.evidence import PREP, made, remove, succeeded, tell
+from bench.evidence import PREP, log, make_model, remove, run_checked
 from bench.models import write_model
-from bench.published import PUBLISHED, config_of
-from prepcli.console.ui import table
-from prepcli.sources.aliases import ALIASES, BY_NAME
+from bench.published import PUBLISHED, published_config
+from prepcli.console.ui import format_table
+from prepcli.sources.aliases import ALIASES, ALIASES_BY_NAME
 
 GB, MIB = 10**9, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SizeRow:
     """A model as planned, or as converted: seconds of the whole process, memory above that of `prep inspect`."""
 
     name: str
@@ -37,43 +37,43 @@ class Row:
     peak_nbytes: int
 
 
-def largest() -> list[str]:
+def largest_aliases() -> list[str]:
     """Of each family the alias with the most parameters."""
     by_size = sorted(ALIASES, key=lambda alias: alias.parameters)
     return sorted({alias.family: alias.name for alias in by_size}.values(), key=list(PUBLISHED).index)
 
 
-def planned(work: Path, name: str, options: Sequence[str]) -> Row:
+def plan_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
     """Plan the conversion of a model of headers and zeros. SystemExit with what prep says where that fails."""
     model = work / f"bench-{name}-sparse"
     remove(model)
-    write_model(model, config_of(name), sparse=True)
+    write_model(model, published_config(name), sparse=True)
     try:
         return _save_init(name, model, work / "bench-out", (*options, "--dry-run"))
     finally:
         remove(model)
 
 
-def converted(work: Path, name: str, options: Sequence[str]) -> Row:
+def convert_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
     """Convert a model with values and hold the checkpoint against it; nothing is left of either."""
     out, unfinished = work / "bench-out", work / "bench-out.partial"
     remove(out, unfinished)
-    model = made(work, name, None)
+    model = make_model(work, name, None)
     try:
         row = _save_init(name, model, out, options)
-        succeeded((PREP, "verify", out, model, "--quiet"))
+        run_checked((PREP, "verify", out, model, "--quiet"))
         return row
     finally:
         remove(model, out, unfinished)
 
 
-def _save_init(name: str, model: Path, out: Path, options: Sequence[str]) -> Row:
-    base = succeeded((PREP, "inspect", model, "--quiet"))
-    cost = succeeded((PREP, "save-init", model, "--out", out, *options, "--json", "--quiet"))
+def _save_init(name: str, model: Path, out: Path, options: Sequence[str]) -> SizeRow:
+    base = run_checked((PREP, "inspect", model, "--quiet"))
+    cost = run_checked((PREP, "save-init", model, "--out", out, *options, "--json", "--quiet"))
     said = json.loads(cost.stdout)
     if said["accounting"]["used"] != said["accounting"]["tensors"]:
         raise SystemExit(f"{name}: {said['accounting']}")
-    return Row(
+    return SizeRow(
         name,
         said["source"]["bytes"],
         said["accounting"]["tensors"],
@@ -84,14 +84,14 @@ def _save_init(name: str, model: Path, out: Path, options: Sequence[str]) -> Row
     )
 
 
-def sizes_text(rows: Sequence[Row]) -> str:
+def sizes_text(rows: Sequence[SizeRow]) -> str:
     """A line for each model."""
     head = "model", "family", "parameters", "GB", "tensors", "leaves", "chunks", "seconds", "peak MiB"
     shown = [
         (
             row.name,
-            BY_NAME[row.name].family,
-            f"{BY_NAME[row.name].parameters:,}",
+            ALIASES_BY_NAME[row.name].family,
+            f"{ALIASES_BY_NAME[row.name].parameters:,}",
             f"{row.nbytes / GB:.1f}",
             f"{row.tensors:,}",
             f"{row.leaves:,}",
@@ -101,7 +101,7 @@ def sizes_text(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    return table(shown, head, right=head[2:])
+    return format_table(shown, head, right_aligned=head[2:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,9 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = ("--memory", given.memory, *(("--mesh", given.mesh, "--pad-vocab", "auto") if given.mesh else ()))
     rows = []
     try:
-        for name in list(PUBLISHED) if given.all else given.names or largest():
-            rows.append((converted if given.run else planned)(given.work, name, options))
-            tell(f"{name}: {rows[-1].nbytes / GB:.1f} GB in {rows[-1].seconds:.1f} s")
+        for name in list(PUBLISHED) if given.all else given.names or largest_aliases():
+            rows.append((convert_model if given.run else plan_model)(given.work, name, options))
+            log(f"{name}: {rows[-1].nbytes / GB:.1f} GB in {rows[-1].seconds:.1f} s")
     finally:  # what was measured is shown even where the next one fails
         print(sizes_text(rows))
 

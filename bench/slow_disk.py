@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.console.formatting import bytes_text
+from prepcli.console.formatting import format_bytes
 
 MB = 10**6
 CONTROLLER = Path("/sys/fs/cgroup/blkio")
 LIMITS = "blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device"
 TOOLS = "losetup", "mkfs.ext4", "mount", "umount"
-SHOWN_NBYTES = 1000 * MB  # written and read to show the rates
+PROBE_NBYTES = 1000 * MB  # written and read to show the rates
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DiskRates:
     """MB/s of a disk, each over one file."""
 
     copied: float  # cp && sync, of a file that is in memory
@@ -70,13 +70,13 @@ def slow_disk(work: Path, mb_s: int, nbytes: int) -> Iterator[Path]:
         yield folder
 
 
-def rates(folder: Path) -> Rates:
+def measure_rates(folder: Path) -> DiskRates:
     """Measure what a disk does, with a file of the given folder and one in memory."""
     memory = Path("/dev/shm/bench-slow")
     block = os.urandom(MB)
     try:
         with memory.open("wb") as file:
-            for _ in range(SHOWN_NBYTES // MB):
+            for _ in range(PROBE_NBYTES // MB):
                 file.write(block)
         target = shlex.quote(str(folder / "bench-rate"))
         steps = (
@@ -84,7 +84,7 @@ def rates(folder: Path) -> Rates:
             f"dd if={memory} of={target} bs=16M oflag=direct conv=fsync status=none",
             f"dd if={target} of=/dev/null bs=16M iflag=direct status=none",
         )
-        return Rates(*[SHOWN_NBYTES / MB / _seconds(step) for step in steps])
+        return DiskRates(*[PROBE_NBYTES / MB / _seconds(step) for step in steps])
     finally:
         memory.unlink(missing_ok=True)
         (folder / "bench-rate").unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def _check(work: Path, nbytes: int) -> None:
     if not all(os.access(CONTROLLER / limit, os.W_OK) for limit in LIMITS):
         raise SystemExit(f"--slow-disk needs root and the blkio controller of cgroup v1 at {CONTROLLER}")
     if (free := shutil.disk_usage(work).free) < nbytes:
-        raise SystemExit(f"{work} has {bytes_text(free)} free, the slow disk takes {bytes_text(nbytes)}")
+        raise SystemExit(f"{work} has {format_bytes(free)} free, the slow disk takes {format_bytes(nbytes)}")
 
 
 def _throttle(number: str, nbytes_s: int) -> None:

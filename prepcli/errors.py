@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trainer.models.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE, PrepError, usage
+from trainer.models.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE, PrepError, usage_error
 
-__all__ = ["FAILED", "INTERRUPTED", "OK", "STOPPED", "USAGE", "PrepError", "usage"]
+__all__ = ["FAILED", "INTERRUPTED", "OK", "STOPPED", "USAGE", "PrepError", "usage_error"]

@@ -16,11 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "add-a-family.md"
-COPIED = ("bench", "prepcli", "tests", "trainer")
+COPIED_FOLDERS = ("bench", "prepcli", "tests", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CodeBlock:
     """A fenced block: its language, the file that it is for, what is in it."""
 
     language: str
@@ -34,11 +34,11 @@ class Step:
             yield command, output
 
 
-def steps() -> list[Step]:
-    return [Step(*found) for found in re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)]
+def code_blocks() -> list[CodeBlock]:
+    return [CodeBlock(*found) for found in re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)]
 
 
-def patched(text: str, diff: str) -> str:
+def apply_diff(text: str, diff: str) -> str:
     """A text with the hunks of a diff, each of which has to fit at one place."""
     for hunk in diff.split("@@\n"):
         lines = [(line[0], line[1:]) for line in hunk.splitlines()]
@@ -48,7 +48,7 @@ def patched(text: str, diff: str) -> str:
     return text
 
 
-def run(command: str, folder: Path) -> str:
+def run_command(command: str, folder: Path) -> str:
     """What a command of the guide prints, run in a copy of the checkout."""
     program, *arguments = shlex.split(command)
     words = {"python": [sys.executable], "prep": [sys.executable, "-m", "prepcli"]}[program]
@@ -58,7 +58,7 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def alike(text: str) -> str:
+def mask_rounding_errors(text: str) -> str:
     """A text without the digits of rounding errors."""
     return re.sub(r"\d\.\de-0[678]", "small", text)
 
@@ -66,24 +66,24 @@ def alike(text: str) -> str:
 def test_its_steps_work(tmp_path: Path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    for name in COPIED:
+    for name in COPIED_FOLDERS:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shown = 0
-    for step in steps():
+    for step in code_blocks():
         path = tmp_path / step.file
         if step.language == "diff":
-            path.write_text(patched(path.read_text(), step.text))
+            path.write_text(apply_diff(path.read_text(), step.text))
         elif step.file:
             assert not path.exists()
             path.write_text(step.text)
         for command, output in step.commands() if step.language == "sh" else ():
-            printed = run(command, tmp_path)
-            assert not output or alike(printed) == alike(output), printed
+            printed = run_command(command, tmp_path)
+            assert not output or mask_rounding_errors(printed) == mask_rounding_errors(output), printed
             shown += 1
     assert shown == 5
 
 
 def test_the_family_that_it_shows_is_in_the_style_of_the_others():
-    (text,) = (step.text for step in steps() if step.language == "python")
+    (text,) = (step.text for step in code_blocks() if step.language == "python")
     assert len(text.splitlines()) <= 60
     assert max(map(len, text.splitlines())) <= 120

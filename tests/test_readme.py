@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import GPT_NEO, LLAMA, make
-from tests.helpers.pickles import saved
-from tests.prepcli.commands.test_train import tokenizer
+from tests.helpers.pickle_builder import make_torch_file
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.prepcli.commands.test_train import write_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -47,13 +47,13 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with tiny models under the names that pages use: a folder comes before an alias."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    tensors = make(tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
+    tensors = make_checkpoint(tmp_path / "gpt-neo-1.3B", GPT_NEO, vocab_size=257, hidden_size=64, num_heads=8)
     of_torch = tmp_path / "gpt-neo-1.3B-bin"
     of_torch.mkdir()
     (of_torch / "config.json").write_bytes((tmp_path / "gpt-neo-1.3B/config.json").read_bytes())
-    (of_torch / "pytorch_model.bin").write_bytes(saved(tensors))
-    make(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
-    tokenizer(tmp_path / "gpt-neo-1.3B")
+    (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
+    make_checkpoint(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
+    write_tokenizer(tmp_path / "gpt-neo-1.3B")
     return tmp_path
 
 

@@ -9,11 +9,17 @@ import sys
 from collections.abc import Sequence
 
 from prepcli.cli.root import app
-from prepcli.console.standard_streams import deliver, is_unread, mute, open_closed, spell_out_unencodable
-from prepcli.console.ui import Ui, open_ui, unwritten_error
-from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage
-from prepcli.execution.signals import Interrupted, Stopped, follow_parent, notes_of
-from trainer.models.suggest import guess
+from prepcli.console.stdio import (
+    escape_unencodable,
+    is_reader_gone,
+    open_closed_streams,
+    redirect_to_null,
+    write_and_flush,
+)
+from prepcli.console.ui import Ui, open_ui, stdout_error
+from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage_error
+from prepcli.execution.signals import Interrupted, Stopped, die_with_parent, notes_of
+from trainer.models.suggest import suggest
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -21,69 +27,69 @@ def main(args: Sequence[str] | None = None) -> int:
 
     0 ok, 1 failed, 2 usage, 75 stopped by a signal with all that is written kept, 130 interrupted.
     """
-    open_closed()
-    spell_out_unencodable()
+    open_closed_streams()
+    escape_unencodable()
     args = sys.argv[1:] if args is None else list(args)
-    ui = _ui_of(args)
+    ui = _failure_ui(args)
     try:
-        return _run(args, ui) or _delivered(ui)
+        return _run(args, ui) or _flush_stdout(ui)
     except SystemExit as error:  # Typer's way to end, also for a pipe that nobody reads
-        return OK if error.code in (None, OK) else _broken_pipe(error.__context__, ui)
+        return OK if error.code in (None, OK) else _broken_pipe_code(error.__context__, ui)
 
 
 def _run(args: Sequence[str], ui: Ui) -> int:
     try:
-        follow_parent()
+        die_with_parent()
         code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
-        return ui.fail(_unfinished(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)))
+        return ui.fail(_stopped_error(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)))
     except (KeyboardInterrupt, Interrupted) as error:
-        return ui.fail(_unfinished("interrupted", args, INTERRUPTED, notes_of(error)))
+        return ui.fail(_stopped_error("interrupted", args, INTERRUPTED, notes_of(error)))
     except Exception as error:
-        if _delivered(ui) != OK:  # the help: that is the error
+        if _flush_stdout(ui) != OK:  # the help: that is the error
             return FAILED
-        return ui.fail(_usage_error(error, ui.command, args) or _lost_folder() or error)
+        return ui.fail(_usage_error(error, ui.command, args) or _missing_folder_error() or error)
     return code or OK
 
 
-def _ui_of(args: Sequence[str]) -> Ui:
+def _failure_ui(args: Sequence[str]) -> Ui:
     """The Ui for failures: options may not have been parsed when they happen."""
     options = args[: args.index("--")] if "--" in args else args
-    commands = [name for name in _commands() if name in options]
+    commands = [name for name in _command_names() if name in options]
     first = min(commands, key=options.index, default="")
     return open_ui(first, "--json" in options, "-q" in options or "--quiet" in options, 0)
 
 
-def _commands() -> list[str]:
+def _command_names() -> list[str]:
     named = [(command.name, command.callback) for command in app.registered_commands]
     return [name or callback.__name__.replace("_", "-") for name, callback in named if callback is not None]
 
 
-def _unfinished(what: str, args: Sequence[str], code: int, kept: Sequence[str]) -> PrepError:
+def _stopped_error(what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]) -> PrepError:
     """The error of a command that was stopped; `kept`: what the same command goes on from."""
-    if not kept:
+    if not durable_notes:
         return PrepError(what, code=code)
     again = shlex.join(["prep", *(word for word in args if word != "--restart")])  # which would drop what is kept
-    return PrepError(what, "; ".join(kept), f"to go on: `{again}`", code)
+    return PrepError(what, "; ".join(durable_notes), f"to go on: `{again}`", code)
 
 
-def _broken_pipe(error: BaseException | None, ui: Ui) -> int:
+def _broken_pipe_code(error: BaseException | None, ui: Ui) -> int:
     """The exit code of a broken pipe: OK for a reader of stdout who wants no more, else the error of another pipe."""
     if not isinstance(error, BrokenPipeError):
         return FAILED
-    if not is_unread(sys.__stdout__ or sys.stdout):
+    if not is_reader_gone(sys.__stdout__ or sys.stdout):
         return ui.fail(error)
-    mute(sys.__stdout__ or sys.stdout)
+    redirect_to_null(sys.__stdout__ or sys.stdout)
     return OK
 
 
-def _delivered(ui: Ui) -> int:
+def _flush_stdout(ui: Ui) -> int:
     """Flush what Typer wrote to stdout, such as help. Returns the exit code."""
-    error = deliver(sys.stdout)
-    return OK if error is None else ui.fail(unwritten_error(error))
+    error = write_and_flush(sys.stdout)
+    return OK if error is None else ui.fail(stdout_error(error))
 
 
-def _lost_folder() -> PrepError | None:
+def _missing_folder_error() -> PrepError | None:
     """The error of a current folder that was deleted, which can make any other one misleading."""
     try:
         os.getcwd()
@@ -101,18 +107,20 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else f"prep {command}".strip()
     if match := re.match(r"No such command ['\"](.+?)['\"]", message):
-        meant = guess(match[1], _commands())
-        return usage(f"no command called `{match[1]}`", hint=f"did you mean `{meant}`?" if meant else "`prep --help`")
+        meant = suggest(match[1], _command_names())
+        return usage_error(
+            f"no command called `{match[1]}`", hint=f"did you mean `{meant}`?" if meant else "`prep --help`"
+        )
     if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
         option = match[1].rstrip(".")
-        meant = guess(option, getattr(error, "possibilities", None) or ())
+        meant = suggest(option, getattr(error, "possibilities", None) or ())
         known = _recipe_hint(option, args) if command == "train" else ""
         hint = known or (f"did you mean `{meant}`?" if meant else f"`{path} --help`")
-        return usage(f"`{path}` has no option `{option}`", hint=hint)
+        return usage_error(f"`{path}` has no option `{option}`", hint=hint)
     first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
     what, _, why = first_line.partition(": ")
     why = why.removeprefix("Value error, ")
-    return usage(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
+    return usage_error(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
 
 
 def _recipe_hint(option: str, args: Sequence[str]) -> str:
@@ -130,9 +138,9 @@ def _choice_hint(why: str) -> str:
     match = re.match(r"'(.*)' is not one of (.*)", why)
     if not match:
         return ""
-    from trainer.recipe.corrections import VALUE_OF
+    from trainer.recipe.corrections import VALUE_BY_SYNONYM
 
     choices = re.findall(r"'([^']*)'", match[2])
-    name = VALUE_OF.get(match[1].lower(), match[1].lower())
-    meant = name if name in choices else guess(name, choices)
+    name = VALUE_BY_SYNONYM.get(match[1].lower(), match[1].lower())
+    meant = name if name in choices else suggest(name, choices)
     return f"did you mean `{meant}`?" if meant else ""

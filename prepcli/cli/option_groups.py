@@ -15,76 +15,76 @@ from inspect import Parameter
 from typing import Any, get_type_hints
 
 from prepcli.cli.options import (
-    MEMORY_DEFAULT,
-    Drop,
-    DryRun,
-    Json,
-    Memory,
-    Offline,
-    Out,
-    Overwrite,
-    Processes,
-    Quiet,
-    Restart,
-    Revision,
-    Stream,
-    Untie,
-    Verbose,
-    WorkerCount,
+    DEFAULT_MEMORY,
+    DropOption,
+    DryRunOption,
+    JsonOption,
+    MemoryOption,
+    OfflineOption,
+    OutOption,
+    OverwriteOption,
+    ProcessesOption,
+    QuietOption,
+    RestartOption,
+    RevisionOption,
+    StreamOption,
+    UntieOption,
+    VerboseOption,
+    WorkersOption,
 )
 from prepcli.console.progress import Mode
 from prepcli.console.ui import Ui, open_ui
-from prepcli.planning.accounting import Wishes
+from prepcli.planning.accounting import MatchOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Losses:
+class TensorOptions:
     """What a conversion may lose, and what it has to keep."""
 
-    drop: Drop = None
-    untie: Untie = False
+    drop: DropOption = None
+    untie: UntieOption = False
 
-    def wishes(self) -> Wishes:
+    def match_options(self) -> MatchOptions:
         """As plans take them."""
-        return Wishes(tuple(self.drop or ()), self.untie)
+        return MatchOptions(tuple(self.drop or ()), self.untie)
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class WriteOptions:
     """Where an output goes, and how it is made."""
 
-    out: Out = None
-    memory: Memory = MEMORY_DEFAULT
-    dry_run: DryRun = False
-    overwrite: Overwrite = False
-    restart: Restart = False
-    processes: Processes = None
-    workers: WorkerCount = 1
+    out: OutOption = None
+    memory: MemoryOption = DEFAULT_MEMORY
+    dry_run: DryRunOption = False
+    overwrite: OverwriteOption = False
+    restart: RestartOption = False
+    processes: ProcessesOption = None
+    workers: WorkersOption = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
+class HubOptions:
     """How a checkpoint of the hub is read."""
 
-    revision: Revision = None
-    offline: Offline = False
-    stream: Stream = False
+    revision: RevisionOption = None
+    offline: OfflineOption = False
+    stream: StreamOption = False
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class OutputOptions:
     """How a command tells what it does and finds."""
 
-    json: Json = False
-    quiet: Quiet = False
-    verbose: Verbose = 0
+    json: JsonOption = False
+    quiet: QuietOption = False
+    verbose: VerboseOption = 0
 
-    def open(self, command: str, progress: Mode = "auto") -> Ui:
+    def open_console(self, command: str, progress: Mode = "auto") -> Ui:
         """What `command` prints with."""
         return open_ui(command, self.json, self.quiet, self.verbose, progress)
 
 
-def grouped(command: Callable[..., int]) -> Callable[..., int]:
+def expand_option_groups(command: Callable[..., int]) -> Callable[..., int]:
     """The command as Typer is to see it: in place of each parameter that is a group stand its options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}

@@ -12,21 +12,21 @@ from prepcli.console.progress import Mode
 
 def complete_checkpoint(incomplete: str) -> list[str]:
     """Aliases, and folders here that hold a prep manifest."""
-    from prepcli.formats.manifest import MANIFEST
-    from prepcli.sources.aliases import BY_NAME
+    from prepcli.formats.manifest import MANIFEST_FILE
+    from prepcli.sources.aliases import ALIASES_BY_NAME
 
-    folders = [path.parent.name for path in Path().glob(f"*/{MANIFEST}")]
-    return [name for name in [*sorted(folders), *BY_NAME] if name.startswith(incomplete)]
+    folders = [path.parent.name for path in Path().glob(f"*/{MANIFEST_FILE}")]
+    return [name for name in [*sorted(folders), *ALIASES_BY_NAME] if name.startswith(incomplete)]
 
 
 def complete_family(incomplete: str) -> list[str]:
     """Families that have an alias."""
-    from prepcli.sources.aliases import FAMILIES
+    from prepcli.sources.aliases import ALIAS_FAMILIES
 
-    return [name for name in FAMILIES if name.startswith(incomplete)]
+    return [name for name in ALIAS_FAMILIES if name.startswith(incomplete)]
 
 
-Checkpoint = Annotated[
+CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
@@ -35,7 +35,7 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
-CheckpointHere = Annotated[
+OptionalCheckpointArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="CHECKPOINT",
@@ -44,7 +44,7 @@ CheckpointHere = Annotated[
         show_default=False,
     ),
 ]
-Family = Annotated[
+FamilyArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="FAMILY",
@@ -55,15 +55,15 @@ Family = Annotated[
 ]
 
 # Every command
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Errors only.")]
-Verbose = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Errors only.")]
+VerboseOption = Annotated[
     int,
     typer.Option("-v", "--verbose", count=True, help="A line a leaf; -vv: a line a slab.", show_default=False),
 ]
 
 # Commands that take long
-ProgressMode = Annotated[
+ProgressOption = Annotated[
     Mode,
     typer.Option(
         "--progress", metavar="MODE", envvar="PREP_PROGRESS", help="auto (bar or lines), bar, lines, json or none."
@@ -71,27 +71,27 @@ ProgressMode = Annotated[
 ]
 
 # Commands that read a checkpoint
-Revision = Annotated[
+RevisionOption = Annotated[
     str | None,
     typer.Option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.", show_default=False),
 ]
-Offline = Annotated[bool, typer.Option("--offline", help="Use the hub's cache only.")]
-Stream = Annotated[bool, typer.Option("--stream", help="Read tensors from the hub; keep no copy of them.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Use the hub's cache only.")]
+StreamOption = Annotated[bool, typer.Option("--stream", help="Read tensors from the hub; keep no copy of them.")]
 
 # Commands that write one
-Out = Annotated[
+OutOption = Annotated[
     Path | None,
     typer.Option("--out", metavar="FOLDER", help="Where to write; default: NAME and the kind.", show_default=False),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")]
-Memory = Annotated[
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")]
+MemoryOption = Annotated[
     str,
     typer.Option("--memory", metavar="SIZE", envvar="PREP_MEMORY", help="The most memory to use."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace another output of prep, at the end.")]
-Restart = Annotated[bool, typer.Option("--restart", help="Drop what an unfinished run has done.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace another output of prep, at the end.")]
+RestartOption = Annotated[bool, typer.Option("--restart", help="Drop what an unfinished run has done.")]
 
-Processes = Annotated[
+ProcessesOption = Annotated[
     str | None,
     typer.Option(
         "--processes",
@@ -101,35 +101,37 @@ Processes = Annotated[
         show_default=False,
     ),
 ]
-WorkerCount = Annotated[int, typer.Option("--workers", metavar="N", min=1, max=256, help="Processes to use here.")]
+WorkersOption = Annotated[int, typer.Option("--workers", metavar="N", min=1, max=256, help="Processes to use here.")]
 
-NoVerify = Annotated[
+NoVerifyOption = Annotated[
     bool, typer.Option("--no-verify", help="Do not check the checkpoint's bytes against its checksums.")
 ]
 
-MEMORY_DEFAULT = "512MiB"
-Drop = Annotated[
+DEFAULT_MEMORY = "512MiB"
+DropOption = Annotated[
     list[str] | None,
     typer.Option("--drop", metavar="PATTERN", help="Tensors that may be lost; may be repeated.", show_default=False),
 ]
-Untie = Annotated[bool, typer.Option("--untie", help="Keep a head that differs from its embedding.")]
-NewRows = Annotated[str, typer.Option("--init", metavar="KIND", help="New rows: zeros, mean or normal.")]
-NewRowsSeed = Annotated[
+UntieOption = Annotated[bool, typer.Option("--untie", help="Keep a head that differs from its embedding.")]
+InitOption = Annotated[str, typer.Option("--init", metavar="KIND", help="New rows: zeros, mean or normal.")]
+SeedOption = Annotated[
     int | None,
     typer.Option("--seed", metavar="N", min=0, help="For --init normal; default: 0.", show_default=False),
 ]
-TrueVocab = Annotated[
+TrueVocabOption = Annotated[
     int | None,
     typer.Option(
         "--true-vocab", metavar="N", min=1, help="True size of a vocabulary that came padded.", show_default=False
     ),
 ]
-Dtype = Annotated[
+DtypeOption = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option("--dtype", metavar="NAME", help="Cast to float32, bfloat16 or float16.", show_default=False),
 ]
-AllowOverflow = Annotated[bool, typer.Option("--allow-overflow", help="Values too large for --dtype become infinite.")]
-Compress = Annotated[
+AllowOverflowOption = Annotated[
+    bool, typer.Option("--allow-overflow", help="Values too large for --dtype become infinite.")
+]
+CompressOption = Annotated[
     str | None,
     typer.Option(
         "--compress", metavar="zstd[:LEVEL]", help="Compress chunks, as Orbax does; default: raw.", show_default=False
@@ -152,15 +154,15 @@ RuleOption = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="DIM=AXIS", help="How a dim is split; may be repeated.", show_default=False),
 ]
-Scan = Annotated[
+ScanOption = Annotated[
     bool | None,
     typer.Option("--scan/--no-scan", help="Stack the layers, or a leaf for each; default: as it was, else stacked."),
 ]
-ScanAxis = Annotated[
+ScanAxisOption = Annotated[
     int | None,
     typer.Option("--scan-axis", metavar="0|1", min=0, max=1, help="The axis of the layers.", show_default=False),
 ]
-Step = Annotated[
+StepOption = Annotated[
     int | None,
     typer.Option("--step", metavar="N", min=0, help="The step of a run; default: its last one.", show_default=False),
 ]

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from prepcli.cli.convert import export, pad_vocab, reshard, save_init
-from prepcli.cli.inspect import demo, env, inspect, models, verify
+from prepcli.cli.conversion import export, pad_vocab, reshard, save_init
+from prepcli.cli.inspection import demo, env, inspect, models, verify
 from prepcli.cli.strict import StrictCommand
 from prepcli.cli.train import generate, train
 from prepcli.console.ui import version

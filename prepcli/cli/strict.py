@@ -6,9 +6,9 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from prepcli.errors import usage
+from prepcli.errors import usage_error
 
-TEXTS = ("prompt",)  # options whose value is the user's own text, which may be empty
+FREE_TEXT_OPTIONS = ("prompt",)  # options whose value is the user's own text, which may be empty
 
 
 class StrictCommand(TyperCommand):
@@ -21,7 +21,7 @@ class StrictCommand(TyperCommand):
         """Parse `args`. Raises a usage PrepError that names the first empty value."""
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))  # before conversion: Path("") is `.`
         for parameter in self.params:
-            if parameter.name not in TEXTS and _has_empty(values.get(parameter.name)):
+            if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):
                 raise _is_empty(parameter)
         return super().parse_args(ctx, args)
 
@@ -34,4 +34,4 @@ def _is_empty(parameter: Any) -> Exception:
     is_option = parameter.param_type_name == "option"
     shown = f"`{max(parameter.opts, key=len)}`" if is_option else parameter.metavar
     hint = f"give {shown} a value" if parameter.required else f"leave {shown} out, or give it a value"
-    return usage(f"{shown} is empty", "a shell variable in the command may not be set", hint)
+    return usage_error(f"{shown} is empty", "a shell variable in the command may not be set", hint)

@@ -8,9 +8,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from prepcli.cli.option_groups import Shown, grouped
-from prepcli.cli.options import CheckpointHere, ConfigOption, DryRun, NoVerify, Offline, ProgressMode, Revision, Step
-from prepcli.errors import usage
+from prepcli.cli.option_groups import OutputOptions, expand_option_groups
+from prepcli.cli.options import (
+    ConfigOption,
+    DryRunOption,
+    NoVerifyOption,
+    OfflineOption,
+    OptionalCheckpointArgument,
+    ProgressOption,
+    RevisionOption,
+    StepOption,
+)
+from prepcli.errors import usage_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class Drawing:
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Other draws; the same seed draws the same.")] = 0
 
 
-@grouped
+@expand_option_groups
 def train(
     recipe: Annotated[
         Path | None,
@@ -73,12 +82,12 @@ def train(
     ] = 0,
     restart: Annotated[bool, typer.Option("--restart", help="Drop the run's steps and begin anew.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
-    dry_run: DryRun = False,
-    no_verify: NoVerify = False,
-    offline: Offline = False,
+    dry_run: DryRunOption = False,
+    no_verify: NoVerifyOption = False,
+    offline: OfflineOption = False,
     *,
-    shown: Shown,
-    progress: ProgressMode = "auto",
+    shown: OutputOptions,
+    progress: ProgressOption = "auto",
 ) -> int:
     """Train from a checkpoint as a recipe says; resumes by itself.
 
@@ -88,23 +97,23 @@ def train(
       prep train recipe.toml --set optimizer.lr=1e-5 --set mesh=1,2,4
       prep train recipe.toml --dry-run
     """
-    from prepcli.commands.train import Request, recipe_schema
+    from prepcli.commands.train import TrainRequest, recipe_schema
     from prepcli.commands.train import train as run
 
-    ui = shown.open("train", progress)
+    ui = shown.open_console("train", progress)
     if schema:
         if recipe is not None or sets:
-            raise usage("`--schema` takes no recipe", "one schema holds for all recipes", "`prep train --schema`")
+            raise usage_error("`--schema` takes no recipe", "one schema holds for all recipes", "`prep train --schema`")
         return ui.finish(recipe_schema())
     if recipe is None:
-        raise usage("no recipe was named", "training is described by a TOML file", "`prep train RECIPE`")
-    request = Request(recipe, tuple(sets or ()), out, restart, stop_after, dry_run, offline, verify=not no_verify)
+        raise usage_error("no recipe was named", "training is described by a TOML file", "`prep train RECIPE`")
+    request = TrainRequest(recipe, tuple(sets or ()), out, restart, stop_after, dry_run, offline, verify=not no_verify)
     return ui.finish(run(request, ui))
 
 
-@grouped
+@expand_option_groups
 def generate(
-    checkpoint: CheckpointHere = None,
+    checkpoint: OptionalCheckpointArgument = None,
     *,
     given: Prompts,
     max_new_tokens: Annotated[
@@ -131,13 +140,13 @@ def generate(
     batch_size: Annotated[
         int, typer.Option("--batch-size", metavar="N", min=1, help="Prompts at a time; changes no result.")
     ] = 16,
-    step: Step = None,
+    step: StepOption = None,
     config: ConfigOption = None,
-    no_verify: NoVerify = False,
-    revision: Revision = None,
-    offline: Offline = False,
-    shown: Shown,
-    progress: ProgressMode = "auto",
+    no_verify: NoVerifyOption = False,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    shown: OutputOptions,
+    progress: ProgressOption = "auto",
 ) -> int:
     """Let a model go on from prompts; what it adds goes to stdout.
 
@@ -147,15 +156,15 @@ def generate(
       prep generate runs/llama-13b --step 2000 --prompts prompts.jsonl --json
       prep generate llama-13b-init --mesh 1,1,8 --prompt Hi --temperature 0.8
     """
-    from prepcli.commands.conversion import Common
-    from prepcli.commands.generate import Request
+    from prepcli.commands.conversion import CommonOptions
+    from prepcli.commands.generate import GenerateRequest
     from prepcli.commands.generate import generate as run
 
-    ui = shown.open("generate", progress)
-    common = Common(checkpoint, None, 0, offline=offline, revision=revision, step=step, config=config)
+    ui = shown.open_console("generate", progress)
+    common = CommonOptions(checkpoint, None, 0, offline=offline, revision=revision, step=step, config=config)
     draws = (drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed)
     texts, ids = tuple(given.prompt or ()), tuple(given.tokens or ())
-    request = Request(
+    request = GenerateRequest(
         common,
         texts,
         given.prompts,

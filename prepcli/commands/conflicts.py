@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prepcli.errors import usage
-from prepcli.sources.locate import Located
+from prepcli.errors import usage_error
+from prepcli.sources.locate import LocatedCheckpoint
 
 
-def check_one_of(options: Mapping[str, object]) -> None:
+def check_mutually_exclusive(options: Mapping[str, object]) -> None:
     """Raise a usage PrepError where more than one of these options has a value."""
     given = [option for option, value in options.items() if _is_given(value)]
     if len(given) > 1:
         what = " and ".join(f"`{option} {options[option]}`" for option in given)
-        raise usage(f"{what} exclude each other", "each says the whole of it", f"only one of {', '.join(given)}")
+        raise usage_error(f"{what} exclude each other", "each says the whole of it", f"only one of {', '.join(given)}")
 
 
 def check_needs(option: str, value: object, needed: str, why: str) -> None:
     """Raise a usage PrepError where `option` has a value. Called where `needed` is missing."""
     if _is_given(value):
-        raise usage(f"`{option}` has no effect without `{needed}`", why, f"add `{needed}`, or leave `{option}` out")
+        raise usage_error(
+            f"`{option}` has no effect without `{needed}`", why, f"add `{needed}`, or leave `{option}` out"
+        )
 
 
-def check_stream(stream: bool, *located: Located) -> None:
+def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
     """Raise a usage PrepError for `--stream` where every checkpoint is a folder here."""
     if stream and all(each.remote is None for each in located):
-        names = " and ".join(each.name for each in located)
-        raise usage("`--stream` has no effect", f"{names} is read from a folder here", "leave `--stream` out")
+        names = " and ".join(each.model_name for each in located)
+        raise usage_error("`--stream` has no effect", f"{names} is read from a folder here", "leave `--stream` out")
 
 
 def _is_given(value: object) -> bool:

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from prepcli.console.formatting import bytes_text, seconds_text
-from prepcli.console.ui import Report, Ui, table
+from prepcli.console.formatting import format_bytes, format_duration
+from prepcli.console.ui import Report, Ui, format_table
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT, write_page
-from prepcli.demo.tasks import Step, Task, remove
-from prepcli.errors import PrepError, usage
+from prepcli.demo.steps import DemoStep, StepReport, remove_output
+from prepcli.errors import PrepError, usage_error
 
 MARKER = ".made-by-prep-demo"
-MADE = (*conversion.MADE, *training.MADE, REPORT)
+MADE = (*conversion.OUTPUTS, *training.OUTPUTS, REPORT)
 
 
 def demo(out: Path, ui: Ui) -> Report:
@@ -27,27 +27,27 @@ def demo(out: Path, ui: Ui) -> Report:
     _prepare(out)
     tasks = _tasks()
     ui.note(f"offline, {len(tasks)} steps; to repeat one yourself: cd {shlex.quote(str(out))}")
-    steps: list[Step] = []
+    steps: list[StepReport] = []
     for number, task in enumerate(tasks, 1):
         command = _command(task)
         ui.note(f"[{number}/{len(tasks)}] {task.title}")
         if command:
             ui.note(f"      $ {command}")
         steps.append(_done(task, command, out))
-        ui.note(f"      {_cell(steps[-1])} ({seconds_text(steps[-1].seconds)})")
+        ui.note(f"      {_cell(steps[-1])} ({format_duration(steps[-1].seconds)})")
         if not steps[-1].ok:
             break
     return _report(out, steps, len(tasks))
 
 
-def _tasks() -> tuple[Task, ...]:
-    return (*conversion.tasks(), *training.tasks())
+def _tasks() -> tuple[DemoStep, ...]:
+    return (*conversion.conversion_steps(), *training.training_steps())
 
 
-def _command(task: Task) -> str:
+def _command(task: DemoStep) -> str:
     """As a user types it; empty for a step that is none."""
-    variables = "".join(f"{name}={value} " for name, value in task.variables.items())
-    return variables + shlex.join(["prep", *task.words]) if task.words else ""
+    variables = "".join(f"{name}={value} " for name, value in task.env.items())
+    return variables + shlex.join(["prep", *task.args]) if task.args else ""
 
 
 def _prepare(out: Path) -> None:
@@ -55,9 +55,9 @@ def _prepare(out: Path) -> None:
     is_empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty and not (out / MARKER).is_file():
         why = f"it has no {MARKER}, so no demo made it"
-        raise usage(f"{out} exists and is something else", why, "`prep demo --out NAME`")
+        raise usage_error(f"{out} exists and is something else", why, "`prep demo --out NAME`")
     for name in MADE:
-        remove(out / name)
+        remove_output(out / name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,20 +65,20 @@ def _prepare(out: Path) -> None:
     (out / MARKER).touch()
 
 
-def _done(task: Task, command: str, folder: Path) -> Step:
+def _done(task: DemoStep, command: str, folder: Path) -> StepReport:
     began = time.monotonic()
-    step = Step(task.title, command, 0.0, 0, 0, "", False)
+    step = StepReport(task.title, command, 0.0, 0, 0, "", False)
     try:
-        outcome = task.work(folder, task.words)
+        outcome = task.run(folder, task.args)
         step = replace(step, bytes=outcome.nbytes, peak=outcome.peak_nbytes, result=outcome.result, ok=True)
     except PrepError as error:
         step = replace(step, result=str(error))
     return replace(step, seconds=round(time.monotonic() - began, 3))
 
 
-def _report(out: Path, steps: Sequence[Step], count: int) -> Report:
+def _report(out: Path, steps: Sequence[StepReport], count: int) -> Report:
     head = ("step", "seconds", "bytes", "memory", "result")
-    text = table([_row(step) for step in steps], head, right=("seconds", "bytes", "memory"))
+    text = format_table([_row(step) for step in steps], head, right_aligned=("seconds", "bytes", "memory"))
     fields = {"output": str(out), "steps": [asdict(step) for step in steps]}
     failed = next((step for step in steps if not step.ok), None)
     if failed is None:
@@ -91,10 +91,10 @@ def _report(out: Path, steps: Sequence[Step], count: int) -> Report:
     return Report(text, fields, error=PrepError(what, failed.result, hint))
 
 
-def _row(step: Step) -> tuple[str, ...]:
-    memory = bytes_text(step.peak) if step.peak else "-"
-    return step.step, f"{step.seconds:.1f}", bytes_text(step.bytes), memory, _cell(step)
+def _row(step: StepReport) -> tuple[str, ...]:
+    memory = format_bytes(step.peak) if step.peak else "-"
+    return step.step, f"{step.seconds:.1f}", format_bytes(step.bytes), memory, _cell(step)
 
 
-def _cell(step: Step) -> str:
+def _cell(step: StepReport) -> str:
     return step.result if step.ok else f"FAILED: {step.result}"

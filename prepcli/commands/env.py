@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from prepcli.commands.machine import cgroup_limit, memory
-from prepcli.console.formatting import bytes_text
-from prepcli.console.ui import Report, table
+from prepcli.commands.machine import cgroup_memory_limit, system_memory
+from prepcli.console.formatting import format_bytes
+from prepcli.console.ui import Report, format_table
 
 PACKAGES = (
     "prepcli", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "ml_dtypes",
@@ -42,7 +42,7 @@ def env(default_memory: str, with_devices: bool) -> Report:
     """Everything at once; devices only on request, since that imports jax and takes hold of them."""
     system = {"python": platform.python_version(), "platform": platform.platform()}
     versions = {name: _version(name) for name in PACKAGES}
-    sizes = {**memory(), "cgroup limit": cgroup_limit()}
+    sizes = {**system_memory(), "cgroup limit": cgroup_memory_limit()}
     settings = [*_own_settings(os.environ, default_memory), *_hub_settings(os.environ)]
     devices = _devices() if with_devices else None
     fields = {
@@ -56,14 +56,14 @@ def env(default_memory: str, with_devices: bool) -> Report:
     tables = [
         _pairs("versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}),
         _pairs("devices", shown_devices),
-        _pairs("memory", {name: "none" if size is None else bytes_text(size) for name, size in sizes.items()}),
-        table([(each.name, each.value, each.source) for each in settings], ["settings", "", "decided by"]),
+        _pairs("memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}),
+        format_table([(each.name, each.value, each.source) for each in settings], ["settings", "", "decided by"]),
     ]
     return Report(text="\n\n".join(tables), fields=fields)
 
 
 def _pairs(title: str, pairs: Mapping[str, str]) -> str:
-    return table(list(pairs.items()), [title, ""])
+    return format_table(list(pairs.items()), [title, ""])
 
 
 def _version(package: str) -> str | None:

@@ -6,21 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prepcli.commands.conversion import Common, Planned, check_cast, output_config, request_text, run
-from prepcli.console.formatting import bytes_text, parse_bytes
+from prepcli.commands.conversion import (
+    CommonOptions,
+    PlannedConversion,
+    check_allow_overflow,
+    format_command_line,
+    output_config,
+    run_conversion,
+)
+from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import PrepError, usage
+from prepcli.errors import PrepError, usage_error
 from prepcli.formats.safetensors import SUFFIX
-from prepcli.formats.safetensors_layout import shard
-from prepcli.planning.accounting import KEEP_ALL, vocab_tensors
-from prepcli.planning.plan import Fill, OutFile, Plan, Side, SmallFile
+from prepcli.formats.safetensors_layout import split_into_shards
+from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, vocab_tensors
+from prepcli.planning.plan import Fill, Locations, OutputFile, Plan, SmallFile
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.sources.locate import Located
-from prepcli.sources.source import Source, SourceTensor, counted, stored_table
-from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out, with_head
-from prepcli.targets.hf_folder import copied, entries, index_files, laid_out, settings
-from prepcli.targets.streams import Cut, Target, left_out, optimizer_nbytes, rows_of, streams, taken_off
-from trainer.models.parameters import Config, Layout
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
+from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
+from prepcli.targets.hf_folder import copied_files, header_entries, index_files, lay_out_weight_files, settings_files
+from prepcli.targets.streams import (
+    TensorTarget,
+    VocabResize,
+    build_streams,
+    dropped_padding,
+    dropped_state,
+    optimizer_nbytes,
+    output_rows,
+)
+from trainer.models.parameters import HFConfig, TreeLayout
 
 PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
 SHARD_NBYTES = 5 * 10**9
@@ -31,16 +46,16 @@ TITLES = {HF: "Hugging Face safetensors", "hf-flax": "Flax msgpack for Hugging F
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ExportRequest:
     """Padding is taken off unless it is kept; files hold at most `shard_nbytes`. `layout` is a tree that the family
     knows, `container` the format that it is stored in (None: that which goes with it)."""
 
-    common: Common
+    common: CommonOptions
     keep_padding: bool = False
     shard_nbytes: int = SHARD_NBYTES
     true_vocab: int | None = None
     layout: str = HF
-    container: str | None = None
+    file_format: str | None = None
     dtype: str | None = None
 
 
@@ -48,123 +63,125 @@ def parse_shard_size(text: str) -> int:
     """Read `--shard-size`. Raises a usage PrepError for 0, and for less than 1 MiB without a unit."""
     nbytes, number = parse_bytes(text), text.strip()
     if nbytes == 0:
-        raise usage(f"`--shard-size {text}` holds nothing", "a file has at least one byte", "`--shard-size 5GB`")
+        raise usage_error(f"`--shard-size {text}` holds nothing", "a file has at least one byte", "`--shard-size 5GB`")
     if number.replace(".", "").isdecimal() and nbytes < LEAST_BARE_NBYTES:
-        why = f"a number without a unit is in bytes: it is {bytes_text(nbytes)}"
-        raise usage(f"`--shard-size {text}` has no unit", why, f"`--shard-size {number}GB`")
+        why = f"a number without a unit is in bytes: it is {format_bytes(nbytes)}"
+        raise usage_error(f"`--shard-size {text}` has no unit", why, f"`--shard-size {number}GB`")
     return nbytes
 
 
-def export(request: Request, ui: Ui) -> Report:
+def export(request: ExportRequest, ui: Ui) -> Report:
     """An Orbax checkpoint into a Hugging Face folder, or one of another library's."""
-    check_cast(request.common, request.dtype)
-    return run(request.common, ui, lambda source, located: plan(request, source, located))
+    check_allow_overflow(request.common, request.dtype)
+    return run_conversion(request.common, ui, lambda source, located: plan_export(request, source, located))
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
     """The files of weights, where each tensor goes in them, and the index where there is one."""
 
-    files: tuple[OutFile, ...]
-    sides: Mapping[str, Side]
+    files: tuple[OutputFile, ...]
+    sides: Mapping[str, Locations]
     index: tuple[SmallFile, ...]
 
 
-def _as_read(config: Config, layout: Layout, source: Source, tied: bool) -> dict[str, Any]:
+def _as_read(config: HFConfig, layout: TreeLayout, source: Source, tied: bool) -> dict[str, Any]:
     """The config for another library, which knows no more of the head than whether it is the embedding. PrepError where
     that would compute something else."""
-    agrees = not layout.ties or source.family.tied(config) == tied
+    agrees = not layout.allows_tied_head or source.family.is_tied(config) == tied
     told = {**config} if agrees else {**config, "tie_word_embeddings": tied}
-    read = {name: value for name, value in told.items() if name not in layout.unread}
-    traits = source.family.traits
+    read = {name: value for name, value in told.items() if name not in layout.ignored_fields}
+    traits = source.family.arch_config
     if traits(read) != traits(told):
-        set_here = ", ".join(f"{name} {told[name]}" for name in layout.unread if name in told)
+        set_here = ", ".join(f"{name} {told[name]}" for name in layout.ignored_fields if name in told)
         why = f"the config has {set_here}, which its classes do not read, and it computes something else without"
         raise PrepError("there is no such model in Flax", why, "`--layout hf` keeps it as it is")
     return told
 
 
-def plan(request: Request, source: Source, located: Located) -> Planned:
+def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoint) -> PlannedConversion:
     """Every tensor of the rows into files as others read them. PrepError where that does not add up."""
     _check(request, source)
     vocabulary = source.vocabulary(request.true_vocab)
-    rows = vocabulary.stored if request.keep_padding else vocabulary.true
-    head = {source.family.tie.tensor} if _repeats_head(request, source) else set()
-    source = with_head(source) if head else source
-    found = counted(source, stored_table(source), KEEP_ALL)
-    cut = Cut(vocabulary, vocab_tensors(found), Fill("zeros"))
+    rows = vocabulary.stored_size if request.keep_padding else vocabulary.true_size
+    head = {source.family.tying.head_tensor} if _repeats_head(request, source) else set()
+    source = with_tied_head(source) if head else source
+    found = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
+    cut = VocabResize(vocabulary, vocab_tensors(found), Fill("zeros"))
     kept = [t.cast(request.dtype) for t in source.tensors if t.name in found.uses or t.name in head]
-    sizes = rows_of(kept, cut.tensors, rows)
+    sizes = output_rows(kept, cut.tensors, rows)
     output = _output(request, source, kept, sizes, rows)
-    targets = {t.name: Target(output.sides[t.name], sizes[t.name], t.dtype) for t in kept}
-    config = output_config(source, Vocabulary(vocabulary.true, rows), found.tied, request.dtype)
+    targets = {t.name: TensorTarget(output.sides[t.name], sizes[t.name], t.dtype) for t in kept}
+    config = output_config(source, Vocabulary(vocabulary.true_size, rows), found.is_tied, request.dtype)
     if layout := source.family.layouts.get(request.layout):
-        config = _as_read(config, layout, source, found.tied)
-    base = located.name.removesuffix("-padded") if rows == vocabulary.true else located.name
+        config = _as_read(config, layout, source, found.is_tied)
+    base = located.model_name.removesuffix("-padded") if rows == vocabulary.true_size else located.model_name
     made = Plan(
         command="export",
         request=_request_text(request, source),
-        source_name=source.name,
-        sources=source.facts,
-        streams=streams(source, targets, cut, {c.name for c in found.checks}),
+        source_name=source.display_name,
+        source_files=source.file_stamps,
+        streams=build_streams(source, targets, cut, {c.name for c in found.checks}),
         files=output.files,
-        small_files=(*settings(config, (), copied(source.small_files, source.root)), *output.index),
+        small_files=(*settings_files(config, (), copied_files(source.small_files, source.root)), *output.index),
         dropped=(
             *(d for d in found.dropped if d.name not in head),
-            *taken_off(source, targets, cut),
-            *left_out(source),
+            *dropped_padding(source, targets, cut),
+            *dropped_state(source),
         ),
         checks=found.checks,
         settings={
             "name": base,
             "kind": "hf",
             "family": source.family.name,
-            "vocab": {"true": vocabulary.true, "padded": rows},
+            "vocab": {"true": vocabulary.true_size, "padded": rows},
             **({"layout": request.layout} if request.layout != HF else {}),
-            "prefixed": source.names.prefixed,
-            "tied": found.tied,
+            "prefixed": source.names.is_prefixed,
+            "tied": found.is_tied,
             "config": config,
         },
-        names={t.name: source.names.full(t.name) for t in source.tensors},
+        display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
     )
     fields = {
-        "vocab": {"true": vocabulary.true, "written": rows},
+        "vocab": {"true": vocabulary.true_size, "written": rows},
         "files": len(output.files),
         "layout": request.layout,
         "format": FORMATS[request.layout],
     }
-    line = _line(request, source, located, len(output.files), vocabulary.stored - rows)
-    return Planned(
+    line = _line(request, source, located, len(output.files), vocabulary.stored_size - rows)
+    return PlannedConversion(
         made,
         f"{base}-{request.layout}",
         (line,),
         fields,
-        lambda out: f"prep verify {out}" + (f" {source.name}" if not request.dtype else ""),
+        lambda out: f"prep verify {out}" + (f" {source.display_name}" if not request.dtype else ""),
         source,
     )
 
 
-def _check(request: Request, source: Source) -> None:
+def _check(request: ExportRequest, source: Source) -> None:
     """Usage PrepError for a layout, format or size that do not go together, and where nothing is to be done."""
-    if FORMATS.get(request.layout) is None or request.container not in (None, FORMATS[request.layout]):
+    if FORMATS.get(request.layout) is None or request.file_format not in (None, FORMATS[request.layout]):
         pairs = ", ".join(f"`--layout {layout} --format {container}`" for layout, container in FORMATS.items())
-        asked = f"`--layout {request.layout}`" + (f" `--format {request.container}`" if request.container else "")
-        raise usage(f"{asked} is not written", "a layout goes with a format", f"one of {pairs}")
+        asked = f"`--layout {request.layout}`" + (f" `--format {request.file_format}`" if request.file_format else "")
+        raise usage_error(f"{asked} is not written", "a layout goes with a format", f"one of {pairs}")
     if request.layout not in (HF, *source.family.layouts):
         known = ", ".join((HF, *source.family.layouts))
-        raise usage(f"{source.family.name} has no layout {request.layout}", f"prep knows {known} of it")
+        raise usage_error(f"{source.family.name} has no layout {request.layout}", f"prep knows {known} of it")
     if FORMATS[request.layout] == STREAM_FORMAT and request.shard_nbytes != SHARD_NBYTES:
-        raise usage("`--shard-size` is not for streams", "an EasyLM stream is one file")
+        raise usage_error("`--shard-size` is not for streams", "an EasyLM stream is one file")
     as_it_is = request.layout == HF and not request.dtype
-    if as_it_is and source.file_names and not source.manifest and _is_safetensors(source):
+    if as_it_is and source.tensor_file_names and not source.manifest and _is_safetensors(source):
         why = "there is nothing to export: transformers reads it as it is"
-        raise usage(f"{source.name} is a Hugging Face folder", why, f"`prep save-init {source.name}`")
+        raise usage_error(
+            f"{source.display_name} is a Hugging Face folder", why, f"`prep save-init {source.display_name}`"
+        )
 
 
-def _repeats_head(request: Request, source: Source) -> bool:
+def _repeats_head(request: ExportRequest, source: Source) -> bool:
     """Whether a head that is the embedding is written all the same: the other library knows no tied one."""
-    tied = source.family.tied(source.config)
-    return tied and request.layout != HF and not source.family.layouts[request.layout].ties
+    tied = source.family.is_tied(source.config)
+    return tied and request.layout != HF and not source.family.layouts[request.layout].allows_tied_head
 
 
 def _is_safetensors(source: Source) -> bool:
@@ -172,27 +189,27 @@ def _is_safetensors(source: Source) -> bool:
 
 
 def _output(
-    request: Request, source: Source, kept: Sequence[SourceTensor], sizes: Mapping[str, int], vocab: int
+    request: ExportRequest, source: Source, kept: Sequence[SourceTensor], sizes: Mapping[str, int], vocab: int
 ) -> _Output:
     if request.layout == HF:
-        groups = shard(entries(source, kept, sizes), request.shard_nbytes)
-        files, places, layouts = laid_out([(name, group, PAGE_START) for name, group in groups])
-        return _Output(files, {t.name: (places[source.names.full(t.name)],) for t in kept}, index_files(layouts))
-    found = lay_out(source, kept, request.layout, FORMATS[request.layout], vocab, request.shard_nbytes)
+        groups = split_into_shards(header_entries(source, kept, sizes), request.shard_nbytes)
+        files, places, layouts = lay_out_weight_files([(name, group, PAGE_START) for name, group in groups])
+        return _Output(files, {t.name: (places[source.names.full_name(t.name)],) for t in kept}, index_files(layouts))
+    found = lay_out_flax_folder(source, kept, request.layout, FORMATS[request.layout], vocab, request.shard_nbytes)
     return _Output(found.files, found.sides, found.index)
 
 
-def _line(request: Request, source: Source, located: Located, files: int, taken_off: int) -> str:
+def _line(request: ExportRequest, source: Source, located: LocatedCheckpoint, files: int, taken_off: int) -> str:
     """`llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
-    step = source.laid_out.get("step")
-    called = located.name if step is None else f"{located.name} step {step}"
+    step = source.tree_manifest.get("step")
+    called = located.model_name if step is None else f"{located.model_name} step {step}"
     off = f"; {taken_off} rows of padding taken off" if taken_off > 0 else ""
     state = optimizer_nbytes(source)
-    off += f"; optimizer state ({bytes_text(state)}) left out" if state else ""
+    off += f"; optimizer state ({format_bytes(state)}) left out" if state else ""
     return f"{called} -> {TITLES[request.layout]}, {files} file{'s' if files > 1 else ''}{off}"
 
 
-def _request_text(request: Request, source: Source) -> str:
+def _request_text(request: ExportRequest, source: Source) -> str:
     options = [
         ("--dtype", request.dtype),
         ("--layout", request.layout if request.layout != HF else None),
@@ -201,4 +218,4 @@ def _request_text(request: Request, source: Source) -> str:
         ("--true-vocab", request.true_vocab),
         ("--config", request.common.config),
     ]
-    return request_text("export", source, options)
+    return format_command_line("export", source, options)

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conflicts import check_needs
-from prepcli.commands.conversion import Common, check_config, find, source_line
-from prepcli.commands.train import check_unsummed, quieten
-from prepcli.console.formatting import seconds_text
+from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
+from prepcli.commands.train import check_without_checksums, silence_jax
+from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
-from prepcli.errors import PrepError, usage
+from prepcli.errors import PrepError, usage_error
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.source_reader import WeightsReader
+from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, read_config
 
 if TYPE_CHECKING:
-    from trainer.data.tokenizer import Encoder
-    from trainer.distributed.sharding import Shards
-    from trainer.generation.decode import Asked
+    from trainer.data.tokenizer import TextTokenizer
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.generation.decode import GenerationConfig
     from trainer.generation.generator import Generator
-    from trainer.nn.transformer import Model
+    from trainer.nn.transformer import ModelSpec
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 NEW_TOKENS = 64
@@ -37,16 +37,16 @@ HINT = "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, 
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerateRequest:
     """Prompts as texts, as lines of a file, as texts of ids; `draws`: temperature, top-k, top-p and seed."""
 
-    common: Common
-    texts: tuple[str, ...] = ()
-    file: str | None = None
-    ids: tuple[str, ...] = ()
+    common: CommonOptions
+    prompt_texts: tuple[str, ...] = ()
+    prompts_file: str | None = None
+    prompt_ids: tuple[str, ...] = ()
     tokenizer: Path | None = None
-    new_tokens: int | None = None  # NEW_TOKENS, or as many as there are positions for
-    draws: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)
+    max_new_tokens: int | None = None  # NEW_TOKENS, or as many as there are positions for
+    sampling: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)
     mesh: str | None = None
     dtype: str | None = None
     batch_size: int = 16
@@ -67,33 +67,40 @@ class _Prompts:
         return (own, None) if self.start is None else ([[self.start]] * len(own), own)
 
 
-def generate(request: Request, ui: Ui) -> Report:
+def generate(request: GenerateRequest, ui: Ui) -> Report:
     """What a model adds to each prompt, in their order."""
-    given = [*request.texts, *(_lines(request.file) if request.file else ())], [*map(_ids, request.ids)]
+    given = (
+        [*request.prompt_texts, *(_lines(request.prompts_file) if request.prompts_file else ())],
+        [*map(_ids, request.prompt_ids)],
+    )
     if not any(given):
-        raise usage("no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`")
-    _check_draws(*request.draws)
-    quieten(ui)
-    from trainer.distributed.sharding import enough_memory
-    from trainer.generation.decode import Asked
-    from trainer.generation.generator import check, room
+        raise usage_error(
+            "no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`"
+        )
+    _check_draws(*request.sampling)
+    silence_jax(ui)
+    from trainer.distributed.sharding import catch_out_of_memory
+    from trainer.generation.decode import GenerationConfig
+    from trainer.generation.generator import check_prompts, max_fitting_new_tokens
     from trainer.generation.sampling import Sampling
-    from trainer.training.setup import architecture, check_divides
+    from trainer.training.setup import check_mesh_divides, model_from_manifest
 
-    sampling = Sampling(*request.draws)
-    located, source = find(request.common, ui)
-    check_config(request.common, source)
+    sampling = Sampling(*request.sampling)
+    located, source = open_checkpoint(request.common, ui)
+    check_config_option(request.common, source)
     ui.note(source_line(source))
-    with enough_memory(HINT):
+    with catch_out_of_memory(HINT):
         with _opened(request, source, located.path, ui) as reader:
-            model, on = architecture(reader.facts), _devices(request, reader.facts)
-            check_divides(model, on)
+            model, on = model_from_manifest(reader.manifest), _devices(request, reader.manifest)
+            check_mesh_divides(model, on)
             encoder = _encoder(request, source, bool(given[0]))
             prompts = _prompts(*given, encoder, model, source.config)
             rows = prompts.rows(0, len(prompts.ids))
-            fitting = min(NEW_TOKENS, room(rows[0], model) or NEW_TOKENS)
-            asked = Asked(request.new_tokens or max(1, fitting), _ends(source, model.vocab), sampling)
-            check(*rows, model, asked)
+            fitting = min(NEW_TOKENS, max_fitting_new_tokens(rows[0], model) or NEW_TOKENS)
+            asked = GenerationConfig(
+                request.max_new_tokens or max(1, fitting), _ends(source, model.true_vocab_size), sampling
+            )
+            check_prompts(*rows, model, asked)
             generator = _generator(request, reader, model, on, asked)
         return _carried_out(request, generator, prompts, encoder, ui)
 
@@ -134,51 +141,51 @@ def _object(name: str, number: int, line: str) -> str:
 def _ids(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and len(word) <= DIGITS for word in words):
-        raise usage(f"`--tokens {text:.60}` is not understood", "it takes ids with commas", "`--tokens 1,2,3`")
+        raise usage_error(f"`--tokens {text:.60}` is not understood", "it takes ids with commas", "`--tokens 1,2,3`")
     return [int(word) for word in words]
 
 
-def _opened(request: Request, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
+def _opened(request: GenerateRequest, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
     """The checkpoint to read parameters of: as prep lays it out by default, layers one after the other in a leaf, it is
     read as it is; anything else is laid out so, and its vocabulary padded for the mesh."""
-    said = source.laid_out
+    said = source.tree_manifest
     if said and said["scan"] and said["scan_axis"] == 0:
         reader = open_reader(path, request.verify)
         if request.verify and not reader.is_checked:
-            check_unsummed(source, source.tensors, ui)
+            check_without_checksums(source, source.tensors, ui)
         return reader
     on = _devices(request, {"rules": said.get("rules", ())})
     axes = on.rules["vocab"][0]
     return WeightsReader(source, math.prod(map(on.mesh.size, axes)) if on.mesh else 1, request.verify)
 
 
-def _devices(request: Request, facts: Mapping[str, Any]) -> Shards:
+def _devices(request: GenerateRequest, facts: Mapping[str, Any]) -> ShardingContext:
     """The mesh that was asked for; without one, a single device."""
-    from trainer.distributed.sharding import Shards, shards
-    from trainer.models.mesh import parse
-    from trainer.training.setup import rules_of
+    from trainer.distributed.sharding import ShardingContext, make_sharding_context
+    from trainer.models.mesh import parse_mesh
+    from trainer.training.setup import rules_from_manifest
 
     if request.mesh is None:
-        return Shards()
+        return ShardingContext()
     try:
-        return shards(parse(request.mesh, "--mesh"), rules_of(facts))
+        return make_sharding_context(parse_mesh(request.mesh, "--mesh"), rules_from_manifest(facts))
     except PrepError as error:
         hint = error.hint.replace("--set mesh=", "--mesh ")
         raise PrepError(error.what, error.why, hint, error.code) from error
 
 
-def _encoder(request: Request, source: Source, needed: bool) -> Encoder | None:
+def _encoder(request: GenerateRequest, source: Source, needed: bool) -> TextTokenizer | None:
     """The tokenizer; None where there is none, and prompts are ids. PrepError where they are texts."""
-    from trainer.data.tokenizer import load
+    from trainer.data.tokenizer import load_tokenizer
 
     path, hint = request.tokenizer or _beside(source, TOKENIZER), "`--tokenizer PATH`, or `--tokens 1,2,3`"
     if path is None:
         if not needed:
             return None
         why = f"it has no {TOKENIZER}, which says what the ids of a text are"
-        raise PrepError(f"{source.name} comes without a tokenizer", why, hint)
+        raise PrepError(f"{source.display_name} comes without a tokenizer", why, hint)
     try:
-        return load(path)
+        return load_tokenizer(path)
     except PrepError as error:
         if not needed and request.tokenizer is None:
             return None  # ids go without
@@ -190,13 +197,17 @@ def _beside(source: Source, name: str) -> Path | None:
 
 
 def _prompts(
-    texts: Sequence[str], ids: Sequence[list[int]], encoder: Encoder | None, model: Model, config: Mapping[str, Any]
+    texts: Sequence[str],
+    ids: Sequence[list[int]],
+    encoder: TextTokenizer | None,
+    model: ModelSpec,
+    config: Mapping[str, Any],
 ) -> _Prompts:
-    from trainer.training.setup import start_token
+    from trainer.training.setup import decoder_start_token_id
 
-    encoded = [encoder.prompt(text) for text in texts] if encoder else []
-    said = [encoder.text(each) if encoder else None for each in ids]
-    start = start_token(config, model.vocab) if model.traits.encoder is not None else None
+    encoded = [encoder.encode_prompt(text) for text in texts] if encoder else []
+    said = [encoder.decode(each) if encoder else None for each in ids]
+    start = decoder_start_token_id(config, model.true_vocab_size) if model.arch_config.encoder is not None else None
     return _Prompts((*encoded, *ids), (*texts, *said), start)
 
 
@@ -209,38 +220,44 @@ def _ends(source: Source, vocab: int) -> tuple[int, ...]:
 
 
 def _generator(
-    request: Request, reader: ItemReader | WeightsReader, model: Model, on: Shards, asked: Asked
+    request: GenerateRequest,
+    reader: ItemReader | WeightsReader,
+    model: ModelSpec,
+    on: ShardingContext,
+    asked: GenerationConfig,
 ) -> Generator:
     """The parameters on their devices, in the dtype of the computation."""
-    from trainer.generation.decode import dtype_of
+    from trainer.generation.decode import inference_dtype
     from trainer.generation.generator import Generator
-    from trainer.nn.transformer import Compute
-    from trainer.training.checkpoint import weights
+    from trainer.nn.transformer import ForwardConfig
+    from trainer.training.checkpoint import load_params
 
     stored = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}
     dtype = request.dtype or ("bfloat16" if stored == {"bfloat16"} else "float32")
-    params = weights(reader, model, on, lambda path: dtype_of(path, dtype))
-    return Generator(params, model, Compute(dtype, scan=model.stacked, shards=on), asked)
+    params = load_params(reader, model, on, lambda path: inference_dtype(path, dtype))
+    return Generator(params, model, ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=on), asked)
 
 
-def _carried_out(request: Request, generator: Generator, prompts: _Prompts, encoder: Encoder | None, ui: Ui) -> Report:
+def _carried_out(
+    request: GenerateRequest, generator: Generator, prompts: _Prompts, encoder: TextTokenizer | None, ui: Ui
+) -> Report:
     count, began = len(prompts.ids), ui.clock()
     size = min(request.batch_size, count)
     made: list[list[int]] = []
     for low in range(0, count, size):
-        made += generator.batch(*prompts.rows(low, low + size), low, size)
+        made += generator.generate(*prompts.rows(low, low + size), low, size)
         if count > size:
             ui.note(f"{len(made):,} of {count:,} prompts done")
     seconds = ui.clock() - began - generator.compile_s
     new = sum(map(len, made))
     speed = new / max(seconds, 1e-9)
-    told = f"{new:,} tokens after {count:,} prompt{'s' if count > 1 else ''} in {seconds_text(seconds)}"
-    ui.note(f"{told}, {speed:,.1f} tokens/s; compiled in {seconds_text(generator.compile_s)}")
+    told = f"{new:,} tokens after {count:,} prompt{'s' if count > 1 else ''} in {format_duration(seconds)}"
+    ui.note(f"{told}, {speed:,.1f} tokens/s; compiled in {format_duration(generator.compile_s)}")
     texts = _texts(prompts, made, encoder)
-    on, ends = generator.how.shards, generator.asked.ends
+    on, ends = generator.forward_config.sharding, generator.generation_config.eos_token_ids
     fields = {
         "mesh": str(on.mesh) if on.mesh else None,
-        "dtype": generator.how.dtype,
+        "dtype": generator.forward_config.dtype,
         "prompts": prompts.texts,
         "prompt_tokens": prompts.ids,
         "texts": texts,
@@ -252,9 +269,9 @@ def _carried_out(request: Request, generator: Generator, prompts: _Prompts, enco
     return Report("\n".join(texts or (",".join(map(str, each)) for each in made)), fields)
 
 
-def _texts(prompts: _Prompts, made: Sequence[Sequence[int]], encoder: Encoder | None) -> list[str] | None:
+def _texts(prompts: _Prompts, made: Sequence[Sequence[int]], encoder: TextTokenizer | None) -> list[str] | None:
     """What was added to each prompt; what a decoder begins with is nothing that a text goes on from."""
     if encoder is None:
         return None
     before = prompts.ids if prompts.start is None else [()] * len(made)
-    return [encoder.text(new, old) for new, old in zip(made, before)]
+    return [encoder.decode(new, old) for new, old in zip(made, before)]

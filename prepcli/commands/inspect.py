@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prepcli.commands.conflicts import check_stream
-from prepcli.console.formatting import bytes_text
-from prepcli.console.ui import LEAVES, Cell, Report, Ui, table
+from prepcli.console.formatting import format_bytes
+from prepcli.console.ui import LEAVES, Cell, Report, Ui, format_table
 from prepcli.engine.blobs import Blob, open_blobs
-from prepcli.errors import PrepError, usage
-from prepcli.inspection.contents import Contents, Entry, nbytes_below, parameters, read_contents
-from prepcli.inspection.leaves import leaves_of, pick
-from prepcli.inspection.name_tree import count_nodes, grow, tree_fields, tree_rows
-from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw, summarize
-from prepcli.inspection.tensor_stats import Stats, stats, stored_nbytes
-from prepcli.planning.slots import OPTIMIZER, PARAMS
-from prepcli.planning.vocabulary import SIZE, Vocabulary, read_vocabulary
-from prepcli.remote.patience import patience_of
-from prepcli.sources.locate import Located, locate
+from prepcli.errors import PrepError, usage_error
+from prepcli.inspection.contents import CheckpointContents, TensorEntry, count_parameters, nbytes_below, read_contents
+from prepcli.inspection.logical_leaves import find_leaf, logical_leaves
+from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
+from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
+from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
+from prepcli.planning.state_names import OPT_STATE, PARAMS
+from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
+from prepcli.remote.retries import retry_policy_from_env
+from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.opening import open_source
-from trainer.models.mesh import boxes_of_all, copies, parse, shard_shape, spec, with_rules
-from trainer.models.suggest import guess
+from trainer.models.mesh import device_boxes, merge_rules, num_replicas, parse_mesh, partition_spec, shard_shape
+from trainer.models.suggest import suggest
 
 Sort = Literal["name", "size", "file"]
 Shape = tuple[tuple[int, ...], str]  # with the dtype
@@ -39,11 +39,11 @@ FORMATS = {
 }  # what a kind is called, if not by its own name
 
 MAX_ROWS = 2000  # of a view; more than people read, and a hostile header may name millions
-MOST_ASIDES = 24  # shown; a strange index may have any number
+MAX_EXTRA_ENTRIES = 24  # shown; a strange index may have any number
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class InspectRequest:
     """At most one of `tree`, `stats`, `shards` (a leaf, split over `mesh`) and `diff` (another checkpoint)."""
 
     checkpoint: str
@@ -59,7 +59,7 @@ class Request:
     stream: bool = False  # from the hub, without a copy here
 
 
-def inspect(request: Request, ui: Ui) -> Report:
+def inspect(request: InspectRequest, ui: Ui) -> Report:
     """Look at a checkpoint; only `stats` reads its data. The report of `diff` carries an error if there are any."""
     _check(request)
     located, contents = _read(request, request.checkpoint, request.revision, ui)
@@ -72,27 +72,31 @@ def inspect(request: Request, ui: Ui) -> Report:
         where, other = _read(request, request.diff, None, ui)
         check_stream(request.stream, located, where)
         return _diff(request, contents, other, source | {"against": _source_fields(other, where, ui)}, ui)
-    wanted = _matching([entry.name for entry in contents.entries], request.pattern, contents.name)
+    wanted = _matching([entry.name for entry in contents.entries], request.pattern, contents.display_name)
     chosen = _sorted([entry for entry in contents.entries if entry.name in wanted], request.sort)
     text, fields = _view(request, contents, chosen, ui)
     count = [_count_line(contents, chosen)] if request.pattern else []
     return Report("\n".join([*_head(contents, source["source"]), "", text, *count]), source | fields)
 
 
-def _check(request: Request) -> None:
+def _check(request: InspectRequest) -> None:
     views = {"--tree": request.tree, "--stats": request.stats, "--shards": request.shards, "--diff": request.diff}
     asked = [flag for flag, value in views.items() if value not in (None, False)]
     if len(asked) > 1:
-        raise usage(f"{' and '.join(asked)} are different views", "inspect shows one at a time", f"`{asked[0]}` alone")
+        raise usage_error(
+            f"{' and '.join(asked)} are different views", "inspect shows one at a time", f"`{asked[0]}` alone"
+        )
     if request.mesh is not None and request.shards is None:
-        raise usage("`--mesh` is for `--shards`", "it says over which devices a leaf is split", "`--shards LEAF`")
+        raise usage_error("`--mesh` is for `--shards`", "it says over which devices a leaf is split", "`--shards LEAF`")
     if request.sort != "file" and (request.shards is not None or request.diff is not None):
-        raise usage(f"`--sort {request.sort}` has no effect", "it orders tables and trees", "leave `--sort` out")
+        raise usage_error(f"`--sort {request.sort}` has no effect", "it orders tables and trees", "leave `--sort` out")
     if request.pattern is not None and request.shards is not None:
-        raise usage(f"`{request.pattern}` is one argument too many", "`--shards` names the leaf")
+        raise usage_error(f"`{request.pattern}` is one argument too many", "`--shards` names the leaf")
 
 
-def _read(request: Request, name: str, revision: str | None, ui: Ui) -> tuple[Located, Contents]:
+def _read(
+    request: InspectRequest, name: str, revision: str | None, ui: Ui
+) -> tuple[LocatedCheckpoint, CheckpointContents]:
     located = locate(
         name,
         revision,
@@ -100,8 +104,8 @@ def _read(request: Request, name: str, revision: str | None, ui: Ui) -> tuple[Lo
         progress=ui.progress(),
         warn=ui.warn,
         stream=request.stream,
-        afar=True,
-        patience=patience_of(os.environ, ui.note),
+        allow_remote=True,
+        retry_policy=retry_policy_from_env(os.environ, ui.note),
     )
     return located, read_contents(located, located.hub_id or name)
 
@@ -112,11 +116,11 @@ def _matching(names: Collection[str], pattern: str | None, where: str) -> set[st
     if pattern is None or found:
         return found
     inside = f"*{pattern.strip('*')}*"
-    meant = inside if any(fnmatchcase(name, inside) for name in names) else guess(pattern, names)
+    meant = inside if any(fnmatchcase(name, inside) for name in names) else suggest(pattern, names)
     raise PrepError(f"no tensor of {where} matches `{pattern}`", "", f"did you mean `{meant}`?" if meant else "")
 
 
-def _sorted(entries: list[Entry], sort: Sort) -> list[Entry]:
+def _sorted(entries: list[TensorEntry], sort: Sort) -> list[TensorEntry]:
     """By name, by size with the largest first, or as they come."""
     if sort == "name":
         return sorted(entries, key=lambda entry: entry.name)
@@ -126,34 +130,34 @@ def _sorted(entries: list[Entry], sort: Sort) -> list[Entry]:
 # What is said of the whole checkpoint
 
 
-def _source_fields(contents: Contents, located: Located, ui: Ui) -> dict[str, Any]:
+def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui: Ui) -> dict[str, Any]:
     manifest, vocabulary = contents.manifest, _vocabulary(contents, ui)
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
     return {
-        "name": contents.name,
+        "name": contents.display_name,
         "revision": located.revision,
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": contents.kind,
         "family": contents.family.name if contents.family else None,
         "tensors": len(contents.entries),
-        "chunks": contents.chunks,
+        "chunks": contents.num_chunks,
         "values": sum(math.prod(entry.shape) for entry in contents.entries),
-        "parameters": parameters(contents),
+        "parameters": count_parameters(contents),
         "step": manifest.get("step"),
-        "optimizer_bytes": nbytes_below(contents, OPTIMIZER),
-        "vocab": {"true": vocabulary.true, "padded": vocabulary.stored} if vocabulary else None,
+        "optimizer_bytes": nbytes_below(contents, OPT_STATE),
+        "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size} if vocabulary else None,
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         **{key: manifest.get(key) for key in ("layout", "mesh", "scan", "scan_axis")},
-        "others": contents.asides,
+        "others": contents.non_arrays,
     }
 
 
-def _vocabulary(contents: Contents, ui: Ui) -> Vocabulary | None:
+def _vocabulary(contents: CheckpointContents, ui: Ui) -> Vocabulary | None:
     """What the config says; a config that makes no sense is no reason not to look at the tensors."""
-    if contents.config.get(SIZE) is None:
+    if contents.config.get(VOCAB_SIZE_KEY) is None:
         return None
     try:
         return read_vocabulary(contents.config, 0)
@@ -162,10 +166,10 @@ def _vocabulary(contents: Contents, ui: Ui) -> Vocabulary | None:
         return None
 
 
-def _head(contents: Contents, source: Mapping[str, Any]) -> list[str]:
+def _head(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
     """Two lines: what model it is, and how it lies on disk; and one for each of the first things that are no array."""
     counted = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
-    size = f"{bytes_text(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
+    size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
     model = "  ".join([source["name"], _family_text(contents), counted, size])
     kind = FORMATS.get(contents.kind, contents.kind)
     stored = [f"{kind}, {_count(source['files'], 'file')}, {_count(source['tensors'], 'tensor')}"]
@@ -179,12 +183,15 @@ def _head(contents: Contents, source: Mapping[str, Any]) -> list[str]:
     if vocab := source["vocab"]:
         true = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
         stored.append(f"vocabulary {vocab['padded']}{true}")
-    more = len(contents.asides) - MOST_ASIDES
-    asides = [*contents.asides[:MOST_ASIDES], *([f"and {more:,} more that are no arrays"] if more > 0 else [])]
+    more = len(contents.non_arrays) - MAX_EXTRA_ENTRIES
+    asides = [
+        *contents.non_arrays[:MAX_EXTRA_ENTRIES],
+        *([f"and {more:,} more that are no arrays"] if more > 0 else []),
+    ]
     return [model, "; ".join(stored), *asides]
 
 
-def _family_text(contents: Contents) -> str:
+def _family_text(contents: CheckpointContents) -> str:
     if contents.family is not None:
         return contents.family.name
     said = contents.config.get("model_type")
@@ -196,8 +203,8 @@ def _layout_text(source: Mapping[str, Any]) -> str:
     return f"layout {source['layout']}, {stacked}"
 
 
-def _step_text(contents: Contents) -> str:
-    params, state = (bytes_text(nbytes_below(contents, root)) for root in (PARAMS, OPTIMIZER))
+def _step_text(contents: CheckpointContents) -> str:
+    params, state = (format_bytes(nbytes_below(contents, root)) for root in (PARAMS, OPT_STATE))
     return f"step {contents.manifest['step']}: parameters {params}, optimizer state {state}"
 
 
@@ -205,22 +212,24 @@ def _count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _count_line(contents: Contents, chosen: Sequence[Entry]) -> str:
-    size = bytes_text(sum(entry.nbytes for entry in chosen))
+def _count_line(contents: CheckpointContents, chosen: Sequence[TensorEntry]) -> str:
+    size = format_bytes(sum(entry.nbytes for entry in chosen))
     return f"{len(chosen):,} of {len(contents.entries):,} tensors, {size}"
 
 
 # Table, statistics and tree
 
 
-def _view(request: Request, contents: Contents, chosen: list[Entry], ui: Ui) -> tuple[str, dict[str, Any]]:
-    names = [_file_name(contents, each) for each in contents.reads]
+def _view(
+    request: InspectRequest, contents: CheckpointContents, chosen: list[TensorEntry], ui: Ui
+) -> tuple[str, dict[str, Any]]:
+    names = [_file_name(contents, each) for each in contents.byte_sources]
     listed = [_entry_fields(contents, entry, names) for entry in chosen] if ui.as_json else []
     most = len(chosen) if ui.level >= LEAVES else MAX_ROWS
     if request.tree:
-        nodes = grow(chosen)
+        nodes = build_tree(chosen)
         rows = list(itertools.islice(tree_rows(nodes), most))
-        text = table(rows, ("name", "shape", "dtype", "size"), {"size"}, ui.columns)
+        text = format_table(rows, ("name", "shape", "dtype", "size"), {"size"}, ui.columns)
         fields = {"tensors": listed, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
         return _with_rest(text, count_nodes(nodes) - len(rows)), fields
     rest = len(chosen) - most
@@ -237,58 +246,60 @@ def _with_rest(text: str, rest: int) -> str:
     return f"{text}\nand {rest:,} more rows; `-v` shows all, a PATTERN those that match" if rest > 0 else text
 
 
-def _file_name(contents: Contents, read: Path | Blob) -> str:
+def _file_name(contents: CheckpointContents, read: Path | Blob) -> str:
     """What a file or a blob is called within the checkpoint."""
     if isinstance(read, Path) and contents.folder.is_dir():
         return str(read.relative_to(contents.folder))
     return read.name
 
 
-def _entry_fields(contents: Contents, entry: Entry, names: Sequence[str]) -> dict[str, Any]:
+def _entry_fields(contents: CheckpointContents, entry: TensorEntry, names: Sequence[str]) -> dict[str, Any]:
     """An entry for JSON; file and offset are those of its first chunk."""
-    first = entry.first
+    first = entry.first_chunk
     fields: dict[str, Any] = {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "bytes": entry.nbytes}
     fields |= {"file": names[first.file] if first else None, "offset": first.offset if first else None}
-    return fields | ({"chunk": entry.chunk, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
+    return fields | ({"chunk": entry.chunk_shape, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
 
 
-def _table(contents: Contents, chosen: Sequence[Entry], names: Sequence[str], columns: int | None) -> str:
+def _table(
+    contents: CheckpointContents, chosen: Sequence[TensorEntry], names: Sequence[str], columns: int | None
+) -> str:
     last = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
     for entry in chosen:
-        first = entry.first
+        first = entry.first_chunk
         place: list[Cell] = [names[first.file], first.offset] if first else ["", ""]
-        place = [str(list(entry.chunk)), len(entry.chunks)] if contents.kind == "orbax" else place
-        rows.append([entry.name, str(list(entry.shape)), entry.dtype, bytes_text(entry.nbytes), *place])
-    return table(rows, ("name", "shape", "dtype", "size", *last), {"size"}, columns)
+        place = [str(list(entry.chunk_shape)), len(entry.chunks)] if contents.kind == "orbax" else place
+        rows.append([entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *place])
+    return format_table(rows, ("name", "shape", "dtype", "size", *last), {"size"}, columns)
 
 
-def _stats(contents: Contents, chosen: Sequence[Entry], ui: Ui) -> list[Stats | None]:
+def _stats(contents: CheckpointContents, chosen: Sequence[TensorEntry], ui: Ui) -> list[TensorStats | None]:
     progress = ui.progress()
     progress.begin("inspect", sum(map(stored_nbytes, chosen)))
     try:
-        with open_blobs(contents.reads) as files:
-            return [stats(entry, files, progress.advance) for entry in chosen]
+        with open_blobs(contents.byte_sources) as files:
+            return [compute_stats(entry, files, progress.advance) for entry in chosen]
     finally:
         progress.end()
 
 
-def _stats_table(chosen: Sequence[Entry], found: Sequence[Stats | None], columns: int | None) -> str:
+def _stats_table(chosen: Sequence[TensorEntry], found: Sequence[TensorStats | None], columns: int | None) -> str:
     head = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
     for entry, each in zip(chosen, found):
         known: list[Cell] = ["-"] * 6
         if each is not None:
-            known = [*map(_value_text, (each.least, each.greatest, each.mean)), each.nan, each.inf, each.zeros]
+            known = [*map(_value_text, (each.minimum, each.maximum, each.mean)), each.nan, each.inf, each.zeros]
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, *known])
-    return table(rows, head, set(head[3:]), columns)
+    return format_table(rows, head, set(head[3:]), columns)
 
 
-def _stats_fields(found: Stats | None) -> dict[str, Any] | None:
+def _stats_fields(found: TensorStats | None) -> dict[str, Any] | None:
     if found is None:
         return None
     counts = {"nan": found.nan, "inf": found.inf, "zeros": found.zeros}
-    return {"min": found.least, "max": found.greatest, "mean": found.mean, **counts}
+    return {"min": found.minimum, "max": found.maximum, "mean": found.mean, **counts}
 
 
 def _value_text(value: float | None) -> str:
@@ -298,17 +309,17 @@ def _value_text(value: float | None) -> str:
 # Shards
 
 
-def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> Report:
+def _shards(request: InspectRequest, contents: CheckpointContents, fields: Mapping[str, Any]) -> Report:
     asked = contents.manifest.get("mesh") if request.mesh is None else request.mesh
     if asked is None:
-        why = f"{contents.name} was not laid out for one"
-        raise usage("no mesh was named to split the leaf over", why, "for example `--mesh 1,2,4`")
-    mesh = parse(asked)
-    leaf = pick(leaves_of(contents), request.shards or "", contents.name)
-    rules = with_rules(contents.manifest.get("rules", ()))
-    found = spec(leaf.dims, leaf.shape, mesh, rules, contents.name)
+        why = f"{contents.display_name} was not laid out for one"
+        raise usage_error("no mesh was named to split the leaf over", why, "for example `--mesh 1,2,4`")
+    mesh = parse_mesh(asked)
+    leaf = find_leaf(logical_leaves(contents), request.shards or "", contents.display_name)
+    rules = merge_rules(contents.manifest.get("rules", ()))
+    found = partition_spec(leaf.dims, leaf.shape, mesh, rules, contents.display_name)
     is_drawn = mesh.n_devices <= MAX_DRAWN_DEVICES
-    picture = (draw if is_drawn else summarize)(leaf.name, leaf.shape, leaf.dtype, found, mesh)
+    picture = (draw_shard_map if is_drawn else summarize_sharding)(leaf.name, leaf.shape, leaf.dtype, found, mesh)
     shards = {
         "leaf": leaf.name,
         "shape": leaf.shape,
@@ -316,8 +327,8 @@ def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> 
         "mesh": str(mesh),
         "spec": str(found),
         "shard": shard_shape(found, leaf.shape),
-        "copies": copies(found, mesh),
-        "devices": boxes_of_all(found, mesh, leaf.shape) if is_drawn else None,
+        "copies": num_replicas(found, mesh),
+        "devices": device_boxes(found, mesh, leaf.shape) if is_drawn else None,
     }
     return Report("\n".join([picture, *map(str, found.fallbacks)]), {**fields, "shards": shards})
 
@@ -325,28 +336,32 @@ def _shards(request: Request, contents: Contents, fields: Mapping[str, Any]) -> 
 # Against another checkpoint
 
 
-def _diff(request: Request, a: Contents, b: Contents, fields: Mapping[str, Any], ui: Ui) -> Report:
+def _diff(
+    request: InspectRequest, a: CheckpointContents, b: CheckpointContents, fields: Mapping[str, Any], ui: Ui
+) -> Report:
     """Without reading data; tensors in the order of the first one, then those that only the other has."""
     x, y = (_shapes(contents, a.kind != b.kind) for contents in (a, b))
-    wanted = _matching({*x, *y}, request.pattern, f"{a.name} and {b.name}")
+    wanted = _matching({*x, *y}, request.pattern, f"{a.display_name} and {b.display_name}")
     names = [name for name in dict.fromkeys([*x, *y]) if name in wanted]
     found = [(name, x.get(name), y.get(name)) for name in names if x.get(name) != y.get(name)]
     listed = [{"name": n, "a": _shape_fields(shape), "b": _shape_fields(other)} for n, shape, other in found]
     if not found:
         return Report("no difference in names, shapes and dtypes", {**fields, "differences": listed})
     most = len(found) if ui.level >= LEAVES else MAX_ROWS
-    lines = [_difference_line(name, shape, other, a.name, b.name) for name, shape, other in found[:most]]
+    lines = [
+        _difference_line(name, shape, other, a.display_name, b.display_name) for name, shape, other in found[:most]
+    ]
     text = _with_rest("\n".join(lines), len(found) - most)
-    error = PrepError(f"{a.name} and {b.name} differ in {len(found)} of {_count(len(names), 'tensor')}")
+    error = PrepError(f"{a.display_name} and {b.display_name} differ in {len(found)} of {_count(len(names), 'tensor')}")
     return Report(text, {**fields, "differences": listed}, error=error)
 
 
-def _shapes(contents: Contents, as_tensors: bool) -> dict[str, Shape]:
+def _shapes(contents: CheckpointContents, as_tensors: bool) -> dict[str, Shape]:
     """Name -> shape and dtype; `as_tensors`: of the Hugging Face tensors that an Orbax checkpoint holds."""
     if not as_tensors or contents.kind in ("safetensors", "torch", "meta"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
-    source = open_source(contents.folder, contents.name)
-    return {source.names.full(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}
+    source = open_source(contents.folder, contents.display_name)
+    return {source.names.full_name(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}
 
 
 def _shape_fields(shape: Shape | None) -> dict[str, Any] | None:

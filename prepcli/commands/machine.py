@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number of this size
 
 
-def memory(root: Path = Path("/")) -> dict[str, int]:
+def system_memory(root: Path = Path("/")) -> dict[str, int]:
     """`total` and `available` bytes of the machine, as far as the system tells."""
     names = {"MemTotal": "total", "MemAvailable": "available"}
     found = {}
@@ -18,7 +18,7 @@ def memory(root: Path = Path("/")) -> dict[str, int]:
     return found
 
 
-def cgroup_limit(root: Path = Path("/")) -> int | None:
+def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
     """The smallest memory limit of the control groups that this process is in, in bytes; None without one."""
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 
-from prepcli.console.formatting import bytes_text
-from prepcli.console.ui import Report, table
-from prepcli.errors import usage
-from prepcli.sources.aliases import ALIASES, FAMILIES, Alias
-from trainer.models.suggest import guess
+from prepcli.console.formatting import format_bytes
+from prepcli.console.ui import Report, format_table
+from prepcli.errors import usage_error
+from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
+from trainer.models.suggest import suggest
 
 SHARDS = (8, 128)  # usual numbers of devices; the table says into how many equal shards a vocabulary splits on them
 
 
 def models(family: str | None, columns: int | None = None) -> Report:
     """The aliases of one family, or of all; raises a usage PrepError for a family that has none."""
-    if family is not None and family not in FAMILIES:
-        meant = guess(family, FAMILIES)
+    if family is not None and family not in ALIAS_FAMILIES:
+        meant = suggest(family, ALIAS_FAMILIES)
         hint = f"did you mean `{meant}`?" if meant else ""
-        raise usage(f"no aliases of family `{family}`", f"known: {', '.join(FAMILIES)}", hint)
+        raise usage_error(f"no aliases of family `{family}`", f"known: {', '.join(ALIAS_FAMILIES)}", hint)
     found = [alias for alias in ALIASES if family in (None, alias.family)]
     return Report(text=_text(found, columns), fields={"models": [_fields(alias) for alias in found]})
 
@@ -31,13 +31,13 @@ def _text(found: list[Alias], columns: int | None) -> str:
             alias.hub_id,
             alias.family,
             alias.parameters,
-            bytes_text(alias.nbytes),
+            format_bytes(alias.nbytes),
             alias.vocab,
             *(math.gcd(alias.vocab, ways) for ways in SHARDS),
         ]
         for alias in found
     ]
-    return table(rows, head, right=["size"], width=columns)
+    return format_table(rows, head, right_aligned=["size"], width=columns)
 
 
 def _fields(alias: Alias) -> dict[str, object]:

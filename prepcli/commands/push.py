@@ -6,16 +6,16 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.commands.export import Request, export
+from prepcli.commands.export import ExportRequest, export
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import PrepError, usage
-from prepcli.execution.hub_push import Target, check, push, target_of
-from prepcli.execution.workers import PARENT
-from prepcli.planning.shares import asked_share
-from prepcli.remote.patience import Patience, patience_of
+from prepcli.errors import PrepError, usage_error
+from prepcli.execution.hub_push import PushTarget, check_push, parse_push_target, push_folder
+from prepcli.execution.workers import PARENT_VARIABLE
+from prepcli.planning.shares import requested_share
+from prepcli.remote.retries import RetryPolicy, retry_policy_from_env
 
 
-def export_and_push(request: Request, to: str | None, private: bool, ui: Ui) -> Report:
+def export_and_push(request: ExportRequest, to: str | None, private: bool, ui: Ui) -> Report:
     """Export, and push the folder if `to` names a repository; an export that was made before is only pushed.
 
     Raises PrepError as exporting does, before it for what would keep the upload from working, and after it, with the
@@ -23,15 +23,17 @@ def export_and_push(request: Request, to: str | None, private: bool, ui: Ui) -> 
     """
     if to is None:
         if private:
-            raise usage("`--private` is for `--push`", "it says who may see the repository", "`--push OWNER/NAME`")
+            raise usage_error(
+                "`--private` is for `--push`", "it says who may see the repository", "`--push OWNER/NAME`"
+            )
         return export(request, ui)
-    target = target_of(to, private)
-    if PARENT in os.environ:
+    target = parse_push_target(to, private)
+    if PARENT_VARIABLE in os.environ:
         return export(request, ui)  # the process that this one works for pushes
-    if asked_share(request.common.asked.processes, os.environ)[0].count > 1:
-        raise usage("`--push` is for one process", "several write this output", "push it when they are done")
-    patience = patience_of(os.environ, ui.note)
-    check(target, patience)
+    if requested_share(request.common.process_options.processes, os.environ)[0].count > 1:
+        raise usage_error("`--push` is for one process", "several write this output", "push it when they are done")
+    patience = retry_policy_from_env(os.environ, ui.note)
+    check_push(target, patience)
     report = export(request, ui)
     if request.common.dry_run:
         ui.note(f"would push it to {target.repo}")
@@ -39,10 +41,10 @@ def export_and_push(request: Request, to: str | None, private: bool, ui: Ui) -> 
     return _pushed(report, target, ui, patience)
 
 
-def _pushed(report: Report, target: Target, ui: Ui, patience: Patience) -> Report:
+def _pushed(report: Report, target: PushTarget, ui: Ui, patience: RetryPolicy) -> Report:
     out = Path(str(report.fields["output"]))
     try:
-        url = push(out, target, ui.progress(), patience)
+        url = push_folder(out, target, ui.progress(), patience)
     except PrepError as error:
         raise PrepError(error.what, f"{error.why}; the export in {out} is whole", error.hint) from error
     ui.note(f"pushed to {url}")

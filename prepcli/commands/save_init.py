@@ -10,32 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.commands.conflicts import check_needs
-from prepcli.commands.conversion import Common, Planned, check_cast, output_config, request_text, run
-from prepcli.commands.pad_vocab import check_seed, fill_of
-from prepcli.console.formatting import bytes_text
+from prepcli.commands.conversion import (
+    CommonOptions,
+    PlannedConversion,
+    check_allow_overflow,
+    format_command_line,
+    output_config,
+    run_conversion,
+)
+from prepcli.commands.pad_vocab import check_seed, make_fill
+from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import PrepError, usage
+from prepcli.errors import PrepError, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
-from prepcli.formats.manifest import OWN, STATE, manifest_folder, read_manifest
+from prepcli.formats.manifest import PREP_KEYS, STATE_ITEM, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
-from prepcli.planning.accounting import KEEP_ALL, Wishes
-from prepcli.planning.plan import Dropped, Plan
+from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, MatchOptions
+from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.vocabulary import Vocabulary
-from prepcli.sources.locate import Located
-from prepcli.sources.source import HF_FOLDER, Source, counted, table_of
-from prepcli.targets.hf_folder import copied, settings
-from prepcli.targets.orbax_item import Item, Split, item_streams, make_item
-from prepcli.targets.streams import OPTIMIZER_RULE, Cut, left_out, vocab_names
-from trainer.models.mesh import folder_suffix, parse, with_rules
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_rows
+from prepcli.targets.hf_folder import copied_files, settings_files
+from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
+from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
+from trainer.models.mesh import folder_suffix, merge_rules, parse_mesh
 
 HOST_DEVICES = 4  # of a TPU host, and of many GPU ones: for the line that tells what a host reads
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SaveInitRequest:
     """What the checkpoint is laid out for: None where the source's own layout, or the default, holds."""
 
-    common: Common
+    common: CommonOptions
     mesh: str | None = None
     rules: tuple[str, ...] = ()
     scan: bool | None = None
@@ -44,25 +51,25 @@ class Request:
     init: str = "zeros"
     seed: int | None = None
     true_vocab: int | None = None
-    wishes: Wishes = KEEP_ALL
+    match_options: MatchOptions = DEFAULT_MATCH_OPTIONS
     params_only: bool = False
     dtype: str | None = None
     compress: str | None = None  # zstd, or zstd:LEVEL
 
 
-def save_init(request: Request, ui: Ui) -> Report:
+def save_init(request: SaveInitRequest, ui: Ui) -> Report:
     """A Hugging Face folder into an Orbax checkpoint, ready for every host."""
     _check_new_rows(request)
-    check_cast(request.common, request.dtype)
-    return run(request.common, ui, lambda source, located: plan(request, source, located))
+    check_allow_overflow(request.common, request.dtype)
+    return run_conversion(request.common, ui, lambda source, located: plan(request, source, located))
 
 
-def reshard(request: Request, ui: Ui) -> Report:
+def reshard(request: SaveInitRequest, ui: Ui) -> Report:
     """An Orbax checkpoint laid out anew for another mesh."""
-    return run(request.common, ui, lambda s, where: plan(request, s, where, "reshard"), _is_original)
+    return run_conversion(request.common, ui, lambda s, where: plan(request, s, where, "reshard"), _is_original)
 
 
-def _check_new_rows(request: Request) -> None:
+def _check_new_rows(request: SaveInitRequest) -> None:
     """Raise a usage PrepError for options about padding that would have no effect."""
     if request.pad_vocab == "no":
         why = "it fills the rows that padding adds"
@@ -76,7 +83,7 @@ def _check_new_rows(request: Request) -> None:
 
 def _is_original(folder: Path) -> bool:
     """An Orbax checkpoint that is not itself a reshard of another."""
-    manifest = read_manifest(manifest_folder(folder))
+    manifest = read_manifest(find_manifest_folder(folder))
     return find_item(folder) is not None and bool(manifest) and manifest.get("command") != "reshard"
 
 
@@ -84,7 +91,7 @@ def _is_original(folder: Path) -> bool:
 class _Layout:
     """What is laid out, with the source's own layout where the request says nothing."""
 
-    split: Split
+    split: Partitioning
     scan: bool
     scan_axis: int
     vocabulary: Vocabulary
@@ -94,38 +101,44 @@ class _Layout:
     is_step: bool  # of a training run, and stays one
 
 
-def plan(request: Request, source: Source, located: Located, command: str = "save-init") -> Planned:
+def plan(
+    request: SaveInitRequest, source: Source, located: LocatedCheckpoint, command: str = "save-init"
+) -> PlannedConversion:
     """Every tensor into the leaves of its rows, in chunks for the mesh. PrepError where that does not add up."""
     _check_kind(command, source)
     level = parse_compress(request.compress)
-    keeps_state = not request.params_only and source.laid_out.get("kind") == "train"
-    off = () if keeps_state else tuple(left_out(source))
-    source = source if keeps_state else dataclasses.replace(source, state=())
+    keeps_state = not request.params_only and source.tree_manifest.get("kind") == "train"
+    off = () if keeps_state else tuple(dropped_state(source))
+    source = source if keeps_state else dataclasses.replace(source, state_tensors=())
     layout = _layout(request, source)
-    table = table_of(source, layout.scan, layout.scan_axis)
-    found = counted(source, table, request.wishes)
+    table = source_rows(source, layout.scan, layout.scan_axis)
+    found = match_source_tensors(source, table, request.match_options)
     item = make_item(source, found, table, layout.rows, layout.split, request.dtype)
-    cut = Cut(layout.vocabulary, vocab_names(source, found), fill_of(request.init, request.seed, source))
-    config = output_config(source, Vocabulary(layout.vocabulary.true, layout.rows), found.tied, request.dtype)
+    cut = VocabResize(
+        layout.vocabulary, vocab_tensor_names(source, found), make_fill(request.init, request.seed, source)
+    )
+    config = output_config(source, Vocabulary(layout.vocabulary.true_size, layout.rows), found.is_tied, request.dtype)
     made = Plan(
         command=command,
         request=_request_text(command, request, source),
-        source_name=source.name,
-        sources=source.facts,
+        source_name=source.display_name,
+        source_files=source.file_stamps,
         streams=item_streams(source, found, item, layout.rows, cut),
         files=item.files,
-        small_files=settings(config, (), copied(source.small_files, source.root, f"{HF_FOLDER}/"), f"{HF_FOLDER}/"),
+        small_files=settings_files(
+            config, (), copied_files(source.small_files, source.root, f"{HF_FOLDER}/"), f"{HF_FOLDER}/"
+        ),
         leaves=item.leaves,
         dropped=(*found.dropped, *off),
         checks=found.checks,
         settings={
             **_settings(source, located, layout),
             **({"compress": f"{METHOD}:{level}"} if level else {}),
-            "tied": found.tied,
+            "tied": found.is_tied,
             "config": config,
         },
-        names=source.shown_names(),
-        item=STATE if layout.is_step else "",
+        display_names=source.display_names(),
+        item=STATE_ITEM if layout.is_step else "",
         zstd_level=level,
     )
     mesh = layout.split.mesh
@@ -133,17 +146,19 @@ def plan(request: Request, source: Source, located: Located, command: str = "sav
     meshes = {"from": layout.before.get("mesh"), "to": str(mesh) if mesh else None}
     fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
     lines = (*_lines(layout, item), *_left_out_lines(off))
-    return Planned(made, f"{located.name}-{suffix}", lines, fields, lambda out: _next(command, out))
+    return PlannedConversion(made, f"{located.model_name}-{suffix}", lines, fields, lambda out: _next(command, out))
 
 
-def _layout(request: Request, source: Source) -> _Layout:
-    before = source.laid_out
+def _layout(request: SaveInitRequest, source: Source) -> _Layout:
+    before = source.tree_manifest
     asked = before.get("mesh") if request.mesh is None else request.mesh
-    mesh = None if asked is None else parse(asked)
+    mesh = None if asked is None else parse_mesh(asked)
     if mesh is not None and -1 in mesh.sizes:
-        raise usage(f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number")
+        raise usage_error(
+            f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number"
+        )
     rule_texts = request.rules or tuple(before.get("rules", ()))
-    split = Split(mesh, with_rules(rule_texts))
+    split = Partitioning(mesh, merge_rules(rule_texts))
     vocabulary = source.vocabulary(request.true_vocab)
     scan = before.get("scan", True) if request.scan is None else request.scan
     if not scan:
@@ -160,52 +175,54 @@ def _layout(request: Request, source: Source) -> _Layout:
     )
 
 
-def _settings(source: Source, located: Located, layout: _Layout) -> dict[str, Any]:
-    of_step = {key: value for key, value in layout.before.items() if key not in OWN or key == "step"}
+def _settings(source: Source, located: LocatedCheckpoint, layout: _Layout) -> dict[str, Any]:
+    of_step = {key: value for key, value in layout.before.items() if key not in PREP_KEYS or key == "step"}
     return {
         **(of_step if layout.is_step else {}),
-        "name": located.name,
+        "name": located.model_name,
         "kind": "train" if layout.is_step else "init",
         "family": source.family.name,
-        "vocab": {"true": layout.vocabulary.true, "padded": layout.rows},
+        "vocab": {"true": layout.vocabulary.true_size, "padded": layout.rows},
         "layout": "native",
         "mesh": str(layout.split.mesh) if layout.split.mesh else None,
         "rules": layout.rule_texts,
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
-        "prefixed": source.names.prefixed,
+        "prefixed": source.names.is_prefixed,
     }
 
 
 def _check_kind(command: str, source: Source) -> None:
-    if command == "save-init" and source.laid_out:
-        hint = f"`prep reshard {source.name} --mesh …` lays it out anew, `prep export {source.name}` goes back"
-        raise usage(f"{source.name} is an Orbax checkpoint already", "save-init reads Hugging Face folders", hint)
-    if command == "reshard" and source.file_names:
-        hint = f"`prep save-init {source.name} --mesh …`"
-        raise usage(f"{source.name} is a Hugging Face folder", "reshard reads Orbax checkpoints", hint)
+    if command == "save-init" and source.tree_manifest:
+        hint = f"`prep reshard {source.display_name} --mesh …` lays it out anew, `prep export {source.display_name}` goes back"
+        raise usage_error(
+            f"{source.display_name} is an Orbax checkpoint already", "save-init reads Hugging Face folders", hint
+        )
+    if command == "reshard" and source.tensor_file_names:
+        hint = f"`prep save-init {source.display_name} --mesh …`"
+        raise usage_error(f"{source.display_name} is a Hugging Face folder", "reshard reads Orbax checkpoints", hint)
 
 
-def _vocab_rows(request: Request, vocabulary: Vocabulary, split: Split) -> int:
+def _vocab_rows(request: SaveInitRequest, vocabulary: Vocabulary, split: Partitioning) -> int:
     if request.pad_vocab == "no":
-        return vocabulary.stored
+        return vocabulary.stored_size
     if request.pad_vocab == "auto":
         axes = split.rules["vocab"][0]
         parts = math.prod(split.mesh.size(a) for a in axes) if split.mesh else 1
-        return -(-vocabulary.stored // parts) * parts
+        return -(-vocabulary.stored_size // parts) * parts
     if not request.pad_vocab.isdecimal() or int(request.pad_vocab) < 1:
-        raise usage(f"`--pad-vocab {request.pad_vocab}` is not understood", "it takes no, auto, or a multiple")
-    padded = vocabulary.padded_to(int(request.pad_vocab))
-    if padded < vocabulary.stored:
-        why = f"the tensors have {vocabulary.stored} rows, {vocabulary.true} of them true"
+        raise usage_error(f"`--pad-vocab {request.pad_vocab}` is not understood", "it takes no, auto, or a multiple")
+    padded = vocabulary.padded_size(int(request.pad_vocab))
+    if padded < vocabulary.stored_size:
+        why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
         raise PrepError(
             f"`--pad-vocab {request.pad_vocab}` would take rows off", why, "`prep export` takes padding off"
         )
     return padded
 
 
-def _lines(layout: _Layout, item: Item) -> Iterator[str]:
-    stored, mesh = layout.vocabulary.stored, layout.split.mesh
+def _lines(layout: _Layout, item: OrbaxItemLayout) -> Iterator[str]:
+    stored, mesh = layout.vocabulary.stored_size, layout.split.mesh
     if layout.rows != stored:
         yield f"vocabulary {stored} -> {layout.rows} (+{layout.rows - stored} rows)"
     if mesh is not None:
@@ -213,24 +230,22 @@ def _lines(layout: _Layout, item: Item) -> Iterator[str]:
         before = layout.before.get("mesh")
         a_host = HOST_DEVICES if mesh.n_devices % HOST_DEVICES == 0 else mesh.n_devices
         hosts = mesh.n_devices // a_host
-        reads = (
-            f"{hosts} host{'s' if hosts > 1 else ''} of {a_host} read {item.host_reads(mesh, a_host):.2f} x their bytes"
-        )
-        size = bytes_text(item.device_nbytes())
+        reads = f"{hosts} host{'s' if hosts > 1 else ''} of {a_host} read {item.read_amplification(mesh, a_host):.2f} x their bytes"
+        size = format_bytes(item.device_nbytes())
         yield f"mesh {f'{before} -> ' if before else ''}{axes} = {mesh.n_devices} devices; {size} a device; {reads}"
     yield from item.fallbacks
 
 
-def _left_out_lines(dropped: tuple[Dropped, ...]) -> Iterator[str]:
-    if nbytes := sum(each.nbytes for each in dropped if each.rule == OPTIMIZER_RULE):
-        yield f"optimizer state ({bytes_text(nbytes)}) left out"
+def _left_out_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
+    if nbytes := sum(each.nbytes for each in dropped if each.rule == OPT_STATE_RULE):
+        yield f"optimizer state ({format_bytes(nbytes)}) left out"
 
 
 def _next(command: str, out: Path) -> str:
     return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
 
 
-def _request_text(command: str, request: Request, source: Source) -> str:
+def _request_text(command: str, request: SaveInitRequest, source: Source) -> str:
     options = [
         ("--mesh", request.mesh),
         ("--rule", request.rules),
@@ -243,9 +258,9 @@ def _request_text(command: str, request: Request, source: Source) -> str:
         ("--init", request.init if request.init != "zeros" else None),
         ("--seed", request.seed or None),
         ("--true-vocab", request.true_vocab),
-        ("--drop", request.wishes.drop),
+        ("--drop", request.match_options.drop),
         ("--config", request.common.config),
-        ("--untie", request.wishes.untie),
+        ("--untie", request.match_options.untie),
         ("--dtype", request.dtype),
     ]
-    return request_text(command, source, options)
+    return format_command_line(command, source, options)

@@ -13,41 +13,41 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prepcli.commands.conversion import Common
-from prepcli.commands.save_init import Request as SaveInit
+from prepcli.commands.conversion import CommonOptions
+from prepcli.commands.save_init import SaveInitRequest as SaveInit
 from prepcli.commands.save_init import save_init
-from prepcli.commands.train_checks import check_machine, disk_doubts
-from prepcli.commands.train_report import Watch, plan_lines
-from prepcli.console.formatting import bytes_text
+from prepcli.commands.train_checks import check_machine, disk_warnings
+from prepcli.commands.train_report import TrainReporter, run_summary_lines
+from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
-from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage
-from prepcli.execution.run_folder import LOCK, RunFolder, step_folder, steps_of
-from prepcli.execution.signals import noting_kept, stoppable, told_to_stop
-from prepcli.formats.checksums import CHECKSUMS
+from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage_error
+from prepcli.execution.run_folder import LOCK, RunFolder, saved_steps, step_folder
+from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
+from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import read_manifest
-from prepcli.planning.shares import launched_share
-from prepcli.remote.patience import patience_of
+from prepcli.planning.shares import launcher_share
+from prepcli.remote.retries import retry_policy_from_env
+from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.tensor_digests import REMAKE, check_all
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
-from trainer.recipe import Loaded, Recipe, load, recipe_text, schema
-from trainer.recipe.tables import KEYS, value_of
+from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
+from trainer.recipe.tables import KEY_SCHEMAS, value_of
 
-RECIPE = "recipe.toml"
+RECIPE_FILE = "recipe.toml"
 RUNS = Path("runs")
 STARTS, TOKENS = "init", "data"  # in a run's folder: the init made of a Hugging Face folder, and the token store
 MEMORY_NBYTES = 512 << 20  # for that conversion
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TrainRequest:
     """A recipe, changes to it, and where the run goes (default: `runs/NAME`)."""
 
     recipe: Path
-    sets: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     out: Path | None = None
     restart: bool = False
     stop_after: int = 0
@@ -60,7 +60,7 @@ class Request:
 class _Run:
     """A run that is about to begin, or to go on from `step`."""
 
-    loaded: Loaded
+    loaded: LoadedRecipe
     folder: Path
     start: Path  # the checkpoint whose state, or parameters, it begins with
     step: int
@@ -72,22 +72,26 @@ class _Run:
         return self.loaded.recipe
 
 
-def train(request: Request, ui: Ui) -> Report:
+def train(request: TrainRequest, ui: Ui) -> Report:
     """Train until the recipe is done or a signal comes; either way the last step is saved."""
     _check_one_process(os.environ)
-    loaded = load(request.recipe, request.sets)
+    loaded = load_recipe(request.recipe, request.overrides)
     folder = request.out or RUNS / loaded.recipe.name
     _check_folder(folder)
-    quieten(ui)
-    from trainer.distributed.sharding import enough_memory
+    silence_jax(ui)
+    from trainer.distributed.sharding import catch_out_of_memory
 
-    with enough_memory():
-        with stoppable(), noting_kept(lambda: "" if request.dry_run else _kept(folder)), ExitStack() as stack:
+    with catch_out_of_memory():
+        with (
+            raise_on_signal(),
+            note_durable_work(lambda: "" if request.dry_run else _kept(folder)),
+            ExitStack() as stack,
+        ):
             reader, on = _opened(loaded, folder, request, ui)
             stack.enter_context(reader)
             spare = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
             run = _planned(loaded, folder, reader, on, spare, request, ui)
-            for line in plan_lines(run.job, run.recipe, run.step):
+            for line in run_summary_lines(run.job, run.recipe, run.step):
                 ui.note(line)
             fields = _fields(run, run.step)
             if request.dry_run:
@@ -98,18 +102,20 @@ def train(request: Request, ui: Ui) -> Report:
                 return _finished(run, fields)
             if request.verify and not reader.is_checked:
                 source = open_source(reader.folder, str(reader.folder))
-                check_unsummed(source, source.everything if run.step else source.tensors, ui, _hint(folder, run.start))
+                check_without_checksums(
+                    source, source.all_tensors if run.step else source.tensors, ui, _hint(folder, run.start)
+                )
             state = _state(run, reader)
         return _carried_out(run, state, request.restart, ui)
 
 
 def _check_one_process(environ: Mapping[str, str]) -> None:
     """Usage PrepError where a launcher runs this command in several processes: each would write the same run."""
-    share, launcher = launched_share(environ)
+    share, launcher = launcher_share(environ)
     if share.count > 1:
         why = f"{launcher} says that this is process {share.index} of {share.count}"
         hint = "`srun --ntasks 1 prep train RECIPE`" if launcher == "SLURM" else f"unset {launcher}"
-        raise usage("`prep train` runs in one process", why, f"{hint}; it uses all devices of its host")
+        raise usage_error("`prep train` runs in one process", why, f"{hint}; it uses all devices of its host")
 
 
 def recipe_schema() -> Report:
@@ -119,14 +125,14 @@ def recipe_schema() -> Report:
 
 def _kept(folder: Path) -> str:
     """What a run's folder has that the next start goes on from; empty for nothing."""
-    found = [f"step {step}" for step in steps_of(folder)[-1:]]
+    found = [f"step {step}" for step in saved_steps(folder)[-1:]]
     for name, what in ((TOKENS, "the tokens"), (STARTS, "the converted checkpoint")):
         whole = [path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")]
         found += [what] if whole else []
     return f"kept in {folder}: {', '.join(found)}" if found else ""
 
 
-def quieten(ui: Ui) -> None:
+def silence_jax(ui: Ui) -> None:
     """What jax says of missing accelerators is for those who ask."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
@@ -135,81 +141,83 @@ def quieten(ui: Ui) -> None:
 def _check_folder(folder: Path) -> None:
     """PrepError where the run's name is taken by something else. A start that failed, or was killed, may have left no
     more than an init, tokens or a lock."""
-    from trainer.data.store import LOCK as TOKENS_LOCK
+    from trainer.data.store import LOCK_FILE as TOKENS_LOCK
 
-    left = (RECIPE, LOCK, f"{TOKENS}/{TOKENS_LOCK}", STARTS)
-    is_own = bool(steps_of(folder)) or any((folder / name).exists() for name in left)
+    left = (RECIPE_FILE, LOCK, f"{TOKENS}/{TOKENS_LOCK}", STARTS)
+    is_own = bool(saved_steps(folder)) or any((folder / name).exists() for name in left)
     if folder.is_dir() and any(folder.iterdir()) and not is_own:
-        raise PrepError(f"{folder} exists and is something else", f"it has no {RECIPE}", "`--out NAME`")
+        raise PrepError(f"{folder} exists and is something else", f"it has no {RECIPE_FILE}", "`--out NAME`")
     if folder.exists() and not folder.is_dir():
         raise PrepError(f"{folder} is in the way", "a run is a folder", "`--out NAME`")
 
 
-def _opened(loaded: Loaded, folder: Path, request: Request, ui: Ui) -> tuple[ItemReader, Any]:
+def _opened(loaded: LoadedRecipe, folder: Path, request: TrainRequest, ui: Ui) -> tuple[ItemReader, Any]:
     """The checkpoint to begin with, and the mesh of devices: the run's last step, or what the recipe names."""
     from trainer.distributed import sharding
-    from trainer.models.mesh import DEFAULT_RULES, parse
+    from trainer.models.mesh import DEFAULT_RULES, parse_mesh
     from trainer.training.preflight import check_inputs
-    from trainer.training.setup import rules_of
+    from trainer.training.setup import rules_from_manifest
 
-    mesh = parse(loaded.recipe.mesh, "mesh")
-    on = sharding.shards(mesh, DEFAULT_RULES)
+    mesh = parse_mesh(loaded.recipe.mesh, "mesh")
+    on = sharding.make_sharding_context(mesh, DEFAULT_RULES)
     check_inputs(loaded.recipe, on)
-    steps = [] if request.restart else steps_of(folder)
+    steps = [] if request.restart else saved_steps(folder)
     path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
     reader = open_reader(path, request.verify, _hint(folder, path))
     if request.restart:
         _check_apart(reader, folder)
-    return reader, sharding.shards(mesh, rules_of(reader.facts))
+    return reader, sharding.make_sharding_context(mesh, rules_from_manifest(reader.manifest))
 
 
 def _hint(folder: Path, path: Path) -> str:
     """What the user can do where the checkpoint that a run begins with is damaged."""
-    steps = steps_of(folder)
+    steps = saved_steps(folder)
     if steps and step_folder(folder, steps[-1]) in (path, path.parent):
         if len(steps) == 1:
             return "`--restart` begins anew"
         return f"move {step_folder(folder, steps[-1])} away: the run then goes on from step {steps[-2]}"
     if folder / STARTS in path.parents:
         return f"remove {path}: the next start makes it anew"
-    return REMAKE
+    return RECREATE_HINT
 
 
-def check_unsummed(source: Source, tensors: Sequence[SourceTensor], ui: Ui, hint: str = REMAKE) -> None:
+def check_without_checksums(source: Source, tensors: Sequence[SourceTensor], ui: Ui, hint: str = RECREATE_HINT) -> None:
     """Check tensors of a checkpoint that has no checksums of its parts, by reading them once more as a whole."""
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
     if not nbytes:
         return
-    cost = f"checking it reads {bytes_text(nbytes)} once more"
-    ui.note(f"{source.name} has no {CHECKSUMS} (an earlier prep wrote it): {cost}; `prep reshard` writes one that has")
-    check_all(source, tensors, ui.progress(), hint)
+    cost = f"checking it reads {format_bytes(nbytes)} once more"
+    ui.note(
+        f"{source.display_name} has no {CHECKSUMS_FILE} (an earlier prep wrote it): {cost}; `prep reshard` writes one that has"
+    )
+    check_tensors(source, tensors, ui.progress(), hint)
 
 
 def _check_apart(reader: ItemReader, folder: Path) -> None:
     """PrepError where a run that begins anew would begin from a step that it drops."""
-    own = {step_folder(folder, step).resolve() for step in steps_of(folder)}
+    own = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
     if not own.isdisjoint(reader.folder.resolve().parents):
         what = f"`--restart` would drop {reader.folder.parent}"
-        raise usage(what, "the run is to begin from it: it is its `model.path`", "another `name`")
+        raise usage_error(what, "the run is to begin from it: it is its `model.path`", "another `name`")
 
 
-def _init(recipe: Recipe, folder: Path, mesh: str, request: Request, ui: Ui) -> Path:
+def _init(recipe: Recipe, folder: Path, mesh: str, request: TrainRequest, ui: Ui) -> Path:
     """The Orbax checkpoint that the recipe names, or one made of the Hugging Face folder that it names."""
     located = locate(
         recipe.model.path,
         offline=request.offline,
         progress=ui.progress(),
         warn=ui.warn,
-        patience=patience_of(os.environ, ui.note),
+        retry_policy=retry_policy_from_env(os.environ, ui.note),
     )
     if located.kind == "orbax":
         return located.path
-    out = folder / STARTS / f"{located.name}-init"
+    out = folder / STARTS / f"{located.model_name}-init"
     if request.dry_run:
         return _made_before(out, recipe.model.path, mesh)
     ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    common = Common(recipe.model.path, out, MEMORY_NBYTES, overwrite=True, offline=request.offline)
+    common = CommonOptions(recipe.model.path, out, MEMORY_NBYTES, overwrite=True, offline=request.offline)
     save_init(SaveInit(common, mesh, pad_vocab="auto"), ui)  # one of another mesh, or of another model, gives way
     return out
 
@@ -219,46 +227,46 @@ def _made_before(out: Path, model: str, mesh: str) -> Path:
     manifest = read_manifest(out) if out.exists() else None
     if manifest is None or manifest["mesh"] != mesh:
         why, hint = "it is converted first, and a dry run writes nothing", f"`prep save-init {model}`"
-        raise usage(f"{model} is a Hugging Face folder", why, hint)
+        raise usage_error(f"{model} is a Hugging Face folder", why, hint)
     return out
 
 
 def _planned(
-    loaded: Loaded, folder: Path, reader: ItemReader, on: Any, spare: Path | None, request: Request, ui: Ui
+    loaded: LoadedRecipe, folder: Path, reader: ItemReader, on: Any, spare: Path | None, request: TrainRequest, ui: Ui
 ) -> _Run:
     """`spare`: where tokens are made that the run does not have, if nothing may be written to it."""
     from trainer.training import setup as jobs
-    from trainer.training.preflight import run_doubts
+    from trainer.training.preflight import run_warnings
 
-    facts, recipe = reader.facts, loaded.recipe
-    model = jobs.architecture(facts)
-    jobs.check_computes(recipe, model, on)
-    jobs.check_length(recipe.data, model)
+    facts, recipe = reader.manifest, loaded.recipe
+    model = jobs.model_from_manifest(facts)
+    jobs.check_model_layout(recipe, model, on)
+    jobs.check_seq_length(recipe.data, model)
     memory = check_machine(recipe, model, on, folder, ui=ui, is_dry_run=request.dry_run)
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS}
     if spare is not None:
         folders["spare"] = spare
-    found = jobs.texts(recipe, model, facts, folders, _telling(ui), ui.note)
-    own = {"recipe": recipe_text(recipe, loaded.origins)}
-    job = jobs.job(recipe, model, on, found, own, request.stop_after)
+    found = jobs.build_datasets(recipe, model, facts, folders, _telling(ui), ui.note)
+    own = {"recipe": recipe_to_toml(recipe, loaded.origins)}
+    job = jobs.build_job(recipe, model, on, found, own, request.stop_after)
     step = _step_of(folder, reader)
     if step:
-        jobs.check_continues(facts, job, _changed(folder, recipe), step)
-    for doubt in (*run_doubts(recipe, job), *disk_doubts(folder, recipe, model.leaves, job.steps - step)):
+        jobs.check_resumable(facts, job, _changed(folder, recipe), step)
+    for doubt in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
         ui.warn(doubt)
     return _Run(loaded, folder, reader.folder, step, job, memory)
 
 
 def _step_of(folder: Path, reader: ItemReader) -> int:
     """The step that the run goes on from; 0 if the checkpoint is not its own."""
-    own = folder.resolve() in reader.folder.resolve().parents and reader.facts.get("kind") == "train"
-    return int(reader.facts["step"]) if own else 0
+    own = folder.resolve() in reader.folder.resolve().parents and reader.manifest.get("kind") == "train"
+    return int(reader.manifest["step"]) if own else 0
 
 
 def _changed(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Values of the recipe that the run began with, and of this one, where they differ."""
-    before = load(folder / RECIPE).recipe
-    pairs = {key: (value_of(before, key), value_of(recipe, key)) for key in KEYS}
+    before = load_recipe(folder / RECIPE_FILE).recipe
+    pairs = {key: (value_of(before, key), value_of(recipe, key)) for key in KEY_SCHEMAS}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -282,33 +290,33 @@ def _telling(ui: Ui) -> Callable[[int, int], None]:
 
 
 def _state(run: _Run, reader: ItemReader) -> Any:
-    from trainer.training.checkpoint import restored, started
+    from trainer.training.checkpoint import init_state, restore_state
 
     if not run.step:
-        return started(reader, run.job.setup)
+        return init_state(reader, run.job.setup)
     if not any(name.startswith("opt_state.") for name in reader.leaves):
         why = "it was saved with `checkpoint.optimizer_state = false`"
         hint = f"`--restart`, or another `name` and `--set model.path={step_folder(run.folder, run.step)}`"
         raise PrepError(f"step {run.step} has no optimizer state to go on with", why, hint)
-    return restored(reader, run.job.setup)
+    return restore_state(reader, run.job.setup)
 
 
 def _carried_out(run: _Run, state: Any, restart: bool, ui: Ui) -> Report:
     from trainer.training.loop import Loop
-    from trainer.training.metrics import METRICS, Log
+    from trainer.training.metrics import METRICS_FILE, MetricsWriter
 
     recipe, shards = run.recipe, run.job.setup.how.shards
-    watch = Watch(ui, run.job.steps, run.job.tokens_a_step)
+    watch = TrainReporter(ui, run.job.steps, run.job.tokens_a_step)
     with RunFolder(run.folder, run.start, recipe.name, recipe.checkpoint.keep, mesh=str(shards.mesh)) as store:
         if restart:  # not before all else is known to be right, and no other process has the run
             store.clear()
         _keep_recipe(run)
-        log = Log(run.folder / METRICS, run.step)
-        with told_to_stop() as stop:
+        log = MetricsWriter(run.folder / METRICS_FILE, run.step)
+        with remember_signal() as stop:
             ended = Loop(run.job, state, store, log, watch, stop).run()
     fields = _fields(run, ended.step) | watch.fields
-    if ended.stopped:
-        return Report(fields=fields, error=_stopped(ended.stopped, ended.step, bool(steps_of(run.folder))))
+    if ended.stop_reason:
+        return Report(fields=fields, error=_stopped(ended.stop_reason, ended.step, bool(saved_steps(run.folder))))
     return _finished(run, fields)
 
 
@@ -318,17 +326,17 @@ def _finished(run: _Run, fields: dict[str, Any]) -> Report:
 
 
 def _keep_recipe(run: _Run) -> None:
-    path = run.folder / RECIPE
-    fresh = path.with_name(f"{RECIPE}.new")
+    path = run.folder / RECIPE_FILE
+    fresh = path.with_name(f"{RECIPE_FILE}.new")
     try:
-        fresh.write_text(recipe_text(run.recipe, run.loaded.origins))
+        fresh.write_text(recipe_to_toml(run.recipe, run.loaded.origins))
         os.replace(fresh, path)
     except OSError as error:
         raise io_error(path, error) from error
 
 
 def _fields(run: _Run, step: int) -> dict[str, Any]:
-    saved = steps_of(run.folder)
+    saved = saved_steps(run.folder)
     return {
         "output": str(step_folder(run.folder, saved[-1])) if saved else None,
         "run": str(run.folder),

@@ -7,33 +7,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from prepcli.commands.conflicts import check_stream
-from prepcli.commands.conversion import Common, check_config, find, source_line
-from prepcli.console.formatting import bytes_text
+from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
+from prepcli.console.formatting import format_bytes
 from prepcli.console.lists import MAX_NAMES
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.console.ui import LEAVES, Report, Ui
 from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
-from prepcli.engine.budget import budget
-from prepcli.engine.compare import Difference, first_difference
+from prepcli.engine.budget import make_budget
+from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
-from prepcli.errors import PrepError, usage
-from prepcli.formats.checksums import checked_bytes
-from prepcli.planning.accounting import KEEP_ALL, Account
+from prepcli.errors import PrepError, usage_error
+from prepcli.formats.checksums import read_checksum_bytes
+from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
-from prepcli.sources.source import Source, SourceTensor, counted, stored_table
-from prepcli.targets.streams import vocab_names
+from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
+from prepcli.targets.streams import vocab_tensor_names
 
 HEADERS = ("headers", "file sizes")  # what `--quick` checks of one checkpoint
 SHAPES = ("names", "shapes", "dtypes")  # what it compares of two
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VerifyRequest:
     """One checkpoint, or two that should hold the same; `quick`: no values are read."""
 
-    common: Common
+    common: CommonOptions
     against: str | None = None
     quick: bool = False
 
@@ -53,66 +53,70 @@ class _Model:
     vocabulary."""
 
     source: Source
-    account: Account
+    account: Accounting
     tensors: dict[str, SourceTensor]
     names: dict[str, str]
     vocab: frozenset[str]
     true: int
 
 
-def verify(request: Request, ui: Ui) -> Report:
+def verify(request: VerifyRequest, ui: Ui) -> Report:
     """Read all of it. The report carries an error if anything differs."""
-    located, source = find(request.common, ui)
+    located, source = open_checkpoint(request.common, ui)
     ui.note(source_line(source))
     spend = request.common.memory_nbytes
     if request.against is None:
-        check_config(request.common, source)
+        check_config_option(request.common, source)
         check_stream(request.common.stream, located)
         return _itself(_model(source), request, spend, ui)
-    against, other = find(_for_other(request), ui)
-    check_config(request.common, source, other)
+    against, other = open_checkpoint(_for_other(request), ui)
+    check_config_option(request.common, source, other)
     check_stream(request.common.stream, located, against)
     ui.note(source_line(other))
-    if not (source.state and other.state):
+    if not (source.state_tensors and other.state_tensors):
         for line in _left_out_lines((source, other)):
             ui.note(line)
-        source, other = replace(source, state=()), replace(other, state=())
+        source, other = replace(source, state_tensors=()), replace(other, state_tensors=())
     return _pair(_model(source), _model(other), request, spend, ui)
 
 
 def _left_out_lines(sources: Iterable[Source]) -> Iterator[str]:
     """What only one side has: the state of a training run."""
     for source in sources:
-        if source.state:
-            nbytes = sum(tensor.nbytes for tensor in source.state)
-            yield f"training state of {source.name} ({bytes_text(nbytes)}) left out: only parameters are compared"
+        if source.state_tensors:
+            nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
+            yield f"training state of {source.display_name} ({format_bytes(nbytes)}) left out: only parameters are compared"
 
 
-def _for_other(request: Request) -> Common:
+def _for_other(request: VerifyRequest) -> CommonOptions:
     common = request.common
-    return Common(
+    return CommonOptions(
         request.against, None, common.memory_nbytes, offline=common.offline, stream=common.stream, config=common.config
     )
 
 
 def _model(source: Source) -> _Model:
-    found = counted(source, stored_table(source), KEEP_ALL)
+    found = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
     used = [t for t in source.tensors if t.name in found.uses]
-    tensors = {t.name: t for t in (*used, *source.state)}
-    vocab = frozenset(vocab_names(source, found))
-    return _Model(source, found, tensors, source.shown_names(), vocab, source.vocabulary().true)
+    tensors = {t.name: t for t in (*used, *source.state_tensors)}
+    vocab = frozenset(vocab_tensor_names(source, found))
+    return _Model(source, found, tensors, source.display_names(), vocab, source.vocabulary().true_size)
 
 
-def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:
+def _itself(model: _Model, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
     """Against the digests that the manifest records."""
     source = model.source
-    tensors = [t for t in source.everything if t.digests]
-    checked_bytes(source.root, source.laid_out)
+    tensors = [t for t in source.all_tensors if t.digests]
+    read_checksum_bytes(source.root, source.tree_manifest)
     if request.quick:
         return _quick_ok(model, HEADERS, "no values read, no digests checked", ui)
     if not tensors:
         why = "it has no prep-manifest.json with digests"
-        raise usage(f"there is nothing to verify {source.name} against", why, f"`prep verify {source.name} OTHER`")
+        raise usage_error(
+            f"there is nothing to verify {source.display_name} against",
+            why,
+            f"`prep verify {source.display_name} OTHER`",
+        )
     pieces = [(t, (low, high), text) for t in tensors for low, high, text in t.digests]
     found = _digests(source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify")
     findings = [
@@ -123,25 +127,25 @@ def _itself(model: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Repo
     findings += [
         Finding(model.names[t.name], "has no digest in the manifest") for t in model.tensors.values() if not t.digests
     ]
-    return _report(model, findings, f"{source.name} is damaged", ui)
+    return _report(model, findings, f"{source.display_name} is damaged", ui)
 
 
 def _tie_findings(model: _Model, memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
     """A head that is stored although it is tied, and is not its embedding."""
     tensors = {t.name: t for t in model.source.tensors}
     for check in model.account.checks:
-        pair = [tensors[check.name], tensors[check.other]]
+        pair = [tensors[check.name], tensors[check.duplicate_of]]
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
         head, embedding = _digests(model.source, pieces, memory_nbytes, ui.progress(), "verify tied")
         if head != embedding:
-            yield Finding(model.names[check.name], f"is tied and not equal to {model.names[check.other]}")
+            yield Finding(model.names[check.name], f"is tied and not equal to {model.names[check.duplicate_of]}")
 
 
-def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) -> Report:
+def _pair(a: _Model, b: _Model, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
     """Against another checkpoint, whatever its format and layout."""
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
-        raise PrepError(f"{a.source.name} and {b.source.name} are of different families", why)
+        raise PrepError(f"{a.source.display_name} and {b.source.display_name} are of different families", why)
     findings = list(_shape_findings(a, b))
     if request.quick and not findings:
         return _quick_ok(a, SHAPES, "equal, no values read", ui)
@@ -153,7 +157,7 @@ def _pair(a: _Model, b: _Model, request: Request, memory_nbytes: int, ui: Ui) ->
         ui.note(f"same  {len(names) - len({f.name for f in findings if f.difference})} tensors")
         for line in _padding_lines(a, b, names, memory_nbytes):
             ui.note(line)
-    return _report(a, findings, f"{a.source.name} is not the same as {b.source.name}", ui)
+    return _report(a, findings, f"{a.source.display_name} is not the same as {b.source.display_name}", ui)
 
 
 def _shape_findings(a: _Model, b: _Model) -> Iterator[Finding]:
@@ -162,7 +166,7 @@ def _shape_findings(a: _Model, b: _Model) -> Iterator[Finding]:
         full = a.names[name] if name in a.names else b.names[name]
         x, y = a.tensors.get(name), b.tensors.get(name)
         if x is None or y is None:
-            lacking = a.source.name if x is None else b.source.name
+            lacking = a.source.display_name if x is None else b.source.display_name
             yield Finding(full, f"is not in {lacking}")
         elif x.dtype != y.dtype:
             yield Finding(full, f"is {x.dtype} and {y.dtype}")
@@ -180,8 +184,8 @@ def _true_rows(model: _Model, tensor: SourceTensor) -> Range:
 def _value_findings(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
     sides = []
     for model in (a, b):
-        wanted = [(t, _true_rows(model, t)) for t in model.source.everything if t.name in names]
-        found = _digests(model.source, wanted, memory_nbytes, ui.progress(), f"verify {model.source.name}")
+        wanted = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in names]
+        found = _digests(model.source, wanted, memory_nbytes, ui.progress(), f"verify {model.source.display_name}")
         sides.append({t.name: text for (t, _), text in zip(wanted, found)})
     for name in names:
         if sides[0][name] != sides[1][name]:
@@ -190,9 +194,9 @@ def _value_findings(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: i
 
 def _difference(a: _Model, b: _Model, name: str) -> Finding:
     streams = [_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
-    found = first_difference(a.source.reads, streams[0], b.source.reads, streams[1])
+    found = compare_streams(a.source.byte_sources, streams[0], b.source.byte_sources, streams[1])
     values = math.prod(streams[0].shape)
-    text = f"{found.count:,} of {values:,} values; first at {list(found.index)}: {found.a} -> {found.b}"
+    text = f"{found.count:,} of {values:,} values; first at {list(found.index)}: {found.value_a} -> {found.value_b}"
     return Finding(a.names[name], text, found)
 
 
@@ -204,7 +208,7 @@ def _padding_lines(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: in
             if name in model.vocab and tensor.shape[0] > model.true:
                 zeros = _padding_is_zeros(model, tensor, memory_nbytes)
                 full = model.names[name]
-                rows = f"rows {model.true}:{tensor.shape[0]} of {model.source.name} are padding"
+                rows = f"rows {model.true}:{tensor.shape[0]} of {model.source.display_name} are padding"
                 yield f"same  {full} [0:{model.true}]; {rows}{' (zeros)' if zeros else ''}"
 
 
@@ -215,7 +219,7 @@ def _padding_is_zeros(model: _Model, tensor: SourceTensor, memory_nbytes: int) -
 
 
 def _stream(tensor: SourceTensor, rows: Range) -> Stream:
-    return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.side, ())
+    return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
 
 def _digests(
@@ -224,8 +228,8 @@ def _digests(
     streams = [_stream(tensor, rows) for tensor, rows in pieces]
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
-        spend = budget(memory_nbytes)
-        with open_blobs(source.reads, spend.cache_nbytes) as files:
+        spend = make_budget(memory_nbytes)
+        with open_blobs(source.byte_sources, spend.cache_nbytes) as files:
             outcome = pipeline.run(streams, files, None, spend, progress)
     finally:
         progress.end()
@@ -249,7 +253,7 @@ def _report(model: _Model, findings: Sequence[Finding], what: str, ui: Ui) -> Re
 
 def _fields(finding: Finding) -> dict[str, object]:
     found = finding.difference
-    place = {"index": list(found.index), "a": found.a, "b": found.b, "count": found.count} if found else {}
+    place = {"index": list(found.index), "a": found.value_a, "b": found.value_b, "count": found.count} if found else {}
     return {"leaf": finding.name, "what": finding.text, **place}
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 MAX_NAMES = 20
 
 
-def some(names: Iterable[str], total: int | None = None, most: int = MAX_NAMES, separator: str = ", ") -> str:
+def join_names(
+    names: Iterable[str], total: int | None = None, max_names: int = MAX_NAMES, separator: str = ", "
+) -> str:
     """Join the first names and count the rest.
 
     Args:
@@ -20,5 +22,5 @@ def some(names: Iterable[str], total: int | None = None, most: int = MAX_NAMES, 
     if total is None:
         names = names if isinstance(names, list | tuple) else [*names]
         total = len(names)
-    text = separator.join(itertools.islice(names, most))
-    return f"{text} and {total - most:,} more" if total > most else text
+    text = separator.join(itertools.islice(names, max_names))
+    return f"{text} and {total - max_names:,} more" if total > max_names else text

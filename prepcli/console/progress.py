@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
-from prepcli.console.formatting import bytes_of_text, clock_text, left_text, rate_text, seconds_text
+from prepcli.console.formatting import format_bytes_of, format_clock, format_duration, format_rate, format_time_left
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 Mode = Literal["auto", "bar", "lines", "json", "none"]
 
-LINE_EVERY_S = 30.0
-OBJECT_EVERY_S = 1.0
-REDRAW_EVERY_S = 0.1
-SAMPLE_EVERY_S = 0.5
+LINE_INTERVAL_S = 30.0
+EVENT_INTERVAL_S = 1.0
+REDRAW_INTERVAL_S = 0.1
+SAMPLE_INTERVAL_S = 0.5
 ETA_WINDOW_S = 30.0
 BAR_CELLS = 30
 
@@ -50,7 +50,7 @@ class Progress(Protocol):
 
 
 @dataclass(slots=True)
-class Meter:
+class ProgressMeter:
     """How far a task is: `rate` over all bytes of this run, `eta_s` from the last 30 seconds."""
 
     task: str
@@ -69,7 +69,7 @@ class Meter:
         """Count the bytes; returns the time, so that a caller asks the clock once."""
         now = self.clock()
         self.done_bytes += written_bytes
-        if now - self.samples[-1][0] >= SAMPLE_EVERY_S:
+        if now - self.samples[-1][0] >= SAMPLE_INTERVAL_S:
             self.samples.append((now, self.done_bytes))
         while len(self.samples) > 1 and now - self.samples[1][0] >= ETA_WINDOW_S:
             self.samples.popleft()
@@ -80,13 +80,13 @@ class Meter:
         """Rounded down, so that 100 means all of it; an empty task is complete."""
         return 100 * self.done_bytes // self.total_bytes if self.total_bytes else 100
 
-    def took_s(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since the task began."""
         return self.clock() - self.started_s
 
     def rate(self) -> float | None:
         """Bytes per second of this run, None until time has passed and bytes were written."""
-        took_s, written_bytes = self.took_s(), self.done_bytes - self.resumed_bytes
+        took_s, written_bytes = self.elapsed_s(), self.done_bytes - self.resumed_bytes
         return written_bytes / took_s if took_s > 0 and written_bytes > 0 else None
 
     def eta_s(self) -> float | None:
@@ -97,21 +97,21 @@ class Meter:
             return None
         return max(0, self.total_bytes - self.done_bytes) * (now_s - then_s) / gained_bytes
 
-    def numbers(self) -> str:
+    def bytes_and_rate(self) -> str:
         """`11.15 of 24.24 GiB  870 MiB/s`, without a rate that is not known yet."""
         rate = self.rate()
-        return bytes_of_text(self.done_bytes, self.total_bytes) + (f"  {rate_text(rate)}" if rate else "")
+        return format_bytes_of(self.done_bytes, self.total_bytes) + (f"  {format_rate(rate)}" if rate else "")
 
-    def state(self, note: str) -> str:
+    def status(self, note: str) -> str:
         """The numbers, the time that is left, and the note."""
         eta_s = self.eta_s()
-        left = f"  {left_text(eta_s)}" if eta_s is not None else ""
-        return self.numbers() + left + (f"   {note}" if note else "")
+        left = f"  {format_time_left(eta_s)}" if eta_s is not None else ""
+        return self.bytes_and_rate() + left + (f"   {note}" if note else "")
 
-    def outcome(self) -> str:
+    def summary(self) -> str:
         """The numbers and how the task ended: `done in 32.7 s`, or that bytes are missing."""
         how = "done in" if self.done_bytes >= self.total_bytes else "broken off after"
-        return f"{self.numbers()}  {how} {seconds_text(self.took_s())}"
+        return f"{self.bytes_and_rate()}  {how} {format_duration(self.elapsed_s())}"
 
 
 class NullProgress:
@@ -136,36 +136,36 @@ class LineProgress:
 
     stream: TextIO
     clock: Clock = time.monotonic
-    meter: Meter | None = None
-    text: str = ""
-    told_s: float = 0.0
+    meter: ProgressMeter | None = None
+    last_note: str = ""
+    printed_at_s: float = 0.0
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
         """The first line; the next one is due in 30 s."""
-        self.meter, self.text = Meter(task, total_bytes, done_bytes, self.clock), ""
-        self.told_s = self.meter.started_s
-        self._line(self.meter, bytes_of_text(done_bytes, total_bytes))
+        self.meter, self.last_note = ProgressMeter(task, total_bytes, done_bytes, self.clock), ""
+        self.printed_at_s = self.meter.started_s
+        self._line(self.meter, format_bytes_of(done_bytes, total_bytes))
 
     def advance(self, written_bytes: int) -> None:
         """A line, if the last one is 30 s old."""
         if self.meter is None:
             return
         now = self.meter.advance(written_bytes)
-        if now - self.told_s >= LINE_EVERY_S:
-            self.told_s = now
-            self._line(self.meter, self.meter.state(self.text))
+        if now - self.printed_at_s >= LINE_INTERVAL_S:
+            self.printed_at_s = now
+            self._line(self.meter, self.meter.status(self.last_note))
 
     def note(self, text: str) -> None:
         """Kept for the next line."""
-        self.text = text
+        self.last_note = text
 
     def end(self) -> None:
         """The last line."""
         if self.meter is not None:
-            self._line(self.meter, self.meter.outcome())
+            self._line(self.meter, self.meter.summary())
         self.meter = None
 
-    def _line(self, meter: Meter, text: str) -> None:
+    def _line(self, meter: ProgressMeter, text: str) -> None:
         print(f"{meter.task}  {meter.percent:3d}%  {text}", file=self.stream, flush=True)
 
 
@@ -175,13 +175,13 @@ class JsonProgress:
 
     stream: TextIO
     clock: Clock = time.monotonic
-    meter: Meter | None = None
-    told_s: float = 0.0
+    meter: ProgressMeter | None = None
+    printed_at_s: float = 0.0
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
         """Event `begin`."""
-        self.meter = Meter(task, total_bytes, done_bytes, self.clock)
-        self.told_s = self.meter.started_s
+        self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
+        self.printed_at_s = self.meter.started_s
         self._event(self.meter, "begin")
 
     def advance(self, written_bytes: int) -> None:
@@ -189,8 +189,8 @@ class JsonProgress:
         if self.meter is None:
             return
         now = self.meter.advance(written_bytes)
-        if now - self.told_s >= OBJECT_EVERY_S:
-            self.told_s = now
+        if now - self.printed_at_s >= EVENT_INTERVAL_S:
+            self.printed_at_s = now
             self._event(self.meter, "progress")
 
     def note(self, text: str) -> None:
@@ -204,9 +204,9 @@ class JsonProgress:
             self._event(self.meter, "end")
         self.meter = None
 
-    def _event(self, meter: Meter, event: str, **more: str) -> None:
+    def _event(self, meter: ProgressMeter, event: str, **more: str) -> None:
         described = {
-            "t": round(meter.took_s(), 3),
+            "t": round(meter.elapsed_s(), 3),
             "event": event,
             "task": meter.task,
             "done": meter.done_bytes,
@@ -221,47 +221,47 @@ class BarProgress:
 
     stream: TextIO
     clock: Clock = time.monotonic
-    meter: Meter | None = None
-    text: str = ""
-    drawn_s: float = 0.0
+    meter: ProgressMeter | None = None
+    last_note: str = ""
+    drawn_at_s: float = 0.0
     bar: RichProgress | None = None
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
         """Draw the bar."""
         self.end()
-        self.meter, self.text = Meter(task, total_bytes, done_bytes, self.clock), ""
-        self.drawn_s = self.meter.started_s
+        self.meter, self.last_note = ProgressMeter(task, total_bytes, done_bytes, self.clock), ""
+        self.drawn_at_s = self.meter.started_s
         self.bar = _rich_bar(self.stream)
-        self.bar.add_task(task, total=max(total_bytes, 1), state=bytes_of_text(done_bytes, total_bytes))
+        self.bar.add_task(task, total=max(total_bytes, 1), state=format_bytes_of(done_bytes, total_bytes))
         self.bar.start()
-        self._draw(self.meter, bytes_of_text(done_bytes, total_bytes))
+        self._draw(self.meter, format_bytes_of(done_bytes, total_bytes))
 
     def advance(self, written_bytes: int) -> None:
         """Redraw, if the last picture is a tenth of a second old."""
         if self.meter is not None:
-            self._redraw(self.meter, self.meter.advance(written_bytes))
+            self._redraw_if_due(self.meter, self.meter.advance(written_bytes))
 
     def note(self, text: str) -> None:
         """Shown behind the numbers as far as the line is wide."""
-        self.text = text
+        self.last_note = text
         if self.meter is not None:
-            self._redraw(self.meter, self.clock())
+            self._redraw_if_due(self.meter, self.clock())
 
     def end(self) -> None:
         """The last picture stays on the screen."""
         if self.meter is not None and self.bar is not None:
             complete = self.meter.done_bytes >= self.meter.total_bytes
-            clock = f"{self.meter.numbers()}  {clock_text(self.meter.took_s())}"
-            self._draw(self.meter, clock if complete else self.meter.outcome())
+            clock = f"{self.meter.bytes_and_rate()}  {format_clock(self.meter.elapsed_s())}"
+            self._draw(self.meter, clock if complete else self.meter.summary())
             self.bar.stop()
         self.meter = self.bar = None
 
-    def _redraw(self, meter: Meter, now: float) -> None:
-        if now - self.drawn_s >= REDRAW_EVERY_S:
-            self.drawn_s = now
-            self._draw(meter, meter.state(self.text))
+    def _redraw_if_due(self, meter: ProgressMeter, now: float) -> None:
+        if now - self.drawn_at_s >= REDRAW_INTERVAL_S:
+            self.drawn_at_s = now
+            self._draw(meter, meter.status(self.last_note))
 
-    def _draw(self, meter: Meter, state: str) -> None:
+    def _draw(self, meter: ProgressMeter, state: str) -> None:
         if self.bar is None:
             return
         taken = len(meter.task) + 2 + _bar_cells(self.bar.console.width) + 2
@@ -293,7 +293,7 @@ def _rich_bar(stream: TextIO) -> RichProgress:
     )
 
 
-def choose(mode: Mode, stream: TextIO, clock: Clock = time.monotonic) -> Progress:
+def make_progress(mode: Mode, stream: TextIO, clock: Clock = time.monotonic) -> Progress:
     """The Progress for a mode; `auto` is a bar on a terminal that can redraw a line, and lines anywhere else.
 
     FORCE_COLOR and its kin make rich believe in terminals that are pipes; only isatty and TERM decide here.

@@ -7,18 +7,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from prepcli.console.formatting import bytes_text, seconds_text
+from prepcli.console.formatting import format_bytes, format_duration
 from prepcli.demo.conversion import RESHARDED
-from prepcli.demo.svg import Bar, Curve, bars, chart, shard_map
-from prepcli.demo.tasks import Step
+from prepcli.demo.steps import StepReport
+from prepcli.demo.svg import Bar, Curve, bar_chart, line_chart, shard_map_svg
 from prepcli.demo.training import KILLED, SAVE_EVERY, STEPS, UNBROKEN
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import read_manifest
-from trainer.models.mesh import DEFAULT_RULES, boxes_of_all, parse, spec
-from trainer.training.metrics import METRICS, read
+from trainer.models.mesh import DEFAULT_RULES, device_boxes, parse_mesh, partition_spec
+from trainer.training.metrics import METRICS_FILE, read_metrics
 
 REPORT = "report.html"
-SHOWN = "embed.tokens"
+SHOWN_LEAF = "embed.tokens"
 STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -30,7 +30,7 @@ svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
 """
 
 
-def write_page(out: Path, steps: Sequence[Step]) -> None:
+def write_page(out: Path, steps: Sequence[StepReport]) -> None:
     """Write the report of a demo in the folder `out`. PrepError where the disk refuses it."""
     body = "\n".join(_body(out, steps))
     page = (
@@ -43,56 +43,56 @@ def write_page(out: Path, steps: Sequence[Step]) -> None:
         raise PrepError(f"cannot write {out / REPORT}", error.strerror or str(error)) from error
 
 
-def _body(out: Path, steps: Sequence[Step]) -> Iterator[str]:
+def _body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     yield "<h1>prep demo</h1>"
     yield (
         "<p>A tiny GPT-Neo with 257 words: padded, converted, laid out for eight devices, taken back, trained; twice"
         f" killed on the way. All {len(steps)} steps are as they should be.</p>"
     )
-    yield from _table(steps)
-    yield from _learned(out, steps)
-    yield from _devices(out)
-    yield from _memory(steps)
+    yield from _steps_section(steps)
+    yield from _loss_section(out, steps)
+    yield from _devices_section(out)
+    yield from _memory_section(steps)
 
 
-def _table(steps: Sequence[Step]) -> Iterator[str]:
+def _steps_section(steps: Sequence[StepReport]) -> Iterator[str]:
     yield "<h2>Steps</h2><table><tr><th>step</th><th>result</th><th class=n>time</th><th class=n>bytes</th></tr>"
     for step in steps:
         command = f"<br><code>$ {escape(step.command)}</code>" if step.command else ""
         yield (
             f"<tr><td>{escape(step.step)}{command}</td><td>{escape(step.result)}</td>"
-            f"<td class=n>{seconds_text(step.seconds)}</td><td class=n>{bytes_text(step.bytes)}</td></tr>"
+            f"<td class=n>{format_duration(step.seconds)}</td><td class=n>{format_bytes(step.bytes)}</td></tr>"
         )
     yield "</table>"
 
 
-def _learned(out: Path, steps: Sequence[Step]) -> Iterator[str]:
+def _loss_section(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     curves = [
-        Curve("not killed", _points(out / UNBROKEN / METRICS), 7.0),
-        Curve("killed, and gone on", _points(out / KILLED / METRICS)),
+        Curve("not killed", _loss_points(out / UNBROKEN / METRICS_FILE), 7.0),
+        Curve("killed, and gone on", _loss_points(out / KILLED / METRICS_FILE)),
     ]
     marks = [(float(step), "saved") for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
     how = next((step.result for step in steps if step.step == "train, kill -9"), "")
     again = next((step.result for step in steps if step.step == "the same again" and "train" in step.command), "")
     yield "<h2>Training</h2><p>The loss by step. The second run was " + escape(f"{how}; {again}.") + "</p>"
-    yield chart(curves, marks, "loss by step")
+    yield line_chart(curves, marks, "loss by step")
 
 
-def _points(path: Path) -> list[tuple[float, float]]:
-    lines: list[dict[str, Any]] = read(path)
+def _loss_points(path: Path) -> list[tuple[float, float]]:
+    lines: list[dict[str, Any]] = read_metrics(path)
     return [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
 
 
-def _devices(out: Path) -> Iterator[str]:
+def _devices_section(out: Path) -> Iterator[str]:
     manifest = read_manifest(out / RESHARDED) or {}
-    mesh, shape = parse(manifest["mesh"]), manifest["leaves"][f"params.{SHOWN}"]["shape"]
-    boxes = boxes_of_all(spec([("vocab",), ("embed",)], shape, mesh, DEFAULT_RULES), mesh, shape)
+    mesh, shape = parse_mesh(manifest["mesh"]), manifest["leaves"][f"params.{SHOWN_LEAF}"]["shape"]
+    boxes = device_boxes(partition_spec([("vocab",), ("embed",)], shape, mesh, DEFAULT_RULES), mesh, shape)
     what = f"{shape} on mesh {mesh}: which of {mesh.n_devices} devices holds what."
-    yield f"<h2>Devices</h2><p><code>{SHOWN}</code> {what}</p>"
-    yield shard_map(shape, boxes, f"{SHOWN} on mesh {mesh}")
+    yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {what}</p>"
+    yield shard_map_svg(shape, boxes, f"{SHOWN_LEAF} on mesh {mesh}")
 
 
-def _memory(steps: Sequence[Step]) -> Iterator[str]:
-    found = [Bar(step.step, step.peak, bytes_text(step.peak)) for step in steps if step.peak]
+def _memory_section(steps: Sequence[StepReport]) -> Iterator[str]:
+    found = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
     yield "<h2>Memory</h2><p>The most that each conversion took on top of its start.</p>"
-    yield bars(found, title="peak memory of each conversion")
+    yield bar_chart(found, title="peak memory of each conversion")

@@ -9,7 +9,7 @@ from html import escape
 from trainer.models.mesh import Box
 
 WIDTH, HEIGHT, MARGIN = 640, 240, 44
-COLOURS = ("#8fb7e8", "#c2410c", "#15803d", "#7c3aed")
+COLORS = ("#8fb7e8", "#c2410c", "#15803d", "#7c3aed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Bar:
     text: str
 
 
-def chart(
+def line_chart(
     curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), title: str = "", from_zero: bool = False
 ) -> str:
     """Curves over one pair of axes, which may begin at 0; `marks` are upright lines with a name."""
@@ -40,10 +40,10 @@ def chart(
         return ""
     low_x, low_y = (0, 0) if from_zero else (min(xs), min(ys))
     across, up = _Scale(low_x, max(xs), MARGIN, WIDTH - 28), _Scale(low_y, max(ys), HEIGHT - 28, 24)
-    parts = [*_axes(across, up), *(_mark(across.at(x), name) for x, name in marks)]
+    parts = [*_axes(across, up), *(_mark(across.position(x), name) for x, name in marks)]
     for number, curve in enumerate(curves):
-        colour = COLOURS[number % len(COLOURS)]
-        line = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in curve.points)
+        colour = COLORS[number % len(COLORS)]
+        line = " ".join(f"{across.position(x):.1f},{up.position(y):.1f}" for x, y in curve.points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{curve.width}"/>')
         parts.append(_text(WIDTH / 2, 36 + 16 * number, curve.name, "middle", colour))
     return _svg(WIDTH, HEIGHT, parts, title)
@@ -56,7 +56,7 @@ class _Scale:
     first: float
     last: float
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.first + share * (self.last - self.first)
 
@@ -64,9 +64,9 @@ class _Scale:
 def _axes(across: _Scale, up: _Scale) -> Iterable[str]:
     yield f'<path d="M{across.first},{up.last} V{up.first} H{across.last}" fill="none" stroke="currentColor"/>'
     for value in (up.low, (up.low + up.high) / 2, up.high):
-        yield _text(across.first - 6, up.at(value) + 4, f"{value:.2f}", "end")
+        yield _text(across.first - 6, up.position(value) + 4, f"{value:.2f}", "end")
     for value in (across.low, across.high):
-        yield _text(across.at(value), up.first + 18, f"{value:.3g}", "middle")
+        yield _text(across.position(value), up.first + 18, f"{value:.3g}", "middle")
 
 
 def _mark(x: float, name: str) -> str:
@@ -74,24 +74,24 @@ def _mark(x: float, name: str) -> str:
     return line + _text(x, 14, name, "middle")
 
 
-def bars(found: Sequence[Bar], limit: Bar | None = None, title: str = "") -> str:
+def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, title: str = "") -> str:
     """A bar for each, and an upright line for a limit."""
-    longest = max([bar.value for bar in found] + ([limit.value] if limit else []), default=0) or 1
-    left, room, height = 200, WIDTH - 300, 24 * len(found) + 30
+    longest = max([bar.value for bar in bars] + ([limit.value] if limit else []), default=0) or 1
+    left, room, height = 200, WIDTH - 300, 24 * len(bars) + 30
     parts = []
-    for number, bar in enumerate(found):
+    for number, bar in enumerate(bars):
         y, width = 24 * number + 24, room * bar.value / longest
         parts.append(_text(left - 8, y + 13, bar.name, "end"))
-        parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="16" fill="{COLOURS[0]}"/>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="16" fill="{COLORS[0]}"/>')
         parts.append(_text(left + width + 6, y + 13, bar.text))
     if limit:
         x = left + room * limit.value / longest
-        parts.append(f'<path d="M{x:.1f},18 V{height - 4}" stroke="{COLOURS[1]}" stroke-width="2"/>')
-        parts.append(_text(x, 13, f"{limit.name} {limit.text}", "middle", COLOURS[1]))
+        parts.append(f'<path d="M{x:.1f},18 V{height - 4}" stroke="{COLORS[1]}" stroke-width="2"/>')
+        parts.append(_text(x, 13, f"{limit.name} {limit.text}", "middle", COLORS[1]))
     return _svg(WIDTH, height, parts, title)
 
 
-def shard_map(shape: Sequence[int], boxes: Sequence[Box], title: str = "") -> str:
+def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str = "") -> str:
     """A matrix cut into what devices hold, by number; pointing at a part says its rows and columns."""
     width, height = 420, 220
     parts = []
@@ -102,14 +102,14 @@ def shard_map(shape: Sequence[int], boxes: Sequence[Box], title: str = "") -> st
         name = f"device {', '.join(holders)}: rows {rows[0]}:{rows[1]}, columns {columns[0]}:{columns[1]}"
         parts.append(
             f'<g><title>{escape(name)}</title><rect x="{x + 1:.1f}" y="{y + 1:.1f}" width="{w:.1f}" height="{h:.1f}"'
-            f' fill="{COLOURS[0]}" fill-opacity="0.5" stroke="currentColor"/>'
+            f' fill="{COLORS[0]}" fill-opacity="0.5" stroke="currentColor"/>'
             f"{_text(x + w / 2, y + h / 2 + 4, ', '.join(holders), 'middle')}</g>"
         )
     return _svg(width + 2, height + 2, parts, title)
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "currentColor") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "currentColor") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
 
 
 def _svg(width: int, height: int, parts: Iterable[str], title: str) -> str:

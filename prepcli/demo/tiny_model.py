@@ -8,25 +8,31 @@ from pathlib import Path
 
 import numpy as np
 
-from prepcli.formats.safetensors import INDEX
-from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out, shard
-from prepcli.planning.tensors import Tensor
-from prepcli.targets.hf_folder import dumps
-from trainer.models.axis_map import bind
+from prepcli.formats.safetensors import INDEX_FILE
+from prepcli.formats.safetensors_layout import (
+    LayoutEntry,
+    SafetensorsLayout,
+    encode_index,
+    lay_out_files,
+    split_into_shards,
+)
+from prepcli.planning.tensors import FileTensor
+from prepcli.targets.hf_folder import json_bytes
+from trainer.models.axis_map import bind_row
 from trainer.models.families.gpt_neo import FAMILY
-from trainer.models.parameters import rows
+from trainer.models.parameters import parameter_rows
 
 SEED = 0
 SHARD_NBYTES = 20_000_000  # makes three files
 STD = 0.02
 
-END, UNKNOWN = "<|endoftext|>", "<unk>"
+END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<unk>"
 WORDS = tuple(
     begin + end
     for begin in "bdfghklmnprstvz"
     for end in ("a", "e", "i", "o", "u", "ai", "ei", "ou", "an", "en", "in", "on", "un", "al", "el", "ol", "ul")
 )
-VOCABULARY = (END, UNKNOWN, *WORDS)  # 257: no mesh divides it
+VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)  # 257: no mesh divides it
 
 CONFIG = {
     "architectures": ["GPTNeoForCausalLM"],
@@ -57,32 +63,34 @@ def write_tiny_model(folder: Path) -> int:
     """Write the model into a new folder: weights in three files, settings, a word-level tokenizer. Always the same
     bytes; returns how many of them are weights."""
     folder.mkdir()
-    layouts = lay_out([(name, entries, None) for name, entries in shard(list(_entries()), SHARD_NBYTES)])
+    layouts = lay_out_files(
+        [(name, entries, None) for name, entries in split_into_shards(list(_entries()), SHARD_NBYTES)]
+    )
     for layout in layouts:
         _write_file(folder / layout.name, layout)
-    (folder / INDEX).write_bytes(index_json(layouts))
+    (folder / INDEX_FILE).write_bytes(encode_index(layouts))
     for name, content in _settings().items():
-        (folder / name).write_bytes(dumps(content))
+        (folder / name).write_bytes(json_bytes(content))
     return sum(tensor.nbytes for layout in layouts for tensor in layout.tensors)
 
 
-def _entries() -> Iterator[Entry]:
+def _entries() -> Iterator[LayoutEntry]:
     """Every tensor that a file holds, by name; the head is the embedding and is not stored again."""
-    bound = {path: bind(row, FAMILY.sizes(CONFIG)) for path, row in rows(FAMILY, CONFIG).items()}
-    del bound[FAMILY.tie.leaf]
+    bound = {path: bind_row(row, FAMILY.sizes(CONFIG)) for path, row in parameter_rows(FAMILY, CONFIG).items()}
+    del bound[FAMILY.tying.head_leaf]
     shapes = {FAMILY.prefix + name: row.source_shape for row in bound.values() for name, _ in row.tensors()}
     for name, shape in sorted(shapes.items()):
         yield name, "float32", shape, 4 * math.prod(shape)
 
 
-def _write_file(path: Path, layout: FileLayout) -> None:
+def _write_file(path: Path, layout: SafetensorsLayout) -> None:
     with path.open("wb") as file:
         file.write(layout.header)
         for tensor in layout.tensors:
-            file.write(_values(tensor).astype("<f4", copy=False).data)
+            file.write(_random_values(tensor).astype("<f4", copy=False).data)
 
 
-def _values(tensor: Tensor) -> np.ndarray:
+def _random_values(tensor: FileTensor) -> np.ndarray:
     """Normal values; those of a norm's scale, which is the only weight of one dim, around 1."""
     random = np.random.default_rng([SEED, *tensor.name.encode()])
     values = random.standard_normal(tensor.shape, np.float32) * np.float32(STD)
@@ -98,9 +106,9 @@ def _settings() -> dict[str, object]:
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": CONFIG["max_position_embeddings"],
-            "bos_token": END,
-            "eos_token": END,
-            "unk_token": UNKNOWN,
+            "bos_token": END_TOKEN,
+            "eos_token": END_TOKEN,
+            "unk_token": UNKNOWN_TOKEN,
         },
     }
 
@@ -112,7 +120,9 @@ def _tokenizer() -> dict[str, object]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": VOCABULARY.index(token), "content": token, **flags} for token in (END, UNKNOWN)],
+        "added_tokens": [
+            {"id": VOCABULARY.index(token), "content": token, **flags} for token in (END_TOKEN, UNKNOWN_TOKEN)
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
@@ -120,6 +130,6 @@ def _tokenizer() -> dict[str, object]:
         "model": {
             "type": "WordLevel",
             "vocab": {token: number for number, token in enumerate(VOCABULARY)},
-            "unk_token": UNKNOWN,
+            "unk_token": UNKNOWN_TOKEN,
         },
     }

@@ -10,18 +10,27 @@ from typing import Any
 import numpy as np
 
 from prepcli.demo.conversion import RESHARDED
-from prepcli.demo.tasks import Outcome, Task, check, converted, files_of, killed, prep, remove
+from prepcli.demo.steps import (
+    DemoStep,
+    StepOutcome,
+    check,
+    conversion_outcome,
+    list_files,
+    remove_output,
+    run_and_kill,
+    run_prep,
+)
 from prepcli.demo.tiny_model import VOCABULARY, WORDS
 from prepcli.errors import PrepError
-from prepcli.execution.run_folder import step_folder, steps_of
+from prepcli.execution.run_folder import saved_steps, step_folder
 
 TEXT, RECIPE, UNBROKEN, KILLED, LEARNED = "tiny.txt", "tiny.toml", "runs/unbroken", "runs/tiny", "tiny-learned"
-MADE = (TEXT, RECIPE, "runs", LEARNED)
+OUTPUTS = (TEXT, RECIPE, "runs", LEARNED)
 DEVICES = {"JAX_NUM_CPU_DEVICES": "8"}
 STEPS, SAVE_EVERY = 24, 8
 SENTENCES, SENTENCE_WORDS, FOLLOWERS, SEED = 2000, 12, 2, 0
-WHOLE = ("train", RECIPE, "--out", UNBROKEN)
-BROKEN = ("train", RECIPE, "--out", KILLED)
+UNBROKEN_ARGS = ("train", RECIPE, "--out", UNBROKEN)
+KILLED_ARGS = ("train", RECIPE, "--out", KILLED)
 
 RECIPE_TEXT = f"""\
 # A tiny GPT-Neo learns a language of {len(WORDS)} words, each of which is followed by one of {FOLLOWERS}.
@@ -56,19 +65,19 @@ every = {SAVE_EVERY}
 """
 
 
-def tasks() -> tuple[Task, ...]:
+def training_steps() -> tuple[DemoStep, ...]:
     """From the checkpoint laid out for 8 devices to a Hugging Face folder of what was learned."""
     return (
-        Task("write a text and a recipe", (), _write),
-        Task("train on 8 devices", WHOLE, _train, DEVICES),
-        Task("train, kill -9", BROKEN, _kill, DEVICES),
-        Task("the same again", BROKEN, _resume, DEVICES),
-        Task("export what was learned", ("export", KILLED, "--out", LEARNED), _export),
-        Task("compare with the run", ("verify", LEARNED, KILLED), _verify),
+        DemoStep("write a text and a recipe", (), _write),
+        DemoStep("train on 8 devices", UNBROKEN_ARGS, _train, DEVICES),
+        DemoStep("train, kill -9", KILLED_ARGS, _kill, DEVICES),
+        DemoStep("the same again", KILLED_ARGS, _resume, DEVICES),
+        DemoStep("export what was learned", ("export", KILLED, "--out", LEARNED), _export),
+        DemoStep("compare with the run", ("verify", LEARNED, KILLED), _verify),
     )
 
 
-def _write(folder: Path, _: Sequence[str]) -> Outcome:
+def _write(folder: Path, _: Sequence[str]) -> StepOutcome:
     """A language that can be learned: after each word only few may follow."""
     random = np.random.default_rng(SEED)
     followers = random.integers(0, len(WORDS), (len(WORDS), FOLLOWERS))
@@ -76,7 +85,7 @@ def _write(folder: Path, _: Sequence[str]) -> Outcome:
     text = "\n".join(lines) + "\n"
     (folder / TEXT).write_text(text)
     (folder / RECIPE).write_text(RECIPE_TEXT)
-    return Outcome(f"{SENTENCES * SENTENCE_WORDS:,} words of {len(VOCABULARY)}", len(text))
+    return StepOutcome(f"{SENTENCES * SENTENCE_WORDS:,} words of {len(VOCABULARY)}", len(text))
 
 
 def _sentence(random: np.random.Generator, followers: np.ndarray) -> Iterator[int]:
@@ -86,60 +95,65 @@ def _sentence(random: np.random.Generator, followers: np.ndarray) -> Iterator[in
         word = int(followers[word, choice])
 
 
-def _train(folder: Path, words: Sequence[str]) -> Outcome:
-    found = prep(folder, words, **DEVICES)
+def _train(folder: Path, words: Sequence[str]) -> StepOutcome:
+    found = run_prep(folder, words, **DEVICES)
     check(found["step"] == STEPS, f"it ended at step {found['step']}")
-    losses = losses_of(folder, UNBROKEN)
+    losses = logged_losses(folder, UNBROKEN)
     check(losses[-1] < losses[0] - 1, f"the loss did not fall: {losses[0]:.2f} -> {losses[-1]:.2f}")
-    return Outcome(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {STEPS} steps", _nbytes(folder, UNBROKEN))
-
-
-def losses_of(folder: Path, run: str) -> list[float]:
-    """The loss of every step that a run logged."""
-    from trainer.training.metrics import METRICS, read
-
-    return [line["loss"] for line in read(folder / run / METRICS) if "loss" in line]
-
-
-def _nbytes(folder: Path, run: str) -> int:
-    last = step_folder(folder / run, steps_of(folder / run)[-1])
-    return sum((last / name).stat().st_size for name in files_of(last))
-
-
-def _kill(folder: Path, words: Sequence[str]) -> Outcome:
-    """After the first checkpoint, a few steps on; the steps since it are lost, and nothing else is."""
-    run = folder / KILLED
-    remove(run)
-    if not killed(folder, words, lambda: len(losses_of(folder, KILLED)) > SAVE_EVERY + 2, **DEVICES):
-        raise PrepError("the run was over before it could be killed", "this machine is too fast")
-    done, saved = len(losses_of(folder, KILLED)), steps_of(run)
-    check(bool(saved) and saved[-1] < STEPS, f"the steps that it saved are {saved}")
-    return Outcome(f"killed after step {done}, step {saved[-1]} is durable", _nbytes(folder, KILLED))
-
-
-def _resume(folder: Path, words: Sequence[str]) -> Outcome:
-    saved = steps_of(folder / KILLED)[-1]
-    found = prep(folder, words, **DEVICES)
-    check(found["resumed_at"] == saved, f"it went on from step {found['resumed_at']}, not {saved}")
-    check(losses_of(folder, KILLED) == losses_of(folder, UNBROKEN), "its losses are not those of the unbroken run")
-    ours, theirs = (step_folder(folder / run, STEPS) for run in (KILLED, UNBROKEN))
-    names = files_of(ours)
-    check(names == files_of(theirs), "its last step has other files")
-    _, differing, unread = filecmp.cmpfiles(ours, theirs, names, shallow=False)
-    check(not differing and not unread, f"not the same: {', '.join([*differing, *unread])}")
-    return Outcome(
-        f"went on from step {saved}; step {STEPS} is byte for byte that of the unbroken run", _nbytes(folder, KILLED)
+    return StepOutcome(
+        f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in {STEPS} steps", _last_step_nbytes(folder, UNBROKEN)
     )
 
 
-def _export(folder: Path, words: Sequence[str]) -> Outcome:
-    found = prep(folder, words)
+def logged_losses(folder: Path, run: str) -> list[float]:
+    """The loss of every step that a run logged."""
+    from trainer.training.metrics import METRICS_FILE, read_metrics
+
+    return [line["loss"] for line in read_metrics(folder / run / METRICS_FILE) if "loss" in line]
+
+
+def _last_step_nbytes(folder: Path, run: str) -> int:
+    last = step_folder(folder / run, saved_steps(folder / run)[-1])
+    return sum((last / name).stat().st_size for name in list_files(last))
+
+
+def _kill(folder: Path, words: Sequence[str]) -> StepOutcome:
+    """After the first checkpoint, a few steps on; the steps since it are lost, and nothing else is."""
+    run = folder / KILLED
+    remove_output(run)
+    if not run_and_kill(folder, words, lambda: len(logged_losses(folder, KILLED)) > SAVE_EVERY + 2, **DEVICES):
+        raise PrepError("the run was over before it could be killed", "this machine is too fast")
+    done, saved = len(logged_losses(folder, KILLED)), saved_steps(run)
+    check(bool(saved) and saved[-1] < STEPS, f"the steps that it saved are {saved}")
+    return StepOutcome(f"killed after step {done}, step {saved[-1]} is durable", _last_step_nbytes(folder, KILLED))
+
+
+def _resume(folder: Path, words: Sequence[str]) -> StepOutcome:
+    saved = saved_steps(folder / KILLED)[-1]
+    found = run_prep(folder, words, **DEVICES)
+    check(found["resumed_at"] == saved, f"it went on from step {found['resumed_at']}, not {saved}")
+    check(
+        logged_losses(folder, KILLED) == logged_losses(folder, UNBROKEN), "its losses are not those of the unbroken run"
+    )
+    ours, theirs = (step_folder(folder / run, STEPS) for run in (KILLED, UNBROKEN))
+    names = list_files(ours)
+    check(names == list_files(theirs), "its last step has other files")
+    _, differing, unread = filecmp.cmpfiles(ours, theirs, names, shallow=False)
+    check(not differing and not unread, f"not the same: {', '.join([*differing, *unread])}")
+    return StepOutcome(
+        f"went on from step {saved}; step {STEPS} is byte for byte that of the unbroken run",
+        _last_step_nbytes(folder, KILLED),
+    )
+
+
+def _export(folder: Path, words: Sequence[str]) -> StepOutcome:
+    found = run_prep(folder, words)
     vocab: dict[str, Any] = found["vocab"]
     check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
-    return converted(found, f"{vocab['written']} rows, ready for transformers")
+    return conversion_outcome(found, f"{vocab['written']} rows, ready for transformers")
 
 
-def _verify(folder: Path, words: Sequence[str]) -> Outcome:
-    found = prep(folder, words)
+def _verify(folder: Path, words: Sequence[str]) -> StepOutcome:
+    found = run_prep(folder, words)
     nbytes = sum(path.stat().st_size for path in (folder / LEARNED).glob("*.safetensors"))
-    return Outcome(f"{found['tensors']} tensors, {found['values']:,} values: 0 bits changed", nbytes)
+    return StepOutcome(f"{found['tensors']} tensors, {found['values']:,} values: 0 bits changed", nbytes)

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
-from prepcli.engine.chunk_cache import CACHE_NBYTES, Cache
-from prepcli.engine.files import PAGE, Bytes, Files
-from prepcli.planning.moves import Copy
+from prepcli.engine.chunk_cache import DEFAULT_CACHE_NBYTES, ChunkCache
+from prepcli.engine.files import PAGE, ByteArray, Files
+from prepcli.planning.strided_copies import StridedCopy
 
 
-class Opened(Protocol):
+class BlobReader(Protocol):
     """A blob while it is read from, by one thread."""
 
-    def read_at(self, offset: int, into: Bytes) -> None:
+    def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` from byte `offset` on. PrepError where that cannot be."""
         ...
 
@@ -34,18 +34,18 @@ class Blob(Protocol):
         """As messages call it."""
         ...
 
-    def open(self) -> Opened: ...
+    def open(self) -> BlobReader: ...
 
 
 @runtime_checkable
-class Sharing(Blob, Protocol):
+class CachedBlob(Blob, Protocol):
     """A blob that is decoded, within memory that it shares with others."""
 
-    def open_within(self, cache: Cache) -> Opened: ...
+    def open_with_cache(self, cache: ChunkCache) -> BlobReader: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileRange:
     """A run of a file."""
 
     path: Path
@@ -54,25 +54,25 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class ConcatenatedBlob:
     """Runs of files, one after another."""
 
     name: str
-    parts: tuple[Part, ...]
+    ranges: tuple[FileRange, ...]
 
-    def open(self) -> Opened:
-        return _OpenParts(self.parts)
+    def open(self) -> BlobReader:
+        return _ConcatenatedReader(self.ranges)
 
 
-class _OpenParts:
-    def __init__(self, parts: Sequence[Part]) -> None:
+class _ConcatenatedReader:
+    def __init__(self, parts: Sequence[FileRange]) -> None:
         self._parts = parts
         self._starts = list(itertools.accumulate((part.nbytes for part in parts), initial=0))
         paths = list(dict.fromkeys(part.path for part in parts))
         self._numbers = {path: number for number, path in enumerate(paths)}
         self._files = Files(paths)
 
-    def read_at(self, offset: int, into: Bytes) -> None:
+    def read_at(self, offset: int, into: ByteArray) -> None:
         done = 0
         number = bisect.bisect_right(self._starts, offset) - 1
         while done < into.size:
@@ -85,57 +85,57 @@ class _OpenParts:
         self._files.close()
 
 
-def open_blobs(blobs: Sequence[Path | Blob], cache_nbytes: int = CACHE_NBYTES) -> Files | Readable:
+def open_blobs(blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES) -> Files | FilesAndBlobs:
     """Files and blobs to read from, by their number; to be closed as a context manager. Those that are decoded take at
     most `cache_nbytes` together."""
     paths = [blob for blob in blobs if isinstance(blob, Path)]
-    return Files(paths) if len(paths) == len(blobs) else Readable(blobs, cache_nbytes)
+    return Files(paths) if len(paths) == len(blobs) else FilesAndBlobs(blobs, cache_nbytes)
 
 
-class Readable:
+class FilesAndBlobs:
     """Numbered files and blobs, read in runs."""
 
-    def __init__(self, blobs: Sequence[Path | Blob], cache_nbytes: int = CACHE_NBYTES) -> None:
-        self._stack, cache = contextlib.ExitStack(), Cache(cache_nbytes)
-        self._places: list[int | Opened] = []  # a number of a file, or the blob itself
+    def __init__(self, blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
+        self._stack, cache = contextlib.ExitStack(), ChunkCache(cache_nbytes)
+        self._places: list[int | BlobReader] = []  # a number of a file, or the blob itself
         paths = [blob for blob in blobs if isinstance(blob, Path)]
         with contextlib.ExitStack() as stack:
             self._files = stack.enter_context(Files(paths))
             numbers = itertools.count()
             for blob in blobs:
-                self._places.append(next(numbers) if isinstance(blob, Path) else _opened(blob, cache, stack))
+                self._places.append(next(numbers) if isinstance(blob, Path) else _open_blob(blob, cache, stack))
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> Readable:
+    def __enter__(self) -> FilesAndBlobs:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
-    def read_run(self, copy: Copy, into: Bytes) -> Bytes:
+    def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
         """Read a copy that is one run; it comes back as deep in a page as it lies in the file."""
         place = self._places[copy.file]
         if isinstance(place, int):
-            return self._files.read_run(_at_file(copy, place), into)
-        lead = copy.offset % PAGE
+            return self._files.read_run(_with_file(copy, place), into)
+        lead = copy.file_offset % PAGE
         found = into[lead : lead + copy.width]
-        place.read_at(copy.offset, found)
+        place.read_at(copy.file_offset, found)
         return found
 
-    def read_runs(self, copies: Sequence[Copy], into: Bytes) -> Bytes:
+    def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
         """Read all runs of the copies one after another."""
         at = 0
         for place, group in itertools.groupby(copies, lambda copy: self._places[copy.file]):
             if isinstance(place, int):
-                at += self._files.read_runs([_at_file(copy, place) for copy in group], into[at:]).size
+                at += self._files.read_runs([_with_file(copy, place) for copy in group], into[at:]).size
                 continue
             for copy in group:
-                for offset in copy.offsets():
-                    place.read_at(offset, into[at : at + copy.run])
-                    at += copy.run
+                for offset in copy.run_offsets():
+                    place.read_at(offset, into[at : at + copy.run_nbytes])
+                    at += copy.run_nbytes
         return into[:at]
 
-    def read_at(self, number: int, offset: int, into: Bytes) -> None:
+    def read_at(self, number: int, offset: int, into: ByteArray) -> None:
         """Fill `into` from byte `offset` of a file or blob."""
         place = self._places[number]
         if isinstance(place, int):
@@ -144,11 +144,11 @@ class Readable:
             place.read_at(offset, into)
 
 
-def _opened(blob: Blob, cache: Cache, stack: contextlib.ExitStack) -> Opened:
-    opened = blob.open_within(cache) if isinstance(blob, Sharing) else blob.open()
+def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> BlobReader:
+    opened = blob.open_with_cache(cache) if isinstance(blob, CachedBlob) else blob.open()
     stack.callback(opened.close)
     return opened
 
 
-def _at_file(copy: Copy, number: int) -> Copy:
-    return Copy(copy.at, number, copy.offset, copy.width, copy.dims)
+def _with_file(copy: StridedCopy, number: int) -> StridedCopy:
+    return StridedCopy(copy.tensor_offset, number, copy.file_offset, copy.width, copy.dims)

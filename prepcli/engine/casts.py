@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from prepcli.engine.files import Bytes
-from prepcli.engine.fills import numpy_dtype, rounded
+from prepcli.engine.files import ByteArray
+from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import itemsize
 
-BLOCK = 1 << 14  # values at a time: all that is made of them on the way stays in a core's cache
-LEAST = {"f": np.float32(1e-45), "d": np.float64(5e-324)}
+BLOCK_VALUES = 1 << 14  # values at a time: all that is made of them on the way stays in a core's cache
+SMALLEST_SUBNORMAL = {"f": np.float32(1e-45), "d": np.float64(5e-324)}
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class CastCounts:
     """Of values that were cast: how many there are, are another number, became infinite or 0 though they were not, and
     are no number; and the largest relative error of those that are still finite and not 0."""
 
@@ -35,8 +35,8 @@ class Counts:
     nan: int = 0
     worst: float = 0.0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
+    def __add__(self, other: CastCounts) -> CastCounts:
+        return CastCounts(
             self.values + other.values,
             self.changed + other.changed,
             self.overflowed + other.overflowed,
@@ -47,13 +47,13 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class StreamDigest:
     """What is known of a stream once it is whole: the digest of the bytes that were read, and where they were cast that
     of what was written, and counts."""
 
     read: str
     written: str
-    counts: Counts | None = None
+    counts: CastCounts | None = None
 
     def __str__(self) -> str:
         """As one word, as a journal keeps it; `moved` reads it."""
@@ -63,16 +63,16 @@ class Moved:
         return ":".join([self.read, self.written, *map(str, numbers), float(worst).hex()])
 
 
-def moved(text: str) -> Moved:
+def parse_stream_digest(text: str) -> StreamDigest:
     """What `str(Moved)` made; a digest alone of what was not cast."""
     read, *rest = text.split(":")
     if not rest:
-        return Moved(read, read)
+        return StreamDigest(read, read)
     written, *numbers, worst = rest
-    return Moved(read, written, Counts(*map(int, numbers), worst=float.fromhex(worst)))
+    return StreamDigest(read, written, CastCounts(*map(int, numbers), worst=float.fromhex(worst)))
 
 
-class Cast:
+class StreamCast:
     """A tensor on its way into another dtype: counts, and the digest of what comes out."""
 
     def __init__(self, source: str, target: str) -> None:
@@ -80,16 +80,16 @@ class Cast:
         self._wide = np.dtype(np.float64 if source == "float64" else np.float32)
         self._is_exact = target == "float32" and source in ("float16", "bfloat16")
         self._state = xxhash.xxh3_128()
-        self.counts = Counts()
+        self.counts = CastCounts()
 
-    def run(self, data: Bytes, out: Bytes) -> Bytes:
+    def cast(self, data: ByteArray, out: ByteArray) -> ByteArray:
         """Cast whole values, which go on those before them, into the first bytes of `out`; returns these."""
         values = data.view(self._source)
         made = out[: values.size * self._target.itemsize]
         cast = made.view(self._target)
         with np.errstate(all="ignore"):
-            for low in range(0, values.size, BLOCK):
-                self.counts += self._block(values[low : low + BLOCK], cast[low : low + BLOCK])
+            for low in range(0, values.size, BLOCK_VALUES):
+                self.counts += self._block(values[low : low + BLOCK_VALUES], cast[low : low + BLOCK_VALUES])
         self._state.update(made.data)
         return made
 
@@ -97,59 +97,59 @@ class Cast:
         """That of all bytes that came out so far."""
         return self._state.hexdigest()
 
-    def _block(self, values: np.ndarray, out: np.ndarray) -> Counts:
+    def _block(self, values: np.ndarray, out: np.ndarray) -> CastCounts:
         wide = values.astype(self._wide, copy=False)
-        out[...] = rounded(wide, self._target)
+        out[...] = round_to_dtype(wide, self._target)
         if self._is_exact:
-            return Counts(values.size, nan=int(np.count_nonzero(np.isnan(wide))))
-        return counted(wide, out.astype(self._wide))
+            return CastCounts(values.size, nan=int(np.count_nonzero(np.isnan(wide))))
+        return count_changes(wide, out.astype(self._wide))
 
 
-def largest(dtype: str) -> float:
+def max_finite(dtype: str) -> float:
     """The largest number that a dtype has; beyond half a step from there values become infinite."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(numpy_dtype(dtype)).max)
 
 
-def counted(before: np.ndarray, after: np.ndarray) -> Counts:
+def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
     """What became of values, both in one dtype that holds them exactly."""
     nan = int(np.count_nonzero(np.isnan(before)))
     changed = int(np.count_nonzero(before != after)) - nan
     if not changed:
-        return Counts(before.size, nan=nan)
+        return CastCounts(before.size, nan=nan)
     overflowed = int(np.count_nonzero(np.isinf(after))) - int(np.count_nonzero(np.isinf(before)))
     underflowed = int(np.count_nonzero(after == 0)) - int(np.count_nonzero(before == 0))
     values = before.size
     if nan or overflowed or underflowed or not np.isfinite(before).all():
         kept = np.isfinite(after) & (after != 0)
         before, after = before[kept], after[kept]
-    errors = np.abs(after - before) / np.maximum(np.abs(before), LEAST[before.dtype.char])
+    errors = np.abs(after - before) / np.maximum(np.abs(before), SMALLEST_SUBNORMAL[before.dtype.char])
     worst = float(errors.max(initial=0.0))
-    return Counts(values, changed, overflowed, underflowed, nan, worst)
+    return CastCounts(values, changed, overflowed, underflowed, nan, worst)
 
 
-def report(streams: Sequence[Stream], seen: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
+def report_casts(streams: Sequence[Stream], digests: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
     """What is cast from which dtype into which, tensors and values, and their counts where `seen` has the streams."""
     groups: dict[tuple[str, str], list[int]] = {}
     for number, stream in enumerate(streams):
-        if stream.cast:
-            groups.setdefault((stream.dtype, stream.cast), []).append(number)
+        if stream.cast_to:
+            groups.setdefault((stream.dtype, stream.cast_to), []).append(number)
     found = []
     for (source, target), numbers in groups.items():
         names = {streams[number].name for number in numbers}
         values = sum(streams[number].nbytes for number in numbers) // itemsize(source)
-        counts = dataclasses.asdict(_sum(seen, numbers)) if seen else {}
+        counts = dataclasses.asdict(_total_counts(digests, numbers)) if digests else {}
         found.append({"from": source, "to": target, "tensors": len(names), **counts, "values": values})
     return found
 
 
-def _sum(seen: Mapping[int, str], numbers: Sequence[int]) -> Counts:
-    each = (moved(seen[number]).counts or Counts() for number in numbers)
-    return functools.reduce(Counts.__add__, each, Counts())
+def _total_counts(digests: Mapping[int, str], numbers: Sequence[int]) -> CastCounts:
+    each = (parse_stream_digest(digests[number]).counts or CastCounts() for number in numbers)
+    return functools.reduce(CastCounts.__add__, each, CastCounts())
 
 
-def line(entry: Mapping[str, Any]) -> str:
+def format_cast(entry: Mapping[str, Any]) -> str:
     """An entry of a report, for people."""
     kinds = ("changed", "changed"), ("overflowed", "overflowed"), ("underflowed", "became 0"), ("nan", "are nan")
     counts = ", ".join(f"{entry[key]:,} {text}" for key, text in kinds)

@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
-from prepcli.console.formatting import bytes_text
-from prepcli.engine.files import Bytes
+from prepcli.console.formatting import format_bytes
+from prepcli.engine.files import ByteArray
 
-CACHE_NBYTES = 16 << 20  # where nobody says how much memory there is
-MOST_HELD = 64  # chunks, each of which may have a file open
+DEFAULT_CACHE_NBYTES = 16 << 20  # where nobody says how much memory there is
+MAX_CHUNKS = 64  # chunks, each of which may have a file open
 
 
-class Held(Protocol):
+class ChunkReader(Protocol):
     """A chunk that is being read, and the memory that it takes."""
 
     nbytes: int
 
-    def read(self, start: int, into: Bytes) -> bool:
+    def read(self, start: int, into: ByteArray) -> bool:
         """Fill `into` from byte `start` on; False where that is not ahead any more. ValueError for a broken chunk."""
         ...
 
     def close(self) -> None: ...
 
 
-class Cache:
+class ChunkCache:
     """Chunks that are being read, the latest last; together they take at most `most_nbytes`."""
 
-    def __init__(self, most_nbytes: int = CACHE_NBYTES) -> None:
-        self.most_nbytes = most_nbytes
-        self._held: OrderedDict[tuple[int, int], Held] = OrderedDict()
+    def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
+        self.most_nbytes = max_nbytes
+        self._held: OrderedDict[tuple[int, int], ChunkReader] = OrderedDict()
 
-    def get(self, key: tuple[int, int]) -> Held | None:
+    def get(self, key: tuple[int, int]) -> ChunkReader | None:
         """What is held of a chunk."""
         if key in self._held:
             self._held.move_to_end(key)
@@ -40,16 +40,18 @@ class Cache:
     def make_room(self, nbytes: int) -> None:
         """Let go of the oldest until so much is free. ValueError where there will never be so much."""
         if nbytes > self.most_nbytes:
-            why = f"decoding it takes {bytes_text(nbytes)}, of `--memory` {bytes_text(self.most_nbytes)} are for that"
+            why = (
+                f"decoding it takes {format_bytes(nbytes)}, of `--memory` {format_bytes(self.most_nbytes)} are for that"
+            )
             raise ValueError(why)
         held = self._held
-        while held and (sum(h.nbytes for h in held.values()) + nbytes > self.most_nbytes or len(held) >= MOST_HELD):
+        while held and (sum(h.nbytes for h in held.values()) + nbytes > self.most_nbytes or len(held) >= MAX_CHUNKS):
             held.popitem(last=False)[1].close()
 
-    def put(self, key: tuple[int, int], held: Held) -> Held:
+    def put(self, key: tuple[int, int], reader: ChunkReader) -> ChunkReader:
         """Take in what is held of a chunk."""
-        self._held[key] = held
-        return held
+        self._held[key] = reader
+        return reader
 
     def drop(self, key: tuple[int, int]) -> None:
         """Let go of a chunk."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import xxhash
 
-BLOCK = bytes(1 << 16)
-SUM_DTYPE = "<u8"  # of checksums in a file
+ZERO_BLOCK = bytes(1 << 16)
+CHECKSUM_DTYPE = "<u8"  # of checksums in a file
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -21,7 +21,7 @@ def checksum(data: memoryview) -> int:
 def digest_of_zeros(nbytes: int) -> str:
     """The digest of so many zero bytes."""
     state = xxhash.xxh3_128()
-    for _ in range(nbytes // len(BLOCK)):
-        state.update(BLOCK)
-    state.update(BLOCK[: nbytes % len(BLOCK)])
+    for _ in range(nbytes // len(ZERO_BLOCK)):
+        state.update(ZERO_BLOCK)
+    state.update(ZERO_BLOCK[: nbytes % len(ZERO_BLOCK)])
     return state.hexdigest()

@@ -16,20 +16,20 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prepcli.engine.io_policy import Mode, WritePolicy
+from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
-from prepcli.engine.own_files import open_own
+from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError
-from prepcli.planning.moves import Copy
-from prepcli.planning.slabs import LONG_RUN, PAGE
+from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
+from prepcli.planning.strided_copies import StridedCopy
 
-Bytes = npt.NDArray[np.uint8]
-SPARE_FILES = 32  # for whatever else is opened
+ByteArray = npt.NDArray[np.uint8]
+RESERVED_DESCRIPTORS = 32  # for whatever else is opened
 BLOCK_NBYTES = 4 << 20  # bytes copied into the page cache before their writeback starts
 _Call = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
-def buffer(nbytes: int) -> Bytes:
+def allocate_buffer(nbytes: int) -> ByteArray:
     """Page-aligned memory that is only taken when it is touched, in huge pages where the system has them."""
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -37,14 +37,14 @@ def buffer(nbytes: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
-class Reads(Protocol):
+class RunReader(Protocol):
     """What the engine reads from: runs of numbered files, or of what has the same form."""
 
-    def read_run(self, copy: Copy, into: Bytes) -> Bytes:
+    def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
         """Read a copy that is one run; it comes back as deep in a page as `copy.offset` is."""
         ...
 
-    def read_runs(self, copies: Sequence[Copy], into: Bytes) -> Bytes:
+    def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
         """Read all runs of the copies one after another."""
         ...
 
@@ -63,27 +63,27 @@ class Files:
         self._writing = threading.Lock()  # of `_written`: another thread may sync
         self._lost: PrepError | None = None
         flags = os.O_RDONLY if sizes is None else os.O_WRONLY | os.O_CREAT
-        _let_open(2 * len(self.paths))
+        _raise_open_file_limit(2 * len(self.paths))
         try:
             for i, path in enumerate(self.paths):
-                self._open(path, flags, None if sizes is None else sizes[i])
+                self._open_file(path, flags, None if sizes is None else sizes[i])
         except BaseException:
             self.close()
             raise
         self.policy = WritePolicy(sum(self._sizes), has_direct=any(fd >= 0 for fd in self._direct))
 
-    def _open(self, path: Path, flags: int, size: int | None) -> None:
+    def _open_file(self, path: Path, flags: int, size: int | None) -> None:
         try:
-            opened = os.open(path, flags | os.O_CLOEXEC) if size is None else open_own(path, flags)
-            self._buffered.append(self._keep(opened))
+            opened = os.open(path, flags | os.O_CLOEXEC) if size is None else open_no_follow(path, flags)
+            self._buffered.append(self._track_descriptor(opened))
             if size is not None and os.fstat(self._buffered[-1]).st_size != size:
                 allocate(self._buffered[-1], size)
             same = 0 if size is None else os.O_NOFOLLOW
-            self._direct.append(self._keep(_open_direct(path, flags & ~os.O_CREAT | same)))
+            self._direct.append(self._track_descriptor(_open_direct(path, flags & ~os.O_CREAT | same)))
         except OSError as error:
             raise io_error(path, error) from error
 
-    def _keep(self, fd: int) -> int:
+    def _track_descriptor(self, fd: int) -> int:
         self._opened.append(fd)
         return fd
 
@@ -100,7 +100,7 @@ class Files:
                 os.close(fd)
         self._buffered, self._direct, self._opened = [], [], []
 
-    def check_there(self) -> None:
+    def check_unchanged(self) -> None:
         """PrepError if a file that was written has not its name or size any more: somebody did something to it."""
         for path, fd, size in zip(self.paths, self._buffered, self._sizes):
             try:
@@ -110,28 +110,30 @@ class Files:
             if not os.path.samestat(found, named) or found.st_size != size:
                 raise PrepError(f"{path} was changed by somebody else", "while it was written", "`--restart`")
 
-    def read_run(self, copy: Copy, into: Bytes) -> Bytes:
+    def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
         """Read a copy that is one run; it comes back as deep in a page as it lies in the file."""
-        lead = copy.offset % PAGE
+        lead = copy.file_offset % PAGE
         need = lead + copy.width
         if self._direct[copy.file] >= 0:
-            self._all(os.preadv, copy.file, True, into[: -(-need // PAGE) * PAGE], copy.offset - lead, need)
+            self._transfer_all(
+                os.preadv, copy.file, True, into[: -(-need // PAGE) * PAGE], copy.file_offset - lead, need
+            )
         else:
-            self._all(os.preadv, copy.file, False, into[lead:need], copy.offset, copy.width)
+            self._transfer_all(os.preadv, copy.file, False, into[lead:need], copy.file_offset, copy.width)
         return into[lead:need]
 
-    def read_runs(self, copies: Sequence[Copy], into: Bytes) -> Bytes:
+    def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
         """Read all runs of the copies one after another."""
         at = 0
         for copy in copies:
-            run = copy.run
-            for offset in copy.offsets():
+            run = copy.run_nbytes
+            for offset in copy.run_offsets():
                 pages = not (offset | run | at) % PAGE
-                self._all(os.preadv, copy.file, pages, into[at : at + run], offset, run)
+                self._transfer_all(os.preadv, copy.file, pages, into[at : at + run], offset, run)
                 at += run
         return into[:at]
 
-    def write(self, copies: Sequence[Copy], data: Bytes) -> None:
+    def write(self, copies: Sequence[StridedCopy], data: ByteArray) -> None:
         """Write the bytes of all runs of the copies, which follow each other in `data`."""
         try:
             with self.policy.writing(sum(copy.nbytes for copy in copies)) as mode:
@@ -140,60 +142,60 @@ class Files:
             self._lost = io_error(self.paths[copies[-1].file], error)
             raise self._lost from error
 
-    def _write_runs(self, mode: Mode, copies: Sequence[Copy], data: Bytes) -> None:
+    def _write_runs(self, mode: WriteMode, copies: Sequence[StridedCopy], data: ByteArray) -> None:
         at = 0
         for copy in copies:
-            run = copy.run
-            for offset in copy.offsets():
-                if mode is Mode.DIRECT:
-                    self._pages_apart(os.pwritev, copy.file, data[at : at + run], offset)
+            run = copy.run_nbytes
+            for offset in copy.run_offsets():
+                if mode is WriteMode.DIRECT:
+                    self._transfer_by_pages(os.pwritev, copy.file, data[at : at + run], offset)
                 else:
                     self._write_back(copy.file, data[at : at + run], offset)
                 at += run
-            self._wrote(copy.file)
+            self._mark_unsynced(copy.file)
 
-    def _write_back(self, file: int, data: Bytes, offset: int) -> None:
+    def _write_back(self, file: int, data: ByteArray, offset: int) -> None:
         """Write through the page cache, in blocks that end where pages end: each page goes to the disk once.
 
         Short runs are left to `sync`: later ones may write to the same pages.
         """
-        low, is_long = 0, data.size >= LONG_RUN
+        low, is_long = 0, data.size >= LONG_RUN_NBYTES
         while low < data.size:
             high = min(data.size, low + BLOCK_NBYTES - (offset + low) % PAGE)
-            self._all(os.pwritev, file, False, data[low:high], offset + low, high - low)
+            self._transfer_all(os.pwritev, file, False, data[low:high], offset + low, high - low)
             if is_long:
                 self.policy.writeback.start(self._buffered[file], offset + low, high - low)
             low = high
 
-    def read_at(self, file: int, offset: int, into: Bytes) -> None:
+    def read_at(self, file: int, offset: int, into: ByteArray) -> None:
         """Fill `into` from a file: whole pages past the page cache where memory and file are as deep in a page."""
-        self._pages_apart(os.preadv, file, into, offset)
+        self._transfer_by_pages(os.preadv, file, into, offset)
 
-    def write_head(self, file: int, data: bytes, offset: int = 0) -> None:
+    def write_bytes(self, file: int, data: bytes, offset: int = 0) -> None:
         """Write the first bytes of a file, or others that are no tensor's."""
-        self._all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
-        self._wrote(file)
+        self._transfer_all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
+        self._mark_unsynced(file)
 
-    def _wrote(self, file: int) -> None:
+    def _mark_unsynced(self, file: int) -> None:
         """The next sync includes a file. Called after its bytes were written: a sync may run at the same time."""
         with self._writing:
             self._written.add(file)
 
-    def _pages_apart(self, call: _Call, file: int, data: Bytes, offset: int) -> None:
+    def _transfer_by_pages(self, call: _Call, file: int, data: ByteArray, offset: int) -> None:
         size = data.size
         low, high = -offset % PAGE, size - (offset + size) % PAGE  # the whole pages in between
         if low >= high or (data.ctypes.data + low) % PAGE:
             low = high = size
         for pages, start, stop in ((False, 0, low), (True, low, high), (False, high, size)):
             if start < stop:
-                self._all(call, file, pages, data[start:stop], offset + start, stop - start)
+                self._transfer_all(call, file, pages, data[start:stop], offset + start, stop - start)
 
-    def _all(self, call: _Call, file: int, pages: bool, data: Bytes, at: int, need: int) -> None:
-        fd = self._direct[file] if pages and self._direct[file] >= 0 else self._buffered[file]
+    def _transfer_all(self, call: _Call, file: int, is_paged: bool, data: ByteArray, offset: int, nbytes: int) -> None:
+        fd = self._direct[file] if is_paged and self._direct[file] >= 0 else self._buffered[file]
         done, view = 0, data.data
-        while done < need:
+        while done < nbytes:
             try:
-                count = call(fd, [view[done:]], at + done)
+                count = call(fd, [view[done:]], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and fd != self._buffered[file]:  # a file system that only says so now
                     fd = self._direct[file] = self._buffered[file]  # the other one stays open: a thread may be using it
@@ -201,10 +203,11 @@ class Files:
                 raise io_error(self.paths[file], error) from error
             if count <= 0:
                 raise PrepError(
-                    f"{self.paths[file].name} is cut short", f"{need - done:,} bytes are missing at byte {at + done:,}"
+                    f"{self.paths[file].name} is cut short",
+                    f"{nbytes - done:,} bytes are missing at byte {offset + done:,}",
                 )
             done += count
-            if done < need and fd != self._buffered[file] and (at + done) % PAGE:
+            if done < nbytes and fd != self._buffered[file] and (offset + done) % PAGE:
                 fd = self._buffered[file]  # a short count leaves the rest ragged
 
     def sync(self) -> None:
@@ -223,11 +226,11 @@ class Files:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _let_open(count: int) -> None:
+def _raise_open_file_limit(count: int) -> None:
     """Let this process have so many more files open, as far as the system does: by default far fewer than it could."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     there = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    needed = there + count + SPARE_FILES
+    needed = there + count + RESERVED_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and needed > soft:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

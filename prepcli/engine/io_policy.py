@@ -16,14 +16,14 @@ from prepcli.planning.slabs import PAGE
 
 MIB = 1 << 20
 WINDOW_NBYTES = 64 * MIB  # most bytes of an output in the page cache
-MEASURED_FROM_NBYTES = 1 << 30  # smaller outputs are written direct: to measure costs more than it gains
+MIN_MEASURED_NBYTES = 1 << 30  # smaller outputs are written direct: to measure costs more than it gains
 TRIAL_NBYTES = 8 * MIB  # shorter writes are not measured
 TRIALS = 3  # writes measured in each mode
 CLEAR_GAIN = 0.9  # direct I/O takes less CPU time, so writeback must take less than this share of its wall time
 CLEAR_LOSS = 2.0  # writeback that takes longer than so many times direct I/O is not tried again
 
 
-class Mode(Enum):
+class WriteMode(Enum):
     """A way to write whole pages."""
 
     DIRECT = "direct"
@@ -52,8 +52,8 @@ class Writeback:
         """Wait for all ranges. Raises OSError."""
         self._finish(0)
 
-    def _finish(self, most_nbytes: int) -> None:
-        while self._nbytes > most_nbytes:
+    def _finish(self, max_nbytes: int) -> None:
+        while self._nbytes > max_nbytes:
             fd, offset, nbytes = self._started.popleft()
             self._nbytes -= nbytes
             finish_writeback(fd, offset, nbytes)
@@ -64,32 +64,34 @@ class WritePolicy:
 
     def __init__(self, total_nbytes: int, has_direct: bool = True) -> None:
         self.writeback = Writeback()
-        self._paces: dict[Mode, list[float]] = {mode: [] for mode in Mode}  # seconds a byte
-        is_measured = HAS_WRITEBACK and has_direct and total_nbytes >= MEASURED_FROM_NBYTES
-        self._fixed = None if is_measured else Mode.DIRECT if has_direct or not HAS_WRITEBACK else Mode.WRITEBACK
+        self._paces: dict[WriteMode, list[float]] = {mode: [] for mode in WriteMode}  # seconds a byte
+        is_measured = HAS_WRITEBACK and has_direct and total_nbytes >= MIN_MEASURED_NBYTES
+        self._fixed = (
+            None if is_measured else WriteMode.DIRECT if has_direct or not HAS_WRITEBACK else WriteMode.WRITEBACK
+        )
 
     @property
     def needs_alignment(self) -> bool:
         """Whether a write may be direct, and then needs bytes with the page offset that they have in the file."""
-        return self._fixed is not Mode.WRITEBACK
+        return self._fixed is not WriteMode.WRITEBACK
 
     @contextlib.contextmanager
-    def writing(self, nbytes: int) -> Iterator[Mode]:
+    def writing(self, nbytes: int) -> Iterator[WriteMode]:
         """Give the mode of a write, which the block does. Raises OSError."""
         if self._fixed or nbytes < TRIAL_NBYTES:
-            yield self._fixed or Mode.DIRECT
+            yield self._fixed or WriteMode.DIRECT
             return
-        mode = min(Mode, key=lambda mode: len(self._paces[mode]))
+        mode = min(WriteMode, key=lambda mode: len(self._paces[mode]))
         began = time.perf_counter()
         yield mode
         self.writeback.drain()
-        self.measured(mode, (time.perf_counter() - began) / nbytes)
+        self.add_measurement(mode, (time.perf_counter() - began) / nbytes)
 
-    def measured(self, mode: Mode, pace: float) -> None:
+    def add_measurement(self, mode: WriteMode, seconds_per_byte: float) -> None:
         """Add a measurement, in seconds a byte; after the last one the mode is fixed."""
-        self._paces[mode].append(pace)
-        directs, writebacks = (self._paces[mode] for mode in (Mode.DIRECT, Mode.WRITEBACK))
+        self._paces[mode].append(seconds_per_byte)
+        directs, writebacks = (self._paces[mode] for mode in (WriteMode.DIRECT, WriteMode.WRITEBACK))
         if len(directs) == len(writebacks):
             share = min(writebacks) / min(directs)
             if len(directs) == TRIALS or share > CLEAR_LOSS:
-                self._fixed = Mode.WRITEBACK if share < CLEAR_GAIN else Mode.DIRECT
+                self._fixed = WriteMode.WRITEBACK if share < CLEAR_GAIN else WriteMode.DIRECT

@@ -16,74 +16,74 @@ from pathlib import Path
 import xxhash
 
 from prepcli.engine.files import io_error
-from prepcli.engine.own_files import open_own, read_own
+from prepcli.engine.no_follow import open_no_follow, read_no_follow
 from prepcli.errors import PrepError
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class StreamPrefix:
     """The durable first bytes of the stream that was cut short: how many on its left side, and the digest of what was
     written of them, in the tensor's order."""
 
-    number: int
+    stream_number: int
     nbytes: int
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class JournalState:
     """What a journal promises: the bytes that are durable, digests of whole streams by their number in the plan, and
     the stream cut short. `session` names the processes at work when the journal was opened."""
 
-    nbytes: int
+    durable_nbytes: int
     digests: Mapping[int, str]
-    prefix: Prefix | None = None
+    prefix: StreamPrefix | None = None
     session: str = ""
 
 
-NOTHING = Marked(0, {})
+EMPTY_JOURNAL_STATE = JournalState(0, {})
 
 
-def read_journal(path: Path, identity: str, division: str = "") -> Marked:
+def read_journal(path: Path, run_id: str, division: str = "") -> JournalState:
     """Read what a journal promises: nothing if it does not exist or is of another division of the plan's streams.
 
     Raises:
         PrepError: It belongs to another run, or is a link.
         OSError: It cannot be read.
     """
-    found = NOTHING
+    found = EMPTY_JOURNAL_STATE
     try:
-        lines = read_own(path).split(b"\n")[:-1]
+        lines = read_no_follow(path).split(b"\n")[:-1]
     except FileNotFoundError:
         lines = []
     for at, line in enumerate(lines):
-        match _parsed(line):
+        match _parse_line(line):
             case {"run": str(run), "division": str(of), "session": str(session)} if at == 0:
-                _check(path, run, identity)
+                _check_run(path, run, run_id)
                 if of != division:
                     break
-                found = Marked(0, {}, session=session)
+                found = JournalState(0, {}, session=session)
             case {
                 "done": int(done),
                 "digests": dict(new),
                 "prefix": cut,
             } if at > 0 and all(map(str.isdecimal, new)):
                 digests = {**found.digests, **{int(number): digest for number, digest in new.items()}}
-                found = Marked(done, digests, _prefix(cut), found.session)
+                found = JournalState(done, digests, _parse_prefix(cut), found.session)
             case _:
                 break
     return found
 
 
-def _prefix(cut: object) -> Prefix | None:
-    match cut:
+def _parse_prefix(value: object) -> StreamPrefix | None:
+    match value:
         case [int(number), int(nbytes), str(digest)]:
-            return Prefix(number, nbytes, digest)
+            return StreamPrefix(number, nbytes, digest)
     return None
 
 
-def _check(path: Path, run: str, identity: str) -> None:
-    if run != identity:
+def _check_run(path: Path, journal_run_id: str, run_id: str) -> None:
+    if journal_run_id != run_id:
         folder = path.parent.parent
         raise PrepError(f"{folder} belongs to another run", "its plan or its source differs", "`--restart` drops it")
 
@@ -97,12 +97,12 @@ class Journal:
     def __init__(
         self,
         path: Path,
-        identity: str,
+        run_id: str,
         division: str = "",
-        numbers: Sequence[int] | None = None,
+        stream_numbers: Sequence[int] | None = None,
         *,
         session: str = "",
-        kept: Marked | None = None,
+        state: JournalState | None = None,
     ) -> None:
         """Open or create the journal.
 
@@ -118,18 +118,18 @@ class Journal:
         Raises:
             PrepError: It belongs to another run, or cannot be read or written.
         """
-        self._path, self._numbers = path, numbers
+        self._path, self._numbers = path, stream_numbers
         fresh = path.with_suffix(path.suffix + ".new")
         try:
-            marked = read_journal(path, identity, division) if kept is None else kept
-            self.done_nbytes = marked.nbytes
+            marked = read_journal(path, run_id, division) if state is None else state
+            self.done_nbytes = marked.durable_nbytes
             self.digests = self._by_position(marked.digests)
             self.prefix = self._prefix_by_position(marked.prefix)
-            self._fd = open_own(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            self._fd = open_no_follow(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             with contextlib.ExitStack() as on_error:
                 on_error.callback(self.close)
-                self._append({"run": identity, "division": division, "session": session})
-                self.mark(self.done_nbytes, self.digests, self.prefix)
+                self._append({"run": run_id, "division": division, "session": session})
+                self.record(self.done_nbytes, self.digests, self.prefix)
                 fresh.rename(path)
                 on_error.pop_all()
         except OSError as error:
@@ -140,24 +140,24 @@ class Journal:
             return dict(digests)
         return {at: digests[number] for at, number in enumerate(self._numbers) if number in digests}
 
-    def _prefix_by_position(self, prefix: Prefix | None) -> Prefix | None:
+    def _prefix_by_position(self, prefix: StreamPrefix | None) -> StreamPrefix | None:
         if prefix is None or self._numbers is None:
             return prefix
-        return Prefix(self._numbers.index(prefix.number), prefix.nbytes, prefix.digest)
+        return StreamPrefix(self._numbers.index(prefix.stream_number), prefix.nbytes, prefix.digest)
 
-    def mark(self, done_nbytes: int, digests: dict[int, str], prefix: Prefix | None = None) -> None:
+    def record(self, done_nbytes: int, digests: dict[int, str], prefix: StreamPrefix | None = None) -> None:
         """Record that these bytes of the streams are durable, streams counted by position in `numbers`."""
         self.done_nbytes = done_nbytes
         self.digests = self.digests | digests
         self.prefix = prefix
-        last = max([*digests, prefix.number if prefix else -1], default=-1)
+        last = max([*digests, prefix.stream_number if prefix else -1], default=-1)
         of = self._numbers or range(last + 1)
-        cut = [of[prefix.number], prefix.nbytes, prefix.digest] if prefix else None
+        cut = [of[prefix.stream_number], prefix.nbytes, prefix.digest] if prefix else None
         named = {of[at]: digest for at, digest in digests.items()}
         self._append({"done": done_nbytes, "digests": named, "prefix": cut})
 
     def _append(self, entry: dict[str, object]) -> None:
-        data = sealed(json.dumps(entry).encode())
+        data = seal_line(json.dumps(entry).encode())
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
@@ -171,19 +171,19 @@ class Journal:
             os.close(self._fd)
 
 
-def sealed(content: bytes) -> bytes:
+def seal_line(content: bytes) -> bytes:
     """A line of a journal: a checksum and the content, which has no line break."""
     return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
 
 
-def unsealed(line: bytes) -> bytes | None:
+def unseal_line(line: bytes) -> bytes | None:
     """The content of a line that `sealed` made, without its line break; None where the checksum does not fit."""
     checksum, _, content = line.partition(b" ")
     return content if checksum == xxhash.xxh3_64_hexdigest(content).encode() else None
 
 
-def _parsed(line: bytes) -> object:
-    content = unsealed(line)
+def _parse_line(line: bytes) -> object:
+    content = unseal_line(line)
     try:
         return None if content is None else json.loads(content)
     except ValueError:

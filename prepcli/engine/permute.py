@@ -10,18 +10,18 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from prepcli.engine.files import Bytes
-from prepcli.planning.moves import Copy
+from prepcli.engine.files import ByteArray
 from prepcli.planning.slabs import PAGE, Slab
+from prepcli.planning.strided_copies import StridedCopy
 
 TILE_NBYTES = 128 << 10  # a tile of the source and one of the target fit the L2 cache together
 PART_NBYTES = 2 << 20  # less is not worth a thread of its own
-MOST_THREADS = 4  # a few saturate the memory
-PLAIN = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+MAX_THREADS = 4  # a few saturate the memory
+UNSIGNED_DTYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 Assignment = tuple[np.ndarray, np.ndarray]  # target, source
 
 
-def gather(slab: Slab, tensor: Bytes, out: Bytes, pool: Executor | None = None) -> Bytes:
+def gather(slab: Slab, tensor: ByteArray, out: ByteArray, pool: Executor | None = None) -> ByteArray:
     """Copy the tensor's bytes to `out`, as the runs of the slab's right side one after another.
 
     Args:
@@ -34,7 +34,7 @@ def gather(slab: Slab, tensor: Bytes, out: Bytes, pool: Executor | None = None) 
         The part of `out` that was filled.
     """
     whole, at = [], 0
-    for copy in slab.right:
+    for copy in slab.writes:
         packed, spread = _views(copy, out[at:], tensor, slab.written_start)
         whole.append((packed, spread))
         at += copy.nbytes
@@ -42,7 +42,7 @@ def gather(slab: Slab, tensor: Bytes, out: Bytes, pool: Executor | None = None) 
     return out[:at]
 
 
-def scatter(slab: Slab, runs: Bytes, out: Bytes, pool: Executor | None = None) -> Bytes:
+def scatter(slab: Slab, runs: ByteArray, out: ByteArray, pool: Executor | None = None) -> ByteArray:
     """Copy the runs of the slab's left side, which follow one another, to `out` in the tensor's order.
 
     Args:
@@ -55,7 +55,7 @@ def scatter(slab: Slab, runs: Bytes, out: Bytes, pool: Executor | None = None) -
         `out`.
     """
     whole, at = [], 0
-    for copy in slab.left:
+    for copy in slab.reads:
         packed, spread = _views(copy, runs[at:], out, slab.start)
         whole.append((spread, packed))
         at += copy.nbytes
@@ -65,20 +65,20 @@ def scatter(slab: Slab, runs: Bytes, out: Bytes, pool: Executor | None = None) -
 
 def threads() -> int:
     """Return how many threads a `pool` should have on this machine."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def _views(copy: Copy, packed: Bytes, tensor: Bytes, start: int) -> Assignment:
+def _views(copy: StridedCopy, packed: ByteArray, tensor: ByteArray, start: int) -> Assignment:
     """The same elements on both sides as arrays of one shape: runs of `width` bytes, or the bytes of a single run."""
     width, dims = (copy.width, copy.dims) if copy.dims else (1, ((copy.width, 1, 1),))
-    kind = np.dtype(PLAIN.get(width, f"V{width}"))
+    kind = np.dtype(UNSIGNED_DTYPES.get(width, f"V{width}"))
     shape = [count for count, _, _ in dims]
-    spread = np.ndarray(shape, kind, tensor, copy.at - start, [step for _, step, _ in dims])
+    spread = np.ndarray(shape, kind, tensor, copy.tensor_offset - start, [step for _, step, _ in dims])
     return packed[: copy.nbytes].view(kind).reshape(shape), spread
 
 
-def _assign_all(whole: list[Assignment], pool: Executor | None) -> None:
-    parts = [part for target, source in whole for part in _parts(target, source)]
+def _assign_all(assignments: list[Assignment], pool: Executor | None) -> None:
+    parts = [part for target, source in assignments for part in _split_assignment(target, source)]
     if pool is None or len(parts) == 1:
         for part in parts:
             _assign(part)
@@ -87,7 +87,7 @@ def _assign_all(whole: list[Assignment], pool: Executor | None) -> None:
             pass
 
 
-def _parts(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
+def _split_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
     """Split an assignment along its longest axis into about as many parts as there are threads."""
     count = min(threads(), target.nbytes // PART_NBYTES)
     if count < 2:
@@ -101,13 +101,13 @@ def _parts(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
 
 
 def _assign(part: Assignment) -> None:
-    for target, source in _tiles(*part):
+    for target, source in _tile_assignment(*part):
         target[...] = source
 
 
-def _tiles(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
+def _tile_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
     """Cut a transpose into square tiles; an assignment whose sides have long runs in common stays whole."""
-    axes = _adjacent(target), _adjacent(source)
+    axes = _contiguous_axis(target), _contiguous_axis(source)
     if None in axes or axes[0] == axes[1] or target.itemsize >= PAGE:
         yield target, source
         return
@@ -118,6 +118,6 @@ def _tiles(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:
         yield target[tile], source[tile]
 
 
-def _adjacent(values: np.ndarray) -> int | None:
+def _contiguous_axis(array: np.ndarray) -> int | None:
     """The axis along which elements lie side by side."""
-    return next((axis for axis, step in enumerate(values.strides) if step == values.itemsize), None)
+    return next((axis for axis, step in enumerate(array.strides) if step == array.itemsize), None)

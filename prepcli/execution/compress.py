@@ -22,38 +22,38 @@ import numpy.typing as npt
 import xxhash
 
 from prepcli.console.progress import Progress
+from prepcli.engine.background_sync import SYNC_INTERVAL_S
 from prepcli.engine.files import io_error
-from prepcli.engine.journal import sealed, unsealed
-from prepcli.engine.marks import MARK_EVERY_S
-from prepcli.engine.own_files import open_own, read_own
-from prepcli.errors import PrepError, usage
-from prepcli.formats.orbax_write import Chunk
-from prepcli.planning.placing import FILE_NBYTES
+from prepcli.engine.journal import seal_line, unseal_line
+from prepcli.engine.no_follow import open_no_follow, read_no_follow
+from prepcli.errors import PrepError, usage_error
+from prepcli.formats.orbax_write import WrittenChunk
+from prepcli.planning.chunk_placement import FILE_NBYTES
 
 PIECE_NBYTES = 1 << 20
 MARK_NBYTES = 256 << 20  # of raw bytes that are not durable yet
-METHOD, DEFAULT_LEVEL, MOST_LEVEL = "zstd", 1, 19  # the level that Orbax takes; those above ask for much memory
+METHOD, DEFAULT_LEVEL, MAX_LEVEL = "zstd", 1, 19  # the level that Orbax takes; those above ask for much memory
 
 
-_Table = npt.NDArray[np.int64]  # a row a chunk: file, offset, bytes. Of objects there would be too many
+_ChunkTable = npt.NDArray[np.int64]  # a row a chunk: file, offset, bytes. Of objects there would be too many
 
 
-class _Run(NamedTuple):
+class _ByteRange(NamedTuple):
     file: int
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class CompressedChunks:
     """Where the chunks lie now, in the order in which they were given, their files relative to the item, and the size
     of each."""
 
-    places: _Table
+    places: _ChunkTable
     files: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def chunks(self, raw: Iterable[Chunk]) -> Iterator[Chunk]:
+    def relocate(self, raw: Iterable[WrittenChunk]) -> Iterator[WrittenChunk]:
         """The chunks that were given, where they lie now."""
         for chunk, row in zip(raw, self.places, strict=True):
             file, offset, nbytes = map(int, row)
@@ -66,65 +66,70 @@ def parse_compress(text: str | None) -> int | None:
         return None
     method, colon, level = text.partition(":")
     number = int(level) if level.isdecimal() and len(level) < 3 else DEFAULT_LEVEL if not colon else 0
-    if method != METHOD or not 1 <= number <= MOST_LEVEL:
-        raise usage(f"`--compress {text}` is not understood", f"it takes zstd, or zstd:1 to zstd:{MOST_LEVEL}")
+    if method != METHOD or not 1 <= number <= MAX_LEVEL:
+        raise usage_error(f"`--compress {text}` is not understood", f"it takes zstd, or zstd:1 to zstd:{MAX_LEVEL}")
     return number
 
 
-def pack(
-    chunks: Iterable[Chunk], raw: Sequence[Path], folder: Path, journal: Path, level: int, progress: Progress
-) -> Packed:
+def compress_chunks(
+    chunks: Iterable[WrittenChunk],
+    raw_files: Sequence[Path],
+    folder: Path,
+    journal: Path,
+    level: int,
+    progress: Progress,
+) -> CompressedChunks:
     """Compress raw chunks into data files of the item in `folder`, in the order in which they lie; run again it goes on
     from what is durable. PrepError where the system does not let it."""
-    given = _table(chunks)
-    order = _in_order(given)
+    given = _chunk_table(chunks)
+    order = _storage_order(given)
     (folder / "d").mkdir(parents=True, exist_ok=True)
-    task = _Packing(given[order], raw, folder, journal, level)
+    task = _Compressor(given[order], raw_files, folder, journal, level)
     total, done = int(given[:, 2].sum()), int(task.chunks[: len(task.lengths), 2].sum())
     progress.begin("compress", total, done)
     try:
-        task.go(progress)
+        task.run(progress)
     finally:
         progress.end()
         task.close()
     places = np.empty_like(given)
-    places[order] = _places(task.lengths)
+    places[order] = _chunk_places(task.lengths)
     sizes = np.bincount(places[:, 0], places[:, 2]).astype(np.int64).tolist()
-    return Packed(places, tuple(_name(number) for number in range(len(sizes))), tuple(sizes))
+    return CompressedChunks(places, tuple(_data_file_name(number) for number in range(len(sizes))), tuple(sizes))
 
 
-def unpacked_nbytes(chunks: Iterable[Chunk], journal: Path) -> int:
+def nbytes_to_compress(chunks: Iterable[WrittenChunk], journal: Path) -> int:
     """Bytes of the raw chunks that are still to be compressed. PrepError where the journal cannot be read."""
-    given = _table(chunks)
-    return int(given[_in_order(given)][sum(len(mark.lengths) for mark in _promised(journal)) :, 2].sum())
+    given = _chunk_table(chunks)
+    return int(given[_storage_order(given)][sum(len(mark.lengths) for mark in _read_marks(journal)) :, 2].sum())
 
 
-def _table(chunks: Iterable[Chunk]) -> _Table:
+def _chunk_table(chunks: Iterable[WrittenChunk]) -> _ChunkTable:
     flat = itertools.chain.from_iterable((chunk.file, chunk.offset, chunk.nbytes) for chunk in chunks)
     return np.fromiter(flat, np.int64).reshape(-1, 3)
 
 
-def _in_order(table: _Table) -> npt.NDArray[np.intp]:
+def _storage_order(table: _ChunkTable) -> npt.NDArray[np.intp]:
     """The rows in the order in which the chunks lie."""
     return np.lexsort((table[:, 1], table[:, 0]))
 
 
-class _Packing:
-    def __init__(self, chunks: _Table, raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
-        self.chunks, self.raw, self.folder, self.journal, self.level = chunks, raw, folder, journal, level
-        self.lengths = _durable(journal, folder, len(chunks))
+class _Compressor:
+    def __init__(self, chunks: _ChunkTable, raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
+        self.chunks, self.raw_files, self.folder, self.journal, self.level = chunks, raw, folder, journal, level
+        self.lengths = _durable_lengths(journal, folder, len(chunks))
         self.digest = xxhash.xxh3_128()  # of what was compressed since the last mark
-        self.out = -1  # the descriptor of the data file that is being written
+        self.out_fd = -1  # the descriptor of the data file that is being written
         self.source = (-1, -1)  # number and descriptor of the raw file that is being read
 
-    def go(self, progress: Progress) -> None:
+    def run(self, progress: Progress) -> None:
         """Compress what is left."""
         marked, unmarked, since_s = len(self.lengths), 0, time.monotonic()
-        last = _Run(*map(int, _places(self.lengths)[-1])) if marked else _Run(0, 0, 0)
+        last = _ByteRange(*map(int, _chunk_places(self.lengths)[-1])) if marked else _ByteRange(0, 0, 0)
         file, offset = last.file, last.offset + last.nbytes
         self._open(file, offset)
         for row in self.chunks[marked:]:
-            chunk = _Run(*map(int, row))
+            chunk = _ByteRange(*map(int, row))
             if offset >= FILE_NBYTES:
                 marked, unmarked = self._mark(marked), 0
                 file, offset = file + 1, 0
@@ -132,23 +137,23 @@ class _Packing:
             self.lengths.append(self._compress(chunk, progress))
             offset += self.lengths[-1]
             unmarked += chunk.nbytes
-            if unmarked >= MARK_NBYTES or time.monotonic() - since_s >= MARK_EVERY_S:
+            if unmarked >= MARK_NBYTES or time.monotonic() - since_s >= SYNC_INTERVAL_S:
                 marked, unmarked, since_s = self._mark(marked), 0, time.monotonic()
         self._mark(marked)
 
     def _open(self, file: int, nbytes: int) -> None:
         """Go on with a data file after so many bytes."""
-        path = self.folder / _name(file)
+        path = self.folder / _data_file_name(file)
         try:
-            before, self.out = self.out, open_own(path, os.O_WRONLY | os.O_CREAT)
+            before, self.out_fd = self.out_fd, open_no_follow(path, os.O_WRONLY | os.O_CREAT)
             if before >= 0:
                 os.close(before)
-            os.ftruncate(self.out, nbytes)
-            os.lseek(self.out, nbytes, os.SEEK_SET)
+            os.ftruncate(self.out_fd, nbytes)
+            os.lseek(self.out_fd, nbytes, os.SEEK_SET)
         except OSError as error:
             raise io_error(path, error) from error
 
-    def _compress(self, chunk: _Run, progress: Progress) -> int:
+    def _compress(self, chunk: _ByteRange, progress: Progress) -> int:
         import zstandard  # late: most outputs are raw
 
         stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)
@@ -158,12 +163,12 @@ class _Packing:
             progress.advance(len(piece))
         return length + self._write(stream.flush())
 
-    def _pieces(self, chunk: _Run) -> Iterator[bytes]:
-        path = self.raw[chunk.file]
+    def _pieces(self, chunk: _ByteRange) -> Iterator[bytes]:
+        path = self.raw_files[chunk.file]
         try:
             if self.source[0] != chunk.file:
-                self._let_go()
-                self.source = chunk.file, open_own(path, os.O_RDONLY)
+                self._close_raw_file()
+                self.source = chunk.file, open_no_follow(path, os.O_RDONLY)
             for start in range(0, chunk.nbytes, PIECE_NBYTES):
                 count = min(PIECE_NBYTES, chunk.nbytes - start)
                 piece = os.pread(self.source[1], count, chunk.offset + start)
@@ -179,7 +184,7 @@ class _Packing:
         self.digest.update(data)
         try:
             while view:
-                view = view[os.write(self.out, view) :]
+                view = view[os.write(self.out_fd, view) :]
         except OSError as error:
             raise io_error(self.folder, error) from error
         return len(data)
@@ -187,11 +192,11 @@ class _Packing:
     def _mark(self, marked: int) -> int:
         """What was compressed since becomes durable, and then known to be so; how many chunks are."""
         try:
-            os.fdatasync(self.out)
-            fd = open_own(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.fdatasync(self.out_fd)
+            fd = open_no_follow(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 entry = {"lengths": self.lengths[marked:], "digest": self.digest.hexdigest()}
-                os.write(fd, sealed(json.dumps(entry).encode()))
+                os.write(fd, seal_line(json.dumps(entry).encode()))
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
@@ -200,20 +205,20 @@ class _Packing:
         self.digest.reset()
         return len(self.lengths)
 
-    def _let_go(self) -> None:
+    def _close_raw_file(self) -> None:
         if self.source[1] >= 0:
             os.close(self.source[1])
             self.source = (-1, -1)
 
     def close(self) -> None:
         """Close all files."""
-        self._let_go()
-        if self.out >= 0:
-            os.close(self.out)
-            self.out = -1
+        self._close_raw_file()
+        if self.out_fd >= 0:
+            os.close(self.out_fd)
+            self.out_fd = -1
 
 
-def _places(lengths: Sequence[int]) -> _Table:
+def _chunk_places(lengths: Sequence[int]) -> _ChunkTable:
     """Where each chunk lies: a file is closed once it is long enough."""
     found, file, offset = np.empty((len(lengths), 3), np.int64), 0, 0
     for at, nbytes in enumerate(lengths):
@@ -224,15 +229,15 @@ def _places(lengths: Sequence[int]) -> _Table:
     return found
 
 
-def _durable(journal: Path, folder: Path, most: int) -> list[int]:
+def _durable_lengths(journal: Path, folder: Path, most: int) -> list[int]:
     """The lengths that a journal promises and that the data files hold; the journal is cut off after them."""
-    marks = _promised(journal)
+    marks = _read_marks(journal)
     lengths = [length for mark in marks for length in mark.lengths]
-    places, count, nbytes = _places(lengths), 0, 0
+    places, count, nbytes = _chunk_places(lengths), 0, 0
     try:
         for mark in marks:
             stop = count + len(mark.lengths)
-            if stop > most or _digest(folder, places[count:stop]) != mark.digest:
+            if stop > most or _read_digest(folder, places[count:stop]) != mark.digest:
                 break
             count, nbytes = stop, nbytes + mark.nbytes
         if journal.exists():
@@ -242,14 +247,14 @@ def _durable(journal: Path, folder: Path, most: int) -> list[int]:
     return lengths[:count]
 
 
-def _digest(folder: Path, places: _Table) -> str:
+def _read_digest(folder: Path, places: _ChunkTable) -> str:
     """The digest of compressed chunks as the data files hold them, which may be fewer bytes than there should be."""
     state = xxhash.xxh3_128()
     for file, offset, nbytes in places.tolist():
-        path = folder / _name(file)
+        path = folder / _data_file_name(file)
         if not path.exists():
             break
-        fd = open_own(path, os.O_RDONLY)
+        fd = open_no_follow(path, os.O_RDONLY)
         try:
             for start in range(0, nbytes, PIECE_NBYTES):
                 state.update(os.pread(fd, min(PIECE_NBYTES, nbytes - start), offset + start))
@@ -266,30 +271,30 @@ class _Mark(NamedTuple):
     nbytes: int
 
 
-def _promised(journal: Path) -> list[_Mark]:
+def _read_marks(journal: Path) -> list[_Mark]:
     """The whole lines of a journal up to one that is not. PrepError where it cannot be read."""
     try:
-        lines = read_own(journal).split(b"\n")[:-1]
+        lines = read_no_follow(journal).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise io_error(journal, error) from error
     marks = list[_Mark]()
     for line in lines:
-        if (mark := _parsed(line)) is None:
+        if (mark := _parse_mark(line)) is None:
             break
         marks.append(mark)
     return marks
 
 
-def _parsed(line: bytes) -> _Mark | None:
-    content = unsealed(line)
+def _parse_mark(line: bytes) -> _Mark | None:
+    content = unseal_line(line)
     match json.loads(content) if content else None:
         case {"lengths": list(lengths), "digest": str(digest)}:
             return _Mark(lengths, digest, len(line) + 1)
     return None
 
 
-def _name(number: int) -> str:
+def _data_file_name(number: int) -> str:
     """A data file as OCDBT names them."""
     return f"d/{hashlib.md5(f'prep packed file {number}'.encode(), usedforsecurity=False).hexdigest()}"

@@ -10,111 +10,123 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.engine.casts import moved, report
+from prepcli.engine.casts import parse_stream_digest, report_casts
 from prepcli.engine.files import io_error
-from prepcli.engine.own_files import check_no_links, open_own, write_own
-from prepcli.engine.pipeline import Outcome
-from prepcli.execution.block_checksums import collected
-from prepcli.execution.compress import Packed, pack, unpacked_nbytes
-from prepcli.execution.staging import WORK, Staging
+from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
+from prepcli.engine.pipeline import PipelineResult
+from prepcli.execution.block_checksums import collect_checksums
+from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
+from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.formats.checksums import write_checksums
-from prepcli.formats.manifest import MANIFEST, manifest_bytes
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.orbax_write import Chunk, write_item, write_step
-from prepcli.planning.plan import Leaf, Plan, SmallFile
-from prepcli.planning.slots import PARAMS, joined, parted
+from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
+from prepcli.planning.plan import OutputLeaf, Plan, SmallFile
+from prepcli.planning.state_names import PARAMS, qualify, split_name
 
-WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-RAW, PACKED = "raw", "packed"  # of an output that is compressed, while it is made: its chunks, and how far they are
+WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+RAW_FOLDER, COMPRESS_JOURNAL = (
+    "raw",
+    "packed",
+)  # of an output that is compressed, while it is made: its chunks, and how far they are
 
 
 def data_folder(plan: Plan, folder: Path) -> Path:
     """Where the data files are written: to be compressed from there, or where they stay."""
-    return folder / WORK / RAW if plan.zstd_level else folder / plan.item
+    return folder / WORK_FOLDER / RAW_FOLDER if plan.zstd_level else folder / plan.item
 
 
-def finish(
-    plan: Plan, stage: Staging, run: dict[str, object], outcome: Outcome, progress: Progress | None = None
+def finalize_output(
+    plan: Plan,
+    stage: Staging,
+    run_identity: dict[str, object],
+    outcome: PipelineResult,
+    progress: Progress | None = None,
 ) -> None:
     """Write what is not tensors: chunks compressed, if they are to be, then index, settings, manifest."""
     folder = stage.folder / plan.item
-    check_no_links(stage.folder)  # of the folders: files are opened without following one
-    packed = _packed(plan, stage, progress or NullProgress()) if plan.zstd_level else None
+    check_no_symlinks(stage.folder)  # of the folders: files are opened without following one
+    packed = _compress_output(plan, stage, progress or NullProgress()) if plan.zstd_level else None
     try:
         if plan.leaves:
-            metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk) for x in plan.leaves]
+            metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk_shape) for x in plan.leaves]
             names = packed.files if packed else [file.path for file in plan.files]
-            chunks = packed.chunks(_chunks(plan.leaves)) if packed else _chunks(plan.leaves)
-            write_item(folder, metas, chunks, names, now_ns=newest_ns(plan), zstd_level=plan.zstd_level)
+            chunks = packed.relocate(_raw_chunks(plan.leaves)) if packed else _raw_chunks(plan.leaves)
+            write_item_metadata(folder, metas, chunks, names, now_ns=newest_source_ns(plan), zstd_level=plan.zstd_level)
         if plan.item:
-            write_step(stage.folder, plan.item, newest_ns(plan))
+            write_step_metadata(stage.folder, plan.item, newest_source_ns(plan))
         for file in plan.small_files:
-            _put(file, folder / file.path)
+            _write_small_file(file, folder / file.path)
         said: dict[str, Any] = {"packed": dict(zip(packed.files, packed.sizes))} if packed else {}
         if plan.leaves:
             raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-            said["checksums"] = write_checksums(stage.folder, collected(plan, stage, raw))
-        write_own(stage.folder / MANIFEST, manifest_bytes(_manifest(plan, run, outcome) | said))
+            said["checksums"] = write_checksums(stage.folder, collect_checksums(plan, stage, raw))
+        write_no_follow(
+            stage.folder / MANIFEST_FILE, encode_manifest(_build_manifest(plan, run_identity, outcome) | said)
+        )
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error
 
 
-def _put(file: SmallFile, path: Path) -> None:
+def _write_small_file(file: SmallFile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if file.copied_from:
         with (
-            open(file.copied_from, "rb", opener=_without_links) as source,
-            open(open_own(path, WRITE), "wb") as target,
+            open(file.copied_from, "rb", opener=_open_without_links) as source,
+            open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
         ):
             shutil.copyfileobj(source, target)
     else:
-        write_own(path, file.content)
+        write_no_follow(path, file.content)
 
 
-def _without_links(path: str, flags: int) -> int:
+def _open_without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW)  # a real path, unless somebody has replaced it since
 
 
-def _packed(plan: Plan, stage: Staging, progress: Progress) -> Packed:
+def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
     raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-    folder, journal = stage.folder / plan.item, stage.folder / WORK / PACKED
-    return pack(_chunks(plan.leaves), raw, folder, journal, plan.zstd_level or 0, progress)
+    folder, journal = stage.folder / plan.item, stage.folder / WORK_FOLDER / COMPRESS_JOURNAL
+    return compress_chunks(_raw_chunks(plan.leaves), raw, folder, journal, plan.zstd_level or 0, progress)
 
 
-def newest_ns(plan: Plan) -> int:
+def newest_source_ns(plan: Plan) -> int:
     """The time that the output's metadata carry: that of the source, so that two runs write the same bytes."""
-    return max((0, *(fact.mtime_ns for fact in plan.sources)))  # metadata have no time before 1970
+    return max((0, *(fact.mtime_ns for fact in plan.source_files)))  # metadata have no time before 1970
 
 
-def unpacked(plan: Plan, folder: Path) -> int:
+def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
     """Bytes of an output that are still to be compressed."""
-    return unpacked_nbytes(_chunks(plan.leaves), folder / WORK / PACKED) if plan.zstd_level else 0
+    return (
+        nbytes_to_compress(_raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL) if plan.zstd_level else 0
+    )
 
 
-def _chunks(leaves: tuple[Leaf, ...]) -> Iterator[Chunk]:
+def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
     """Every chunk where it was written, in no order."""
     for number, leaf in enumerate(leaves):
-        for box in leaf.placed:
+        for box in leaf.placed_chunks:
             for index in box.indices():
-                yield Chunk(number, index, *box.places.find(index), leaf.chunk_nbytes)
+                yield WrittenChunk(number, index, *box.placement.find(index), leaf.chunk_nbytes)
 
 
-def _manifest(plan: Plan, run: dict[str, object], outcome: Outcome) -> dict[str, Any]:
+def _build_manifest(plan: Plan, run_identity: dict[str, object], outcome: PipelineResult) -> dict[str, Any]:
     return {
-        **run,
+        **run_identity,
         "command": plan.command,
-        "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.sources]},
+        "source": {"name": plan.source_name, "files": [asdict(fact) for fact in plan.source_files]},
         **plan.settings,
-        "dropped": [{**asdict(d), "name": plan.names.get(d.name, d.name)} for d in plan.dropped],
-        **({"casts": casts} if (casts := report(plan.streams, outcome.digests)) else {}),
-        **_records(plan, outcome),
+        "dropped": [{**asdict(d), "name": plan.display_names.get(d.name, d.name)} for d in plan.dropped],
+        **({"casts": casts} if (casts := report_casts(plan.streams, outcome.digests)) else {}),
+        **_tensor_records(plan, outcome),
         "leaves": {
-            leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk} for leaf in plan.leaves
+            leaf.name: {"shape": leaf.grid.shape, "dtype": leaf.dtype, "chunk": leaf.grid.chunk_shape}
+            for leaf in plan.leaves
         },
     }
 
 
-def _records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+def _tensor_records(plan: Plan, outcome: PipelineResult) -> dict[str, Any]:
     """Every tensor that was written, with the rows it has there, and digests of them in pieces where it has padding.
 
     Those of a training state are apart: by slot, and what stands alone.
@@ -123,13 +135,13 @@ def _records(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     slots: dict[str, dict[str, Any]] = {}
     others: dict[str, Any] = {}
     for number, stream in enumerate(plan.streams):
-        if stream.right:
-            slot = parted(stream.name)[0] if plan.item else PARAMS
-            shown = plan.names.get(stream.name, stream.name)
-            name = shown.removeprefix(joined(slot, "")) if slot else shown
+        if stream.writes:
+            slot = split_name(stream.name)[0] if plan.item else PARAMS
+            shown = plan.display_names.get(stream.name, stream.name)
+            name = shown.removeprefix(qualify(slot, "")) if slot else shown
             held = tensors if slot == PARAMS else slots.setdefault(slot, {}) if slot else others
             record = held.setdefault(name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []})
-            record["digests"].append([*stream.rows, moved(outcome.digests[number]).written])
+            record["digests"].append([*stream.rows, parse_stream_digest(outcome.digests[number]).written])
             if stream.shape:
                 record["shape"] = (stream.rows[1], *stream.shape[1:])
     return {"tensors": tensors, **({"slots": slots, "others": others} if plan.item else {})}

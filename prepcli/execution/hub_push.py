@@ -10,29 +10,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.console.lists import some
+from prepcli.console.lists import join_names
 from prepcli.console.progress import Progress
-from prepcli.errors import PrepError, usage
-from prepcli.execution.staging import WORK
-from prepcli.remote.hub_client import CHECK_ENDPOINT, NOT_UNDERSTOOD, NoAnswer, is_garbled, use_patient_client
-from prepcli.remote.hub_ranges import is_of_the_network
-from prepcli.remote.patience import PATIENT, Patience
-from prepcli.sources.links import side_file
+from prepcli.errors import PrepError, usage_error
+from prepcli.execution.staging import WORK_FOLDER
+from prepcli.remote.hub_client import (
+    CHECK_ENDPOINT,
+    MALFORMED_ANSWER,
+    NoAnswerError,
+    install_retrying_client,
+    is_malformed_answer,
+)
+from prepcli.remote.hub_ranges import is_network_error
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
+from prepcli.sources.symlinks import resolve_small_file
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_REVISION = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
-_WEIGHTS = tuple(  # of each format: a file, one of several, and the index of these
+_REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_REVISION_PATTERN = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
+_WEIGHT_FILE_PATTERNS = tuple(  # of each format: a file, one of several, and the index of these
     re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}|{stem}\.{suffix}\.index\.json")
     for stem, suffix in (("model", "safetensors"), ("flax_model", "msgpack"))
 )
-_AGAIN = "run the same command again: what is uploaded is not uploaded twice"
+_RETRY_HINT = "run the same command again: what is uploaded is not uploaded twice"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PushTarget:
     """A repository, the branch in it that gets the commit, and whether nobody else may see it."""
 
     repo: str
@@ -40,28 +46,28 @@ class Target:
     private: bool = False
 
 
-def target_of(text: str, private: bool) -> Target:
+def parse_push_target(text: str, private: bool) -> PushTarget:
     """`OWNER/NAME` or `OWNER/NAME@BRANCH`; a usage PrepError for what is neither."""
     repo, at, revision = text.partition("@")
-    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
-        raise usage(f"`--push {text}` names no repository", "it has the form OWNER/NAME or OWNER/NAME@BRANCH")
-    if at and (not _REVISION.fullmatch(revision) or ".." in revision or revision.endswith(("/", ".", ".lock"))):
-        raise usage(f"`--push {text}` names no branch", f"`{revision}` cannot be the name of one")
-    return Target(repo, revision or None, private)
+    if not _REPO_PATTERN.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
+        raise usage_error(f"`--push {text}` names no repository", "it has the form OWNER/NAME or OWNER/NAME@BRANCH")
+    if at and (not _REVISION_PATTERN.fullmatch(revision) or ".." in revision or revision.endswith(("/", ".", ".lock"))):
+        raise usage_error(f"`--push {text}` names no branch", f"`{revision}` cannot be the name of one")
+    return PushTarget(repo, revision or None, private)
 
 
-def check(target: Target, patience: Patience = PATIENT) -> None:
+def check_push(target: PushTarget, patience: RetryPolicy = DEFAULT_RETRY_POLICY) -> None:
     """Raise what would make an upload fail, as far as it is known before there is anything to upload: no token, no
     network, a repository that is public although it should not be."""
     _set_variables()
-    use_patient_client(patience)
+    install_retrying_client(patience)
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
     if HF_HUB_OFFLINE:
         raise PrepError(f"cannot push to {target.repo}", "HF_HUB_OFFLINE asks for no network")
-    with _told(target):
+    with _hub_errors(target):
         try:
             HfApi().whoami()
         except LocalTokenNotFoundError:
@@ -76,7 +82,9 @@ def check(target: Target, patience: Patience = PATIENT) -> None:
         raise PrepError(f"{target.repo} is public", why, "make it private on its page, or leave `--private` out")
 
 
-def push(folder: Path, target: Target, progress: Progress, patience: Patience = PATIENT) -> str:
+def push_folder(
+    folder: Path, target: PushTarget, progress: Progress, patience: RetryPolicy = DEFAULT_RETRY_POLICY
+) -> str:
     """Upload a folder as it is, and take away what an earlier push left of other weights in its format; the address of
     the commit.
 
@@ -84,50 +92,50 @@ def push(folder: Path, target: Target, progress: Progress, patience: Patience = 
     listed: an answer alone proves nothing. Raises PrepError, and the folder is as it was.
     """
     _set_variables()
-    use_patient_client(patience)
+    install_retrying_client(patience)
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    api, names = HfApi(), _names(folder)
-    with _told(target):
+    api, names = HfApi(), _file_names(folder)
+    with _hub_errors(target):
         api.create_repo(target.repo, private=target.private or None, exist_ok=True)
         if target.revision:
             api.create_branch(target.repo, branch=target.revision, exist_ok=True)
-        old = _replaced(_listed(api, target), names)
+        old = _stale_weights(_list_repo(api, target), names)
         added = [CommitOperationAdd(name, str(folder / name)) for name in names]
-        _upload(api, target, added, progress)
+        _upload_files(api, target, added, progress)
         deleted = [CommitOperationDelete(name) for name in old]
         made = api.create_commit(
             target.repo, [*added, *deleted], commit_message=f"{folder.name} by prep", revision=target.revision
         )
-        _check_pushed(made.commit_url, names, _listed(api, target), target)
+        _check_pushed(made.commit_url, names, _list_repo(api, target), target)
     return made.commit_url
 
 
-def _listed(api: HfApi, target: Target) -> list[str]:
+def _list_repo(api: HfApi, target: PushTarget) -> list[str]:
     """Return the names of the files in the repository."""
     found = api.list_repo_files(target.repo, revision=target.revision)
     if not all(isinstance(name, str) for name in found):
-        raise PrepError(f"cannot push to {target.repo}", NOT_UNDERSTOOD, CHECK_ENDPOINT)
+        raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
     return found
 
 
-def _check_pushed(url: object, names: Sequence[str], there: Sequence[str], target: Target) -> None:
+def _check_pushed(url: object, names: Sequence[str], there: Sequence[str], target: PushTarget) -> None:
     """Raise PrepError unless the commit has an address and the repository holds all files."""
     if not isinstance(url, str):
-        raise PrepError(f"cannot push to {target.repo}", NOT_UNDERSTOOD, CHECK_ENDPOINT)
+        raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
     if missing := sorted({*names} - {*there}):
-        why = f"the hub made a commit without {some(missing)}"
+        why = f"the hub made a commit without {join_names(missing)}"
         hint = "does a .gitignore in the repository exclude them?"
         raise PrepError(f"cannot push all files to {target.repo}", why, hint)
 
 
-def _replaced(there: Sequence[str], names: Sequence[str]) -> list[str]:
+def _stale_weights(there: Sequence[str], names: Sequence[str]) -> list[str]:
     """What an earlier push left of weights in the format of the new ones: readers would mix them up."""
-    ours = [kind for kind in _WEIGHTS if any(map(kind.fullmatch, names))]
+    ours = [kind for kind in _WEIGHT_FILE_PATTERNS if any(map(kind.fullmatch, names))]
     return [name for name in there if name not in names and any(kind.fullmatch(name) for kind in ours)]
 
 
-def _upload(api: HfApi, target: Target, added: Sequence[CommitOperationAdd], progress: Progress) -> None:
+def _upload_files(api: HfApi, target: PushTarget, added: Sequence[CommitOperationAdd], progress: Progress) -> None:
     """One file after another, so that there is something to tell while it takes hours."""
     progress.begin("push", sum(each.upload_info.size for each in added))
     try:
@@ -138,11 +146,15 @@ def _upload(api: HfApi, target: Target, added: Sequence[CommitOperationAdd], pro
         progress.end()
 
 
-def _names(folder: Path) -> list[str]:
+def _file_names(folder: Path) -> list[str]:
     """All files of an output by their path in it. PrepError for a link that leaves it."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.relative_to(folder).parts[0] != WORK]
+    paths = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).parts[0] != WORK_FOLDER
+    ]
     for path in paths:
-        side_file(path, folder)
+        resolve_small_file(path, folder)
     return [path.relative_to(folder).as_posix() for path in paths]
 
 
@@ -152,39 +164,39 @@ def _set_variables() -> None:
 
 
 @contextmanager
-def _told(target: Target) -> Iterator[None]:
+def _hub_errors(target: PushTarget) -> Iterator[None]:
     """Errors of the library as PrepErrors, without addresses and tokens; others pass."""
     try:
         yield
     except PrepError:
         raise
     except Exception as error:
-        told = _explained(error, f"cannot push to {target.repo}")
+        told = _explain(error, f"cannot push to {target.repo}")
         if told is None:
             raise
         raise told from error
 
 
-def _explained(error: BaseException | None, what: str) -> PrepError | None:
+def _explain(error: BaseException | None, what: str) -> PrepError | None:
     """By the first error of the chain that says something: the library wraps those of single files."""
     from huggingface_hub.errors import HfHubHTTPError
 
     while error is not None:
-        if isinstance(error, NoAnswer):
-            return _refused(what, error.status) if error.status else PrepError(what, str(error), _AGAIN)
+        if isinstance(error, NoAnswerError):
+            return _status_error(what, error.status) if error.status else PrepError(what, str(error), _RETRY_HINT)
         if type(error).__name__ == "TooManyRedirects":
             return PrepError(what, "the hub redirects in a circle", CHECK_ENDPOINT)
         if isinstance(error, HfHubHTTPError):
-            return _refused(what, error.response.status_code)
-        if is_of_the_network(error):
-            return PrepError(what, "the hub cannot be reached, or hung up", _AGAIN)
-        if is_garbled(error):
-            return PrepError(what, NOT_UNDERSTOOD, CHECK_ENDPOINT)
+            return _status_error(what, error.response.status_code)
+        if is_network_error(error):
+            return PrepError(what, "the hub cannot be reached, or hung up", _RETRY_HINT)
+        if is_malformed_answer(error):
+            return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
         error = error.__cause__
     return None
 
 
-def _refused(what: str, status: int) -> PrepError:
+def _status_error(what: str, status: int) -> PrepError:
     if status == 401:
         return PrepError(what, "the hub says 401: it does not take the token", "`hf auth login`, or set HF_TOKEN")
     if status == 403:
@@ -192,7 +204,7 @@ def _refused(what: str, status: int) -> PrepError:
     if status == 404:
         return PrepError(what, "the hub says 404: there is no such owner, repository or branch", "check the spelling")
     if status == 409:
-        return PrepError(what, "the hub says 409: the branch changed meanwhile", _AGAIN)
+        return PrepError(what, "the hub says 409: the branch changed meanwhile", _RETRY_HINT)
     if status == 413:
         return PrepError(what, "the hub says 413: a file is too large for it", "`prep export --shard-size 5GB`")
-    return PrepError(what, f"the hub says {status}", _AGAIN)
+    return PrepError(what, f"the hub says {status}", _RETRY_HINT)

@@ -10,75 +10,75 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from prepcli.engine.own_files import open_own
+from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError
 
-LOOKED_AT_S = 1.0  # for so long, at most, a free lock may seem to be held because somebody looks at it
-TRY_EVERY_S = 0.05
+RETRY_FOR_S = 1.0  # for so long, at most, a free lock may seem to be held because somebody looks at it
+RETRY_EVERY_S = 0.05
 
 
-def lock(path: Path, what: Path) -> int:
+def acquire_lock(path: Path, locked_path: Path) -> int:
     """A descriptor that holds the lock until it is closed. PrepError names the process that works on `what`."""
     fd = _open(path)
-    if not _got(fd, fcntl.LOCK_EX):
-        raise _held(fd, what)
-    _sign(fd)
+    if not _try_flock(fd, fcntl.LOCK_EX):
+        raise _locked_error(fd, locked_path)
+    _write_holder(fd)
     return fd
 
 
-def shared_lock(path: Path, what: Path, count: int) -> tuple[int, bool]:
+def acquire_team_lock(path: Path, locked_path: Path, count: int) -> tuple[int, bool]:
     """A descriptor that holds a lock that `count` processes may share if it is more than 1, and whether this one is the
     first. PrepError where others hold it. To be called by one process at a time."""
     fd = _open(path)
-    first = _got(fd, fcntl.LOCK_EX)
-    if not first and (count == 1 or not _got(fd, fcntl.LOCK_SH)):
-        raise _held(fd, what)
+    first = _try_flock(fd, fcntl.LOCK_EX)
+    if not first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
+        raise _locked_error(fd, locked_path)
     if first:
-        _sign(fd)
+        _write_holder(fd)
     if first and count > 1:
         fcntl.flock(fd, fcntl.LOCK_SH)
     return fd, first
 
 
-def patient_lock(path: Path, what: str) -> int:
+def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
     """A lock that others look at with `is_held`: PrepError if it is still held after a moment."""
     fd = _open(path)
-    until = time.monotonic() + LOOKED_AT_S
-    while not _got(fd, fcntl.LOCK_EX):
+    until = time.monotonic() + RETRY_FOR_S
+    while not _try_flock(fd, fcntl.LOCK_EX):
         if time.monotonic() > until:
-            raise _held(fd, what)
-        time.sleep(TRY_EVERY_S)
-    _sign(fd)
+            raise _locked_error(fd, locked_name)
+        time.sleep(RETRY_EVERY_S)
+    _write_holder(fd)
     return fd
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process holds a lock; OSError (there is no such file: FileNotFoundError)."""
-    fd = open_own(path, os.O_RDWR)
+    fd = open_no_follow(path, os.O_RDWR)
     try:
-        return not _got(fd, fcntl.LOCK_SH)
+        return not _try_flock(fd, fcntl.LOCK_SH)
     finally:
         os.close(fd)
 
 
-def hold_together(path: Path) -> int:
+def acquire_shared_lock(path: Path) -> int:
     """A descriptor that holds a lock as others may too."""
     fd = _open(path)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
 
 
-def is_held_together(path: Path) -> bool:
+def has_shared_holders(path: Path) -> bool:
     """Whether any process holds a lock by `hold_together`. Nobody may take it meanwhile."""
     fd = _open(path)
     try:
-        return not _got(fd, fcntl.LOCK_EX)
+        return not _try_flock(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
-def one_at_a_time(path: Path) -> Iterator[os.stat_result]:
+def exclusive_lock(path: Path) -> Iterator[os.stat_result]:
     """Wait for the lock and hold it within: what is yielded tells which file it is."""
     fd = _open(path)
     try:
@@ -89,10 +89,10 @@ def one_at_a_time(path: Path) -> Iterator[os.stat_result]:
 
 
 def _open(path: Path) -> int:
-    return open_own(path, os.O_RDWR | os.O_CREAT)
+    return open_no_follow(path, os.O_RDWR | os.O_CREAT)
 
 
-def _got(fd: int, kind: int) -> bool:
+def _try_flock(fd: int, kind: int) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -100,13 +100,13 @@ def _got(fd: int, kind: int) -> bool:
     return True
 
 
-def _sign(fd: int) -> None:
+def _write_holder(fd: int) -> None:
     os.ftruncate(fd, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
 
-def _held(fd: int, what: Path | str) -> PrepError:
+def _locked_error(fd: int, locked_name: Path | str) -> PrepError:
     holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
     os.close(fd)
-    return PrepError(f"{what} is locked", f"another process works on it: {holder}", "wait for it")
+    return PrepError(f"{locked_name} is locked", f"another process works on it: {holder}", "wait for it")

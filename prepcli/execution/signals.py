@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PARENT = "PREP_PARENT"  # the variable that names the process that this one belongs to
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PARENT_VARIABLE = "PREP_PARENT"  # the variable that names the process that this one belongs to
 PR_SET_PDEATHSIG = 1
 
 
@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def noting_kept(kept: Callable[[], str]) -> Iterator[None]:
+def note_durable_work(describe_durable: Callable[[], str]) -> Iterator[None]:
     """Within, what stops the work carries a note of what is kept of it, if anything is.
 
     Args:
@@ -35,7 +35,7 @@ def noting_kept(kept: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Stopped) as error:
-        if text := kept():
+        if text := describe_durable():
             error.add_note(text)
         raise
 
@@ -46,54 +46,54 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
+def raise_on_signal() -> Iterator[None]:
     """Within, the first signal raises Stopped in the main thread, and a second one ends the process at once."""
 
     def stop(name: str) -> None:
         raise Stopped(name)
 
-    with _on_first(SIGNALS, stop):
+    with _handle_first(STOP_SIGNALS, stop):
         yield
 
 
 @contextmanager
-def told_to_stop() -> Iterator[Callable[[], str]]:
+def remember_signal() -> Iterator[Callable[[], str]]:
     """Within, the first signal or Ctrl-C is only remembered: what is yielded gives its name, empty before it. A second
     one ends the process at once."""
     told: list[str] = []
-    with _on_first((*SIGNALS, signal.SIGINT), told.append):
+    with _handle_first((*STOP_SIGNALS, signal.SIGINT), told.append):
         yield lambda: told[0] if told else ""
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Within, signals that end a run wait, also for the processes that are made there: see `follow_parent`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGINT))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGINT))
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def follow_parent() -> None:
+def die_with_parent() -> None:
     """In a process that belongs to another one: let signals come again, and die with that one, however it ends."""
-    parent = os.environ.get(PARENT, "")
+    parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent.isdecimal():
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGINT))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGINT))
     if os.getppid() != int(parent):
         raise Stopped("the end of its parent")
 
 
 @contextmanager
-def _on_first(signals: Sequence[signal.Signals], act: Callable[[str], None]) -> Iterator[None]:
+def _handle_first(signals: Sequence[signal.Signals], on_signal: Callable[[str], None]) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         for each in signals:
             signal.signal(each, signal.SIG_DFL)
-        act(signal.Signals(number).name)
+        on_signal(signal.Signals(number).name)
 
     before = {each: signal.signal(each, handle) for each in signals}
     try:

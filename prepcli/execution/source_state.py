@@ -12,12 +12,12 @@ from prepcli.planning.plan import Plan
 from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.source import Source
 
-NAME = "source.json"  # in the folder of a run: the state of the source when it began
+SOURCE_STATE_FILE = "source.json"  # in the folder of a run: the state of the source when it began
 
-State = list[list[int]]  # inode and change time of each file
+SourceState = list[list[int]]  # inode and change time of each file
 
 
-def state_of(plan: Plan, source: Source) -> State:
+def read_source_state(plan: Plan, source: Source) -> SourceState:
     """Inode and change time of each file of a source; nothing for one that is far away.
 
     They are no part of the plan: a source that is copied or touched stays the same one, but its bytes are compared.
@@ -26,21 +26,21 @@ def state_of(plan: Plan, source: Source) -> State:
         PrepError: A file has another size or time than the plan says.
     """
     stats = [_stat(path) for path in source.files]
-    for fact, path, found in zip(plan.sources, source.files, stats):
+    for fact, path, found in zip(plan.source_files, source.files, stats):
         if (found.st_size, found.st_mtime_ns) != (fact.size, fact.mtime_ns):
-            raise changed([path], source)
-    if any(isinstance(blob, RemoteBlob) for blob in source.reads):
+            raise source_changed_error([path], source)
+    if any(isinstance(blob, RemoteBlob) for blob in source.byte_sources):
         return []
     return [[found.st_ino, found.st_ctime_ns] for found in stats]
 
 
-def changed(paths: Sequence[Path], source: Source) -> PrepError:
+def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
     """The error of files that were written to."""
     names = ", ".join(path.name for path in paths)
-    return PrepError(f"{names} changed while it was read", f"in {source.name}", "run again with `--restart`")
+    return PrepError(f"{names} changed while it was read", f"in {source.display_name}", "run again with `--restart`")
 
 
-def touched(source: Source, before: State, now: State) -> list[Path]:
+def touched_files(source: Source, before: SourceState, now: SourceState) -> list[Path]:
     """The files whose inode or change time differs."""
     return [path for path, a, b in zip(source.files, before, now) if a != b]
 

@@ -19,45 +19,45 @@ from typing import TextIO
 from prepcli.console.progress import Progress
 from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
-from prepcli.engine.own_files import open_own
-from prepcli.errors import PrepError, usage
-from prepcli.execution.staging import WORK, remove
-from prepcli.formats.manifest import MANIFEST, not_ours
-from prepcli.remote.object_store import Bucket, Url, is_url, parse_url
-from prepcli.remote.patience import patience_of
-from prepcli.remote.placeholders import whole
+from prepcli.engine.no_follow import open_no_follow
+from prepcli.errors import PrepError, usage_error
+from prepcli.execution.staging import WORK_FOLDER, remove_path
+from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
+from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import RemoteFile
-from prepcli.sources.links import side_file
+from prepcli.remote.retries import retry_policy_from_env
+from prepcli.sources.symlinks import resolve_small_file
 
-SUFFIX = ".upload"
-MARKS = "uploaded.jsonl"
-COMMITTED = "commit_success.txt"  # of Orbax
+UPLOAD_SUFFIX = ".upload"
+MARKS_FILE = "uploaded.jsonl"
+COMMIT_MARKER = "commit_success.txt"  # of Orbax
 PART_NBYTES = 8 << 20  # of an upload, of which two are in memory
-MOST_PARTS = 9_000  # stores take 10,000
+MAX_PARTS = 9_000  # stores take 10,000
 RETRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class UploadRequest:
     """Where it goes, and what the command line says of what is there."""
 
-    url: Url
+    url: ObjectStoreUrl
     dry_run: bool
     overwrite: bool
     restart: bool
 
     @property
-    def here(self) -> Path:
+    def local_folder(self) -> Path:
         """The folder in which the output is made before it is uploaded."""
         name = (self.url.path or self.url.bucket).rpartition("/")[2]
-        return Path(name + SUFFIX, name)
+        return Path(name + UPLOAD_SUFFIX, name)
 
     @property
-    def marks(self) -> Path:
-        return self.here.parent / MARKS
+    def marks_path(self) -> Path:
+        return self.local_folder.parent / MARKS_FILE
 
 
-def url_of(out: Path | None) -> Url | None:
+def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
     """The address that `--out` names: as a path it has lost one of its slashes. A usage PrepError for one that prep
     does not know."""
     scheme, colon, rest = out.as_posix().partition(":/") if out is not None else ("", "", "")
@@ -65,41 +65,47 @@ def url_of(out: Path | None) -> Url | None:
     return parse_url(text) if colon and is_url(text) else None
 
 
-def to_url(request: Request, several: bool, ui: Ui, make: Callable[[Path, bool], Report]) -> Report:
+def make_and_upload(
+    request: UploadRequest, has_other_processes: bool, ui: Ui, make_output: Callable[[Path, bool], Report]
+) -> Report:
     """Make an output, with `make(folder, dry run)`, and upload it; what is there already, and the same, is left.
 
     Raises PrepError as `make` does, for something else that has the address, and for an upload that failed: then what
     was made stays here.
     """
     if request.dry_run:
-        return _renamed(make(request.here, True), request)
-    if several:
+        return _with_url(make_output(request.local_folder, True), request)
+    if has_other_processes:
         hint = "write to a folder that all see, then copy it"
-        raise usage(f"`--out {request.url}` is for one process", "several write this output", hint)
-    bucket = Bucket(request.url, RETRIES, patience_of(os.environ, ui.note))
-    there = bucket.files()
-    if there and not _is_ours(request, there):
-        raise not_ours(bucket.name)
-    if there and not request.overwrite and (already := _already(request, bucket, there, ui, make)):
+        raise usage_error(f"`--out {request.url}` is for one process", "several write this output", hint)
+    bucket = Bucket(request.url, RETRIES, retry_policy_from_env(os.environ, ui.note))
+    there = bucket.list_files()
+    if there and not _is_replaceable(request, there):
+        raise foreign_output_error(bucket.name)
+    if there and not request.overwrite and (already := _report_if_uploaded(request, bucket, there, ui, make_output)):
         return already
     if request.restart:
-        _drop(request)
-    report = make(request.here, False)
-    _upload(request, str(report.fields["plan_digest"]), bucket, there, ui.progress())
-    _drop(request)
-    return _renamed(report, request)
+        _remove_local_files(request)
+    report = make_output(request.local_folder, False)
+    _upload_folder(request, str(report.fields["plan_digest"]), bucket, there, ui.progress())
+    _remove_local_files(request)
+    return _with_url(report, request)
 
 
-def _already(
-    request: Request, bucket: Bucket, there: Sequence[RemoteFile], ui: Ui, make: Callable[[Path, bool], Report]
+def _report_if_uploaded(
+    request: UploadRequest,
+    bucket: Bucket,
+    remote_files: Sequence[RemoteFile],
+    ui: Ui,
+    make_output: Callable[[Path, bool], Report],
 ) -> Report | None:
     """The report where the output is there; None where an upload of it goes on. PrepError for another output."""
-    manifest = next((file for file in there if file.path == MANIFEST), None)
+    manifest = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
     if manifest is None:
         return None
-    report = make(request.here, True)
+    report = make_output(request.local_folder, True)
     try:
-        found = json.loads(whole(bucket, manifest))
+        found = json.loads(read_all(bucket, manifest))
         same = isinstance(found, dict) and found.get("plan") == report.fields["plan_digest"]
     except ValueError:
         same = False
@@ -107,26 +113,26 @@ def _already(
         why = "it was made by this request" if same else "it was made by another request, or of another source"
         raise PrepError(f"{bucket.name} exists", why, "`--out` another address, or `--overwrite`")
     ui.note(f"already done: {request.url} was made by the same request from the same source")
-    _drop(request)
+    _remove_local_files(request)
     fields = {key: value for key, value in report.fields.items() if key != "dry_run"}
-    return _renamed(replace(report, text=str(request.here), fields={**fields, "already": True}), request)
+    return _with_url(replace(report, text=str(request.local_folder), fields={**fields, "already": True}), request)
 
 
-def _drop(request: Request) -> None:
+def _remove_local_files(request: UploadRequest) -> None:
     """Remove what was made here, and nothing that lies beside it."""
-    here = request.here
+    here = request.local_folder
     try:
-        for path in (request.marks, here, here.with_name(f"{here.name}.partial")):
-            remove(path)
+        for path in (request.marks_path, here, here.with_name(f"{here.name}.partial")):
+            remove_path(path)
     except OSError as error:
         raise io_error(here.parent, error) from error
     with contextlib.suppress(OSError):  # there is more in it, or it is not there
         here.parent.rmdir()
 
 
-def _renamed(report: Report, request: Request) -> Report:
+def _with_url(report: Report, request: UploadRequest) -> Report:
     """The report with the address in place of the folder here."""
-    here, url = str(request.here), str(request.url)
+    here, url = str(request.local_folder), str(request.url)
     return replace(
         report,
         text=report.text.replace(here, url),
@@ -135,68 +141,80 @@ def _renamed(report: Report, request: Request) -> Report:
     )
 
 
-def _upload(request: Request, plan: str, bucket: Bucket, there: Sequence[RemoteFile], progress: Progress) -> None:
+def _upload_folder(
+    request: UploadRequest, plan_digest: str, bucket: Bucket, remote_files: Sequence[RemoteFile], progress: Progress
+) -> None:
     """Bring everything up that is not; data first, what says that it is whole last."""
-    folder = request.here
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.relative_to(folder).parts[0] != WORK]
-    names = {path.relative_to(folder).as_posix(): side_file(path, folder) for path in paths}
-    last = [name for name in (COMMITTED, MANIFEST) if name in names]
-    up = _uploaded(request.marks, plan, there) if _is_begun(request) else _begin(request)
-    for file in there:
-        if file.path in (COMMITTED, MANIFEST):
+    folder = request.local_folder
+    paths = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).parts[0] != WORK_FOLDER
+    ]
+    names = {path.relative_to(folder).as_posix(): resolve_small_file(path, folder) for path in paths}
+    last = [name for name in (COMMIT_MARKER, MANIFEST_FILE) if name in names]
+    up = (
+        _uploaded_names(request.marks_path, plan_digest, remote_files)
+        if _has_begun(request)
+        else _create_marks(request)
+    )
+    for file in remote_files:
+        if file.path in (COMMIT_MARKER, MANIFEST_FILE):
             bucket.delete(file.path)
     progress.begin("upload", sum(path.stat().st_size for path in paths))
     try:
-        with open(open_own(request.marks, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as marks:
+        with open(open_no_follow(request.marks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as marks:
             for name in sorted(names.keys() - {*last}):
                 if name in up:
                     progress.advance(names[name].stat().st_size)
                 else:
-                    _mark(marks, plan, bucket.write(name, names[name], PART_NBYTES, MOST_PARTS, progress.advance))
-            for file in there:
+                    _write_mark(
+                        marks, plan_digest, bucket.write(name, names[name], PART_NBYTES, MAX_PARTS, progress.advance)
+                    )
+            for file in remote_files:
                 if file.path not in names:
                     bucket.delete(file.path)
             for name in last:
-                bucket.write(name, names[name], PART_NBYTES, MOST_PARTS, progress.advance)
+                bucket.write(name, names[name], PART_NBYTES, MAX_PARTS, progress.advance)
     finally:
         progress.end()
 
 
-def _is_ours(request: Request, there: Sequence[RemoteFile]) -> bool:
+def _is_replaceable(request: UploadRequest, remote_files: Sequence[RemoteFile]) -> bool:
     """Whether what is there is an output of prep, or one that is on its way up from here."""
-    return any(file.path == MANIFEST for file in there) or _is_begun(request)
+    return any(file.path == MANIFEST_FILE for file in remote_files) or _has_begun(request)
 
 
-def _is_begun(request: Request) -> bool:
+def _has_begun(request: UploadRequest) -> bool:
     """Whether an upload to this address was begun here."""
-    return request.marks.exists() and request.marks.read_text().startswith(_title(request))
+    return request.marks_path.exists() and request.marks_path.read_text().startswith(_marks_header(request))
 
 
-def _begin(request: Request) -> set[str]:
+def _create_marks(request: UploadRequest) -> set[str]:
     """Begin an upload: nothing is up."""
-    with open(open_own(request.marks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as marks:
-        marks.write(_title(request))
+    with open(open_no_follow(request.marks_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as marks:
+        marks.write(_marks_header(request))
         marks.flush()
         os.fsync(marks.fileno())
     return set()
 
 
-def _title(request: Request) -> str:
+def _marks_header(request: UploadRequest) -> str:
     """The first line of the marks: to where they were brought up."""
     return json.dumps([str(request.url)]) + "\n"
 
 
-def _mark(marks: TextIO, plan: str, file: RemoteFile) -> None:
+def _write_mark(marks: TextIO, plan: str, file: RemoteFile) -> None:
     marks.write(json.dumps([plan, file.path, file.size, file.digest]) + "\n")
     marks.flush()
     os.fsync(marks.fileno())
 
 
-def _uploaded(marks: Path, plan: str, there: Sequence[RemoteFile]) -> set[str]:
+def _uploaded_names(marks: Path, plan: str, remote_files: Sequence[RemoteFile]) -> set[str]:
     """The names that an earlier run of the same plan brought up, and that are still as it did."""
     if not marks.exists():
         return set()
-    found, known = set[str](), {*there}
+    found, known = set[str](), {*remote_files}
     for line in marks.read_text().splitlines():
         try:
             of_plan, path, size, digest = json.loads(line)

@@ -16,54 +16,58 @@ from types import TracebackType
 from typing import Any
 
 from prepcli.console.progress import Progress
-from prepcli.engine.budget import FLOOR_NBYTES, MIB
-from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError, usage
-from prepcli.execution.execute import Done
-from prepcli.execution.resume import CHECK
-from prepcli.execution.signals import PARENT, Stopped, held_back
+from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
+from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError, usage_error
+from prepcli.execution.execute import ConversionResult
+from prepcli.execution.resume import CHECK_TASK
+from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
 from prepcli.planning.shares import Share
 
-FRESH_NBYTES = 64 * MIB  # more than Python with prep takes at its start; a program that calls us may hold far more
-GRACE_S = 60.0  # for a worker that was told to stop
+MAX_BASELINE_NBYTES = (
+    64 * MIB
+)  # more than Python with prep takes at its start; a program that calls us may hold far more
+STOP_GRACE_S = 60.0  # for a worker that was told to stop
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProcessOptions:
     """What the command line says of processes: `--processes`, `--workers`, and all of its words, for workers."""
 
     processes: str | None = None
-    workers: int = 1
-    words: tuple[str, ...] = ()
+    num_workers: int = 1
+    argv: tuple[str, ...] = ()
 
 
-ONE_PROCESS = Asked("1/0")  # whatever a launcher says
+ONE_PROCESS = ProcessOptions("1/0")  # whatever a launcher says
 
 
-def memory_of_each(memory_nbytes: int, workers: int, own_nbytes: int) -> int:
+def worker_memory_nbytes(memory_nbytes: int, num_workers: int, baseline_nbytes: int) -> int:
     """What each worker may use, where `own_nbytes` is what this process takes before it has done anything, and a worker
     too, but for what a program that calls us holds; this process's own does not count. A usage PrepError where that is
     too little."""
-    own_nbytes = min(own_nbytes, FRESH_NBYTES)
-    each = (memory_nbytes - (workers - 1) * own_nbytes) // workers
-    if workers > 1 and each < FLOOR_NBYTES:
-        most = max(1, (memory_nbytes + own_nbytes) // (FLOOR_NBYTES + own_nbytes))
-        needed = workers * FLOOR_NBYTES + (workers - 1) * own_nbytes
-        why = f"a worker needs {FLOOR_NBYTES // MIB} MiB, and {-(-own_nbytes // MIB)} MiB for Python"
+    baseline_nbytes = min(baseline_nbytes, MAX_BASELINE_NBYTES)
+    each = (memory_nbytes - (num_workers - 1) * baseline_nbytes) // num_workers
+    if num_workers > 1 and each < MIN_MEMORY_NBYTES:
+        most = max(1, (memory_nbytes + baseline_nbytes) // (MIN_MEMORY_NBYTES + baseline_nbytes))
+        needed = num_workers * MIN_MEMORY_NBYTES + (num_workers - 1) * baseline_nbytes
+        why = f"a worker needs {MIN_MEMORY_NBYTES // MIB} MiB, and {-(-baseline_nbytes // MIB)} MiB for Python"
         hint = f"`--memory {-(-needed // MIB)}MiB`, or `--workers {most}`"
-        raise usage(f"`--workers {workers}` with `--memory {memory_nbytes // MIB}MiB` is too many", why, hint)
+        raise usage_error(f"`--workers {num_workers}` with `--memory {memory_nbytes // MIB}MiB` is too many", why, hint)
     return each
 
 
-def worker_words(words: Sequence[str], share: Share, memory_nbytes: int) -> list[str]:
+def worker_argv(argv: Sequence[str], share: Share, memory_nbytes: int) -> list[str]:
     """The command line of a worker: that of this process, and what is its own, said last."""
-    end = words.index("--") if "--" in words else len(words)
+    end = argv.index("--") if "--" in argv else len(argv)
     own = ["--workers", "1", "--processes", str(share), "--memory", str(memory_nbytes)]
-    return [*words[:end], *own, "--json", "--quiet", "--progress", "json", *words[end:]]
+    return [*argv[:end], *own, "--json", "--quiet", "--progress", "json", *argv[end:]]
 
 
-def with_workers(done: Done, reports: Iterable[dict[str, Any]], own_nbytes: int) -> Done:
+def add_worker_reports(
+    result: ConversionResult, reports: Iterable[dict[str, Any]], baseline_nbytes: int
+) -> ConversionResult:
     """What this process did with what its workers report, and the memory of all of them."""
-    outcome, peak_nbytes = done.outcome, done.peak_nbytes
+    outcome, peak_nbytes = result.outcome, result.peak_nbytes
     for report in reports:
         told = report["bytes"]
         outcome = dataclasses.replace(
@@ -73,21 +77,21 @@ def with_workers(done: Done, reports: Iterable[dict[str, Any]], own_nbytes: int)
             copied_nbytes=outcome.copied_nbytes + told["moved"] - told["read"] - told["written"],
             resumed_nbytes=outcome.resumed_nbytes + told["resumed"],
         )
-        peak_nbytes += own_nbytes + report["memory"]["peak"]
-    return dataclasses.replace(done, outcome=outcome, peak_nbytes=peak_nbytes)
+        peak_nbytes += baseline_nbytes + report["memory"]["peak"]
+    return dataclasses.replace(result, outcome=outcome, peak_nbytes=peak_nbytes)
 
 
-class Workers:
+class WorkerPool:
     """The workers of a command. Within the context they are there, once started; leaving it by an error stops them."""
 
-    def __init__(self, words: Sequence[str], shares: Iterable[Share], memory_nbytes: int, progress: Progress) -> None:
+    def __init__(self, argv: Sequence[str], shares: Iterable[Share], memory_nbytes: int, progress: Progress) -> None:
         """Nothing is started yet."""
-        self._words = [worker_words(words, share, memory_nbytes) for share in shares]
+        self._worker_argvs = [worker_argv(argv, share, memory_nbytes) for share in shares]
         self._running: list[_Worker] = []
-        self._common = _Common(progress, self.check)
-        self.progress: Progress = self._common if self._words else progress
+        self._shared_progress = _SharedProgress(progress, self.check)
+        self.progress: Progress = self._shared_progress if self._worker_argvs else progress
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -95,14 +99,14 @@ class Workers:
             worker.process.terminate()
         for worker in self._running:
             worker.end()
-        if self._words:
-            self._common.inner.end()
+        if self._worker_argvs:
+            self._shared_progress.inner.end()
 
     def start(self) -> None:
         """Start them all."""
-        for words in self._words:
-            with held_back():  # a worker that was made and is not known would be waited for and never told
-                self._running.append(_Worker(words, self._common.add))
+        for words in self._worker_argvs:
+            with block_signals():  # a worker that was made and is not known would be waited for and never told
+                self._running.append(_Worker(words, self._shared_progress.add))
 
     def check(self) -> None:
         """Raise what ended a worker before its time: its PrepError, or Stopped."""
@@ -110,7 +114,7 @@ class Workers:
             if worker.process.poll() not in (None, OK):
                 raise worker.failure()
 
-    def results(self) -> list[dict[str, Any]]:
+    def wait_for_reports(self) -> list[dict[str, Any]]:
         """What each worker reports, once all have ended."""
         for worker in self._running:
             worker.process.wait()
@@ -121,44 +125,44 @@ class Workers:
 class _Worker:
     def __init__(self, words: Sequence[str], add: Callable[[int], None]) -> None:
         self._report = b""
-        self._said = b""  # what it last said that was not progress
+        self._last_message = b""  # what it last said that was not progress
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "prepcli", *words],  # -P: nothing is imported from where the command is given
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, PARENT: str(os.getpid())},
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,  # Ctrl-C is for this process: it tells its workers
         )
         self._listeners = [
-            threading.Thread(target=self._keep, daemon=True),
-            threading.Thread(target=self._listen, args=(add,), daemon=True),
+            threading.Thread(target=self._read_report, daemon=True),
+            threading.Thread(target=self._read_progress, args=(add,), daemon=True),
         ]
         for listener in self._listeners:
             listener.start()
 
-    def _keep(self) -> None:
+    def _read_report(self) -> None:
         if self.process.stdout:
             self._report = self.process.stdout.read()
 
-    def _listen(self, add: Callable[[int], None]) -> None:
+    def _read_progress(self, add: Callable[[int], None]) -> None:
         task, done = None, 0  # unknown until its first word: what was there when it began is counted already
         for line in self.process.stderr or ():
-            match _parsed(line):
-                case {"event": "begin", "task": str(name), "done": int(now)} if task is None and name != CHECK:
+            match _parse_json(line):
+                case {"event": "begin", "task": str(name), "done": int(now)} if task is None and name != CHECK_TASK:
                     task, done = name, now
                 case {"event": str(), "task": str(name), "done": int(now)}:
                     if name == task and now > done:  # what it does after its share is not counted
                         add(now - done)
                         done = now
                 case _:
-                    self._said = line
+                    self._last_message = line
 
     def report(self) -> dict[str, Any]:
         """The object that it printed before it ended; empty if there is none."""
         for listener in self._listeners:
             listener.join()
-        found = _parsed(self._report)
+        found = _parse_json(self._report)
         return found if isinstance(found, dict) else {}
 
     def failure(self) -> PrepError | Stopped:
@@ -172,13 +176,13 @@ class _Worker:
                 f"a worker was killed by {name}", "not by prep: out of memory?", "run it again: it goes on"
             )
         told = self.report().get("error", {})
-        what = told.get("what") or self._said.decode(errors="replace").strip() or f"a worker ended with {code}"
+        what = told.get("what") or self._last_message.decode(errors="replace").strip() or f"a worker ended with {code}"
         return PrepError(what, told.get("why", ""), told.get("hint", ""), code)
 
     def end(self) -> None:
         """Wait for it, not for ever, and let go of what belongs to it."""
         try:
-            self.process.wait(GRACE_S)
+            self.process.wait(STOP_GRACE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -190,7 +194,7 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Common:
+class _SharedProgress:
     """One Progress for several processes; it ends when all of them have."""
 
     inner: Progress
@@ -221,7 +225,7 @@ class _Common:
         """Not yet."""
 
 
-def _parsed(data: bytes) -> object:
+def _parse_json(data: bytes) -> object:
     with contextlib.suppress(ValueError):
         return json.loads(data)
     return None

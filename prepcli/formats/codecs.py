@@ -13,18 +13,18 @@ from typing import BinaryIO, Protocol, cast
 
 import google_crc32c
 
-PIECE_NBYTES = 128 << 10  # of stored bytes, read at a time
-CHECKSUM_NBYTES = 4
+READ_BLOCK_NBYTES = 128 << 10  # of stored bytes, read at a time
+CRC32C_NBYTES = 4
 COMPRESSORS = ("zstd", "gzip", "zlib")
-CHECKSUM = "crc32c"
+CRC32C = "crc32c"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-HEAD_NBYTES = 18  # of a zstd frame, at most
+ZSTD_HEADER_NBYTES = 18  # of a zstd frame, at most
 _MOST_WINDOW_NBYTES = 1 << 27  # zstd's own limit; only its --ultra goes beyond
 _ZLIB_WINDOW_BITS = {"gzip": 31, "zlib": 15}
 _OWN_NBYTES = 512 << 10  # what a decoder takes beside its window, pieces included
 
 
-class Pieces(Protocol):
+class ByteReader(Protocol):
     """Bytes from first to last."""
 
     def read(self, count: int) -> bytes:
@@ -32,7 +32,7 @@ class Pieces(Protocol):
         ...
 
 
-class Stretch:
+class StoredBytesReader:
     """`nbytes` stored bytes, as pieces; `read_at(offset, count)` gives any of them."""
 
     def __init__(self, read_at: Callable[[int, int], bytes], nbytes: int) -> None:
@@ -45,17 +45,17 @@ class Stretch:
         return found
 
 
-def window_nbytes(steps: Sequence[str], head: bytes, nbytes: int) -> int:
+def decoder_memory_nbytes(codec_names: Sequence[str], header: bytes, decoded_nbytes: int) -> int:
     """Memory that decoding takes, by the first bytes that are stored of a chunk of `nbytes`.
 
     ValueError where they are no frame, or one that says it holds another number of bytes.
     """
-    return _OWN_NBYTES + (_zstd_window(head, nbytes) if steps and steps[0] == "zstd" else 0)
+    return _OWN_NBYTES + (_zstd_window(header, decoded_nbytes) if codec_names and codec_names[0] == "zstd" else 0)
 
 
-def decoded(steps: Sequence[str], stored: Pieces) -> Pieces:
+def open_decoder(codec_names: Sequence[str], stored: ByteReader) -> ByteReader:
     """The elements behind `steps`, which are in the order in which they were encoded."""
-    for step in reversed(steps):
+    for step in reversed(codec_names):
         stored = _STEPS[step](stored)
     return stored
 
@@ -66,7 +66,7 @@ def _zstd_window(head: bytes, nbytes: int) -> int:
     if head[:4] != _ZSTD_MAGIC:
         raise ValueError("it is no zstd frame")
     try:
-        frame = zstandard.get_frame_parameters(head[:HEAD_NBYTES])
+        frame = zstandard.get_frame_parameters(head[:ZSTD_HEADER_NBYTES])
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     if frame.content_size not in (nbytes, zstandard.CONTENTSIZE_UNKNOWN):
@@ -79,12 +79,12 @@ def _zstd_window(head: bytes, nbytes: int) -> int:
 
 
 class _Zstd:
-    def __init__(self, stored: Pieces) -> None:
+    def __init__(self, stored: ByteReader) -> None:
         import zstandard
 
         self._error = zstandard.ZstdError
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW_NBYTES)
-        self._reader = decompressor.stream_reader(cast(BinaryIO, stored), read_size=PIECE_NBYTES)
+        self._reader = decompressor.stream_reader(cast(BinaryIO, stored), read_size=READ_BLOCK_NBYTES)
 
     def read(self, count: int) -> bytes:
         try:
@@ -94,14 +94,14 @@ class _Zstd:
 
 
 class _Zlib:
-    def __init__(self, stored: Pieces, window_bits: int) -> None:
+    def __init__(self, stored: ByteReader, window_bits: int) -> None:
         self._stored = stored
         self._stream = zlib.decompressobj(window_bits)
 
     def read(self, count: int) -> bytes:
         found = b""
         while not found and not self._stream.eof:
-            data = self._stream.unconsumed_tail or self._stored.read(PIECE_NBYTES)
+            data = self._stream.unconsumed_tail or self._stored.read(READ_BLOCK_NBYTES)
             if not data:
                 raise ValueError("it is cut short")
             try:
@@ -116,13 +116,13 @@ class _Zlib:
 class _Checked:
     """Bytes with a CRC-32C behind them."""
 
-    def __init__(self, stored: Pieces) -> None:
+    def __init__(self, stored: ByteReader) -> None:
         self._stored, self._held, self._sum = stored, b"", 0
 
     def read(self, count: int) -> bytes:
-        while len(self._held) < count + CHECKSUM_NBYTES and (more := self._stored.read(count)):
+        while len(self._held) < count + CRC32C_NBYTES and (more := self._stored.read(count)):
             self._held += more
-        keep = max(0, len(self._held) - CHECKSUM_NBYTES)
+        keep = max(0, len(self._held) - CRC32C_NBYTES)
         found, self._held = self._held[: min(count, keep)], self._held[min(count, keep) :]
         self._sum = google_crc32c.extend(self._sum, found)
         if not found and count and self._held != struct.pack("<I", self._sum):
@@ -130,9 +130,9 @@ class _Checked:
         return found
 
 
-_STEPS: dict[str, Callable[[Pieces], Pieces]] = {
+_STEPS: dict[str, Callable[[ByteReader], ByteReader]] = {
     "zstd": _Zstd,
     "gzip": lambda stored: _Zlib(stored, _ZLIB_WINDOW_BITS["gzip"]),
     "zlib": lambda stored: _Zlib(stored, _ZLIB_WINDOW_BITS["zlib"]),
-    CHECKSUM: _Checked,
+    CRC32C: _Checked,
 }

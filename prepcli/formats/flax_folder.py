@@ -7,35 +7,40 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prepcli.errors import PrepError
-from prepcli.formats.msgpack import SUFFIX, Document, Kind
-from prepcli.formats.shard_index import check_agreement, files_of, holders_of, read_weight_map
+from prepcli.formats.msgpack import SUFFIX, MsgpackHeader, MsgpackKind
+from prepcli.formats.shard_index import (
+    check_index_matches_files,
+    list_indexed_files,
+    map_tensors_to_files,
+    read_weight_map,
+)
 from prepcli.formats.untrusted import list_folder
 
 STEM = "flax_model"
-SINGLE = f"{STEM}.{SUFFIX}"
-INDEX = f"{SINGLE}.index.json"
-FLAX_NAMES = (SINGLE, INDEX, "params.msgpack", "train_state.msgpack")  # in the order in which they count
-STREAM = "streaming_params"
-STREAM_NAMES = (STREAM, "streaming_train_state")
+SINGLE_FILE = f"{STEM}.{SUFFIX}"
+INDEX_FILE = f"{SINGLE_FILE}.index.json"
+FLAX_FILES = (SINGLE_FILE, INDEX_FILE, "params.msgpack", "train_state.msgpack")  # in the order in which they count
+STREAM_FILE = "streaming_params"
+STREAM_FILES = (STREAM_FILE, "streaming_train_state")
 _SHARD = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.{SUFFIX}")
-_NUMBERED = re.compile(rf"({'|'.join(STREAM_NAMES)})_\d+")
+_NUMBERED = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 
-def kind_of_names(names: list[str]) -> Kind | None:
+def detect_msgpack_kind(names: list[str]) -> MsgpackKind | None:
     """Which of the two a folder of these files holds."""
-    if any(name in names for name in FLAX_NAMES):
+    if any(name in names for name in FLAX_FILES):
         return "flax"
-    return "easylm" if any(name in STREAM_NAMES or _NUMBERED.fullmatch(name) for name in names) else None
+    return "easylm" if any(name in STREAM_FILES or _NUMBERED.fullmatch(name) for name in names) else None
 
 
-def flax_weights(names: Sequence[str]) -> list[str]:
+def select_flax_files(names: Sequence[str]) -> list[str]:
     """Of the files of a repository those of a Flax model, its index among them."""
-    if SINGLE in names or INDEX not in names:
-        return [SINGLE] if SINGLE in names else []
-    return [INDEX, *(name for name in names if _SHARD.fullmatch(name))]
+    if SINGLE_FILE in names or INDEX_FILE not in names:
+        return [SINGLE_FILE] if SINGLE_FILE in names else []
+    return [INDEX_FILE, *(name for name in names if _SHARD.fullmatch(name))]
 
 
-def weight_files(path: Path, kind: Kind) -> tuple[Path, ...]:
+def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
     """The files of a checkpoint that is a file, or in a folder. PrepError where one is missing, or several could be
     meant."""
     if not path.is_dir():
@@ -43,23 +48,23 @@ def weight_files(path: Path, kind: Kind) -> tuple[Path, ...]:
     names = list_folder(path)
     if kind == "easylm":
         return (path / _stream(path, names),)
-    first = next(name for name in FLAX_NAMES if name in names)
-    if first != INDEX:
+    first = next(name for name in FLAX_FILES if name in names)
+    if first != INDEX_FILE:
         return (path / first,)
-    return tuple(path / name for name in files_of(path, read_weight_map(path / INDEX, SUFFIX)))
+    return tuple(path / name for name in list_indexed_files(path, read_weight_map(path / INDEX_FILE, SUFFIX)))
 
 
-def check_index(folder: Path, documents: list[Document]) -> None:
+def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
     """PrepError unless the index of a folder, where its files were taken from that, and they tell the same."""
-    names = {document.path.name for document in documents}
-    if not folder.is_dir() or names <= {*FLAX_NAMES} or kind_of_names([*names]) == "easylm":
+    names = {document.path.name for document in headers}
+    if not folder.is_dir() or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
         return
-    pairs = [("/".join(array.path), document.path.name) for document in documents for array in document.arrays]
-    check_agreement(folder, read_weight_map(folder / INDEX, SUFFIX), holders_of(folder, pairs))
+    pairs = [("/".join(array.path), document.path.name) for document in headers for array in document.arrays]
+    check_index_matches_files(folder, read_weight_map(folder / INDEX_FILE, SUFFIX), map_tensors_to_files(folder, pairs))
 
 
 def _stream(folder: Path, names: list[str]) -> str:
-    if found := [name for name in STREAM_NAMES if name in names]:
+    if found := [name for name in STREAM_FILES if name in names]:
         return found[0]
     numbered = [name for name in names if _NUMBERED.fullmatch(name)]
     if len(numbered) == 1:

@@ -19,12 +19,12 @@ from typing import Literal
 import xxhash
 
 from prepcli.errors import PrepError
-from prepcli.formats.shard_index import download_again
-from prepcli.formats.untrusted import shown, stat_file, unreadable
+from prepcli.formats.shard_index import download_again_hint
+from prepcli.formats.untrusted import quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
 
-ARRAY, SCALAR = 1, 3  # codes of extensions: an array, and a scalar of NumPy, which is stored as one
-CHUNKED = "__msgpack_chunked_array__"
+EXT_ARRAY, EXT_SCALAR = 1, 3  # codes of extensions: an array, and a scalar of NumPy, which is stored as one
+CHUNKED_MARKER = "__msgpack_chunked_array__"
 SUFFIX = "msgpack"
 MAX_DEPTH = 32  # of maps in maps, and parts of a record's path
 MAX_ENTRIES = 1 << 17  # of maps, leaves and numbers in a file
@@ -33,25 +33,25 @@ MAX_KEY_NBYTES = 1 << 10
 MAX_PATHS_NBYTES = 16 << 20  # of all paths together
 WINDOW_NBYTES = 16 << 10
 
-Kind = Literal["flax", "easylm"]
-Keys = tuple[str, ...]  # a path in a tree
+MsgpackKind = Literal["flax", "easylm"]
+KeyPath = tuple[str, ...]  # a path in a tree
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class MsgpackArray:
     """An array by its path in the tree: C order, little endian, in runs (offset, nbytes) of its file."""
 
-    path: Keys
+    path: KeyPath
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class MsgpackNonArray:
     """A leaf that is no array."""
 
-    path: Keys
+    path: KeyPath
     value: object  # an int, a float, a bool, None, or what else it is in words
 
     def __str__(self) -> str:
@@ -59,18 +59,18 @@ class Aside:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class MsgpackHeader:
     """What a file holds, in the order in which it lies; `digest`: XXH3-128 of all that is not payload."""
 
     path: Path
-    arrays: tuple[Array, ...]
-    asides: tuple[Aside, ...]
+    arrays: tuple[MsgpackArray, ...]
+    non_arrays: tuple[MsgpackNonArray, ...]
     size: int
     mtime_ns: int
     digest: str
 
 
-def sniff(path: Path) -> Kind | None:
+def sniff_msgpack_kind(path: Path) -> MsgpackKind | None:
     """What the first bytes of a regular file say that it is; None for anything else."""
     try:
         stat_file(path)
@@ -84,25 +84,25 @@ def sniff(path: Path) -> Kind | None:
     return "flax" if is_map and (not key or _is_text(key[0])) else None
 
 
-def read_document(path: Path, kind: Kind) -> Document:
+def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
     """Headers of a Flax file or an EasyLM stream. PrepError, and nothing else, whatever is under that name."""
     found = stat_file(path)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     try:
         walk = _Walk(_Cursor(fd, found.st_size))
         _records(walk) if kind == "easylm" else _whole(walk)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     except ValueError as error:
         what = "EasyLM stream" if kind == "easylm" else "Flax msgpack file"
-        raise PrepError(f"{path.name} is not a usable {what}", str(error), download_again(path)) from error
+        raise PrepError(f"{path.name} is not a usable {what}", str(error), download_again_hint(path)) from error
     finally:
         os.close(fd)
     digest = walk.cursor.state.hexdigest()
-    return Document(path, tuple(walk.arrays), tuple(walk.asides), found.st_size, found.st_mtime_ns, digest)
+    return MsgpackHeader(path, tuple(walk.arrays), tuple(walk.asides), found.st_size, found.st_mtime_ns, digest)
 
 
 # Bytes
@@ -204,12 +204,12 @@ class _Walk:
     """A tree on its way: what was found so far, and how much of the bounds is used."""
 
     cursor: _Cursor
-    arrays: list[Array] = field(default_factory=list)
-    asides: list[Aside] = field(default_factory=list)
+    arrays: list[MsgpackArray] = field(default_factory=list)
+    asides: list[MsgpackNonArray] = field(default_factory=list)
     entries: int = 0
     paths_nbytes: int = 0
 
-    def count(self, path: Keys) -> None:
+    def count(self, path: KeyPath) -> None:
         self.entries += 1
         self.paths_nbytes += sum(map(len, path)) + len(path)
         if self.entries > MAX_ENTRIES or self.paths_nbytes > MAX_PATHS_NBYTES:
@@ -231,7 +231,7 @@ def _whole(walk: _Walk) -> None:
 
 def _records(walk: _Walk) -> None:
     """An EasyLM stream; no path may be there twice."""
-    seen: set[Keys] = set()
+    seen: set[KeyPath] = set()
     while walk.cursor.at < walk.cursor.size:
         path = _record_path(walk)
         if path in seen:
@@ -250,7 +250,7 @@ def _records(walk: _Walk) -> None:
             raise ValueError(f"the record {_shown(path)} ends at byte {end:,}, its value at {walk.cursor.at:,}")
 
 
-def _record_path(walk: _Walk) -> Keys:
+def _record_path(walk: _Walk) -> KeyPath:
     at, record = walk.cursor.at, _item(walk.cursor)
     key = _item(walk.cursor) if (record.kind, record.count) == ("array", 2) else record
     if key is record or key.kind != "array" or key.count > MAX_DEPTH:
@@ -276,7 +276,7 @@ def _text(cursor: _Cursor, count: int) -> str:
         raise ValueError(f"a name before byte {cursor.at:,} is not UTF-8") from error
 
 
-def _value(walk: _Walk, path: Keys) -> None:
+def _value(walk: _Walk, path: KeyPath) -> None:
     """Whatever comes next, and all that is in it."""
     walk.count(path)
     found = _item(walk.cursor)
@@ -285,16 +285,16 @@ def _value(walk: _Walk, path: Keys) -> None:
     elif found.kind == "array":
         for number in range(found.count):
             _value(walk, (*path, str(number)))
-    elif found.kind == "extension" and found.code in (ARRAY, SCALAR):
+    elif found.kind == "extension" and found.code in (EXT_ARRAY, EXT_SCALAR):
         walk.arrays.append(_array(walk.cursor, path, found.count))
     elif found.kind == "value":
-        walk.asides.append(Aside(path, found.value))
+        walk.asides.append(MsgpackNonArray(path, found.value))
     else:
         walk.cursor.skip(found.count)
-        walk.asides.append(Aside(path, f"{found.count:,} bytes that are no array"))
+        walk.asides.append(MsgpackNonArray(path, f"{found.count:,} bytes that are no array"))
 
 
-def _map(walk: _Walk, path: Keys, count: int) -> None:
+def _map(walk: _Walk, path: KeyPath, count: int) -> None:
     keys: set[str] = set()
     arrays, asides = len(walk.arrays), len(walk.asides)
     for _ in range(count):
@@ -303,13 +303,13 @@ def _map(walk: _Walk, path: Keys, count: int) -> None:
             raise ValueError(f"it has {_shown((*path, key))} twice")
         keys.add(key)
         _value(walk, (*path, key))
-    if CHUNKED in keys:
+    if CHUNKED_MARKER in keys:
         whole = _joined(path, walk.arrays[arrays:], walk.asides[asides:])
         del walk.arrays[arrays:], walk.asides[asides:]
         walk.arrays.append(whole)
 
 
-def _joined(path: Keys, pieces: list[Array], facts: list[Aside]) -> Array:
+def _joined(path: KeyPath, pieces: list[MsgpackArray], facts: list[MsgpackNonArray]) -> MsgpackArray:
     """An array of its pieces, which are of its flat form; what else the map says is the shape."""
     depth = len(path)
     chunks = {each.path[depth + 1]: each for each in pieces if _is_in(each.path, depth, "chunks")}
@@ -323,29 +323,29 @@ def _joined(path: Keys, pieces: list[Array], facts: list[Aside]) -> Array:
     counts = tuple(each for each in shape[:MAX_DIMS] if type(each) is int and each >= 0)
     if len(counts) != len(shape) or math.prod(counts) != sum(part.shape[0] for part in parts):
         raise ValueError(f"the pieces of {_shown(path)} make no array of the shape {str(shape)[:100]}")
-    return Array(path, parts[0].dtype, counts, tuple(run for part in parts for run in part.runs))
+    return MsgpackArray(path, parts[0].dtype, counts, tuple(run for part in parts for run in part.runs))
 
 
-def _is_in(path: Keys, depth: int, key: str) -> bool:
+def _is_in(path: KeyPath, depth: int, key: str) -> bool:
     return len(path) == depth + 2 and path[depth] == key
 
 
-def _array(cursor: _Cursor, path: Keys, nbytes: int) -> Array:
+def _array(cursor: _Cursor, path: KeyPath, nbytes: int) -> MsgpackArray:
     """[shape, dtype, bytes] in so many bytes."""
     end = cursor.at + nbytes
     if (start := _item(cursor)).kind != "array" or start.count != 3:
         raise ValueError(f"{_shown(path)} is no array of Flax's")
     shape, dtype = tuple(_extents(cursor, path)), _key(cursor)
     if ITEM_BITS.get(dtype, 0) % 8 or dtype not in ITEM_BITS:
-        raise ValueError(f"{_shown(path)} is {shown(dtype)}, a dtype that prep does not carry")
+        raise ValueError(f"{_shown(path)} is {quote_name(dtype)}, a dtype that prep does not carry")
     data = _item(cursor)
     wanted = math.prod(shape) * ITEM_BITS[dtype] // 8
     if data.kind != "bytes" or cursor.at + data.count != end or data.count != wanted:
         raise ValueError(f"{_shown(path)}, {dtype} {str(list(shape))[:100]}, takes {wanted:,} bytes and has others")
-    return Array(path, dtype, shape, ((cursor.skip(wanted), wanted),))
+    return MsgpackArray(path, dtype, shape, ((cursor.skip(wanted), wanted),))
 
 
-def _extents(cursor: _Cursor, path: Keys) -> Iterator[int]:
+def _extents(cursor: _Cursor, path: KeyPath) -> Iterator[int]:
     dims = _item(cursor)
     if dims.kind != "array" or dims.count > MAX_DIMS:
         raise ValueError(f"{_shown(path)} has no shape")
@@ -355,5 +355,5 @@ def _extents(cursor: _Cursor, path: Keys) -> Iterator[int]:
         yield found.value
 
 
-def _shown(path: Keys) -> str:
-    return shown(".".join(path)) if path else "its root"
+def _shown(path: KeyPath) -> str:
+    return quote_name(".".join(path)) if path else "its root"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prepcli.errors import PrepError
-from prepcli.formats.msgpack import ARRAY, CHUNKED, Keys
+from prepcli.formats.msgpack import CHUNKED_MARKER, EXT_ARRAY, KeyPath
 from prepcli.planning.tensors import ITEM_BITS, itemsize
 
 MAX_PIECE_NBYTES = 1 << 30  # of an array: Flax stores a larger one in pieces
@@ -18,10 +18,10 @@ MAX_RECORD_NBYTES = (1 << 32) - 1  # of a record of a stream: its length has 32 
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class MsgpackLeaf:
     """An array to be written."""
 
-    path: Keys
+    path: KeyPath
     dtype: str
     shape: tuple[int, ...]
 
@@ -31,44 +31,44 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MsgpackLayout:
     """A file to be written: `fixed` bytes at offsets, and the runs (offset, nbytes) of each leaf, in the order of the
     file."""
 
     size: int
-    fixed: tuple[tuple[int, bytes], ...]
-    runs: Mapping[Keys, tuple[tuple[int, int], ...]]
+    fixed_bytes: tuple[tuple[int, bytes], ...]
+    runs: Mapping[KeyPath, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
     """Bytes of a leaf that others write."""
 
-    path: Keys
+    path: KeyPath
     nbytes: int
 
 
 _Segment = bytes | _Payload
 
 
-def flax_layout(leaves: Iterable[Leaf]) -> Layout:
+def lay_out_flax(leaves: Iterable[MsgpackLeaf]) -> MsgpackLayout:
     """A Flax file of a tree with these leaves. PrepError for a dtype that Flax does not store so."""
     return _laid_out(_tree(_nested(leaves)))
 
 
-def stream_layout(leaves: Iterable[Leaf]) -> Layout:
+def lay_out_stream(leaves: Iterable[MsgpackLeaf]) -> MsgpackLayout:
     """An EasyLM stream of these leaves. PrepError also for a leaf that is too large for a record."""
     return _laid_out(segment for leaf in _in_order(_nested(leaves)) for segment in _record(leaf))
 
 
-def sorted_paths(paths: Iterable[Keys]) -> list[Keys]:
+def sort_paths(paths: Iterable[KeyPath]) -> list[KeyPath]:
     """Paths as the leaves of a tree follow each other."""
-    return [leaf.path for leaf in _in_order(_nested(Leaf(path, "bool", ()) for path in paths))]
+    return [leaf.path for leaf in _in_order(_nested(MsgpackLeaf(path, "bool", ()) for path in paths))]
 
 
-def _laid_out(segments: Iterable[_Segment]) -> Layout:
+def _laid_out(segments: Iterable[_Segment]) -> MsgpackLayout:
     at, fixed = 0, []
-    runs: dict[Keys, list[tuple[int, int]]] = {}
+    runs: dict[KeyPath, list[tuple[int, int]]] = {}
     pending = bytearray()
     for segment in segments:
         if isinstance(segment, bytes):
@@ -81,19 +81,19 @@ def _laid_out(segments: Iterable[_Segment]) -> Layout:
             at += segment.nbytes
     if pending:
         fixed.append((at, bytes(pending)))
-    return Layout(at + len(pending), tuple(fixed), {path: tuple(found) for path, found in runs.items()})
+    return MsgpackLayout(at + len(pending), tuple(fixed), {path: tuple(found) for path, found in runs.items()})
 
 
-_Tree = dict[str, "Leaf | _Tree"]
+_Tree = dict[str, "MsgpackLeaf | _Tree"]
 
 
-def _nested(leaves: Iterable[Leaf]) -> _Tree:
+def _nested(leaves: Iterable[MsgpackLeaf]) -> _Tree:
     root: _Tree = {}
     for leaf in leaves:
         at = root
         for key in leaf.path[:-1]:
             below = at.setdefault(key, {})
-            if isinstance(below, Leaf):
+            if isinstance(below, MsgpackLeaf):
                 raise ValueError(f"{below.path} is a leaf and has leaves below it")
             at = below
         if leaf.path[-1] in at:
@@ -102,9 +102,9 @@ def _nested(leaves: Iterable[Leaf]) -> _Tree:
     return root
 
 
-def _in_order(tree: _Tree) -> Iterator[Leaf]:
+def _in_order(tree: _Tree) -> Iterator[MsgpackLeaf]:
     for _, value in sorted(tree.items()):
-        if isinstance(value, Leaf):
+        if isinstance(value, MsgpackLeaf):
             yield value
         else:
             yield from _in_order(value)
@@ -114,10 +114,10 @@ def _tree(tree: _Tree) -> Iterator[_Segment]:
     yield _counted(0x80, 0xDE, len(tree))
     for key, value in sorted(tree.items()):
         yield _text(key)
-        yield from _leaf(value) if isinstance(value, Leaf) else _tree(value)
+        yield from _leaf(value) if isinstance(value, MsgpackLeaf) else _tree(value)
 
 
-def _record(leaf: Leaf) -> Iterator[_Segment]:
+def _record(leaf: MsgpackLeaf) -> Iterator[_Segment]:
     value = list(_leaf(leaf))
     nbytes = sum(segment.nbytes if isinstance(segment, _Payload) else len(segment) for segment in value)
     if nbytes > MAX_RECORD_NBYTES:
@@ -128,13 +128,19 @@ def _record(leaf: Leaf) -> Iterator[_Segment]:
     yield from value
 
 
-def _leaf(leaf: Leaf) -> Iterator[_Segment]:
+def _leaf(leaf: MsgpackLeaf) -> Iterator[_Segment]:
     if ITEM_BITS[leaf.dtype] % 8:
         raise PrepError(f"{'.'.join(leaf.path)} is {leaf.dtype}", "its elements are smaller than a byte")
     if leaf.nbytes <= MAX_PIECE_NBYTES:
         yield from _array(leaf, leaf.shape)
         return
-    yield _counted(0x80, 0xDE, 3) + _text(CHUNKED) + b"\xc3" + _text("shape") + _counted(0x80, 0xDE, len(leaf.shape))
+    yield (
+        _counted(0x80, 0xDE, 3)
+        + _text(CHUNKED_MARKER)
+        + b"\xc3"
+        + _text("shape")
+        + _counted(0x80, 0xDE, len(leaf.shape))
+    )
     yield b"".join(_text(str(dim)) + _count(extent) for dim, extent in enumerate(leaf.shape))
     step, values = max(1, MAX_PIECE_NBYTES // itemsize(leaf.dtype)), math.prod(leaf.shape)
     yield _text("chunks") + _counted(0x80, 0xDE, -(-values // step))
@@ -143,13 +149,13 @@ def _leaf(leaf: Leaf) -> Iterator[_Segment]:
         yield from _array(leaf, (min(step, values - low),))
 
 
-def _array(leaf: Leaf, shape: tuple[int, ...]) -> Iterator[_Segment]:
+def _array(leaf: MsgpackLeaf, shape: tuple[int, ...]) -> Iterator[_Segment]:
     nbytes = math.prod(shape) * itemsize(leaf.dtype)
     dims = _counted(0x90, 0xDC, len(shape)) + b"".join(map(_count, shape))
     head = _counted(0x90, 0xDC, 3) + dims + _text(leaf.dtype) + _sized(0xC4, nbytes)
     total = len(head) + nbytes
     size = bytes([0xD3 + total.bit_length()]) if total in (1, 2, 4, 8, 16) else _sized(0xC7, total)
-    yield size + bytes([ARRAY]) + head
+    yield size + bytes([EXT_ARRAY]) + head
     yield _Payload(leaf.path, nbytes)
 
 

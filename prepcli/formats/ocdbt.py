@@ -18,16 +18,16 @@ from typing import NamedTuple
 import google_crc32c
 import numpy as np
 
-from prepcli.engine.own_files import open_own, write_own
+from prepcli.engine.no_follow import open_no_follow, write_no_follow
 
-MANIFEST = "manifest.ocdbt"
-NODE_BYTES = 4 << 20  # decoded size of a node, some 37,000 chunks: it bounds the memory of writing
+OCDBT_MANIFEST = "manifest.ocdbt"
+NODE_NBYTES = 4 << 20  # decoded size of a node, some 37,000 chunks: it bounds the memory of writing
 NODE_MAGIC, MANIFEST_MAGIC = 0x0CDB20DE, 0x0CDB3A2A
 _ENTRY_BYTES = 32  # what TensorStore counts for a decoded entry beside key, path and inline value
 _INLINE_BYTES, _MAX_NODE_BYTES, _VERSION_ARITY_LOG2 = 1024, 100_000_000, 4  # as Orbax configures its databases
 
 
-class Place(NamedTuple):
+class ValueLocation(NamedTuple):
     """`nbytes` bytes from `offset` of the file `path`, which is relative to the database's folder."""
 
     path: str
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-Entry = tuple[bytes, "bytes | Place"]  # a key and its value: inline, or where it lies
+OcdbtEntry = tuple[bytes, "bytes | ValueLocation"]  # a key and its value: inline, or where it lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +48,26 @@ class _Node:
     value_bytes: int
 
 
-def write_database(folder: Path, entries: Iterable[Entry], now_ns: int, node_bytes: int = NODE_BYTES) -> None:
+def write_ocdbt_index(folder: Path, entries: Iterable[OcdbtEntry], now_ns: int, node_nbytes: int = NODE_NBYTES) -> None:
     """Write the index of `entries`, which come in ascending order of their keys, at least one, no key twice.
 
     Data files need not exist yet. Equal arguments give equal bytes, and only the manifest depends on `now_ns`; the
     entries of one node (`node_bytes` decoded) are in memory at a time, and all encoded nodes.
     """
-    leaves = [_leaf(batch) for batch in _batches(entries, node_bytes)]
+    leaves = [_leaf(batch) for batch in _batches(entries, node_nbytes)]
     file_id = hashlib.blake2b(digest_size=16)
     for leaf in leaves:
         file_id.update(leaf.data)
     path = f"d/{file_id.hexdigest()}"
     nodes = leaves if len(leaves) == 1 else [*leaves, _interior(leaves, path)]
     (folder / "d").mkdir(exist_ok=True)
-    with open(open_own(folder / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    with open(open_no_follow(folder / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(node.data for node in nodes)
-    write_own(folder / MANIFEST, _manifest(nodes, path, file_id.digest(), now_ns))
+    write_no_follow(folder / OCDBT_MANIFEST, _manifest(nodes, path, file_id.digest(), now_ns))
 
 
-def _batches(entries: Iterable[Entry], node_bytes: int) -> Iterator[list[Entry]]:
-    batch: list[Entry] = []
+def _batches(entries: Iterable[OcdbtEntry], node_bytes: int) -> Iterator[list[OcdbtEntry]]:
+    batch: list[OcdbtEntry] = []
     size = 0
     for key, value in entries:
         entry_bytes = _ENTRY_BYTES + len(key) + len(value if isinstance(value, bytes) else value.path)
@@ -79,9 +79,9 @@ def _batches(entries: Iterable[Entry], node_bytes: int) -> Iterator[list[Entry]]
     yield batch
 
 
-def _leaf(entries: Sequence[Entry]) -> _Node:
+def _leaf(entries: Sequence[OcdbtEntry]) -> _Node:
     values = [value for _, value in entries]
-    places = [value for value in values if isinstance(value, Place)]
+    places = [value for value in values if isinstance(value, ValueLocation)]
     inline = [value for value in values if isinstance(value, bytes)]
     files = sorted({place.path for place in places})
     number = {path: n for n, path in enumerate(files)}
@@ -90,8 +90,8 @@ def _leaf(entries: Sequence[Entry]) -> _Node:
         _file_table(files),
         _varints([len(entries)]),
         *_keys([key for key, _ in entries]),
-        _varints([value.nbytes if isinstance(value, Place) else len(value) for value in values]),
-        bytes(isinstance(value, Place) for value in values),
+        _varints([value.nbytes if isinstance(value, ValueLocation) else len(value) for value in values]),
+        bytes(isinstance(value, ValueLocation) for value in values),
         _varints([number[place.path] for place in places]),
         _varints([place.offset for place in places]),
         *inline,

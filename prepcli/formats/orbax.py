@@ -16,9 +16,9 @@ from pathlib import Path
 from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import itemsize
 
-METADATA = "_METADATA"
-STRINGS = "_strings.json"
-TYPESTR = {
+METADATA_FILE = "_METADATA"
+STRINGS_FILE = "_strings.json"
+ZARR_TYPESTRS = {
     "bool": "|b1", "int8": "|i1", "uint8": "|u1",
     "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4", "int64": "<i8", "uint64": "<u8",
     "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
@@ -37,27 +37,27 @@ class ArrayMeta:
     path: TreePath
     shape: tuple[int, ...]
     dtype: str  # a key of TYPESTR
-    chunk: tuple[int, ...]  # one extent >= 1 per axis; need not divide the shape
-    scalar: bool = False
+    chunk_shape: tuple[int, ...]  # one extent >= 1 per axis; need not divide the shape
+    is_scalar: bool = False
 
     @property
     def name(self) -> str:
         """What the array is called on disk."""
-        return dotted(self.path)
+        return dotted_name(self.path)
 
     @property
     def grid(self) -> tuple[int, ...]:
         """Chunks along each axis; () for a 0-d array, which has one chunk."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk))
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
 
     @property
     def chunk_nbytes(self) -> int:
         """Bytes of any chunk; the last ones are padded."""
-        return math.prod(self.chunk) * itemsize(self.dtype)
+        return math.prod(self.chunk_shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Other:
+class OrbaxNonArray:
     """A leaf of the tree that is no array: a string, or an empty container or None by the name of its type."""
 
     path: TreePath
@@ -65,7 +65,7 @@ class Other:
     text: str = ""  # of a string
 
 
-def dotted(path: TreePath) -> str:
+def dotted_name(path: TreePath) -> str:
     """A path as one name; ambiguous where a part contains a dot."""
     return ".".join(map(str, path))
 
@@ -75,24 +75,24 @@ def chunk_key(index: tuple[int, ...]) -> str:
     return ".".join(map(str, index)) or "0"
 
 
-def index_at(grid: tuple[int, ...], at: int) -> tuple[int, ...]:
+def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, ...]:
     """The index of chunk number `at` of a grid in C order."""
     index = []
     for n in reversed(grid):
-        at, i = divmod(at, n)
+        chunk_number, i = divmod(chunk_number, n)
         index.append(i)
     return tuple(reversed(index))
 
 
-def clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
+def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
     """The names of two leaves that one tree, or one index, cannot both hold."""
-    names = sorted((dotted(path), tuple(map(str, path))) for path in paths)
+    names = sorted((dotted_name(path), tuple(map(str, path))) for path in paths)
     for (a, _), (b, _) in itertools.pairwise(names):
         if a == b:
             return a, b
     for a, b in itertools.pairwise(sorted(path for _, path in names)):
         if b[: len(a)] == a:
-            return dotted(a), dotted(b)
+            return dotted_name(a), dotted_name(b)
     return None
 
 
@@ -109,9 +109,9 @@ def _item_of_step(step: Path) -> Path | None:
     """Orbax's own names for the tree first; a training job may have named its only item otherwise, and parameters may
     have an optimizer's state beside them, as redco has it."""
     named = [step, step / "default", step / "state", step / "items"]
-    if found := next((item for item in named if (item / METADATA).is_file()), None):
+    if found := next((item for item in named if (item / METADATA_FILE).is_file()), None):
         return found
-    items = [child for child in _folders(step) if (child / METADATA).is_file() and not child.name.isdigit()]
+    items = [child for child in _folders(step) if (child / METADATA_FILE).is_file() and not child.name.isdigit()]
     return items[0] if len(items) == 1 else next((item for item in items if item.name == "params"), None)
 
 

@@ -16,12 +16,21 @@ from typing import Any
 
 from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
-from prepcli.formats.codecs import CHECKSUM, CHECKSUM_NBYTES
-from prepcli.formats.ocdbt import MANIFEST
-from prepcli.formats.orbax import METADATA, STRINGS, ArrayMeta, Other, TreePath, chunk_key, clash, dotted
-from prepcli.formats.orbax_store import Chunks, Store, Stored, chunks_of
-from prepcli.formats.untrusted import list_folder, parse_json, read_small, shown, stat_file
-from prepcli.formats.zarr import Zarr, parse
+from prepcli.formats.codecs import CRC32C, CRC32C_NBYTES
+from prepcli.formats.ocdbt import OCDBT_MANIFEST
+from prepcli.formats.orbax import (
+    METADATA_FILE,
+    STRINGS_FILE,
+    ArrayMeta,
+    OrbaxNonArray,
+    TreePath,
+    chunk_key,
+    dotted_name,
+    find_name_clash,
+)
+from prepcli.formats.orbax_store import ChunkTable, OrbaxStore, StoredRange, build_chunk_table
+from prepcli.formats.untrusted import list_folder, parse_json, quote_name, read_small_file, stat_file
+from prepcli.formats.zarr import ZarrArray, parse_zarr_document
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _MOST_ABSENT = 1 << 18  # chunks of zeros that are not stored
@@ -38,13 +47,13 @@ class OrbaxItem:
 
     folder: Path
     arrays: tuple[ArrayMeta, ...]
-    chunks: tuple[Chunks, ...]
-    steps: tuple[tuple[str, ...], ...]
+    chunks: tuple[ChunkTable, ...]
+    codec_names: tuple[tuple[str, ...], ...]
     files: tuple[Path, ...]
     value_types: tuple[str, ...]
-    others: tuple[Other, ...]
-    unlisted: tuple[str, ...]  # names in the index that the tree lacks; Orbax does not see them either
-    stamp: str
+    non_arrays: tuple[OrbaxNonArray, ...]
+    unlisted_names: tuple[str, ...]  # names in the index that the tree lacks; Orbax does not see them either
+    metadata_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +69,21 @@ def read_item(folder: Path) -> OrbaxItem:
         raise PrepError(f"{folder} is a checkpoint that Orbax did not finish", f"its folder is {unfinished}")
     tree = _read_tree(folder)
     leaves = [_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
-    if names := clash(leaf.path for leaf in leaves):
-        raise PrepError(f"{folder / METADATA} is broken", f"it has {shown(names[0])} and {shown(names[1])}")
+    if names := find_name_clash(leaf.path for leaf in leaves):
+        raise PrepError(
+            f"{folder / METADATA_FILE} is broken", f"it has {quote_name(names[0])} and {quote_name(names[1])}"
+        )
     listed = [leaf for leaf in leaves if not leaf.empty and leaf.value_type != "string"]
     uses_ocdbt = tree.get("use_ocdbt", True) is not False
-    names = [dotted(leaf.path) for leaf in listed]
-    store = Store(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
-    documents = [store.document(name) for name in names]
-    zarrs = [parse(shown(name), store.document_name, text) for name, text in zip(names, documents)]
+    names = [dotted_name(leaf.path) for leaf in listed]
+    store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
+    documents = [store.pop_document(name) for name in names]
+    zarrs = [parse_zarr_document(quote_name(name), store.document_name, text) for name, text in zip(names, documents)]
     complete = tree.get("store_array_data_equal_to_fill_value") is True
-    tables = [chunks_of(shown(name), zarr, store.values.pop(name), store, complete) for name, zarr in zip(names, zarrs)]
+    tables = [
+        build_chunk_table(quote_name(name), zarr, store.values.pop(name), store, complete)
+        for name, zarr in zip(names, zarrs)
+    ]
     arrays = tuple(_array(leaf, zarr) for leaf, zarr in zip(listed, zarrs))
     for meta, zarr, chunks in zip(arrays, zarrs, tables):
         _check_sizes(meta, zarr, chunks)
@@ -79,33 +93,33 @@ def read_item(folder: Path) -> OrbaxItem:
         folder=folder,
         arrays=arrays,
         chunks=tuple(tables),
-        steps=tuple(zarr.steps for zarr in zarrs),
+        codec_names=tuple(zarr.codec_names for zarr in zarrs),
         files=store.files,
         value_types=tuple(leaf.value_type for leaf in listed),
-        others=_others(folder, leaves),
-        unlisted=tuple(sorted(store.values)),
-        stamp=_stamp(folder, documents),
+        non_arrays=_others(folder, leaves),
+        unlisted_names=tuple(sorted(store.values)),
+        metadata_digest=_stamp(folder, documents),
     )
 
 
 def _read_tree(folder: Path) -> Mapping[str, Any]:
-    if METADATA not in list_folder(folder):
-        raise PrepError(f"{folder} is not an Orbax checkpoint", f"it has no {METADATA}")
-    tree = _read_json(folder / METADATA)
+    if METADATA_FILE not in list_folder(folder):
+        raise PrepError(f"{folder} is not an Orbax checkpoint", f"it has no {METADATA_FILE}")
+    tree = _read_json(folder / METADATA_FILE)
     if not isinstance(tree.get("tree_metadata"), dict):
-        raise PrepError(f"{folder / METADATA} is broken", "it has no tree_metadata")
+        raise PrepError(f"{folder / METADATA_FILE} is broken", "it has no tree_metadata")
     return tree
 
 
 def _stamp(folder: Path, documents: Iterable[bytes]) -> str:
-    index = folder / MANIFEST
-    held = [read_small(folder / METADATA), read_small(index) if index.exists() else b"", *documents]
+    index = folder / OCDBT_MANIFEST
+    held = [read_small_file(folder / METADATA_FILE), read_small_file(index) if index.exists() else b"", *documents]
     return digest(b"".join(held))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        document = parse_json(read_small(path))
+        document = parse_json(read_small_file(path))
     except ValueError as error:
         raise PrepError(f"{path} is broken", str(error)) from error
     if not isinstance(document, dict):
@@ -118,7 +132,7 @@ def _leaf(folder: Path, entry: Any) -> _Leaf:
         case {"key_metadata": [_, *_] as keys, "value_metadata": {"value_type": str(value_type)} as value}:
             path = tuple(_part(folder, key) for key in keys)
             return _Leaf(path, value_type, value.get("skip_deserialize") is True)
-    raise PrepError(f"{folder / METADATA} is broken", "it describes a leaf without its path or type")
+    raise PrepError(f"{folder / METADATA_FILE} is broken", "it describes a leaf without its path or type")
 
 
 def _part(folder: Path, key: Any) -> str | int:
@@ -127,26 +141,28 @@ def _part(folder: Path, key: Any) -> str | int:
             return int(text)
         case {"key": str(text), "key_type": 2}:
             return text
-    raise PrepError(f"{folder / METADATA} is broken", f"{shown(str(key))} is no part of a path")
+    raise PrepError(f"{folder / METADATA_FILE} is broken", f"{quote_name(str(key))} is no part of a path")
 
 
-def _array(leaf: _Leaf, zarr: Zarr) -> ArrayMeta:
-    return ArrayMeta(leaf.path, zarr.shape, zarr.dtype, zarr.chunk, leaf.value_type == "scalar" and not zarr.shape)
+def _array(leaf: _Leaf, zarr: ZarrArray) -> ArrayMeta:
+    return ArrayMeta(
+        leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape, leaf.value_type == "scalar" and not zarr.shape
+    )
 
 
-def _check_sizes(meta: ArrayMeta, zarr: Zarr, chunks: Chunks) -> None:
+def _check_sizes(meta: ArrayMeta, zarr: ZarrArray, chunks: ChunkTable) -> None:
     """Chunks that are not compressed have the bytes of their elements, and no more than those."""
-    if zarr.steps not in ((), (CHECKSUM,)):
+    if zarr.codec_names not in ((), (CRC32C,)):
         return
-    wanted = meta.chunk_nbytes + CHECKSUM_NBYTES * bool(zarr.steps)
+    wanted = meta.chunk_nbytes + CRC32C_NBYTES * bool(zarr.codec_names)
     for index, stored in chunks.items():
         nbytes = len(stored) if isinstance(stored, bytes) else stored.nbytes
         if nbytes != wanted:
-            why = f"it has {nbytes:,} bytes, {meta.chunk} of {meta.dtype} has {wanted:,}"
-            raise PrepError(f"chunk {chunk_key(index)} of {shown(meta.name)} has the wrong size", why)
+            why = f"it has {nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {wanted:,}"
+            raise PrepError(f"chunk {chunk_key(index)} of {quote_name(meta.name)} has the wrong size", why)
 
 
-def _check_absent(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[Chunks]) -> None:
+def _check_absent(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[ChunkTable]) -> None:
     """PrepError where an item claims to be far larger than what it stores."""
     absent = sum(math.prod(meta.grid) - len(chunks) for meta, chunks in zip(arrays, tables))
     if absent > _MOST_ABSENT:
@@ -154,30 +170,30 @@ def _check_absent(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[Ch
         raise PrepError(f"{folder} does not store what it holds", why)
 
 
-def _check_places(arrays: Sequence[ArrayMeta], chunks: Sequence[Chunks], files: Sequence[Path]) -> None:
+def _check_places(arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]) -> None:
     """Every chunk in its file, no two on the same bytes."""
     sizes = [stat_file(file).st_size for file in files]
     places = sorted(
         (stored.file, stored.offset, stored.offset + stored.nbytes, n)
         for n, table in enumerate(chunks)
         for stored in table.values()
-        if isinstance(stored, Stored)
+        if isinstance(stored, StoredRange)
     )
     for file, _, end, n in places:
         if end > sizes[file]:
-            why = f"a chunk of {shown(arrays[n].name)} ends at byte {end:,}, the file at {sizes[file]:,}"
+            why = f"a chunk of {quote_name(arrays[n].name)} ends at byte {end:,}, the file at {sizes[file]:,}"
             raise PrepError(f"{files[file]} is cut short", why, "copy the checkpoint again")
     for (file, _, end, a), (next_file, start, _, b) in itertools.pairwise(places):
         if file == next_file and start < end:
             why = f"both use byte {start:,} of {files[file]}"
-            raise PrepError(f"chunks of {shown(arrays[a].name)} and {shown(arrays[b].name)} overlap", why)
+            raise PrepError(f"chunks of {quote_name(arrays[a].name)} and {quote_name(arrays[b].name)} overlap", why)
 
 
-def _others(folder: Path, leaves: Sequence[_Leaf]) -> tuple[Other, ...]:
+def _others(folder: Path, leaves: Sequence[_Leaf]) -> tuple[OrbaxNonArray, ...]:
     strings = [leaf for leaf in leaves if leaf.value_type == "string" and not leaf.empty]
-    texts = _read_json(folder / STRINGS) if strings else {}
+    texts = _read_json(folder / STRINGS_FILE) if strings else {}
     for leaf in strings:
-        if not isinstance(texts.get(dotted(leaf.path)), str):
-            raise PrepError(f"{folder / STRINGS} has no text for {shown(dotted(leaf.path))}")
-    empty = [Other(leaf.path, leaf.value_type) for leaf in leaves if leaf.empty]
-    return (*empty, *(Other(leaf.path, leaf.value_type, texts[dotted(leaf.path)]) for leaf in strings))
+        if not isinstance(texts.get(dotted_name(leaf.path)), str):
+            raise PrepError(f"{folder / STRINGS_FILE} has no text for {quote_name(dotted_name(leaf.path))}")
+    empty = [OrbaxNonArray(leaf.path, leaf.value_type) for leaf in leaves if leaf.empty]
+    return (*empty, *(OrbaxNonArray(leaf.path, leaf.value_type, texts[dotted_name(leaf.path)]) for leaf in strings))

@@ -13,28 +13,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.engine.own_files import write_own
+from prepcli.engine.no_follow import write_no_follow
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import NODE_BYTES, Entry, Place, write_database
+from prepcli.formats.ocdbt import NODE_NBYTES, OcdbtEntry, ValueLocation, write_ocdbt_index
 from prepcli.formats.orbax import (
-    METADATA,
-    STRINGS,
-    TYPESTR,
+    METADATA_FILE,
+    STRINGS_FILE,
+    ZARR_TYPESTRS,
     ArrayMeta,
-    Other,
+    OrbaxNonArray,
     TreePath,
     chunk_key,
-    clash,
-    dotted,
-    index_at,
+    dotted_name,
+    find_name_clash,
+    unravel_chunk_index,
 )
 
-CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+CHECKPOINT_METADATA_FILE = "_CHECKPOINT_METADATA"
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class WrittenChunk:
     """Where the chunk `index` (one number per axis) of array number `array` lies: `nbytes` from `offset` of a file."""
 
     array: int
@@ -56,14 +56,14 @@ class _Table:
     nbytes: array[int]
 
 
-def write_item(
+def write_item_metadata(
     folder: Path,
     arrays: Sequence[ArrayMeta],
-    chunks: Iterable[Chunk],
+    chunks: Iterable[WrittenChunk],
     file_names: Sequence[str],
     now_ns: int,
-    others: Sequence[Other] = (),
-    node_bytes: int = NODE_BYTES,
+    non_arrays: Sequence[OrbaxNonArray] = (),
+    node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
 ) -> None:
     """Write all that `folder` needs besides its data files to be an Orbax item, and a whole checkpoint of that item.
@@ -73,32 +73,32 @@ def write_item(
     whatever the order of `chunks`; nothing is fsynced. Raises PrepError, before it writes, where a leaf cannot be
     stored or the chunks are not each chunk of each array once.
     """
-    _check_leaves(arrays, others)
+    _check_leaves(arrays, non_arrays)
     tables = [_empty_table(meta) for meta in arrays]
     for chunk in chunks:
         _place(tables[chunk.array], chunk, zstd_level is not None)
     for table in tables:
         _check_whole(table)
-    write_database(folder, _entries(tables, file_names, zstd_level), now_ns, node_bytes)
-    _write_json(folder / METADATA, _tree_metadata(arrays, others))
-    _write_json(folder / CHECKPOINT_METADATA, _checkpoint_metadata(_HANDLER, now_ns))
-    if texts := {dotted(leaf.path): leaf.text for leaf in others if leaf.value_type == "string"}:
-        _write_json(folder / STRINGS, texts)
-    write_own(folder / "commit_success.txt", b"Checkpoint commit was successful.\n")
+    write_ocdbt_index(folder, _entries(tables, file_names, zstd_level), now_ns, node_nbytes)
+    _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays))
+    _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
+    if texts := {dotted_name(leaf.path): leaf.text for leaf in non_arrays if leaf.value_type == "string"}:
+        _write_json(folder / STRINGS_FILE, texts)
+    write_no_follow(folder / "commit_success.txt", b"Checkpoint commit was successful.\n")
 
 
-def write_step(folder: Path, item: str, now_ns: int) -> None:
+def write_step_metadata(folder: Path, item_name: str, now_ns: int) -> None:
     """Make `folder` a whole checkpoint of the item in its folder `item`, as Orbax keeps those of a run's steps."""
-    _write_json(folder / CHECKPOINT_METADATA, _checkpoint_metadata({item: _HANDLER}, now_ns))
+    _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata({item_name: _HANDLER}, now_ns))
 
 
-def zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
+def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
     """The `.zarray` document of an array, raw or compressed, in TensorStore's own spelling."""
     document = {
-        "chunks": meta.chunk,
+        "chunks": meta.chunk_shape,
         "compressor": None if zstd_level is None else {"id": "zstd", "level": zstd_level},
         "dimension_separator": ".",
-        "dtype": TYPESTR[meta.dtype],
+        "dtype": ZARR_TYPESTRS[meta.dtype],
         "fill_value": None,
         "filters": None,
         "order": "C",
@@ -108,23 +108,23 @@ def zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _check_leaves(arrays: Sequence[ArrayMeta], others: Sequence[Other]) -> None:
+def _check_leaves(arrays: Sequence[ArrayMeta], others: Sequence[OrbaxNonArray]) -> None:
     if not arrays:
         raise PrepError("the checkpoint would hold no arrays")
     for meta in arrays:
-        if meta.dtype not in TYPESTR:
+        if meta.dtype not in ZARR_TYPESTRS:
             raise PrepError(
                 f"{meta.name} is {meta.dtype}",
-                f"TensorStore's zarr v2 holds {', '.join(TYPESTR)}",
+                f"TensorStore's zarr v2 holds {', '.join(ZARR_TYPESTRS)}",
                 "cast it: --dtype bfloat16",
             )
-        if len(meta.chunk) != len(meta.shape) or min(meta.chunk, default=1) < 1:
-            raise PrepError(f"chunk {meta.chunk} of {meta.name} does not suit its shape {meta.shape}")
+        if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
+            raise PrepError(f"chunk {meta.chunk_shape} of {meta.name} does not suit its shape {meta.shape}")
     paths = [leaf.path for leaf in (*arrays, *others)]
     for path in paths:
         if not path or not all(part and not {".", "/"} & set(part) for part in map(str, path)):
             raise PrepError(f"{path} cannot name a leaf of an Orbax checkpoint", "a part is empty or holds a . or a /")
-    if names := clash(paths):
+    if names := find_name_clash(paths):
         raise PrepError(f"the tree has two leaves in one place, {names[0]} and {names[1]}")
 
 
@@ -134,7 +134,7 @@ def _empty_table(meta: ArrayMeta) -> _Table:
     return _Table(meta, grid, meta.chunk_nbytes, array("q", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n)
 
 
-def _place(table: _Table, chunk: Chunk, compressed: bool) -> None:
+def _place(table: _Table, chunk: WrittenChunk, compressed: bool) -> None:
     at, inside = 0, len(chunk.index) == len(table.grid)
     for i, n in zip(chunk.index, table.grid):
         at, inside = at * n + i, inside and 0 <= i < n
@@ -142,47 +142,47 @@ def _place(table: _Table, chunk: Chunk, compressed: bool) -> None:
         raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
     if not compressed and chunk.nbytes != table.chunk_nbytes:
         meta = table.meta
-        why = f"it has {chunk.nbytes:,} bytes, {meta.chunk} of {meta.dtype} has {table.chunk_nbytes:,}"
+        why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
         raise PrepError(f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size", why)
     if table.files[at] >= 0:
         raise _chunk_error(table, chunk, " twice")
     table.files[at], table.offsets[at], table.nbytes[at] = chunk.file, chunk.offset, chunk.nbytes
 
 
-def _chunk_error(table: _Table, chunk: Chunk, how: str, why: str = "") -> PrepError:
+def _chunk_error(table: _Table, chunk: WrittenChunk, how: str, why: str = "") -> PrepError:
     return PrepError(f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{how}", why)
 
 
 def _check_whole(table: _Table) -> None:
     if -1 not in table.files:
         return
-    missing = index_at(table.grid, table.files.index(-1))
+    missing = unravel_chunk_index(table.grid, table.files.index(-1))
     raise PrepError(f"the index of {table.meta.name} misses chunk {chunk_key(missing)}")
 
 
-def _entries(tables: Sequence[_Table], file_names: Sequence[str], zstd_level: int | None) -> Iterator[Entry]:
+def _entries(tables: Sequence[_Table], file_names: Sequence[str], zstd_level: int | None) -> Iterator[OcdbtEntry]:
     """In the order of keys: no name holds a slash, and both `.` and `/` come before the digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]
-        yield prefix + b".zarray", zarray(table.meta, zstd_level)
+        yield prefix + b".zarray", encode_zarray(table.meta, zstd_level)
         axes = [sorted(range(extent), key=str) for extent in table.grid]
         labels = [[b"%d" % i for i in axis] for axis in axes]
         steps = [math.prod(table.grid[n + 1 :]) for n in range(len(axes))]
         starts = [[i * step for i in axis] for axis, step in zip(axes, steps)]
         for label, start in zip(itertools.product(*labels), itertools.product(*starts)):
             at = sum(start)
-            place = Place(file_names[table.files[at]], table.offsets[at], table.nbytes[at])
+            place = ValueLocation(file_names[table.files[at]], table.offsets[at], table.nbytes[at])
             yield prefix + (b".".join(label) or b"0"), place
 
 
-def _tree_metadata(arrays: Sequence[ArrayMeta], others: Sequence[Other]) -> dict[str, object]:
+def _tree_metadata(arrays: Sequence[ArrayMeta], others: Sequence[OrbaxNonArray]) -> dict[str, object]:
     tree: dict[str, object] = {}
     for meta in arrays:
-        value_type = "scalar" if meta.scalar else "np.ndarray"
+        value_type = "scalar" if meta.is_scalar else "np.ndarray"
         tree[_key(meta.path)] = {
             "key_metadata": _key_metadata(meta.path),
-            "value_metadata": {"value_type": value_type, "skip_deserialize": False, "write_shape": meta.chunk},
+            "value_metadata": {"value_type": value_type, "skip_deserialize": False, "write_shape": meta.chunk_shape},
         }
     for leaf in others:
         skip = leaf.value_type != "string"
@@ -219,4 +219,4 @@ def _checkpoint_metadata(handlers: str | dict[str, str], now_ns: int) -> dict[st
 
 
 def _write_json(path: Path, document: object) -> None:
-    write_own(path, json.dumps(document).encode())
+    write_no_follow(path, json.dumps(document).encode())

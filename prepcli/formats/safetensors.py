@@ -17,21 +17,21 @@ import xxhash
 
 from prepcli.errors import PrepError
 from prepcli.formats.shard_index import (
-    check_agreement,
-    check_numbered,
-    download_again,
-    files_of,
-    holders_of,
+    check_index_matches_files,
+    check_numbered_files,
+    download_again_hint,
+    list_indexed_files,
+    map_tensors_to_files,
     read_weight_map,
 )
-from prepcli.formats.untrusted import list_folder, parse_json, shown, stat_file, unreadable
-from prepcli.planning.tensors import Tensor, bits_of
+from prepcli.formats.untrusted import list_folder, parse_json, quote_name, stat_file, unreadable_error
+from prepcli.planning.tensors import FileTensor, array_bits
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-ADAPTER = "adapter_model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 SUFFIX = "safetensors"
-METADATA = "__metadata__"
+METADATA_KEY = "__metadata__"
 LENGTH_NBYTES = 8  # the little-endian length that a file begins with
 MAX_HEADER_NBYTES = 100_000_000  # the safetensors library's limit
 MAX_ENTRY_NBYTES = 4 << 20  # of one tensor's entry, and of all metadata
@@ -44,7 +44,7 @@ DTYPES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn", "F4": "float4_e2m1fn",
 }  # fmt: skip
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _SPACE = r"[ \t\r\n]*+"
@@ -72,70 +72,70 @@ _FOREIGN = (  # how it begins, what it is, why it is not ours, a hint (none: dow
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """A safetensors file without its payload; tensors in layout order, offsets from the first byte of the file."""
 
     file_name: str
     size: int  # bytes of the whole file
     data_start: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[FileTensor, ...]
     metadata: tuple[tuple[str, str], ...]
     digest: str  # XXH3-128 of the first data_start bytes, in hexadecimal
     mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class SafetensorsFolder:
     """The safetensors files of one model; tensors in (file, offset) order, `file` being an index into `headers`."""
 
     path: Path
-    headers: tuple[Header, ...]
-    tensors: tuple[Tensor, ...]
-    indexed: bool
+    headers: tuple[SafetensorsHeader, ...]
+    tensors: tuple[FileTensor, ...]
+    has_index: bool
 
 
-def read_header(path: Path, file: int) -> Header:
+def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
     """The header of a safetensors file, its tensors marked as being in file number `file`.
 
     Raises PrepError, and nothing else, whatever is under that name.
     """
     found, raw = _read_raw(path)
     try:
-        metadata, tensors = _described(raw, file)
+        metadata, tensors = _described(raw, file_number)
         tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
         end = _end_of(tensors, len(raw))
     except ValueError as error:
-        raise PrepError(f"{path.name} has a broken header", str(error), download_again(path)) from error
+        raise PrepError(f"{path.name} has a broken header", str(error), download_again_hint(path)) from error
     if end != found.st_size:
         raise _wrong_size(path, end, found.st_size)
     digest = xxhash.xxh3_128_hexdigest(raw)
-    return Header(path.name, end, len(raw), tuple(tensors), metadata, digest, found.st_mtime_ns)
+    return SafetensorsHeader(path.name, end, len(raw), tuple(tensors), metadata, digest, found.st_mtime_ns)
 
 
 def has_safetensors(folder: Path) -> bool:
     """Whether `read_folder` would find something to read there, be it broken or an adapter."""
-    return folder.is_dir() and (INDEX in list_folder(folder) or bool(_unindexed(folder)))
+    return folder.is_dir() and (INDEX_FILE in list_folder(folder) or bool(_unindexed(folder)))
 
 
-def read_folder(folder: Path) -> Folder:
+def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     """The headers of a model's files: those that the index names, else model.safetensors, else all *.safetensors.
 
     Files are in the order of their names; links are followed.
     Raises PrepError for a folder that cannot be read, lacks a file or contradicts itself.
     """
-    indexed = INDEX in list_folder(folder)
+    indexed = INDEX_FILE in list_folder(folder)
     if indexed:
-        weight_map = read_weight_map(folder / INDEX, SUFFIX)
-        names = files_of(folder, weight_map)
+        weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
+        names = list_indexed_files(folder, weight_map)
     else:
         weight_map, names = None, _unindexed(folder)
         _check_model(folder, names)
-    headers = tuple(read_header(folder / name, file) for file, name in enumerate(names))
+    headers = tuple(read_safetensors_header(folder / name, file) for file, name in enumerate(names))
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
-    holders = holders_of(folder, ((tensor.name, names[tensor.file]) for tensor in tensors))
+    holders = map_tensors_to_files(folder, ((tensor.name, names[tensor.file]) for tensor in tensors))
     if weight_map is not None:
-        check_agreement(folder, weight_map, holders)
-    return Folder(folder, headers, tensors, indexed)
+        check_index_matches_files(folder, weight_map, holders)
+    return SafetensorsFolder(folder, headers, tensors, indexed)
 
 
 # One file
@@ -153,7 +153,7 @@ def _read_raw(path: Path) -> tuple[os.stat_result, bytes]:
             stream.seek(0)
             raw = stream.read(min(LENGTH_NBYTES + nbytes, found.st_size))
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     if len(raw) < LENGTH_NBYTES + nbytes:
         raise _wrong_size(path, LENGTH_NBYTES + nbytes, len(raw))
     return found, raw
@@ -163,24 +163,26 @@ def _foreign(path: Path, start: bytes, nbytes: int) -> PrepError:
     """The error for a file whose first 8 bytes cannot be the length of a header."""
     for magic, kind, meaning, hint in _FOREIGN:
         if start.lstrip().startswith(magic):
-            return PrepError(f"{path.name} is {kind}, not a safetensors file", meaning, hint or download_again(path))
+            return PrepError(
+                f"{path.name} is {kind}, not a safetensors file", meaning, hint or download_again_hint(path)
+            )
     if len(start) < LENGTH_NBYTES:
         why = f"it has {len(start)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
-        return PrepError(f"{path.name} is cut short", why, download_again(path))
+        return PrepError(f"{path.name} is cut short", why, download_again_hint(path))
     why = f"it promises a header of {nbytes:,} bytes, allowed are 1 to {MAX_HEADER_NBYTES:,}"
-    return PrepError(f"{path.name} is not a safetensors file", why, download_again(path))
+    return PrepError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
 
 
-def _described(raw: bytes, file: int) -> tuple[tuple[tuple[str, str], ...], list[Tensor]]:
+def _described(raw: bytes, file: int) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
     """Metadata and tensors as the header lists them. This and what it calls raise ValueError with the reason."""
     metadata: tuple[tuple[str, str], ...] = ()
-    tensors: list[Tensor] = []
+    tensors: list[FileTensor] = []
     names: set[str] = set()
     for name, entry in _entries(raw):
         if name in names:
-            raise ValueError(f"it names {shown(name)} twice")
+            raise ValueError(f"it names {quote_name(name)} twice")
         names.add(name)
-        if name == METADATA:
+        if name == METADATA_KEY:
             metadata = _texts(entry)
         else:
             tensors.append(_tensor(name, entry, file, len(raw)))
@@ -223,27 +225,29 @@ def _usual_entry(found: re.Match[bytes]) -> tuple[str, dict[str, Any]]:
 
 def _texts(entry: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     if not all(isinstance(value, str) for value in entry.values()):
-        raise ValueError(f"its {METADATA} must hold only text")
+        raise ValueError(f"its {METADATA_KEY} must hold only text")
     "".join(entry.values()).encode()  # half of a surrogate pair passes Python's JSON, and no other
     return tuple(entry.items())
 
 
-def _tensor(name: str, entry: dict[str, Any], file: int, data_start: int) -> Tensor:
+def _tensor(name: str, entry: dict[str, Any], file: int, data_start: int) -> FileTensor:
     if entry.keys() != _FIELDS:
-        raise ValueError(f"{shown(name)} must have dtype, shape and data_offsets, nothing else")
+        raise ValueError(f"{quote_name(name)} must have dtype, shape and data_offsets, nothing else")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
-        raise ValueError(f"the dtype of {shown(name)} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"the dtype of {quote_name(name)} is not one of {', '.join(DTYPES)}")
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
-        raise ValueError(f"shape or data_offsets of {shown(name)} are not whole numbers from 0 to 2^63 - 1")
+        raise ValueError(f"shape or data_offsets of {quote_name(name)} are not whole numbers from 0 to 2^63 - 1")
     sides = [dim or 1 for dim in shape] if 0 in shape else shape  # libraries refuse it beside a 0 as well
-    if bits_of(DTYPES[code], tuple(sides)) >= 1 << 63:
-        raise ValueError(f"{shown(name)} has a shape of 2^63 bits or more")
+    if array_bits(DTYPES[code], tuple(sides)) >= 1 << 63:
+        raise ValueError(f"{quote_name(name)} has a shape of 2^63 bits or more")
     low, high = offsets
-    bits = bits_of(DTYPES[code], tuple(shape))
+    bits = array_bits(DTYPES[code], tuple(shape))
     if bits != 8 * (high - low):
-        raise ValueError(f"{shown(name)} {code} {shape} takes {bits:,} bits, its data_offsets {8 * (high - low):,}")
-    return Tensor(name, DTYPES[code], tuple(shape), file, data_start + low, high - low)
+        raise ValueError(
+            f"{quote_name(name)} {code} {shape} takes {bits:,} bits, its data_offsets {8 * (high - low):,}"
+        )
+    return FileTensor(name, DTYPES[code], tuple(shape), file, data_start + low, high - low)
 
 
 def _are_counts(values: object) -> bool:
@@ -252,13 +256,13 @@ def _are_counts(values: object) -> bool:
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)  # True is an int, but no count
 
 
-def _end_of(tensors: Sequence[Tensor], data_start: int) -> int:
+def _end_of(tensors: Sequence[FileTensor], data_start: int) -> int:
     """Where tensors in layout order end, each beginning where the last one ended."""
     end = data_start
     for tensor in tensors:
         if tensor.offset != end:
             kind = "hole" if tensor.offset > end else "overlap"
-            raise ValueError(f"{kind}: {shown(tensor.name)} begins at byte {tensor.offset:,}, not {end:,}")
+            raise ValueError(f"{kind}: {quote_name(tensor.name)} begins at byte {tensor.offset:,}, not {end:,}")
         end += tensor.nbytes
     return end
 
@@ -269,19 +273,19 @@ def _end_of(tensors: Sequence[Tensor], data_start: int) -> int:
 def _unindexed(folder: Path) -> list[str]:
     """The names that count where there is no index."""
     names = [name for name in list_folder(folder) if name.endswith(f".{SUFFIX}") and not name.startswith(".")]
-    return [SINGLE] if SINGLE in names else names
+    return [SINGLE_FILE] if SINGLE_FILE in names else names
 
 
 def _check_model(folder: Path, names: Sequence[str]) -> None:
     """All that can be known without an index: it is a model, and no file is missing of those that are numbered."""
     if not names:
         raise PrepError(f"{folder} holds no safetensors files")
-    if ADAPTER in names:
-        why = f"{ADAPTER} holds only what is added to a base model"
+    if ADAPTER_FILE in names:
+        why = f"{ADAPTER_FILE} holds only what is added to a base model"
         raise PrepError(f"{folder} is an adapter, not a model", why, "merge it first: PEFT's `merge_and_unload()`")
-    check_numbered(folder, names)
+    check_numbered_files(folder, names)
 
 
 def _wrong_size(path: Path, promised: int, size: int) -> PrepError:
     what = f"{path.name} is cut short" if size < promised else f"{path.name} is too long"
-    return PrepError(what, f"its header promises {promised:,} bytes, the file has {size:,}", download_again(path))
+    return PrepError(what, f"its header promises {promised:,} bytes, the file has {size:,}", download_again_hint(path))

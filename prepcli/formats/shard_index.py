@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from prepcli.console.lists import some
+from prepcli.console.lists import join_names
 from prepcli.errors import PrepError
-from prepcli.formats.untrusted import parse_json, shown, stat_file, unreadable
+from prepcli.formats.untrusted import parse_json, quote_name, stat_file, unreadable_error
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)
@@ -35,21 +35,21 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
             raise ValueError(f"it has {found.st_size:,} bytes, allowed are {MAX_INDEX_NBYTES:,}")
         return _weight_map(parse_json(path.read_bytes()), suffix)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     except ValueError as error:
-        raise PrepError(f"{path} is not a usable index", str(error), download_again(path)) from error
+        raise PrepError(f"{path} is not a usable index", str(error), download_again_hint(path)) from error
 
 
-def files_of(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
+def list_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
     """The names of the files that an index names, sorted; a PrepError if one is not there."""
     ntensors = Counter(weight_map.values())
     if missing := [name for name in sorted(ntensors) if not os.path.exists(folder / name)]:
         listed = [f"{name} ({ntensors[name]} tensor{'s' * (ntensors[name] != 1)})" for name in missing]
-        raise _missing(folder, len(missing), len(ntensors), f"the index names {some(listed, most=_SHOWN)}")
+        raise _missing(folder, len(missing), len(ntensors), f"the index names {join_names(listed, max_names=_SHOWN)}")
     return sorted(ntensors)
 
 
-def check_numbered(folder: Path, names: Sequence[str]) -> None:
+def check_numbered_files(folder: Path, names: Sequence[str]) -> None:
     """Raises PrepError if a file is missing of those that are numbered `-00001-of-00003`."""
     found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
     there = {match[0] for match in found if 1 <= int(match[2]) <= int(match[3])}
@@ -57,36 +57,40 @@ def check_numbered(folder: Path, names: Sequence[str]) -> None:
     wanted = (shard_name(stem, i, count, suffix) for stem, count, suffix in sets for i in range(1, count + 1))
     total = sum(count for _, count, _ in sets)
     if missing := [*itertools.islice((name for name in wanted if name not in there), _SHOWN)]:  # of maybe millions
-        why = f"the names of the others promise {some(missing, total - len(there), most=_SHOWN)}"
+        why = f"the names of the others promise {join_names(missing, total - len(there), max_names=_SHOWN)}"
         raise _missing(folder, total - len(there), total, why)
 
 
-def holders_of(folder: Path, tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
+def map_tensors_to_files(folder: Path, tensors: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The file that really holds each tensor, from (tensor, file) pairs; a PrepError if two do."""
     holders: dict[str, str] = {}
     for name, file in tensors:
         if holders.setdefault(name, file) != file:
-            what = f"tensor {shown(name)} is in two files of {folder}"
+            what = f"tensor {quote_name(name)} is in two files of {folder}"
             raise PrepError(what, f"{holders[name]} and {file}", "remove the file that is not of this model")
     return holders
 
 
-def check_agreement(folder: Path, weight_map: Mapping[str, str], holders: Mapping[str, str]) -> None:
+def check_index_matches_files(folder: Path, weight_map: Mapping[str, str], file_by_tensor: Mapping[str, str]) -> None:
     """Raises PrepError unless the index and the files tell the same of every tensor."""
-    if weight_map == holders:
+    if weight_map == file_by_tensor:
         return
     kinds = {
-        "only in the index": [name for name in weight_map if name not in holders],
-        "only in the files": [name for name in holders if name not in weight_map],
-        "not in the file that the index names": [n for n in holders if weight_map.get(n, holders[n]) != holders[n]],
+        "only in the index": [name for name in weight_map if name not in file_by_tensor],
+        "only in the files": [name for name in file_by_tensor if name not in weight_map],
+        "not in the file that the index names": [
+            n for n in file_by_tensor if weight_map.get(n, file_by_tensor[n]) != file_by_tensor[n]
+        ],
     }
     why = "; ".join(
-        f"{len(names)} {kind}: {some([*map(shown, names)], most=_SHOWN)}" for kind, names in kinds.items() if names
+        f"{len(names)} {kind}: {join_names([*map(quote_name, names)], max_names=_SHOWN)}"
+        for kind, names in kinds.items()
+        if names
     )
     raise PrepError(f"the index of {folder} and its files name different tensors", why, f"`{_download(folder)}`")
 
 
-def download_again(path: Path) -> str:
+def download_again_hint(path: Path) -> str:
     """The hint for a file that is not as its authors made it."""
     return f"download it again: `{_download(path.parent, path.name, '--force-download')}`"
 
@@ -97,9 +101,9 @@ def _weight_map(index: object, suffix: str) -> dict[str, str]:
         raise ValueError("it has no weight_map, which gives the file of each tensor")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(f".{suffix}"):
-            raise ValueError(f"it puts {shown(name)} in something other than a *.{suffix} file")
+            raise ValueError(f"it puts {quote_name(name)} in something other than a *.{suffix} file")
         if not file.isprintable() or any(mark in file for mark in "/\\:"):
-            raise ValueError(f"it puts {shown(name)} in {shown(file)}, which is not the bare name of a file")
+            raise ValueError(f"it puts {quote_name(name)} in {quote_name(file)}, which is not the bare name of a file")
     return weight_map
 
 

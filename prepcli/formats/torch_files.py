@@ -18,30 +18,30 @@ from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
-    check_agreement,
-    check_numbered,
-    download_again,
-    files_of,
-    holders_of,
+    check_index_matches_files,
+    check_numbered_files,
+    download_again_hint,
+    list_indexed_files,
+    map_tensors_to_files,
     read_weight_map,
 )
-from prepcli.formats.torch_legacy import read_legacy
-from prepcli.formats.torch_pickle import MAX_NBYTES, UnexpectedName, Window, load
-from prepcli.formats.torch_state import EXPECTED, NOT_CARRIED, State, View, read_state
-from prepcli.formats.untrusted import list_folder, shown, stat_file, unreadable
-from prepcli.planning.tensors import bits_of
+from prepcli.formats.torch_legacy import read_legacy_file
+from prepcli.formats.torch_pickle import MAX_NBYTES, BoundedReader, UnexpectedNameError, interpret_pickle
+from prepcli.formats.torch_state import ALLOWED_NAMES, UNSUPPORTED_NAMES, StorageView, TorchState, read_torch_state
+from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unreadable_error
+from prepcli.planning.tensors import array_bits
 
-INDEX = "pytorch_model.bin.index.json"
-PARAMS = "params.json"  # of Meta's
-SINGLE = "pytorch_model.bin"
-ADAPTER = "adapter_model.bin"
+INDEX_FILE = "pytorch_model.bin.index.json"
+META_PARAMS_FILE = "params.json"  # of Meta's
+SINGLE_FILE = "pytorch_model.bin"
+ADAPTER_FILE = "adapter_model.bin"
 SUFFIXES = (".bin", ".pth", ".pt")
-OF_TRAINING = (  # lower case: what a training run keeps beside a model
+TRAINING_FILE_PATTERNS = (  # lower case: what a training run keeps beside a model
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*", "*optim_states.pt",
 )  # fmt: skip
-MAX_ASIDES = 12
+MAX_NON_TENSORS = 12
 
-CONSOLIDATED = re.compile(r"consolidated\.(\d{2})\.pth")
+CONSOLIDATED_FILE = re.compile(r"consolidated\.(\d{2})\.pth")
 
 _HUGGING_FACE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
 _NUMBERED = re.compile(r".+-\d{5}-of-\d{5}\.[^.]+")
@@ -63,23 +63,23 @@ class TorchTensor:
     shape: tuple[int, ...]
     file: int
     offset: int
-    steps: tuple[int, ...] | None
+    byte_strides: tuple[int, ...] | None
 
     @property
     def nbytes(self) -> int:
-        return bits_of(self.dtype, self.shape) // 8
+        return array_bits(self.dtype, self.shape) // 8
 
     @property
-    def span(self) -> tuple[int, int]:
+    def byte_range(self) -> tuple[int, int]:
         """The bytes of the file between its first and its last, both included."""
-        if self.steps is None:
+        if self.byte_strides is None:
             return self.offset, self.offset + self.nbytes
-        reach = sum((extent - 1) * step for extent, step in zip(self.shape, self.steps))
-        return self.offset, self.offset + reach + bits_of(self.dtype, ()) // 8
+        reach = sum((extent - 1) * step for extent, step in zip(self.shape, self.byte_strides))
+        return self.offset, self.offset + reach + array_bits(self.dtype, ()) // 8
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TorchHeader:
     """A file without its payload: tensors in the order of their bytes, and what it holds besides, in a few words."""
 
     file_name: str
@@ -87,92 +87,94 @@ class Checkpoint:
     mtime_ns: int
     digest: str  # XXH3-128 of what says where tensors are
     tensors: tuple[TorchTensor, ...]
-    asides: tuple[str, ...]
+    non_tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class TorchFolder:
     """The PyTorch files of one model; tensors in (file, offset) order, `file` being an index into `checkpoints`."""
 
     path: Path
-    checkpoints: tuple[Checkpoint, ...]
+    headers: tuple[TorchHeader, ...]
 
     @property
     def tensors(self) -> tuple[TorchTensor, ...]:
-        return tuple(tensor for checkpoint in self.checkpoints for tensor in checkpoint.tensors)
+        return tuple(tensor for checkpoint in self.headers for tensor in checkpoint.tensors)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(self.path / checkpoint.file_name for checkpoint in self.checkpoints)
+        return tuple(self.path / checkpoint.file_name for checkpoint in self.headers)
 
 
-def read_checkpoint(path: Path, number: int) -> Checkpoint:
+def read_torch_header(path: Path, file_number: int) -> TorchHeader:
     """The tensors of a file, marked as being in file `number`. Raises PrepError, and nothing else, for any bytes."""
     found = stat_file(path)
     try:
         with path.open("rb") as file:
             start = file.read(512)
-            if start.startswith(torch_zip.MAGIC):
+            if start.startswith(torch_zip.ZIP_MAGIC):
                 told, state, places = _read_zip(file)
             elif start.startswith(_PICKLE):
                 told, state, places = _read_legacy(file)
             else:
                 raise _foreign(path, start)
-        tensors = sorted((_placed(view, places, number) for view in state.views), key=lambda t: (t.offset, t.name))
+        tensors = sorted((_placed(view, places, file_number) for view in state.views), key=lambda t: (t.offset, t.name))
     except OSError as error:
-        raise unreadable(path, error) from error
-    except UnexpectedName as error:
+        raise unreadable_error(path, error) from error
+    except UnexpectedNameError as error:
         raise _unexpected(path, error.name) from error
     except ValueError as error:
-        raise PrepError(f"{path.name} is not a usable PyTorch file", str(error), download_again(path)) from error
-    return Checkpoint(path.name, found.st_size, found.st_mtime_ns, told, tuple(tensors), _some(state.asides))
+        raise PrepError(f"{path.name} is not a usable PyTorch file", str(error), download_again_hint(path)) from error
+    return TorchHeader(path.name, found.st_size, found.st_mtime_ns, told, tuple(tensors), _some(state.non_tensors))
 
 
-def model_files(names: Iterable[str]) -> list[str]:
+def select_model_files(names: Iterable[str]) -> list[str]:
     """Of the names in a folder those that hold the model's tensors in PyTorch's format, without a look into them."""
     names = list(names)
-    if INDEX in names or SINGLE in names:
-        return [name for name in names if name == (INDEX if INDEX in names else SINGLE)]
+    if INDEX_FILE in names or SINGLE_FILE in names:
+        return [name for name in names if name == (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)]
     found = [name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
-    found = [name for name in found if not CONSOLIDATED.fullmatch(name)]
-    return sorted(name for name in found if not any(fnmatchcase(name.lower(), pattern) for pattern in OF_TRAINING))
+    found = [name for name in found if not CONSOLIDATED_FILE.fullmatch(name)]
+    return sorted(
+        name for name in found if not any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
+    )
 
 
-def torch_kind(names: Iterable[str]) -> Literal["torch", "meta"] | None:
+def detect_torch_kind(names: Iterable[str]) -> Literal["torch", "meta"] | None:
     """What the names in a folder say by themselves: a model as transformers saved it, or as Meta did."""
     names = list(names)
-    if INDEX in names or any(_HUGGING_FACE.fullmatch(name) for name in names):
+    if INDEX_FILE in names or any(_HUGGING_FACE.fullmatch(name) for name in names):
         return "torch"
-    return "meta" if any(CONSOLIDATED.fullmatch(name) for name in names) else None
+    return "meta" if any(CONSOLIDATED_FILE.fullmatch(name) for name in names) else None
 
 
-def torch_weights(names: Iterable[str]) -> list[str]:
+def select_torch_files(names: Iterable[str]) -> list[str]:
     """Of the names in a repository without safetensors those that a model needs, its index and Meta's settings among
     them; none where nothing says that there is a model."""
     names = list(names)
-    kind = torch_kind(names)
+    kind = detect_torch_kind(names)
     if kind == "meta":
-        return [name for name in names if name == PARAMS or CONSOLIDATED.fullmatch(name)]
-    if INDEX in names:
-        return [name for name in names if name == INDEX or _HUGGING_FACE.fullmatch(name)]
-    return model_files(names) if kind == "torch" else []
+        return [name for name in names if name == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(name)]
+    if INDEX_FILE in names:
+        return [name for name in names if name == INDEX_FILE or _HUGGING_FACE.fullmatch(name)]
+    return select_model_files(names) if kind == "torch" else []
 
 
-def read_folder(folder: Path) -> Folder:
+def read_torch_folder(folder: Path) -> TorchFolder:
     """The tensors of a model's files: those that the index names, else pytorch_model.bin, else the one that there is.
 
     Raises PrepError for a folder that cannot be read, lacks a file or contradicts itself.
     """
-    found = model_files(list_folder(folder))
-    weight_map = read_weight_map(folder / INDEX, "bin") if found == [INDEX] else None
-    names = files_of(folder, weight_map) if weight_map is not None else found
+    found = select_model_files(list_folder(folder))
+    weight_map = read_weight_map(folder / INDEX_FILE, "bin") if found == [INDEX_FILE] else None
+    names = list_indexed_files(folder, weight_map) if weight_map is not None else found
     if weight_map is None:
         _check_model(folder, names)
-    checkpoints = tuple(read_checkpoint(folder / name, number) for number, name in enumerate(names))
-    told = Folder(folder, checkpoints)
-    holders = holders_of(folder, ((tensor.name, names[tensor.file]) for tensor in told.tensors))
+    checkpoints = tuple(read_torch_header(folder / name, number) for number, name in enumerate(names))
+    told = TorchFolder(folder, checkpoints)
+    holders = map_tensors_to_files(folder, ((tensor.name, names[tensor.file]) for tensor in told.tensors))
     if weight_map is not None:
-        check_agreement(folder, weight_map, holders)
+        check_index_matches_files(folder, weight_map, holders)
     return told
 
 
@@ -180,7 +182,7 @@ def read_folder(folder: Path) -> Folder:
 
 
 _Places = Mapping[str, int]  # first byte of each storage in the file
-_Found = tuple[str, State, _Places]  # with the digest
+_Found = tuple[str, TorchState, _Places]  # with the digest
 
 
 def _read_zip(file: BinaryIO) -> _Found:
@@ -190,23 +192,23 @@ def _read_zip(file: BinaryIO) -> _Found:
     if any(name.startswith("code/") for name in archive.records):
         raise ValueError("it is a TorchScript archive, a program; save the model's state_dict() instead")
     pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
-    state = read_state(load(Window.of(pickled), EXPECTED))
+    state = read_torch_state(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
     promised: dict[str, int] = {}
     for view in state.views:
         promised[view.storage.key] = max(view.storage.nbytes, promised.get(view.storage.key, 0))
     return digest(pickled + archive.directory), state, _zip_places(file, archive, promised)
 
 
-def _zip_places(file: BinaryIO, archive: torch_zip.Archive, promised: Mapping[str, int]) -> _Places:
+def _zip_places(file: BinaryIO, archive: torch_zip.ZipArchive, promised: Mapping[str, int]) -> _Places:
     """The first byte of each storage; none lies in another, and each has at least the bytes that are promised."""
     places: dict[str, int] = {}
     spans = []
     for key, nbytes in promised.items():
         name = f"data/{key}"
-        places[key], stored = torch_zip.place_of(file, archive, name)
+        places[key], stored = torch_zip.locate_record(file, archive, name)
         if nbytes > stored:
-            raise ValueError(f"storage {shown(key)} has {stored:,} bytes, its tensors say {nbytes:,}")
-        spans.append((archive.records[name].header, places[key] + stored))
+            raise ValueError(f"storage {quote_name(key)} has {stored:,} bytes, its tensors say {nbytes:,}")
+        spans.append((archive.records[name].header_offset, places[key] + stored))
     spans.sort()
     for (_, end), (start, _) in itertools.pairwise(spans):
         if start < end:
@@ -215,27 +217,29 @@ def _zip_places(file: BinaryIO, archive: torch_zip.Archive, promised: Mapping[st
 
 
 def _read_legacy(file: BinaryIO) -> _Found:
-    legacy = read_legacy(file)
-    state = read_state(legacy.loaded)
+    legacy = read_legacy_file(file)
+    state = read_torch_state(legacy.unpickled)
     file.seek(0)
-    return digest(file.read(legacy.data_start)), state, legacy.places
+    return digest(file.read(legacy.data_start)), state, legacy.storage_offsets
 
 
-def _placed(view: View, places: _Places, number: int) -> TorchTensor:
-    return TorchTensor(view.name, view.dtype, view.shape, number, places[view.storage.key] + view.offset, view.steps)
+def _placed(view: StorageView, places: _Places, number: int) -> TorchTensor:
+    return TorchTensor(
+        view.name, view.dtype, view.shape, number, places[view.storage.key] + view.offset, view.byte_strides
+    )
 
 
 def _some(asides: Sequence[str]) -> tuple[str, ...]:
-    more = (f"and {len(asides) - MAX_ASIDES:,} more",) if len(asides) > MAX_ASIDES else ()
-    return (*asides[:MAX_ASIDES], *more)
+    more = (f"and {len(asides) - MAX_NON_TENSORS:,} more",) if len(asides) > MAX_NON_TENSORS else ()
+    return (*asides[:MAX_NON_TENSORS], *more)
 
 
 def _unexpected(path: Path, name: str) -> PrepError:
     """The error for a file that names what is not let in."""
-    if name in NOT_CARRIED:
-        return PrepError(f"{path.name} cannot be read", f"{NOT_CARRIED[name]} (`{name}`)", _SAVE_AGAIN)
+    if name in UNSUPPORTED_NAMES:
+        return PrepError(f"{path.name} cannot be read", f"{UNSUPPORTED_NAMES[name]} (`{name}`)", _SAVE_AGAIN)
     why = "prep runs nothing of a file: tensors, and what plain settings are made of, is all that it lets in"
-    return PrepError(f"{path.name} asks for {shown(name)}", why, f"if you trust it, {_SAVE_AGAIN}")
+    return PrepError(f"{path.name} asks for {quote_name(name)}", why, f"if you trust it, {_SAVE_AGAIN}")
 
 
 _SAVE_AGAIN = "with PyTorch: load it, and torch.save() the model's state_dict() alone"
@@ -245,7 +249,7 @@ def _foreign(path: Path, start: bytes) -> PrepError:
     """The error for a file that is neither of the two formats."""
     for magic, kind, meaning, hint in _FOREIGN:
         if start.lstrip().startswith(magic):
-            return PrepError(f"{path.name} is {kind}, not a PyTorch file", meaning, hint or download_again(path))
+            return PrepError(f"{path.name} is {kind}, not a PyTorch file", meaning, hint or download_again_hint(path))
     if start[257:262] == b"ustar":
         why = "PyTorch wrote so before 0.1.10"
         return PrepError(f"{path.name} is a tar archive", why, _SAVE_AGAIN)
@@ -253,7 +257,7 @@ def _foreign(path: Path, start: bytes) -> PrepError:
         hint = f"if it is one, name it {path.with_suffix('.safetensors').name}"
         return PrepError(f"{path.name} is not a PyTorch file", "it begins like a safetensors file", hint)
     why = f"it begins with {start[:8].hex(' ')}" if start else "it is empty"
-    return PrepError(f"{path.name} is not a PyTorch file", why, download_again(path))
+    return PrepError(f"{path.name} is not a PyTorch file", why, download_again_hint(path))
 
 
 # A folder
@@ -261,10 +265,12 @@ def _foreign(path: Path, start: bytes) -> PrepError:
 
 def _check_model(folder: Path, names: Sequence[str]) -> None:
     """All that can be known without an index: it is one model, and no file is missing of those that are numbered."""
-    if ADAPTER in names:
-        why = f"{ADAPTER} holds only what is added to a base model"
+    if ADAPTER_FILE in names:
+        why = f"{ADAPTER_FILE} holds only what is added to a base model"
         raise PrepError(f"{folder} is an adapter, not a model", why, "merge it first: PEFT's `merge_and_unload()`")
-    check_numbered(folder, names)
+    check_numbered_files(folder, names)
     if len(names) != 1 and not all(_NUMBERED.fullmatch(name) for name in names):
         why = f"{len(names)} PyTorch files could be it: {', '.join(names[:4])}"
-        raise PrepError(f"{folder} does not say which file the model is", why, f"name the one that counts {SINGLE}")
+        raise PrepError(
+            f"{folder} does not say which file the model is", why, f"name the one that counts {SINGLE_FILE}"
+        )

@@ -10,34 +10,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from prepcli.formats.torch_pickle import MAX_NBYTES, Loaded, Pairs, Window, load
-from prepcli.formats.torch_state import EXPECTED, Storage, storages_of
-from prepcli.formats.untrusted import shown
+from prepcli.formats.torch_pickle import MAX_NBYTES, BoundedReader, PickledMapping, UnpickledObject, interpret_pickle
+from prepcli.formats.torch_state import ALLOWED_NAMES, TorchStorage, collect_storages
+from prepcli.formats.untrusted import quote_name
 
-MAGIC = 0x1950A86A20F9469CFC6C
-PROTOCOL = 1001
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY_VERSION = 1001
 LENGTH_NBYTES = 8  # the little-endian number of elements before each storage
 
 
 @dataclass(frozen=True, slots=True)
-class Legacy:
+class LegacyFile:
     """The object that is pickled, the first byte of each storage by its key, and where the storages begin."""
 
-    loaded: Loaded
-    places: Mapping[str, int]
+    unpickled: UnpickledObject
+    storage_offsets: Mapping[str, int]
     data_start: int
 
 
-def read_legacy(file: BinaryIO) -> Legacy:
+def read_legacy_file(file: BinaryIO) -> LegacyFile:
     """The pickles of a file, and the lengths of its storages, whose bytes are passed over."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    window = Window(file, min(size, MAX_NBYTES))
+    window = BoundedReader(file, min(size, MAX_NBYTES))
     _check_head(window)
-    loaded = load(window, EXPECTED)
-    keys = load(window, ()).root
+    loaded = interpret_pickle(window, ALLOWED_NAMES)
+    keys = interpret_pickle(window, ()).root
     data_start = file.tell()
-    storages = storages_of(loaded)
+    storages = collect_storages(loaded)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ValueError("its list of storages is broken")
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
@@ -45,23 +45,23 @@ def read_legacy(file: BinaryIO) -> Legacy:
     places, end = _places(file, [storages[key] for key in keys], size)
     if end != size:
         raise ValueError(f"its storages end at byte {end:,}, the file has {size:,}")
-    return Legacy(loaded, places, data_start)
+    return LegacyFile(loaded, places, data_start)
 
 
-def _check_head(window: Window) -> None:
+def _check_head(window: BoundedReader) -> None:
     """What stands before the object: a magic number, the version, and the machine that wrote it."""
-    if load(window, ()).root != MAGIC:
+    if interpret_pickle(window, ()).root != LEGACY_MAGIC:
         raise ValueError("it begins like a pickle, but not like one of PyTorch's")
-    if load(window, ()).root != PROTOCOL:
-        raise ValueError(f"its version is not {PROTOCOL}")
-    system = load(window, ()).root
-    if not isinstance(system, Pairs) or ("little_endian", True) not in [
+    if interpret_pickle(window, ()).root != LEGACY_VERSION:
+        raise ValueError(f"its version is not {LEGACY_VERSION}")
+    system = interpret_pickle(window, ()).root
+    if not isinstance(system, PickledMapping) or ("little_endian", True) not in [
         (key, value) for key, value in system.items if isinstance(key, str) and isinstance(value, bool)
     ]:
         raise ValueError("it was written on a machine whose numbers begin with their highest byte")
 
 
-def _places(file: BinaryIO, storages: list[Storage], size: int) -> tuple[dict[str, int], int]:
+def _places(file: BinaryIO, storages: list[TorchStorage], size: int) -> tuple[dict[str, int], int]:
     """The first byte of each storage, and where the last one ends."""
     places: dict[str, int] = {}
     at = file.tell()
@@ -70,10 +70,10 @@ def _places(file: BinaryIO, storages: list[Storage], size: int) -> tuple[dict[st
         length = file.read(LENGTH_NBYTES)
         count = int.from_bytes(length, "little", signed=True)
         if len(length) < LENGTH_NBYTES or at + LENGTH_NBYTES + storage.nbytes > size:
-            raise ValueError(f"it is cut short in storage {shown(storage.key)}")
-        if count * storage.item != storage.nbytes:
-            said = storage.nbytes // storage.item
-            raise ValueError(f"storage {shown(storage.key)} has {count:,} elements, its tensors say {said:,}")
+            raise ValueError(f"it is cut short in storage {quote_name(storage.key)}")
+        if count * storage.item_nbytes != storage.nbytes:
+            said = storage.nbytes // storage.item_nbytes
+            raise ValueError(f"storage {quote_name(storage.key)} has {count:,} elements, its tensors say {said:,}")
         places[storage.key] = at + LENGTH_NBYTES
         at += LENGTH_NBYTES + storage.nbytes
     return places, at

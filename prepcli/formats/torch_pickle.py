@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, TypeVar
 
-from prepcli.formats.untrusted import shown
+from prepcli.formats.untrusted import quote_name
 
 MAX_NBYTES = 32 << 20  # of a pickle: a tensor takes 100 to 200
 MAX_OPCODES = 2_000_000  # of a pickle: a tensor takes about 35; an opcode makes at most some hundred bytes
@@ -21,67 +21,67 @@ MAX_TEXT_NBYTES = 1 << 20
 MAX_INT_NBYTES = 255
 MAX_LINE_NBYTES = 1000
 PROTOCOLS = range(6)
-MAPPINGS = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
+MAPPING_TYPES = {"collections.OrderedDict", "collections.defaultdict", "collections.Counter", "builtins.dict"}
 
 
-class UnexpectedName(ValueError):
+class UnexpectedNameError(ValueError):
     """A pickle asks for a class or function that is not expected of it; `name` is which."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"it asks for {shown(name)}")
+        super().__init__(f"it asks for {quote_name(name)}")
         self.name = name
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class PickledName:
     """A class or function that a pickle names: its module and name, joined by a dot."""
 
-    text: str
+    qualified_name: str
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Pairs:
+class PickledMapping:
     """A mapping: its items in order, names that occur twice among them."""
 
     items: list[tuple[object, object]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Made:
+class PickledCall:
     """What would be made by calling `maker` with `args`, and then be given a `state`."""
 
-    maker: Name
+    callee: PickledName
     args: tuple[object, ...]
     state: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Outside:
+class PersistentRef:
     """What a pickle refers to by an id: a storage."""
 
-    id: object
+    persistent_id: object
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Loaded:
+class UnpickledObject:
     """The object that a pickle holds, and all that it refers to outside of it, in order."""
 
     root: object
-    outside: tuple[Outside, ...]
+    persistent_refs: tuple[PersistentRef, ...]
 
 
-class Window:
+class BoundedReader:
     """At most so many bytes of a file from where it stands, taken one after another."""
 
-    def __init__(self, file: BinaryIO, nbytes: int) -> None:
-        self._file, self._left = file, nbytes
+    def __init__(self, file: BinaryIO, max_nbytes: int) -> None:
+        self._file, self._left = file, max_nbytes
 
     @classmethod
-    def of(cls, data: bytes) -> Window:
+    def from_bytes(cls, data: bytes) -> BoundedReader:
         """The bytes that are there already."""
         return cls(io.BytesIO(data), len(data))
 
-    def take(self, nbytes: int) -> bytes:
+    def read(self, nbytes: int) -> bytes:
         """The next bytes; ValueError if there are fewer."""
         if nbytes > self._left:
             raise ValueError(f"it goes on for {nbytes:,} bytes where {self._left:,} are left of it")
@@ -91,7 +91,7 @@ class Window:
         self._left -= nbytes
         return found
 
-    def line(self) -> bytes:
+    def read_line(self) -> bytes:
         """The next bytes up to the end of a line, which is left out."""
         found = self._file.readline(min(MAX_LINE_NBYTES, self._left))
         self._left -= len(found)
@@ -100,12 +100,12 @@ class Window:
         return found[:-1]
 
 
-def load(window: Window, expected: Collection[str]) -> Loaded:
+def interpret_pickle(reader: BoundedReader, allowed_names: Collection[str]) -> UnpickledObject:
     """The object of the pickle that begins a window, which then stands behind it. `expected`: names that may occur.
 
     Numbers, texts, bytes, lists and tuples are Python's; a set is a list, a mapping is `Pairs`.
     """
-    return _Machine(window, expected).run()
+    return _Machine(reader, allowed_names).run()
 
 
 _MARK = object()
@@ -113,20 +113,20 @@ _Kind = TypeVar("_Kind")
 
 
 class _Machine:
-    def __init__(self, window: Window, expected: Collection[str]) -> None:
+    def __init__(self, window: BoundedReader, expected: Collection[str]) -> None:
         self.window, self.expected = window, expected
         self.stack: list[object] = []
         self.memo: dict[int, object] = {}
-        self.outside: list[Outside] = []
+        self.outside: list[PersistentRef] = []
         self.left = MAX_OPCODES
 
-    def run(self) -> Loaded:
-        take = self.window.take
+    def run(self) -> UnpickledObject:
+        take = self.window.read
         while True:
             self.spend(1)
             code = take(1)
             if code == b".":
-                return Loaded(self.pop(), tuple(self.outside))
+                return UnpickledObject(self.pop(), tuple(self.outside))
             work = _WORK.get(code)
             if work is None:
                 raise ValueError(
@@ -178,7 +178,7 @@ class _Machine:
     # What opcodes are followed by
 
     def number(self, form: str) -> int:
-        (found,) = struct.unpack(form, self.window.take(struct.calcsize(form)))
+        (found,) = struct.unpack(form, self.window.read(struct.calcsize(form)))
         return found
 
     def counted(self, form: str, most: int = MAX_TEXT_NBYTES) -> bytes:
@@ -186,7 +186,7 @@ class _Machine:
         nbytes = self.number(form)
         if not 0 <= nbytes <= most:
             raise ValueError(f"a text or number in it has {nbytes:,} bytes, allowed are {most:,}")
-        return self.window.take(nbytes)
+        return self.window.read(nbytes)
 
     # What opcodes do
 
@@ -214,7 +214,7 @@ class _Machine:
 
     def put(self, values: list[object]) -> None:
         """Keys and values, in turn, into a mapping."""
-        target = self.pop_a(Pairs)
+        target = self.pop_a(PickledMapping)
         if len(values) % 2:
             raise ValueError("a mapping in it has a key without a value")
         target.items += zip(values[::2], values[1::2])
@@ -230,7 +230,7 @@ class _Machine:
 
     def mapping(self) -> None:
         values = self.pop_to_mark()
-        self.push(Pairs())
+        self.push(PickledMapping())
         self.put(values)
 
     def recall(self, form: str) -> None:
@@ -242,29 +242,29 @@ class _Machine:
     def name(self, module: str, name: str) -> None:
         text = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if text not in self.expected:
-            raise UnexpectedName(text)
-        self.push(Name(text))
+            raise UnexpectedNameError(text)
+        self.push(PickledName(text))
 
     def name_on_stack(self) -> None:
         name, module = self.pop_a(str), self.pop_a(str)
         self.name(module, name)
 
     def name_in_lines(self) -> None:
-        module, name = self.window.line(), self.window.line()
+        module, name = self.window.read_line(), self.window.read_line()
         self.name(_decoded(module), _decoded(name))
 
     def make(self) -> None:
-        args, maker = self.pop_a(tuple), self.pop_a(Name)
-        self.push(self.mapping_of(args) if maker.text in MAPPINGS else Made(maker, args))
+        args, maker = self.pop_a(tuple), self.pop_a(PickledName)
+        self.push(self.mapping_of(args) if maker.qualified_name in MAPPING_TYPES else PickledCall(maker, args))
 
-    def mapping_of(self, args: tuple[object, ...]) -> Pairs:
+    def mapping_of(self, args: tuple[object, ...]) -> PickledMapping:
         """A mapping made of a list of pairs, as Python 2 wrote it, of another mapping, or of nothing."""
         first = args[-1] if args else None
-        if isinstance(first, Pairs):
+        if isinstance(first, PickledMapping):
             return first
         pairs = first if isinstance(first, list | tuple) else ()
         self.spend(len(pairs))
-        found = Pairs()
+        found = PickledMapping()
         for pair in pairs:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
                 raise ValueError("a mapping in it is made of something other than pairs")
@@ -272,19 +272,19 @@ class _Machine:
         return found
 
     def make_with_names(self) -> None:
-        self.pop_a(Pairs)
+        self.pop_a(PickledMapping)
         self.make()
 
     def build(self) -> None:
         """A mapping's attributes (`_metadata` of modules) say nothing of tensors; a state is kept."""
         state, target = self.pop(), self.top()
-        if isinstance(target, Made):
+        if isinstance(target, PickledCall):
             target.state = state
-        elif not isinstance(target, Pairs):
+        elif not isinstance(target, PickledMapping):
             raise ValueError(f"it gives a state to a {type(target).__name__}")
 
     def refer(self) -> None:
-        found = Outside(self.pop())
+        found = PersistentRef(self.pop())
         self.outside.append(found)
         self.push(found)
 
@@ -313,7 +313,7 @@ _WORK: Mapping[bytes, Callable[[_Machine], object]] = {
     b"N": _pushing(None), b"\x88": _pushing(True), b"\x89": _pushing(False), b")": _pushing(()),
     b"J": lambda m: m.push(m.number("<i")), b"K": lambda m: m.push(m.number("B")),
     b"M": lambda m: m.push(m.number("<H")),
-    b"G": lambda m: m.push(struct.unpack(">d", m.window.take(8))[0]),
+    b"G": lambda m: m.push(struct.unpack(">d", m.window.read(8))[0]),
     b"\x8a": lambda m: m.long("B"), b"\x8b": lambda m: m.long("<i"),
     b"X": lambda m: m.text("<I"), b"\x8c": lambda m: m.text("B"), b"\x8d": lambda m: m.text("<Q"),
     b"U": lambda m: m.old_text("B"), b"T": lambda m: m.old_text("<i"),
@@ -324,13 +324,13 @@ _WORK: Mapping[bytes, Callable[[_Machine], object]] = {
     b"e": lambda m: m.append(m.pop_to_mark()), b"\x90": lambda m: m.append(m.pop_to_mark()),
     b"t": lambda m: m.push(tuple(m.pop_to_mark())), b"\x85": lambda m: m.tuple_of(1),
     b"\x86": lambda m: m.tuple_of(2), b"\x87": lambda m: m.tuple_of(3),
-    b"}": lambda m: m.push(Pairs()), b"d": _Machine.mapping, b"s": _Machine.put_one,
+    b"}": lambda m: m.push(PickledMapping()), b"d": _Machine.mapping, b"s": _Machine.put_one,
     b"u": lambda m: m.put(m.pop_to_mark()),
     b"q": lambda m: _keep(m, m.number("B")), b"r": lambda m: _keep(m, m.number("<I")),
     b"\x94": lambda m: _keep(m, len(m.memo)), b"h": lambda m: m.recall("B"), b"j": lambda m: m.recall("<I"),
     b"c": _Machine.name_in_lines, b"\x93": _Machine.name_on_stack,
     b"R": _Machine.make, b"\x81": _Machine.make, b"\x92": _Machine.make_with_names, b"b": _Machine.build,
-    b"Q": _Machine.refer, b"\x80": _Machine.protocol, b"\x95": lambda m: m.window.take(8),
+    b"Q": _Machine.refer, b"\x80": _Machine.protocol, b"\x95": lambda m: m.window.read(8),
 }  # fmt: skip
 _OTHERS = {
     b"i": "INST", b"o": "OBJ", b"P": "PERSID", b"\x82": "EXT1", b"\x83": "EXT2", b"\x84": "EXT4", b"I": "INT",

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from prepcli.formats.untrusted import shown
+from prepcli.formats.untrusted import quote_name
 
-MAGIC = b"PK\x03\x04"
+ZIP_MAGIC = b"PK\x03\x04"
 MAX_DIRECTORY_NBYTES = 32 << 20
 MAX_TAIL_NBYTES = 22 + 0xFFFF + 20 + 56  # the end of the directory with a comment, and what zip64 puts before it
 
@@ -27,68 +27,68 @@ _ENCRYPTED, _STREAMED = 1, 8  # flags: the second says that the local header has
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """An entry of the archive as its directory has it; `header` is where its own header lies, `plain` whether its bytes
     are stored as they are."""
 
     name: str
     nbytes: int
-    header: int
-    plain: bool
+    header_offset: int
+    is_stored: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class ZipArchive:
     """The records by name, without the folder that they are all in; `end` is where the directory begins."""
 
     root: str
-    records: Mapping[str, Record]
+    records: Mapping[str, ZipRecord]
     directory: bytes
-    end: int
+    directory_offset: int
 
 
-def read_archive(file: BinaryIO) -> Archive:
+def read_archive(file: BinaryIO) -> ZipArchive:
     """Directory of an archive of PyTorch's."""
     size = file.seek(0, os.SEEK_END)
     count, start, nbytes = _directory_place(file, size)
     if nbytes > MAX_DIRECTORY_NBYTES:
         raise ValueError(f"its directory has {nbytes:,} bytes, allowed are {MAX_DIRECTORY_NBYTES:,}")
     directory = _read(file, start, nbytes)
-    found: dict[str, Record] = {}
+    found: dict[str, ZipRecord] = {}
     for record in _entries(directory, count):
         if found.setdefault(record.name, record) is not record:
-            raise ValueError(f"it has {shown(record.name)} twice")
-        if record.plain and record.header + struct.calcsize(_LOCAL_FORM) + record.nbytes > start:
-            raise ValueError(f"{shown(record.name)} reaches into its directory")
+            raise ValueError(f"it has {quote_name(record.name)} twice")
+        if record.is_stored and record.header_offset + struct.calcsize(_LOCAL_FORM) + record.nbytes > start:
+            raise ValueError(f"{quote_name(record.name)} reaches into its directory")
     root = _root(found)
-    return Archive(root, {name[len(root) :]: record for name, record in found.items()}, directory, start)
+    return ZipArchive(root, {name[len(root) :]: record for name, record in found.items()}, directory, start)
 
 
-def place_of(file: BinaryIO, archive: Archive, name: str) -> tuple[int, int]:
+def locate_record(file: BinaryIO, archive: ZipArchive, name: str) -> tuple[int, int]:
     """First byte and length of a record, of which the header before it says the same as the directory."""
     record = archive.records.get(name)
     if record is None:
-        raise ValueError(f"it has no record {shown(name)}")
-    if not record.plain:
-        raise ValueError(f"{shown(name)} in it is compressed or encrypted: PyTorch stores its records as they are")
-    head = struct.unpack(_LOCAL_FORM, _read(file, record.header, struct.calcsize(_LOCAL_FORM)))
+        raise ValueError(f"it has no record {quote_name(name)}")
+    if not record.is_stored:
+        raise ValueError(f"{quote_name(name)} in it is compressed or encrypted: PyTorch stores its records as they are")
+    head = struct.unpack(_LOCAL_FORM, _read(file, record.header_offset, struct.calcsize(_LOCAL_FORM)))
     magic, _, flags, method, _, _, _, packed, nbytes, name_nbytes, extra_nbytes = head
-    after = record.header + struct.calcsize(_LOCAL_FORM)
-    same_name = magic == MAGIC and _read(file, after, name_nbytes) == record.name.encode()
+    after = record.header_offset + struct.calcsize(_LOCAL_FORM)
+    same_name = magic == ZIP_MAGIC and _read(file, after, name_nbytes) == record.name.encode()
     same_sizes = flags & _STREAMED or {packed, nbytes} <= {record.nbytes, _WIDE}
     if method or not same_name or not same_sizes:
-        raise ValueError(f"its directory and the header of {shown(name)} differ")
+        raise ValueError(f"its directory and the header of {quote_name(name)} differ")
     first = after + name_nbytes + extra_nbytes
-    if first + record.nbytes > archive.end:
-        raise ValueError(f"{shown(name)} reaches into its directory")
+    if first + record.nbytes > archive.directory_offset:
+        raise ValueError(f"{quote_name(name)} reaches into its directory")
     return first, record.nbytes
 
 
-def read_record(file: BinaryIO, archive: Archive, name: str, most: int) -> bytes:
+def read_record(file: BinaryIO, archive: ZipArchive, name: str, max_nbytes: int) -> bytes:
     """All of a small record."""
-    first, nbytes = place_of(file, archive, name)
-    if nbytes > most:
-        raise ValueError(f"{shown(name)} in it has {nbytes:,} bytes, allowed are {most:,}")
+    first, nbytes = locate_record(file, archive, name)
+    if nbytes > max_nbytes:
+        raise ValueError(f"{quote_name(name)} in it has {nbytes:,} bytes, allowed are {max_nbytes:,}")
     return _read(file, first, nbytes)
 
 
@@ -132,7 +132,7 @@ def _wide_place(file: BinaryIO, at: int) -> tuple[int, int, int, int]:
     return ends_at, count, nbytes, start
 
 
-def _entries(directory: bytes, count: int) -> Iterator[Record]:
+def _entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
     at, seen = 0, 0
     while at < len(directory):
         if len(directory) - at < struct.calcsize(_ENTRY_FORM) or directory[at : at + 4] != _ENTRY:
@@ -149,17 +149,17 @@ def _entries(directory: bytes, count: int) -> Iterator[Record]:
         raise ValueError(f"its directory has {seen:,} entries, it promises {count:,}")
 
 
-def _record(raw: bytes, found: Sequence[Any], extra: bytes) -> Record:
+def _record(raw: bytes, found: Sequence[Any], extra: bytes) -> ZipRecord:
     flags, method, packed, nbytes, disk, header = found[3], found[4], found[8], found[9], found[13], found[16]
     try:
         name = raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError("the name of a record in it is not UTF-8") from error
     if any(part in ("", "..", ".") for part in name.split("/")) or "\\" in name or "\0" in name:
-        raise ValueError(f"it has a record called {shown(name)}, which is no plain path")
+        raise ValueError(f"it has a record called {quote_name(name)}, which is no plain path")
     nbytes, packed, header = _widened(extra, [nbytes, packed, header])
     plain = not flags & _ENCRYPTED and not method and packed == nbytes and disk in (0, _WIDE_COUNT)
-    return Record(name, nbytes, header, plain)
+    return ZipRecord(name, nbytes, header, plain)
 
 
 def _widened(extra: bytes, numbers: list[int]) -> list[int]:
@@ -177,12 +177,12 @@ def _widened(extra: bytes, numbers: list[int]) -> list[int]:
     return [next(large) if number == _WIDE else number for number in numbers]
 
 
-def _root(records: Mapping[str, Record]) -> str:
+def _root(records: Mapping[str, ZipRecord]) -> str:
     """The folder, with a slash, that all records are in: the name that a file had when it was saved."""
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
     root = pickles[0].removesuffix("data.pkl")
     if strays := [name for name in records if not name.startswith(root)]:
-        raise ValueError(f"{shown(strays[0])} in it is not below {shown(root)}")
+        raise ValueError(f"{quote_name(strays[0])} in it is not below {quote_name(root)}")
     return root

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
 
-MOST_CONFIG_NBYTES = 16 << 20
-MOST_SMALL_NBYTES = 100_000_000  # of a manifest, or of another document that grows with a model
+MAX_CONFIG_NBYTES = 16 << 20
+MAX_SMALL_FILE_NBYTES = 100_000_000  # of a manifest, or of another document that grows with a model
 
 
 def parse_json(text: bytes) -> Any:
@@ -30,7 +30,7 @@ def parse_json(text: bytes) -> Any:
         raise ValueError("its JSON is nested too deeply") from error
 
 
-def shown(name: str) -> str:
+def quote_name(name: str) -> str:
     """A name for a message: without control characters, and never a page long."""
     return f"`{name}`" if len(name) <= 100 and name.isprintable() else ascii(name[:100])
 
@@ -40,7 +40,7 @@ def stat_file(path: Path) -> os.stat_result:
     try:
         found = path.stat()
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     if not stat.S_ISREG(found.st_mode):
         raise PrepError(f"{path} is not a file")
     return found
@@ -54,14 +54,14 @@ def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
             file.seek(offset)
             return file.read(nbytes)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
 
 
-def read_small(path: Path, most_nbytes: int = MOST_SMALL_NBYTES) -> bytes:
+def read_small_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
     """All of a file of settings; PrepError for one that is larger, and for what is no ordinary file."""
     nbytes = stat_file(path).st_size
-    if nbytes > most_nbytes:
-        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, prep takes {most_nbytes:,}")
+    if nbytes > max_nbytes:
+        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, prep takes {max_nbytes:,}")
     return read_bytes(path, 0, nbytes)
 
 
@@ -70,10 +70,10 @@ def list_folder(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        raise unreadable(folder, error) from error
+        raise unreadable_error(folder, error) from error
 
 
-def unreadable(path: Path, error: OSError) -> PrepError:
+def unreadable_error(path: Path, error: OSError) -> PrepError:
     """The error for a file or folder that the system does not let prep read."""
     return PrepError(f"cannot read {path}", error.strerror or str(error))
 
@@ -82,7 +82,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"it names {shown(twice)} twice")
+        raise ValueError(f"it names {quote_name(twice)} twice")
     for name in made:
         name.encode()  # half of a surrogate pair is JSON to Python, and to nobody else
     return made

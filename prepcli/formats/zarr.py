@@ -11,81 +11,83 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.errors import PrepError
-from prepcli.formats.codecs import CHECKSUM, COMPRESSORS
-from prepcli.formats.orbax import TYPESTR
-from prepcli.formats.untrusted import parse_json, shown
+from prepcli.formats.codecs import COMPRESSORS, CRC32C
+from prepcli.formats.orbax import ZARR_TYPESTRS
+from prepcli.formats.untrusted import parse_json, quote_name
 
 ZARRAY, ZARR_JSON = ".zarray", "zarr.json"
-RESAVE = (
+RESAVE_HINT = (
     "save it again raw, in Python: import orbax.checkpoint as ocp; "
     "ocp.PyTreeCheckpointer(use_compression=False).save(NEW, ocp.PyTreeCheckpointer().restore(OLD))"
 )
-READ = f"prep reads C order, little endian, raw or with {', '.join(COMPRESSORS)}"
-_DTYPES = {typestr: dtype for dtype, typestr in TYPESTR.items()} | {"<i1": "int8", "<u1": "uint8", "<b1": "bool"}
-MOST_DIMS, MOST_CHUNK_BITS = 32, 48  # TensorStore's own rank; elements of a chunk, far above any
+SUPPORTED_STORAGE = f"prep reads C order, little endian, raw or with {', '.join(COMPRESSORS)}"
+_DTYPES = {typestr: dtype for dtype, typestr in ZARR_TYPESTRS.items()} | {"<i1": "int8", "<u1": "uint8", "<b1": "bool"}
+MAX_DIMS, MAX_CHUNK_BITS = 32, 48  # TensorStore's own rank; elements of a chunk, far above any
 
-Index = tuple[int, ...]
+ChunkIndex = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class ZarrSharding:
     """Stored values that hold several chunks each and a table of where they lie."""
 
-    shape: tuple[int, ...]
-    checksum: bool  # whether a CRC-32C follows the table
-    at_end: bool
+    shard_shape: tuple[int, ...]
+    has_checksum: bool  # whether a CRC-32C follows the table
+    index_is_at_end: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Zarr:
+class ZarrArray:
     """An array as its document has it; `steps` are those of `codecs`, `zeros`: missing chunks stand for zeros."""
 
     shape: tuple[int, ...]
-    chunk: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
     dtype: str
-    steps: tuple[str, ...]
-    shards: Shards | None
-    zeros: bool
-    key: Callable[[Index], str]  # what follows `NAME/` in the key of a chunk, or of a shard where there are such
+    codec_names: tuple[str, ...]
+    sharding: ZarrSharding | None
+    missing_is_zero: bool
+    chunk_key: Callable[
+        [ChunkIndex], str
+    ]  # what follows `NAME/` in the key of a chunk, or of a shard where there are such
 
     @property
-    def stored_chunk(self) -> tuple[int, ...]:
+    def stored_chunk_shape(self) -> tuple[int, ...]:
         """Extents of what one key stands for."""
-        return self.shards.shape if self.shards else self.chunk
+        return self.sharding.shard_shape if self.sharding else self.chunk_shape
 
     @property
     def stored_grid(self) -> tuple[int, ...]:
         """Keys along each axis."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.stored_chunk))
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.stored_chunk_shape))
 
 
-def parse(name: str, file: str, text: bytes) -> Zarr:
+def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
     """The array `name` by the text of its document. PrepError for what is broken, and for what prep cannot carry."""
     try:
         document = parse_json(text)
     except ValueError as error:
-        raise broken(name, file, str(error)) from error
+        raise broken_document_error(name, file_name, str(error)) from error
     if not isinstance(document, dict):
-        raise broken(name, file, "it is not a JSON object")
-    return _version_2(name, document) if file == ZARRAY else _version_3(name, document)
+        raise broken_document_error(name, file_name, "it is not a JSON object")
+    return _version_2(name, document) if file_name == ZARRAY else _version_3(name, document)
 
 
-def broken(name: str, file: str, why: str) -> PrepError:
+def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
     """The error for a document that makes no sense."""
-    return PrepError(f"the {file} of {name} is broken", why)
+    return PrepError(f"the {file_name} of {name} is broken", why)
 
 
-def _version_2(name: str, document: Mapping[str, Any]) -> Zarr:
+def _version_2(name: str, document: Mapping[str, Any]) -> ZarrArray:
     compressor, order, separator = (document.get(key) for key in ("compressor", "order", "dimension_separator"))
     method = compressor.get("id") if isinstance(compressor, dict) else compressor
     if method is not None and method not in COMPRESSORS:
-        raise _unread(f"{name} is stored compressed with {shown(str(method))}")
+        raise _unread(f"{name} is stored compressed with {quote_name(str(method))}")
     if document.get("filters"):
         raise _unread(f"{name} is stored with filters")
     if order != "C":
-        raise _unread(f"{name} is stored in order {shown(str(order))}")
+        raise _unread(f"{name} is stored in order {quote_name(str(order))}")
     if separator not in (None, "."):
-        raise _unread(f"the chunks of {name} are named with {shown(str(separator))}")
+        raise _unread(f"the chunks of {name} are named with {quote_name(str(separator))}")
     typestr = document.get("dtype")
     if isinstance(typestr, str) and typestr.startswith(">"):
         raise _unread(f"{name} is stored big endian")
@@ -93,45 +95,45 @@ def _version_2(name: str, document: Mapping[str, Any]) -> Zarr:
     shape, chunk = _shape_and_chunk(name, ZARRAY, document.get("shape"), document.get("chunks"))
     steps = (str(method),) if method is not None else ()
     zeros = _is_zero(document.get("fill_value"))
-    return Zarr(
+    return ZarrArray(
         shape, chunk, _carried(name, dtype, typestr), steps, None, zeros, lambda i: ".".join(map(str, i)) or "0"
     )
 
 
-def _version_3(name: str, document: Mapping[str, Any]) -> Zarr:
+def _version_3(name: str, document: Mapping[str, Any]) -> ZarrArray:
     if (document.get("zarr_format"), document.get("node_type")) != (3, "array"):
-        raise broken(name, ZARR_JSON, "it does not describe an array of zarr 3")
+        raise broken_document_error(name, ZARR_JSON, "it does not describe an array of zarr 3")
     if document.get("storage_transformers"):
         raise _unread(f"{name} is stored with storage transformers")
     grid = _named(name, document.get("chunk_grid"), "chunk_grid")
     if grid[0] != "regular":
-        raise _unread(f"{name} is cut into the grid {shown(grid[0])}")
+        raise _unread(f"{name} is cut into the grid {quote_name(grid[0])}")
     shape, chunk = _shape_and_chunk(name, ZARR_JSON, document.get("shape"), grid[1].get("chunk_shape"))
     dtype = document.get("data_type")
-    carried = _carried(name, dtype if isinstance(dtype, str) and dtype in TYPESTR else None, dtype)
+    carried = _carried(name, dtype if isinstance(dtype, str) and dtype in ZARR_TYPESTRS else None, dtype)
     codecs = _codecs(name, document.get("codecs"))
     shards = None
     if codecs and codecs[0][0] == "sharding_indexed":
         if len(codecs) > 1:
-            raise _unread(f"the shards of {name} are stored with {shown(codecs[1][0])}")
+            raise _unread(f"the shards of {name} are stored with {quote_name(codecs[1][0])}")
         inner, shards = _shards(name, chunk, codecs[0][1])
         chunk, codecs = inner, _codecs(name, codecs[0][1].get("codecs"))
     zeros = _is_zero(document.get("fill_value"))
-    return Zarr(shape, chunk, carried, _steps(name, codecs), shards, zeros, _keys(name, document))
+    return ZarrArray(shape, chunk, carried, _steps(name, codecs), shards, zeros, _keys(name, document))
 
 
-def _shards(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[tuple[int, ...], Shards]:
+def _shards(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[tuple[int, ...], ZarrSharding]:
     """The chunk within a shard of `shape`, and how shards are stored."""
     outer, inner = _shape_and_chunk(name, ZARR_JSON, list(shape), settings.get("chunk_shape"))
     if any(whole % part for whole, part in zip(outer, inner)):
-        raise broken(name, ZARR_JSON, f"chunks {list(inner)} do not divide shards {list(outer)}")
+        raise broken_document_error(name, ZARR_JSON, f"chunks {list(inner)} do not divide shards {list(outer)}")
     steps = _steps(name, _codecs(name, settings.get("index_codecs")))
-    if steps not in ((), (CHECKSUM,)):
+    if steps not in ((), (CRC32C,)):
         raise _unread(f"the shards of {name} have an index that is stored with {', '.join(steps)}")
     location = settings.get("index_location", "end")
     if location not in ("start", "end"):
-        raise broken(name, ZARR_JSON, f"the index of a shard is at its {shown(str(location))}")
-    return inner, Shards(outer, bool(steps), location == "end")
+        raise broken_document_error(name, ZARR_JSON, f"the index of a shard is at its {quote_name(str(location))}")
+    return inner, ZarrSharding(outer, bool(steps), location == "end")
 
 
 _Codec = tuple[str, Mapping[str, Any]]
@@ -139,7 +141,7 @@ _Codec = tuple[str, Mapping[str, Any]]
 
 def _codecs(name: str, found: Any) -> list[_Codec]:
     if not isinstance(found, list):
-        raise broken(name, ZARR_JSON, "it has no list of codecs")
+        raise broken_document_error(name, ZARR_JSON, "it has no list of codecs")
     return [_named(name, each, "codec") for each in found]
 
 
@@ -150,27 +152,27 @@ def _named(name: str, found: Any, what: str) -> _Codec:
             return kind, found.get("configuration", {})
         case str(kind):
             return kind, {}
-    raise broken(name, ZARR_JSON, f"it has a {what} without a name")
+    raise broken_document_error(name, ZARR_JSON, f"it has a {what} without a name")
 
 
 def _steps(name: str, codecs: Sequence[_Codec]) -> tuple[str, ...]:
     """Steps after the elements became bytes: one compressor at most, then a checksum at most."""
     if not codecs or codecs[0][0] != "bytes":
-        raise _unread(f"{name} is stored with {shown(codecs[0][0]) if codecs else 'no codec'} in place of `bytes`")
+        raise _unread(f"{name} is stored with {quote_name(codecs[0][0]) if codecs else 'no codec'} in place of `bytes`")
     if codecs[0][1].get("endian", "little") != "little":
         raise _unread(f"{name} is stored big endian")
     steps = tuple(kind for kind, _ in codecs[1:])
     compressor = steps[:1] if steps[:1] and steps[0] in ("zstd", "gzip") else ()
-    if steps not in (compressor, (*compressor, CHECKSUM)):
-        raise _unread(f"{name} is stored with {', '.join(map(shown, steps))}")
+    if steps not in (compressor, (*compressor, CRC32C)):
+        raise _unread(f"{name} is stored with {', '.join(map(quote_name, steps))}")
     return steps
 
 
-def _keys(name: str, document: Mapping[str, Any]) -> Callable[[Index], str]:
+def _keys(name: str, document: Mapping[str, Any]) -> Callable[[ChunkIndex], str]:
     kind, settings = _named(name, document.get("chunk_key_encoding"), "chunk_key_encoding")
     separator = settings.get("separator", "/" if kind == "default" else ".")
     if kind not in ("default", "v2") or separator not in ("/", "."):
-        raise _unread(f"the chunks of {name} are named as {shown(kind)} with {shown(str(separator))}")
+        raise _unread(f"the chunks of {name} are named as {quote_name(kind)} with {quote_name(str(separator))}")
     if kind == "v2":
         return lambda index: separator.join(map(str, index)) or "0"
     return lambda index: separator.join(("c", *map(str, index)))
@@ -178,8 +180,8 @@ def _keys(name: str, document: Mapping[str, Any]) -> Callable[[Index], str]:
 
 def _shape_and_chunk(name: str, file: str, shape: Any, chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     a, b = _extents(shape), _extents(chunk)
-    if a is None or b is None or len(a) != len(b) or 0 in b or len(a) > MOST_DIMS or math.prod(b) >> MOST_CHUNK_BITS:
-        raise broken(name, file, f"shape {shape!s:.100}, chunks {chunk!s:.100}")
+    if a is None or b is None or len(a) != len(b) or 0 in b or len(a) > MAX_DIMS or math.prod(b) >> MAX_CHUNK_BITS:
+        raise broken_document_error(name, file, f"shape {shape!s:.100}, chunks {chunk!s:.100}")
     return a, b
 
 
@@ -191,7 +193,7 @@ def _extents(value: Any) -> tuple[int, ...] | None:
 
 def _carried(name: str, dtype: str | None, spelled: Any) -> str:
     if dtype is None:
-        raise PrepError(f"{name} is {shown(str(spelled))}", f"prep carries {', '.join(TYPESTR)}")
+        raise PrepError(f"{name} is {quote_name(str(spelled))}", f"prep carries {', '.join(ZARR_TYPESTRS)}")
     return dtype
 
 
@@ -201,4 +203,4 @@ def _is_zero(fill: Any) -> bool:
 
 
 def _unread(what: str) -> PrepError:
-    return PrepError(what, READ, RESAVE)
+    return PrepError(what, SUPPORTED_STORAGE, RESAVE_HINT)

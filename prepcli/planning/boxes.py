@@ -9,7 +9,7 @@ Range = tuple[int, int]
 Box = tuple[Range, ...]
 
 
-def whole(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """The box of everything."""
     return tuple((0, extent) for extent in shape)
 
@@ -19,7 +19,7 @@ def volume(box: Box) -> int:
     return math.prod(max(0, high - low) for low, high in box)
 
 
-def overlap(a: Range, b: Range) -> Range:
+def intersect(a: Range, b: Range) -> Range:
     """What two ranges share; low >= high where that is nothing."""
     return max(a[0], b[0]), min(a[1], b[1])
 
@@ -33,9 +33,9 @@ def strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
-def cut_merged(span: Range, extents: Sequence[int]) -> Iterator[Box]:
+def split_merged_range(merged_range: Range, extents: Sequence[int]) -> Iterator[Box]:
     """Cut a range of a merged dim into boxes of its atoms, in order (mixed radix, outermost atom first)."""
-    low, high = span
+    low, high = merged_range
     if low >= high:
         return
     if len(extents) <= 1:
@@ -44,15 +44,15 @@ def cut_merged(span: Range, extents: Sequence[int]) -> Iterator[Box]:
     inner = math.prod(extents[1:])
     first, last = -(-low // inner), high // inner  # the whole steps of the outermost atom
     if first > last:  # inside one step
-        yield from _within(last, (low, high), extents)
+        yield from _split_within_step(last, (low, high), extents)
         return
-    yield from _within(first - 1, (low, first * inner), extents)
+    yield from _split_within_step(first - 1, (low, first * inner), extents)
     if first < last:
-        yield ((first, last), *whole(extents[1:]))
-    yield from _within(last, (last * inner, high), extents)
+        yield ((first, last), *full_box(extents[1:]))
+    yield from _split_within_step(last, (last * inner, high), extents)
 
 
-def _within(step: int, span: Range, extents: Sequence[int]) -> Iterator[Box]:
+def _split_within_step(step: int, merged_range: Range, extents: Sequence[int]) -> Iterator[Box]:
     start = step * math.prod(extents[1:])
-    for rest in cut_merged((span[0] - start, span[1] - start), extents[1:]):
+    for rest in split_merged_range((merged_range[0] - start, merged_range[1] - start), extents[1:]):
         yield ((step, step + 1), *rest)

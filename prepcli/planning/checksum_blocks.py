@@ -17,12 +17,12 @@ BLOCK_NBYTES = 1 << 20  # most bytes of a block
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ChecksumBlock:
     """Bytes `low` to `high` of a chunk; `number` counts from the chunk's first block."""
 
     number: int
-    low: int
-    high: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,53 +36,53 @@ class ChunkBlocks:
     chunk_nbytes: int
 
     @property
-    def count(self) -> int:
+    def block_count(self) -> int:
         """Blocks of the chunk."""
-        return self.chunk_nbytes // self.group_nbytes * self._in_group if self.group_nbytes else 0
+        return self.chunk_nbytes // self.group_nbytes * self._blocks_per_group if self.group_nbytes else 0
 
     @property
-    def _in_group(self) -> int:
+    def _blocks_per_group(self) -> int:
         return -(-self.group_nbytes // self.block_nbytes)
 
-    def touched(self, start: int, stop: int) -> Iterator[Block]:
+    def overlapping(self, start: int, stop: int) -> Iterator[ChecksumBlock]:
         """The blocks that hold bytes `start` to `stop` of the chunk, in order."""
         while start < stop:
             group, within = divmod(start, self.group_nbytes)
             at = within // self.block_nbytes
             low = group * self.group_nbytes + at * self.block_nbytes
             high = min(low + self.block_nbytes, (group + 1) * self.group_nbytes)
-            yield Block(group * self._in_group + at, low, high)
+            yield ChecksumBlock(group * self._blocks_per_group + at, low, high)
             start = high
 
 
-def chunk_blocks(chunk: Sequence[int], dtype: str) -> ChunkBlocks:
+def chunk_blocks(chunk_shape: Sequence[int], dtype: str) -> ChunkBlocks:
     """Cut a chunk into blocks."""
     item = itemsize(dtype)
-    steps, nbytes = strides(chunk, item), math.prod(chunk) * item
-    if not chunk:
+    steps, nbytes = strides(chunk_shape, item), math.prod(chunk_shape) * item
+    if not chunk_shape:
         return ChunkBlocks(0, 1, nbytes, nbytes, nbytes)
-    axis = next((n for n, step in enumerate(steps) if step <= BLOCK_NBYTES), len(chunk) - 1)
+    axis = next((n for n, step in enumerate(steps) if step <= BLOCK_NBYTES), len(chunk_shape) - 1)
     rows = max(1, BLOCK_NBYTES // steps[axis])
-    return ChunkBlocks(axis, rows, rows * steps[axis], chunk[axis] * steps[axis], nbytes)
+    return ChunkBlocks(axis, rows, rows * steps[axis], chunk_shape[axis] * steps[axis], nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class LeafBlocks:
     """The blocks of a leaf: each chunk of `grid` has `chunk.count`, from number `first` on."""
 
-    first: int
-    grid: tuple[int, ...]
-    chunk: ChunkBlocks
+    first_number: int
+    chunk_counts: tuple[int, ...]
+    per_chunk: ChunkBlocks
 
     @property
-    def stop(self) -> int:
+    def stop_number(self) -> int:
         """One past the last number."""
-        return self.first + math.prod(self.grid) * self.chunk.count
+        return self.first_number + math.prod(self.chunk_counts) * self.per_chunk.block_count
 
-    def first_of(self, index: Sequence[int]) -> int:
+    def first_in_chunk(self, chunk_index: Sequence[int]) -> int:
         """Number of the first block of a chunk."""
-        flat = sum(i * step for i, step in zip(index, strides(self.grid)))
-        return self.first + flat * self.chunk.count
+        flat = sum(i * step for i, step in zip(chunk_index, strides(self.chunk_counts)))
+        return self.first_number + flat * self.per_chunk.block_count
 
 
 LeafShape = tuple[str, Sequence[int], Sequence[int], str]  # name, shape, chunk, dtype
@@ -95,5 +95,5 @@ def number_blocks(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
     for name, shape, chunk, dtype in leaves:
         grid = tuple(-(-extent // length) for extent, length in zip(shape, chunk))
         found[name] = LeafBlocks(first, grid, chunk_blocks(chunk, dtype))
-        first = found[name].stop
+        first = found[name].stop_number
     return found

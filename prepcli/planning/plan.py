@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prepcli.planning.boxes import Box, Range, strides, volume, whole
-from prepcli.planning.gaps import Gapped
-from prepcli.planning.grids import Grid, Lattice
-from prepcli.planning.moves import Copy, Region, copies, merge
+from prepcli.planning.boxes import Box, Range, full_box, strides, volume
+from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.strided_copies import Region, StridedCopy, merge_dims, region_copies
 from prepcli.planning.tensors import itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class Contiguous:
     """A side on which the whole tensor lies in C order, from `offset` of a file."""
 
     file: int
@@ -35,10 +35,10 @@ class Strided:
 
     file: int
     offset: int
-    steps: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
-Side = tuple[Flat | Strided | Region | Gapped, ...]
+Locations = tuple[Contiguous | Strided | Region | GappedRegion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +62,38 @@ class Stream:
     dtype: str
     shape: tuple[int, ...]
     rows: Range
-    left: Side
-    right: Side
+    reads: Locations
+    writes: Locations
     fill: Fill | None = None
-    cast: str = ""
+    cast_to: str = ""
 
     @property
     def written_dtype(self) -> str:
         """The dtype on the right."""
-        return self.cast or self.dtype
+        return self.cast_to or self.dtype
 
     @property
     def written_nbytes(self) -> int:
         """Bytes on the right."""
-        return self.nbytes // itemsize(self.dtype) * itemsize(self.cast) if self.cast else self.nbytes
+        return self.nbytes // itemsize(self.dtype) * itemsize(self.cast_to) if self.cast_to else self.nbytes
 
     @property
     def row_nbytes(self) -> int:
         return math.prod(self.shape[1:]) * itemsize(self.dtype)
 
     @property
-    def span(self) -> Range:
+    def byte_range(self) -> Range:
         """Bytes of the tensor that are streamed."""
         return self.rows[0] * self.row_nbytes, self.rows[1] * self.row_nbytes
 
     @property
     def nbytes(self) -> int:
-        return self.span[1] - self.span[0]
+        return self.byte_range[1] - self.byte_range[0]
 
     @property
     def box(self) -> Box:
         """The elements that are streamed."""
-        return (self.rows, *whole(self.shape[1:])) if self.shape else ()
+        return (self.rows, *full_box(self.shape[1:])) if self.shape else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class OutFile:
+class OutputFile:
     """A file that is written: `head` is its first bytes (a header), `fixed` are others (offset, bytes) that do not hang
     on tensors, the streams write the rest."""
 
     path: str
     size: int
-    head: bytes = field(default=b"", repr=False)
-    fixed: tuple[tuple[int, bytes], ...] = ()
+    header: bytes = field(default=b"", repr=False)
+    constant_ranges: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,12 @@ class SmallFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedChunks:
     """A box of a leaf's chunks that lies regularly: chunk indices from `first` up to, not including, `stop`."""
 
     first: tuple[int, ...]
     stop: tuple[int, ...]
-    places: Lattice
+    placement: StridedPlacement
 
     def indices(self) -> Iterator[tuple[int, ...]]:
         """The index of every chunk."""
@@ -141,13 +141,13 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class OutputLeaf:
     """A leaf that is written: its path in the tree, its chunks and where they lie."""
 
     path: tuple[str, ...]
     dtype: str
-    grid: Grid
-    placed: tuple[Placed, ...]
+    grid: ChunkGrid
+    placed_chunks: tuple[PlacedChunks, ...]
 
     @property
     def name(self) -> str:
@@ -155,7 +155,7 @@ class Leaf:
 
     @property
     def chunk_nbytes(self) -> int:
-        return math.prod(self.grid.chunk) * itemsize(self.dtype)
+        return math.prod(self.grid.chunk_shape) * itemsize(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +163,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedTensor:
     """A tensor of the source, or some rows of one, that is not carried over, and by which rule."""
 
     name: str
@@ -173,11 +173,11 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class EqualityCheck:
     """Two tensors that must be equal bit for bit (tied weights), else the conversion stops."""
 
     name: str
-    other: str
+    duplicate_of: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,58 +191,58 @@ class Plan:
     command: str
     request: str  # the command line that asks for this, defaults left out
     source_name: str
-    sources: tuple[SourceFile, ...]
+    source_files: tuple[SourceFile, ...]
     streams: tuple[Stream, ...]
-    files: tuple[OutFile, ...]
+    files: tuple[OutputFile, ...]
     small_files: tuple[SmallFile, ...] = ()
-    leaves: tuple[Leaf, ...] = ()
-    dropped: tuple[Dropped, ...] = ()
-    checks: tuple[Same, ...] = ()
+    leaves: tuple[OutputLeaf, ...] = ()
+    dropped: tuple[DroppedTensor, ...] = ()
+    checks: tuple[EqualityCheck, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    display_names: Mapping[str, str] = field(default_factory=dict)
     item: str = ""
     zstd_level: int | None = None  # of chunks that are compressed in the end
 
     @property
     def read_nbytes(self) -> int:
-        return sum(s.nbytes for s in self.streams if s.left)
+        return sum(s.nbytes for s in self.streams if s.reads)
 
     @property
     def write_nbytes(self) -> int:
-        return sum(s.written_nbytes for s in self.streams if s.right)
+        return sum(s.written_nbytes for s in self.streams if s.writes)
 
     @property
-    def chunks(self) -> int:
-        return sum(math.prod(leaf.grid.counts) for leaf in self.leaves)
+    def chunk_count(self) -> int:
+        return sum(math.prod(leaf.grid.chunk_counts) for leaf in self.leaves)
 
 
-def left_copies(stream: Stream, box: Box) -> Iterator[Copy]:
+def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
     """The copies that tie a box of a stream's tensor, contiguous in C order, to where it is read."""
-    return side_copies(stream.left, stream.shape, itemsize(stream.dtype), box)
+    return location_copies(stream.reads, stream.shape, itemsize(stream.dtype), box)
 
 
-def right_copies(stream: Stream, box: Box) -> Iterator[Copy]:
+def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
     """The copies that tie a box of a stream's tensor, contiguous in C order, to where it is written."""
-    return side_copies(stream.right, stream.shape, itemsize(stream.written_dtype), box)
+    return location_copies(stream.writes, stream.shape, itemsize(stream.written_dtype), box)
 
 
-def side_copies(side: Side, shape: Sequence[int], item: int, box: Box) -> Iterator[Copy]:
+def location_copies(locations: Locations, shape: Sequence[int], item_nbytes: int, box: Box) -> Iterator[StridedCopy]:
     """The copies that tie a box of a tensor, contiguous in C order, to a side; `item`: bytes an element."""
-    for part in side:
-        if isinstance(part, Flat):
-            low = sum(first * step for (first, _), step in zip(box, strides(shape, item)))
-            yield Copy(low, part.file, part.offset + low, volume(box) * item)
+    for part in locations:
+        if isinstance(part, Contiguous):
+            low = sum(first * step for (first, _), step in zip(box, strides(shape, item_nbytes)))
+            yield StridedCopy(low, part.file, part.offset + low, volume(box) * item_nbytes)
         elif isinstance(part, Strided):
-            yield _strided(part, shape, item, box)
-        elif isinstance(part, Gapped):
+            yield _strided_copy(part, shape, item_nbytes, box)
+        elif isinstance(part, GappedRegion):
             yield from part.copies(box)
         else:
-            yield from copies(part, box)
+            yield from region_copies(part, box)
 
 
-def _strided(part: Strided, shape: Sequence[int], item: int, box: Box) -> Copy:
-    steps = strides(shape, item)
+def _strided_copy(location: Strided, shape: Sequence[int], item_nbytes: int, box: Box) -> StridedCopy:
+    steps = strides(shape, item_nbytes)
     low = sum(first * step for (first, _), step in zip(box, steps))
-    offset = part.offset + sum(first * step for (first, _), step in zip(box, part.steps))
+    offset = location.offset + sum(first * step for (first, _), step in zip(box, location.strides))
     counts = (stop - first for first, stop in box)
-    return merge(Copy(low, part.file, offset, item, tuple(zip(counts, steps, part.steps))))
+    return merge_dims(StridedCopy(low, location.file, offset, item_nbytes, tuple(zip(counts, steps, location.strides))))

@@ -8,10 +8,10 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from prepcli.errors import usage
+from prepcli.errors import usage_error
 from prepcli.planning.plan import Plan
 
-MOST = 1 << 16  # processes
+MAX_PROCESSES = 1 << 16  # processes
 LAUNCHERS = (  # of variables that are set only where the very same command runs several times: their count and number
     ("SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("JAX_NUM_PROCESSES", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
@@ -28,47 +28,53 @@ class Share:
     def __str__(self) -> str:
         return f"{self.count}/{self.index}"
 
-    def among(self, workers: int) -> tuple[Share, ...]:
+    def split(self, workers: int) -> tuple[Share, ...]:
         """The shares of so many processes that stand for this one."""
         return tuple(Share(self.count * workers, self.index * workers + at) for at in range(workers))
 
 
-ALONE = Share()
+SINGLE_PROCESS = Share()
 
 
 def parse_share(text: str) -> Share:
     """`N/I`: process I, from 0, of N. A usage PrepError for anything else."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip(), re.ASCII)
     if match is None:
-        raise usage(
+        raise usage_error(
             f"`--processes {text}` is not understood", "it takes N/I: process I, from 0, of N", "`--processes 4/0`"
         )
     count, index = int(match[1]), int(match[2])
-    if not 0 <= index < count <= MOST:
+    if not 0 <= index < count <= MAX_PROCESSES:
         hint = f"`--processes {index}/{count}`" if count < index else "`--processes 4/0` to `--processes 4/3`"
-        raise usage(f"`--processes {text}` names no process", f"{count} processes have the numbers from 0 on", hint)
+        raise usage_error(
+            f"`--processes {text}` names no process", f"{count} processes have the numbers from 0 on", hint
+        )
     return Share(count, index)
 
 
-def launched_share(environ: Mapping[str, str]) -> tuple[Share, str]:
+def launcher_share(environ: Mapping[str, str]) -> tuple[Share, str]:
     """The share that a launcher gave this process, and who that was; ALONE where none did.
 
     SLURM_NTASKS is not asked: the script of a batch job has it too, and that runs once.
     """
     for launcher, count, index in LAUNCHERS:
         found = environ.get(count, ""), environ.get(index, "")
-        if all(map(_is_count, found)) and int(found[1]) < int(found[0]) and int(found[0]) in range(2, MOST + 1):
+        if (
+            all(map(_is_small_decimal, found))
+            and int(found[1]) < int(found[0])
+            and int(found[0]) in range(2, MAX_PROCESSES + 1)
+        ):
             return Share(int(found[0]), int(found[1])), launcher
-    return ALONE, ""
+    return SINGLE_PROCESS, ""
 
 
-def _is_count(text: str) -> bool:
+def _is_small_decimal(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 9
 
 
-def asked_share(text: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
+def requested_share(text: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
     """What `--processes` says, else a launcher, which is named then."""
-    return launched_share(environ) if text is None else (parse_share(text), "")
+    return launcher_share(environ) if text is None else (parse_share(text), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +83,28 @@ class Division:
     before it was made: these are only read back."""
 
     count: int = 1
-    done: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    durable_digests: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
         """What tells two divisions of a plan apart."""
-        return f"{self.count} without {','.join(map(str, sorted(self.done)))}"
+        return f"{self.count} without {','.join(map(str, sorted(self.durable_digests)))}"
 
 
-def divided(plan: Plan, division: Division) -> tuple[tuple[int, ...], ...]:
+def divide_streams(plan: Plan, division: Division) -> tuple[tuple[int, ...], ...]:
     """The numbers of the streams of each process, ascending: a function of the plan and the division alone.
 
     Whole tensors, those that are compared or filled from each other together, the largest first to who has least. Those
     that are durable already are divided alike, apart from the others.
     """
     durable: tuple[list[list[int]], list[list[int]]] = [], []  # groups that are not, and those that are
-    for group in _groups(plan):
-        durable[all(number in division.done for number in group)].append(group)
-    left, kept = (_balanced(plan, groups, division.count) for groups in durable)
+    for group in _stream_groups(plan):
+        durable[all(number in division.durable_digests for number in group)].append(group)
+    left, kept = (_balance_groups(plan, groups, division.count) for groups in durable)
     return tuple(tuple(sorted([*share, *more])) for share, more in zip(left, kept))
 
 
-def _balanced(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
+def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
     sized = sorted(((sum(plan.streams[n].nbytes for n in group), group) for group in groups), key=_largest_first)
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, at) for at in range(count)]
@@ -113,7 +119,7 @@ def _largest_first(group: tuple[int, list[int]]) -> tuple[int, int]:
     return -group[0], group[1][0]
 
 
-def _groups(plan: Plan) -> list[list[int]]:
+def _stream_groups(plan: Plan) -> list[list[int]]:
     """The numbers of streams that stay together: of one tensor, and of tensors that have to be equal."""
     first: dict[str, str] = {}  # of tensors that have to be equal, one stands for all
 
@@ -123,15 +129,15 @@ def _groups(plan: Plan) -> list[list[int]]:
         return name
 
     for check in plan.checks:
-        first[root(check.name)] = root(check.other)
+        first[root(check.name)] = root(check.duplicate_of)
     groups: dict[str, list[int]] = {}
     for number, stream in enumerate(plan.streams):
         groups.setdefault(root(stream.name), []).append(number)
     return list(groups.values())
 
 
-def part_of(plan: Plan, numbers: Container[int]) -> Plan:
+def subplan(plan: Plan, stream_numbers: Container[int]) -> Plan:
     """A plan of some of a plan's streams, with the checks that they are for; its files and leaves stay."""
-    streams = tuple(stream for number, stream in enumerate(plan.streams) if number in numbers)
+    streams = tuple(stream for number, stream in enumerate(plan.streams) if number in stream_numbers)
     names = {stream.name for stream in streams}
     return dataclasses.replace(plan, streams=streams, checks=tuple(c for c in plan.checks if c.name in names))

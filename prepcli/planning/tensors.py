@@ -11,12 +11,12 @@ ITEM_BITS = {
     "float8_e4m3fn": 8, "float8_e5m2": 8, "float8_e8m0fnu": 8, "float8_e4m3fnuz": 8, "float8_e5m2fnuz": 8,
     "float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4,
 }  # fmt: skip
-FLOATS = ("float16", "bfloat16", "float32", "float64")  # what may be cast
-CAST_TARGETS = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # what may be cast
+CAST_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class FileTensor:
     """A tensor as its file holds it: C order, little endian, `nbytes` bytes from `offset` of file number `file`."""
 
     name: str
@@ -27,7 +27,7 @@ class Tensor:
     nbytes: int
 
 
-def bits_of(dtype: str, shape: tuple[int, ...]) -> int:
+def array_bits(dtype: str, shape: tuple[int, ...]) -> int:
     """Bits of an array; a dtype below 8 bits is packed."""
     return math.prod(shape) * ITEM_BITS[dtype]
 
@@ -37,6 +37,6 @@ def itemsize(dtype: str) -> int:
     return ITEM_BITS[dtype] // 8
 
 
-def cast_dtype(dtype: str, wanted: str | None) -> str:
+def cast_dtype(dtype: str, requested_dtype: str | None) -> str:
     """What a tensor of `dtype` is written as where `wanted` is asked for: only floating numbers are cast."""
-    return wanted if wanted and dtype in FLOATS else dtype
+    return requested_dtype if requested_dtype and dtype in FLOAT_DTYPES else dtype

@@ -15,32 +15,38 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.console.formatting import bytes_text
+from prepcli.console.formatting import format_bytes
 from prepcli.console.progress import Progress
 from prepcli.errors import PrepError
 from prepcli.formats.detect import (
     ADAPTER_CONFIG,
     CONFIG,
-    adapter_refusal,
+    adapter_error,
     check_config,
-    format_refusal,
-    quantised_refusal,
+    quantised_files_error,
+    unsupported_format_error,
 )
-from prepcli.formats.flax_folder import flax_weights
+from prepcli.formats.flax_folder import select_flax_files
 from prepcli.formats.msgpack import SUFFIX as FLAX_SUFFIX
-from prepcli.formats.torch_files import SUFFIXES, torch_weights
-from prepcli.remote.hub_client import CHECK_ENDPOINT, NOT_UNDERSTOOD, NoAnswer, is_garbled, use_patient_client
-from prepcli.remote.hub_ranges import HTTP_LIBRARIES, HubRanges
-from prepcli.remote.patience import PATIENT, VARIABLE, Patience, map_in_daemons
-from prepcli.remote.placeholders import Remote, add_headers, add_small, new_mirror
+from prepcli.formats.torch_files import SUFFIXES, select_torch_files
+from prepcli.remote.hub_client import (
+    CHECK_ENDPOINT,
+    MALFORMED_ANSWER,
+    NoAnswerError,
+    install_retrying_client,
+    is_malformed_answer,
+)
+from prepcli.remote.hub_ranges import HTTP_LIBRARIES, HubRangeReader
+from prepcli.remote.placeholders import RemoteCheckpoint, create_placeholder_folder, write_headers, write_small_file
 from prepcli.remote.remote_files import RemoteFile
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, TIMEOUT_VARIABLE, RetryPolicy, map_in_daemon_threads
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-SMALL_FILES = (
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+SMALL_FILE_PATTERNS = (
     CONFIG,
     "generation_config.json",
     "tokenizer*",
@@ -52,7 +58,7 @@ SMALL_FILES = (
     "spiece.model",
 )
 POLL_S = 0.5
-DOWNLOADS = 8  # at a time
+MAX_DOWNLOADS = 8  # at a time
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -63,7 +69,7 @@ def download(
     offline: bool,
     progress: Progress,
     warn: Callable[[str], object],
-    patience: Patience = PATIENT,
+    retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY,
 ) -> Path:
     """The folder in the hub's cache that holds a model, named by its commit; downloads what is not there.
 
@@ -72,7 +78,7 @@ def download(
     missing or not cached while offline, and for a hub that cannot be reached, or does not answer within `patience`.
     """
     _set_variables(offline)
-    use_patient_client(patience)
+    install_retrying_client(retry_policy)
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     offline = offline or HF_HUB_OFFLINE
@@ -88,11 +94,13 @@ def download(
         return _fetch(hub_id, revision, info, progress)
 
 
-def stream(hub_id: str, revision: str | None, offline: bool, patience: Patience = PATIENT) -> tuple[str, Remote]:
+def open_remote(
+    hub_id: str, revision: str | None, offline: bool, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
+) -> tuple[str, RemoteCheckpoint]:
     """The commit of a model and its files, of which only headers and what is small are fetched; tensors are read from
     the hub. Raises PrepError for what `download` refuses, and while offline."""
     _set_variables(offline)
-    use_patient_client(patience)
+    install_retrying_client(retry_policy)
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if offline or HF_HUB_OFFLINE:
@@ -100,19 +108,19 @@ def stream(hub_id: str, revision: str | None, offline: bool, patience: Patience 
         raise PrepError(f"cannot stream {hub_id}", f"{why} asks for no network", "without `--stream` the cache is used")
     with _told(hub_id, revision, offline):
         try:
-            return _streamed(hub_id, _listing(hub_id, revision), patience)
+            return _streamed(hub_id, _listing(hub_id, revision), retry_policy)
         except Exception as error:
-            if isinstance(error, NoAnswer) or not _is_unreachable(error):
+            if isinstance(error, NoAnswerError) or not _is_unreachable(error):
                 raise
             why = f"the hub cannot be reached{_at_endpoint()}"
             raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
 
 
-def _streamed(hub_id: str, info: ModelInfo, patience: Patience) -> tuple[str, Remote]:
+def _streamed(hub_id: str, info: ModelInfo, patience: RetryPolicy) -> tuple[str, RemoteCheckpoint]:
     from huggingface_hub import constants, hf_hub_download, snapshot_download
 
     siblings = {file.rfilename: file for file in info.siblings or ()}
-    names = wanted(list(siblings))
+    names = files_to_download(list(siblings))
     _check_format(list(siblings), names, hub_id)
     weights = [name for name in names if name.endswith(".safetensors")]
     if not weights or info.sha is None:
@@ -122,12 +130,14 @@ def _streamed(hub_id: str, info: ModelInfo, patience: Patience) -> tuple[str, Re
         check_config(Path(hf_hub_download(hub_id, CONFIG, revision=info.sha)), hub_id)
     small = sorted({*names} - {*weights})
     cached = Path(snapshot_download(hub_id, revision=info.sha, allow_patterns=small))
-    ranges = HubRanges(hub_id, info.sha, constants.ENDPOINT, patience)
-    remote = Remote(tuple(_remote_file(hub_id, info.sha, siblings[name]) for name in names), ranges, new_mirror())
+    ranges = HubRangeReader(hub_id, info.sha, constants.ENDPOINT, patience)
+    remote = RemoteCheckpoint(
+        tuple(_remote_file(hub_id, info.sha, siblings[name]) for name in names), ranges, create_placeholder_folder()
+    )
     for file in remote.files:
         if file.path in small:
-            add_small(remote.mirror, file, (cached / file.path).read_bytes())
-    add_headers(remote.mirror, ranges, [file for file in remote.files if file.path in weights])
+            write_small_file(remote.placeholder_folder, file, (cached / file.path).read_bytes())
+    write_headers(remote.placeholder_folder, ranges, [file for file in remote.files if file.path in weights])
     return info.sha, remote
 
 
@@ -141,25 +151,25 @@ def _remote_file(hub_id: str, commit: str, told: RepoSibling) -> RemoteFile:
     )
 
 
-def wanted(names: Sequence[str]) -> list[str]:
+def files_to_download(names: Sequence[str]) -> list[str]:
     """Of the files of a repository those that a conversion reads or copies; all lie at the top.
 
     Weights are the numbered shards where there is an index, else model.safetensors, else all *.safetensors, and only
     where there are none PyTorch's own, else Flax's.
     """
     top = [name for name in names if "/" not in name]
-    if INDEX in top:
-        weights = [INDEX, *(name for name in top if _SHARD.fullmatch(name))]
+    if INDEX_FILE in top:
+        weights = [INDEX_FILE, *(name for name in top if _SHARD.fullmatch(name))]
     else:
-        weights = [SINGLE] if SINGLE in top else [name for name in top if name.endswith(".safetensors")]
-    weights = weights or wanted_of_others(top)
-    small = [name for name in top if any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)]
+        weights = [SINGLE_FILE] if SINGLE_FILE in top else [name for name in top if name.endswith(".safetensors")]
+    weights = weights or non_safetensors_weights(top)
+    small = [name for name in top if any(fnmatchcase(name, pattern) for pattern in SMALL_FILE_PATTERNS)]
     return sorted({*weights, *small})
 
 
-def wanted_of_others(names: Sequence[str]) -> list[str]:
+def non_safetensors_weights(names: Sequence[str]) -> list[str]:
     """The weights of a model without safetensors."""
-    return torch_weights(names) or flax_weights(names)
+    return select_torch_files(names) or select_flax_files(names)
 
 
 def _set_variables(offline: bool) -> None:
@@ -177,7 +187,7 @@ def _listing(hub_id: str, revision: str | None) -> ModelInfo:
     files = info.siblings or ()
     texts = [info.sha or "", *(file.rfilename for file in files)]
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(f.size, int | None) for f in files):
-        raise PrepError(f"cannot read {hub_id}", NOT_UNDERSTOOD, CHECK_ENDPOINT)
+        raise PrepError(f"cannot read {hub_id}", MALFORMED_ANSWER, CHECK_ENDPOINT)
     return info
 
 
@@ -187,8 +197,8 @@ def _cached(hub_id: str, revision: str | None) -> Path:
 
     folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=[CONFIG]))
     names = [path.name for path in folder.iterdir()]
-    weights = [name for name in names if name.endswith(".safetensors")] or wanted_of_others(names)
-    if not weights and format_refusal(names, hub_id) is None:
+    weights = [name for name in names if name.endswith(".safetensors")] or non_safetensors_weights(names)
+    if not weights and unsupported_format_error(names, hub_id) is None:
         raise FileNotFoundError(f"{folder} has no weights")
     return folder
 
@@ -208,7 +218,7 @@ def _fetch(hub_id: str, revision: str | None, info: ModelInfo, progress: Progres
     from huggingface_hub.constants import HF_HUB_CACHE
 
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    names = wanted(list(sizes))
+    names = files_to_download(list(sizes))
     _check_format(list(sizes), names, hub_id)
     if CONFIG in names:
         check_config(Path(hf_hub_download(hub_id, CONFIG, revision=info.sha)), hub_id)
@@ -218,20 +228,20 @@ def _fetch(hub_id: str, revision: str | None, info: ModelInfo, progress: Progres
     blobs = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "blobs"
     with _watched(blobs, needed_bytes, progress):
         # In daemon threads, other than the library's, so that Ctrl-C does not wait for them
-        map_in_daemons(lambda name: hf_hub_download(hub_id, name, revision=info.sha), missing, DOWNLOADS)
+        map_in_daemon_threads(lambda name: hf_hub_download(hub_id, name, revision=info.sha), missing, MAX_DOWNLOADS)
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=names))
 
 
 def _check_format(all_names: Sequence[str], names: Sequence[str], hub_id: str) -> None:
-    if (refusal := quantised_refusal(all_names, hub_id)) is not None:
+    if (refusal := quantised_files_error(all_names, hub_id)) is not None:
         raise refusal
     if any(name.endswith((".safetensors", *SUFFIXES, f".{FLAX_SUFFIX}")) for name in names):
         if ADAPTER_CONFIG in all_names and CONFIG not in all_names:
-            raise adapter_refusal(hub_id)
+            raise adapter_error(hub_id)
         return
     top = sorted(name for name in all_names if "/" not in name)
     shown = ", ".join(top[:6]) or "nothing"
-    raise format_refusal(top, hub_id) or PrepError(f"{hub_id} holds no checkpoint", f"its files are {shown}")
+    raise unsupported_format_error(top, hub_id) or PrepError(f"{hub_id} holds no checkpoint", f"its files are {shown}")
 
 
 def _missing(hub_id: str, commit: str | None, names: Sequence[str]) -> list[str]:
@@ -244,7 +254,7 @@ def _check_room(hub_id: str, needed_bytes: int, cache: Path) -> None:
     there = next(path for path in (cache, *cache.parents) if path.exists())
     free_bytes = shutil.disk_usage(there).free
     if needed_bytes > free_bytes:
-        why = f"needs {bytes_text(needed_bytes)}, {cache} has {bytes_text(free_bytes)} free"
+        why = f"needs {format_bytes(needed_bytes)}, {cache} has {format_bytes(free_bytes)} free"
         raise PrepError(f"not enough room for {hub_id}", why, "set HF_HUB_CACHE to a folder on another disk")
 
 
@@ -310,7 +320,7 @@ def _explained(error: Exception, hub_id: str, revision: str | None, offline: boo
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     what = f"cannot read {hub_id}"
-    if isinstance(error, NoAnswer):
+    if isinstance(error, NoAnswerError):
         return _unanswered(what, error)
     if isinstance(error, RevisionNotFoundError):
         return PrepError(
@@ -320,8 +330,8 @@ def _explained(error: Exception, hub_id: str, revision: str | None, offline: boo
         return _refused(what, error.response.status_code, isinstance(error, GatedRepoError))
     if isinstance(error, HFValidationError):
         return PrepError(what, str(error))
-    if is_garbled(error):
-        return PrepError(what, NOT_UNDERSTOOD, CHECK_ENDPOINT)
+    if is_malformed_answer(error):
+        return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
     if type(error).__name__ == "TooManyRedirects":
         return PrepError(what, f"the hub redirects in a circle{_at_endpoint()}", CHECK_ENDPOINT)
     is_missing = isinstance(error, FileNotFoundError)  # from the cache: the library's errors are some
@@ -334,11 +344,11 @@ def _explained(error: Exception, hub_id: str, revision: str | None, offline: boo
     return None
 
 
-def _unanswered(what: str, error: NoAnswer) -> PrepError:
+def _unanswered(what: str, error: NoAnswerError) -> PrepError:
     if error.status:
         return _refused(what, error.status, False)
     why = f"{error}, and the model is not in the cache"
-    return PrepError(what, why, f"check the network, or wait longer: {VARIABLE}=60 is seconds for each answer")
+    return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 is seconds for each answer")
 
 
 def _at_endpoint() -> str:
@@ -363,7 +373,7 @@ def _is_unreachable(error: Exception) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
     from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
-    return (from_library or isinstance(error, ConnectionError | TimeoutError | NoAnswer)) and not isinstance(
+    return (from_library or isinstance(error, ConnectionError | TimeoutError | NoAnswerError)) and not isinstance(
         error, HfHubHTTPError
     )
 

@@ -15,23 +15,23 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from prepcli.remote.patience import (
-    LEAST_NBYTES,
-    MAX_ASKED_WAIT_S,
-    TRIES,
-    WRITE_FACTOR,
-    Patience,
-    in_pace,
-    in_time,
+from prepcli.remote.retries import (
+    MAX_RETRY_AFTER_S,
+    MAX_TRIES,
+    MIN_PROGRESS_NBYTES,
+    WRITE_TIMEOUT_FACTOR,
+    RetryPolicy,
+    call_with_timeout,
+    enforce_throughput,
 )
 
-ONCE = "prep_once"  # extension of a request that its sender retries itself
-BUSY = {408, 425, 429, *range(500, 600)}
-NOT_UNDERSTOOD = "the hub's answer is not understood"
+NO_RETRY_EXTENSION = "prep_once"  # extension of a request that its sender retries itself
+RETRYABLE_STATUSES = {408, 425, 429, *range(500, 600)}
+MALFORMED_ANSWER = "the hub's answer is not understood"
 CHECK_ENDPOINT = "a proxy or a login page may have answered: check the network and HF_ENDPOINT"
 
 
-class NoAnswer(OSError):
+class NoAnswerError(OSError):
     """All tries of a request failed. `status` is the server's last one if it answered with trouble of its own."""
 
     def __init__(self, why: str, status: int = 0) -> None:
@@ -39,7 +39,7 @@ class NoAnswer(OSError):
         self.status = status
 
 
-def use_patient_client(patience: Patience) -> None:
+def install_retrying_client(retry_policy: RetryPolicy) -> None:
     """Make huggingface_hub send all requests of this process within the limits of `patience`."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
@@ -49,13 +49,13 @@ def use_patient_client(patience: Patience) -> None:
     def make() -> Any:
         client: Any = default_client_factory()
         http = sys.modules[type(client).__module__.partition(".")[0]]  # httpx, or a fork of it
-        client.send = _Sender(client.send, http, patience, record)
+        client.send = _Sender(client.send, http, retry_policy, record)
         return client
 
     set_client_factory(make)
 
 
-def is_garbled(error: BaseException) -> bool:
+def is_malformed_answer(error: BaseException) -> bool:
     """Return whether huggingface_hub stumbled over an answer: HTML, another type, a missing key."""
     if not isinstance(error, ValueError | LookupError | TypeError | AttributeError):
         return False
@@ -77,12 +77,12 @@ class _Sender:
 
     send: Callable[..., Any]
     http: Any
-    patience: Patience
+    patience: RetryPolicy
     record: _Record
 
     def __call__(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
         """Send a request; after a failure again, where its body can be sent again."""
-        if ONCE in request.extensions:
+        if NO_RETRY_EXTENSION in request.extensions:
             return self.send(request, stream=stream, **options)
         while True:
             try:
@@ -94,7 +94,7 @@ class _Sender:
                 if not self._can_repeat(request):
                     raise  # the library sends it again, from the start of its body
                 continue
-            if response.status_code not in BUSY or _is_commit(request):
+            if response.status_code not in RETRYABLE_STATUSES or _is_commit(request):
                 return response
             self._failed(request, f"{_host(request)} says {response.status_code}", None, response)
             if not self._can_repeat(request):
@@ -111,13 +111,13 @@ class _Sender:
     def _answer(self, request: Any, options: dict[str, Any]) -> Any:
         """Return the answer with its body unread; ReadTimeout if its headers are not there in time."""
         timeout_s = self.patience.timeout_s
-        limit_s = timeout_s * (1 if request.method in ("GET", "HEAD") else WRITE_FACTOR)
+        limit_s = timeout_s * (1 if request.method in ("GET", "HEAD") else WRITE_TIMEOUT_FACTOR)
         limits = {"connect": timeout_s, "read": limit_s, "write": limit_s, "pool": limit_s}
         request.extensions = {**request.extensions, "timeout": limits}
         body_nbytes = int(request.headers.get("content-length") or 0)
-        whole_s = limit_s * (1 + body_nbytes / LEAST_NBYTES) if self._can_repeat(request) else None
+        whole_s = limit_s * (1 + body_nbytes / MIN_PROGRESS_NBYTES) if self._can_repeat(request) else None
         try:
-            response = in_time(lambda: self.send(request, stream=True, **options), whole_s)
+            response = call_with_timeout(lambda: self.send(request, stream=True, **options), whole_s)
         except TimeoutError as error:
             raise self.http.ReadTimeout(str(error), request=request) from error
         self.record.has_answered = True
@@ -126,7 +126,7 @@ class _Sender:
     def _read(self, request: Any, stream: bool, response: Any) -> Any:
         """Return a response whose body is read, or for a stream is limited as it is read."""
         response.stream = self._limited(response.stream, request, stream)
-        if stream or response.status_code in BUSY:
+        if stream or response.status_code in RETRYABLE_STATUSES:
             return response
         try:
             response.read()
@@ -158,10 +158,10 @@ class _Sender:
     def _in_pace(self, inner: Any, request: Any) -> Iterator[bytes]:
         nbytes = 0
         try:
-            for chunk in in_pace(inner, self.patience.timeout_s):
+            for chunk in enforce_throughput(inner, self.patience.timeout_s):
                 yield chunk
                 nbytes += len(chunk)
-                if nbytes >= LEAST_NBYTES:
+                if nbytes >= MIN_PROGRESS_NBYTES:
                     self.record.failures.pop(_key(request), None)
         except TimeoutError as error:
             raise self.http.ReadTimeout(str(error), request=request) from error
@@ -170,16 +170,16 @@ class _Sender:
         """Count a failed try, then wait; NoAnswer after the last one."""
         failures, key = self.record.failures, _key(request)
         tries = failures[key] = failures.get(key, 0) + 1
-        if tries == TRIES or _is_commit(request):
+        if tries == MAX_TRIES or _is_commit(request):
             failures.pop(key)
             counted = f" ({tries} tries)" if tries > 1 else ""
-            raise NoAnswer(failure + counted, busy.status_code if busy is not None else 0) from error
-        asked_s = min(wait_asked_s(busy.headers), MAX_ASKED_WAIT_S) if busy is not None else 0.0
+            raise NoAnswerError(failure + counted, busy.status_code if busy is not None else 0) from error
+        asked_s = min(retry_after_s(busy.headers), MAX_RETRY_AFTER_S) if busy is not None else 0.0
         if busy is not None:
             busy.headers.pop("retry-after", None)  # the library would wait for it again
             busy.headers.pop("ratelimit", None)
-        wait_s = max(self.patience.wait_s(tries), asked_s)
-        self.patience.again(failure, wait_s, tries)
+        wait_s = max(self.patience.backoff_s(tries), asked_s)
+        self.patience.report_retry(failure, wait_s, tries)
         time.sleep(wait_s)
 
     def _text(self, request: Any, error: Exception) -> str:
@@ -187,14 +187,14 @@ class _Sender:
         if isinstance(error.__cause__, TimeoutError) and "fewer" in str(error):
             return f"{host} is too slow: {error}"
         if isinstance(error, self.http.TimeoutException):
-            factor = 1 if request.method in ("GET", "HEAD") else WRITE_FACTOR
+            factor = 1 if request.method in ("GET", "HEAD") else WRITE_TIMEOUT_FACTOR
             return f"no answer from {host} for {self.patience.timeout_s * factor:g} s"
         if isinstance(error, self.http.ConnectError):
             return f"cannot connect to {host}"
         return f"{host} closed the connection"
 
 
-def wait_asked_s(headers: Mapping[str, str]) -> float:
+def retry_after_s(headers: Mapping[str, str]) -> float:
     """Return the seconds that a Retry-After header asks to wait, as a number or a date; 0 if there is none."""
     text = headers.get("retry-after", "").strip()
     if text.isdecimal():

@@ -15,15 +15,15 @@ from urllib.parse import urljoin, urlsplit
 
 import numpy as np
 
-from prepcli.engine.files import Bytes
+from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
-from prepcli.remote.hub_client import BUSY, ONCE, wait_asked_s
-from prepcli.remote.patience import PATIENT, Patience, in_pace, in_time
-from prepcli.remote.remote_files import Lost, RemoteFile, changed
+from prepcli.remote.hub_client import NO_RETRY_EXTENSION, RETRYABLE_STATUSES, retry_after_s
+from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, call_with_timeout, enforce_throughput
 
 HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
-MOST_REDIRECTS = 5
-EXPIRED = {400, 401, 403, 404, 410}  # what stores say of a signed address whose time is over
+MAX_REDIRECTS = 5
+EXPIRED_URL_STATUSES = {400, 401, 403, 404, 410}  # what stores say of a signed address whose time is over
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
 _COUNT = re.compile(r"[0-9]{1,19}")
@@ -40,31 +40,31 @@ class _Place:
 
 
 @dataclass(slots=True)
-class HubRanges:
+class HubRangeReader:
     """Reads files of one commit of a repository."""
 
     name: str
     commit: str
     endpoint: str
-    patience: Patience = PATIENT
-    places: dict[str, _Place] = field(default_factory=dict, repr=False)
+    retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
+    file_urls: dict[str, _Place] = field(default_factory=dict, repr=False)
 
-    def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         """As `remote.Ranges` has it."""
-        place = self.places.get(file.path) or _Place(self._address(file), is_elsewhere=False)
-        for _ in range(MOST_REDIRECTS):
+        place = self.file_urls.get(file.path) or _Place(self._address(file), is_elsewhere=False)
+        for _ in range(MAX_REDIRECTS):
             found = self._ask(place, file, offset, into)
             if isinstance(found, int):
                 return found
             place = found
-        raise Lost("its address redirects in a circle")
+        raise RetryableError("its address redirects in a circle")
 
     def _address(self, file: RemoteFile) -> str:
         from huggingface_hub import hf_hub_url
 
         return hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self.endpoint)
 
-    def _ask(self, place: _Place, file: RemoteFile, offset: int, into: Bytes) -> int | _Place:
+    def _ask(self, place: _Place, file: RemoteFile, offset: int, into: ByteArray) -> int | _Place:
         """The count of bytes that came, or where they are to be asked for instead."""
         headers = self._headers(place) | {"Range": f"bytes={offset}-{offset + into.size - 1}"}
         try:
@@ -73,20 +73,22 @@ class HubRanges:
                     return self._redirected(place, file, response.headers)
                 self._check(place, file, response.status_code, response.headers)
                 self._check_range(file, offset, response.status_code, response.headers)
-                self.places[file.path] = place
-                return _received(response, into, self.patience.timeout_s)
+                self.file_urls[file.path] = place
+                return _received(response, into, self.retry_policy.timeout_s)
         except Exception as error:
-            if not is_of_the_network(error):
+            if not is_network_error(error):
                 raise
-            raise Lost(_failure(error, place.url, self.patience)) from error
+            raise RetryableError(_failure(error, place.url, self.retry_policy)) from error
 
     def _answer(self, url: str, headers: dict[str, str]) -> Any:
         """Return the answer to one GET, its body unread."""
         from huggingface_hub.utils import get_session
 
-        session, timeout_s = get_session(), self.patience.timeout_s
-        request = session.build_request("GET", url, headers=headers, timeout=timeout_s, extensions={ONCE: True})
-        return in_time(lambda: session.send(request, stream=True, follow_redirects=False), timeout_s)
+        session, timeout_s = get_session(), self.retry_policy.timeout_s
+        request = session.build_request(
+            "GET", url, headers=headers, timeout=timeout_s, extensions={NO_RETRY_EXTENSION: True}
+        )
+        return call_with_timeout(lambda: session.send(request, stream=True, follow_redirects=False), timeout_s)
 
     def _headers(self, place: _Place) -> dict[str, str]:
         """Whoever is not the endpoint is not told the token."""
@@ -103,24 +105,24 @@ class HubRanges:
         except ValueError:
             scheme = host = url = ""
         if scheme not in ("http", "https") or not host or url == place.url:
-            raise Lost("its address redirects to nowhere")
+            raise RetryableError("its address redirects to nowhere")
         return _Place(url, (scheme, host) != urlsplit(self.endpoint)[:2])
 
     def _check_digest(self, file: RemoteFile, headers: Mapping[str, str]) -> None:
         """The endpoint tells the SHA-256 of a large file with every answer."""
         told = headers.get("x-linked-etag", "").strip('W/"')
         if _SHA256.fullmatch(told) and file.digest.startswith("sha256:") and file.digest != f"sha256:{told}":
-            raise changed(self, file, f"it was {file.digest}, the hub now has sha256:{told}")
+            raise file_changed_error(self, file, f"it was {file.digest}, the hub now has sha256:{told}")
 
     def _check(self, place: _Place, file: RemoteFile, status: int, headers: Mapping[str, str]) -> None:
         """Raise for an answer that is not the file's bytes as they were."""
-        if status in BUSY:
-            raise Lost(f"the server says {status}", wait_asked_s(headers))
-        if place.is_elsewhere and status in EXPIRED:
-            self.places.pop(file.path, None)
-            raise Lost(f"the server that the hub names says {status}")
+        if status in RETRYABLE_STATUSES:
+            raise RetryableError(f"the server says {status}", retry_after_s(headers))
+        if place.is_elsewhere and status in EXPIRED_URL_STATUSES:
+            self.file_urls.pop(file.path, None)
+            raise RetryableError(f"the server that the hub names says {status}")
         if status in (412, 416):
-            raise changed(self, file, f"the server says {status}")
+            raise file_changed_error(self, file, f"the server says {status}")
         if status not in (200, 206):
             why = f"the hub says {status}" + (": access is not granted any more" if status in (401, 403) else "")
             raise PrepError(f"cannot read {file.path} of {self.name}", why)
@@ -128,42 +130,42 @@ class HubRanges:
             self._check_digest(file, headers)
         etag = headers.get("etag", "").removeprefix("W/")
         if place.etag and etag and etag != place.etag:
-            raise changed(self, file, f"its ETag was {place.etag}, now it is {etag}")
+            raise file_changed_error(self, file, f"its ETag was {place.etag}, now it is {etag}")
         place.etag = place.etag or etag
 
     def _check_range(self, file: RemoteFile, offset: int, status: int, headers: Mapping[str, str]) -> None:
         """Raise for an answer of other bytes than were asked for."""
         if headers.get("content-encoding", "identity") != "identity":
-            raise Lost("the server encodes what it sends")
+            raise RetryableError("the server encodes what it sends")
         found = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
         size = headers.get("content-length", "") if status == 200 else found[2] if found else ""
         if _COUNT.fullmatch(size) and int(size) != file.size:
-            raise changed(self, file, f"it had {file.size:,} bytes, now it has {int(size):,}")
+            raise file_changed_error(self, file, f"it had {file.size:,} bytes, now it has {int(size):,}")
         if status == 200 and offset:
-            raise Lost("the server sends the whole file where a range was asked for")
+            raise RetryableError("the server sends the whole file where a range was asked for")
         if status == 206 and (found is None or int(found[1]) != offset):
-            raise Lost("the server sends another range than was asked for")
+            raise RetryableError("the server sends another range than was asked for")
 
 
-def _received(response: Any, into: Bytes, timeout_s: float) -> int:
+def _received(response: Any, into: ByteArray, timeout_s: float) -> int:
     """The count of bytes that came before the answer ended, was cut, or was all there."""
     done = 0
     try:
-        for chunk in in_pace(response.iter_raw(), timeout_s):
+        for chunk in enforce_throughput(response.iter_raw(), timeout_s):
             count = min(len(chunk), into.size - done)
             into[done : done + count] = np.frombuffer(chunk, np.uint8, count)
             done += count
             if count < len(chunk):  # more than was asked for: the connection is of no further use
                 break
     except Exception as error:
-        if not is_of_the_network(error):
+        if not is_network_error(error):
             raise
         if not done:
             raise
     return done
 
 
-def is_of_the_network(error: BaseException) -> bool:
+def is_network_error(error: BaseException) -> bool:
     """Whether an error is of the connection, or of the library that makes it, and not of the program."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -171,7 +173,7 @@ def is_of_the_network(error: BaseException) -> bool:
     return (from_library or isinstance(error, OSError)) and not isinstance(error, HfHubHTTPError | PrepError)
 
 
-def _failure(error: BaseException, url: str, patience: Patience) -> str:
+def _failure(error: BaseException, url: str, patience: RetryPolicy) -> str:
     """Name a failed request: the host where nothing came in time, else what the library says."""
     if isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
         return f"no answer from {urlsplit(url).netloc} for {patience.timeout_s:g} s"

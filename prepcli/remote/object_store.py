@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from prepcli.engine.files import Bytes
-from prepcli.errors import PrepError, usage
-from prepcli.remote.patience import PATIENT, TRIES, WRITE_FACTOR, Patience, in_time
-from prepcli.remote.remote_files import Lost, RemoteFile, changed
+from prepcli.engine.files import ByteArray
+from prepcli.errors import PrepError, usage_error
+from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, MAX_TRIES, WRITE_TIMEOUT_FACTOR, RetryPolicy, call_with_timeout
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-MOST_OBJECTS = 200_000  # of a checkpoint; a whole bucket is none
-MOST_TEXT = 300
-WRITE_TIMEOUTS = 6  # within which obstore's own retries of a write have to succeed
+MAX_OBJECTS = 200_000  # of a checkpoint; a whole bucket is none
+MAX_ERROR_CHARS = 300
+MAX_WRITE_TIMEOUTS = 6  # within which obstore's own retries of a write have to succeed
 
 T = TypeVar("T")
 
-REFUSALS = {*range(400, 500)} - {408, 425, 429}
+PERMANENT_STATUSES = {*range(400, 500)} - {408, 425, 429}
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _URL = re.compile(r"(gs|s3)://([a-z0-9][a-z0-9._-]{1,220})(?:/(.*))?", re.DOTALL)
@@ -43,7 +43,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
-class Url:
+class ObjectStoreUrl:
     """A place in a bucket: `path` without slashes at its ends."""
 
     scheme: str
@@ -63,28 +63,28 @@ def is_url(text: str) -> bool:
     return _SCHEME.match(text) is not None
 
 
-def parse_url(text: str) -> Url:
+def parse_url(text: str) -> ObjectStoreUrl:
     """`gs://BUCKET/PATH` or `s3://BUCKET/PATH`; a usage PrepError for what is neither."""
     found = _URL.fullmatch(text.rstrip("/"))
     if found is None:
-        raise usage(f"`{text}` is no address that prep knows", "it knows gs://BUCKET/PATH and s3://BUCKET/PATH")
+        raise usage_error(f"`{text}` is no address that prep knows", "it knows gs://BUCKET/PATH and s3://BUCKET/PATH")
     path = (found[3] or "").strip("/")
     if not path.isprintable() or {"", ".", ".."} & {*path.split("/")} - ({""} if not path else set()):
-        raise usage(f"`{text!a}` is no address that prep knows", "its path has an empty part, or `.` or `..`")
-    return Url(found[1], found[2], path)
+        raise usage_error(f"`{text!a}` is no address that prep knows", "its path has an empty part, or `.` or `..`")
+    return ObjectStoreUrl(found[1], found[2], path)
 
 
 @dataclass(slots=True)
 class Bucket:
     """A place in an object store, and the connection to it, which is made when it is first needed."""
 
-    url: Url
+    url: ObjectStoreUrl
     retries: int = 0  # of single requests by obstore itself, which tells nobody
-    patience: Patience = field(default=PATIENT, compare=False)
-    made: Any = field(default=None, repr=False, compare=False)
+    retry_policy: RetryPolicy = field(default=DEFAULT_RETRY_POLICY, compare=False)
+    connection: Any = field(default=None, repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[type[Bucket], tuple[Url, int, Patience]]:
-        return Bucket, (self.url, self.retries, self.patience)
+    def __reduce__(self) -> tuple[type[Bucket], tuple[ObjectStoreUrl, int, RetryPolicy]]:
+        return Bucket, (self.url, self.retries, self.retry_policy)
 
     @property
     def name(self) -> str:
@@ -92,26 +92,26 @@ class Bucket:
 
     @property
     def store(self) -> ObjectStore:
-        if self.made is None:
+        if self.connection is None:
             _check_installed(self.url)
-            with self.told("reach"):
-                self.made = _connect(self.url, self.retries, self.patience.timeout_s)
-        return self.made
+            with self.translate_errors("reach"):
+                self.connection = _connect(self.url, self.retries, self.retry_policy.timeout_s)
+        return self.connection
 
-    def files(self) -> tuple[RemoteFile, ...]:
+    def list_files(self) -> tuple[RemoteFile, ...]:
         """All objects below the place, by their path from there on, sorted. PrepError for none, or too many."""
         store = self.store
-        with self.told("list"):
+        with self.translate_errors("list"):
             found = self._repeated(lambda: self._listed(store))
         return tuple(sorted(found, key=lambda file: file.path))
 
     def _listed(self, store: ObjectStore) -> list[RemoteFile]:
         """List all objects; each page has to come in time."""
         found, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))
-        while batch := in_time(lambda: next(pages, None), WRITE_FACTOR * self.patience.timeout_s):
+        while batch := call_with_timeout(lambda: next(pages, None), WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s):
             found += [_file(each["path"].removeprefix(self.url.key("")), each) for each in batch]
-            if len(found) > MOST_OBJECTS:
-                why = f"there are more than {MOST_OBJECTS:,} objects below it"
+            if len(found) > MAX_OBJECTS:
+                why = f"there are more than {MAX_OBJECTS:,} objects below it"
                 raise PrepError(f"{self.name} is no checkpoint", why, "name the folder of one")
         return found
 
@@ -126,19 +126,23 @@ class Bucket:
                 return ask()
             except (exceptions.BaseError, OSError) as error:
                 spent_s += time.monotonic() - began_s
-                if tries == TRIES or spent_s >= TRIES * self.patience.timeout_s or _status(error) in REFUSALS:
+                if (
+                    tries == MAX_TRIES
+                    or spent_s >= MAX_TRIES * self.retry_policy.timeout_s
+                    or _status(error) in PERMANENT_STATUSES
+                ):
                     raise
-                self.patience.again(self._failure(error), self.patience.wait_s(tries), tries)
-            time.sleep(self.patience.wait_s(tries))
+                self.retry_policy.report_retry(self._failure(error), self.retry_policy.backoff_s(tries), tries)
+            time.sleep(self.retry_policy.backoff_s(tries))
 
     def _failure(self, error: BaseException) -> str:
         """Name a failed request: its status, the bucket where nothing came in time, else what obstore says."""
         if _is_late(error):
-            return f"no answer from {self.name} for {self.patience.timeout_s:g} s"
+            return f"no answer from {self.name} for {self.retry_policy.timeout_s:g} s"
         status = _status(error)
-        return f"{self.name}: the store says {status}" if status else text_of(error)
+        return f"{self.name}: the store says {status}" if status else redacted_error_text(error)
 
-    def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         """As `remote.Ranges` has it."""
         from obstore import exceptions
 
@@ -147,39 +151,39 @@ class Bucket:
         if etag.startswith('"'):
             options["if_match"] = etag
         try:
-            limit_s = (WRITE_FACTOR + 1) * self.patience.timeout_s
-            return in_time(lambda: self._get(file, options, offset, into), limit_s)
+            limit_s = (WRITE_TIMEOUT_FACTOR + 1) * self.retry_policy.timeout_s
+            return call_with_timeout(lambda: self._get(file, options, offset, into), limit_s)
         except exceptions.PreconditionError as error:
-            raise changed(self, file, f"its ETag is not {etag} any more") from error
+            raise file_changed_error(self, file, f"its ETag is not {etag} any more") from error
         except (exceptions.NotFoundError, FileNotFoundError) as error:
-            raise changed(self, file, "it is not there any more") from error
+            raise file_changed_error(self, file, "it is not there any more") from error
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise self.refused("read", error) from error
+            raise self.request_error("read", error) from error
         except (exceptions.BaseError, OSError) as error:
-            raise Lost(self._failure(error)) from error
+            raise RetryableError(self._failure(error)) from error
 
-    def _get(self, file: RemoteFile, options: Any, offset: int, into: Bytes) -> int:
+    def _get(self, file: RemoteFile, options: Any, offset: int, into: ByteArray) -> int:
         result = self.store.get(self.url.key(file.path), options=options)
         if result.meta["size"] != file.size:
-            raise changed(self, file, f"it had {file.size:,} bytes, now it has {result.meta['size']:,}")
+            raise file_changed_error(self, file, f"it had {file.size:,} bytes, now it has {result.meta['size']:,}")
         if result.range[0] != offset:
-            raise Lost("the server sends another range than was asked for")
+            raise RetryableError("the server sends another range than was asked for")
         return _received(result.stream(min_chunk_size=64 << 10), into)
 
     def write(
-        self, path: str, file: Path, part_nbytes: int, most_parts: int, told: Callable[[int], object]
+        self, path: str, file: Path, part_nbytes: int, max_parts: int, on_written: Callable[[int], object]
     ) -> RemoteFile:
         """Upload a file; the object has its name only when it is whole. PrepError where that failed."""
         size = file.stat().st_size
-        part = max(part_nbytes, -(-size // most_parts))
+        part = max(part_nbytes, -(-size // max_parts))
         import obstore
 
-        with self.told("write"), file.open("rb") as stream:
+        with self.translate_errors("write"), file.open("rb") as stream:
             # Not its `with`: that would give a name to what an error cut short.
             writer = obstore.open_writer(self.store, self.url.key(path), buffer_size=part, max_concurrency=2)
             while data := stream.read(part_nbytes // 4):
                 self._within(partial(writer.write, data))
-                told(len(data))
+                on_written(len(data))
             self._within(writer.close)
             found = _file(path, self._within(lambda: self.store.head(self.url.key(path))))
         if found.size != size:
@@ -189,7 +193,7 @@ class Bucket:
 
     def delete(self, path: str) -> None:
         """Remove an object."""
-        with self.told("write"):
+        with self.translate_errors("write"):
             self._within(lambda: self.store.delete(self.url.key(path)))
 
     def _within(self, call: Callable[[], T]) -> T:
@@ -198,30 +202,30 @@ class Bucket:
         Raises:
             TimeoutError: It took WRITE_TIMEOUTS time-outs.
         """
-        timeout_s = self.patience.timeout_s
+        timeout_s = self.retry_policy.timeout_s
 
         def tell() -> None:
-            self.patience.note(f"no answer from {self.name} for {timeout_s:g} s; waiting")
+            self.retry_policy.note(f"no answer from {self.name} for {timeout_s:g} s; waiting")
 
-        return in_time(call, WRITE_TIMEOUTS * timeout_s, late=tell, late_s=timeout_s)
+        return call_with_timeout(call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=tell, late_s=timeout_s)
 
-    def refused(self, verb: str, error: Exception) -> PrepError:
+    def request_error(self, verb: str, error: Exception) -> PrepError:
         """The error for an answer that another try would not change."""
         what, status = f"cannot {verb} {self.name}", _status(error)
         if _is_late(error) or status >= 500:
-            why = text_of(error) if status else self._failure(error)
+            why = redacted_error_text(error) if status else self._failure(error)
             return PrepError(what, why, "check the network and run the same command again: what was written is kept")
-        return PrepError(what, text_of(error), _HINTS[self.url.scheme])
+        return PrepError(what, redacted_error_text(error), _HINTS[self.url.scheme])
 
     @contextmanager
-    def told(self, verb: str) -> Iterator[None]:
+    def translate_errors(self, verb: str) -> Iterator[None]:
         """Errors of obstore as PrepErrors."""
         from obstore import exceptions
 
         try:
             yield
         except (exceptions.BaseError, ValueError, OSError) as error:
-            raise self.refused(verb, error) from error
+            raise self.request_error(verb, error) from error
 
 
 def _file(path: str, told: ObjectMeta) -> RemoteFile:
@@ -236,20 +240,20 @@ _HINTS = {
 }
 
 
-def _check_installed(url: Url) -> None:
+def _check_installed(url: ObjectStoreUrl) -> None:
     if find_spec("obstore") is None:
         raise PrepError(f"cannot reach {url}", "obstore is not installed", "`pip install 'prepcli[cloud]'`")
 
 
-def _connect(url: Url, retries: int, timeout_s: float) -> ObjectStore:
+def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore:
     from obstore.store import GCSStore, S3Store
 
-    whole_s = timeout_s * (WRITE_TIMEOUTS if retries else WRITE_FACTOR)
+    whole_s = timeout_s * (MAX_WRITE_TIMEOUTS if retries else WRITE_TIMEOUT_FACTOR)
     limits: dict[str, Any] = {"connect_timeout": timedelta(seconds=timeout_s), "timeout": timedelta(seconds=whole_s)}
     if not retries:  # of an upload, the time to send the body would count too
         limits["read_timeout"] = timedelta(seconds=timeout_s)
     client = limits | _client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
-    config: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=TRIES * timeout_s)}
+    config: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=MAX_TRIES * timeout_s)}
     if url.scheme == "s3":
         return S3Store(
             url.bucket, client_options=cast(Any, client), retry_config=config
@@ -271,17 +275,17 @@ _CLIENT_TEXTS = ("connect_timeout", "timeout", "read_timeout", "proxy_url", "pro
 
 def _status(error: BaseException) -> int:
     """Return the status that a store answered with; 0 where obstore's text names none."""
-    found = _STATUS.search(str(error)[: 4 * MOST_TEXT])
+    found = _STATUS.search(str(error)[: 4 * MAX_ERROR_CHARS])
     return int(found[1]) if found else 0
 
 
 def _is_late(error: BaseException) -> bool:
     """Return whether a request ended because of a time-out, ours or obstore's."""
-    text = text_of(error).lower()
+    text = redacted_error_text(error).lower()
     return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
 
 
-def _received(stream: Any, into: Bytes) -> int:
+def _received(stream: Any, into: ByteArray) -> int:
     """The count of bytes that came before the answer ended, or was cut short."""
     from obstore import exceptions
 
@@ -298,7 +302,7 @@ def _received(stream: Any, into: Bytes) -> int:
     return done
 
 
-def text_of(error: BaseException) -> str:
+def redacted_error_text(error: BaseException) -> str:
     """The gist of what obstore says: one line, without the addresses in it."""
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return re.sub(r"https?://\S+", "…", first)[:MOST_TEXT]
+    return re.sub(r"https?://\S+", "…", first)[:MAX_ERROR_CHARS]

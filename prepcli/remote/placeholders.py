@@ -21,39 +21,47 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import xxhash
 
-from prepcli.console.formatting import bytes_text
-from prepcli.engine.files import buffer
+from prepcli.console.formatting import format_bytes
+from prepcli.engine.files import allocate_buffer
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
-from prepcli.remote.patience import map_in_daemons
-from prepcli.remote.remote_files import IN_FLIGHT, MOST_AHEAD_NBYTES, Ahead, Ranges, RemoteBlob, RemoteFile, read_range
+from prepcli.remote.remote_files import (
+    MAX_IN_FLIGHT,
+    MAX_READ_AHEAD_NBYTES,
+    RangeReader,
+    ReadAheadCache,
+    RemoteBlob,
+    RemoteFile,
+    read_range,
+)
+from prepcli.remote.retries import map_in_daemon_threads
 
 SMALL_NBYTES = 64 << 20  # tokenizers are smaller; a file of settings that is larger is none
-MOST_PATH_NBYTES = 1024
+MAX_PATH_NBYTES = 1024
 _MIRROR = "prep-remote-"
 _LEAST_AGE_S = 60.0  # of a folder that nobody holds: one that was just made is not held yet
-FIRST_NBYTES = 64 << 10  # of a header, with its length: most are no longer
+HEADER_READ_NBYTES = 64 << 10  # of a header, with its length: most are no longer
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
+class RemoteCheckpoint:
     """A checkpoint far away: its files, by whom they are read, and the folder here that stands for it."""
 
     files: tuple[RemoteFile, ...]
-    ranges: Ranges
-    mirror: Path
+    reader: RangeReader
+    placeholder_folder: Path
 
-    def blobs(self, paths: Iterable[Path], others: Sequence[object] = ()) -> tuple[RemoteBlob, ...]:
+    def blobs(self, paths: Iterable[Path], special_blobs: Sequence[object] = ()) -> tuple[RemoteBlob, ...]:
         """What is to be read in place of files of the mirror. PrepError where a reader has `others` instead: files of
         the mirror joined or decoded, of which there is only the size."""
-        if others:
+        if special_blobs:
             why = "its tensors are not in its files as they stand: they are packed, or to be decoded first"
-            raise PrepError(f"{self.ranges.name} cannot be read from afar", why, "copy it to a folder here first")
-        ahead, files = Ahead(self.ranges), {file.path: file for file in self.files}
-        return tuple(RemoteBlob(files[path.relative_to(self.mirror).as_posix()], ahead) for path in paths)
+            raise PrepError(f"{self.reader.name} cannot be read from afar", why, "copy it to a folder here first")
+        ahead, files = ReadAheadCache(self.reader), {file.path: file for file in self.files}
+        return tuple(RemoteBlob(files[path.relative_to(self.placeholder_folder).as_posix()], ahead) for path in paths)
 
 
-def new_mirror() -> Path:
+def create_placeholder_folder() -> Path:
     """An empty folder that goes when the process ends; those of processes that were killed go now."""
     for left in Path(tempfile.gettempdir()).glob(f"{_MIRROR}*"):
         if (fd := _claimed(left, _LEAST_AGE_S)) is not None:
@@ -82,20 +90,20 @@ def _claimed(folder: Path, least_age_s: float = -math.inf) -> int | None:
     return None
 
 
-def checked_path(mirror: Path, file: RemoteFile) -> Path:
+def placeholder_path(folder: Path, file: RemoteFile) -> Path:
     """Where a file's stand-in goes. PrepError for a name that would lead out of the folder."""
     parts = PurePosixPath(file.path).parts
-    is_plain = file.path.isprintable() and len(file.path.encode()) <= MOST_PATH_NBYTES
+    is_plain = file.path.isprintable() and len(file.path.encode()) <= MAX_PATH_NBYTES
     if not parts or not is_plain or file.path.startswith("/") or ".." in parts or max(map(len, parts)) > 255:
         raise PrepError(
             f"{file.path!a} is no name for a file", "it leads out of the checkpoint's folder, or is beyond measure"
         )
-    return mirror.joinpath(*parts)
+    return folder.joinpath(*parts)
 
 
-def add_small(mirror: Path, file: RemoteFile, content: bytes) -> None:
+def write_small_file(folder: Path, file: RemoteFile, content: bytes) -> None:
     """A file that is wholly there. Its time stands for its content: two that are equal are of one time."""
-    path = checked_path(mirror, file)
+    path = placeholder_path(folder, file)
     time_ns = xxhash.xxh3_64_intdigest(content) % 10**18
     with _failing(file):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,15 +111,17 @@ def add_small(mirror: Path, file: RemoteFile, content: bytes) -> None:
         os.utime(path, ns=(time_ns, time_ns))
 
 
-def add_holes(mirror: Path, ranges: Ranges, file: RemoteFile, parts: Sequence[tuple[int, int]] = ()) -> Path:
+def write_sparse_file(
+    folder: Path, reader: RangeReader, file: RemoteFile, parts: Sequence[tuple[int, int]] = ()
+) -> Path:
     """A file of the right size that has only these parts, each an offset and a length; more may be added later."""
-    path = checked_path(mirror, file)
+    path = placeholder_path(folder, file)
     with _failing(file):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if path.exists() else "wb") as stream:
             os.truncate(stream.fileno(), file.size)
             for offset, nbytes in parts:
-                _copy(ranges, file, offset, min(nbytes, file.size - offset), stream.fileno())
+                _copy(reader, file, offset, min(nbytes, file.size - offset), stream.fileno())
         os.utime(path, ns=(0, 0))
     return path
 
@@ -126,44 +136,44 @@ def _failing(file: RemoteFile) -> Iterator[None]:
         raise PrepError(f"there is no room or place for a stand-in of {file.path}", why, "set TMPDIR") from error
 
 
-def _copy(ranges: Ranges, file: RemoteFile, offset: int, nbytes: int, fd: int) -> None:
-    done, memory = 0, buffer(max(1, min(nbytes, MOST_AHEAD_NBYTES)))
+def _copy(ranges: RangeReader, file: RemoteFile, offset: int, nbytes: int, fd: int) -> None:
+    done, memory = 0, allocate_buffer(max(1, min(nbytes, MAX_READ_AHEAD_NBYTES)))
     while done < nbytes:
         part = memory[: min(nbytes - done, memory.size)]
         read_range(ranges, file, offset + done, part)
         done += os.pwrite(fd, part.data, offset + done)
 
 
-def add_header(mirror: Path, ranges: Ranges, file: RemoteFile) -> None:
+def write_header(folder: Path, reader: RangeReader, file: RemoteFile) -> None:
     """A safetensors file that has only its header; what has none has a few bytes, for its reader to see that."""
-    path = add_holes(mirror, ranges, file, [(0, FIRST_NBYTES)])
+    path = write_sparse_file(folder, reader, file, [(0, HEADER_READ_NBYTES)])
     with path.open("rb") as stream:
         nbytes = LENGTH_NBYTES + int.from_bytes(stream.read(LENGTH_NBYTES), "little")
-    if FIRST_NBYTES < nbytes <= LENGTH_NBYTES + MAX_HEADER_NBYTES:
-        add_holes(mirror, ranges, file, [(FIRST_NBYTES, nbytes - FIRST_NBYTES)])
+    if HEADER_READ_NBYTES < nbytes <= LENGTH_NBYTES + MAX_HEADER_NBYTES:
+        write_sparse_file(folder, reader, file, [(HEADER_READ_NBYTES, nbytes - HEADER_READ_NBYTES)])
 
 
-def add_headers(mirror: Path, ranges: Ranges, files: Sequence[RemoteFile]) -> None:
+def write_headers(folder: Path, reader: RangeReader, files: Sequence[RemoteFile]) -> None:
     """All headers, several at a time: each costs the way there and back."""
-    map_in_daemons(lambda file: add_header(mirror, ranges, file), files, 2 * IN_FLIGHT)
+    map_in_daemon_threads(lambda file: write_header(folder, reader, file), files, 2 * MAX_IN_FLIGHT)
 
 
-def whole(ranges: Ranges, file: RemoteFile) -> bytes:
+def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
     """The content of a small file. PrepError for one that is not small."""
     if file.size > SMALL_NBYTES:
-        why = f"it has {bytes_text(file.size)}, settings and tokenizers have less than {bytes_text(SMALL_NBYTES)}"
-        raise PrepError(f"{file.path} of {ranges.name} is too large", why)
+        why = f"it has {format_bytes(file.size)}, settings and tokenizers have less than {format_bytes(SMALL_NBYTES)}"
+        raise PrepError(f"{file.path} of {reader.name} is too large", why)
     content = np.empty(file.size, np.uint8)
-    read_range(ranges, file, 0, content)
+    read_range(reader, file, 0, content)
     return content.tobytes()
 
 
 @contextlib.contextmanager
-def told_of(mirror: Path, name: str) -> Iterator[None]:
+def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[None]:
     """Errors in which the checkpoint has its own name, and no hint is of the folder that stands for it."""
     try:
         yield
     except PrepError as error:
-        what, why = (text.replace(str(mirror), name) for text in (error.what, error.why))
-        hint = "" if str(mirror) in error.hint or "hf download" in error.hint else error.hint
+        what, why = (text.replace(str(placeholder_folder), display_name) for text in (error.what, error.why))
+        hint = "" if str(placeholder_folder) in error.hint or "hf download" in error.hint else error.hint
         raise PrepError(what, why, hint, error.code) from error

@@ -14,23 +14,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from prepcli.engine.files import Bytes, buffer
+from prepcli.engine.files import ByteArray, allocate_buffer
 from prepcli.errors import PrepError
-from prepcli.remote.patience import LEAST_NBYTES, Patience, map_in_daemons
+from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
-TRIES = 8  # one after another that bring next to nothing
-GIVE_UP_TIMEOUTS = 4  # fewer tries where they take longer: no more than these time-outs without progress
+MAX_STALLED_TRIES = 8  # one after another that bring next to nothing
+MAX_STALLED_TIMEOUTS = 4  # fewer tries where they take longer: no more than these time-outs without progress
 FIRST_WAIT_S = 0.5
-MOST_WAIT_S = 30.0
-MOST_ASKED_WAIT_S = 300.0  # however long a server wants to be left alone
-PROGRESS_NBYTES = LEAST_NBYTES  # a request that brings less has not got anywhere
+MAX_WAIT_S = 30.0
+MAX_RETRY_AFTER_S = 300.0  # however long a server wants to be left alone
+PROGRESS_NBYTES = MIN_PROGRESS_NBYTES  # a request that brings less has not got anywhere
 
-LARGE_NBYTES = 1 << 20  # runs of this size are read into their place, with nothing in between
+DIRECT_READ_NBYTES = 1 << 20  # runs of this size are read into their place, with nothing in between
 PART_NBYTES = 4 << 20  # of a large run, for a request of its own
-IN_FLIGHT = 4
-FIRST_AHEAD_NBYTES = 128 << 10  # where reading goes on the next piece is larger
-MOST_AHEAD_NBYTES = 2 << 20
-AHEAD_NBYTES = 6 << 20  # of all pieces: within what a budget leaves beside its buffers
+MAX_IN_FLIGHT = 4
+MIN_READ_AHEAD_NBYTES = 128 << 10  # where reading goes on the next piece is larger
+MAX_READ_AHEAD_NBYTES = 2 << 20
+READ_AHEAD_CACHE_NBYTES = 6 << 20  # of all pieces: within what a budget leaves beside its buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,15 @@ class RemoteFile:
     digest: str
 
 
-class Lost(Exception):
+class RetryableError(Exception):
     """A request came to nothing, and may be made again, after `wait_s` seconds if the other side says so."""
 
-    def __init__(self, why: str, wait_s: float = 0.0) -> None:
+    def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
         super().__init__(why)
-        self.wait_s = wait_s
+        self.retry_after_s = retry_after_s
 
 
-class Ranges(Protocol):
+class RangeReader(Protocol):
     """Who asks for ranges; from several threads at once. Plain data, so that it can go to another process."""
 
     @property
@@ -59,11 +59,11 @@ class Ranges(Protocol):
         ...
 
     @property
-    def patience(self) -> Patience:
+    def retry_policy(self) -> RetryPolicy:
         """Limits of each request, and who hears of failed ones."""
         ...
 
-    def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         """Make one request for the bytes from `offset` on; the count of those that came, from the first one on.
 
         Raises Lost, or PrepError where another try is of no use: it is gone, changed, or not for us.
@@ -71,12 +71,14 @@ class Ranges(Protocol):
         ...
 
 
-def changed(ranges: Ranges, file: RemoteFile, why: str) -> PrepError:
+def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepError:
     """The error for a file that is not the one that was listed."""
-    return PrepError(f"{file.path} changed while it was read", f"in {ranges.name}: {why}", "run again with `--restart`")
+    return PrepError(f"{file.path} changed while it was read", f"in {reader.name}: {why}", "run again with `--restart`")
 
 
-def read_range(ranges: Ranges, file: RemoteFile, offset: int, into: Bytes, stop: threading.Event | None = None) -> None:
+def read_range(
+    reader: RangeReader, file: RemoteFile, offset: int, into: ByteArray, stop: threading.Event | None = None
+) -> None:
     """Fill `into`, however many requests that takes.
 
     `stop` ends the waiting early, with a PrepError that nobody is meant to see.
@@ -87,55 +89,61 @@ def read_range(ranges: Ranges, file: RemoteFile, offset: int, into: Bytes, stop:
     stop = stop or threading.Event()
     done, tries, spent_s = 0, 0, 0.0
     while done < into.size:
-        lost, began_s = Lost("the answers are cut short or come too slowly"), time.monotonic()
+        lost, began_s = RetryableError("the answers are cut short or come too slowly"), time.monotonic()
         try:
-            count = ranges.read(file, offset + done, into[done:])
-        except Lost as error:
+            count = reader.read(file, offset + done, into[done:])
+        except RetryableError as error:
             count, lost = 0, error
         wanted, done = into.size - done, done + count
         if count >= min(PROGRESS_NBYTES, wanted):
             tries, spent_s = 0, 0.0
             continue
         tries, spent_s = tries + 1, spent_s + time.monotonic() - began_s
-        if tries == TRIES or spent_s >= GIVE_UP_TIMEOUTS * ranges.patience.timeout_s or stop.is_set():
-            raise _given_up(ranges, file, lost, tries)
+        if (
+            tries == MAX_STALLED_TRIES
+            or spent_s >= MAX_STALLED_TIMEOUTS * reader.retry_policy.timeout_s
+            or stop.is_set()
+        ):
+            raise _given_up(reader, file, lost, tries)
         wait_s = _wait_s(tries, lost)
-        ranges.patience.again(f"{file.path}: {lost}", wait_s, tries, _expected_tries(tries, spent_s, ranges.patience))
+        reader.retry_policy.report_retry(
+            f"{file.path}: {lost}", wait_s, tries, _expected_tries(tries, spent_s, reader.retry_policy)
+        )
         if stop.wait(wait_s):
-            raise _given_up(ranges, file, lost, tries)
+            raise _given_up(reader, file, lost, tries)
 
 
-def _expected_tries(tries: int, spent_s: float, patience: Patience) -> int:
+def _expected_tries(tries: int, spent_s: float, patience: RetryPolicy) -> int:
     """Return after how many tries there will be an error if all take as long as those so far."""
-    by_time = math.ceil(tries * GIVE_UP_TIMEOUTS * patience.timeout_s / max(spent_s, 1e-9))
-    return max(tries + 1, min(TRIES, by_time))
+    by_time = math.ceil(tries * MAX_STALLED_TIMEOUTS * patience.timeout_s / max(spent_s, 1e-9))
+    return max(tries + 1, min(MAX_STALLED_TRIES, by_time))
 
 
-def _wait_s(tries: int, lost: Lost) -> float:
+def _wait_s(tries: int, lost: RetryableError) -> float:
     """Seconds until the next try: longer each time, and not the same for all who wait."""
-    own = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
-    return max(own, min(lost.wait_s, MOST_ASKED_WAIT_S))
+    own = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
+    return max(own, min(lost.retry_after_s, MAX_RETRY_AFTER_S))
 
 
-def _given_up(ranges: Ranges, file: RemoteFile, lost: Lost, tries: int) -> PrepError:
+def _given_up(ranges: RangeReader, file: RemoteFile, lost: RetryableError, tries: int) -> PrepError:
     hint = "check the network and run the same command again: it goes on from where it stopped"
     return PrepError(f"cannot read {file.path} of {ranges.name}", f"{tries} tries in a row failed: {lost}", hint)
 
 
-def read_parts(ranges: Ranges, file: RemoteFile, offset: int, into: Bytes) -> None:
+def read_range_in_parallel(reader: RangeReader, file: RemoteFile, offset: int, into: ByteArray) -> None:
     """Fill `into` with several requests at once if it is large. PrepError as of `read_range`."""
-    count = max(1, min(IN_FLIGHT, into.size // PART_NBYTES))
+    count = max(1, min(MAX_IN_FLIGHT, into.size // PART_NBYTES))
     if count == 1:
-        read_range(ranges, file, offset, into)
+        read_range(reader, file, offset, into)
         return
     cuts = [into.size * number // count for number in range(count + 1)]
     stop = threading.Event()
 
     def read(part: tuple[int, int]) -> None:
-        read_range(ranges, file, offset + part[0], into[part[0] : part[1]], stop)
+        read_range(reader, file, offset + part[0], into[part[0] : part[1]], stop)
 
     try:
-        map_in_daemons(read, itertools.pairwise(cuts), count)
+        map_in_daemon_threads(read, itertools.pairwise(cuts), count)
     finally:
         stop.set()  # after an error the others give up at their next wait
 
@@ -146,7 +154,7 @@ class _Piece:
 
     path: str
     start: int
-    data: Bytes
+    data: ByteArray
 
     @property
     def stop(self) -> int:
@@ -156,27 +164,27 @@ class _Piece:
         return self.path == path and self.start <= offset < self.stop
 
 
-class Ahead:
+class ReadAheadCache:
     """Remote files as they are read: large runs into their place, small ones out of pieces that were read ahead.
 
     All files share the pieces, which hold at most AHEAD_NBYTES; the one that was not used for longest goes first.
     """
 
-    def __init__(self, ranges: Ranges) -> None:
-        self._ranges = ranges
+    def __init__(self, reader: RangeReader) -> None:
+        self._ranges = reader
         self._pieces: list[_Piece] = []
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Ahead], tuple[Ranges]]:
-        return Ahead, (self._ranges,)
+    def __reduce__(self) -> tuple[type[ReadAheadCache], tuple[RangeReader]]:
+        return ReadAheadCache, (self._ranges,)
 
-    def read(self, file: RemoteFile, offset: int, into: Bytes) -> None:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> None:
         """Fill `into`. PrepError as of `read_range`, and for bytes that the file does not have."""
         if offset + into.size > file.size:
             why = f"it has {file.size:,} bytes, asked for are those up to {offset + into.size:,}"
             raise PrepError(f"{file.path} of {self._ranges.name} is cut short", why)
-        if into.size >= LARGE_NBYTES:
-            read_parts(self._ranges, file, offset, into)
+        if into.size >= DIRECT_READ_NBYTES:
+            read_range_in_parallel(self._ranges, file, offset, into)
             return
         with self._lock:
             for start, stop, piece in self._covering(file, offset, offset + into.size):
@@ -193,13 +201,13 @@ class Ahead:
     def _fetched(self, file: RemoteFile, offset: int) -> _Piece:
         """The next piece: twice as large as the one that it follows, which is not needed any more."""
         before = next((p for p in self._pieces if (p.path, p.stop) == (file.path, offset)), None)
-        wanted = min(2 * before.data.size, MOST_AHEAD_NBYTES) if before else FIRST_AHEAD_NBYTES
+        wanted = min(2 * before.data.size, MAX_READ_AHEAD_NBYTES) if before else MIN_READ_AHEAD_NBYTES
         size = min(wanted, file.size - offset)
         if before:
             self._pieces = [piece for piece in self._pieces if piece is not before]
-        while sum(piece.data.size for piece in self._pieces) + size > AHEAD_NBYTES:
+        while sum(piece.data.size for piece in self._pieces) + size > READ_AHEAD_CACHE_NBYTES:
             self._pieces.pop(0)
-        piece = _Piece(file.path, offset, buffer(size)[:size])
+        piece = _Piece(file.path, offset, allocate_buffer(size)[:size])
         read_range(self._ranges, file, offset, piece.data)
         self._pieces.append(piece)
         return piece
@@ -210,24 +218,24 @@ class RemoteBlob:
     """A remote file to read tensors from."""
 
     file: RemoteFile
-    ahead: Ahead
+    cache: ReadAheadCache
 
     @property
     def name(self) -> str:
         return self.file.path
 
-    def open(self) -> OpenRemote:
-        return OpenRemote(self)
+    def open(self) -> RemoteBlobReader:
+        return RemoteBlobReader(self)
 
 
-class OpenRemote:
+class RemoteBlobReader:
     """A remote file while it is read: connections are the session's, so there is nothing to let go of."""
 
     def __init__(self, blob: RemoteBlob) -> None:
         self._blob = blob
 
-    def read_at(self, offset: int, into: Bytes) -> None:
-        self._blob.ahead.read(self._blob.file, offset, into)
+    def read_at(self, offset: int, into: ByteArray) -> None:
+        self._blob.cache.read(self._blob.file, offset, into)
 
     def close(self) -> None:
         """Nothing is held."""

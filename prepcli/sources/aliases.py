@@ -118,5 +118,5 @@ ALIASES = (
     Alias("flan-t5-xxl", "google/flan-t5-xxl", "t5", 11_135_332_352, 4, 32128),
 )
 
-BY_NAME = {alias.name: alias for alias in ALIASES}
-FAMILIES = tuple(dict.fromkeys(alias.family for alias in ALIASES))
+ALIASES_BY_NAME = {alias.name: alias for alias in ALIASES}
+ALIAS_FAMILIES = tuple(dict.fromkeys(alias.family for alias in ALIASES))

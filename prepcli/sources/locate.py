@@ -10,58 +10,58 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.console.progress import NullProgress, Progress
-from prepcli.errors import PrepError, usage
+from prepcli.errors import PrepError, usage_error
 from prepcli.formats.detect import Kind, detect
-from prepcli.formats.manifest import MANIFEST, manifest_folder, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, find_manifest_folder, read_manifest
 from prepcli.remote.object_store import is_url, parse_url
-from prepcli.remote.patience import PATIENT, Patience
-from prepcli.sources.aliases import BY_NAME
-from prepcli.sources.hints import parted_name
-from trainer.models.suggest import guess
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
+from prepcli.sources.aliases import ALIASES_BY_NAME
+from prepcli.sources.source_hints import split_part
+from trainer.models.suggest import suggest
 
 if TYPE_CHECKING:
-    from prepcli.remote.placeholders import Remote
+    from prepcli.remote.placeholders import RemoteCheckpoint
 
-PARTIAL = ".partial"
-FROM_AFAR = ("safetensors", "orbax")  # kinds whose tensors lie in files as they stand
-MAX_FOLDERS = 8
+PARTIAL_SUFFIX = ".partial"
+REMOTE_KINDS = ("safetensors", "orbax")  # kinds whose tensors lie in files as they stand
+MAX_LISTED_FOLDERS = 8
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _PATH_STARTS = ("./", "../", "/", "~")
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedCheckpoint:
     """A checkpoint that was found: `name` is what outputs made from it are called after, without a folder."""
 
-    name: str
+    model_name: str
     path: Path
     kind: Kind
     hub_id: str | None = None
     revision: str | None = None  # the hub's commit
-    remote: Remote | None = None  # where it stays; `path` is then a folder that stands for it
+    remote: RemoteCheckpoint | None = None  # where it stays; `path` is then a folder that stands for it
     part: str = ""  # of a file of EasyLM's, where the name says which
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RevisionedName:
     """What a user asked for, before anything was looked up."""
 
-    text: str
+    name: str
     revision: str | None
 
 
 def locate(
-    name: str,
+    checkpoint: str,
     revision: str | None = None,
     offline: bool = False,
     cwd: Path | None = None,
     progress: Progress | None = None,
     warn: Callable[[str], object] = str,
     stream: bool = False,
-    afar: bool = False,
-    patience: Patience = PATIENT,
-) -> Located:
+    allow_remote: bool = False,
+    retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY,
+) -> LocatedCheckpoint:
     """The checkpoint called `name`: a folder, an address in an object store, an alias, or a hub id, in that order;
     `NAME@REVISION` for the last two.
 
@@ -72,26 +72,28 @@ def locate(
     that prep reads.
     """
     cwd = cwd or Path()
-    part, path = parted_name(name)
+    part, path = split_part(checkpoint)
     folder = cwd / os.path.expanduser(path)
     if path and os.path.exists(folder):  # unlike Path.exists, False for any text
         if revision is not None:
-            raise usage(f"`{name}` is a folder and has no revision {revision}", "revisions belong to the hub")
-        return replace(_local(folder, name), part=part)
-    if is_url(name):
-        return _at_an_address(name, revision, offline, afar, patience)
+            raise usage_error(
+                f"`{checkpoint}` is a folder and has no revision {revision}", "revisions belong to the hub"
+            )
+        return replace(_local(folder, checkpoint), part=part)
+    if is_url(checkpoint):
+        return _at_an_address(checkpoint, revision, offline, allow_remote, retry_policy)
     if part:
         raise _no_such_path(path, f"follows `{part}::`", cwd)
-    asked = _split(name, revision)
-    if reason := _path_reason(asked.text):
-        raise _no_such_path(asked.text, reason, cwd)
-    alias = BY_NAME.get(asked.text)
-    hub_id = alias.hub_id if alias is not None else asked.text
+    asked = _split(checkpoint, revision)
+    if reason := _path_reason(asked.name):
+        raise _no_such_path(asked.name, reason, cwd)
+    alias = ALIASES_BY_NAME.get(asked.name)
+    hub_id = alias.hub_id if alias is not None else asked.name
     if not _HUB_ID.fullmatch(hub_id):
-        raise _unknown(asked.text, cwd)
+        raise _unknown(asked.name, cwd)
     if stream:
-        return _streamed(hub_id, asked, offline, patience)
-    return _on_the_hub(hub_id, asked, offline, progress or NullProgress(), warn, patience)
+        return _streamed(hub_id, asked, offline, retry_policy)
+    return _on_the_hub(hub_id, asked, offline, progress or NullProgress(), warn, retry_policy)
 
 
 def default_checkpoint(cwd: Path, accept: Callable[[Path], bool] = Path.is_dir) -> Path:
@@ -100,28 +102,30 @@ def default_checkpoint(cwd: Path, accept: Callable[[Path], bool] = Path.is_dir) 
     if len(found) == 1:
         return found[0]
     if not found:
-        raise usage("no checkpoint was named", f"no folder here holds a {MANIFEST}", "name a folder, alias or hub id")
+        raise usage_error(
+            "no checkpoint was named", f"no folder here holds a {MANIFEST_FILE}", "name a folder, alias or hub id"
+        )
     names = ", ".join(f"./{path.name}" for path in found)
-    raise usage("no checkpoint was named", f"{len(found)} folders here could be meant", f"one of: {names}")
+    raise usage_error("no checkpoint was named", f"{len(found)} folders here could be meant", f"one of: {names}")
 
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder, or a step of the run that it is, has a manifest."""
     try:
         steps = (child for child in folder.iterdir() if child.name.isdecimal())
-        return (folder / MANIFEST).is_file() or any((step / MANIFEST).is_file() for step in steps)
+        return (folder / MANIFEST_FILE).is_file() or any((step / MANIFEST_FILE).is_file() for step in steps)
     except OSError:
         return False
 
 
-def _split(name: str, revision: str | None) -> Asked:
+def _split(name: str, revision: str | None) -> RevisionedName:
     text, at, after = name.rpartition("@")
     if not at or not text:
-        return Asked(name, revision)
+        return RevisionedName(name, revision)
     if not after or revision not in (None, after):
         why = f"`@{after}` and `--revision {revision}`" if after else "nothing follows the @"
-        raise usage(f"`{name}` names no single revision", why, f"`{text}@{revision or 'main'}`")
-    return Asked(text, after)
+        raise usage_error(f"`{name}` names no single revision", why, f"`{text}@{revision or 'main'}`")
+    return RevisionedName(text, after)
 
 
 def _path_reason(text: str) -> str:
@@ -136,64 +140,68 @@ def _path_reason(text: str) -> str:
     return "has more than one `/`" if text.count("/") > 1 else ""
 
 
-def _local(folder: Path, shown: str) -> Located:
+def _local(folder: Path, shown: str) -> LocatedCheckpoint:
     kind = detect(folder, shown)
-    return Located(_manifest_name(folder) or Path(os.path.abspath(folder)).name, folder, kind)
+    return LocatedCheckpoint(_manifest_name(folder) or Path(os.path.abspath(folder)).name, folder, kind)
 
 
 def _manifest_name(folder: Path) -> str:
     """The model's name as the manifest keeps it; a name with a slash would leave the folder that outputs go to."""
-    name = (read_manifest(manifest_folder(folder)) or {}).get("name")
+    name = (read_manifest(find_manifest_folder(folder)) or {}).get("name")
     return name if isinstance(name, str) and name == Path(name).name else ""
 
 
 def _on_the_hub(
     hub_id: str,
-    asked: Asked,
+    asked: RevisionedName,
     offline: bool,
     progress: Progress,
     warn: Callable[[str], object],
-    patience: Patience,
-) -> Located:
+    patience: RetryPolicy,
+) -> LocatedCheckpoint:
     from prepcli.remote.hub import download
 
     path = download(hub_id, asked.revision, offline, progress, warn, patience)
     kind = detect(path, hub_id)
-    return Located(asked.text.rpartition("/")[2], path, kind, hub_id, path.name)
+    return LocatedCheckpoint(asked.name.rpartition("/")[2], path, kind, hub_id, path.name)
 
 
-def _at_an_address(text: str, revision: str | None, offline: bool, afar: bool, patience: Patience) -> Located:
+def _at_an_address(
+    text: str, revision: str | None, offline: bool, afar: bool, patience: RetryPolicy
+) -> LocatedCheckpoint:
     url = parse_url(text)
     if revision is not None:
-        raise usage(f"`{text}` has no revision {revision}", "revisions belong to the hub")
+        raise usage_error(f"`{text}` has no revision {revision}", "revisions belong to the hub")
     if offline:
-        raise usage(f"`--offline` with `{text}`", "an object store is not here", "copy it to a folder here first")
+        raise usage_error(f"`--offline` with `{text}`", "an object store is not here", "copy it to a folder here first")
     if not afar:
-        raise usage(f"`{text}` is not here", "this command reads folders", "copy it to a folder here first")
+        raise usage_error(f"`{text}` is not here", "this command reads folders", "copy it to a folder here first")
     from prepcli.sources.bucket_folders import open_url
 
     remote = open_url(text, patience)
     kind = _kind_of(remote, text)
     last = (url.path or url.bucket).rpartition("/")[2]
-    return Located(_manifest_name(remote.mirror) or last, remote.mirror, kind, remote=remote)
+    return LocatedCheckpoint(
+        _manifest_name(remote.placeholder_folder) or last, remote.placeholder_folder, kind, remote=remote
+    )
 
 
-def _streamed(hub_id: str, asked: Asked, offline: bool, patience: Patience) -> Located:
-    from prepcli.remote.hub import stream
+def _streamed(hub_id: str, asked: RevisionedName, offline: bool, patience: RetryPolicy) -> LocatedCheckpoint:
+    from prepcli.remote.hub import open_remote
 
-    commit, remote = stream(hub_id, asked.revision, offline, patience)
+    commit, remote = open_remote(hub_id, asked.revision, offline, patience)
     kind = _kind_of(remote, hub_id)
-    return Located(asked.text.rpartition("/")[2], remote.mirror, kind, hub_id, commit, remote)
+    return LocatedCheckpoint(asked.name.rpartition("/")[2], remote.placeholder_folder, kind, hub_id, commit, remote)
 
 
-def _kind_of(remote: Remote, shown: str) -> Kind:
+def _kind_of(remote: RemoteCheckpoint, shown: str) -> Kind:
     """The kind of what stays where it is; PrepError for those that are only read when they are here."""
-    from prepcli.remote.placeholders import told_of
+    from prepcli.remote.placeholders import rename_in_errors
 
-    with told_of(remote.mirror, shown):
-        kind = detect(remote.mirror, shown)
-    if kind not in FROM_AFAR:
-        why = f"it is a checkpoint of the kind {kind}; from afar prep reads {' and '.join(FROM_AFAR)}"
+    with rename_in_errors(remote.placeholder_folder, shown):
+        kind = detect(remote.placeholder_folder, shown)
+    if kind not in REMOTE_KINDS:
+        why = f"it is a checkpoint of the kind {kind}; from afar prep reads {' and '.join(REMOTE_KINDS)}"
         raise PrepError(f"{shown} cannot be read from afar", why, "copy it to a folder here first")
     return kind
 
@@ -201,15 +209,15 @@ def _kind_of(remote: Remote, shown: str) -> Kind:
 def _folders(cwd: Path) -> list[Path]:
     """Folders that a user may mean: hidden and unfinished ones are left out."""
     children = [child for child in sorted(cwd.iterdir()) if child.is_dir()]
-    return [child for child in children if not child.name.startswith(".") and not child.name.endswith(PARTIAL)]
+    return [child for child in children if not child.name.startswith(".") and not child.name.endswith(PARTIAL_SUFFIX)]
 
 
 def _no_such_path(text: str, reason: str, cwd: Path) -> PrepError:
     near = (cwd / os.path.expanduser(text)).parent
     where = "here" if near.resolve() == cwd.resolve() else f"in {near}"
     names = [child.name for child in _folders(near)] if near.is_dir() else []
-    shown = ", ".join(names[:MAX_FOLDERS]) + (" …" if len(names) > MAX_FOLDERS else "")
-    return usage(
+    shown = ", ".join(names[:MAX_LISTED_FOLDERS]) + (" …" if len(names) > MAX_LISTED_FOLDERS else "")
+    return usage_error(
         f"`{text}` does not exist",
         f"it looks like a path because it {reason}",
         f"folders {where}: {shown}" if names else "",
@@ -217,8 +225,8 @@ def _no_such_path(text: str, reason: str, cwd: Path) -> PrepError:
 
 
 def _unknown(text: str, cwd: Path) -> PrepError:
-    meant = guess(text, [*BY_NAME, *(child.name for child in _folders(cwd))])
-    return usage(
+    meant = suggest(text, [*ALIASES_BY_NAME, *(child.name for child in _folders(cwd))])
+    return usage_error(
         f"no checkpoint called `{text}`",
         "not a folder here, not an alias, and a hub id has the form owner/name",
         f"did you mean `{meant}`?" if meant else "`prep models` lists the aliases",

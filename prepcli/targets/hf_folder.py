@@ -7,16 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prepcli.formats.safetensors import INDEX, SINGLE
-from prepcli.formats.safetensors_layout import Entry, FileLayout, index_json, lay_out
-from prepcli.planning.plan import Flat, OutFile, SmallFile
-from prepcli.sources.links import side_file
+from prepcli.formats.safetensors import INDEX_FILE, SINGLE_FILE
+from prepcli.formats.safetensors_layout import LayoutEntry, SafetensorsLayout, encode_index, lay_out_files
+from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
 from prepcli.sources.source import CONFIG, Source, SourceTensor
+from prepcli.sources.symlinks import resolve_small_file
 
-Group = tuple[str, Sequence[Entry], int | None]  # file name, tensors in order, how deep in a page the first one lies
+FileGroup = tuple[
+    str, Sequence[LayoutEntry], int | None
+]  # file name, tensors in order, how deep in a page the first one lies
 
 
-def with_rows(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
+def resized_shape(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
     """Shape and bytes of a tensor with so many rows; a 0-d tensor has none to change."""
     if not tensor.shape:
         return (), tensor.nbytes
@@ -24,43 +26,48 @@ def with_rows(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
     return (rows, *tensor.shape[1:]), row_nbytes * rows
 
 
-def entries(source: Source, tensors: Iterable[SourceTensor], rows: Mapping[str, int]) -> list[Entry]:
+def header_entries(source: Source, tensors: Iterable[SourceTensor], rows: Mapping[str, int]) -> list[LayoutEntry]:
     """The tensors as a header lists them, each with the rows that it has there."""
-    return [(source.names.full(t.name), t.dtype, *with_rows(t, rows[t.name])) for t in tensors]
+    return [(source.names.full_name(t.name), t.dtype, *resized_shape(t, rows[t.name])) for t in tensors]
 
 
-def laid_out(groups: Sequence[Group]) -> tuple[tuple[OutFile, ...], dict[str, Flat], tuple[FileLayout, ...]]:
+def lay_out_weight_files(
+    groups: Sequence[FileGroup],
+) -> tuple[tuple[OutputFile, ...], dict[str, Contiguous], tuple[SafetensorsLayout, ...]]:
     """The files, and where each tensor lies in them."""
-    layouts = lay_out(groups)
-    files = tuple(OutFile(layout.name, layout.size, layout.header) for layout in layouts)
-    places = {t.name: Flat(t.file, t.offset) for layout in layouts for t in layout.tensors}
+    layouts = lay_out_files(groups)
+    files = tuple(OutputFile(layout.name, layout.size, layout.header) for layout in layouts)
+    places = {t.name: Contiguous(t.file, t.offset) for layout in layouts for t in layout.tensors}
     return files, places, layouts
 
 
-def copied(paths: Iterable[Path], root: Path, below: str = "") -> tuple[SmallFile, ...]:
+def copied_files(paths: Iterable[Path], root: Path, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Files that are copied as they are from the checkpoint `root`. PrepError for a link that leaves it."""
-    return tuple(_copied(path, side_file(path, root), below) for path in paths)
+    return tuple(_copied_file(path, resolve_small_file(path, root), path_prefix) for path in paths)
 
 
-def _copied(path: Path, real: Path, below: str) -> SmallFile:
+def _copied_file(path: Path, real: Path, path_prefix: str) -> SmallFile:
     found = real.stat()
-    return SmallFile(below + path.name, copied_from=str(real), stamp=(found.st_size, found.st_mtime_ns))
+    return SmallFile(path_prefix + path.name, copied_from=str(real), stamp=(found.st_size, found.st_mtime_ns))
 
 
-def settings(
-    config: Mapping[str, Any], layouts: Sequence[FileLayout], beside: Iterable[SmallFile], below: str = ""
+def settings_files(
+    config: Mapping[str, Any],
+    layouts: Sequence[SafetensorsLayout],
+    extra_files: Iterable[SmallFile],
+    path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:
     """config.json, the index if there are several files, and the files that are copied as they are."""
-    return (SmallFile(below + CONFIG, dumps(config)), *index_files(layouts), *beside)
+    return (SmallFile(path_prefix + CONFIG, json_bytes(config)), *index_files(layouts), *extra_files)
 
 
-def index_files(layouts: Sequence[FileLayout]) -> tuple[SmallFile, ...]:
+def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
     """The index, if there are several files or one of another name."""
-    if len(layouts) > 1 or any(layout.name != SINGLE for layout in layouts):
-        return (SmallFile(INDEX, index_json(layouts)),)
+    if len(layouts) > 1 or any(layout.name != SINGLE_FILE for layout in layouts):
+        return (SmallFile(INDEX_FILE, encode_index(layouts)),)
     return ()
 
 
-def dumps(content: object) -> bytes:
+def json_bytes(content: object) -> bytes:
     """JSON as the settings of a model are stored."""
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -13,7 +13,9 @@ from trainer.models.errors import PrepError
 def test_a_line_for_each_length_and_policy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """On as many devices as all tests have, since jax counts them once."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
-    monkeypatch.setitem(compiled_memory.SIZES, "small", compiled_memory.SIZES["small"] | {"hidden_size": 64})
+    monkeypatch.setitem(
+        compiled_memory.MODEL_SIZES, "small", compiled_memory.MODEL_SIZES["small"] | {"hidden_size": 64}
+    )
     compiled_memory.main(["--tokens", "64,512", "--mesh", "1,2,4", "--remat", "nothing_saveable"])
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert head == "small, float32, mesh 1,2,4, 2 sequences a step; of one device:"

@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from bench import evidence
-from bench.evidence import CASES, Room, Row, evidence_text, made, main, plan_figures, remove, succeeded
-from bench.floor import MEANS
-from bench.meter import Cost
+from bench.evidence import (
+    CASES,
+    BenchPaths,
+    EvidenceRow,
+    evidence_text,
+    main,
+    make_model,
+    plan_figures,
+    remove,
+    run_checked,
+)
+from bench.floor import COPY_METHODS
+from bench.meter import CommandCost
 
 MIB = 1 << 20
-ROW = Row("export", "512MiB", 10 * MIB, (7.0, 6.0, 8.0), (20.0, 12.0, 10.0), 2.5, 16.0, 300 * MIB, 30 * MIB)
+ROW = EvidenceRow("export", "512MiB", 10 * MIB, (7.0, 6.0, 8.0), (20.0, 12.0, 10.0), 2.5, 16.0, 300 * MIB, 30 * MIB)
 
 
 def test_like_is_held_against_like() -> None:
@@ -36,58 +46,62 @@ def test_plain_copies_take_turns_with_both(tmp_path: Path, monkeypatch: pytest.M
     seconds = {"prep": 5.0, "bash": 4.0}
     ran: list[str] = []
 
-    def run(words: tuple[str | Path, ...]) -> Cost:
+    def run(words: tuple[str | Path, ...]) -> CommandCost:
         name = Path(words[0]).name
         ran.append("plain" if "bench.floor" in words else name)
-        return Cost(0, 3.0 if "bench.floor" in words else seconds[name], 0.5, 1, 0, "", "")
+        return CommandCost(0, 3.0 if "bench.floor" in words else seconds[name], 0.5, 1, 0, "", "")
 
-    monkeypatch.setattr(evidence, "succeeded", run)
-    monkeypatch.setattr(evidence, "cold", lambda _: None)
-    row = evidence.compare("export", "128MiB", Room(tmp_path / "model", tmp_path), 2, MEANS[:1])
+    monkeypatch.setattr(evidence, "run_checked", run)
+    monkeypatch.setattr(evidence, "drop_page_cache", lambda _: None)
+    row = evidence.measure_case("export", "128MiB", BenchPaths(tmp_path / "model", tmp_path), 2, COPY_METHODS[:1])
     assert ran == ["prep", "prep", "bash", "plain", "plain", "bash", "prep"]
-    assert (row.floor_seconds, row.floor_means) == ((3.0, 3.0), str(MEANS[0]))
+    assert (row.floor_seconds, row.floor_means) == ((3.0, 3.0), str(COPY_METHODS[0]))
 
 
 def test_finalists_are_the_fastest_plain_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = [MEANS[3], MEANS[1], *(means for means in MEANS if means not in (MEANS[3], MEANS[1]))]
+    order = [
+        COPY_METHODS[3],
+        COPY_METHODS[1],
+        *(means for means in COPY_METHODS if means not in (COPY_METHODS[3], COPY_METHODS[1])),
+    ]
     seconds = {means.command(tmp_path, tmp_path): float(n) for n, means in enumerate(order)}
-    monkeypatch.setattr(evidence, "_cold_run", lambda words, *_: Cost(0, seconds[words], 0.5, 1, 0, "", ""))
-    assert evidence.finalists(tmp_path, tmp_path) == (MEANS[3], MEANS[1])
+    monkeypatch.setattr(evidence, "_cold_run", lambda words, *_: CommandCost(0, seconds[words], 0.5, 1, 0, "", ""))
+    assert evidence.fastest_copy_methods(tmp_path, tmp_path) == (COPY_METHODS[3], COPY_METHODS[1])
 
 
 def test_memory_and_order_are_those_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     peaks = {"inspect": 30, "save-init": 130, "cp": 5}
 
-    def run(words: tuple[str | Path, ...]) -> Cost:
+    def run(words: tuple[str | Path, ...]) -> CommandCost:
         name = "cp" if words[0] == "bash" else str(words[1])
         ran.append(name)
-        return Cost(0, 1.0, 0.5, peaks[name], 0, "", "")
+        return CommandCost(0, 1.0, 0.5, peaks[name], 0, "", "")
 
-    monkeypatch.setattr(evidence, "succeeded", run)
-    monkeypatch.setattr(evidence, "cold", lambda _: ran.append("cold"))
-    row = evidence.compare("save-init-1x8x1", "128MiB", Room(tmp_path / "model", tmp_path), 2)
+    monkeypatch.setattr(evidence, "run_checked", run)
+    monkeypatch.setattr(evidence, "drop_page_cache", lambda _: ran.append("cold"))
+    row = evidence.measure_case("save-init-1x8x1", "128MiB", BenchPaths(tmp_path / "model", tmp_path), 2)
     assert ran == ["inspect", "cold", "save-init", "cold", "cp", "cold", "cp", "cold", "save-init"]
     assert (row.peak_nbytes, row.inspect_nbytes, row.seconds) == (100, 30, (1.0, 1.0))
 
 
 def test_nothing_stays_but_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(tmp_path / "model", tmp_path)
+    room = BenchPaths(tmp_path / "model", tmp_path)
     for path in (room.model, room.init, room.out, *room.unfinished):
         path.mkdir()
 
-    def fail(_: object) -> Cost:
+    def fail(_: object) -> CommandCost:
         raise SystemExit("it failed")
 
-    monkeypatch.setattr(evidence, "succeeded", fail)
+    monkeypatch.setattr(evidence, "run_checked", fail)
     with pytest.raises(SystemExit):
-        evidence.evidence(room, ["export"], 1)
+        evidence.measure_cases(room, ["export"], 1)
     assert list(tmp_path.iterdir()) == [room.model]
 
 
 def test_a_failed_command_says_why() -> None:
     with pytest.raises(SystemExit, match=r"(?s)ended with 3.*no such thing"):
-        succeeded([sys.executable, "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(3)"])
+        run_checked([sys.executable, "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(3)"])
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(
@@ -96,7 +110,7 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     usage = dataclasses.make_dataclass("Usage", ["free"])(15 * 10**9)
     monkeypatch.setattr(evidence.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(SystemExit, match=r"free, this takes 14\.70 GiB"):
-        made(tmp_path, "gpt-neo-1.3B", None)
+        make_model(tmp_path, "gpt-neo-1.3B", None)
     assert not list(tmp_path.iterdir())
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench import floor
-from bench.floor import MEANS, Means, main
+from bench.floor import COPY_METHODS, CopyMethod, main
 
-PAGE = floor.PAGE
+PAGE = floor.PAGE_NBYTES
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("means", MEANS, ids=str)
-def test_plain_copies_are_equal(source: Path, means: Means, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("means", COPY_METHODS, ids=str)
+def test_plain_copies_are_equal(source: Path, means: CopyMethod, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(floor, "BLOCK_NBYTES", 2 * PAGE)
     out = source.with_name("out")
     main([str(word) for word in means.command(source, out)[3:]])

@@ -5,16 +5,18 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from bench.evidence import Row
+from bench.alternatives import conversion_commands, usual_text
+from bench.evidence import EvidenceRow
 from bench.growth import growth_svg, growth_text
-from bench.meter import Cost
-from bench.usual import usual_text, ways
+from bench.meter import CommandCost
 
 MIB = 1 << 20
 
 
-def _row(gb: int, seconds: float) -> Row:
-    return Row("save-init", "512MiB", gb * 10**9, (seconds, seconds + 1), (2.0 * seconds,), 1.0, 4.0, 250 * MIB, MIB)
+def _row(gb: int, seconds: float) -> EvidenceRow:
+    return EvidenceRow(
+        "save-init", "512MiB", gb * 10**9, (seconds, seconds + 1), (2.0 * seconds,), 1.0, 4.0, 250 * MIB, MIB
+    )
 
 
 def test_a_line_for_each_size() -> None:
@@ -30,11 +32,11 @@ def test_the_picture_is_svg_with_both_charts() -> None:
 
 
 def test_ways_are_told_by_what_prep_takes() -> None:
-    ours, theirs = Cost(0, 5.0, 1, 100 * MIB, 0, "", ""), Cost(0, 60.0, 9, 3000 * MIB, 0, "", "")
+    ours, theirs = CommandCost(0, 5.0, 1, 100 * MIB, 0, "", ""), CommandCost(0, 60.0, 9, 3000 * MIB, 0, "", "")
     last = usual_text({"prep": [ours, ours], "other": [theirs]}).splitlines()[-1]
     assert last.split() == ["other", "60.0", "60.0", "12.0", "3000", "30.0"]
 
 
 def test_the_way_of_flax_needs_an_environment() -> None:
-    assert len(ways(Path("a"), Path("b"), None)) == 2
-    assert ways(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][0] == Path("python")
+    assert len(conversion_commands(Path("a"), Path("b"), None)) == 2
+    assert conversion_commands(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][0] == Path("python")

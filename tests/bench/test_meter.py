@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import meter
-from bench.meter import anonymous_nbytes, cold, measure, process_tree
+from bench.meter import anonymous_nbytes, drop_page_cache, measure, process_tree
 
 MIB = 1 << 20
 MAP = "import mmap, sys, time; m = mmap.mmap(open(sys.argv[1]).fileno(), 0, prot=1); sum(m[::4096]); time.sleep(0.2)"
@@ -76,8 +76,8 @@ def test_cold_takes_every_file_and_says_how(tmp_path: Path, monkeypatch: pytest.
     evicted: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: evicted.append(os.fstat(file).st_ino))
     monkeypatch.setattr(meter, "DROP_CACHES", tmp_path / "drop_caches")
-    assert cold([tmp_path / "model", tmp_path / "c"]) == "drop_caches"
+    assert drop_page_cache([tmp_path / "model", tmp_path / "c"]) == "drop_caches"
     assert sorted(evicted) == sorted(path.stat().st_ino for path in files)
     assert (tmp_path / "drop_caches").read_text() == "1"
     monkeypatch.setattr(meter, "DROP_CACHES", tmp_path / "absent" / "drop_caches")
-    assert cold([tmp_path / "c"]) == "fadvise"
+    assert drop_page_cache([tmp_path / "c"]) == "fadvise"

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.models import BLOCK_NBYTES, FREE_BITS, entries, main, write_model
-from bench.published import PUBLISHED, config_of
+from bench.models import BLOCK_NBYTES, FREE_BITS, main, tensor_entries, write_model
+from bench.published import PUBLISHED, published_config
 from prepcli.planning.tensors import itemsize
-from prepcli.sources.aliases import ALIASES, BY_NAME
+from prepcli.sources.aliases import ALIASES, ALIASES_BY_NAME
 from prepcli.sources.opening import open_source
-from tests.helpers.models import read_tensors
-from trainer.models.axis_map import bind
-from trainer.models.parameters import rows
+from tests.helpers.tiny_checkpoints import read_tensors
+from trainer.models.axis_map import bind_row
+from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 
 NARROW = {"vocab_size": 131, "hidden_size": 32, "max_position_embeddings": 64}
-GPT_NEO = config_of("gpt-neo-125M", layers=3, changes={**NARROW, "num_heads": 4})
-LLAMA = config_of(
+GPT_NEO = published_config("gpt-neo-125M", layers=3, changes={**NARROW, "num_heads": 4})
+LLAMA = published_config(
     "llama-3-8b", layers=2, changes={**NARROW, "intermediate_size": 48, "num_attention_heads": 8, "eos_token_id": 2}
 )
 
@@ -31,10 +31,10 @@ LLAMA = config_of(
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes by the family's table alone."""
     family = family_of(config)
-    bound = [bind(row, family.sizes(config)) for row in rows(family, config).values()]
+    bound = [bind_row(row, family.sizes(config)) for row in parameter_rows(family, config).values()]
     found = {name: row.source_shape for row in bound for name, _ in row.tensors()}
-    if family.tied(config):
-        del found[family.tie.tensor]
+    if family.is_tied(config):
+        del found[family.tying.head_tensor]
     return {name if name in family.unprefixed else family.prefix + name: shape for name, shape in found.items()}
 
 
@@ -44,15 +44,15 @@ def test_every_config_is_of_an_alias() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configs_say_what_is_known_of_the_published_models(name: str) -> None:
-    alias, config = BY_NAME[name], config_of(name)
-    assert sum(math.prod(shape) for _, _, shape, _ in entries(config)) == alias.parameters
-    assert sum(nbytes for *_, nbytes in entries(config)) == alias.nbytes
+    alias, config = ALIASES_BY_NAME[name], published_config(name)
+    assert sum(math.prod(shape) for _, _, shape, _ in tensor_entries(config)) == alias.parameters
+    assert sum(nbytes for *_, nbytes in tensor_entries(config)) == alias.nbytes
     assert (config["model_type"], config["vocab_size"]) == (alias.family, alias.vocab)
 
 
 @pytest.mark.parametrize(("layers", "attention"), [(1, [[["global"], 1]]), (4, [[["global", "local"], 2]])])
 def test_attention_follows_the_depth(layers: int, attention: list[object]) -> None:
-    assert config_of("gpt-neo-1.3B", layers=layers)["attention_types"] == attention
+    assert published_config("gpt-neo-1.3B", layers=layers)["attention_types"] == attention
 
 
 @pytest.mark.parametrize("config", [GPT_NEO, LLAMA, GPT_NEO | {"tie_word_embeddings": False}])
@@ -61,7 +61,7 @@ def test_names_and_shapes_are_the_tables(config: dict[str, Any], tmp_path: Path)
     assert {name: value.shape for name, value in read_tensors(tmp_path / "model").items()} == shapes_of(config)
     source = open_source(tmp_path / "model", "model")
     assert len(source.files) > 1
-    assert source.vocabulary().true == 131
+    assert source.vocabulary().true_size == 131
 
 
 @pytest.mark.parametrize("dtype", FREE_BITS)
@@ -69,7 +69,7 @@ def test_the_safetensors_library_reads_finite_values_no_two_tensors_alike(dtype:
     safetensors = pytest.importorskip("safetensors")
     write_model(tmp_path / "model", GPT_NEO | {"torch_dtype": dtype})
     with safetensors.safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
-        assert len(file.keys()) == len(entries(GPT_NEO))
+        assert len(file.keys()) == len(tensor_entries(GPT_NEO))
     tensors = read_tensors(tmp_path / "model")
     for value in tensors.values():
         assert value.dtype.name == dtype
@@ -97,7 +97,7 @@ def test_the_same_request_makes_the_same_bytes(tmp_path: Path) -> None:
 def test_sparse_takes_no_disk(tmp_path: Path) -> None:
     main(["llama-13b", str(tmp_path / "model"), "--sparse"])
     source = open_source(tmp_path / "model", "model")
-    assert sum(tensor.nbytes for tensor in source.tensors) == BY_NAME["llama-13b"].nbytes
+    assert sum(tensor.nbytes for tensor in source.tensors) == ALIASES_BY_NAME["llama-13b"].nbytes
     files = [path.stat() for path in (tmp_path / "model").glob("*.safetensors")]
     assert len(files) == 6
     assert sum(file.st_blocks * 512 for file in files) < 1 << 20 < sum(file.st_size for file in files)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import slow_disk as slow_disk_module
-from bench.slow_disk import LIMITS, TOOLS, rates, slow_disk
+from bench.slow_disk import LIMITS, TOOLS, measure_rates, slow_disk
 
 MIB = 1 << 20
 
@@ -56,8 +56,8 @@ def test_a_failed_step_removes_the_image(controller: Path, tmp_path: Path, monke
 
 
 def test_rates_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slow_disk_module, "SHOWN_NBYTES", 2 * 10**6)
-    measured = rates(tmp_path)
+    monkeypatch.setattr(slow_disk_module, "PROBE_NBYTES", 2 * 10**6)
+    measured = measure_rates(tmp_path)
     assert min(measured.copied, measured.written, measured.read) > 0
     assert not list(tmp_path.iterdir())
 
@@ -68,8 +68,8 @@ def test_rates_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reason="takes root, loop devices and the blkio controller of cgroup v1",
 )
 def test_a_slow_disk_holds_both_ways_of_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slow_disk_module, "SHOWN_NBYTES", 100 * 10**6)
+    monkeypatch.setattr(slow_disk_module, "PROBE_NBYTES", 100 * 10**6)
     with slow_disk(tmp_path, 50, 400 * MIB) as folder:
-        measured = rates(folder)
+        measured = measure_rates(folder)
     assert max(measured.copied, measured.written, measured.read) < 75
     assert not list(tmp_path.iterdir())

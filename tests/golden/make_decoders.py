@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.helpers.decoder_configs import GOLDEN
-from tests.helpers.decoders import batch_of, encodes, filled
-from trainer.models.parameters import Config
+from tests.helpers.tiny_configs import GOLDEN
+from tests.helpers.tiny_transformers import has_encoder, random_batch, random_tensors
+from trainer.models.parameters import HFConfig
 
 FOLDER = Path(__file__).parent / "decoders"
 LENGTHS = (7, 4)  # of the rows of `short`
@@ -28,7 +28,7 @@ LENGTHS = (7, 4)  # of the rows of `short`
 class Golden:
     """A file's content; `short` and `long` are batches, the first without targets."""
 
-    config: Config
+    config: HFConfig
     tensors: Mapping[str, np.ndarray]
     short: Mapping[str, np.ndarray]
     short_logits: np.ndarray
@@ -38,12 +38,12 @@ class Golden:
     gradients: Mapping[str, np.ndarray]
 
 
-def compute(config: Config) -> Golden:
+def compute(config: HFConfig) -> Golden:
     """What transformers computes."""
-    from tests.helpers.torch_decoders import torch_gradients, torch_logits, torch_model
+    from tests.helpers.torch_transformers import torch_gradients, torch_logits, torch_model
 
-    tensors, shape = filled(config), {"vocab": config["vocab_size"], "encodes": encodes(config)}
-    short, long = batch_of(rows=2, length=7, seed=1, **shape), batch_of(rows=1, length=300, seed=2, **shape)
+    tensors, shape = random_tensors(config), {"vocab": config["vocab_size"], "encodes": has_encoder(config)}
+    short, long = random_batch(rows=2, length=7, seed=1, **shape), random_batch(rows=1, length=300, seed=2, **shape)
     short = {name: array for name, array in short.items() if name not in ("targets", "weights")}
     model = torch_model(config, tensors)
     loss, gradients = torch_gradients(model, long)

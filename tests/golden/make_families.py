@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.decoder_configs import OTHER, OWN
+from tests.helpers.tiny_configs import NEWER_FAMILIES, NEWER_FAMILY_VARIANTS
 
 FOLDER = Path(__file__).parent / "families"
 GPT_NEO = {
@@ -41,10 +41,10 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama-head-dim": LLAMA | {"head_dim": 10, "num_key_value_heads": 2},
     "llama-nulls": LLAMA | {"head_dim": None, "num_key_value_heads": None},
     "llama-defaults": {"model_type": "llama", "num_hidden_layers": 1},
-    **OWN,
-    **OTHER,
+    **NEWER_FAMILIES,
+    **NEWER_FAMILY_VARIANTS,
     "gptj-defaults": {"model_type": "gptj", "n_layer": 1},
-    **{f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1} for name in OWN if name in PLAIN},
+    **{f"{name}-defaults": {"model_type": name, "num_hidden_layers": 1} for name in NEWER_FAMILIES if name in PLAIN},
     "t5-defaults": {"model_type": "t5"},
     "qwen3_moe-defaults": {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 3},
 }
@@ -55,13 +55,13 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig
 
-    from tests.helpers.torch_decoders import as_files, torch_class
+    from tests.helpers.torch_transformers import to_file_tensors, torch_class
 
     fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
     made = AutoConfig.for_model(config["model_type"], **fields)
     with torch.device("meta"):
         model = torch_class(made).from_config(made)
-    named = as_files(model, dict(model.named_parameters()))
+    named = to_file_tensors(model, dict(model.named_parameters()))
     if config.get("tie_word_embeddings") is False:  # of T5 version 5 ties it whatever a config says, files do not
         named["lm_head.weight"] = model.lm_head.weight
     return {"config": dict(config), "tensors": {name: list(tensor.shape) for name, tensor in named.items()}}

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.torch_checkpoints import bits
+from tests.helpers.torch_checkpoints import tensor_bytes
 
 FOLDER = Path(__file__).parent / "torch"
 DTYPES = (
@@ -69,7 +69,7 @@ def main() -> None:
             key: {
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "shape": list(value.shape),
-                "bits": bits(value).hex(),
+                "bits": tensor_bytes(value).hex(),
             }
             for key, value in state.items()
         }

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.data.store import Tokens
-from trainer.data.tokenize import Request, prepare
+from trainer.data.store import MappedTokens
+from trainer.data.tokenize import TokenizeConfig, tokenize_files
 
 EOS = 0
 TEXT = "the cat sat on the mat.\n\nAnd then\n  the cat ate the hat, didn't it? 12 cats.\n"
@@ -39,7 +39,7 @@ def write_json(path: Path, documents: Sequence[Any], column: str = "text") -> Pa
     return path
 
 
-def request(folder: Path, *paths: Path | str, **changes: Any) -> Request:
+def make_config(folder: Path, *paths: Path | str, **changes: Any) -> TokenizeConfig:
     """A request for text files with the tokenizer `folder/tokenizer.json`, made if it is not there."""
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
@@ -53,8 +53,8 @@ def request(folder: Path, *paths: Path | str, **changes: Any) -> Request:
         "vocab": 300,
         "cache": folder / "cache",
     }
-    return Request(paths=tuple(map(str, paths)), **{**defaults, **changes})
+    return TokenizeConfig(paths=tuple(map(str, paths)), **{**defaults, **changes})
 
 
-def prepared(wanted: Request) -> Tokens:
-    return prepare(wanted, lambda done, total: None, lambda text: None)
+def tokenize_quietly(config: TokenizeConfig) -> MappedTokens:
+    return tokenize_files(config, lambda done, total: None, lambda text: None)

@@ -10,8 +10,8 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
-from tests.helpers.killing import content
-from tests.helpers.models import make
+from tests.helpers.killing import read_files
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 COMMANDS = {
     "pad-vocab": ["pad-vocab", "./model", "--multiple", "8", "--init", "mean"],
@@ -21,17 +21,17 @@ COMMANDS = {
 }
 
 
-def sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`model` and `init` in a folder, which becomes the one that one is in."""
     monkeypatch.chdir(folder)
-    make(Path("model"))
+    make_checkpoint(Path("model"))
     assert main(["save-init", "./model", "--out", "init", "--pad-vocab", "8", "-q"]) == 0
 
 
-def whole(name: str) -> dict[str, bytes]:
+def expected_output(name: str) -> dict[str, bytes]:
     """What the command makes when nothing goes wrong."""
     assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
-    return content(Path("whole"))
+    return read_files(Path("whole"))
 
 
 class Killed(BaseException):
@@ -43,7 +43,7 @@ def kill(*args: object, **more: object) -> None:
     raise Killed
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int) -> Path:
+def run_until_killed(monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int) -> Path:
     """Return the staging folder of a run that was killed after so many syncs."""
     real, counted = Files.sync, iter(range(syncs))
 

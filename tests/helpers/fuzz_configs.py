@@ -19,30 +19,32 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tests.helpers.decoders import batch_of, decoder, filled, logits_of
-from tests.helpers.fuzz_samples import BASES, LENGTH, Sample, sample
-from tests.helpers.torch_decoders import OtherTensors, torch_fresh, torch_logits, torch_model
+from tests.helpers.fuzz_samples import BASE_CONFIGS, SEQ_LENGTH, Sample, make_sample
+from tests.helpers.tiny_transformers import model_logits, random_batch, random_tensors, tiny_transformer
+from tests.helpers.torch_transformers import TensorMismatchError, torch_logits, torch_model, torch_random_model
 from trainer.models.errors import PrepError
-from trainer.models.parameters import Config
+from trainer.models.parameters import HFConfig
 
 ATOL = 2e-5
-ROUNDINGS = 20  # logits may differ by so many times the judge's own rounding error, where that is more than ATOL
-ROWS = 2
+MAX_ROUNDING_ERRORS = (
+    20  # logits may differ by so many times the judge's own rounding error, where that is more than ATOL
+)
+BATCH_SIZE = 2
 COLUMNS = ("samples", "equal", "refused", "judge computes", "judge fails", "wrong", "seed")
-HEAD = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
+TABLE_HEADER = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class FuzzResult:
     """The outcome of a sample and its reason. `judge_computes`: prep refused a config that transformers computes."""
 
     outcome: Literal["equal", "refused", "judge fails", "wrong"]
     why: str = ""
-    judge_computes: bool = False
+    reference_computes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class PrepForward:
     """Tensors by their names in files, a batch, and the logits that prep computes."""
 
     tensors: dict[str, np.ndarray]
@@ -50,72 +52,74 @@ class Ours:
     logits: np.ndarray
 
 
-def compared(given: Sample) -> Result:
+def compare_sample(given: Sample) -> FuzzResult:
     """Return the outcome of one sample."""
     try:
-        ours = _ours(json.loads(json.dumps(given.config)), given.own_head)
+        ours = _run_prep(json.loads(json.dumps(given.config)), given.own_head)
     except PrepError as error:
-        return Result("refused", str(error), _judge_computes(given.config))
+        return FuzzResult("refused", str(error), _reference_computes(given.config))
     except Exception as error:  # any: a user would see "this is a bug in prep"
-        return Result("wrong", f"prep raises {type(error).__name__}: {error}")
+        return FuzzResult("wrong", f"prep raises {type(error).__name__}: {error}")
     try:
         model = torch_model(given.config, ours.tensors)
-        wanted = _judge_logits(model, ours.batch)
-    except OtherTensors as error:
-        return Result("wrong", str(error))
+        wanted = _reference_logits(model, ours.batch)
+    except TensorMismatchError as error:
+        return FuzzResult("wrong", str(error))
     except Exception as error:  # any: transformers validates little
-        return Result("judge fails", f"{type(error).__name__}: {error}")
-    return _compared(ours, wanted, model)
+        return FuzzResult("judge fails", f"{type(error).__name__}: {error}")
+    return _compare_logits(ours, wanted, model)
 
 
-def _compared(ours: Ours, wanted: np.ndarray, model: Any) -> Result:
+def _compare_logits(ours: PrepForward, wanted: np.ndarray, model: Any) -> FuzzResult:
     if not np.isfinite(wanted).all():
-        return Result("judge fails", "its logits are not finite")
+        return FuzzResult("judge fails", "its logits are not finite")
     error = float(np.abs(wanted - ours.logits).max())
     if error <= ATOL:
-        return Result("equal")
-    rounding = float(np.abs(_judge_logits(model.double(), ours.batch) - wanted).max())
+        return FuzzResult("equal")
+    rounding = float(np.abs(_reference_logits(model.double(), ours.batch) - wanted).max())
     why = f"logits differ by {error:.1e}; the judge's own rounding error is {rounding:.1e}"
-    return Result("equal" if error <= ROUNDINGS * rounding else "wrong", why)
+    return FuzzResult("equal" if error <= MAX_ROUNDING_ERRORS * rounding else "wrong", why)
 
 
-def _ours(config: Config, own_head: bool) -> Ours:
-    tensors, made = filled(config, own_head=own_head), decoder(config, own_head=own_head)
-    whole = batch_of(made.model.vocab, ROWS, LENGTH, 1, made.model.traits.encoder is not None)
+def _run_prep(config: HFConfig, own_head: bool) -> PrepForward:
+    tensors, made = random_tensors(config, has_stored_head=own_head), tiny_transformer(config, has_stored_head=own_head)
+    whole = random_batch(
+        made.model.true_vocab_size, BATCH_SIZE, SEQ_LENGTH, 1, made.model.arch_config.encoder is not None
+    )
     batch = {name: whole[name] for name in ("tokens", "source", "present") if name in whole}
-    return Ours(tensors, batch, logits_of(made.model, made.params(tensors), batch))
+    return PrepForward(tensors, batch, model_logits(made.model, made.params_from_tensors(tensors), batch))
 
 
-def _judge_logits(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
-    return torch_logits(model, batch, [LENGTH] * ROWS)
+def _reference_logits(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
+    return torch_logits(model, batch, [SEQ_LENGTH] * BATCH_SIZE)
 
 
-def _judge_computes(config: Config) -> bool:
+def _reference_computes(config: HFConfig) -> bool:
     """Return whether transformers computes finite logits for a config, with first values of its own."""
     try:
-        model = torch_fresh(config)
-        batch = batch_of(int(config["vocab_size"]), ROWS, LENGTH, 1, model.config.is_encoder_decoder)
-        return bool(np.isfinite(_judge_logits(model, batch)).all())
+        model = torch_random_model(config)
+        batch = random_batch(int(config["vocab_size"]), BATCH_SIZE, SEQ_LENGTH, 1, model.config.is_encoder_decoder)
+        return bool(np.isfinite(_reference_logits(model, batch)).all())
     except Exception:
         return False
 
 
-def outcomes(family: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[int, Sample, Result]]:
+def run_samples(family: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[int, Sample, FuzzResult]]:
     """Yield each sample of a family with its outcome."""
     for number in numbers:
-        given = sample(family, seed, number)
-        yield number, given, compared(given)
+        given = make_sample(family, seed, number)
+        yield number, given, compare_sample(given)
 
 
-def line(family: str, results: Sequence[Result], seed: int) -> str:
+def format_row(family: str, results: Sequence[FuzzResult], seed: int) -> str:
     """Return a row of the table."""
     counts = Counter(result.outcome for result in results)
-    shared = sum(result.judge_computes for result in results)
+    shared = sum(result.reference_computes for result in results)
     cells = (len(results), counts["equal"], counts["refused"], shared, counts["judge fails"], counts["wrong"], seed)
     return f"{family:12}" + "".join(f"{cell:>16,}" for cell in cells)
 
 
-def silence() -> None:
+def silence_reference() -> None:
     """Turn off the judge's warnings and progress bars, and leave other cores alone."""
     import torch
     from transformers.utils import logging as judge_logging
@@ -126,13 +130,13 @@ def silence() -> None:
     torch.set_num_threads(1)
 
 
-def run(family: str, seed: int, numbers: Sequence[int], verbose: bool) -> list[Result]:
+def run_family(family: str, seed: int, numbers: Sequence[int], verbose: bool) -> list[FuzzResult]:
     """Print a sample that is wrong, or (`verbose`) not equal, and return the outcomes of all."""
     results = []
-    for number, given, result in outcomes(family, seed, numbers):
+    for number, given, result in run_samples(family, seed, numbers):
         results.append(result)
         if result.outcome == "wrong" or (verbose and result.outcome != "equal"):
-            shared = " (transformers computes it)" if result.judge_computes else ""
+            shared = " (transformers computes it)" if result.reference_computes else ""
             print(f"{family} {number} of seed {seed}: {result.outcome}{shared}: {result.why}\n  {given}", flush=True)
     return results
 
@@ -142,20 +146,20 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.helpers.fuzz_configs", description="Fuzz configs against the judge."
     )
-    parser.add_argument("--family", action="append", choices=[*BASES], help="a family; all by default")
+    parser.add_argument("--family", action="append", choices=[*BASE_CONFIGS], help="a family; all by default")
     parser.add_argument("--count", type=int, default=100, help="samples of each family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, help="run this sample alone")
     parser.add_argument("--verbose", action="store_true", help="print every sample that is not equal")
     options = parser.parse_args(arguments)
-    silence()
+    silence_reference()
     numbers = range(options.count) if options.number is None else [options.number]
-    print(HEAD, flush=True)
+    print(TABLE_HEADER, flush=True)
     wrong = 0
-    for family in options.family or BASES:
-        results = run(family, options.seed, numbers, options.verbose)
+    for family in options.family or BASE_CONFIGS:
+        results = run_family(family, options.seed, numbers, options.verbose)
         wrong += sum(result.outcome == "wrong" for result in results)
-        print(line(family, results, options.seed), flush=True)
+        print(format_row(family, results, options.seed), flush=True)
     return 1 if wrong else 0
 
 

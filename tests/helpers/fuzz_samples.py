@@ -12,24 +12,24 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.helpers.decoder_configs import GPT2, GPT_NEO, LLAMA, OWN
-from trainer.models.architecture import CHANGES, KINDS
+from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA, NEWER_FAMILIES
+from trainer.models.architecture import LAYER_TYPES, SEMANTIC_FIELDS
 from trainer.models.registry import FAMILIES
 
-LENGTH = 20  # tokens of a batch: more than most windows and positions below
-CHANGED = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)  # how many fields a sample changes
-LEFT_OUT, WRONG_TYPE, FOREIGN = 0.12, 0.04, 0.03  # shares of changes
+SEQ_LENGTH = 20  # tokens of a batch: more than most windows and positions below
+CHANGE_COUNTS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)  # how many fields a sample changes
+LEFT_OUT_SHARE, WRONG_TYPE_SHARE, FOREIGN_SHARE = 0.12, 0.04, 0.03  # shares of changes
 
-BASES: Mapping[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA} | {
-    name: OWN[name] for name in FAMILIES if name in OWN
+BASE_CONFIGS: Mapping[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA} | {
+    name: NEWER_FAMILIES[name] for name in FAMILIES if name in NEWER_FAMILIES
 }
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu", "mish")
-ROPES = ("default", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
-ODD = (None, "no such thing", -1, 0, 1, [], {}, 2.5, True, False, [0], {"rope_type": 3}, 10**400, 1e-300)
-Value = Callable[[random.Random, Mapping[str, Any]], Any]
+ROPE_TYPES = ("default", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
+INVALID_VALUES = (None, "no such thing", -1, 0, 1, [], {}, 2.5, True, False, [0], {"rope_type": 3}, 10**400, 1e-300)
+ValueSampler = Callable[[random.Random, Mapping[str, Any]], Any]
 
 
-def one_of(*values: Any) -> Value:
+def one_of(*values: Any) -> ValueSampler:
     """Each of some values as often as it is there."""
     return lambda rng, config: copy.deepcopy(rng.choice(values))
 
@@ -49,7 +49,7 @@ def head_size(config: Mapping[str, Any]) -> int:
     return width // heads if isinstance(width, int) and isinstance(heads, int) and 0 < heads < 99 else 8
 
 
-def kinds(*words: str) -> Value:
+def layer_types(*words: str) -> ValueSampler:
     """One word for each layer, seldom for more or fewer of them."""
 
     def made(rng: random.Random, config: Mapping[str, Any]) -> Any:
@@ -59,16 +59,16 @@ def kinds(*words: str) -> Value:
     return made
 
 
-def attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
+def random_attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """GPT-Neo's pattern of layers, mostly of the right length."""
     layers = layer_count(config)
     words = [rng.choice(("global", "local")) for _ in range(layers)]
     return rng.choice(([[words, 1]], [[["global"], layers]], [[["local"], 1], [["global"], layers - 1]], None, []))
 
 
-def rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
+def random_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """A rotation in the spelling of one version or another; most have all that their kind needs."""
-    kind = rng.choice(ROPES)
+    kind = rng.choice(ROPE_TYPES)
     made: dict[str, Any] = {rng.choice(("rope_type", "rope_type", "type")): kind}
     if kind != "default":
         made |= {"factor": rng.choice((1.0, 2.0, 4, 8.0, 0.5))}
@@ -92,12 +92,12 @@ def rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
     return rng.choice((made, made, made, made, made, {}, None))
 
 
-def nested_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
+def random_nested_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
     """One rotation for each kind of layers, as transformers 5 has them."""
-    made: dict[str, Any] = {kind: rope(rng, config) for kind in KINDS if rng.random() < 0.9}
+    made: dict[str, Any] = {kind: random_rope(rng, config) for kind in LAYER_TYPES if rng.random() < 0.9}
     if rng.random() < 0.1:
         made["truncate"] = rng.choice((True, False))
-    return rng.choice((made, made, made, made, rope(rng, config), None))
+    return rng.choice((made, made, made, made, random_rope(rng, config), None))
 
 
 FLAG, DROPOUT, TOKEN = (
@@ -107,9 +107,9 @@ FLAG, DROPOUT, TOKEN = (
 )
 WIDTH, COUNT, THETA = one_of(16, 24, 32), one_of(1, 2, 3), one_of(100.0, 5000, 5e5, 1e6)
 EPS, WINDOW, ACT = one_of(1e-6, 1e-5, 1e-3, 0.1, 0.5), one_of(1, 3, 5, 8, 64, None, 4096), one_of(*ACTIVATIONS)
-INNER, CAP, STD = one_of(12, 20, 28), one_of(None, 0.7, 1.5, 30.0, 2), one_of(0.02, 0.1, 1.0)
+INNER, SOFTCAP, STD = one_of(12, 20, 28), one_of(None, 0.7, 1.5, 30.0, 2), one_of(0.02, 0.1, 1.0)
 
-VALUES: Mapping[str, Value] = {
+VALUES: Mapping[str, ValueSampler] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), WIDTH),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), COUNT),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), one_of(1, 2, 2, 4, 3)),
@@ -119,17 +119,17 @@ VALUES: Mapping[str, Value] = {
     **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"), EPS),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "rotary_emb_base"), THETA),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), one_of(0.25, 0.5, 0.75, 1.0, None)),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), rope),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), CAP),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), random_rope),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), SOFTCAP),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), one_of(1, 2, 3, 6)),
     **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), STD),
     **dict.fromkeys(("num_experts", "num_local_experts"), one_of(1, 3, 5)),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), TOKEN),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "is_encoder_decoder"), one_of(False)),
     "eos_token_id": one_of(0, 1, [0, 1], None),
-    "layer_types": kinds(*KINDS),
-    "attention_layers": kinds("global", "local"),
-    "attention_types": attention_types,
+    "layer_types": layer_types(*LAYER_TYPES),
+    "attention_layers": layer_types("global", "local"),
+    "attention_types": random_attention_types,
     "head_dim": one_of(4, 6, 10, 16, None),
     "d_kv": one_of(4, 6, 10),
     "vocab_size": one_of(29, 31),
@@ -160,20 +160,20 @@ VALUES: Mapping[str, Value] = {
     "router_jitter_noise": one_of(0.0, 0.1),
     "per_layer_config": one_of({"0": {"intermediate_size": 8}}, {"1": {"sliding_window": 2}}, None),
 }
-ROTARY = ("rope_theta", "rope_scaling", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-OLDER: Mapping[str, Sequence[str]] = {  # fields that configs have and the class does not, or by another name
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+EXTRA_FIELDS: Mapping[str, Sequence[str]] = {  # fields that configs have and the class does not, or by another name
     "gpt_neo": ("attention_layers",),
-    "gpt_neox": (*ROTARY, "rotary_pct", "rotary_emb_base", "original_max_position_embeddings"),
-    "gemma3_text": (*ROTARY, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+    "gpt_neox": (*ROPE_FIELDS, "rotary_pct", "rotary_emb_base", "original_max_position_embeddings"),
+    "gemma3_text": (*ROPE_FIELDS, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
     "t5": ("tie_word_embeddings", "scale_decoder_outputs", "dense_act_fn", "is_gated_act", "decoder_start_token_id"),
-    "mistral": (*ROTARY, "layer_types"),
-    "mixtral": (*ROTARY, "layer_types"),
-    "qwen3_moe": (*ROTARY, "layer_types", "head_dim"),
-    "phi3": (*ROTARY, "layer_types", "head_dim"),
-    "qwen2": (*ROTARY, "head_dim"),
-    **dict.fromkeys(("llama", "qwen3", "gemma", "gemma2"), (*ROTARY, "original_max_position_embeddings")),
+    "mistral": (*ROPE_FIELDS, "layer_types"),
+    "mixtral": (*ROPE_FIELDS, "layer_types"),
+    "qwen3_moe": (*ROPE_FIELDS, "layer_types", "head_dim"),
+    "phi3": (*ROPE_FIELDS, "layer_types", "head_dim"),
+    "qwen2": (*ROPE_FIELDS, "head_dim"),
+    **dict.fromkeys(("llama", "qwen3", "gemma", "gemma2"), (*ROPE_FIELDS, "original_max_position_embeddings")),
 }
-HEAVY = (
+SIZE_FIELD_PARTS = (
     "hidden",
     "embd",
     "d_model",
@@ -187,7 +187,7 @@ HEAVY = (
     "position",
     "proj_d",
 )
-IDLE = (
+INERT_FIELD_PARTS = (
     "label",
     "summary",
     "drop",
@@ -200,7 +200,7 @@ IDLE = (
     "chunk_size",
     "range",
 )
-SKIPPED = {"return_dict", "use_cache", "is_decoder"}  # how the judge is called, not what it computes
+SKIPPED_FIELDS = {"return_dict", "use_cache", "is_decoder"}  # how the judge is called, not what it computes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,25 +212,25 @@ class Sample:
     own_head: bool
 
 
-def fields_of(family: str) -> list[str]:
+def fields_to_change(family: str) -> list[str]:
     """Every field that a config of this family may have, those with more forms more often."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family]
     own = [field.name for field in dataclasses.fields(kind)]
-    every = [name for name in (*own, *kind.attribute_map, *OLDER.get(family, ())) if name not in SKIPPED]
-    return every + 3 * [name for name in every if not any(part in name for part in IDLE)]
+    every = [name for name in (*own, *kind.attribute_map, *EXTRA_FIELDS.get(family, ())) if name not in SKIPPED_FIELDS]
+    return every + 3 * [name for name in every if not any(part in name for part in INERT_FIELD_PARTS)]
 
 
-def sample(family: str, seed: int, number: int) -> Sample:
+def make_sample(family: str, seed: int, number: int) -> Sample:
     """The config of this number."""
     rng = random.Random(f"{family} {seed} {number}")
-    config, names = copy.deepcopy(BASES[family]), fields_of(family)
-    changed = [rng.choice(names) for _ in range(rng.choice(CHANGED))]
+    config, names = copy.deepcopy(BASE_CONFIGS[family]), fields_to_change(family)
+    changed = [rng.choice(names) for _ in range(rng.choice(CHANGE_COUNTS))]
     for name in changed:
         _change(config, name, rng, family)
-    if rng.random() < FOREIGN:
-        name = rng.choice(sorted(CHANGES))
+    if rng.random() < FOREIGN_SHARE:
+        name = rng.choice(sorted(SEMANTIC_FIELDS))
         config[name] = rng.choice((True, 2, 0.5, False, None))
         changed.append(name)
     return Sample(config, tuple(changed), family == "t5" and rng.random() < 0.4)
@@ -238,11 +238,11 @@ def sample(family: str, seed: int, number: int) -> Sample:
 
 def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) -> None:
     """Give a field another value, or leave it out unless a model of the default size would be large."""
-    if rng.random() < LEFT_OUT and not any(part in name for part in HEAVY):
+    if rng.random() < LEFT_OUT_SHARE and not any(part in name for part in SIZE_FIELD_PARTS):
         config.pop(name, None)
-    elif rng.random() < WRONG_TYPE:
-        config[name] = copy.deepcopy(rng.choice(ODD))
+    elif rng.random() < WRONG_TYPE_SHARE:
+        config[name] = copy.deepcopy(rng.choice(INVALID_VALUES))
     elif name == "rope_parameters" and family == "gemma3_text":
-        config[name] = nested_rope(rng, config)
+        config[name] = random_nested_rope(rng, config)
     else:
         config[name] = VALUES.get(name, DROPOUT if "drop" in name else FLAG)(rng, config)

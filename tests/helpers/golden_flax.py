@@ -10,12 +10,12 @@ import msgpack
 import numpy as np
 
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.msgpack import Keys, Kind
+from prepcli.formats.msgpack import KeyPath, MsgpackKind
 
 FOLDER = Path(__file__).parents[1] / "golden" / "flax"
 LLAMA = FOLDER / "llama"
 MODELS = [FOLDER / name for name in ("gpt2", "neo", "llama", "gptj", "opt", "mistral", "gemma", "t5", "t5-gated")]
-FILES: dict[str, Kind] = {
+FILES: dict[str, MsgpackKind] = {
     **{f"{model.name}/flax/flax_model.msgpack": "flax" for model in MODELS},
     "llama/boxed.msgpack": "flax",
     "llama/flax_params.msgpack": "flax",
@@ -29,16 +29,16 @@ FILES: dict[str, Kind] = {
 }
 
 
-def decoded(data: bytes, kind: Kind) -> dict[Keys, Any]:
+def decode_msgpack(data: bytes, kind: MsgpackKind) -> dict[KeyPath, Any]:
     """Path -> array, or whatever else is there."""
     if kind == "flax":
-        return dict(_leaves((), _restored(data)))
+        return dict(_leaves((), _unpack(data)))
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(data)
-    return {path: leaf for key, value in unpacker for path, leaf in _leaves(tuple(key), _restored(value))}
+    return {path: leaf for key, value in unpacker for path, leaf in _leaves(tuple(key), _unpack(value))}
 
 
-def _restored(data: bytes) -> Any:
+def _unpack(data: bytes) -> Any:
     return msgpack.unpackb(data, ext_hook=_array, raw=False)
 
 
@@ -48,7 +48,7 @@ def _array(code: int, data: bytes) -> np.ndarray:
     return np.frombuffer(payload, numpy_dtype(dtype)).reshape(shape)
 
 
-def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
+def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     if not isinstance(value, dict):
         yield path, value
     elif "__msgpack_chunked_array__" in value:

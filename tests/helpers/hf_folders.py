@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 
-def write_folder(folder: Path, files: Mapping[str, Mapping[str, np.ndarray]], config: object = None) -> Path:
+def write_hf_folder(folder: Path, files: Mapping[str, Mapping[str, np.ndarray]], config: object = None) -> Path:
     """A folder of these files, with an index if there are several, and a config.json if there is a config."""
     folder.mkdir(parents=True)
     for name, tensors in files.items():

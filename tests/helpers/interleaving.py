@@ -285,7 +285,7 @@ def _which(top: str, data: bytes) -> Any:
         return [
             name
             for name in sorted(heard)
-            if (note := failure_notes._read(Path(top, name))) and note.stamp == heard[name]
+            if (note := failure_notes._read_note(Path(top, name))) and note.stamp == heard[name]
         ]
     return data
 

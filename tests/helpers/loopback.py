@@ -21,7 +21,7 @@ class Handler(BaseHTTPRequestHandler):
         """Tests are quiet."""
 
 
-STALLS = ("silent", "close", "headers", "body", "midway")
+STALL_KINDS = ("silent", "close", "headers", "body", "midway")
 _LAST_S = 30.0  # of a stalled answer: the client has long given up
 
 
@@ -50,7 +50,7 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def listening(handler: type[Handler]) -> Iterator[str]:
+def serve(handler: type[Handler]) -> Iterator[str]:
     """The address of a server whose requests such a handler answers."""
     server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

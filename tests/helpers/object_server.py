@@ -13,22 +13,22 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from tests.helpers import loopback
-from tests.helpers.range_server import Faults, etag, send_range
+from tests.helpers.range_server import FaultInjector, etag, send_range
 
-WHEN = "2024-01-01T00:00:00.000Z"
-PAGE = 7  # objects that one answer lists
+LAST_MODIFIED = "2024-01-01T00:00:00.000Z"
+PAGE_OBJECTS = 7  # objects that one answer lists
 
 
 @dataclass(slots=True)
-class Objects:
+class FakeObjectStore:
     """What is there by `BUCKET/KEY`, and what was asked for, in order."""
 
-    there: dict[str, bytes]
-    faults: Faults
+    objects: dict[str, bytes]
+    faults: FaultInjector
     url: str = ""
     requests: list[str] = field(default_factory=list)
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
-    refused: str = "\0"  # requests with this in their line get `status`
+    failing_requests: str = "\0"  # requests with this in their line get `status`
     status: int = 403
     stall: str = ""  # in place of `status`: a way of loopback.STALLS
 
@@ -37,25 +37,27 @@ class Objects:
         s3 = {"AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true", "AWS_SKIP_SIGNATURE": "true", "AWS_REGION": "x"}
         return s3 | {"GOOGLE_BASE_URL": self.url, "GOOGLE_BEARER_TOKEN": "ya29.secret"}
 
-    def below(self, prefix: str) -> dict[str, bytes]:
+    def objects_below(self, prefix: str) -> dict[str, bytes]:
         """What lies in a folder."""
-        return {key.removeprefix(prefix): data for key, data in self.there.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): data for key, data in self.objects.items() if key.startswith(prefix)}
 
 
 @contextmanager
-def serving_objects(there: Mapping[str, bytes] | None = None, faults: Faults | None = None) -> Iterator[Objects]:
+def serve_objects(
+    objects: Mapping[str, bytes] | None = None, faults: FaultInjector | None = None
+) -> Iterator[FakeObjectStore]:
     """A store with these objects, in a thread of this process."""
-    store = Objects(dict(there or {}), faults or Faults())
+    store = FakeObjectStore(dict(objects or {}), faults or FaultInjector())
 
     class Handler(_Handler):
         kept = store
 
-    with loopback.listening(Handler) as store.url:
+    with loopback.serve(Handler) as store.url:
         yield store
 
 
 class _Handler(loopback.Handler):
-    kept: Objects
+    kept: FakeObjectStore
 
     def do_GET(self) -> None:
         self._answer()
@@ -79,14 +81,14 @@ class _Handler(loopback.Handler):
         query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         line = f"{self.command} {key}"
         self.kept.requests.append(line)
-        if self.kept.refused in line and self.kept.stall:
+        if self.kept.failing_requests in line and self.kept.stall:
             loopback.stall(self, self.kept.stall)
-        elif self.kept.refused in line:
+        elif self.kept.failing_requests in line:
             self._send(self.kept.status, b"<Error><Code>AccessDenied</Code></Error>")
         elif self.command in ("GET", "HEAD"):
             self._listed(key.rstrip("/"), query) if "list-type" in query else self._read(key)
         elif self.command == "DELETE":
-            self.kept.there.pop(key, None)
+            self.kept.objects.pop(key, None)
             self._send(204, b"")
         elif "delete" in query:
             self._deleted(key.rstrip("/"), body)
@@ -97,21 +99,23 @@ class _Handler(loopback.Handler):
 
     def _listed(self, bucket: str, query: dict[str, str]) -> None:
         prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
-        keys = sorted(key.removeprefix(f"{bucket}/") for key in self.kept.there if key.startswith(f"{bucket}/{prefix}"))
+        keys = sorted(
+            key.removeprefix(f"{bucket}/") for key in self.kept.objects if key.startswith(f"{bucket}/{prefix}")
+        )
         left = [key for key in keys if key > after]
-        page = left[:PAGE]
-        more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if len(left) > PAGE else ""
-        found = "".join(self._contents(key, self.kept.there[f"{bucket}/{key}"]) for key in page)
-        truncated = str(len(left) > PAGE).lower()
+        page = left[:PAGE_OBJECTS]
+        more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if len(left) > PAGE_OBJECTS else ""
+        found = "".join(self._contents(key, self.kept.objects[f"{bucket}/{key}"]) for key in page)
+        truncated = str(len(left) > PAGE_OBJECTS).lower()
         xml = f"<ListBucketResult>{found}<IsTruncated>{truncated}</IsTruncated>{more}</ListBucketResult>"
         self._send(200, xml.encode())
 
     def _contents(self, key: str, data: bytes) -> str:
-        told = f"<Key>{escape(key)}</Key><LastModified>{WHEN}</LastModified><Size>{len(data)}</Size>"
+        told = f"<Key>{escape(key)}</Key><LastModified>{LAST_MODIFIED}</LastModified><Size>{len(data)}</Size>"
         return f"<Contents>{told}<ETag>{escape(etag(data))}</ETag></Contents>"
 
     def _read(self, key: str) -> None:
-        data = self.kept.there.get(key)
+        data = self.kept.objects.get(key)
         if data is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
         elif self.headers.get("If-Match", etag(data)) != etag(data):
@@ -121,13 +125,13 @@ class _Handler(loopback.Handler):
             if self.command == "HEAD":
                 self._send(200, data, told)
             else:
-                send_range(self, data, self.kept.faults.next(), told)
+                send_range(self, data, self.kept.faults.next_fault(), told)
 
     def _written(self, key: str, query: dict[str, str], body: bytes) -> None:
         if "uploadId" in query:
             self.kept.parts[query["uploadId"]][int(query["partNumber"])] = body
         else:
-            self.kept.there[key] = body
+            self.kept.objects[key] = body
         self._send(200, b"", {"ETag": etag(body)})
 
     def _multipart(self, key: str, query: dict[str, str]) -> None:
@@ -138,8 +142,8 @@ class _Handler(loopback.Handler):
             xml = f"<InitiateMultipartUploadResult>{name}</InitiateMultipartUploadResult>"
         else:
             parts = self.kept.parts.pop(query["uploadId"])
-            self.kept.there[key] = b"".join(parts[number] for number in sorted(parts))
-            known = escape(etag(self.kept.there[key]))
+            self.kept.objects[key] = b"".join(parts[number] for number in sorted(parts))
+            known = escape(etag(self.kept.objects[key]))
             xml = f"<CompleteMultipartUploadResult><ETag>{known}</ETag></CompleteMultipartUploadResult>"
         self._send(200, xml.encode())
 
@@ -148,7 +152,7 @@ class _Handler(loopback.Handler):
         keys = [part.partition("</Key>")[0] for part in text.split("<Key>")[1:]]
         for key in keys:
             self.kept.requests.append(f"DELETE {bucket}/{key}")
-            self.kept.there.pop(f"{bucket}/{key}", None)
+            self.kept.objects.pop(f"{bucket}/{key}", None)
         told = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
         self._send(200, f"<DeleteResult>{told}</DeleteResult>".encode())
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from prepcli.formats.ocdbt import NODE_BYTES
-from prepcli.formats.orbax import ArrayMeta, Other, index_at
-from prepcli.formats.orbax_write import Chunk, write_item
+from prepcli.formats.ocdbt import NODE_NBYTES
+from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray, unravel_chunk_index
+from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
 
 NOW_NS = 1_700_000_000_123_456_789
 
 
-def values(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Random bits, so NaN and infinity in all their forms; booleans are 0 and 1."""
     high = 2 if dtype == "bool" else 256
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -32,7 +32,9 @@ def chunk_bytes(array: np.ndarray, chunk: tuple[int, ...], index: tuple[int, ...
     return whole.tobytes()
 
 
-def place_chunks(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], gap: int = 0) -> tuple[list[Chunk], list[str]]:
+def write_data_files(
+    folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], gap: int = 0
+) -> tuple[list[WrittenChunk], list[str]]:
     """Chunks in reversed order into two data files, `gap` unused bytes before each."""
     names = ["d/" + "b" * 32, "d/" + "a" * 32]
     (folder / "d").mkdir(parents=True)
@@ -41,26 +43,26 @@ def place_chunks(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], gap: int 
         for at in reversed(range(math.prod(meta.grid))):
             file = data[(n + at) % 2]
             file += b"\xaa" * gap
-            index = index_at(meta.grid, at)
-            chunks.append(Chunk(n, index, (n + at) % 2, len(file), meta.chunk_nbytes))
-            file += chunk_bytes(array, meta.chunk, index)
+            index = unravel_chunk_index(meta.grid, at)
+            chunks.append(WrittenChunk(n, index, (n + at) % 2, len(file), meta.chunk_nbytes))
+            file += chunk_bytes(array, meta.chunk_shape, index)
     for name, file in zip(names, data):
         (folder / name).write_bytes(file)
     return chunks, names
 
 
-def make_item(
+def write_item(
     folder: Path,
     arrays: Mapping[ArrayMeta, np.ndarray],
     gap: int = 0,
-    others: Sequence[Other] = (),
-    node_bytes: int = NODE_BYTES,
+    non_arrays: Sequence[OrbaxNonArray] = (),
+    node_nbytes: int = NODE_NBYTES,
 ) -> None:
     """A whole item of these arrays."""
-    chunks, names = place_chunks(folder, arrays, gap)
-    write_item(folder, list(arrays), chunks, names, NOW_NS, others, node_bytes)
+    chunks, names = write_data_files(folder, arrays, gap)
+    write_item_metadata(folder, list(arrays), chunks, names, NOW_NS, non_arrays, node_nbytes)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """All files under `folder` by their relative paths."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

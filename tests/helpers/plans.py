@@ -15,27 +15,27 @@ import numpy as np
 from hypothesis import strategies as st
 
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.grids import Grid
-from prepcli.planning.placing import Layout, Want, place
-from prepcli.planning.plan import Flat, Leaf, Plan, Stream
+from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunks
+from prepcli.planning.grids import ChunkGrid
+from prepcli.planning.plan import Contiguous, OutputLeaf, Plan, Stream
 from prepcli.planning.tensors import itemsize
 from tests.helpers.strategies import random_tensors
 from trainer.models.axis_map import AxisMap
 
-ITEM = 4
+ITEM_NBYTES = 4
 Chunk = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavePlan:
     """A plan that saves tensors which lie one after another in a file after `shift` bytes."""
 
     plan: Plan
     tensors: dict[str, np.ndarray]
-    layout: Layout
+    layout: ChunkLayout
     shift: int
 
-    def source(self, folder: Path) -> Path:
+    def write_source(self, folder: Path) -> Path:
         """Write the file that the plan reads."""
         path = folder / "source"
         path.write_bytes(b"\1" * self.shift + b"".join(t.tobytes() for t in self.tensors.values()))
@@ -43,53 +43,56 @@ class Saved:
 
     def data_files(self, folder: Path) -> list[Path]:
         """The files that the plan writes."""
-        return [folder / f"d{i}" for i in range(len(self.layout.sizes))]
+        return [folder / f"d{i}" for i in range(len(self.layout.file_sizes))]
 
-    def leaf(self, paths: Sequence[Path], number: int = 0) -> np.ndarray:
+    def read_leaf(self, paths: Sequence[Path], number: int = 0) -> np.ndarray:
         """Put the chunks of a leaf together again, each found where the plan says it is."""
         leaf, data = self.plan.leaves[number], [p.read_bytes() for p in paths]
-        shape, chunk = leaf.grid.shape, leaf.grid.chunk
+        shape, chunk = leaf.grid.shape, leaf.grid.chunk_shape
         dtype = numpy_dtype(leaf.dtype)
-        out = np.zeros([n * c for n, c in zip(leaf.grid.counts, chunk)], dtype)
-        for box in leaf.placed:
+        out = np.zeros([n * c for n, c in zip(leaf.grid.chunk_counts, chunk)], dtype)
+        for box in leaf.placed_chunks:
             for index in itertools.product(*(range(a, b) for a, b in zip(box.first, box.stop))):
-                file, offset = box.places.find(index)
+                file, offset = box.placement.find(index)
                 cell = np.frombuffer(data[file], dtype, math.prod(chunk), offset).reshape(chunk)
                 out[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk))] = cell
         return out[tuple(slice(0, n) for n in shape)]
 
 
-def saved(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0, cast: str = "") -> Saved:
+def make_save_plan(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0, cast: str = "") -> SavePlan:
     """A leaf for each of the rows, which are over the same tensors."""
     dtype = "float32" if cast else "int32"
     tensors = {name: values.astype(dtype) for name, values in random_tensors(rows[0]).items()}
     item = itemsize(cast or dtype)
     shape = rows[0].source_shape
-    starts = [shift + i * math.prod(shape) * ITEM for i in range(len(tensors))]
-    grids = [Grid(row.leaf_shape, chunk) for row, chunk in zip(rows, chunks)]
+    starts = [shift + i * math.prod(shape) * ITEM_NBYTES for i in range(len(tensors))]
+    grids = [ChunkGrid(row.leaf_shape, chunk) for row, chunk in zip(rows, chunks)]
     wants = [
-        Want(f"leaf{n}", row, tuple(at.items()), grid, item, start)
+        LeafPiece(f"leaf{n}", row, tuple(at.items()), grid, item, start)
         for (_, at), start in zip(rows[0].tensors(), starts)
         for n, (row, grid) in enumerate(zip(rows, grids))
     ]
-    layout = place(wants)
+    layout = place_chunks(wants)
     count = len(rows)
     sides = [tuple(layout.regions[i : i + count]) for i in range(0, len(wants), count)]
     span = (0, shape[0] if shape else 1)
     streams = tuple(
-        Stream(name, dtype, shape, span, (Flat(0, start),), regions, cast=cast)
+        Stream(name, dtype, shape, span, (Contiguous(0, start),), regions, cast_to=cast)
         for name, start, regions in zip(tensors, starts, sides)
     )
-    leaves = tuple(Leaf((f"leaf{n}",), cast or dtype, g, tuple(layout.placed[f"leaf{n}"])) for n, g in enumerate(grids))
-    return Saved(Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift)
+    leaves = tuple(
+        OutputLeaf((f"leaf{n}",), cast or dtype, g, tuple(layout.placed_chunks[f"leaf{n}"]))
+        for n, g in enumerate(grids)
+    )
+    return SavePlan(Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift)
 
 
-def turned(streams: Sequence[Stream]) -> tuple[Stream, ...]:
+def reverse_streams(streams: Sequence[Stream]) -> tuple[Stream, ...]:
     """The streams that bring everything back."""
-    return tuple(replace(s, left=s.right, right=s.left) for s in streams)
+    return tuple(replace(s, reads=s.writes, writes=s.reads) for s in streams)
 
 
 @st.composite
-def dividing(draw, shape: tuple[int, ...]) -> Chunk:
+def dividing_chunks(draw, shape: tuple[int, ...]) -> Chunk:
     """A chunk that divides a leaf."""
     return tuple(draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0])) for n in shape)

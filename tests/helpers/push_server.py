@@ -17,7 +17,7 @@ TOKEN = "hf_secret"
 
 
 @dataclass(slots=True)
-class Taken:
+class PushedRepo:
     """A repository: what each branch holds."""
 
     private: bool
@@ -25,37 +25,37 @@ class Taken:
 
 
 @dataclass(slots=True)
-class PushHub:
+class FakePushHub:
     """What was pushed, and what was asked for.
 
     Requests with `broken` in their line get `status`, or `body` if that is set, or stall in a way of loopback.STALLS.
     """
 
     url: str = ""
-    repos: dict[str, Taken] = field(default_factory=dict)
+    repos: dict[str, PushedRepo] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
-    outsiders: list[str] = field(default_factory=list)  # requests without the token
-    broken: str = "\0"
+    unauthenticated: list[str] = field(default_factory=list)  # requests without the token
+    failing_requests: str = "\0"
     status: int = 400
     body: bytes | None = None
     stall: str = ""
 
 
 @contextmanager
-def taking(repos: dict[str, Taken] | None = None) -> Iterator[PushHub]:
+def serve_push_hub(repos: dict[str, PushedRepo] | None = None) -> Iterator[FakePushHub]:
     """A hub that takes what it is given, in a thread of this process."""
-    hub = PushHub(repos=repos or {})
+    hub = FakePushHub(repos=repos or {})
 
     class Handler(_Handler):
         kept = hub
 
-    with loopback.listening(Handler) as hub.url:
+    with loopback.serve(Handler) as hub.url:
         yield hub
 
 
 class _Handler(loopback.Handler):
-    kept: PushHub
+    kept: FakePushHub
 
     def do_GET(self) -> None:
         self._answer()
@@ -72,12 +72,12 @@ class _Handler(loopback.Handler):
         line = f"{self.command} {path}"
         self.kept.requests.append(line)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.kept.outsiders.append(line)
-        if self.kept.broken in line and self.kept.stall:
+            self.kept.unauthenticated.append(line)
+        if self.kept.failing_requests in line and self.kept.stall:
             loopback.stall(self, self.kept.stall)
-        elif self.kept.broken in line and self.kept.body is not None:
+        elif self.kept.failing_requests in line and self.kept.body is not None:
             self._send_bytes(200, self.kept.body, {"Content-Type": "text/html"})
-        elif self.kept.broken in line:
+        elif self.kept.failing_requests in line:
             self._send(self.kept.status, {"error": "trouble"})
         elif path == "/api/whoami-v2":
             allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
@@ -102,7 +102,7 @@ class _Handler(loopback.Handler):
     def _create(self, asked: dict[str, Any]) -> None:
         name = f"{asked.get('organization') or 'o'}/{asked['name']}"
         known = name in self.kept.repos
-        self.kept.repos.setdefault(name, Taken(bool(asked.get("private")) or asked.get("visibility") == "private"))
+        self.kept.repos.setdefault(name, PushedRepo(bool(asked.get("private")) or asked.get("visibility") == "private"))
         self._send(409 if known else 200, {"url": f"{self.kept.url}/{name}"})
 
     def _object(self, oid: str, body: bytes) -> None:

@@ -19,45 +19,45 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.helpers import loopback
 
-KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "other")
+FAULT_KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "other")
 
 
 @dataclass(slots=True)
-class Faults:
+class FaultInjector:
     """What goes wrong, in the share `rate` of the requests; decided by `seed`, one request after another."""
 
     rate: float = 0.0
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = FAULT_KINDS
     seed: int = 0
-    met: list[str] = field(default_factory=list)
+    injected: list[str] = field(default_factory=list)
     _random: random.Random = field(default_factory=random.Random, repr=False)
 
     def __post_init__(self) -> None:
         self._random.seed(self.seed)
 
-    def next(self) -> str:
+    def next_fault(self) -> str:
         """The fault of a request, or none."""
         fault = self._random.choice(self.kinds) if self.kinds and self._random.random() < self.rate else ""
-        self.met.append(fault)
+        self.injected.append(fault)
         return fault
 
 
 @dataclass(slots=True)
-class Store:
+class FakeFileStore:
     """Files that are served, and what was asked: method, path and headers."""
 
     files: dict[str, bytes]
-    faults: Faults
-    lasts: int = 1 << 30  # requests that a signed address is good for
+    faults: FaultInjector
+    max_url_uses: int = 1 << 30  # requests that a signed address is good for
     url: str = ""
-    asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
-    uses: dict[str, int] = field(default_factory=dict)
+    requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    signature_uses: dict[str, int] = field(default_factory=dict)
     retry_after: str = "0"
     delay_s: float = 0.0
 
-    def signed(self, name: str) -> str:
+    def signed_url(self, name: str) -> str:
         """An address with a signature, which is good for some requests."""
-        return f"{self.url}/{name}?signature={len(self.uses)}"
+        return f"{self.url}/{name}?signature={len(self.signature_uses)}"
 
 
 @functools.lru_cache(64)
@@ -68,7 +68,7 @@ def etag(content: bytes) -> str:
 
 def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, headers: Mapping[str, str]) -> None:
     """Answer a GET with the bytes that it asks for, or with what the fault makes of them."""
-    low, high = asked_range(handler.headers.get("Range", ""), len(content))
+    low, high = parse_range(handler.headers.get("Range", ""), len(content))
     has_range = "Range" in handler.headers
     if fault == "refuse":
         _hang_up(handler)
@@ -90,7 +90,7 @@ def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, head
         )
 
 
-def asked_range(text: str, size: int) -> tuple[int, int]:
+def parse_range(text: str, size: int) -> tuple[int, int]:
     """First byte and one past the last of a Range header; all of it where there is none."""
     first, _, last = text.removeprefix("bytes=").partition("-")
     return int(first or 0), min(size, int(last) + 1 if last else size)
@@ -116,29 +116,31 @@ def _hang_up(handler: BaseHTTPRequestHandler) -> None:
 
 
 @contextmanager
-def serving_ranges(files: Mapping[str, bytes], faults: Faults | None = None, lasts: int = 1 << 30) -> Iterator[Store]:
+def serve_ranges(
+    files: Mapping[str, bytes], faults: FaultInjector | None = None, max_url_uses: int = 1 << 30
+) -> Iterator[FakeFileStore]:
     """A store with these files, in a thread of this process."""
-    store = Store(dict(files), faults or Faults(), lasts)
+    store = FakeFileStore(dict(files), faults or FaultInjector(), max_url_uses)
 
     class Handler(_Handler):
         served = store
 
-    with loopback.listening(Handler) as store.url:
+    with loopback.serve(Handler) as store.url:
         yield store
 
 
 class _Handler(loopback.Handler):
-    served: Store
+    served: FakeFileStore
 
     def do_GET(self) -> None:
         """A range of a file, while its address is good."""
         parts = urlsplit(self.path)
         name = unquote(parts.path).strip("/")
-        self.served.asked.append(("GET", name, dict(self.headers)))
+        self.served.requests.append(("GET", name, dict(self.headers)))
         signature = "".join(parse_qs(parts.query).get("signature", []))
         time.sleep(self.served.delay_s)
-        self.served.uses[signature] = self.served.uses.get(signature, 0) + 1
-        if signature and self.served.uses[signature] > self.served.lasts:
+        self.served.signature_uses[signature] = self.served.signature_uses.get(signature, 0) + 1
+        if signature and self.served.signature_uses[signature] > self.served.max_url_uses:
             _send(self, 403, b"<Error>ExpiredToken</Error>", {})
         elif name not in self.served.files:
             _send(self, 404, b"", {})
@@ -147,6 +149,6 @@ class _Handler(loopback.Handler):
             send_range(
                 self,
                 content,
-                self.served.faults.next(),
+                self.served.faults.next_fault(),
                 {"ETag": etag(content), "Retry-After": self.served.retry_after},
             )

@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.data.order import Order
-from trainer.data.packing import Blocks
-from trainer.data.store import Tokens
-from trainer.distributed.sharding import Shards, shards
-from trainer.models.checkpoint_store import HostLeaf, Stored
-from trainer.models.mesh import Box, parse
+from trainer.data.order import SampleOrder
+from trainer.data.packing import PackedDataset
+from trainer.data.store import MappedTokens
+from trainer.distributed.sharding import ShardingContext, make_sharding_context
+from trainer.models.checkpoint_store import HostLeaf, LeafSpec
+from trainer.models.mesh import Box, parse_mesh
+from trainer.models.param_tree import Tree
 from trainer.models.registry import FAMILIES
-from trainer.models.tree import Tree
-from trainer.nn.transformer import Compute, build, init
+from trainer.nn.transformer import ForwardConfig, build_model, init_params
 from trainer.training.loop import Job
-from trainer.training.optimizers import AdamW, Rate
-from trainer.training.step import Setup, State, first_state, leaf_name, state_shapes
+from trainer.training.optimizers import AdamW, LRSchedule
+from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
-VOCAB, PADDED, LENGTH, BLOCKS = 131, 136, 16, 50
+VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50
 GPT_NEO: dict[str, Any] = {
     "model_type": "gpt_neo",
     "vocab_size": PADDED,
@@ -47,58 +47,60 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32,
 }
-ADAMW = AdamW(Rate(1e-2, 1e-3, "cosine", 3, 20), 0.9, 0.95, 1e-8, 0.1, True, 1.0)
+ADAMW = AdamW(LRSchedule(1e-2, 1e-3, "cosine", 3, 20), 0.9, 0.95, 1e-8, 0.1, True, 1.0)
 
 
-def setup(config: Mapping[str, Any] = GPT_NEO, mesh: str = "", accumulate: int = 1, **how: Any) -> Setup:
+def make_setup(
+    config: Mapping[str, Any] = GPT_NEO, mesh: str = "", accumulate: int = 1, **forward_options: Any
+) -> StepSetup:
     """Of a tiny model, on a mesh of CPU devices or on one."""
-    on = shards(parse(mesh)) if mesh else Shards()
+    on = make_sharding_context(parse_mesh(mesh)) if mesh else ShardingContext()
     family = FAMILIES[config["model_type"]]
-    model = build(family, config, family.tied(config))
-    return Setup(model, Compute(shards=on, head_chunk=5, **how), ADAMW, accumulate)
+    model = build_model(family, config, family.is_tied(config))
+    return StepSetup(model, ForwardConfig(sharding=on, head_chunk_size=5, **forward_options), ADAMW, accumulate)
 
 
-def state(made: Setup, seed: int = 0) -> State:
+def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
     """Before the first step, with random parameters."""
-    kind = GPT_NEO if made.model.family.name == "gpt_neo" else LLAMA
-    whole = first_state(jax.tree.map(jnp.asarray, _params(kind["model_type"], seed)), made)
-    if made.how.shards.devices is None:
+    kind = GPT_NEO if setup.model.family.name == "gpt_neo" else LLAMA
+    whole = init_train_state(jax.tree.map(jnp.asarray, _params(kind["model_type"], seed)), setup)
+    if setup.forward_config.sharding.device_mesh is None:
         return whole
-    return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(made)))
+    return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup)))
 
 
 @lru_cache
 def _params(name: str, seed: int) -> Tree:
     """On the host, made once: compiling takes longer than all that a test does."""
     config, family = GPT_NEO if name == "gpt_neo" else LLAMA, FAMILIES[name]
-    model = build(family, config, family.tied(config))
-    return jax.device_get(jax.jit(lambda: init(model, seed))())
+    model = build_model(family, config, family.is_tied(config))
+    return jax.device_get(jax.jit(lambda: init_params(model, seed))())
 
 
-def tokens(seed: int = 0) -> Tokens:
+def make_tokens(seed: int = 0) -> MappedTokens:
     """So many blocks of a text with a pattern: what comes next depends on what was there two before."""
     random = np.random.default_rng(seed)
-    ids = np.cumsum(random.integers(0, 3, BLOCKS * LENGTH)) % VOCAB
-    return Tokens(ids.astype("<u2"), np.array([ids.size], "<u8"), f"identity {seed}", LENGTH)
+    ids = np.cumsum(random.integers(0, 3, N_BLOCKS * LENGTH)) % VOCAB
+    return MappedTokens(ids.astype("<u2"), np.array([ids.size], "<u8"), f"identity {seed}", LENGTH)
 
 
-def job(made: Setup, size: int = 8, steps: int = 20, **changes: Any) -> Job:
+def make_job(setup: StepSetup, size: int = 8, steps: int = 20, **changes: Any) -> Job:
     """A run over those blocks, the last five to evaluate on."""
-    text = tokens()
-    train = Blocks(text, 0, BLOCKS - 5)
+    text = make_tokens()
+    train = PackedDataset(text, 0, N_BLOCKS - 5)
     whole = Job(
-        setup=made,
+        setup=setup,
         steps=steps,
-        order=Order(train.n, size, 1, True),
+        order=SampleOrder(train.n_rows, size, 1, True),
         train=train,
-        evaluation=Blocks(text, train.n, 5),
+        evaluation=PackedDataset(text, train.n_rows, 5),
         eval_limit=0,
         log_every=1,
         eval_every=0,
         save_every=0,
         optimizer_state=True,
         max_skipped=3,
-        facts={},
+        manifest_fields={},
     )
     return replace(whole, **changes)
 
@@ -106,11 +108,11 @@ def job(made: Setup, size: int = 8, steps: int = 20, **changes: Any) -> Job:
 @dataclass
 class MemoryReader:
     arrays: Mapping[str, np.ndarray]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def leaves(self) -> Mapping[str, Stored]:
-        return {name: Stored(array.shape, array.dtype.name) for name, array in self.arrays.items()}
+    def leaves(self) -> Mapping[str, LeafSpec]:
+        return {name: LeafSpec(array.shape, array.dtype.name) for name, array in self.arrays.items()}
 
     def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
         for box, array in parts.items():
@@ -127,38 +129,40 @@ class MemoryStore:
     def open(self, step: int) -> MemoryReader:
         return self.saved[step]
 
-    def save(self, step: int, leaves: Mapping[str, HostLeaf], facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
         assert step not in self.saved
-        self.saved[step] = MemoryReader({name: leaf.fetch().copy() for name, leaf in leaves.items()}, dict(facts))
+        self.saved[step] = MemoryReader(
+            {name: leaf.fetch().copy() for name, leaf in leaves.items()}, dict(manifest_fields)
+        )
 
 
 @dataclass
-class Heard:
+class RecordingCallbacks:
     """A Watcher that keeps what it is told."""
 
     lines: list[Mapping[str, Any]] = field(default_factory=list)
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
-    def compiled(self, seconds: float) -> None:
+    def on_compile(self, seconds: float) -> None:
         assert seconds > 0
 
-    def logged(self, line: Mapping[str, Any], left_s: float | None) -> None:
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
         self.lines.append(line)
 
-    def evaluated(self, line: Mapping[str, Any]) -> None:
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
         self.evaluations.append(line)
 
-    def saved(self, step: int, seconds: float) -> None:
+    def on_save(self, step: int, seconds: float) -> None:
         self.steps.append(step)
 
 
-def bits(found: State) -> dict[str, bytes]:
+def state_bytes(state: TrainState) -> dict[str, bytes]:
     """Every leaf of a state by name, as bytes."""
-    leaves = jax.tree_util.tree_flatten_with_path(found)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {leaf_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
-def never() -> str:
+def never_stop() -> str:
     """A `stop` that says nothing."""
     return ""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from trainer.models.axis_map import AxisMap, Factor, bind, parse
+from trainer.models.axis_map import AxisMap, Factor, bind_row, parse_row
 
 
 @st.composite
@@ -24,17 +24,17 @@ def axis_maps(draw, padding: bool = True) -> AxisMap:
     padded = (
         {a: sizes[a] + draw(st.integers(0, 2)) for a in [*free, *stacked]} if padding and draw(st.booleans()) else {}
     )
-    return bind(parse(f"{leaf} <- {name}: {source}"), sizes, padded)
+    return bind_row(parse_row(f"{leaf} <- {name}: {source}"), sizes, padded)
 
 
-def tables() -> st.SearchStrategy[tuple[AxisMap, ...]]:
+def complete_tables() -> st.SearchStrategy[tuple[AxisMap, ...]]:
     """Rows that leave nothing of their tensors over, as a family's table does: one that takes all, or several parts."""
-    return st.one_of(axis_maps(padding=False).filter(_takes_all).map(lambda row: (row,)), fused_rows())
+    return st.one_of(axis_maps(padding=False).filter(_uses_whole_tensors).map(lambda row: (row,)), fused_rows())
 
 
-def _takes_all(row: AxisMap) -> bool:
-    held = any(f.held is not None and f.extent > 1 for d in row.source for f in d.factors)
-    return not held and all(d.extent == d.taken for d in row.source)
+def _uses_whole_tensors(row: AxisMap) -> bool:
+    held = any(f.fixed is not None and f.extent > 1 for d in row.source_dims for f in d.factors)
+    return not held and all(d.extent == d.selected_extent for d in row.source_dims)
 
 
 def _groups(words: list[str]) -> st.SearchStrategy[list[list[str]]]:
@@ -85,7 +85,7 @@ def fused_rows(draw) -> tuple[AxisMap, ...]:
         inside = [a for n, dim in enumerate(dims) if n != cut for a in dim] + atoms
         leaf = " ".join(_merged(group) for group in draw(_groups(draw(st.permutations([*inside, *stacked])))))
         name = ".".join(["t", *(f"{{{s}}}" for s in stacked)])
-        rows.append(bind(parse(f"{leaf} <- {name}: {source}"), sizes))
+        rows.append(bind_row(parse_row(f"{leaf} <- {name}: {source}"), sizes))
     return tuple(rows)
 
 
@@ -104,22 +104,22 @@ def random_tensors(row: AxisMap, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: values[i * size : (i + 1) * size].reshape(row.source_shape) for i, name in enumerate(names)}
 
 
-def by_whole_arrays(row: AxisMap, tensors: dict[str, np.ndarray]) -> np.ndarray:
+def leaf_by_numpy(row: AxisMap, tensors: dict[str, np.ndarray]) -> np.ndarray:
     """The leaf by whole-array NumPy: take the part, reshape to atoms, choose the held ones, transpose, pad, merge."""
-    atoms = [f for dim in row.leaf for f in dim]
+    atoms = [f for dim in row.leaf_dims for f in dim]
     out = np.zeros([f.extent for f in atoms], np.int32)
     for name, at in row.tensors():
-        values, names = atoms_of(row, tensors[name])
+        values, names = split_into_atoms(row, tensors[name])
         order = [f.atom for f in atoms if f.atom not in at]
         place = tuple(at[f.atom] if f.atom in at else slice(0, values.shape[names.index(f.atom)]) for f in atoms)
         out[place] = values.transpose([names.index(a) for a in order])
     return out.reshape(row.leaf_shape)
 
 
-def atoms_of(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
+def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
     """What a row has of a tensor, a dim for each atom, as a view; and the atoms."""
-    part = tensor[tuple(slice(d.start, d.start + d.taken) for d in row.source)]
-    factors: list[Factor] = [f for dim in row.source for f in dim.factors]
+    part = tensor[tuple(slice(d.start, d.start + d.selected_extent) for d in row.source_dims)]
+    factors: list[Factor] = [f for dim in row.source_dims for f in dim.factors]
     values = part.reshape([f.extent for f in factors])
-    values = values[tuple(slice(None) if f.held is None else f.held for f in factors)]
-    return values, [f.atom for f in factors if f.held is None]
+    values = values[tuple(slice(None) if f.fixed is None else f.fixed for f in factors)]
+    return values, [f.atom for f in factors if f.fixed is None]

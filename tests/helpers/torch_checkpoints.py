@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-LAYER = {
+META_LAYER_NAMES = {
     "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
     "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-ACROSS = ("attention.wo", "feed_forward.w2")  # cut along their second dim; norms are in each file
+COLUMN_SHARDED = ("attention.wo", "feed_forward.w2")  # cut along their second dim; norms are in each file
 
 
-def tensor(array: np.ndarray) -> Any:
+def to_torch(array: np.ndarray) -> Any:
     """The same bits as a torch tensor, of NumPy's dtypes or ml_dtypes'."""
     import torch
 
@@ -27,26 +27,28 @@ def tensor(array: np.ndarray) -> Any:
     return raw.view(kind).reshape(array.shape) if array.size else torch.empty(array.shape, dtype=kind)
 
 
-def bits(value: Any) -> bytes:
+def tensor_bytes(value: Any) -> bytes:
     """The bytes of a torch tensor in C order."""
     import torch
 
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def to_bin(folder: Path, out: Path, tensors: Mapping[str, Any], files: int = 1, legacy: bool = False) -> Path:
+def write_bin_folder(
+    folder: Path, out: Path, tensors: Mapping[str, Any], num_files: int = 1, legacy: bool = False
+) -> Path:
     """The settings of a folder with these tensors as pytorch_model.bin, or as several files with an index."""
     import torch
 
     copy_settings(folder, out)
     names = list(tensors)
-    parts = [names[i * len(names) // files : (i + 1) * len(names) // files] for i in range(files)]
+    parts = [names[i * len(names) // num_files : (i + 1) * len(names) // num_files] for i in range(num_files)]
     held: dict[str, str] = {}
     for i, part in enumerate(parts, 1):
-        file = "pytorch_model.bin" if files == 1 else f"pytorch_model-{i:05d}-of-{files:05d}.bin"
+        file = "pytorch_model.bin" if num_files == 1 else f"pytorch_model-{i:05d}-of-{num_files:05d}.bin"
         torch.save({name: tensors[name] for name in part}, out / file, _use_new_zipfile_serialization=not legacy)
         held |= dict.fromkeys(part, file)
-    if files > 1:
+    if num_files > 1:
         index = {"metadata": {"total_size": 1.5}, "weight_map": held}
         (out / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return out
@@ -69,8 +71,8 @@ def meta_params(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def to_meta(
-    out: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], files: int, embedding_axis: int = 1
+def write_meta_folder(
+    out: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], num_files: int, embedding_axis: int = 1
 ) -> Path:
     """A folder as Meta has it, of the tensors of a Hugging Face one, cut for so many devices."""
     import torch
@@ -80,8 +82,8 @@ def to_meta(
     (out / "tokenizer.model").write_bytes(b"words")
     (out / "checklist.chk").write_text("0  params.json")
     whole = {_meta_name(name): _interleaved(name, value, config) for name, value in tensors.items()}
-    for i in range(files):
-        part = {name: _part(name, value, i, files, embedding_axis) for name, value in whole.items()}
+    for i in range(num_files):
+        part = {name: _part(name, value, i, num_files, embedding_axis) for name, value in whole.items()}
         torch.save(part | {"rope.freqs": torch.arange(4.0)}, out / f"consolidated.{i:02d}.pth")
     return out
 
@@ -92,7 +94,7 @@ def _meta_name(name: str) -> str:
             name, "output.weight"
         )
     _, _, layer, rest = name.split(".", 3)
-    return f"layers.{layer}.{LAYER[rest.removesuffix('.weight')]}.weight"
+    return f"layers.{layer}.{META_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
 def _interleaved(name: str, value: Any, config: Mapping[str, Any]) -> Any:
@@ -106,5 +108,5 @@ def _interleaved(name: str, value: Any, config: Mapping[str, Any]) -> Any:
 def _part(name: str, value: Any, number: int, files: int, embedding_axis: int) -> Any:
     if value.dim() == 1:
         return value
-    axis = embedding_axis if name.startswith("tok") else int(any(part in name for part in ACROSS))
+    axis = embedding_axis if name.startswith("tok") else int(any(part in name for part in COLUMN_SHARDED))
     return value.chunk(files, axis)[number].clone()

@@ -17,8 +17,8 @@ import google_crc32c
 import numpy as np
 import zstandard
 
-from prepcli.formats.ocdbt import Place, write_database
-from prepcli.formats.orbax import TYPESTR, ArrayMeta
+from prepcli.formats.ocdbt import ValueLocation, write_ocdbt_index
+from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
 from tests.helpers.orbax_items import NOW_NS, chunk_bytes
 
 ENCODERS = {
@@ -30,39 +30,39 @@ ENCODERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StorageForm:
     """How an item is stored. `shard`: chunks along each axis of a shard (0: no shards); `inline`: values of at most so
     many bytes lie in the index; `leaves_out`: chunks of zeros are not stored."""
 
     zarr3: bool = False
     ocdbt: bool = True
-    steps: tuple[str, ...] = ()
-    shard: int = 0
-    inline: int = 0
-    leaves_out: bool = False
+    codec_names: tuple[str, ...] = ()
+    chunks_per_shard: int = 0
+    max_inline_nbytes: int = 0
+    omits_zero_chunks: bool = False
     separator: str = "/"
     index_at_end: bool = True
 
 
-def encoded(data: bytes, steps: tuple[str, ...]) -> bytes:
+def encode(data: bytes, steps: tuple[str, ...]) -> bytes:
     for step in steps:
         data = ENCODERS[step](data)
     return data
 
 
-def document(meta: ArrayMeta, form: Form) -> dict[str, Any]:
+def document(meta: ArrayMeta, form: StorageForm) -> dict[str, Any]:
     if not form.zarr3:
-        compressor = {"id": form.steps[0], "level": 1} if form.steps else None
+        compressor = {"id": form.codec_names[0], "level": 1} if form.codec_names else None
         return {
-            "chunks": meta.chunk, "compressor": compressor, "dimension_separator": ".", "dtype": TYPESTR[meta.dtype],
+            "chunks": meta.chunk_shape, "compressor": compressor, "dimension_separator": ".", "dtype": ZARR_TYPESTRS[meta.dtype],
             "fill_value": None, "filters": None, "order": "C", "shape": meta.shape, "zarr_format": 2,
         }  # fmt: skip
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-    codecs += [{"name": step} for step in form.steps]
-    if form.shard:
+    codecs += [{"name": step} for step in form.codec_names]
+    if form.chunks_per_shard:
         index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
         location = {} if form.index_at_end else {"index_location": "start"}
-        inside = {"chunk_shape": meta.chunk, "codecs": codecs, "index_codecs": index, **location}
+        inside = {"chunk_shape": meta.chunk_shape, "codecs": codecs, "index_codecs": index, **location}
         codecs = [{"name": "sharding_indexed", "configuration": inside}]
     return {
         "zarr_format": 3,
@@ -76,45 +76,45 @@ def document(meta: ArrayMeta, form: Form) -> dict[str, Any]:
     }
 
 
-def _stored_chunk(meta: ArrayMeta, form: Form) -> tuple[int, ...]:
-    return tuple(n * max(1, form.shard) for n in meta.chunk)
+def _stored_chunk(meta: ArrayMeta, form: StorageForm) -> tuple[int, ...]:
+    return tuple(n * max(1, form.chunks_per_shard) for n in meta.chunk_shape)
 
 
-def _key(index: tuple[int, ...], form: Form) -> str:
+def _key(index: tuple[int, ...], form: StorageForm) -> str:
     return form.separator.join(("c", *map(str, index))) if form.zarr3 else ".".join(map(str, index)) or "0"
 
 
-def _values(meta: ArrayMeta, array: np.ndarray, form: Form) -> Iterator[tuple[str, bytes]]:
+def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[tuple[str, bytes]]:
     stored = _stored_chunk(meta, form)
-    outer = replace(meta, chunk=stored)
+    outer = replace(meta, chunk_size=stored)
     for index in np.ndindex(outer.grid):
-        if form.shard:
+        if form.chunks_per_shard:
             value = _shard(meta, array, index, form)
         else:
-            value = encoded(chunk_bytes(array, meta.chunk, index), form.steps)
+            value = encode(chunk_bytes(array, meta.chunk_shape, index), form.codec_names)
         part = array[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, stored))]
-        if not (form.leaves_out and not part.view(np.uint8).any() if part.ndim else False):
+        if not (form.omits_zero_chunks and not part.view(np.uint8).any() if part.ndim else False):
             yield _key(index, form), value
 
 
-def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: Form) -> bytes:
-    parts = (form.shard,) * len(meta.shape)
+def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: StorageForm) -> bytes:
+    parts = (form.chunks_per_shard,) * len(meta.shape)
     count = math.prod(parts)
     table, data = [], b""
     start = 0 if form.index_at_end else 16 * count + 4
     for inner in np.ndindex(parts):
-        index = tuple(o * form.shard + i for o, i in zip(outer, inner))
+        index = tuple(o * form.chunks_per_shard + i for o, i in zip(outer, inner))
         if all(i < n for i, n in zip(index, meta.grid)):
-            value = encoded(chunk_bytes(array, meta.chunk, index), form.steps)
+            value = encode(chunk_bytes(array, meta.chunk_shape, index), form.codec_names)
             table += [start + len(data), len(value)]
             data += value
         else:
             table += [2**64 - 1, 2**64 - 1]
-    index_bytes = encoded(struct.pack(f"<{2 * count}Q", *table), ("crc32c",))
+    index_bytes = encode(struct.pack(f"<{2 * count}Q", *table), ("crc32c",))
     return data + index_bytes if form.index_at_end else index_bytes + data
 
 
-def write(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: Form) -> None:
+def write_zarr_item(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: StorageForm) -> None:
     """A whole item of these arrays."""
     folder.mkdir(parents=True)
     name = "zarr.json" if form.zarr3 else ".zarray"
@@ -136,35 +136,38 @@ def write(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: Form) -> N
         for meta in arrays
     }
     tree = {"tree_metadata": leaves, "use_ocdbt": form.ocdbt, "use_zarr3": form.zarr3}
-    tree["store_array_data_equal_to_fill_value"] = not form.leaves_out
+    tree["store_array_data_equal_to_fill_value"] = not form.omits_zero_chunks
     (folder / "_METADATA").write_text(json.dumps(tree))
 
 
-def _database(folder: Path, values: Mapping[str, bytes], form: Form) -> None:
+def _database(folder: Path, values: Mapping[str, bytes], form: StorageForm) -> None:
     (folder / "ocdbt.process_0/d").mkdir(parents=True)
     data, entries = bytearray(), []
     for key, value in values.items():
-        if len(value) <= form.inline or key.endswith(("zarray", "zarr.json")):
+        if len(value) <= form.max_inline_nbytes or key.endswith(("zarray", "zarr.json")):
             entries.append((key.encode(), value))
         else:
-            entries.append((key.encode(), Place("ocdbt.process_0/d/data", len(data), len(value))))
+            entries.append((key.encode(), ValueLocation("ocdbt.process_0/d/data", len(data), len(value))))
             data += value
     (folder / "ocdbt.process_0/d/data").write_bytes(data)
-    write_database(folder, sorted(entries, key=lambda entry: entry[0]), NOW_NS, 400)
+    write_ocdbt_index(folder, sorted(entries, key=lambda entry: entry[0]), NOW_NS, 400)
 
 
 ALL_STEPS = ((), ("zstd",), ("gzip",), ("crc32c",), ("zstd", "crc32c"))
-FORMS = [
-    *(Form(steps=(step,) if step else ()) for step in ("", "zstd", "gzip", "zlib")),
-    *(Form(ocdbt=False, steps=(step,) if step else ()) for step in ("", "zstd")),
-    *(Form(inline=60, steps=(step,) if step else ()) for step in ("", "zstd")),
-    *(Form(zarr3=True, steps=steps) for steps in ALL_STEPS),
-    *(Form(zarr3=True, shard=shard, steps=steps) for shard, steps in itertools.product((1, 2), ALL_STEPS)),
-    Form(zarr3=True, shard=2, steps=("zstd",), ocdbt=False),
-    Form(zarr3=True, shard=2, inline=200),
-    Form(zarr3=True, shard=2, index_at_end=False),
-    Form(zarr3=True, separator=".", steps=("zstd",)),
-    Form(leaves_out=True),
-    Form(leaves_out=True, steps=("zstd",), zarr3=True, shard=2),
-    Form(leaves_out=True, ocdbt=False),
+STORAGE_FORMS = [
+    *(StorageForm(codec_names=(step,) if step else ()) for step in ("", "zstd", "gzip", "zlib")),
+    *(StorageForm(ocdbt=False, codec_names=(step,) if step else ()) for step in ("", "zstd")),
+    *(StorageForm(max_inline_nbytes=60, codec_names=(step,) if step else ()) for step in ("", "zstd")),
+    *(StorageForm(zarr3=True, codec_names=steps) for steps in ALL_STEPS),
+    *(
+        StorageForm(zarr3=True, chunks_per_shard=shard, codec_names=steps)
+        for shard, steps in itertools.product((1, 2), ALL_STEPS)
+    ),
+    StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd",), ocdbt=False),
+    StorageForm(zarr3=True, chunks_per_shard=2, max_inline_nbytes=200),
+    StorageForm(zarr3=True, chunks_per_shard=2, index_at_end=False),
+    StorageForm(zarr3=True, separator=".", codec_names=("zstd",)),
+    StorageForm(omits_zero_chunks=True),
+    StorageForm(omits_zero_chunks=True, codec_names=("zstd",), zarr3=True, chunks_per_shard=2),
+    StorageForm(omits_zero_chunks=True, ocdbt=False),
 ]

@@ -11,16 +11,16 @@ from typing import Any
 
 import xxhash
 
-from trainer.data.files import CHUNK_NBYTES, DataFile, Type, io_error
+from trainer.data.files import FILE_READ_NBYTES, DataFile, FileType, io_error
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import Fields
+from trainer.recipe.text_fields import TextFields
 
-PIECE_NBYTES = 1 << 18  # of text that is encoded at once; part of what a store's tokens depend on
-MARK = "\ufeff"  # some editors begin a UTF-8 file with it; it is no text
+TEXT_CHUNK_NBYTES = 1 << 18  # of text that is encoded at once; part of what a store's tokens depend on
+BYTE_ORDER_MARK = "\ufeff"  # some editors begin a UTF-8 file with it; it is no text
 WIDE_SPACES = rb"\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"  # Unicode's, of three bytes
 AFTER_VISIBLE = rb"(?<!\s)(?<!\xc2[\x85\xa0])(?<!" + WIDE_SPACES + rb")"
 VISIBLE = rb"(?!\s|\xc2[\x85\xa0]|" + WIDE_SPACES + rb")...."  # all bytes of a character, to be sure what it is
-CUTS = (  # where a text may be cut, from the best place to the worst
+CUT_PATTERNS = (  # where a text may be cut, from the best place to the worst
     re.compile(AFTER_VISIBLE + rb"\n(?=" + VISIBLE + rb")|\n(?= " + VISIBLE + rb")", re.DOTALL),
     re.compile(rb"\n"),
     re.compile(rb"\S(?= )"),
@@ -28,7 +28,7 @@ CUTS = (  # where a text may be cut, from the best place to the worst
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextChunk:
     """Text that is encoded by itself: a document, or a part of one. `nbytes`: of the file, for progress."""
 
     text: str
@@ -36,7 +36,7 @@ class Piece:
     ends_document: bool
 
 
-def pieces(file: DataFile, type: Type, fields: Fields, prefix: str = "") -> Iterator[Piece]:
+def read_text_chunks(file: DataFile, type: FileType, fields: TextFields, prefix: str = "") -> Iterator[TextChunk]:
     """The text of a file, in order. PrepError if the file is not what it was when it was examined.
 
     `text`: the file is one document (see `text_pieces` for how a long one is cut).
@@ -47,9 +47,11 @@ def pieces(file: DataFile, type: Type, fields: Fields, prefix: str = "") -> Iter
     try:
         with file.path.open("rb") as handle:
             if type == "text":
-                yield from text_pieces(file.path, _hashed(iter(lambda: handle.read(CHUNK_NBYTES), b""), state))
+                yield from split_text(
+                    file.path, _hash_while_reading(iter(lambda: handle.read(FILE_READ_NBYTES), b""), state)
+                )
             else:
-                yield from json_pieces(file.path, _hashed(handle, state), fields, prefix)
+                yield from read_json_lines(file.path, _hash_while_reading(handle, state), fields, prefix)
     except OSError as error:
         raise io_error(file.path, error) from error
     if state.hexdigest() != file.digest:
@@ -57,13 +59,13 @@ def pieces(file: DataFile, type: Type, fields: Fields, prefix: str = "") -> Iter
         raise PrepError(f"{file.path} changed while it was read", why, "run again once it is complete")
 
 
-def _hashed(chunks: Iterable[bytes], state: xxhash.xxh3_128) -> Iterator[bytes]:
-    for chunk in chunks:
+def _hash_while_reading(blocks: Iterable[bytes], state: xxhash.xxh3_128) -> Iterator[bytes]:
+    for chunk in blocks:
         state.update(chunk)
         yield chunk
 
 
-def text_pieces(path: Path, chunks: Iterable[bytes]) -> Iterator[Piece]:
+def split_text(path: Path, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
     """A text as one piece, or as several of at most PIECE_NBYTES where it is longer.
 
     A cut comes after a newline that stands between two visible characters, or that one space and a visible character
@@ -74,78 +76,80 @@ def text_pieces(path: Path, chunks: Iterable[bytes]) -> Iterator[Piece]:
     PrepError with the byte offset for what is not UTF-8.
     """
     held, at = b"", 0
-    for chunk in chunks:
+    for chunk in blocks:
         held += chunk
-        while len(held) > PIECE_NBYTES:
-            cut = _cut(held)
-            yield Piece(_decoded(path, held[:cut], at), cut, ends_document=False)
+        while len(held) > TEXT_CHUNK_NBYTES:
+            cut = _cut_length(held)
+            yield TextChunk(_decode(path, held[:cut], at), cut, ends_document=False)
             held, at = held[cut:], at + cut
-    yield Piece(_decoded(path, held, at), len(held), ends_document=True)
+    yield TextChunk(_decode(path, held, at), len(held), ends_document=True)
 
 
-def _cut(held: bytes) -> int:
+def _cut_length(data: bytes) -> int:
     """How much of the text goes into the next piece: more than half a piece."""
-    for pattern in CUTS:
-        ends = [found.end() for found in pattern.finditer(held, PIECE_NBYTES // 2, PIECE_NBYTES)]
+    for pattern in CUT_PATTERNS:
+        ends = [found.end() for found in pattern.finditer(data, TEXT_CHUNK_NBYTES // 2, TEXT_CHUNK_NBYTES)]
         if ends:
             return ends[-1]
-    within = (at for at in range(PIECE_NBYTES, PIECE_NBYTES - 4, -1) if held[at] & 0xC0 != 0x80)
-    return next(within, PIECE_NBYTES)  # nowhere: not UTF-8, which decoding tells
+    within = (at for at in range(TEXT_CHUNK_NBYTES, TEXT_CHUNK_NBYTES - 4, -1) if data[at] & 0xC0 != 0x80)
+    return next(within, TEXT_CHUNK_NBYTES)  # nowhere: not UTF-8, which decoding tells
 
 
-def _decoded(path: Path, data: bytes, at: int) -> str:
+def _decode(path: Path, data: bytes, offset: int) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        why = f"byte {at + error.start:,} is 0x{data[error.start]:02x}: {error.reason}"
+        why = f"byte {offset + error.start:,} is 0x{data[error.start]:02x}: {error.reason}"
         raise PrepError(f"{path} is not UTF-8", why, "`iconv -f ENCODING -t UTF-8` converts it") from None
-    return text if at else text.removeprefix(MARK)
+    return text if offset else text.removeprefix(BYTE_ORDER_MARK)
 
 
-def json_pieces(path: Path, lines: Iterable[bytes], fields: Fields, prefix: str = "") -> Iterator[Piece]:
+def read_json_lines(path: Path, lines: Iterable[bytes], fields: TextFields, prefix: str = "") -> Iterator[TextChunk]:
     """A piece for each line that is not blank, two where there is a source. PrepError with the line for what is no
     object whose `fields` are texts."""
     at, skipped = 0, 0
     for number, line in enumerate(lines, start=1):
-        text = _decoded(path, line, at)
+        text = _decode(path, line, at)
         at += len(line)
         if text.strip():
-            source, target = _texts(f"{path}:{number}", text.rstrip(), fields)
+            source, target = _source_and_target(f"{path}:{number}", text.rstrip(), fields)
             if fields.source:
-                yield Piece(prefix + source, 0, ends_document=True)
-            yield Piece(target, skipped + len(line), ends_document=True)
+                yield TextChunk(prefix + source, 0, ends_document=True)
+            yield TextChunk(target, skipped + len(line), ends_document=True)
             skipped = 0
         else:
             skipped += len(line)
 
 
-def _texts(place: str, line: str, fields: Fields) -> tuple[str, str]:
+def _source_and_target(place: str, line: str, fields: TextFields) -> tuple[str, str]:
     """What the source and the target of a line are, the first empty where there is none."""
-    found = _parsed(place, line)
+    found = _parse_json(place, line)
     if not isinstance(found, dict):
-        what = f"{place}: not an object but {_kind(found)}"
+        what = f"{place}: not an object but {_json_type_name(found)}"
         raise PrepError(what, "type `json` reads one object a line", "`jq -c '.[]'` writes a list so")
     if missing := [column for column in fields.columns if column not in found]:
         columns = ", ".join(f"`{name}`" for name in found) or "none"
         hint = "`--set data.fields='[SOURCE], TARGET'`" if fields.source else "`--set data.fields=COLUMN`"
         raise PrepError(f"{place}: no column `{missing[0]}`", f"its columns: {columns}", hint)
     source, target = (
-        " ".join(_column(place, found, column) for column in columns) for columns in (fields.source, fields.target)
+        " ".join(_column_text(place, found, column) for column in columns) for columns in (fields.source, fields.target)
     )
     return source, target
 
 
-def _column(place: str, found: Mapping[str, Any], column: str) -> str:
-    value = found[column]
+def _column_text(place: str, record: Mapping[str, Any], column: str) -> str:
+    value = record[column]
     if not isinstance(value, str):
-        raise PrepError(f"{place}: column `{column}` is no text", f"it is {_kind(value)}", "mend or remove the line")
+        raise PrepError(
+            f"{place}: column `{column}` is no text", f"it is {_json_type_name(value)}", "mend or remove the line"
+        )
     if not _is_encodable(value):
         why = "it has half of a surrogate pair, which stands for no character"
         raise PrepError(f"{place}: column `{column}` is no text", why, "mend or remove the line")
     return value
 
 
-def _parsed(place: str, line: str) -> Any:
+def _parse_json(place: str, line: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -158,7 +162,7 @@ def _parsed(place: str, line: str) -> Any:
     raise PrepError(f"{place}: not JSON", why, hint)
 
 
-def _kind(value: object) -> str:
+def _json_type_name(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.store import Tokens
+from trainer.data.store import MappedTokens
 from trainer.models.errors import PrepError
 
-Rows: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+RowIndices: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
-Columns: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
+ColumnSpecs: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
 
 
 class Dataset(Protocol):
@@ -23,52 +23,52 @@ class Dataset(Protocol):
     name; `seq_length`: tokens a row that are learned."""
 
     @property
-    def first(self) -> int: ...
+    def first_row(self) -> int: ...
 
     @property
-    def n(self) -> int: ...
+    def n_rows(self) -> int: ...
 
     @property
     def seq_length(self) -> int: ...
 
     @property
-    def columns(self) -> Columns: ...
+    def columns(self) -> ColumnSpecs: ...
 
-    def examples(self, rows: Rows) -> Arrays:
+    def get_batch(self, rows: RowIndices) -> Arrays:
         """What a step takes of rows, each [len(rows), length]; a row of -1 is padding: zeros, of weight 0."""
         ...
 
 
-D = TypeVar("D", bound=Dataset)
+DatasetT = TypeVar("DatasetT", bound=Dataset)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class PackedDataset:
     """The blocks `first` to `first + n` of a store; rows are counted from `first`."""
 
-    source: Tokens
-    first: int
-    n: int
+    tokens: MappedTokens
+    first_row: int
+    n_rows: int
 
     @property
     def seq_length(self) -> int:
-        return self.source.seq_length
+        return self.tokens.seq_length
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ColumnSpecs:
         kinds = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
         return {name: (self.seq_length, np.dtype(kind)) for name, kind in kinds.items()}
 
-    def examples(self, rows: Rows) -> Arrays:
+    def get_batch(self, rows: RowIndices) -> Arrays:
         """What a step takes of rows, each [len(rows), seq_length].
 
         `tokens` int32; `targets` int32, the token after each, 0 after the last; `weights` float32, 1 where there is a
         target. A row of -1 is padding: zeros, of weight 0. IndexError for a row that is not there.
         """
-        wanted = checked(rows, self.n)
-        table = self.source.ids[: self.source.n_blocks * self.seq_length].reshape(-1, self.seq_length)
+        wanted = check_rows(rows, self.n_rows)
+        table = self.tokens.ids[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
         tokens = np.zeros((len(wanted), self.seq_length), np.int32)
-        tokens[wanted >= 0] = table[self.first + wanted[wanted >= 0]]
+        tokens[wanted >= 0] = table[self.first_row + wanted[wanted >= 0]]
         targets = np.zeros_like(tokens)
         targets[:, :-1] = tokens[:, 1:]
         weights = np.zeros(tokens.shape, np.float32)
@@ -76,29 +76,29 @@ class Blocks:
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
 
-def checked(rows: Rows, n: int) -> npt.NDArray[np.int64]:
+def check_rows(rows: RowIndices, n_rows: int) -> npt.NDArray[np.int64]:
     """Rows as numbers, -1 for padding; IndexError for one that is not among `n`."""
     wanted = np.asarray(rows, np.int64)
-    if ((wanted < -1) | (wanted >= n)).any():
-        raise IndexError(f"rows {rows} of {n}")
+    if ((wanted < -1) | (wanted >= n_rows)).any():
+        raise IndexError(f"rows {rows} of {n_rows}")
     return wanted
 
 
-def split(whole: D, holdout: float) -> tuple[D, D | None]:
+def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT | None]:
     """Rows to train on, and the last part of them, `holdout` of 1 (0: none), to evaluate on.
 
     PrepError if one of the two would have no row.
     """
-    n = whole.n
+    n = dataset.n_rows
     held = round(n * holdout)
     if not holdout:
-        return whole, None
+        return dataset, None
     if not 0 < held < n:
         lacks = "evaluate" if held < 1 else "train"
         why = f"holdout {holdout:g} of {n:,} sequences is {held:,}"
         raise PrepError(f"no sequence is left to {lacks} on", why, "another `data.holdout`, or `data.eval_path`")
-    return _part(whole, 0, n - held), _part(whole, n - held, held)
+    return _slice_rows(dataset, 0, n - held), _slice_rows(dataset, n - held, held)
 
 
-def _part(whole: Any, first: int, n: int) -> Any:
-    return dataclasses.replace(whole, first=whole.first + first, n=n)
+def _slice_rows(dataset: Any, first: int, n_rows: int) -> Any:
+    return dataclasses.replace(dataset, first=dataset.first + first, n_rows=n_rows)

@@ -10,20 +10,26 @@ from trainer.models.errors import PrepError
 from trainer.models.rope_config import Rope
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu")
-ALL_BEFORE = 0  # a window without an edge
-WIDEST = 1 << 30  # window: wider ones see no more, and do not fit an int32
-NO_CAP = 0.0
-FLOAT_MAX = 3.4e38  # of float32
-FARTHEST = 1 << 20  # of distances that are told apart: beyond any sequence; keeps a wrong config from asking for memory
-KINDS = ("full_attention", "sliding_attention")  # in `layer_types`
+FULL_ATTENTION = 0  # a window without an edge
+MAX_WINDOW = 1 << 30  # window: wider ones see no more, and do not fit an int32
+NO_SOFTCAP = 0.0
+MAX_FLOAT32 = 3.4e38  # of float32
+MAX_RELATIVE_DISTANCE = (
+    1 << 20
+)  # of distances that are told apart: beyond any sequence; keeps a wrong config from asking for memory
+LAYER_TYPES = ("full_attention", "sliding_attention")  # in `layer_types`
 
-ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # fields of a config
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")  # fields of a config
 ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "feed_forward_proj")
-ALIKE = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}  # activations by two names
+EQUIVALENT_ACTIVATIONS = {
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "swish": "silu",
+}  # activations by two names
 
 # Fields that change what some decoder of transformers computes, and values of them that change nothing. Whoever reads
 # one says so; in a config of any other family it is an error.
-CHANGES: Mapping[str, tuple[Any, ...]] = {
+SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "add_cross_attention", "alibi", "attention_bias", "attention_chunk_size", "attention_layers",
@@ -52,24 +58,26 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Distances:
+class RelativePositionBias:
     """A bias of scores by how far a key is: one for each of `buckets`, near distances each by itself, those from
     `farthest` on together. `both_ways`: keys after a query have half of the buckets."""
 
-    buckets: int
-    farthest: int
-    both_ways: bool
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool
 
     def __post_init__(self) -> None:
         """PrepError where there is nothing to tell apart."""
-        exact = self.buckets // 2
-        if self.buckets < 4 or not exact < self.farthest <= FARTHEST:
-            why = f"{self.buckets} buckets of distances up to {self.farthest}"
-            raise PrepError("config.json makes no sense", f"{why}: it takes 4 or more, and {exact + 1} to {FARTHEST:,}")
+        exact = self.num_buckets // 2
+        if self.num_buckets < 4 or not exact < self.max_distance <= MAX_RELATIVE_DISTANCE:
+            why = f"{self.num_buckets} buckets of distances up to {self.max_distance}"
+            raise PrepError(
+                "config.json makes no sense", f"{why}: it takes 4 or more, and {exact + 1} to {MAX_RELATIVE_DISTANCE:,}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class ArchConfig:
     """The choices of a decoder, or of the encoder before it.
 
     windows: of each layer how many positions a token sees, itself included; ALL_BEFORE: all up to it. residual: what
@@ -79,53 +87,55 @@ class Traits:
     norm: Literal["layer", "rms", "rms_offset"]  # the last one scales by 1 + scale, all of it in float32
     norm_eps: float
     activation: str
-    gated: bool
-    score_scale: float  # of query-key products
-    windows: tuple[int, ...]
+    has_gated_mlp: bool
+    attn_scale: float  # of query-key products
+    sliding_windows: tuple[int, ...]
     rope: Rope | None  # None, and no `distances`: learned positions
-    positions: int  # learned ones end there
+    max_positions: int  # learned ones end there
     init_std: float
-    residual: Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich"] = "pre"
-    final_norm: bool = True
+    block_type: Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich"] = "pre"
+    has_final_norm: bool = True
     local_rope: Rope | None = None  # in layers with a window, where that is another one
     rotary_pairs: Literal["halves", "neighbours"] = "halves"  # which elements of a head turn together
     position_offset: int = 0  # the row of the first learned position
     embed_scale: float = 1.0
-    score_cap: float = NO_CAP
-    logit_cap: float = NO_CAP
+    attn_logit_softcap: float = NO_SOFTCAP
+    final_logit_softcap: float = NO_SOFTCAP
     experts_per_token: int = 0  # 0: one feed-forward part for all
-    experts_sum_to_one: bool = True  # the shares of those that a token has
-    scores_by_depth: bool = False  # scores of layer i, from 1 on, are divided by i
-    distances: Distances | None = None
-    head_scale: float = 1.0  # of hidden states before the head
-    encoder: Traits | None = None  # whose states the layers look at too; there each token sees all
+    norm_topk_prob: bool = True  # the shares of those that a token has
+    scale_attn_by_inverse_layer_idx: bool = False  # scores of layer i, from 1 on, are divided by i
+    relative_position_bias: RelativePositionBias | None = None
+    lm_head_input_scale: float = 1.0  # of hidden states before the head
+    encoder: ArchConfig | None = None  # whose states the layers look at too; there each token sees all
 
     @property
-    def learns_positions(self) -> bool:
+    def has_learned_positions(self) -> bool:
         """Whether a table has a row for each position."""
-        return self.rope is None and self.distances is None
+        return self.rope is None and self.relative_position_bias is None
 
-    def rope_of(self, window: int) -> Rope | None:
+    def rope_for(self, window: int) -> Rope | None:
         """The rotation in layers with this window."""
-        return self.local_rope if self.local_rope and window != ALL_BEFORE else self.rope
+        return self.local_rope if self.local_rope and window != FULL_ATTENTION else self.rope
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """All rotations that its layers use."""
-        return tuple(dict.fromkeys(rope for rope in map(self.rope_of, self.windows) if rope))
+        return tuple(dict.fromkeys(rope for rope in map(self.rope_for, self.sliding_windows) if rope))
 
 
-def only_knows(config: Mapping[str, Any], *fields: str) -> None:
+def reject_unsupported_fields(config: Mapping[str, Any], *fields: str) -> None:
     """PrepError where a config sets a field that changes what is computed and is not among those that are read."""
-    for field, harmless in CHANGES.items():
+    for field, harmless in SEMANTIC_FIELDS.items():
         value = config.get(field)
-        same_layers = field == "layer_types" and isinstance(value, list) and all(kind == KINDS[0] for kind in value)
+        same_layers = (
+            field == "layer_types" and isinstance(value, list) and all(kind == LAYER_TYPES[0] for kind in value)
+        )
         if field not in fields and not same_layers and not any(value == each for each in harmless):
             why = f"config.json says {value!r:.60}; it changes what a model computes, and this family does not have it"
             raise PrepError(f"`{field}` is not known", why)
 
 
-def activation(config: Mapping[str, Any], key: str, default: str) -> str:
+def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
     """The activation that a config's field names; PrepError for one that is not known, and where the field that has it
     in other families says another one."""
     name = config.get(key) or default
@@ -133,65 +143,68 @@ def activation(config: Mapping[str, Any], key: str, default: str) -> str:
         raise PrepError(f"activation `{name}` is not known", f"{key} of config.json; known: {', '.join(ACTIVATIONS)}")
     for field in ACTIVATION_FIELDS:
         said = config.get(field) or name
-        if said != name and (not isinstance(said, str) or ALIKE.get(said, said) != ALIKE.get(name, name)):
+        if said != name and (
+            not isinstance(said, str)
+            or EQUIVALENT_ACTIVATIONS.get(said, said) != EQUIVALENT_ACTIVATIONS.get(name, name)
+        ):
             why = f"config.json says {said!r:.60}; this family reads `{key}`, which makes it {name}"
             raise PrepError(f"`{field}` is not known", why)
     return name
 
 
-def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
     """A number above 0 that a config gives; PrepError for anything else."""
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= FLOAT_MAX:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_FLOAT32:
         raise PrepError("config.json makes no sense", f"{key} is {value!r:.60}, it has to be a number above 0")
     return float(value)
 
 
-def cap(config: Mapping[str, Any], key: str, default: float | None) -> float:
+def read_softcap(config: Mapping[str, Any], key: str, default: float | None) -> float:
     """A bound of scores or logits: null is none, an absent one is the default. PrepError unless it is above 0."""
-    return NO_CAP if config.get(key, default) is None else positive(config, key, default or NO_CAP)
+    return NO_SOFTCAP if config.get(key, default) is None else read_positive(config, key, default or NO_SOFTCAP)
 
 
-def sliding_windows(
+def read_sliding_windows(
     config: Mapping[str, Any], layers: int, window: int | None, slides: Callable[[int], bool]
 ) -> tuple[int, ...]:
     """The window of each layer: that of the layers that slide, by `layer_types` or else by number; None: no window.
 
     PrepError for a window that is no size, other words, and another number of layers.
     """
-    width, kinds = _width(window), config.get("layer_types")
+    width, kinds = _read_window(window), config.get("layer_types")
     if kinds is None:
-        kinds = [KINDS[window is not None and slides(layer)] for layer in range(layers)]
-    elif window is None and isinstance(kinds, list) and KINDS[1] in kinds:
-        raise PrepError("config.json makes no sense", f"layer_types has {KINDS[1]}, sliding_window is off")
-    return windows_of(kinds, KINDS, layers, width, "layer_types")
+        kinds = [LAYER_TYPES[window is not None and slides(layer)] for layer in range(layers)]
+    elif window is None and isinstance(kinds, list) and LAYER_TYPES[1] in kinds:
+        raise PrepError("config.json makes no sense", f"layer_types has {LAYER_TYPES[1]}, sliding_window is off")
+    return windows_by_layer_type(kinds, LAYER_TYPES, layers, width, "layer_types")
 
 
-def same_window(layers: int, window: int | None) -> tuple[int, ...]:
+def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
     """Return the window of each layer of a family whose layers all have it, as transformers computes them whatever
     `layer_types` says. None is no window. Raise PrepError for a window that is not a size."""
-    return (_width(window),) * layers
+    return (_read_window(window),) * layers
 
 
-def _width(window: Any) -> int:
+def _read_window(window: Any) -> int:
     if window is None:
-        return ALL_BEFORE
+        return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise PrepError("config.json makes no sense", f"sliding_window is {window!r:.60}, not a number from 1 on")
-    return min(window, WIDEST)
+    return min(window, MAX_WINDOW)
 
 
-def windows_of(kinds: Any, words: tuple[str, str], layers: int, window: int, field: str) -> tuple[int, ...]:
+def windows_by_layer_type(kinds: Any, words: tuple[str, str], layers: int, window: int, field: str) -> tuple[int, ...]:
     """The window of each layer: of the second of two kinds, by the words for them. PrepError names the field that has
     other words, or another number of them."""
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in words for kind in kinds):
         why = f"{field} makes layers of {kinds!r:.80}, it has to be {layers} of {' and '.join(words)}"
         raise PrepError("config.json makes no sense", why)
-    return tuple(window if kind == words[1] else ALL_BEFORE for kind in kinds)
+    return tuple(window if kind == words[1] else FULL_ATTENTION for kind in kinds)
 
 
-def period(windows: Sequence[int]) -> int:
+def window_period(windows: Sequence[int]) -> int:
     """After how many layers the pattern of windows begins anew; a last part of it may be missing."""
     lengths = range(1, len(windows) + 1)
     return next(n for n in lengths if all(a == b for a, b in zip(windows, windows[n:])))

@@ -16,7 +16,7 @@ from trainer.models.mesh import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class LeafSpec:
     """A leaf as a checkpoint holds it."""
 
     shape: tuple[int, ...]
@@ -32,31 +32,31 @@ class HostLeaf:
     fetch: Callable[[], np.ndarray]
 
 
-class Reader(Protocol):
+class CheckpointReader(Protocol):
     """An opened checkpoint. `facts`: its manifest."""
 
     @property
-    def facts(self) -> Mapping[str, Any]: ...
+    def manifest(self) -> Mapping[str, Any]: ...
 
     @property
-    def leaves(self) -> Mapping[str, Stored]: ...
+    def leaves(self) -> Mapping[str, LeafSpec]: ...
 
     def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
         """Fill each array with its box of the leaf, cast to the array's dtype; no stored byte is read twice."""
         ...
 
 
-class Store(Protocol):
+class CheckpointStore(Protocol):
     """The checkpoints of one run, by step."""
 
     def steps(self) -> list[int]:
         """Steps of which a whole checkpoint is there, ascending."""
         ...
 
-    def open(self, step: int) -> Reader:
+    def open(self, step: int) -> CheckpointReader:
         """The checkpoint of a step; PrepError if it is broken."""
         ...
 
-    def save(self, step: int, leaves: Mapping[str, HostLeaf], facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
         """Store a checkpoint: afterwards it is whole and durable under its name. PrepError if it cannot be."""
         ...

@@ -20,6 +20,6 @@ class PrepError(Exception):
         return " - ".join(part for part in (self.what, self.why, self.hint) if part)
 
 
-def usage(what: str, why: str = "", hint: str = "") -> PrepError:
+def usage_error(what: str, why: str = "", hint: str = "") -> PrepError:
     """A PrepError for a request that makes no sense: nothing was read or written; exit code 2."""
     return PrepError(what, why, hint, USAGE)

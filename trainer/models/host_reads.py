@@ -7,14 +7,14 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.models.mesh import Box, Mesh, Spec, boxes_of_all, shard_shape
+from trainer.models.mesh import Box, Mesh, Spec, device_boxes, shard_shape
 
 
 @dataclass(frozen=True, slots=True)
 class HostReads:
     """Of a host and a leaf: bytes that its devices hold (the same box once), and bytes of the chunks they lie in."""
 
-    held_bytes: int
+    needed_bytes: int
     read_bytes: int
 
 
@@ -25,7 +25,7 @@ def reads_per_host(
 
     The work grows with the devices, not with the chunks. Chunks at the edge count whole, as they are stored.
     """
-    boxes = boxes_of_all(spec, mesh, shape)
+    boxes = device_boxes(spec, mesh, shape)
     box_bytes, chunk_bytes = math.prod(shard_shape(spec, shape)) * itemsize, math.prod(chunk) * itemsize
     hosts = []
     for first in range(0, len(boxes), devices_per_host):
@@ -45,7 +45,7 @@ def _union_volume(boxes: Collection[Box]) -> int:
     return sum(math.prod(line[i + 1] - line[i] for line, i in zip(edges, cell)) for cell in covered)
 
 
-def amplification(leaves: Iterable[Sequence[HostReads]]) -> float:
+def read_amplification(leaves: Iterable[Sequence[HostReads]]) -> float:
     """Bytes read for each byte held, over all leaves, of the host where that is worst."""
     hosts = zip(*leaves, strict=True)
-    return max(sum(r.read_bytes for r in host) / sum(r.held_bytes for r in host) for host in hosts)
+    return max(sum(r.read_bytes for r in host) / sum(r.needed_bytes for r in host) for host in hosts)

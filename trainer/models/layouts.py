@@ -7,47 +7,49 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from trainer.models.parameters import EMBEDDINGS, Layout, Parameter, When, says
-from trainer.models.rows import row_parts, split_dims
+from trainer.models.parameters import EMBEDDING_PATH_PARTS, Condition, Parameter, TreeLayout, condition_holds
+from trainer.models.rows import split_dims, split_row
 
-NOTHING: Mapping[When, bool] = MappingProxyType({})
+NO_OVERRIDES: Mapping[Condition, bool] = MappingProxyType({})
 
 
-def hf_flax(
-    table: Mapping[str, Parameter],
+def hf_flax_layout(
+    parameters: Mapping[str, Parameter],
     prefix: str,
-    norm: Literal["scale", "weight"] = "scale",
-    ties: bool = False,
-    fixed: Mapping[When, bool] = NOTHING,
-    unread: tuple[str, ...] = (),
-) -> dict[str, Layout]:
+    norm_name: Literal["scale", "weight"] = "scale",
+    allows_tied_head: bool = False,
+    condition_overrides: Mapping[Condition, bool] = NO_OVERRIDES,
+    ignored_fields: tuple[str, ...] = (),
+) -> dict[str, TreeLayout]:
     """The tree of transformers' Flax classes by its name: tensors are called as in other files, matrices have their
     dims the other way round, and fused ones are whole. `norm`: what a norm's weight is called; `fixed`: whether the
     classes have what a family has only under a condition."""
     found = {}
-    for path, row, when in _rows(table):
-        _, tensor, dims = row_parts(row)
+    for path, row, when in _conditional_rows(parameters):
+        _, tensor, dims = split_row(row)
         stem, _, last = tensor.rpartition(".")
-        kind = last if last == "bias" else _kind(path, norm)
+        kind = last if last == "bias" else _flax_leaf_name(path, norm_name)
         whole = re.sub(r"=\d+", "", dims)
         leaf = " ".join(reversed(split_dims(whole))) if kind == "kernel" else whole
-        if fixed.get(when, True):
+        if condition_overrides.get(when, True):
             base = "" if path.startswith("head.") else prefix
-            found[f"{base}{stem}.{kind}"] = Parameter(f"{leaf} <- {tensor}: {whole}", "" if when in fixed else when)
-    return {"hf-flax": Layout(found, ties=ties, unread=unread)}
+            found[f"{base}{stem}.{kind}"] = Parameter(
+                f"{leaf} <- {tensor}: {whole}", "" if when in condition_overrides else when
+            )
+    return {"hf-flax": TreeLayout(found, allows_tied_head=allows_tied_head, ignored_fields=ignored_fields)}
 
 
-def _rows(table: Mapping[str, Parameter]) -> Iterator[tuple[str, str, When]]:
+def _conditional_rows(table: Mapping[str, Parameter]) -> Iterator[tuple[str, str, Condition]]:
     """Path, row and when it holds, of each row that a config may choose."""
     for path, parameter in table.items():
-        when = parameter.when
+        when = parameter.condition
         yield path, parameter.row, when
-        if parameter.otherwise:
-            yield path, parameter.otherwise, lambda config, when=when: not says(config, when)
+        if parameter.else_row:
+            yield path, parameter.else_row, lambda config, when=when: not condition_holds(config, when)
 
 
-def _kind(path: str, norm: str) -> str:
-    if not EMBEDDINGS.isdisjoint(path.split(".")):
+def _flax_leaf_name(path: str, norm: str) -> str:
+    if not EMBEDDING_PATH_PARTS.isdisjoint(path.split(".")):
         return "embedding"
     return norm if path.endswith(".scale") else "kernel"
 
@@ -63,7 +65,7 @@ _EASYLM_LAYER = {
     "feed_forward.w3.kernel": "embed mlp <- mlp.up_proj.weight: mlp embed",
     "feed_forward.w2.kernel": "mlp embed <- mlp.down_proj.weight: embed mlp",
 }
-EASYLM = Layout(
+EASYLM_LAYOUT = TreeLayout(
     {
         "transformer.wte.embedding": Parameter("vocab embed <- embed_tokens.weight: vocab embed"),
         **{
@@ -73,6 +75,6 @@ EASYLM = Layout(
         "transformer.ln_f.kernel": Parameter("embed <- norm.weight: embed"),
         "lm_head.kernel": Parameter("embed vocab <- lm_head.weight: vocab embed"),
     },
-    stacked="scan_decoder",
-    spellings={"lm_head.lm_head.kernel": "lm_head.kernel"},  # with its head computed in chunks
+    stacked_name="scan_decoder",
+    path_aliases={"lm_head.lm_head.kernel": "lm_head.kernel"},  # with its head computed in chunks
 )

@@ -34,10 +34,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trainer.models.architecture import NO_CAP, Traits, period
-from trainer.models.mesh import RESIDUAL_SEQ, Mesh, Rules, spec
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
+from trainer.models.mesh import RESIDUAL_SEQ_CHOICES, Mesh, Rules, partition_spec
+from trainer.models.param_tree import ParamLeaf
 from trainer.models.parameters import DECODER, ENCODER
-from trainer.models.tree import Leaf
 
 FLOAT32 = 4
 STATE_COPIES = 3  # a parameter and its two moments
@@ -46,14 +46,20 @@ LOGIT_COPIES = 3
 ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the derivative of a feed-forward part without a gate needs
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
 }  # fmt: skip
-NORMS = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}  # of a layer, by `Traits.residual`
+NORMS_PER_BLOCK = {
+    "pre": 2,
+    "post": 2,
+    "parallel": 2,
+    "parallel_one_norm": 1,
+    "sandwich": 4,
+}  # of a layer, by `Traits.residual`
 SAVES_ALL = ("none", "everything_saveable")
 SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
 SAVES_WEIGHT_DOTS = ("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MemoryInputs:
     """What the memory of a training step depends on.
 
     Attributes:
@@ -68,68 +74,68 @@ class Run:
         head_chunk: Tokens of a row whose logits exist at a time; -1 for all.
     """
 
-    traits: Traits
-    leaves: Mapping[str, Leaf]
+    arch_config: ArchConfig
+    leaves: Mapping[str, ParamLeaf]
     mesh: Mesh | None
     rules: Rules
-    sequences: int
-    length: int
+    micro_batch_size: int
+    seq_length: int
     source_length: int = 0
     itemsize: int = FLOAT32
-    remat: str = "none"
-    head_chunk: int = 512
+    remat_policy: str = "none"
+    head_chunk_size: int = 512
 
     @property
-    def experts(self) -> int:
+    def num_experts(self) -> int:
         """Experts of a layer; 0 without any."""
         return self._extent("experts")
 
     @property
-    def embed(self) -> int:
+    def embed_size(self) -> int:
         """The width of the residual stream, which is whole on each device."""
         return self._extent("embed")
 
-    def local(self, name: str) -> int:
+    def local_extent(self, dim: str) -> int:
         """Extent on one device of a logical dim of the parameters; 0 if the model lacks it."""
-        return self._extent(name) // self.parts(name)
+        return self._extent(dim) // self.num_shards(dim)
 
-    def parts(self, name: str) -> int:
+    def num_shards(self, dim: str) -> int:
         """Into how many parts the mesh splits a logical dim of activations."""
-        return self._parts(name, self._extent(name), self.rules)
+        return self._num_shards(dim, self._extent(dim), self.rules)
 
     @property
-    def local_sequences(self) -> int:
+    def local_batch_size(self) -> int:
         """Sequences of a micro-batch on one device."""
-        return self.sequences // (self.size("dp") * self.size("fsdp"))
+        return self.micro_batch_size // (self.axis_size("dp") * self.axis_size("fsdp"))
 
-    def residual_parts(self, length: int) -> int:
+    def num_residual_shards(self, length: int) -> int:
         """Into how many parts the residual stream is split along tokens."""
-        return self._parts("residual_seq", length, {"residual_seq": RESIDUAL_SEQ})
+        return self._num_shards("residual_seq", length, {"residual_seq": RESIDUAL_SEQ_CHOICES})
 
-    def size(self, axis: str) -> int:
+    def axis_size(self, axis: str) -> int:
         """Devices along a mesh axis."""
         return self.mesh.size(axis) if self.mesh else 1
 
-    def leaf_count(self, leaf: Leaf, gathered: bool = False) -> int:
+    def local_leaf_size(self, leaf: ParamLeaf, is_gathered: bool = False) -> int:
         """Elements of a parameter on one device; `gathered`: after the all-gather over fsdp."""
-        found = spec(leaf.dims, leaf.shape, self.mesh, self.rules) if self.mesh else None
-        axes = [axis for dim in found.axes for axis in dim] if found else []
-        return math.prod(leaf.shape) // math.prod(self.size(a) for a in axes if not (gathered and a == "fsdp"))
+        found = partition_spec(leaf.dims, leaf.shape, self.mesh, self.rules) if self.mesh else None
+        axes = [axis for dim in found.mesh_axes for axis in dim] if found else []
+        return math.prod(leaf.shape) // math.prod(self.axis_size(a) for a in axes if not (is_gathered and a == "fsdp"))
 
-    def extent_of(self, leaf: Leaf, name: str) -> int:
+    def leaf_extent(self, leaf: ParamLeaf, dim_name: str) -> int:
         """Extent of a logical dim of one parameter; 1 if the parameter lacks it."""
-        return math.prod(extent for dim, extent in zip(leaf.dims, leaf.shape) if dim and dim[0] == name)
+        return math.prod(extent for dim, extent in zip(leaf.dims, leaf.shape) if dim and dim[0] == dim_name)
 
-    def _extent(self, name: str) -> int:
-        extents = (self.extent_of(leaf, name) for leaf in self.leaves.values() if (name,) in [d[:1] for d in leaf.dims])
+    def _extent(self, dim: str) -> int:
+        extents = (self.leaf_extent(leaf, dim) for leaf in self.leaves.values() if (dim,) in [d[:1] for d in leaf.dims])
         return next(extents, 0)
 
-    def _parts(self, name: str, extent: int, rules: Rules) -> int:
-        return spec([(name,)], (extent,), self.mesh, rules).parts[0] if self.mesh and extent else 1
+    def _num_shards(self, dim: str, extent: int, rules: Rules) -> int:
+        return partition_spec([(dim,)], (extent,), self.mesh, rules).shards_per_dim[0] if self.mesh and extent else 1
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes that one device needs for a training step.
 
     Attributes:
@@ -164,132 +170,150 @@ class Estimate:
         return self.state + self.gradients + self.activations
 
 
-def estimate(run: Run) -> Estimate:
+def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate what a training step needs on one device, by the formula of this module."""
-    count = sum(run.leaf_count(leaf) for leaf in run.leaves.values())
-    stacks = list(_stacks(run))
-    return Estimate(
+    count = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    stacks = list(_layer_stacks(inputs))
+    return MemoryEstimate(
         parameters=FLOAT32 * count,
         moments=FLOAT32 * (STATE_COPIES - 1) * count,
         gradients=FLOAT32 * GRADIENT_COPIES * count,
-        saved=sum(len(stack.traits.windows) * stack.saved + stack.weights for stack in stacks),
-        layer=max(stack.work for stack in stacks),
-        head=_head(run),
-        scores=max(stack.scores for stack in stacks),
+        saved=sum(
+            len(stack.arch_config.sliding_windows) * stack.saved_nbytes + stack.weight_nbytes for stack in stacks
+        ),
+        layer=max(stack.working_set_nbytes for stack in stacks),
+        head=_lm_head_nbytes(inputs),
+        scores=max(stack.score_nbytes for stack in stacks),
     )
 
 
-def _head(run: Run) -> int:
-    chunk = run.length if run.head_chunk == -1 else min(run.head_chunk, run.length)
-    logits = run.local_sequences * chunk * run.local("vocab")
-    head = run.leaves.get("head.weight") or run.leaves["embed.tokens"]
-    return FLOAT32 * (LOGIT_COPIES * logits + run.leaf_count(head, gathered=True))
+def _lm_head_nbytes(inputs: MemoryInputs) -> int:
+    chunk = inputs.seq_length if inputs.head_chunk_size == -1 else min(inputs.head_chunk_size, inputs.seq_length)
+    logits = inputs.local_batch_size * chunk * inputs.local_extent("vocab")
+    head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
+    return FLOAT32 * (LOGIT_COPIES * logits + inputs.local_leaf_size(head, is_gathered=True))
 
 
-def _stacks(run: Run) -> Iterable[_Stack]:
+def _layer_stacks(inputs: MemoryInputs) -> Iterable[_LayerStack]:
     """The layers of a decoder, and those of the encoder before it."""
-    encoder = run.traits.encoder
-    keys = {"attn": run.length} | ({"cross": run.source_length} if encoder else {})
-    yield _Stack(run, run.traits, f"{DECODER}." if encoder else "", run.length, keys)
+    encoder = inputs.arch_config.encoder
+    keys = {"attn": inputs.seq_length} | ({"cross": inputs.source_length} if encoder else {})
+    yield _LayerStack(inputs, inputs.arch_config, f"{DECODER}." if encoder else "", inputs.seq_length, keys)
     if encoder:
-        length = run.source_length
-        yield _Stack(run, encoder, f"{ENCODER}.", length, {"attn": length})
+        length = inputs.source_length
+        yield _LayerStack(inputs, encoder, f"{ENCODER}.", length, {"attn": length})
 
 
 @dataclass(frozen=True, slots=True)
-class _Stack:
+class _LayerStack:
     """The layers of one half of a model, of `length` tokens; `keys`: tokens that each attention of a layer sees."""
 
-    run: Run
-    traits: Traits
+    inputs: MemoryInputs
+    arch_config: ArchConfig
     prefix: str
-    length: int
-    keys: Mapping[str, int]
+    seq_length: int
+    kv_lengths: Mapping[str, int]
 
     @property
-    def scores(self) -> int:
+    def score_nbytes(self) -> int:
         """The largest scores of a layer, float32."""
-        return FLOAT32 * max(map(self._score_count, self.keys.values()))
+        return FLOAT32 * max(map(self._score_size, self.kv_lengths.values()))
 
     @property
-    def weights(self) -> int:
+    def weight_nbytes(self) -> int:
         """The weights of all layers, as they are computed in."""
-        return self.run.itemsize * sum(map(self.run.leaf_count, self._layer_leaves()))
+        return self.inputs.itemsize * sum(map(self.inputs.local_leaf_size, self._layer_leaves()))
 
     @property
-    def saved(self) -> int:
+    def saved_nbytes(self) -> int:
         """What one layer keeps for its backward pass, by the policy; its weights apart."""
-        run, stream = self.run, self._stream()
-        if run.remat in SAVES_ALL:
-            return self._all()
-        kept = stream * run.itemsize // run.residual_parts(self.length)
-        if run.remat in SAVES_DOTS + SAVES_WEIGHT_DOTS:
-            experts = run.experts if self.traits.experts_per_token else 1
-            kept += run.itemsize * experts * (stream + self._hidden_count() * (1 + self.traits.gated))
-            kept += run.itemsize * stream * len(self.keys)
-            kept += run.itemsize * (self._queries() + self._keys_values()) * len(self.keys)
-        if run.remat in SAVES_DOTS:
+        run, stream = self.inputs, self._residual_size()
+        if run.remat_policy in SAVES_ALL:
+            return self._saved_without_remat_nbytes()
+        kept = stream * run.itemsize // run.num_residual_shards(self.seq_length)
+        if run.remat_policy in SAVES_DOTS + SAVES_WEIGHT_DOTS:
+            experts = run.num_experts if self.arch_config.experts_per_token else 1
+            kept += run.itemsize * experts * (stream + self._mlp_hidden_size() * (1 + self.arch_config.has_gated_mlp))
+            kept += run.itemsize * stream * len(self.kv_lengths)
+            kept += run.itemsize * (self._query_size() + self._kv_size()) * len(self.kv_lengths)
+        if run.remat_policy in SAVES_DOTS:
             kept += sum(
-                self._score_count(keys) * FLOAT32 + self._queries() * run.itemsize for keys in self.keys.values()
+                self._score_size(keys) * FLOAT32 + self._query_size() * run.itemsize
+                for keys in self.kv_lengths.values()
             )
         return kept
 
     @property
-    def work(self) -> int:
+    def working_set_nbytes(self) -> int:
         """The working set of a layer's backward pass."""
-        transient = self.scores * (1 if self.run.remat in SAVES_ALL else 2)
-        return period(self.traits.windows) * self._all() + self._expert() + transient + self._gathered()
+        transient = self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
+        return (
+            window_period(self.arch_config.sliding_windows) * self._saved_without_remat_nbytes()
+            + self._expert_nbytes()
+            + transient
+            + self._gathered_nbytes()
+        )
 
-    def _all(self) -> int:
+    def _saved_without_remat_nbytes(self) -> int:
         """What a layer saves without rematerialisation."""
-        run, stream = self.run, self._stream()
-        scores = sum(map(self._score_count, self.keys.values()))
-        per_score = FLOAT32 + run.itemsize + (FLOAT32 if self.traits.score_cap != NO_CAP else 0)
-        heads = 2 * run.itemsize * (self._queries() + self._keys_values() // 2) * len(self.keys)
-        norms = NORMS[self.traits.residual] + len(self.keys) - 1
-        split = norms * stream * (2 * FLOAT32 + run.itemsize) // run.residual_parts(self.length)
-        whole = (1 + len(self.keys)) * stream * run.itemsize
-        hidden = 0 if self.traits.experts_per_token else self._hidden()
+        run, stream = self.inputs, self._residual_size()
+        scores = sum(map(self._score_size, self.kv_lengths.values()))
+        per_score = FLOAT32 + run.itemsize + (FLOAT32 if self.arch_config.attn_logit_softcap != NO_SOFTCAP else 0)
+        heads = 2 * run.itemsize * (self._query_size() + self._kv_size() // 2) * len(self.kv_lengths)
+        norms = NORMS_PER_BLOCK[self.arch_config.block_type] + len(self.kv_lengths) - 1
+        split = norms * stream * (2 * FLOAT32 + run.itemsize) // run.num_residual_shards(self.seq_length)
+        whole = (1 + len(self.kv_lengths)) * stream * run.itemsize
+        hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes()
         return scores * per_score + heads + split + whole + hidden
 
-    def _expert(self) -> int:
+    def _expert_nbytes(self) -> int:
         """Hidden units of the one expert at work."""
-        return self._hidden() if self.traits.experts_per_token else 0
+        return self._mlp_nbytes() if self.arch_config.experts_per_token else 0
 
-    def _hidden(self) -> int:
-        arrays = ACTIVATION_ARRAYS[self.traits.activation] + 2 * self.traits.gated
-        return arrays * self.run.itemsize * self._hidden_count()
+    def _mlp_nbytes(self) -> int:
+        arrays = ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
+        return arrays * self.inputs.itemsize * self._mlp_hidden_size()
 
-    def _gathered(self) -> int:
+    def _gathered_nbytes(self) -> int:
         """Weights of a layer after the all-gather over fsdp, and their gradients before the reduction; of experts, of
         which one is at work at a time, one."""
-        run, layers = self.run, len(self.traits.windows)
-        if run.size("fsdp") == 1:
+        run, layers = self.inputs, len(self.arch_config.sliding_windows)
+        if run.axis_size("fsdp") == 1:
             return 0
         counts = (
-            run.leaf_count(leaf, gathered=True) // run.extent_of(leaf, "experts") for leaf in self._layer_leaves()
+            run.local_leaf_size(leaf, is_gathered=True) // run.leaf_extent(leaf, "experts")
+            for leaf in self._layer_leaves()
         )
         return (run.itemsize + FLOAT32) * sum(counts) // layers
 
-    def _layer_leaves(self) -> list[Leaf]:
+    def _layer_leaves(self) -> list[ParamLeaf]:
         above = f"{self.prefix}layers."
-        return [leaf for path, leaf in self.run.leaves.items() if path.startswith(above)]
+        return [leaf for path, leaf in self.inputs.leaves.items() if path.startswith(above)]
 
-    def _stream(self) -> int:
-        return self.run.local_sequences * self.length * self.run.embed
+    def _residual_size(self) -> int:
+        return self.inputs.local_batch_size * self.seq_length * self.inputs.embed_size
 
-    def _queries(self) -> int:
-        return self.run.local_sequences * self.length * self.run.local("heads") * self.run.local("head_dim")
+    def _query_size(self) -> int:
+        return (
+            self.inputs.local_batch_size
+            * self.seq_length
+            * self.inputs.local_extent("heads")
+            * self.inputs.local_extent("head_dim")
+        )
 
-    def _keys_values(self) -> int:
+    def _kv_size(self) -> int:
         """Keys and values together; each head's own where the mesh splits heads but not those of keys."""
-        run = self.run
-        heads = run.local("kv_heads") if run.parts("kv_heads") == run.parts("heads") else run.local("heads")
-        heads = heads or run.local("heads")
-        return 2 * run.local_sequences * self.length * heads * run.local("head_dim")
+        run = self.inputs
+        heads = (
+            run.local_extent("kv_heads")
+            if run.num_shards("kv_heads") == run.num_shards("heads")
+            else run.local_extent("heads")
+        )
+        heads = heads or run.local_extent("heads")
+        return 2 * run.local_batch_size * self.seq_length * heads * run.local_extent("head_dim")
 
-    def _hidden_count(self) -> int:
-        return self.run.local_sequences * self.length * self.run.local("mlp")
+    def _mlp_hidden_size(self) -> int:
+        return self.inputs.local_batch_size * self.seq_length * self.inputs.local_extent("mlp")
 
-    def _score_count(self, keys: int) -> int:
-        return self.run.local_sequences * self.run.local("heads") * self.length * keys
+    def _score_size(self, kv_length: int) -> int:
+        return self.inputs.local_batch_size * self.inputs.local_extent("heads") * self.seq_length * kv_length

@@ -8,6 +8,6 @@ from difflib import get_close_matches
 CUTOFF = 0.6
 
 
-def guess(text: str, candidates: Collection[str]) -> str | None:
+def suggest(text: str, candidates: Collection[str]) -> str | None:
     """The one candidate that was probably meant, None where nothing is near."""
     return next(iter(get_close_matches(text, candidates, n=1, cutoff=CUTOFF)), None)

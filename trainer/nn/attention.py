@@ -8,87 +8,93 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, nn
 
-from trainer.distributed.sharding import Shards
-from trainer.models.architecture import NO_CAP, Traits
-from trainer.nn.attention_mask import Cache, KeysValues, Seen
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig
+from trainer.nn.attention_mask import KV, AttentionMask, KVCache
 from trainer.nn.norms import norm
-from trainer.nn.rotary import rotate
+from trainer.nn.position_encoding import apply_rotary
 
-MASKED = -1e30  # finite: a difference of two of them is 0, not nan
+MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, not nan
 
 
 def attention(
     x: Array,
     weights: Mapping[str, Any],
-    traits: Traits,
-    seen: Seen,
-    shards: Shards,
-    cache: Cache | None = None,
-    memory: Array | KeysValues | None = None,
-) -> tuple[Array, Cache | None]:
+    arch_config: ArchConfig,
+    mask: AttentionMask,
+    sharding: ShardingContext,
+    kv_cache: KVCache | None = None,
+    encoder_states: Array | KV | None = None,
+) -> tuple[Array, KVCache | None]:
     """[B, T, D] -> [B, T, D], and the cache with what `x` adds to it.
 
     Keys and values are those of `x`; with a cache those of all its slots; with a memory its own, which is [B, S, D], or
     what `keys_values` makes of that. Queries and keys have a norm where there are weights for it.
     """
-    q = _turned(_heads(x, weights, "q", traits, shards), seen, traits)
-    if isinstance(memory, KeysValues):
-        met = memory
+    q = _rotate_heads(_project_heads(x, weights, "q", arch_config, sharding), mask, arch_config)
+    if isinstance(encoder_states, KV):
+        met = encoder_states
     else:
-        met = keys_values(x if memory is None else memory, weights, traits, seen, shards)
-    if cache is not None:
-        cache, met = cache.extended(met, shards)
-    mixed = _mix(q, _matched(q, met, shards), traits, seen)
-    mixed = shards.constrain(mixed, "batch", "seq", "heads", "head_dim")
+        met = project_kv(x if encoder_states is None else encoder_states, weights, arch_config, mask, sharding)
+    if kv_cache is not None:
+        kv_cache, met = kv_cache.append(met, sharding)
+    mixed = _dot_product_attention(q, _repeat_kv(q, met, sharding), arch_config, mask)
+    mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
     out = weights["o"]
-    return _with_bias(jnp.einsum("bthe,dhe->btd", mixed, out["weight"]), out), cache
+    return _add_bias(jnp.einsum("bthe,dhe->btd", mixed, out["weight"]), out), kv_cache
 
 
-def keys_values(x: Array, weights: Mapping[str, Any], traits: Traits, seen: Seen, shards: Shards) -> KeysValues:
+def project_kv(
+    x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, mask: AttentionMask, sharding: ShardingContext
+) -> KV:
     """What [B, S, D] is to queries."""
-    keys = _turned(_heads(x, weights, "k", traits, shards), seen, traits)
-    return KeysValues(keys, _heads(x, weights, "v", traits, shards))
+    keys = _rotate_heads(_project_heads(x, weights, "k", arch_config, sharding), mask, arch_config)
+    return KV(keys, _project_heads(x, weights, "v", arch_config, sharding))
 
 
-def _heads(x: Array, weights: Mapping[str, Any], name: str, traits: Traits, shards: Shards) -> Array:
+def _project_heads(
+    x: Array, weights: Mapping[str, Any], name: str, arch_config: ArchConfig, sharding: ShardingContext
+) -> Array:
     """[B, T, D] -> [B, T, H, E]: queries, keys or values, normed where there is a norm for them."""
     own = weights[name]
-    heads = _with_bias(jnp.einsum("btd,hed->bthe", x, own["weight"]), own)
-    heads = shards.constrain(heads, "batch", "seq", "heads" if name == "q" else "kv_heads", "head_dim")
-    return norm(heads, weights[f"{name}_norm"], traits) if f"{name}_norm" in weights else heads
+    heads = _add_bias(jnp.einsum("btd,hed->bthe", x, own["weight"]), own)
+    heads = sharding.constrain(heads, "batch", "seq", "heads" if name == "q" else "kv_heads", "head_dim")
+    return norm(heads, weights[f"{name}_norm"], arch_config) if f"{name}_norm" in weights else heads
 
 
-def _turned(heads: Array, seen: Seen, traits: Traits) -> Array:
-    return heads if seen.turns is None else rotate(heads, *seen.turns, traits.rotary_pairs == "neighbours")
+def _rotate_heads(heads: Array, mask: AttentionMask, arch_config: ArchConfig) -> Array:
+    return (
+        heads if mask.cos_sin is None else apply_rotary(heads, *mask.cos_sin, arch_config.rotary_pairs == "neighbours")
+    )
 
 
-def _with_bias(x: Array, weights: Mapping[str, Array]) -> Array:
+def _add_bias(x: Array, weights: Mapping[str, Array]) -> Array:
     return x + weights["bias"] if "bias" in weights else x
 
 
-def _matched(q: Array, met: KeysValues, shards: Shards) -> KeysValues:
+def _repeat_kv(q: Array, kv: KV, sharding: ShardingContext) -> KV:
     """Keys and values for each head of q where a mesh splits those, but is too wide for the grouped ones: each device
     then works on its own heads alone."""
-    heads, groups = q.shape[2], met.keys.shape[2]
-    if shards.parts("heads", heads) == shards.parts("kv_heads", groups):
-        return met
-    wide = (jnp.repeat(each, heads // groups, axis=2) for each in met)
-    return KeysValues(*(shards.constrain(each, "batch", "seq", "heads", "head_dim") for each in wide))
+    heads, groups = q.shape[2], kv.keys.shape[2]
+    if sharding.num_shards("heads", heads) == sharding.num_shards("kv_heads", groups):
+        return kv
+    wide = (jnp.repeat(each, heads // groups, axis=2) for each in kv)
+    return KV(*(sharding.constrain(each, "batch", "seq", "heads", "head_dim") for each in wide))
 
 
-def _mix(q: Array, met: KeysValues, traits: Traits, seen: Seen) -> Array:
+def _dot_product_attention(q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask) -> Array:
     """[B, T, H, E]: of each query head the values of its group's head, weighted by softmax."""
     b, t, heads, dim = q.shape
-    k, v = met
+    k, v = kv
     groups = q.reshape(b, t, k.shape[2], heads // k.shape[2], dim)
-    scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) * traits.score_scale
-    if seen.score_factor is not None:
-        scores = scores * seen.score_factor
-    if traits.score_cap != NO_CAP:
-        scores = traits.score_cap * jnp.tanh(scores / traits.score_cap)
-    if seen.bias is not None:
-        scores = scores + seen.bias.reshape(-1, *scores.shape[1:])
-    if (visible := seen.visible()) is not None:
-        scores = jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED)
+    scores = jnp.einsum("btkge,bske->bkgts", groups, k, preferred_element_type=jnp.float32) * arch_config.attn_scale
+    if mask.layer_score_scale is not None:
+        scores = scores * mask.layer_score_scale
+    if arch_config.attn_logit_softcap != NO_SOFTCAP:
+        scores = arch_config.attn_logit_softcap * jnp.tanh(scores / arch_config.attn_logit_softcap)
+    if mask.bias is not None:
+        scores = scores + mask.bias.reshape(-1, *scores.shape[1:])
+    if (visible := mask.materialize()) is not None:
+        scores = jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED_SCORE)
     shares = nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bske->btkge", shares, v).reshape(b, t, heads, dim)

@@ -8,20 +8,20 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.distributed.sharding import Shards
-from trainer.models.architecture import ALL_BEFORE
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import FULL_ATTENTION
 
-Turns = tuple[Array, Array]  # cosine and sine of rotary positions: [T, dim / 2], or [B, T, dim / 2]
+CosSin = tuple[Array, Array]  # cosine and sine of rotary positions: [T, dim / 2], or [B, T, dim / 2]
 
 
-class KeysValues(NamedTuple):
+class KV(NamedTuple):
     """What queries meet, [B, S, kv_heads, head_dim] each: keys as they are compared, normed and turned."""
 
     keys: Array
     values: Array
 
 
-class Cache(NamedTuple):
+class KVCache(NamedTuple):
     """Keys and values of a stack of layers, [layers, B, S, kv_heads, head_dim] each; slots from `filled` on are free.
 
     Layers come in turn: `layer` is the next one. Both are int32 [], so that one compiled step serves all.
@@ -29,55 +29,55 @@ class Cache(NamedTuple):
 
     keys: Array
     values: Array
-    filled: Array
+    length: Array
     layer: Array
 
-    def extended(self, new: KeysValues, shards: Shards) -> tuple[Cache, KeysValues]:
+    def append(self, new: KV, sharding: ShardingContext) -> tuple[KVCache, KV]:
         """With T more keys and values of the layer in the slots from `filled` on, and all S of that layer."""
-        at = (self.layer, 0, self.filled, 0, 0)
+        at = (self.layer, 0, self.length, 0, 0)
         stacks = (
-            shards.constrain(lax.dynamic_update_slice(stack, more[None], at), *STACK)
+            sharding.constrain(lax.dynamic_update_slice(stack, more[None], at), *KV_CACHE_DIMS)
             for stack, more in ((self.keys, new.keys), (self.values, new.values))
         )
         keys, values = stacks
-        own = KeysValues(_at(keys, self.layer), _at(values, self.layer))
+        own = KV(_take_layer(keys, self.layer), _take_layer(values, self.layer))
         return self._replace(keys=keys, values=values, layer=self.layer + 1), own
 
-    def after(self, count: int) -> Cache:
+    def advance(self, count: int) -> KVCache:
         """For what comes after `count` tokens that all layers have seen."""
-        return self._replace(filled=self.filled + count, layer=jnp.zeros_like(self.layer))
+        return self._replace(length=self.length + count, layer=jnp.zeros_like(self.layer))
 
 
-STACK = ("layers", "batch", "seq", "kv_heads", "head_dim")
+KV_CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
-def _at(stack: Array, layer: Array) -> Array:
+def _take_layer(stack: Array, layer: Array) -> Array:
     return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 
-def empty(shape: tuple[int, ...], dtype: str, shards: Shards) -> Cache:
+def empty_kv_cache(shape: tuple[int, ...], dtype: str, sharding: ShardingContext) -> KVCache:
     """A cache of this shape, [layers, B, S, kv_heads, head_dim], with nothing in it."""
-    stacks = [shards.constrain(jnp.zeros(shape, dtype), *STACK) for _ in range(2)]
-    return Cache(stacks[0], stacks[1], jnp.int32(0), jnp.int32(0))
+    stacks = [sharding.constrain(jnp.zeros(shape, dtype), *KV_CACHE_DIMS) for _ in range(2)]
+    return KVCache(stacks[0], stacks[1], jnp.int32(0), jnp.int32(0))
 
 
-class Memory(NamedTuple):
+class EncoderOutput(NamedTuple):
     """What an encoder made of a source: [B, S, D], and of bool [B, S] false for padding, which no query sees.
 
     Beside a cache, what all layers make of it: [layers, B, S, kv_heads, head_dim] each.
     """
 
-    states: Array | KeysValues
-    present: Array | None = None
+    states: Array | KV
+    source_mask: Array | None = None
 
-    def of(self, layer: Array) -> Memory:
+    def for_layer(self, layer: Array) -> EncoderOutput:
         """What a layer makes of it."""
-        assert isinstance(self.states, KeysValues)
-        return self._replace(states=KeysValues(*(_at(stack, layer) for stack in self.states)))
+        assert isinstance(self.states, KV)
+        return self._replace(states=KV(*(_take_layer(stack, layer) for stack in self.states)))
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AttentionMask:
     """Which keys a layer's queries see.
 
     queries, keys: positions, int32 [T] and [S], or [B, T] and [B, S] where rows differ; a query sees keys up to its own
@@ -88,26 +88,26 @@ class Seen:
     score_factor: float32 [], by which scores are multiplied besides the scale that all layers have.
     """
 
-    queries: Array | None = None
-    keys: Array | None = None
-    present: Array | None = None
+    q_positions: Array | None = None
+    kv_positions: Array | None = None
+    kv_valid: Array | None = None
     bias: Array | None = None
-    turns: Turns | None = None
-    score_factor: Array | None = None
-    window: int = ALL_BEFORE
+    cos_sin: CosSin | None = None
+    layer_score_scale: Array | None = None
+    window: int = FULL_ATTENTION
 
-    def visible(self) -> Array | None:
+    def materialize(self) -> Array | None:
         """Bool [T, S] or [B, T, S]: whether a query sees a key; None: each sees all."""
-        present = None if self.present is None else self.present[:, None, :]
-        if self.queries is None or self.keys is None:
+        present = None if self.kv_valid is None else self.kv_valid[:, None, :]
+        if self.q_positions is None or self.kv_positions is None:
             return present
-        distance = self.queries[..., :, None] - self.keys[..., None, :]
+        distance = self.q_positions[..., :, None] - self.kv_positions[..., None, :]
         seen = distance >= 0
-        seen = seen if self.window == ALL_BEFORE else seen & (distance < self.window)
+        seen = seen if self.window == FULL_ATTENTION else seen & (distance < self.window)
         return seen if present is None else seen & present
 
 
-def causal(length: int) -> Seen:
+def causal_mask(length: int) -> AttentionMask:
     """Whole sequences: each token sees itself and those before."""
     positions = jnp.arange(length)
-    return Seen(positions, positions)
+    return AttentionMask(positions, positions)

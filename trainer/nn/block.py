@@ -7,63 +7,63 @@ from typing import Any
 
 from jax import Array
 
-from trainer.distributed.sharding import Shards
-from trainer.models.architecture import Traits
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import ArchConfig
 from trainer.nn.attention import attention
-from trainer.nn.attention_mask import Cache, Memory, Seen
-from trainer.nn.mlp import feed_forward
-from trainer.nn.moe import mixture
+from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache
+from trainer.nn.mlp import mlp
+from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm
 
 
 def block(
     x: Array,
     weights: Mapping[str, Any],
-    traits: Traits,
-    seen: Seen,
-    shards: Shards,
-    cache: Cache | None = None,
-    memory: Memory | None = None,
-) -> tuple[Array, Cache | None]:
+    arch_config: ArchConfig,
+    mask: AttentionMask,
+    sharding: ShardingContext,
+    kv_cache: KVCache | None = None,
+    encoder_output: EncoderOutput | None = None,
+) -> tuple[Array, KVCache | None]:
     """[B, T, D] -> [B, T, D], and the cache with the keys and values of these tokens; they look at the memory too."""
 
-    def attend(x: Array) -> tuple[Array, Cache | None]:
-        whole = shards.constrain(x, "batch", "seq", "embed")
-        return attention(whole, weights["attn"], traits, seen, shards, cache)
+    def attend(x: Array) -> tuple[Array, KVCache | None]:
+        whole = sharding.constrain(x, "batch", "seq", "embed")
+        return attention(whole, weights["attn"], arch_config, mask, sharding, kv_cache)
 
-    def look(x: Array, memory: Memory) -> Array:
-        whole, all_of_it = shards.constrain(x, "batch", "seq", "embed"), Seen(present=memory.present)
-        return attention(whole, weights["cross"], traits, all_of_it, shards, memory=memory.states)[0]
+    def look(x: Array, memory: EncoderOutput) -> Array:
+        whole, all_of_it = sharding.constrain(x, "batch", "seq", "embed"), AttentionMask(kv_valid=memory.source_mask)
+        return attention(whole, weights["cross"], arch_config, all_of_it, sharding, encoder_states=memory.states)[0]
 
     def feed(x: Array) -> Array:
-        whole = shards.constrain(x, "batch", "seq", "embed")
-        part = mixture if traits.experts_per_token else feed_forward
-        return part(whole, weights["mlp"], traits, shards)
+        whole = sharding.constrain(x, "batch", "seq", "embed")
+        part = moe_mlp if arch_config.experts_per_token else mlp
+        return part(whole, weights["mlp"], arch_config, sharding)
 
     def normed(name: str, x: Array) -> Array:
-        return norm(x, weights.get(name, {}), traits)
+        return norm(x, weights.get(name, {}), arch_config)
 
-    taken = x if traits.residual == "post" else normed("attn_norm", x)
-    attended, cache = attend(taken)
-    match traits.residual:
+    taken = x if arch_config.block_type == "post" else normed("attn_norm", x)
+    attended, kv_cache = attend(taken)
+    match arch_config.block_type:
         case "pre":
-            x = split(x + attended, shards)
-            if memory is not None:
-                x = split(x + look(normed("cross_norm", x), memory), shards)
+            x = shard_residual(x + attended, sharding)
+            if encoder_output is not None:
+                x = shard_residual(x + look(normed("cross_norm", x), encoder_output), sharding)
             x = x + feed(normed("mlp_norm", x))
         case "post":
-            x = split(normed("attn_norm", x + attended), shards)
+            x = shard_residual(normed("attn_norm", x + attended), sharding)
             x = normed("mlp_norm", x + feed(x))
         case "parallel":
             x = x + attended + feed(normed("mlp_norm", x))
         case "parallel_one_norm":
             x = x + attended + feed(taken)
         case "sandwich":
-            x = split(x + normed("attn_post_norm", attended), shards)
+            x = shard_residual(x + normed("attn_post_norm", attended), sharding)
             x = x + normed("mlp_post_norm", feed(normed("mlp_norm", x)))
-    return split(x, shards), cache
+    return shard_residual(x, sharding), kv_cache
 
 
-def split(x: Array, shards: Shards) -> Array:
+def shard_residual(x: Array, sharding: ShardingContext) -> Array:
     """The residual stream between blocks, told how to lie on the mesh."""
-    return shards.constrain(x, "batch", "residual_seq", "embed")
+    return sharding.constrain(x, "batch", "residual_seq", "embed")

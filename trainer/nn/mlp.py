@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, nn
 
-from trainer.distributed.sharding import Shards
-from trainer.models.architecture import Traits
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import ArchConfig
 
 _TANH_GELU = partial(nn.gelu, approximate=True)
-FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": partial(nn.gelu, approximate=False),
     "gelu_new": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU,
@@ -25,12 +25,12 @@ FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 }
 
 
-def feed_forward(x: Array, weights: Mapping[str, Any], traits: Traits, shards: Shards) -> Array:
+def mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
     """[B, T, D] -> [B, T, D]: up, activation (of the gate, where there is one), down."""
-    activate = FUNCTIONS[traits.activation]
+    activate = ACTIVATION_FUNCTIONS[arch_config.activation]
     up = _linear(x, weights["up"])
-    inner = activate(_linear(x, weights["gate"])) * up if traits.gated else activate(up)
-    return _linear(shards.constrain(inner, "batch", "seq", "mlp"), weights["down"])
+    inner = activate(_linear(x, weights["gate"])) * up if arch_config.has_gated_mlp else activate(up)
+    return _linear(sharding.constrain(inner, "batch", "seq", "mlp"), weights["down"])
 
 
 def _linear(x: Array, weights: Mapping[str, Array]) -> Array:

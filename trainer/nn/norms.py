@@ -7,18 +7,22 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.architecture import Traits
+from trainer.models.architecture import ArchConfig
 
 
-def norm(x: Array, weights: Mapping[str, Array], traits: Traits) -> Array:
+def norm(x: Array, weights: Mapping[str, Array], arch_config: ArchConfig) -> Array:
     """[..., D] -> [..., D] by the family's norm, in the dtype of `x`; a layer norm may lack its weights."""
-    match traits.norm:
+    match arch_config.norm:
         case "layer":
-            return _layer_norm(x, weights.get("scale", 1.0), weights.get("bias", 0.0), traits.norm_eps)
+            return _layer_norm(x, weights.get("scale", 1.0), weights.get("bias", 0.0), arch_config.norm_eps)
         case "rms":
-            return _unit(x, traits.norm_eps).astype(x.dtype) * weights["scale"]  # LLaMA's: rounded before it is scaled
+            return (
+                _rms_normalize(x, arch_config.norm_eps).astype(x.dtype) * weights["scale"]
+            )  # LLaMA's: rounded before it is scaled
         case "rms_offset":
-            return (_unit(x, traits.norm_eps) * (1.0 + weights["scale"].astype(jnp.float32))).astype(x.dtype)
+            return (_rms_normalize(x, arch_config.norm_eps) * (1.0 + weights["scale"].astype(jnp.float32))).astype(
+                x.dtype
+            )
 
 
 def _layer_norm(x: Array, scale: Array | float, bias: Array | float, eps: float) -> Array:
@@ -29,7 +33,7 @@ def _layer_norm(x: Array, scale: Array | float, bias: Array | float, eps: float)
     return (unit * scale + bias).astype(x.dtype)
 
 
-def _unit(x: Array, eps: float) -> Array:
+def _rms_normalize(x: Array, eps: float) -> Array:
     """Of root mean square 1, in float32."""
     wide = x.astype(jnp.float32)
     return wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from trainer.recipe.batching import BatchShape, Schedule, batch_shape, schedule_of
-from trainer.recipe.loading import Loaded, load
+from trainer.recipe.loading import LoadedRecipe, load_recipe
+from trainer.recipe.resolve import BatchShape, WarmupDecay, batch_shape, warmup_decay
+from trainer.recipe.serialize import recipe_to_toml
 from trainer.recipe.tables import Recipe, schema
-from trainer.recipe.unknown import option_hint
-from trainer.recipe.writing import recipe_text
+from trainer.recipe.unknown_keys import option_hint
 
 __all__ = [
     "BatchShape",
-    "Loaded",
+    "LoadedRecipe",
     "Recipe",
-    "Schedule",
+    "WarmupDecay",
     "batch_shape",
-    "load",
+    "load_recipe",
     "option_hint",
-    "recipe_text",
-    "schedule_of",
+    "recipe_to_toml",
     "schema",
+    "warmup_decay",
 ]

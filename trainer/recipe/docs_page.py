@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.recipe.spelling import spelled, takes
-from trainer.recipe.synonyms import NAMES
-from trainer.recipe.tables import KEYS, schema
+from trainer.recipe.formatting import describe_type, to_toml
+from trainer.recipe.synonyms import SYNONYMS
+from trainer.recipe.tables import KEY_SCHEMAS, schema
 
 INTRO = """\
 # Recipes
@@ -52,33 +52,33 @@ An unknown key or option that another trainer has is answered with the key here,
 """
 
 
-def page() -> str:
+def render_page() -> str:
     """The page as Markdown."""
     whole = schema()
     tables = whole["$defs"]
     parts = [INTRO]
     above = None
-    for key in KEYS:
+    for key in KEY_SCHEMAS:
         table, _, name = key.rpartition(".")
         if table != above:
             title = f"`[{table}]`" if table else "Above the first table"
             meaning = (tables[table.title()] if table else whole)["description"]
             parts.append(f"\n## {title}\n\n{meaning}\n\n| key | takes | default | meaning |\n|---|---|---|---|\n")
             above = table
-        parts.append(_row(key, name))
-    return "".join([*parts, OUTRO, *map(_names, NAMES.items())])
+        parts.append(_key_row(key, name))
+    return "".join([*parts, OUTRO, *map(_synonym_row, SYNONYMS.items())])
 
 
-def _names(entry: tuple[str, tuple[str, ...]]) -> str:
+def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
     key, names = entry
     return f"| `{key}` | {', '.join(f'`{name}`' for name in names)} |\n"
 
 
-def _row(key: str, name: str) -> str:
-    part = KEYS[key]
-    default = part.get("absent") or (f"`{spelled(part['default'])}`" if "default" in part else "must be given")
-    return f"| {' | '.join((f'`{name}`', takes(part), default, part['description']))} |\n"
+def _key_row(key: str, name: str) -> str:
+    part = KEY_SCHEMAS[key]
+    default = part.get("absent") or (f"`{to_toml(part['default'])}`" if "default" in part else "must be given")
+    return f"| {' | '.join((f'`{name}`', describe_type(part), default, part['description']))} |\n"
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(render_page(), end="")

@@ -6,22 +6,22 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Key = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
-def key_lines(text: str) -> dict[Key, int]:
+def key_line_numbers(text: str) -> dict[KeyPath, int]:
     """The line, from 1, on which each key and each table of a TOML document first stands.
 
     What is inside a value of several lines stands where the value begins. The document must be whole, with `\\n` only.
     """
-    lines: dict[Key, int] = {}
-    table: Key = ()
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
     for number, statement, found in _statements(text):
         if statement.lstrip().startswith("["):
-            table = max(_keys(found), key=len)
+            table = max(_key_paths(found), key=len)
             lines.setdefault(table, number)
         else:
-            for key in _keys(found):
+            for key in _key_paths(found):
                 lines.setdefault(table + key, number)
     return lines
 
@@ -40,8 +40,8 @@ def _statements(text: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         waiting = []
 
 
-def _keys(tree: Mapping[str, Any], above: Key = ()) -> Iterator[Key]:
+def _key_paths(tree: Mapping[str, Any], parent: KeyPath = ()) -> Iterator[KeyPath]:
     for name, value in tree.items():
-        yield (*above, name)
+        yield (*parent, name)
         if isinstance(value, dict):
-            yield from _keys(value, (*above, name))
+            yield from _key_paths(value, (*parent, name))

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.models.errors import PrepError, usage
-from trainer.recipe.faults import Fault
-from trainer.recipe.line_numbers import Key, key_lines
-from trainer.recipe.spelling import near, options, shown
-from trainer.recipe.tables import KEYS, TABLES
-from trainer.recipe.unknown import hint_for, set_option
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.diagnostics import Diagnostic
+from trainer.recipe.formatting import alternatives, format_value, suggest
+from trainer.recipe.line_numbers import KeyPath, key_line_numbers
+from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
+from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
 
-NOT_IN_TOML = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")  # the last are bytes of a command line, not UTF-8
+INVALID_VALUE_CHARS = re.compile(
+    r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]"
+)  # the last are bytes of a command line, not UTF-8
 
-SYNTAX: Mapping[str, str] = {  # how tomllib's messages begin
+SYNTAX_MESSAGES: Mapping[str, str] = {  # how tomllib's messages begin
     "Cannot overwrite": "the key is there twice",
     "Cannot declare": "the table is there twice",
     "Cannot mutate": "the table or list was complete above",
@@ -40,7 +42,7 @@ SYNTAX: Mapping[str, str] = {  # how tomllib's messages begin
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RawRecipe:
     """A recipe as it was given: the file's `text`, and `tables` of raw values in which those of `sets` stand.
 
     `sets`: dotted keys that `--set` gave; `lines`: where keys and tables stand. No key is known to be right.
@@ -49,8 +51,8 @@ class Given:
     path: Path
     text: str
     tables: Mapping[str, Any]
-    sets: frozenset[str] = frozenset()
-    lines: Mapping[Key, int] = field(default_factory=dict)
+    overridden_keys: frozenset[str] = frozenset()
+    line_numbers: Mapping[KeyPath, int] = field(default_factory=dict)
 
     def has(self, key: str) -> bool:
         """Whether the file or `--set` gives a key or a table."""
@@ -63,58 +65,58 @@ class Given:
         table, _, name = key.partition(".")
         return self.tables[table][name] if name else self.tables[table]
 
-    def copied(self) -> dict[str, Any]:
+    def copy_tables(self) -> dict[str, Any]:
         """The tables, to be changed."""
         return {name: dict(value) if isinstance(value, dict) else value for name, value in self.tables.items()}
 
-    def line(self, key: str) -> int:
+    def line_number(self, key: str) -> int:
         """The line on which a key stands, or else its table; 0 for a key of `--set`, and where the file has neither."""
         whole = tuple(key.split("."))
-        return 0 if key in self.sets else self.lines.get(whole) or self.lines.get(whole[:1], 0)
+        return 0 if key in self.overridden_keys else self.line_numbers.get(whole) or self.line_numbers.get(whole[:1], 0)
 
-    def fault(self, key: str, what: str, why: str = "", hint: str = "") -> Fault:
+    def diagnostic(self, key: str, what: str, why: str = "", hint: str = "") -> Diagnostic:
         """The fault of a key, with the place where the key stands: `--set`, file:line, or the file."""
-        line = self.line(key)
-        place = "--set" if key in self.sets else f"{self.path}:{line}" if line else f"{self.path}"
-        return Fault(place, what, why, hint, line)
+        line = self.line_number(key)
+        place = "--set" if key in self.overridden_keys else f"{self.path}:{line}" if line else f"{self.path}"
+        return Diagnostic(place, what, why, hint, line)
 
-    def hint(self, key: str, value: str) -> str:
+    def set_hint(self, key: str, value: str) -> str:
         """How to give a key another value, where it was given."""
-        return set_option(key, value) if key in self.sets else f"`{key.rpartition('.')[2]} = {value}`"
+        return set_option_text(key, value) if key in self.overridden_keys else f"`{key.rpartition('.')[2]} = {value}`"
 
 
-def read(path: Path) -> Given:
+def read_recipe(path: Path) -> RawRecipe:
     """What a file gives. PrepError where it is not there, no file, not UTF-8 or not TOML."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        meant = near(path.name, sorted(each.name for each in path.parent.glob("*.toml")))
+        meant = suggest(path.name, sorted(each.name for each in path.parent.glob("*.toml")))
         hint = f"did you mean `{path.parent / meant}`?" if meant else ""
-        raise usage(f"{path} does not exist", "a recipe is a TOML file", hint) from None
+        raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
-        raise usage(f"{path} is a folder", "a recipe is a TOML file", _recipes_in(path)) from None
+        raise usage_error(f"{path} is a folder", "a recipe is a TOML file", _recipes_hint(path)) from None
     except OSError as error:
         raise PrepError(f"{path} cannot be read", error.strerror or str(error)) from None
-    text = _text(data, path)
-    tables = _tables(text, path)
-    return Given(path, text, tables, lines=key_lines(text))
+    text = _decode(data, path)
+    tables = _parse_toml(text, path)
+    return RawRecipe(path, text, tables, line_numbers=key_line_numbers(text))
 
 
-def _recipes_in(folder: Path) -> str:
+def _recipes_hint(folder: Path) -> str:
     found = sorted(folder.glob("*.toml"))[:5]
     return f"there: {', '.join(map(str, found))}" if found else ""
 
 
-def _text(data: bytes, path: Path) -> str:
+def _decode(data: bytes, path: Path) -> str:
     try:
         return data.decode().removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         why = f"byte {error.start} of the file is 0x{error.object[error.start]:02x}"
-        raise usage(f"{path}:{line}: not UTF-8", why, "save the file as UTF-8") from None
+        raise usage_error(f"{path}:{line}: not UTF-8", why, "save the file as UTF-8") from None
 
 
-def _tables(text: str, path: Path) -> dict[str, Any]:
+def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -122,27 +124,31 @@ def _tables(text: str, path: Path) -> dict[str, Any]:
         line, column = re.findall(r"\d+", at) or (text.count("\n") + 1, None)
         hint = 'text stands in quotes: `mesh = "1,1,8"`' if why == "Invalid value" else ""
         column_text = f" (column {column})" if column else ""
-        raise usage(f"{path}:{line}: not TOML", f"{_syntax(why)}{column_text}", hint) from None
+        raise usage_error(f"{path}:{line}: not TOML", f"{_syntax_message(why)}{column_text}", hint) from None
     except (RecursionError, ValueError):
-        raise usage(f"{path}: not a recipe", "lists are nested too deeply, or a number has too many digits") from None
+        raise usage_error(
+            f"{path}: not a recipe", "lists are nested too deeply, or a number has too many digits"
+        ) from None
 
 
-def _syntax(why: str) -> str:
+def _syntax_message(why: str) -> str:
     """What tomllib says of a document, in plain words; the general fault where it says something else."""
-    return next((text for start, text in SYNTAX.items() if why.startswith(start)), "the line cannot be read as TOML")
+    return next(
+        (text for start, text in SYNTAX_MESSAGES.items() if why.startswith(start)), "the line cannot be read as TOML"
+    )
 
 
-def with_sets(given: Given, sets: Sequence[str]) -> tuple[Given, list[Fault]]:
+def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Diagnostic]]:
     """What is given with `a.b=v` texts in place of the file's values, the last one of a key; and the texts' faults.
 
     v is TOML; where it is not, or where the key takes text and v is none, it is text as it stands.
     """
-    tables = given.copied()
+    tables = raw.copy_tables()
     keys: set[str] = set()
-    faults: list[Fault] = []
-    for text in sets:
-        setting = _setting(text)
-        if isinstance(setting, Fault):
+    faults: list[Diagnostic] = []
+    for text in overrides:
+        setting = _parse_override(text)
+        if isinstance(setting, Diagnostic):
             faults.append(setting)
             continue
         key, value = setting
@@ -151,24 +157,26 @@ def with_sets(given: Given, sets: Sequence[str]) -> tuple[Given, list[Fault]]:
         if isinstance(values, dict):  # else the file is wrong, and validation says so
             values[name] = value
         keys.add(key)
-    return replace(given, tables=tables, sets=frozenset(keys)), faults
+    return replace(raw, tables=tables, overridden_keys=frozenset(keys)), faults
 
 
-def _setting(text: str) -> tuple[str, Any] | Fault:
+def _parse_override(text: str) -> tuple[str, Any] | Diagnostic:
     key, equals, right = (part.strip(" \t") for part in text.partition("="))
-    option = f"--set {shown(text)[1:-1]}"
+    option = f"--set {format_value(text)[1:-1]}"
     if not equals:
-        return Fault(option, "no value", "it takes KEY=VALUE", "`--set optimizer.lr=1e-4`")
-    if key in TABLES:
-        return Fault(option, "a whole table", "it sets one key", f"`--set {key}.KEY=VALUE`")
-    if key not in KEYS:
-        return Fault("--set", f"unknown key `{key}`", hint=hint_for(key, _value(right, ()), is_set=True))
-    if NOT_IN_TOML.search(right):
-        return Fault(option, "not one line of text", "a value is what a line of a recipe can hold")
-    return key, _value(right, {option["type"] for option in options(KEYS[key])})
+        return Diagnostic(option, "no value", "it takes KEY=VALUE", "`--set optimizer.lr=1e-4`")
+    if key in TABLE_NAMES:
+        return Diagnostic(option, "a whole table", "it sets one key", f"`--set {key}.KEY=VALUE`")
+    if key not in KEY_SCHEMAS:
+        return Diagnostic(
+            "--set", f"unknown key `{key}`", hint=unknown_key_hint(key, _parse_value(right, ()), is_override=True)
+        )
+    if INVALID_VALUE_CHARS.search(right):
+        return Diagnostic(option, "not one line of text", "a value is what a line of a recipe can hold")
+    return key, _parse_value(right, {option["type"] for option in alternatives(KEY_SCHEMAS[key])})
 
 
-def _value(text: str, types: Collection[str]) -> Any:
+def _parse_value(text: str, types: Collection[str]) -> Any:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from typing import Any
 
 # By our key: names of the same setting in Hugging Face's Trainer and example scripts, EasyLM, redco, torchtitan,
 # MaxText, Levanter and nanoGPT. A dotted name holds for that table alone.
-NAMES: Mapping[str, tuple[str, ...]] = {
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "name": ("run_name", "experiment_name", "exp_name", "job_name", "project_name"),
     "seed": ("jax_seed", "data_seed", "random_seed", "rng_seed", "train_seed"),
     "mesh": (
@@ -114,7 +114,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 # Settings that no recipe key replaces, and what to do instead
-INSTEAD: Mapping[str, str] = {
+ADVICE: Mapping[str, str] = {
     **dict.fromkeys(
         ("resume", "resume_from_checkpoint", "auto_resume", "resume_from", "resume_step", "continue_training"),
         "a run resumes by itself: run the same command again",
@@ -141,39 +141,39 @@ INSTEAD: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def _model_parallel(degree: Any) -> str:
+def _mesh_with_mp(degree: Any) -> str:
     return f"-1,1,{degree}"
 
 
 # How a value of another trainer is written here, where the same value would not do
-VALUES: Mapping[str, Callable[[Any], Any]] = {
+VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda on: "bfloat16" if on else "float32"),
     **dict.fromkeys(
         ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "remat"),
         lambda on: "nothing_saveable" if on else "none",
     ),
-    **dict.fromkeys(("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size"), _model_parallel),
+    **dict.fromkeys(("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size"), _mesh_with_mp),
     **dict.fromkeys(("save_only_model", "last_save_model_only"), lambda on: not on),
     "validation_split_percentage": lambda percent: percent / 100,
 }
 
-_KEY_OF = {name: key for key, names in NAMES.items() for name in names}
+_KEY_BY_SYNONYM = {name: key for key, names in SYNONYMS.items() for name in names}
 
 
-def key_of(name: str) -> str:
+def key_for_synonym(name: str) -> str:
     """Return the recipe key for a setting of another trainer, as it is or below any table; empty if unknown."""
     name = name.lower().replace("-", "_")
-    return _KEY_OF.get(name) or _KEY_OF.get(name.rpartition(".")[2], "")
+    return _KEY_BY_SYNONYM.get(name) or _KEY_BY_SYNONYM.get(name.rpartition(".")[2], "")
 
 
-def instead_of(name: str) -> str:
+def advice_for(name: str) -> str:
     """Return what replaces a setting that has no recipe key; empty if the setting is unknown."""
-    return INSTEAD.get(name.lower().replace("-", "_").rpartition(".")[2], "")
+    return ADVICE.get(name.lower().replace("-", "_").rpartition(".")[2], "")
 
 
-def translated(name: str, value: Any) -> Any:
+def translate_value(name: str, value: Any) -> Any:
     """Return the value of another trainer's setting as our key takes it."""
-    translate = VALUES.get(name.lower().replace("-", "_").rpartition(".")[2])
+    translate = VALUE_TRANSLATIONS.get(name.lower().replace("-", "_").rpartition(".")[2])
     try:
         return value if translate is None else translate(value)
     except TypeError:  # a value of the wrong type in the first place

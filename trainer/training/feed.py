@@ -10,38 +10,40 @@ import numpy as np
 from jax import Array
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from trainer.data.order import Int64s, Order, eval_batches
+from trainer.data.order import Int64Array, SampleOrder, eval_batches
 from trainer.data.packing import Dataset
-from trainer.training.step import Setup, batch_sharding
+from trainer.training.step import StepSetup, batch_sharding
 
 Index = tuple[slice, ...]
 
 
-def shapes(setup: Setup, data: Dataset, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(setup: StepSetup, dataset: Dataset, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """What a batch of `size` sequences looks like, and where it lies."""
     return {
-        name: jax.ShapeDtypeStruct((size, length), kind, sharding=_sharding(setup, size, length))
-        for name, (length, kind) in data.columns.items()
+        name: jax.ShapeDtypeStruct(
+            (batch_size, length), kind, sharding=_sharding_or_first_device(setup, batch_size, length)
+        )
+        for name, (length, kind) in dataset.columns.items()
     }
 
 
-def batch(setup: Setup, data: Dataset, order: Order, step: int) -> dict[str, Array]:
+def load_batch(setup: StepSetup, dataset: Dataset, order: SampleOrder, step: int) -> dict[str, Array]:
     """The batch of a step (the first one is 0): a function of the step, whatever came before."""
-    return _placed(setup, data, order.rows(step))
+    return _load_rows(setup, dataset, order.rows(step))
 
 
-def evaluation(setup: Setup, data: Dataset, size: int, limit: int) -> Iterator[dict[str, Array]]:
+def load_eval_batches(setup: StepSetup, dataset: Dataset, batch_size: int, limit: int) -> Iterator[dict[str, Array]]:
     """All of `data`, or the first `limit` rows, in batches of `size`; rows that fill up the last have no weight."""
-    for rows in eval_batches(data.n, size, limit):
-        yield _placed(setup, data, rows)
+    for rows in eval_batches(dataset.n_rows, batch_size, limit):
+        yield _load_rows(setup, dataset, rows)
 
 
-def _sharding(setup: Setup, size: int, length: int) -> Sharding:
-    return batch_sharding(setup, size, length) or SingleDeviceSharding(jax.devices()[0])
+def _sharding_or_first_device(setup: StepSetup, batch_size: int, seq_length: int) -> Sharding:
+    return batch_sharding(setup, batch_size, seq_length) or SingleDeviceSharding(jax.devices()[0])
 
 
-def _placed(setup: Setup, data: Dataset, rows: Int64s) -> dict[str, Array]:
-    made = lru_cache(maxsize=None)(lambda low, high: data.examples(rows[low:high]))  # devices of a replica share
+def _load_rows(setup: StepSetup, dataset: Dataset, rows: Int64Array) -> dict[str, Array]:
+    made = lru_cache(maxsize=None)(lambda low, high: dataset.get_batch(rows[low:high]))  # devices of a replica share
 
     def part(name: str, at: Index | None) -> np.ndarray:
         of_rows, of_columns = at or (slice(None), slice(None))
@@ -50,5 +52,5 @@ def _placed(setup: Setup, data: Dataset, rows: Int64s) -> dict[str, Array]:
 
     return {
         name: jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda at, name=name: part(name, at))
-        for name, wanted in shapes(setup, data, len(rows)).items()
+        for name, wanted in batch_shapes(setup, dataset, len(rows)).items()
     }

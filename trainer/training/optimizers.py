@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from trainer.models.tree import Leaf, nested
+from trainer.models.param_tree import ParamLeaf, unflatten_tree
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class LRSchedule:
     """The learning rate by step: from 0 up to `peak` within `warmup` steps, then down to `end` at step `decay`."""
 
     peak: float
@@ -27,7 +27,7 @@ class Rate:
     warmup: int
     decay: int  # counted from 0, warm-up included
 
-    def at(self, step: Array) -> Array:
+    def learning_rate(self, step: Array) -> Array:
         """The rate of the update number `step`, from 0 on; float32."""
         now = jnp.asarray(step, jnp.float32)
         past = jnp.clip((now - self.warmup) / max(self.decay - self.warmup, 1), 0.0, 1.0)
@@ -40,7 +40,7 @@ class Rate:
 class AdamW:
     """Adam with decoupled weight decay of matrices and, if asked, embeddings; never of norms and biases."""
 
-    rate: Rate
+    lr_schedule: LRSchedule
     b1: float
     b2: float
     eps: float
@@ -48,13 +48,13 @@ class AdamW:
     decay_embeddings: bool
     clip_norm: float  # 0: none
 
-    def transformation(self, leaves: Mapping[str, Leaf]) -> optax.GradientTransformation:
+    def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformation:
         """From clipped gradients to the update before it is scaled by the rate. Moments are float32 as the leaves."""
-        mask = nested({path: self._decays(leaf) for path, leaf in leaves.items()})
+        mask = unflatten_tree({path: self._is_decayed(leaf) for path, leaf in leaves.items()})
         return optax.named_chain(
             ("adam", optax.scale_by_adam(self.b1, self.b2, self.eps)),
             ("decay", optax.add_decayed_weights(self.weight_decay, mask)),
         )
 
-    def _decays(self, leaf: Leaf) -> bool:
+    def _is_decayed(self, leaf: ParamLeaf) -> bool:
         return leaf.role == "matrix" or (leaf.role == "embedding" and self.decay_embeddings)

@@ -14,7 +14,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.cli.root import app
-from prepcli.sources.aliases import FAMILIES
+from prepcli.sources.aliases import ALIAS_FAMILIES
 
 SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", "orbax", "tensorstore", "torch"}
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
@@ -143,7 +143,7 @@ def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
         (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
         (
             ["models", "lama"],
-            f"error: no aliases of family `lama`\n  why: known: {', '.join(FAMILIES)}\n hint: did you mean `llama`?\n",
+            f"error: no aliases of family `lama`\n  why: known: {', '.join(ALIAS_FAMILIES)}\n hint: did you mean `llama`?\n",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -6,17 +6,24 @@ import inspect
 
 import pytest
 
-from prepcli.cli.option_groups import Hub, Shown, grouped
-from prepcli.cli.options import Checkpoint, ProgressMode
+from prepcli.cli.option_groups import HubOptions, OutputOptions, expand_option_groups
+from prepcli.cli.options import CheckpointArgument, ProgressOption
 from prepcli.cli.root import COMMANDS
 
 
-@grouped
-def look(checkpoint: Checkpoint, size: int = 3, *, hub: Hub, shown: Shown, progress: ProgressMode = "auto") -> int:
+@expand_option_groups
+def look(
+    checkpoint: CheckpointArgument,
+    size: int = 3,
+    *,
+    hub: HubOptions,
+    shown: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
     """Look."""
     assert (checkpoint, size, progress) == ("model", 4, "none")
-    assert hub == Hub(revision="main", offline=False, stream=True)
-    assert shown == Shown(json=True, quiet=False, verbose=2)
+    assert hub == HubOptions(revision="main", offline=False, stream=True)
+    assert shown == OutputOptions(json=True, quiet=False, verbose=2)
     return 7
 
 

@@ -10,14 +10,14 @@ from typer.main import get_command
 
 from prepcli.cli.main import main
 from prepcli.cli.root import app
-from prepcli.cli.strict import TEXTS
+from prepcli.cli.strict import FREE_TEXT_OPTIONS
 
 COMMANDS = vars(get_command(app))["commands"]
 TAKE_VALUES = [
     (command, parameter)
     for command, each in COMMANDS.items()
     for parameter in each.params
-    if parameter.name not in TEXTS and not any(vars(parameter).get(key) for key in ("is_flag", "count"))
+    if parameter.name not in FREE_TEXT_OPTIONS and not any(vars(parameter).get(key) for key in ("is_flag", "count"))
 ]
 
 

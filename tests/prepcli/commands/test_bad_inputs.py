@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import GPT_NEO, LLAMA, make, tensors_of, write_checkpoint
-from tests.helpers.running import error_lines
+from tests.helpers.run_cli import run_failing_unchanged
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, checkpoint_tensors, make_checkpoint, write_checkpoint
 from trainer.models.registry import FAMILIES
 
 
@@ -30,7 +30,7 @@ def edit_config(folder: str, **changes: object) -> None:
 
 
 def test_a_typing_error_in_a_name(capsys):
-    assert error_lines(capsys, "pad-vocab", "gpt-neo-1.3b") == (
+    assert run_failing_unchanged(capsys, "pad-vocab", "gpt-neo-1.3b") == (
         2,
         [
             "error: no checkpoint called `gpt-neo-1.3b`",
@@ -41,8 +41,8 @@ def test_a_typing_error_in_a_name(capsys):
 
 
 def test_a_missing_folder(capsys):
-    make(Path("llama-13b"), LLAMA)
-    assert error_lines(capsys, "save-init", "./llama") == (
+    make_checkpoint(Path("llama-13b"), LLAMA)
+    assert run_failing_unchanged(capsys, "save-init", "./llama") == (
         2,
         [
             "error: `./llama` does not exist",
@@ -55,44 +55,44 @@ def test_a_missing_folder(capsys):
 def test_a_folder_without_a_checkpoint(capsys):
     Path("x").mkdir()
     Path("x/notes.txt").write_text("hello")
-    code, lines = error_lines(capsys, "save-init", "./x")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./x")
     assert (code, lines[0]) == (1, "error: `./x` holds no checkpoint")
     assert "looked for *.safetensors" in lines[1]
     assert "found notes.txt" in lines[1]
 
 
 def test_a_shard_that_is_cut_short(capsys):
-    make(Path("m"), files=3)
+    make_checkpoint(Path("m"), files=3)
     shard = sorted(Path("m").glob("*.safetensors"))[1]
     size = shard.stat().st_size
     os.truncate(shard, size - 1000)
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, f"error: {shard.name} is cut short")
     assert lines[1] == f"  why: its header promises {size:,} bytes, the file has {size - 1000:,}"
     assert "--force-download" in lines[2]
 
 
 def test_a_shard_that_is_missing(capsys):
-    make(Path("m"), files=3)
+    make_checkpoint(Path("m"), files=3)
     shards = sorted(Path("m").glob("*.safetensors"))
     shards[-1].unlink()
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, f"error: 1 of {len(shards)} files of m is missing")
     assert shards[-1].name in lines[1]
 
 
 def test_an_unknown_family(capsys):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     edit_config("m", model_type="mamba")
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: no family for model_type `mamba`")
     assert lines[1] == f"  why: it needs state-space layers; prep does not support that; known: {', '.join(FAMILIES)}"
 
 
 def test_tensors_without_a_place_are_all_named(capsys):
-    make(Path("m"), LLAMA, attention_bias=True)
+    make_checkpoint(Path("m"), LLAMA, attention_bias=True)
     edit_config("m", attention_bias=False)
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: 12 tensors of ./m have no place in family llama")
     for layer in range(3):
         for part, rows in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
@@ -102,29 +102,29 @@ def test_tensors_without_a_place_are_all_named(capsys):
 
 
 def test_tensors_that_are_missing_are_all_named(capsys):
-    tensors = make(Path("m"), LLAMA)
+    tensors = make_checkpoint(Path("m"), LLAMA)
     gone = [name for name in tensors if name.endswith("mlp.up_proj.weight")]
     rest = {name: value for name, value in tensors.items() if name not in gone}
     write_checkpoint(Path("less"), json.loads(Path("m/config.json").read_text()), rest)
-    code, lines = error_lines(capsys, "save-init", "./less")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./less")
     assert (code, lines[0]) == (1, "error: 3 tensors of ./less are missing")
     assert all(f"{name} [48, 32]" in lines[1] for name in gone)
 
 
 def test_tensors_of_another_shape_are_all_named(capsys):
-    make(Path("m"), LLAMA)
+    make_checkpoint(Path("m"), LLAMA)
     edit_config("m", intermediate_size=64)
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: 9 tensors of ./m are not as config.json says")
     assert "model.layers.2.mlp.up_proj.weight has shape [48, 32], expected [64, 32] (mlp 64 x embed 32)" in lines[1]
     assert lines[2] == " hint: are config.json and the weights of one model?"
 
 
 def test_missing_unexpected_and_misshapen_at_once(capsys):
-    tensors = make(Path("m"), LLAMA)
+    tensors = make_checkpoint(Path("m"), LLAMA)
     tensors["model.norm.extra"] = tensors.pop("model.norm.weight")
     write_checkpoint(Path("odd"), {**LLAMA, "intermediate_size": 64}, tensors)
-    code, lines = error_lines(capsys, "pad-vocab", "./odd")
+    code, lines = run_failing_unchanged(capsys, "pad-vocab", "./odd")
     assert (code, lines[0]) == (1, "error: ./odd does not add up as family llama")
     assert "missing: model.norm.weight [32]" in lines[1]
     assert "without a place: model.norm.extra [32]" in lines[1]
@@ -132,8 +132,8 @@ def test_missing_unexpected_and_misshapen_at_once(capsys):
 
 
 def test_a_vocabulary_that_the_mesh_does_not_divide(capsys):
-    make(Path("m"))
-    assert error_lines(capsys, "save-init", "./m", "--mesh", "1,1,4") == (
+    make_checkpoint(Path("m"))
+    assert run_failing_unchanged(capsys, "save-init", "./m", "--mesh", "1,1,4") == (
         2,
         [
             "error: vocabulary 131 cannot be split over mp 4",
@@ -144,8 +144,8 @@ def test_a_vocabulary_that_the_mesh_does_not_divide(capsys):
 
 
 def test_the_grammar_of_meshes(capsys):
-    make(Path("m"))
-    assert error_lines(capsys, "save-init", "./m", "--mesh", "1,64") == (
+    make_checkpoint(Path("m"))
+    assert run_failing_unchanged(capsys, "save-init", "./m", "--mesh", "1,64") == (
         2,
         [
             "error: `--mesh 1,64` has 2 axes",
@@ -153,30 +153,30 @@ def test_the_grammar_of_meshes(capsys):
             " hint: did you mean `1,64,1`?",
         ],
     )
-    assert error_lines(capsys, "save-init", "./m", "--mesh", "1,-1,1")[0] == 2
+    assert run_failing_unchanged(capsys, "save-init", "./m", "--mesh", "1,-1,1")[0] == 2
 
 
 def test_a_budget_below_the_floor(capsys):
-    make(Path("m"))
-    code, lines = error_lines(capsys, "save-init", "./m", "--memory", "8MiB")
+    make_checkpoint(Path("m"))
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--memory", "8MiB")
     assert (code, lines[0]) == (2, "error: `--memory 8MiB` is below the floor")
     assert lines[2] == " hint: `--memory 32MiB` or more"
 
 
 def test_a_disk_without_room(capsys, monkeypatch):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: not enough room for m-init")
     assert "1000 bytes free" in lines[1]
     assert "--out" in lines[2]
 
 
 def test_an_unfinished_run_of_another_request(capsys):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     Path("m-init.partial/.prep").mkdir(parents=True)
     Path("m-init.partial/.prep/run.json").write_text(json.dumps({"request": "prep save-init ./m --mesh 1,2,1"}))
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert (code, lines[0]) == (1, "error: m-init.partial belongs to another run")
     assert "`prep save-init ./m --mesh 1,2,1`" in lines[1]
     assert lines[2] == " hint: `--restart` drops it"
@@ -184,7 +184,7 @@ def test_an_unfinished_run_of_another_request(capsys):
 
 
 def test_offline_and_not_in_the_cache(capsys):
-    code, lines = error_lines(capsys, "save-init", "meta-llama/Llama-2-13b-hf")
+    code, lines = run_failing_unchanged(capsys, "save-init", "meta-llama/Llama-2-13b-hf")
     assert (code, lines[0]) == (1, "error: cannot read meta-llama/Llama-2-13b-hf")
     assert "not in the cache" in lines[1]
 
@@ -193,7 +193,7 @@ def test_a_pickle_that_asks_for_something_is_refused_and_not_run(capsys):
     Path("m").mkdir()
     Path("m/config.json").write_text(json.dumps(GPT_NEO))
     Path("m/pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch pwndR.")
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert code == 1
     assert lines[0] == "error: pytorch_model.bin asks for `os.system`"
     assert "prep runs nothing of a file" in lines[1]
@@ -212,7 +212,7 @@ def test_a_pickle_that_asks_for_something_is_refused_and_not_run(capsys):
     ],
 )
 def test_headers_that_lie(capsys, spoil: Callable[[dict], dict]):
-    make(Path("m"), files=1)
+    make_checkpoint(Path("m"), files=1)
     path = Path("m/model.safetensors")
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
@@ -221,7 +221,7 @@ def test_headers_that_lie(capsys, spoil: Callable[[dict], dict]):
     text = json.dumps(spoil(header)).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
     for command in ("pad-vocab", "save-init", "verify", "inspect"):
-        code, lines = error_lines(capsys, command, "./m")
+        code, lines = run_failing_unchanged(capsys, command, "./m")
         assert code in (1, 2)
         assert "model.safetensors" in " ".join(lines)
 
@@ -245,15 +245,15 @@ def test_headers_that_lie(capsys, spoil: Callable[[dict], dict]):
     ],
 )
 def test_configs_that_make_no_sense(capsys, changes: dict[str, object]):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     edit_config("m", **changes)
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert code in (1, 2)
     assert "bug in prep" not in lines[0]
 
 
 def test_manifests_that_make_no_sense(capsys):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "-q"]) == 0
     capsys.readouterr()
     path = Path("m-init/prep-manifest.json")
@@ -266,7 +266,7 @@ def test_manifests_that_make_no_sense(capsys):
     ):
         path.write_bytes(spoiled)
         for command in ("export", "verify", "reshard"):
-            code, lines = error_lines(capsys, command, "m-init")
+            code, lines = run_failing_unchanged(capsys, command, "m-init")
             assert code in (1, 2)
             assert "bug in prep" not in lines[0]
 
@@ -276,7 +276,7 @@ def _without(manifest: dict, key: str) -> bytes:
 
 
 def test_a_source_that_cannot_be_written_to_is_no_obstacle():
-    make(Path("m"), LLAMA)
+    make_checkpoint(Path("m"), LLAMA)
     for path in [*Path("m").iterdir(), Path("m")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     assert main(["save-init", "./m", "-q"]) == 0
@@ -284,31 +284,31 @@ def test_a_source_that_cannot_be_written_to_is_no_obstacle():
 
 
 def test_a_tensor_name_with_separators_goes_nowhere(capsys):
-    tensors = tensors_of(GPT_NEO, "float32", True, False)
+    tensors = checkpoint_tensors(GPT_NEO, "float32", True, False)
     tensors["../../evil"] = tensors["transformer.ln_f.bias"]
     tensors["a\nb"] = tensors["transformer.ln_f.bias"]
     write_checkpoint(Path("m"), GPT_NEO, tensors)
-    code, lines = error_lines(capsys, "save-init", "./m")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert code == 1
     assert len(lines) == 3
     assert "../../evil [32]" in lines[1]
 
 
 def test_a_config_is_not_given_for_what_says_itself_of_which_model_it_is(capsys):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "init", "-q"]) == 0
     capsys.readouterr()
     for command in (["verify"], ["export"], ["reshard"], ["generate", "--tokens", "1"]):
-        code, lines = error_lines(capsys, command[0], "init", *command[1:], "--config", "m")
+        code, lines = run_failing_unchanged(capsys, command[0], "init", *command[1:], "--config", "m")
         assert (code, lines[0]) == (2, "error: `--config` is not for init")
     assert main(["verify", "init", "./m", "--config", "m/config.json", "-q"]) == 0
     capsys.readouterr()
-    code, lines = error_lines(capsys, "verify", "init", "init", "--config", "m")
+    code, lines = run_failing_unchanged(capsys, "verify", "init", "init", "--config", "m")
     assert (code, lines[0]) == (2, "error: `--config` is not for init and init")
 
 
 def test_a_pattern_that_drops_nothing(capsys):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     for pattern in ("*.typo", "transformer.wte.weight"):
-        code, lines = error_lines(capsys, "save-init", "./m", "--drop", pattern)
+        code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--drop", pattern)
         assert (code, lines[0]) == (2, f"error: `--drop '{pattern}'` drops nothing of ./m")

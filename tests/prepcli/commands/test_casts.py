@@ -11,8 +11,16 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.engine.fills import numpy_dtype
-from tests.helpers.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
-from tests.helpers.running import done
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import (
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
 
 BASES = pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
 
@@ -41,7 +49,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
     """A checkpoint `m`, a norm of which begins with these values."""
-    tensors = make(Path("m"), LLAMA)
+    tensors = make_checkpoint(Path("m"), LLAMA)
     changed = {name: value.copy() for name, value in tensors.items()}
     changed["model.norm.weight"][: len(values)] = values
     write_checkpoint(Path("outliers"), json.loads(Path("m/config.json").read_text()), changed)
@@ -51,32 +59,32 @@ def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
 @BASES
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype: str):
-    tensors = make(Path("m"), base)
-    done("save-init", "./m", "--dtype", dtype, "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "early")
-    done("verify", "early")
-    done("export", "early", "--out", "one")
-    done("save-init", "./m", "--pad-vocab", "8", "--out", "late", "--no-scan")
-    done("export", "late", "--dtype", dtype, "--out", "two")
+    tensors = make_checkpoint(Path("m"), base)
+    run_ok("save-init", "./m", "--dtype", dtype, "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "early")
+    run_ok("verify", "early")
+    run_ok("export", "early", "--out", "one")
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--out", "late", "--no-scan")
+    run_ok("export", "late", "--dtype", dtype, "--out", "two")
     for folder in ("one", "two"):
         assert_same(read_tensors(Path(folder)), cast(tensors, dtype))
         assert json.loads(Path(folder, "config.json").read_text())["torch_dtype"] == dtype
-        done("verify", folder)
-    done("verify", "one", "two")
-    done("verify", "early", "two")
+        run_ok("verify", folder)
+    run_ok("verify", "one", "two")
+    run_ok("verify", "early", "two")
 
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
 def test_float32_and_back_changes_no_bit(source: str, capsys: pytest.CaptureFixture[str]):
-    tensors = make(Path("m"), GPT2, source)
-    done("save-init", "./m", "--dtype", "float32")
+    tensors = make_checkpoint(Path("m"), GPT2, source)
+    run_ok("save-init", "./m", "--dtype", "float32")
     found = told(capsys, "export", "m-init", "--dtype", source)
     assert_same(read_tensors(Path("m-hf")), tensors)
     assert found["accounting"]["changed_values"] == 0
-    done("verify", "m-hf", "./m")
+    run_ok("verify", "m-hf", "./m")
 
 
 def test_what_changed_is_counted_and_kept(capsys: pytest.CaptureFixture[str]):
-    tensors = make(Path("m"), LLAMA)
+    tensors = make_checkpoint(Path("m"), LLAMA)
     values = sum(tensor.size for tensor in tensors.values())
     changed = sum(int((cast({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values())
     planned = told(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
@@ -95,7 +103,7 @@ def test_what_changed_is_counted_and_kept(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_last_line_says_how_many_values_changed(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"), LLAMA)
+    make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float16"]) == 0
     said = capsys.readouterr().err
     assert "float32 -> float16: 30 tensors, " in said
@@ -116,31 +124,31 @@ def test_values_that_overflow_are_refused_unless_allowed(capsys: pytest.CaptureF
     found = told(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # goes on from there
     (entry,) = found["casts"]
     assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
-    done("export", "outliers-init", "--out", "back")
+    run_ok("export", "outliers-init", "--out", "back")
     with np.errstate(over="ignore"):
         assert_same(read_tensors(Path("back")), cast(tensors, "float16"))
 
 
 def test_what_overflowed_in_an_allowed_run_is_refused_when_it_goes_on_without(capsys: pytest.CaptureFixture[str]):
     with_outliers([1e30])
-    done("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
+    run_ok("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
     assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # infinite already: no overflow
     assert main(["save-init", "./outliers", "--dtype", "bfloat16", "-q"]) == 0  # 1e30 fits
 
 
 @pytest.mark.parametrize("ways", [["--workers", "2"], ["--memory", "32MiB"]])
 def test_counts_do_not_depend_on_how_it_is_done(ways: list[str]):
-    make(Path("m"), GPT2, vocab_size=997)
-    done("save-init", "./m", "--dtype", "bfloat16", "--out", "a")
-    done("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *ways)
+    make_checkpoint(Path("m"), GPT2, vocab_size=997)
+    run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "a")
+    run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *ways)
     assert Path("a/prep-manifest.json").read_bytes() == Path("b/prep-manifest.json").read_bytes()
 
 
 @pytest.mark.parametrize("init", ["zeros", "mean", "normal"])
 def test_padding_is_made_in_the_dtype_that_is_written(init: str):
-    tensors = make(Path("m"), LLAMA)
-    done("save-init", "./m", "--dtype", "bfloat16", "--pad-vocab", "8", "--init", init)
-    done("export", "m-init", "--keep-padding", "--out", "back")
+    tensors = make_checkpoint(Path("m"), LLAMA)
+    run_ok("save-init", "./m", "--dtype", "bfloat16", "--pad-vocab", "8", "--init", init)
+    run_ok("export", "m-init", "--keep-padding", "--out", "back")
     found = read_tensors(Path("back"))["lm_head.weight"]
     head = tensors["lm_head.weight"]
     assert same_bits(found[:131], head.astype(found.dtype))
@@ -149,12 +157,12 @@ def test_padding_is_made_in_the_dtype_that_is_written(init: str):
     elif init == "mean":
         mean = head.astype(np.float64).mean(axis=0).astype(np.float32).astype(found.dtype)
         assert all(same_bits(row, mean) for row in found[131:])
-    done("verify", "m-init")
+    run_ok("verify", "m-init")
 
 
 def test_a_folder_is_cast_into_a_folder_and_other_dtypes_pass_through():
-    tensors = make(Path("m"), LLAMA, "float16")
-    done("export", "./m", "--dtype", "bfloat16", "--out", "cast")
+    tensors = make_checkpoint(Path("m"), LLAMA, "float16")
+    run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
     wide = {name: value.astype(np.float32) for name, value in tensors.items()}
     assert_same(read_tensors(Path("cast")), cast(wide, "bfloat16"))
     assert json.loads(Path("cast/config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -163,36 +171,36 @@ def test_a_folder_is_cast_into_a_folder_and_other_dtypes_pass_through():
 
 @pytest.mark.parametrize(("base", "layout"), [(GPT2, "hf-flax"), (LLAMA, "hf-flax"), (LLAMA, "easylm")])
 def test_other_layouts_are_cast_too(base: dict[str, Any], layout: str):
-    tensors = make(Path("m"), base)
-    done("save-init", "./m")
-    done("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
+    tensors = make_checkpoint(Path("m"), base)
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
     write_checkpoint(Path("cast"), json.loads(Path("out/config.json").read_text()), cast(tensors, "bfloat16"))
-    done("verify", "out")
-    done("verify", "out", "./cast")
+    run_ok("verify", "out")
+    run_ok("verify", "out", "./cast")
 
 
 @pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
 def test_the_config_says_the_dtype_where_it_did(keys: list[str]):
-    tensors = make(Path("m"), LLAMA)
+    tensors = make_checkpoint(Path("m"), LLAMA)
     config = json.loads(Path("m/config.json").read_text())
     config.pop("torch_dtype")
     write_checkpoint(Path("other"), config | dict.fromkeys(keys, "float32"), tensors)
-    done("save-init", "./other", "--dtype", "bfloat16")
+    run_ok("save-init", "./other", "--dtype", "bfloat16")
     written = json.loads(Path("other-init/hf/config.json").read_text())
     assert written == config | dict.fromkeys(keys or ["torch_dtype"], "bfloat16")
 
 
 def test_checkpoints_of_different_dtypes_are_not_the_same(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"), LLAMA)
-    done("save-init", "./m", "--dtype", "bfloat16")
+    make_checkpoint(Path("m"), LLAMA)
+    run_ok("save-init", "./m", "--dtype", "bfloat16")
     assert main(["verify", "m-init", "./m", "-v"]) == 1
     said = capsys.readouterr().err
     assert "model.norm.weight  is bfloat16 and float32" in said
 
 
 def test_a_damaged_source_is_noticed_while_it_is_cast(capsys: pytest.CaptureFixture[str]):
-    norm = make(Path("m"), LLAMA)["model.norm.weight"].tobytes()
-    done("save-init", "./m")
+    norm = make_checkpoint(Path("m"), LLAMA)["model.norm.weight"].tobytes()
+    run_ok("save-init", "./m")
     data = next(path for path in Path("m-init/d").iterdir() if norm in path.read_bytes())
     content = bytearray(data.read_bytes())
     content[content.index(norm)] ^= 1
@@ -202,6 +210,6 @@ def test_a_damaged_source_is_noticed_while_it_is_cast(capsys: pytest.CaptureFixt
 
 
 def test_a_dtype_that_is_not_known(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"), LLAMA)
+    make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float8_e4m3fn", "-q"]) == 2
     assert "--dtype" in capsys.readouterr().err

@@ -14,51 +14,51 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import PrepError
 from prepcli.execution import compress
 from prepcli.execution.staging import Staging
-from prepcli.planning.boxes import whole
+from prepcli.planning.boxes import full_box
 from prepcli.restore.item_reader import open_reader
-from tests.helpers.killing import content
-from tests.helpers.models import GPT_NEO, LLAMA, make, read_tensors, same_bits
-from tests.helpers.running import done
-from tests.prepcli.formats.test_orbax import judge
+from tests.helpers.killing import read_files
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
+from tests.prepcli.formats.test_orbax import run_orbax
 
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
     monkeypatch.chdir(tmp_path)
-    return make(tmp_path / "model", GPT_NEO)
+    return make_checkpoint(tmp_path / "model", GPT_NEO)
 
 
 def test_orbax_restores_it_in_every_way(tmp_path: Path, model: dict[str, np.ndarray]):
-    done("save-init", "./model", "--out", "raw", "--mesh", "1,2,4", "--pad-vocab", "8")
-    done("save-init", "./model", "--out", "packed", "--mesh", "1,2,4", "--pad-vocab", "8", "--compress", "zstd:3")
+    run_ok("save-init", "./model", "--out", "raw", "--mesh", "1,2,4", "--pad-vocab", "8")
+    run_ok("save-init", "./model", "--out", "packed", "--mesh", "1,2,4", "--pad-vocab", "8", "--compress", "zstd:3")
     expected = {}
     for path in ("raw", "packed"):
         leaves = {}
         with open_reader(tmp_path / path) as reader:
             for name, leaf in reader.leaves.items():
                 found = np.full(leaf.shape, 77, numpy_dtype(leaf.dtype))
-                reader.read(name, {whole(leaf.shape): found})
+                reader.read(name, {full_box(leaf.shape): found})
                 leaves[name] = [leaf.dtype, list(leaf.shape), found.tobytes().hex()]
         expected[path] = leaves
     assert expected["raw"] == expected["packed"]
     (tmp_path / "expected.json").write_text(json.dumps(expected["raw"]))
-    judge("judge", tmp_path / "expected.json", tmp_path / "packed")
+    run_orbax("judge", tmp_path / "expected.json", tmp_path / "packed")
 
 
 @pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_command_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str):
     monkeypatch.chdir(tmp_path)
-    tensors = make(tmp_path / "model", base, dtype)
-    done("save-init", "./model", "--out", "packed", "--compress", "zstd")
-    done("verify", "packed")
-    done("verify", "packed", "./model")
-    done("reshard", "packed", "--mesh", "1,4,1", "--no-scan", "--compress", "zstd:9", "--out", "again")
-    done("verify", "again")
-    done("reshard", "again", "--mesh", "1,1,1", "--out", "raw")
-    done("export", "again", "--out", "back")
+    tensors = make_checkpoint(tmp_path / "model", base, dtype)
+    run_ok("save-init", "./model", "--out", "packed", "--compress", "zstd")
+    run_ok("verify", "packed")
+    run_ok("verify", "packed", "./model")
+    run_ok("reshard", "packed", "--mesh", "1,4,1", "--no-scan", "--compress", "zstd:9", "--out", "again")
+    run_ok("verify", "again")
+    run_ok("reshard", "again", "--mesh", "1,1,1", "--out", "raw")
+    run_ok("export", "again", "--out", "back")
     for folder in ("again", "raw"):
-        done("verify", folder, "./model")
+        run_ok("verify", folder, "./model")
     found = read_tensors(tmp_path / "back")
     assert found.keys() == tensors.keys()
     assert all(same_bits(found[name], tensors[name]) for name in tensors)
@@ -66,31 +66,31 @@ def test_every_command_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_every_run_writes_the_same_bytes(tmp_path: Path, model: dict[str, np.ndarray]):
     words = ["save-init", "./model", "--mesh", "1,2,1", "--compress", "zstd"]
-    done(*words, "--out", "a")
-    done(*words, "--out", "b", "--memory", "32MiB")
-    done(*words, "--out", "c", "--workers", "2")
-    assert content(tmp_path / "a") == content(tmp_path / "b") == content(tmp_path / "c")
+    run_ok(*words, "--out", "a")
+    run_ok(*words, "--out", "b", "--memory", "32MiB")
+    run_ok(*words, "--out", "c", "--workers", "2")
+    assert read_files(tmp_path / "a") == read_files(tmp_path / "b") == read_files(tmp_path / "c")
 
 
 def test_a_run_that_was_stopped_while_it_compressed_goes_on(
     tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     words = ["save-init", "./model", "--compress", "zstd"]
-    done(*words, "--out", "whole")
+    run_ok(*words, "--out", "whole")
     monkeypatch.setattr(compress, "MARK_NBYTES", 4096)
-    honest, marks = compress._Packing._mark, []
+    honest, marks = compress._Compressor._mark, []
 
-    def stops(self: compress._Packing, marked: int) -> int:
+    def stops(self: compress._Compressor, marked: int) -> int:
         marks.append(marked)
         if len(marks) == 6:
             raise KeyboardInterrupt
         return honest(self, marked)
 
-    monkeypatch.setattr(compress._Packing, "_mark", stops)
+    monkeypatch.setattr(compress._Compressor, "_mark", stops)
     assert main([*words, "--out", "out", "--progress", "none"]) == 130
     assert not (tmp_path / "out").exists()
-    done(*words, "--out", "out")
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    run_ok(*words, "--out", "out")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
     assert marks[6] >= marks[5] > 0
     assert not (tmp_path / "out/.prep").exists()
 
@@ -108,7 +108,7 @@ def test_an_output_is_done_only_if_its_files_are_whole(
     tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
 ):
     words = ["save-init", "./model", "--out", "packed", "--compress", "zstd"]
-    done(*words)
+    run_ok(*words)
     assert main(words) == 0
     assert "already done" in capsys.readouterr().err
     name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
@@ -118,7 +118,7 @@ def test_an_output_is_done_only_if_its_files_are_whole(
 
 
 def test_a_damaged_chunk_is_found(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
-    done("save-init", "./model", "--out", "packed", "--compress", "zstd")
+    run_ok("save-init", "./model", "--out", "packed", "--compress", "zstd")
     name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
     data = bytearray((tmp_path / "packed" / name).read_bytes())
     data[len(data) // 2] ^= 16
@@ -139,7 +139,7 @@ def test_what_is_compressed_already_needs_no_room(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
         assert main(words) == 0
-    done("verify", "out", "./model")
+    run_ok("verify", "out", "./model")
 
 
 def fail(*_: object) -> None:

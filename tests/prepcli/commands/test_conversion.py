@@ -13,8 +13,8 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.commands.conversion import source_line
 from prepcli.sources.source import SourceTensor
-from tests.helpers.models import GPT_NEO, LLAMA, make
-from tests.helpers.running import done, said
+from tests.helpers.run_cli import run_json, run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 
 
 class Looked(tuple[SourceTensor, ...]):
@@ -42,28 +42,28 @@ def test_the_line_of_a_source_names_the_dtypes_of_its_weights_and_looks_at_each_
 def test_conversion_notes_config_that_cannot_be_computed(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    make(tmp_path / "odd", LLAMA, clip_qkv=8.0)
+    make_checkpoint(tmp_path / "odd", LLAMA, clip_qkv=8.0)
     words = (command, str(tmp_path / "odd"), "--out", str(tmp_path / "out"), "--dry-run")
     assert main([*words]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not trained" in line]
     assert "`clip_qkv` is not known" in line
-    assert "clip_qkv" in said(capsys, *words)["not_computed"]
+    assert "clip_qkv" in run_json(capsys, *words)["not_computed"]
 
 
 def test_conversion_does_not_note_config_that_is_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    make(tmp_path / "plain", LLAMA)
+    make_checkpoint(tmp_path / "plain", LLAMA)
     words = ("save-init", str(tmp_path / "plain"), "--out", str(tmp_path / "out"), "--dry-run")
     assert main([*words]) == 0
     assert "not trained" not in capsys.readouterr().err
-    assert said(capsys, *words)["not_computed"] is None
+    assert run_json(capsys, *words)["not_computed"] is None
 
 
 @pytest.mark.parametrize("year", [1901, 1960])
 def test_sources_older_than_1970_are_converted(year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "m", GPT_NEO)
+    make_checkpoint(tmp_path / "m", GPT_NEO)
     seconds = datetime(year, 1, 1, tzinfo=UTC).timestamp()
     for path in (tmp_path / "m").iterdir():
         os.utime(path, (seconds, seconds))
-    done("save-init", "./m", "--out", "init")
-    done("verify", "init", "./m")
+    run_ok("save-init", "./m", "--out", "init")
+    run_ok("verify", "init", "./m")

@@ -10,9 +10,9 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED
-from prepcli.execution.run_folder import steps_of
-from prepcli.formats.checksums import CHECKSUMS
-from tests.helpers.running import done
+from prepcli.execution.run_folder import saved_steps
+from prepcli.formats.checksums import CHECKSUMS_FILE
+from tests.helpers.run_cli import run_ok
 from tests.prepcli.commands.test_train import make_training_folder
 from tests.prepcli.restore.test_checked_reads import spans
 
@@ -57,7 +57,7 @@ def without_checksums(folder: Path) -> Path:
     manifest = json.loads(path.read_text())
     del manifest["checksums"]
     path.write_text(json.dumps(manifest))
-    (folder / CHECKSUMS).unlink()
+    (folder / CHECKSUMS_FILE).unlink()
     return folder
 
 
@@ -69,7 +69,7 @@ def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture
     assert str(path) in error["why"]
     assert "checksum" in error["why"]
     assert error["hint"].startswith("make the checkpoint anew")
-    assert not steps_of(Path("runs/recipe"))
+    assert not saved_steps(Path("runs/recipe"))
 
 
 def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -81,7 +81,7 @@ def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[
     assert error["what"].endswith(" of runs/recipe/2/state is damaged")
     assert str(path) in error["why"]
     assert error["hint"] == "move runs/recipe/2 away: the run then goes on from step 1"
-    assert steps_of(Path("runs/recipe")) == [1, 2]
+    assert saved_steps(Path("runs/recipe")) == [1, 2]
     run(capsys, STOPPED, *words, "1", "--no-verify")
     for step in ("2", "3"):
         Path("runs/recipe", step).rename(f"away-{step}")
@@ -112,7 +112,7 @@ def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixtu
 )
 def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
     """Sources whose tensors are read as a whole: folders that prep wrote, and layers that are not stacked."""
-    done(*command, "--out", "made")
+    run_ok(*command, "--out", "made")
     run(capsys, OK, *GENERATE, "made")
     files = [path for pattern in ("*.safetensors", "*.msgpack") for path in sorted(Path("made").glob(pattern))]
     path = flip(files[0], files[0].stat().st_size - 1) if files else damage(Path("made"))
@@ -135,8 +135,8 @@ def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.Captu
 
 
 def test_verify_checks_the_checksums_too(here: Path, capsys: pytest.CaptureFixture[str]):
-    path = flip(Path("tiny-init", CHECKSUMS), 3)
+    path = flip(Path("tiny-init", CHECKSUMS_FILE), 3)
     assert run(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
     path.unlink()
-    done("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite")
+    run_ok("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite")
     run(capsys, OK, "verify", "tiny-init")

@@ -18,10 +18,10 @@ from prepcli.commands.demo import MARKER, demo
 from prepcli.console.ui import Ui
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT
-from prepcli.demo.tasks import Task
+from prepcli.demo.steps import DemoStep
 from prepcli.demo.tiny_model import VOCABULARY
 from prepcli.errors import FAILED, OK, USAGE, PrepError
-from tests.helpers.models import read_tensors, same_bits
+from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 
 README = Path(__file__).parents[3] / "README.md"
 COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "export", "verify"]
@@ -78,7 +78,7 @@ def learned(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 24 steps", steps[9]["result"])
     assert re.match(r"killed after step \d+, step (8|16) is durable", steps[10]["result"])
     assert steps[11]["result"].endswith("step 24 is byte for byte that of the unbroken run")
-    losses = [training.losses_of(out, run) for run in (training.KILLED, training.UNBROKEN)]
+    losses = [training.logged_losses(out, run) for run in (training.KILLED, training.UNBROKEN)]
     assert losses[0] == losses[1]
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")
     assert before.keys() == after.keys()
@@ -121,7 +121,7 @@ def test_a_step_that_fails_ends_the_demo_with_an_error(tmp_path: Path, monkeypat
         shard.write_bytes(shard.read_bytes()[:-1])
 
     make, pad, *_ = module._tasks()
-    broken = Task("make", (), lambda folder, words: (make.work(folder, words), damage(folder, words))[0])
+    broken = DemoStep("make", (), lambda folder, words: (make.run(folder, words), damage(folder, words))[0])
     monkeypatch.setattr(module, "_tasks", lambda: (broken, pad, make))
     ui = shown()
     report = demo(tmp_path / "out", ui)
@@ -137,7 +137,7 @@ def test_files_that_differ_fail_the_comparison(tmp_path: Path, monkeypatch: pyte
     for name in (conversion.INIT, conversion.UNBROKEN):
         (tmp_path / name / "d").mkdir(parents=True)
         (tmp_path / name / "d" / "data").write_text(name)
-    monkeypatch.setattr(conversion, "prep", lambda folder, words: {})
+    monkeypatch.setattr(conversion, "run_prep", lambda folder, words: {})
     with pytest.raises(PrepError, match="not the same in tiny-padded-init: d/data"):
         conversion._compare(tmp_path, ())
 

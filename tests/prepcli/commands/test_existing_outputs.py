@@ -9,9 +9,9 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.execution import execute
-from tests.helpers.killing import content
-from tests.helpers.models import make
-from tests.helpers.running import error_lines
+from tests.helpers.killing import read_files
+from tests.helpers.run_cli import run_failing_unchanged
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +20,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_output_of_another_request_is_not_replaced(capsys):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     Path("m-init").mkdir()
     Path("m-init/thesis.txt").write_text("years of work")
-    assert error_lines(capsys, "save-init", "./m") == (
+    assert run_failing_unchanged(capsys, "save-init", "./m") == (
         1,
         [
             "error: m-init exists and is something else",
@@ -34,20 +34,23 @@ def test_output_of_another_request_is_not_replaced(capsys):
 
 
 def test_output_inside_the_source_is_refused(capsys, monkeypatch):
-    make(Path("m"))
-    assert error_lines(capsys, "save-init", "./m", "--out", "m")[1][0] == "error: the output m is the source"
-    assert error_lines(capsys, "save-init", "./m", "--out", "m/x")[1][0] == "error: the output m/x is inside the source"
+    make_checkpoint(Path("m"))
+    assert run_failing_unchanged(capsys, "save-init", "./m", "--out", "m")[1][0] == "error: the output m is the source"
     assert (
-        error_lines(capsys, "save-init", "./m", "--out", ".", "--overwrite")[1][0]
+        run_failing_unchanged(capsys, "save-init", "./m", "--out", "m/x")[1][0]
+        == "error: the output m/x is inside the source"
+    )
+    assert (
+        run_failing_unchanged(capsys, "save-init", "./m", "--out", ".", "--overwrite")[1][0]
         == "error: the source is inside the output ."
     )
     monkeypatch.chdir("m")
-    assert error_lines(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
+    assert run_failing_unchanged(capsys, "save-init", ".")[1][0] == "error: the output m-init is inside the source"
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
 def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     theirs = tmp_path / ("thesis.tex" if kind == "file" else "theirs/thesis.tex")
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_text("years of work")
@@ -55,16 +58,16 @@ def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
     if kind == "link":
         Path(out).symlink_to("theirs")
     before = sorted(tmp_path.rglob("*"))
-    code, lines = error_lines(capsys, "save-init", "./m", "--out", out, "--overwrite")
+    code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--out", out, "--overwrite")
     assert (code, lines[0]) == (1, f"error: {out} exists and is something else")
     assert theirs.read_text() == "years of work"
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_foreign_output_that_appears_late_is_not_replaced(capsys, monkeypatch):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
-    honest = execute.finish
+    honest = execute.finalize_output
 
     def late(*given: Any) -> None:
         honest(*given)
@@ -72,30 +75,30 @@ def test_foreign_output_that_appears_late_is_not_replaced(capsys, monkeypatch):
         Path("out/thesis.tex").write_text("years of work")
 
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finish", late)
+        patched.setattr(execute, "finalize_output", late)
         assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
     assert "error: out exists and is something else" in capsys.readouterr().err
-    assert content(Path("out")) == {"thesis.tex": b"years of work"}
+    assert read_files(Path("out")) == {"thesis.tex": b"years of work"}
     Path("out").rename("theirs")
     assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
-    assert content(Path("out")) == content(Path("whole"))
+    assert read_files(Path("out")) == read_files(Path("whole"))
 
 
 def test_empty_folder_is_replaced_by_overwrite(capsys):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     Path("out").mkdir()
-    assert error_lines(capsys, "save-init", "./m", "--out", "out")[0] == 1
+    assert run_failing_unchanged(capsys, "save-init", "./m", "--out", "out")[0] == 1
     assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 0
     assert main(["verify", "out", "-q"]) == 0
 
 
 def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_path: Path):
-    make(tmp_path / "m")
+    make_checkpoint(tmp_path / "m")
     for folder in ("work/deep", "homes/me"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir("work/deep")
     monkeypatch.setenv("HOME", str(tmp_path / "homes/me"))
     for out in (tmp_path / "work", tmp_path / "homes", tmp_path / "homes/me", Path("../deep")):
-        code, lines = error_lines(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
+        code, lines = run_failing_unchanged(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
         assert (code, lines[0]) == (2, f"error: the output {out} would be in place of where you are, or live")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]

@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import RELATIVES, make, read_tensors, same_bits, tensors_of, write_checkpoint
-from tests.helpers.running import done
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    checkpoint_tensors,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
+from trainer.models.param_tree import flatten_tree
 from trainer.models.registry import FAMILIES
-from trainer.models.tree import flat
 
 Tensors = dict[str, np.ndarray]
 
@@ -37,33 +44,33 @@ def weights(config: dict[str, Any], tensors: Tensors) -> Tensors:
     return {name: t for name, t in tensors.items() if not any(re.fullmatch(rule, bare[name]) for rule in rules)}
 
 
-@pytest.mark.parametrize("name", RELATIVES)
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_pad_init_reshard_export_changes_no_bit(name: str):
-    config = RELATIVES[name]
-    tensors = make(Path("m"), config, "bfloat16", legacy=True)
-    done("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
-    done("save-init", "m-padded", "--memory", "32MiB", "--mesh", "1,4,1")
-    done("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
-    done("export", "other", "--out", "back")
+    config = FAMILY_CONFIGS[name]
+    tensors = make_checkpoint(Path("m"), config, "bfloat16", legacy=True)
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
+    run_ok("save-init", "m-padded", "--memory", "32MiB", "--mesh", "1,4,1")
+    run_ok("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
+    run_ok("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), weights(config, tensors))
     before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
     assert after == before
-    done("verify", "back", "./m")
-    done("verify", "other", "m-padded")
+    run_ok("verify", "back", "./m")
+    run_ok("verify", "other", "m-padded")
 
 
-@pytest.mark.parametrize("name", RELATIVES)
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_the_other_way_of_tying_and_layers_apart_come_back(name: str):
-    config = RELATIVES[name]
-    tensors = make(Path("m"), config, "float16", not FAMILIES[name].tie.default)
-    done("save-init", "./m", "--pad-vocab", "8", "--no-scan")
-    done("export", "m-init", "--out", "back")
+    config = FAMILY_CONFIGS[name]
+    tensors = make_checkpoint(Path("m"), config, "float16", not FAMILIES[name].tying.default)
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--no-scan")
+    run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
 def test_a_head_bias_is_padded_with_zeros():
-    tensors = make(Path("m"), RELATIVES["gptj"])
-    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    tensors = make_checkpoint(Path("m"), FAMILY_CONFIGS["gptj"])
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
     assert found["lm_head.bias"].shape == (136,)
     assert not found["lm_head.bias"][131:].any()
@@ -75,8 +82,8 @@ def test_a_head_bias_is_padded_with_zeros():
 
 
 def test_narrow_embeddings_are_padded_and_positions_are_not():
-    tensors = make(Path("m"), RELATIVES["opt"], tied=False)
-    done("pad-vocab", "./m", "--size", "200")
+    tensors = make_checkpoint(Path("m"), FAMILY_CONFIGS["opt"], tied=False)
+    run_ok("pad-vocab", "./m", "--size", "200")
     found = read_tensors(Path("m-padded"))
     padded = {name for name in found if found[name].shape != tensors[name].shape}
     assert padded == {"model.decoder.embed_tokens.weight", "lm_head.weight"}
@@ -98,8 +105,8 @@ def fused(tensors: Tensors, experts: int) -> Tensors:
 
 
 def other_form(name: str) -> Tensors:
-    config = RELATIVES[name]
-    tensors = tensors_of(config, "bfloat16", False, False)
+    config = FAMILY_CONFIGS[name]
+    tensors = checkpoint_tensors(config, "bfloat16", False, False)
     if name == "mixtral":
         return fused(tensors, config["num_local_experts"])
     return {key.replace("embed_out", "lm_head"): tensor for key, tensor in tensors.items()}
@@ -108,23 +115,25 @@ def other_form(name: str) -> Tensors:
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_the_form_that_was_read_comes_back(name: str):
     tensors = other_form(name)
-    write_checkpoint(Path("m"), RELATIVES[name], tensors)
-    done("pad-vocab", "./m", "--multiple", "8")
-    done("save-init", "m-padded")
-    done("verify", "m-padded-init", "m-padded")
-    done("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
-    done("verify", "other", "m-padded")
-    done("export", "other", "--out", "back")
+    write_checkpoint(Path("m"), FAMILY_CONFIGS[name], tensors)
+    run_ok("pad-vocab", "./m", "--multiple", "8")
+    run_ok("save-init", "m-padded")
+    run_ok("verify", "m-padded-init", "m-padded")
+    run_ok("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
+    run_ok("verify", "other", "m-padded")
+    run_ok("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_both_forms_become_one_tree(name: str):
-    write_checkpoint(Path("a"), RELATIVES[name], tensors_of(RELATIVES[name], "bfloat16", False, False))
-    write_checkpoint(Path("b"), RELATIVES[name], other_form(name))
+    write_checkpoint(
+        Path("a"), FAMILY_CONFIGS[name], checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False)
+    )
+    write_checkpoint(Path("b"), FAMILY_CONFIGS[name], other_form(name))
     trees = []
     for folder in ("a", "b"):
-        done("save-init", f"./{folder}", "--mesh", "1,2,1")
+        run_ok("save-init", f"./{folder}", "--mesh", "1,2,1")
         trees.append(restored(Path(f"{folder}-init")))
     assert_same(*trees)
 
@@ -133,12 +142,12 @@ def restored(item: Path) -> Tensors:
     """The leaves as plain Orbax restores them."""
     import orbax.checkpoint as ocp
 
-    return flat(ocp.PyTreeCheckpointer().restore(item.resolve()))
+    return flatten_tree(ocp.PyTreeCheckpointer().restore(item.resolve()))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_both_forms_in_one_file_are_an_error(name: str, capsys: pytest.CaptureFixture[str]):
-    both = {**tensors_of(RELATIVES[name], "bfloat16", False, False), **other_form(name)}
-    write_checkpoint(Path("m"), RELATIVES[name], both)
+    both = {**checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False), **other_form(name)}
+    write_checkpoint(Path("m"), FAMILY_CONFIGS[name], both)
     assert main(["save-init", "./m", "-q"]) == 1
     assert "a parameter is there in two forms" in capsys.readouterr().err

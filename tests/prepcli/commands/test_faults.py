@@ -19,14 +19,14 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.engine import pipeline
 from prepcli.engine.files import Files
-from tests.helpers.faults import COMMANDS, interrupted, sources, whole
-from tests.helpers.killing import content
-from tests.helpers.models import make
+from tests.helpers.faults import COMMANDS, expected_output, make_sources, run_until_killed
+from tests.helpers.killing import read_files
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources(tmp_path, monkeypatch)
+    make_sources(tmp_path, monkeypatch)
 
 
 def failed(capsys: pytest.CaptureFixture[str], name: str, *more: str, code: int = 1) -> str:
@@ -44,7 +44,7 @@ def failed(capsys: pytest.CaptureFixture[str], name: str, *more: str, code: int 
 
 def check_goes_on(name: str, expected: dict[str, bytes], *more: str) -> None:
     assert main([*COMMANDS[name], "--out", "out", "-q", *more]) == 0
-    assert content(Path("out")) == expected
+    assert read_files(Path("out")) == expected
     assert not Path("out.partial").exists()
 
 
@@ -75,7 +75,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: str, at: int, number: int) ->
 )
 @pytest.mark.parametrize("at", [0, 7])
 def test_calls_that_fail(capsys, monkeypatch, name: str, call: str, number: int, what: str, at: int):
-    expected = whole(name)
+    expected = expected_output(name)
     with monkeypatch.context() as patched:
         failing(patched, call, at, number)
         err = failed(capsys, name)
@@ -87,7 +87,7 @@ def test_calls_that_fail(capsys, monkeypatch, name: str, call: str, number: int,
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_calls_that_do_less_than_they_were_asked_to(monkeypatch, name: str, call: str):
-    expected, real, draw = whole(name), getattr(os, call), random.Random(1)
+    expected, real, draw = expected_output(name), getattr(os, call), random.Random(1)
 
     def short(fd: int, buffers: list[memoryview], offset: int) -> int:
         size = len(buffers[0])
@@ -100,7 +100,7 @@ def test_calls_that_do_less_than_they_were_asked_to(monkeypatch, name: str, call
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_source_that_ends_too_early(capsys, monkeypatch, name: str):
-    expected = whole(name)
+    expected = expected_output(name)
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", lambda fd, buffers, offset: 0)
         assert re.search(
@@ -112,7 +112,7 @@ def test_a_source_that_ends_too_early(capsys, monkeypatch, name: str):
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("call", ["fdatasync", "fsync"])
 def test_a_disk_that_does_not_keep_what_it_took(capsys, monkeypatch, name: str, call: str):
-    expected = whole(name)
+    expected = expected_output(name)
 
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -145,10 +145,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_disk_that_fills_up_meanwhile(capsys, monkeypatch, disk: Path, name: str):
-    expected, real = whole(name), pipeline.run
+    expected, real = expected_output(name), pipeline.run
     capsys.readouterr()
 
-    def fill(*args, **more) -> pipeline.Outcome:
+    def fill(*args, **more) -> pipeline.PipelineResult:
         with (disk / "ballast").open("wb", buffering=0) as ballast:
             for size in (1 << 16, 1 << 12):
                 try:
@@ -165,11 +165,11 @@ def test_a_disk_that_fills_up_meanwhile(capsys, monkeypatch, disk: Path, name: s
     assert " is full\n  why: No space left on device\n hint: free some room and run the same command again" in err
     (disk / "ballast").unlink()
     assert main([*COMMANDS[name], "--out", str(disk / "out"), "-q"]) == 0
-    assert content(disk / "out") == expected
+    assert read_files(disk / "out") == expected
 
 
 def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(capsys, disk: Path):
-    make(Path("large"), hidden_size=128)
+    make_checkpoint(Path("large"), hidden_size=128)
     assert main(["save-init", "./large", "--out", str(disk / "out"), "-q"]) == 1
     assert "not enough room for out" in capsys.readouterr().err
     assert not list(disk.iterdir())
@@ -182,7 +182,7 @@ def test_files_that_may_not_be_so_large(tmp_path: Path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
     assert re.search(r"error: cannot read or write out\.partial/d/\w+\n  why: File too large", run.stderr)
-    check_goes_on("save-init", whole("save-init"))
+    check_goes_on("save-init", expected_output("save-init"))
 
 
 # Files that go or change meanwhile
@@ -223,7 +223,7 @@ GONE = {
 @pytest.mark.parametrize("gone", GONE)
 @pytest.mark.parametrize("name", ["save-init", "reshard"])
 def test_an_output_that_is_removed_while_it_is_written(capsys, monkeypatch, name: str, gone: str):
-    expected = whole(name)
+    expected = expected_output(name)
     with monkeypatch.context() as patched:
         meanwhile(patched, GONE[gone])
         failed(capsys, name)
@@ -234,9 +234,9 @@ def test_an_output_that_is_removed_while_it_is_written(capsys, monkeypatch, name
 
 
 def test_a_data_file_that_is_cut_before_the_end(capsys, monkeypatch):
-    expected, real = whole("save-init"), pipeline.run
+    expected, real = expected_output("save-init"), pipeline.run
 
-    def cut(*args, **more) -> pipeline.Outcome:
+    def cut(*args, **more) -> pipeline.PipelineResult:
         outcome = real(*args, **more)
         os.truncate(data_file(), 100)
         return outcome
@@ -248,7 +248,7 @@ def test_a_data_file_that_is_cut_before_the_end(capsys, monkeypatch):
 
 
 def test_the_name_is_taken_meanwhile(capsys, monkeypatch):
-    expected = whole("export")
+    expected = expected_output("export")
     with monkeypatch.context() as patched:
         meanwhile(patched, lambda: Path("out").write_text("mine"))
         assert main([*COMMANDS["export"], "--out", "out", "-q"]) == 1
@@ -288,7 +288,7 @@ def test_a_source_that_changes_while_it_is_read(capsys, monkeypatch, change: Cal
 
 @pytest.mark.parametrize("change", [touched, longer, another_header])
 def test_a_source_that_changes_between_two_runs(capsys, monkeypatch, change: Callable[[Path], object]):
-    interrupted(monkeypatch, COMMANDS["save-init"], syncs=3)
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
     before = shard().read_bytes()
     time.sleep(0.01)
     change(shard())
@@ -300,7 +300,7 @@ def test_a_source_that_changes_between_two_runs(capsys, monkeypatch, change: Cal
     assert "out.partial belongs to another run" in err
     assert "the source has changed since" in err
     assert "--restart" in err
-    check_goes_on("save-init", whole("save-init"), "--restart")
+    check_goes_on("save-init", expected_output("save-init"), "--restart")
 
 
 # Journals that are torn
@@ -308,8 +308,8 @@ def test_a_source_that_changes_between_two_runs(capsys, monkeypatch, change: Cal
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_whatever_is_left_of_a_journal_the_output_is_the_same(monkeypatch, name: str):
-    expected = whole(name)
-    interrupted(monkeypatch, COMMANDS[name], syncs=3)
+    expected = expected_output(name)
+    run_until_killed(monkeypatch, COMMANDS[name], syncs=3)
     shutil.copytree("out.partial", "before")
     journal = Path("before/.prep/journal.0").read_bytes()
     ends = [at for at, byte in enumerate(journal) if byte == 10]
@@ -331,8 +331,8 @@ def test_whatever_is_left_of_a_journal_the_output_is_the_same(monkeypatch, name:
 @pytest.mark.parametrize("torn", ["run.json", "division.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
 def test_notes_of_the_run_that_are_torn(capsys, monkeypatch, torn: str, text: str):
-    expected = whole("save-init")
-    interrupted(monkeypatch, COMMANDS["save-init"], syncs=3)
+    expected = expected_output("save-init")
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
     Path("out.partial/.prep", torn).write_text(text)
     if (torn, text) != ("division.json", "{}"):  # which says nothing and is made anew
         assert "--restart" in failed(capsys, "save-init")
@@ -343,13 +343,13 @@ def test_notes_of_the_run_that_are_torn(capsys, monkeypatch, torn: str, text: st
 
 
 def test_two_commands_on_one_output(capsys, monkeypatch):
-    expected = whole("save-init")
-    interrupted(monkeypatch, COMMANDS["save-init"], syncs=3)
-    before = content(Path("out.partial"))
+    expected = expected_output("save-init")
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=3)
+    before = read_files(Path("out.partial"))
     for name in ("pad-vocab", "reshard", "export"):
         err = failed(capsys, name)
         assert "out.partial belongs to another run" in err
         assert "begun by `prep save-init ./model" in err
-    changed = content(Path("out.partial"))
+    changed = read_files(Path("out.partial"))
     assert {k: v for k, v in changed.items() if "lock" not in k} == {k: v for k, v in before.items() if "lock" not in k}
     check_goes_on("save-init", expected)

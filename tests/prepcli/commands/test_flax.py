@@ -13,10 +13,17 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.formats import msgpack_layout
-from tests.helpers.golden_flax import FILES, LLAMA, MODELS, decoded
-from tests.helpers.models import GPT_NEO, RELATIVES, make, read_tensors, same_bits, write_checkpoint
-from tests.helpers.models import LLAMA as LLAMA_CONFIG
-from tests.helpers.running import done, refusal
+from tests.helpers.golden_flax import FILES, LLAMA, MODELS, decode_msgpack
+from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    GPT_NEO,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
+from tests.helpers.tiny_checkpoints import LLAMA as LLAMA_CONFIG
 
 BASES = {"gpt_neo": GPT_NEO, "llama": LLAMA_CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}}
 FLAX = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
@@ -33,15 +40,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("folder", FLAX, ids=[f"{path.parent.name}-{path.name}" for path in FLAX])
 def test_what_transformers_saved_is_read(folder: Path):
-    done("save-init", str(folder), "--out", "init")
-    done("verify", "init", str(folder.parent / "hf"))
-    done("verify", str(folder), str(folder.parent / "hf"))
+    run_ok("save-init", str(folder), "--out", "init")
+    run_ok("verify", "init", str(folder.parent / "hf"))
+    run_ok("verify", str(folder), str(folder.parent / "hf"))
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
 def test_what_flax_and_easylm_saved_is_read(name: str):
-    done("save-init", str(LLAMA / name), "--config", str(LLAMA / "hf"), "--mesh", "1,2,1", "--out", "init")
-    done("verify", "init", str(LLAMA / "hf"))
+    run_ok("save-init", str(LLAMA / name), "--config", str(LLAMA / "hf"), "--mesh", "1,2,1", "--out", "init")
+    run_ok("verify", "init", str(LLAMA / "hf"))
 
 
 @pytest.mark.parametrize("part", ["trainstate", "trainstate_params", "params", "flax_params"])
@@ -50,10 +57,10 @@ def test_the_words_of_easylm_say_what_a_file_is(capsys: pytest.CaptureFixture[st
     right = {"streaming_params": ("params",), "flax_params.msgpack": ("flax_params",)}
     args = ("save-init", f"{part}::{LLAMA / name}", "--config", str(LLAMA / "hf/config.json"), "--out", "init")
     if part in right.get(name, ("trainstate", "trainstate_params")):
-        done(*args)
-        done("verify", "init", str(LLAMA / "hf"))
+        run_ok(*args)
+        run_ok("verify", "init", str(LLAMA / "hf"))
         return
-    said = re.findall(r"`(\w+)::(.*)`", refusal(capsys, 1, *args))
+    said = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
     assert said == [
         (right.get(name, ("params" if part == "flax_params" else "trainstate_params",))[0], str(LLAMA / name))
     ]
@@ -70,39 +77,39 @@ def test_of_a_training_state_all_but_the_parameters_is_named(capsys: pytest.Capt
 
 @pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
 def test_what_is_written_for_flax_is_what_transformers_writes(model: Path):
-    done("save-init", str(model / "hf"), "--out", "init")
-    done("export", "init", "--layout", "hf-flax", "--out", "out")
+    run_ok("save-init", str(model / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", "hf-flax", "--out", "out")
     assert Path("out/flax_model.msgpack").read_bytes() == (model / "flax/flax_model.msgpack").read_bytes()
-    done("verify", "out")
-    done("verify", "out", str(model / "hf"))
+    run_ok("verify", "out")
+    run_ok("verify", "out", str(model / "hf"))
 
 
 def test_several_files_are_those_of_transformers():
-    done("save-init", str(LLAMA / "hf"), "--out", "init")
-    done("export", "init", "--layout", "hf-flax", "--shard-size", "8KB", "--out", "out")
+    run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", "hf-flax", "--shard-size", "8KB", "--out", "out")
     wanted = {path.name: path.read_bytes() for path in (LLAMA / "sharded").glob("flax_model-*")}
     assert {path.name: path.read_bytes() for path in Path("out").glob("flax_model-*")} == wanted
     index = "flax_model.msgpack.index.json"
     found, real = (json.loads((folder / index).read_bytes()) for folder in (Path("out"), LLAMA / "sharded"))
     assert found == real
-    done("verify", "out", str(LLAMA / "hf"))
+    run_ok("verify", "out", str(LLAMA / "hf"))
 
 
 def test_a_stream_is_what_easylm_writes():
-    done("save-init", str(LLAMA / "hf"), "--out", "init")
-    done("export", "init", "--layout", "easylm", "--out", "out")
+    run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", "easylm", "--out", "out")
     assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_params").read_bytes()
-    done("verify", "out")
-    done("verify", "params::out/streaming_params", str(LLAMA / "hf"))
+    run_ok("verify", "out")
+    run_ok("verify", "params::out/streaming_params", str(LLAMA / "hf"))
 
 
 @pytest.mark.parametrize("memory", ["512MiB", "32MiB"])
 def test_large_leaves_are_written_in_pieces_as_flax_does(monkeypatch: pytest.MonkeyPatch, memory: str):
     monkeypatch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", 600)
-    done("save-init", str(LLAMA / "hf"), "--out", "init")
-    done("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
+    run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
+    run_ok("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
     assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_pieces").read_bytes()
-    done("verify", "out", str(LLAMA / "hf"))
+    run_ok("verify", "out", str(LLAMA / "hf"))
 
 
 # All the way round
@@ -117,11 +124,11 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "hf-flax"), ("llama", "easylm")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back_changes_no_bit(family: str, layout: str, tied: bool, dtype: str):
-    tensors = make(Path("m"), BASES[family], dtype, tied, legacy=True)
-    done("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,2", "--out", "init")
-    done("export", "init", "--layout", layout, "--out", "there")
-    done("save-init", "there", "--no-scan", "--out", "again")
-    done("export", "again", "--out", "back")
+    tensors = make_checkpoint(Path("m"), BASES[family], dtype, tied, legacy=True)
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,2", "--out", "init")
+    run_ok("export", "init", "--layout", layout, "--out", "there")
+    run_ok("save-init", "there", "--no-scan", "--out", "again")
+    run_ok("export", "again", "--out", "back")
     buffers = (".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
     assert_same(read_tensors(Path("back")), {n: v for n, v in tensors.items() if not n.endswith(buffers)})
     assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("m/config.json").read_text())
@@ -130,52 +137,52 @@ def test_there_and_back_changes_no_bit(family: str, layout: str, tied: bool, dty
 
 @pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "easylm")])
 def test_padding_may_be_kept(family: str, layout: str):
-    make(Path("m"), BASES[family])
-    done("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
-    done("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
+    make_checkpoint(Path("m"), BASES[family])
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
+    run_ok("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
     assert json.loads(Path("there/config.json").read_text())["vocab_size"] == 136
-    done("verify", "there")
-    done("verify", "there", "./m")
-    done("verify", "there", "init")
+    run_ok("verify", "there")
+    run_ok("verify", "there", "./m")
+    run_ok("verify", "there", "init")
 
 
 def test_a_folder_of_safetensors_needs_no_init():
-    make(Path("m"), GPT_NEO)
-    done("export", "./m", "--layout", "hf-flax", "--out", "there")
-    done("export", "there", "--out", "back")
-    done("pad-vocab", "there", "--multiple", "8", "--out", "padded")
+    make_checkpoint(Path("m"), GPT_NEO)
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    run_ok("export", "there", "--out", "back")
+    run_ok("pad-vocab", "there", "--multiple", "8", "--out", "padded")
     for name in ("there", "back", "padded"):
-        done("verify", name, "./m")
+        run_ok("verify", name, "./m")
     assert [path.name for path in Path("padded").glob("*.safetensors")] == ["model.safetensors"]
 
 
 def test_a_head_that_is_the_embedding_is_written_where_a_library_has_no_tied_one():
-    tensors = make(Path("m"), LLAMA_CONFIG, tied=True)
-    done("export", "./m", "--layout", "hf-flax", "--out", "there")
-    found = decoded(Path("there/flax_model.msgpack").read_bytes(), "flax")
+    tensors = make_checkpoint(Path("m"), LLAMA_CONFIG, tied=True)
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    found = decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
     assert same_bits(found["lm_head", "kernel"], tensors["model.embed_tokens.weight"].T)
-    done("verify", "there", "./m")
-    make(Path("n"), GPT_NEO, tied=True)
-    done("export", "./n", "--layout", "hf-flax", "--out", "neo")
-    assert ("lm_head", "kernel") not in decoded(Path("neo/flax_model.msgpack").read_bytes(), "flax")
+    run_ok("verify", "there", "./m")
+    make_checkpoint(Path("n"), GPT_NEO, tied=True)
+    run_ok("export", "./n", "--layout", "hf-flax", "--out", "neo")
+    assert ("lm_head", "kernel") not in decode_msgpack(Path("neo/flax_model.msgpack").read_bytes(), "flax")
 
 
 def test_names_without_the_base_prefix_stay_so():
-    tensors = make(Path("with"), GPT_NEO)
+    tensors = make_checkpoint(Path("with"), GPT_NEO)
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     write_checkpoint(Path("m"), {**GPT_NEO, "architectures": ["GPTNeoModel"]}, bare)
-    done("export", "./m", "--layout", "hf-flax", "--out", "there")
-    assert ("wte", "embedding") in decoded(Path("there/flax_model.msgpack").read_bytes(), "flax")
-    done("save-init", "there", "--out", "init")
-    done("export", "init", "--out", "back")
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    assert ("wte", "embedding") in decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
+    run_ok("save-init", "there", "--out", "init")
+    run_ok("export", "init", "--out", "back")
     assert_same(read_tensors(Path("back")), bare)
 
 
 def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"), LLAMA_CONFIG, attention_bias=True)
-    done("export", "./m", "--layout", "hf-flax", "--out", "there")
-    done("verify", "there", "./m")
-    said = refusal(capsys, 1, "export", "./m", "--layout", "easylm")
+    make_checkpoint(Path("m"), LLAMA_CONFIG, attention_bias=True)
+    run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
+    run_ok("verify", "there", "./m")
+    said = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
     assert "it has no place for model.layers.0.self_attn.k_proj.bias" in said
 
 
@@ -189,8 +196,8 @@ def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixt
 def test_what_flax_classes_always_or_never_have(
     capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, Any], why: str
 ):
-    make(Path("m"), {**RELATIVES, "llama": LLAMA_CONFIG}[family], **changes)
-    assert why in refusal(capsys, 1, "export", "./m", "--layout", "hf-flax")
+    make_checkpoint(Path("m"), {**FAMILY_CONFIGS, "llama": LLAMA_CONFIG}[family], **changes)
+    assert why in run_failing(capsys, 1, "export", "./m", "--layout", "hf-flax")
 
 
 # What does not go
@@ -206,34 +213,34 @@ def test_what_flax_classes_always_or_never_have(
     ],
 )
 def test_other_pairs_of_layout_and_format(capsys: pytest.CaptureFixture[str], options: list[str]):
-    make(Path("m"), LLAMA_CONFIG)
-    said = refusal(capsys, 2, "export", "./m", *options)
+    make_checkpoint(Path("m"), LLAMA_CONFIG)
+    said = run_failing(capsys, 2, "export", "./m", *options)
     assert "one of `--layout hf --format safetensors`, `--layout hf-flax --format msgpack`, `--layout easylm --" in said
 
 
 def test_a_layout_that_the_family_has_not(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"), GPT_NEO)
-    assert "prep knows hf, hf-flax of it" in refusal(capsys, 2, "export", "./m", "--layout", "easylm")
+    make_checkpoint(Path("m"), GPT_NEO)
+    assert "prep knows hf, hf-flax of it" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
 
 
 def test_a_stream_is_one_file(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"), LLAMA_CONFIG)
-    said = refusal(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
+    make_checkpoint(Path("m"), LLAMA_CONFIG)
+    said = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
     assert "`--shard-size` is not for streams" in said
 
 
 def test_a_file_does_not_say_what_model_it_is_of(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
-    said = refusal(capsys, 1, "save-init", "params::streaming_params")
+    said = run_failing(capsys, 1, "save-init", "params::streaming_params")
     assert "does not say what model it is of" in said
     assert "`--config FOLDER`" in said
-    assert "gone" in refusal(capsys, 1, "save-init", "streaming_params", "--config", "gone")
+    assert "gone" in run_failing(capsys, 1, "save-init", "streaming_params", "--config", "gone")
     shutil.copy(LLAMA / "hf/config.json", ".")
-    done("save-init", "params::./streaming_params", "--out", "init")
+    run_ok("save-init", "params::./streaming_params", "--out", "init")
 
 
 def test_a_path_after_the_word_has_to_exist(capsys: pytest.CaptureFixture[str]):
-    assert "`gone` does not exist" in refusal(capsys, 2, "save-init", "params::gone")
+    assert "`gone` does not exist" in run_failing(capsys, 2, "save-init", "params::gone")
 
 
 def test_a_config_of_another_model(capsys: pytest.CaptureFixture[str]):
@@ -247,30 +254,30 @@ def test_a_config_of_another_model(capsys: pytest.CaptureFixture[str]):
     ):
         Path("config.json").write_text(json.dumps({**config, key: value}))
         args = ("save-init", str(LLAMA / "streaming_params"), "--config", "config.json", "--out", "init")
-        assert why in refusal(capsys, 1, *args), (key, value)
+        assert why in run_failing(capsys, 1, *args), (key, value)
 
 
 def test_of_several_streams_one_is_to_be_named(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "hf/config.json", ".")
     for name in ("streaming_params_10", "streaming_params_20"):
         shutil.copy(LLAMA / "streaming_params", name)
-    said = refusal(capsys, 1, "save-init", "./", "--out", "../init")
+    said = run_failing(capsys, 1, "save-init", "./", "--out", "../init")
     assert "holds 2 EasyLM streams" in said
     assert "`params::streaming_params_20`" in said
     Path("streaming_params_10").unlink()
-    done("save-init", "./", "--out", "../init")
+    run_ok("save-init", "./", "--out", "../init")
     shutil.copy(LLAMA / "streaming_train_state", ".")
-    done("save-init", "./", "--out", "../state")
+    run_ok("save-init", "./", "--out", "../state")
 
 
 def test_an_index_is_held_against_its_files(capsys: pytest.CaptureFixture[str]):
     shutil.copytree(LLAMA / "sharded", "m")
     Path("m/flax_model-00009-of-00009.msgpack").write_bytes(b"left over from an earlier save")
-    done("save-init", "./m", "--out", "init")
+    run_ok("save-init", "./m", "--out", "init")
     Path("m/flax_model-00002-of-00003.msgpack").write_bytes(Path("m/flax_model-00001-of-00003.msgpack").read_bytes())
-    assert "is in two files" in refusal(capsys, 1, "save-init", "./m", "--out", "x")
+    assert "is in two files" in run_failing(capsys, 1, "save-init", "./m", "--out", "x")
     Path("m/flax_model-00002-of-00003.msgpack").unlink()
-    assert "1 of 3 files of m are missing" in refusal(capsys, 1, "save-init", "./m", "--out", "x").replace(
+    assert "1 of 3 files of m are missing" in run_failing(capsys, 1, "save-init", "./m", "--out", "x").replace(
         " is ", " are "
     )
 
@@ -278,10 +285,12 @@ def test_an_index_is_held_against_its_files(capsys: pytest.CaptureFixture[str]):
 def test_an_output_may_lie_beside_a_file_and_not_over_it(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
     shutil.copy(LLAMA / "hf/config.json", ".")
-    done("save-init", "streaming_params")
-    done("verify", "streaming_params-init", str(LLAMA / "hf"))
-    assert "is the source" in refusal(capsys, 2, "save-init", "streaming_params", "--out", "streaming_params")
-    said = refusal(capsys, 2, "save-init", "./streaming_params", "--out", "../" + Path().absolute().name, "--overwrite")
+    run_ok("save-init", "streaming_params")
+    run_ok("verify", "streaming_params-init", str(LLAMA / "hf"))
+    assert "is the source" in run_failing(capsys, 2, "save-init", "streaming_params", "--out", "streaming_params")
+    said = run_failing(
+        capsys, 2, "save-init", "./streaming_params", "--out", "../" + Path().absolute().name, "--overwrite"
+    )
     assert "is inside the output" in said
 
 
@@ -301,7 +310,7 @@ def test_inspect_shows_what_is_stored(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("layout", ["hf-flax", "easylm"])
 def test_values_are_cast_on_the_way_where_that_is_asked_for(layout: str):
-    make(Path("m"), LLAMA_CONFIG)
-    done("export", "./m", "--dtype", "bfloat16", "--out", "cast")
-    done("export", "./m", "--dtype", "bfloat16", "--layout", layout, "--out", "there")
-    done("verify", "there", "cast")
+    make_checkpoint(Path("m"), LLAMA_CONFIG)
+    run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
+    run_ok("export", "./m", "--dtype", "bfloat16", "--layout", layout, "--out", "there")
+    run_ok("verify", "there", "cast")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.models import LLAMA, make, read_tensors
-from tests.helpers.running import done
-from tests.helpers.torch_checkpoints import tensor, to_bin, to_meta
-from tests.helpers.zarr_items import Form, write
-from tests.prepcli.commands.test_orbax_sources import metas
-from tests.prepcli.commands.test_restore import leaves_of
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
+from tests.helpers.torch_checkpoints import to_torch, write_bin_folder, write_meta_folder
+from tests.helpers.zarr_items import StorageForm, write_zarr_item
+from tests.prepcli.commands.test_orbax_sources import array_metas
+from tests.prepcli.commands.test_restore import expected_leaves
 
 CONFIG = LLAMA | {"vocab_size": 136, "num_attention_heads": 4, "num_key_value_heads": 2}
 TORCH = ("bin", "bin-legacy", "meta")
@@ -38,13 +38,17 @@ PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The same LLaMA in every format; those of PyTorch where it is installed."""
     made = tmp_path_factory.mktemp("matrix")
-    tensors = make(made / "hf", CONFIG, request.param, tied=False)
+    tensors = make_checkpoint(made / "hf", CONFIG, request.param, tied=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
         for name, (command, source, *options) in MADE.items():
-            done(command, source, *options, "--out", name)
-    leaves = leaves_of(CONFIG, tensors, True, 0)
-    write(made / "zarr3", metas(leaves, pieces=2), Form(zarr3=True, shard=2, steps=("zstd",)))
+            run_ok(command, source, *options, "--out", name)
+    leaves = expected_leaves(CONFIG, tensors, True, 0)
+    write_zarr_item(
+        made / "zarr3",
+        array_metas(leaves, pieces=2),
+        StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd",)),
+    )
     (made / "zarr3/config.json").write_bytes((made / "hf/config.json").read_bytes())
     return made
 
@@ -52,10 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @pytest.fixture(scope="module")
 def of_torch(folder: Path) -> Path:
     pytest.importorskip("torch")
-    tensors = {name: tensor(value) for name, value in read_tensors(folder / "hf").items()}
-    to_bin(folder / "hf", folder / "bin", tensors, files=2)
-    to_bin(folder / "hf", folder / "bin-legacy", tensors, legacy=True)
-    to_meta(folder / "meta", CONFIG, tensors, files=2)
+    tensors = {name: to_torch(value) for name, value in read_tensors(folder / "hf").items()}
+    write_bin_folder(folder / "hf", folder / "bin", tensors, num_files=2)
+    write_bin_folder(folder / "hf", folder / "bin-legacy", tensors, legacy=True)
+    write_meta_folder(folder / "meta", CONFIG, tensors, num_files=2)
     return folder
 
 
@@ -70,5 +74,5 @@ def test_no_bit_differs(
     if command == "save-init" and source in AGAIN:
         command = "reshard"
     out = f"{source}-to-{sink}"
-    done(command, f"./{source}", *options, "--out", out)
-    done("verify", f"./{out}", "./hf")
+    run_ok(command, f"./{source}", *options, "--out", out)
+    run_ok("verify", f"./{out}", "./hf")

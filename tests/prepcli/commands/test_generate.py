@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import GPT_NEO, LLAMA, RELATIVES, make
-from tests.helpers.running import done, error, said
-from tests.prepcli.commands.test_train import WORDS, tokenizer
+from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
+from tests.prepcli.commands.test_train import WORDS, write_tokenizer
 
 PROMPT = "w3 w1 w4 w1 w5"
 IDS = [3, 1, 4, 1, 5]
@@ -26,28 +26,28 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model of Hugging Face and its tokenizer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make(Path("tiny"), LLAMA)
-    tokenizer(Path("tiny"))
+    make_checkpoint(Path("tiny"), LLAMA)
+    write_tokenizer(Path("tiny"))
     return tmp_path
 
 
 def told(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
-    found = said(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
+    found = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
     assert found["ok"], found
     return found
 
 
 def test_every_kind_of_checkpoint_says_the_same(here: Path, capsys: pytest.CaptureFixture[str]):
     """A folder of Hugging Face, inits of it in all forms, and a run."""
-    done("save-init", "tiny", "--out", "apart", "--no-scan")
-    done("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
+    run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
+    run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
     wanted = told(capsys, "tiny", "--prompt", PROMPT)
     assert wanted["prompts"] == [PROMPT]
     assert wanted["prompt_tokens"] == [IDS]
     assert wanted["texts"] == [" " + " ".join(WORDS[token] for token in wanted["tokens"][0])]
     assert (len(wanted["tokens"][0]), wanted["ended"], wanted["dtype"]) == (6, [False], "float32")
     assert wanted["tokens_per_s"] > 0
-    done("save-init", "tiny", "--out", "across", "--scan-axis", "1", "--rule", "embed=mp")
+    run_ok("save-init", "tiny", "--out", "across", "--scan-axis", "1", "--rule", "embed=mp")
     for name in ("apart", "across"):
         assert told(capsys, name, "--prompt", PROMPT)["tokens"] == wanted["tokens"]
     found = told(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
@@ -62,11 +62,13 @@ def test_of_a_run_it_takes_any_step(here: Path, capsys: pytest.CaptureFixture[st
         'mesh = "1,2,4"\n[model]\npath = "tiny"\n[data]\ntype = "text"\npath = "text.txt"\nseq_length = 16\n'
         "[batch]\nsize = 8\n[optimizer]\nlr = 3e-2\nwarmup_steps = 1\n[train]\nsteps = 40\n[checkpoint]\nevery = 20\n"
     )
-    done("train", "r.toml")
+    run_ok("train", "r.toml")
     learned = told(capsys, "runs/r", "--prompt", "w3 w4 w5")
     assert learned["texts"] == [" w6 w7 w1 w2 w3 w4"], "it goes on as its texts do"
     assert told(capsys, "runs/r", "--step", "20", "--prompt", "w3 w4 w5", new=1)["ok"]
-    assert error(capsys, "generate", "runs/r", "--step", "3", "--prompt", "w3")[0] == "error: runs/r has no step 3"
+    assert (
+        error_lines(capsys, "generate", "runs/r", "--step", "3", "--prompt", "w3")[0] == "error: runs/r has no step 3"
+    )
 
 
 def test_a_process_of_its_own(here: Path):
@@ -124,11 +126,11 @@ def test_batches_change_no_result(here: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_learned_positions_are_filled(here: Path, capsys: pytest.CaptureFixture[str]):
-    make(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
-    assert len(said(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7
+    make_checkpoint(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
+    assert len(run_json(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7
     for count in (5, 12):
         ids = ",".join("1" * count)
-        lines = error(capsys, "generate", "neo", "--tokens", ids, "--max-new-tokens", "6")
+        lines = error_lines(capsys, "generate", "neo", "--tokens", ids, "--max-new-tokens", "6")
         assert lines[1:] == [
             "  why: the model has 9 positions",
             f" hint: {'`--max-new-tokens 5`' if count == 5 else 'a shorter prompt'}",
@@ -139,10 +141,10 @@ def test_without_a_tokenizer_there_are_ids(here: Path, capsys: pytest.CaptureFix
     Path("tiny/tokenizer.json").rename("words.json")
     found = told(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
     assert (found["prompts"], found["texts"], found["prompt_tokens"]) == ([None], None, [IDS])
-    done("generate", "tiny", "--tokens", "3,1,4,1,5", "--max-new-tokens", "1")
+    run_ok("generate", "tiny", "--tokens", "3,1,4,1,5", "--max-new-tokens", "1")
     assert capsys.readouterr().out == ",".join(map(str, found["tokens"][0])) + "\n"
     assert told(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"] == found["tokens"]
-    lines = error(capsys, "generate", "tiny", "--prompt", PROMPT)
+    lines = error_lines(capsys, "generate", "tiny", "--prompt", PROMPT)
     assert lines[0] == "error: tiny comes without a tokenizer"
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
 
@@ -167,22 +169,25 @@ def test_ends_that_are_no_tokens_end_nothing(here: Path, capsys: pytest.CaptureF
 
 
 def test_bfloat16_is_computed_in_where_it_is_stored(here: Path, capsys: pytest.CaptureFixture[str]):
-    make(Path("half"), LLAMA, "bfloat16")
+    make_checkpoint(Path("half"), LLAMA, "bfloat16")
     assert told(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
 
 
 def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.CaptureFixture[str]):
-    make(Path("t5"), RELATIVES["t5"], eos_token_id=None)
-    tokenizer(Path("t5"))
+    make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
+    write_tokenizer(Path("t5"))
     found = told(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
     assert found["prompt_tokens"] == [IDS, [7]]
     assert found["texts"] == [" ".join(WORDS[token] for token in tokens) for tokens in found["tokens"]]
     assert [len(tokens) for tokens in found["tokens"]] == [6, 6]
-    done("save-init", "t5", "--out", "t5-init")
+    run_ok("save-init", "t5", "--out", "t5-init")
     again = told(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
     assert again["tokens"] == [tokens[:1] for tokens in found["tokens"]]
-    make(Path("headless"), {key: value for key, value in RELATIVES["t5"].items() if not key.startswith(("dec", "pad"))})
-    assert "what a decoder begins with" in error(capsys, "generate", "headless", "--tokens", "1")[0]
+    make_checkpoint(
+        Path("headless"),
+        {key: value for key, value in FAMILY_CONFIGS["t5"].items() if not key.startswith(("dec", "pad"))},
+    )
+    assert "what a decoder begins with" in error_lines(capsys, "generate", "headless", "--tokens", "1")[0]
 
 
 WRONG: dict[str, tuple[Sequence[str], str, int]] = {
@@ -220,8 +225,8 @@ def test_what_makes_no_sense(here: Path, capsys: pytest.CaptureFixture[str], why
 
 
 def test_a_mesh_divides_the_heads(here: Path, capsys: pytest.CaptureFixture[str]):
-    make(Path("odd"), LLAMA, num_attention_heads=2, num_key_value_heads=2)
-    lines = error(capsys, "generate", "odd", "--tokens", "1", "--mesh", "1,1,8")
+    make_checkpoint(Path("odd"), LLAMA, num_attention_heads=2, num_key_value_heads=2)
+    lines = error_lines(capsys, "generate", "odd", "--tokens", "1", "--mesh", "1,1,8")
     assert "heads" in lines[0]
 
 

@@ -15,12 +15,20 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.inspect import MOST_ASIDES
-from prepcli.formats.orbax import ArrayMeta, Other
-from tests.helpers.hf_folders import write_folder
-from tests.helpers.inspecting import NEO, SMALL_LLAMA, Capture, document, make_init, refused, shown
-from tests.helpers.models import make
-from tests.helpers.orbax_items import make_item
+from prepcli.commands.inspect import MAX_EXTRA_ENTRIES
+from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray
+from tests.helpers.hf_folders import write_hf_folder
+from tests.helpers.orbax_items import write_item
+from tests.helpers.run_inspect import (
+    SMALL_GPT_NEO,
+    SMALL_LLAMA,
+    Capture,
+    inspect_failing,
+    inspect_json,
+    inspect_lines,
+    make_model_and_init,
+)
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +42,7 @@ def two_files() -> list[int]:
     a = {"b.weight": np.ones((2, 3), np.float32), "a.weight": np.ones(5, np.float16)}
     b = {"c": np.ones((), np.int64), "a.bias": np.zeros((100, 4), ml_dtypes.bfloat16)}
     files = {"model-00001-of-00002.safetensors": a, "model-00002-of-00002.safetensors": b}
-    folder = write_folder(Path("m"), files)
+    folder = write_hf_folder(Path("m"), files)
     return [8 + int.from_bytes((folder / name).read_bytes()[:8], "little") for name in files]
 
 
@@ -43,7 +51,7 @@ def two_files() -> list[int]:
 
 def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
     first, second = two_files()
-    lines = shown(capsys, "m")
+    lines = inspect_lines(capsys, "m")
     assert lines[:3] == [
         "m  of no known family  412 values  842 bytes bfloat16, float32, float16, int64",
         "safetensors, 2 files, 4 tensors",
@@ -60,7 +68,7 @@ def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
 
 def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
     first, _ = two_files()
-    found = document(capsys, "m")
+    found = inspect_json(capsys, "m")
     assert found["tensors"][0] == {
         "name": "b.weight",
         "shape": [2, 3],
@@ -91,12 +99,12 @@ def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
 )
 def test_sorting(capsys: Capture, by: str, names: list[str]) -> None:
     two_files()
-    assert [tensor["name"] for tensor in document(capsys, "m", "--sort", by)["tensors"]] == names
+    assert [tensor["name"] for tensor in inspect_json(capsys, "m", "--sort", by)["tensors"]] == names
 
 
 def test_a_pattern_selects(capsys: Capture) -> None:
     two_files()
-    lines = shown(capsys, "m", "a.*")
+    lines = inspect_lines(capsys, "m", "a.*")
     assert [line.split()[0] for line in lines[4:6]] == ["a.weight", "a.bias"]
     assert lines[6:] == ["2 of 4 tensors, 810 bytes"]
 
@@ -107,44 +115,44 @@ def test_a_pattern_selects(capsys: Capture) -> None:
 )
 def test_a_pattern_that_matches_nothing(capsys: Capture, pattern: str, hint: str) -> None:
     two_files()
-    assert refused(capsys, "m", pattern) == (1, f"error: no tensor of m matches `{pattern}`\n{hint}")
+    assert inspect_failing(capsys, "m", pattern) == (1, f"error: no tensor of m matches `{pattern}`\n{hint}")
 
 
 def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
-    tensors = make(Path("plain"), NEO)
+    tensors = make_checkpoint(Path("plain"), SMALL_GPT_NEO)
     head = tensors["transformer.wte.weight"].copy()
     masks = {f"transformer.h.{i}.attn.attention.bias": np.ones((1, 1, 6, 6), bool) for i in range(3)}
     everything = {**tensors, **masks, "lm_head.weight": head}
-    write_folder(Path("m"), {"model.safetensors": everything}, NEO)
+    write_hf_folder(Path("m"), {"model.safetensors": everything}, SMALL_GPT_NEO)
     n_parameters = sum(array.size for array in tensors.values())
     n_values = sum(array.size for array in everything.values())
-    source = document(capsys, "m")["source"]
+    source = inspect_json(capsys, "m")["source"]
     assert (source["family"], source["parameters"], source["values"]) == ("gpt_neo", n_parameters, n_values)
     assert source["vocab"] == {"true": 13, "padded": 13}
-    lines = shown(capsys, "m")
+    lines = inspect_lines(capsys, "m")
     assert lines[0].startswith(f"m  gpt_neo  {n_parameters:,} parameters  ")
     assert lines[1] == f"safetensors, 1 file, {len(everything)} tensors; vocabulary 13"
     del everything["transformer.wte.weight"]  # the head alone is the embedding
-    write_folder(Path("n"), {"model.safetensors": everything}, NEO)
-    assert document(capsys, "n")["source"]["parameters"] == n_parameters
-    found = document(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
+    write_hf_folder(Path("n"), {"model.safetensors": everything}, SMALL_GPT_NEO)
+    assert inspect_json(capsys, "n")["source"]["parameters"] == n_parameters
+    found = inspect_json(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
     assert (found["shape"], found["spec"]) == ([13, 8], "P(None, fsdp)")
 
 
 def test_a_padded_vocabulary(capsys: Capture) -> None:
-    make(Path("model"), NEO)
+    make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert main(["pad-vocab", "model", "--out", "padded", "-q"]) == 0
     capsys.readouterr()
-    assert shown(capsys, "padded")[1].endswith("; vocabulary 16 (13 true)")
+    assert inspect_lines(capsys, "padded")[1].endswith("; vocabulary 16 (13 true)")
 
 
 def test_an_unknown_family_is_named(capsys: Capture) -> None:
-    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
-    assert shown(capsys, "m")[0] == "m  mamba (not a family that prep knows)  2 values  16 bytes float64"
+    write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
+    assert inspect_lines(capsys, "m")[0] == "m  mamba (not a family that prep knows)  2 values  16 bytes float64"
 
 
 def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
-    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"vocab_size": "many"})
+    write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"vocab_size": "many"})
     assert main(["inspect", "m"]) == 0
     captured = capsys.readouterr()
     assert captured.err.startswith("warning: config.json makes no sense: vocab_size is 'many'")
@@ -154,7 +162,7 @@ def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
 
 @pytest.mark.parametrize("changes", [{"num_layers": -1}, {"vocab_size": True}, {"num_heads": 0}, {"hidden_size": "x"}])
 def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, changes: dict[str, Any]) -> None:
-    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, NEO | changes)
+    write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, SMALL_GPT_NEO | changes)
     assert main(["inspect", "m", "-q"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "2 values" in lines[0]
@@ -162,14 +170,14 @@ def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, chan
 
 
 def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
-    code, message = refused(capsys, "./nowhere")
+    code, message = inspect_failing(capsys, "./nowhere")
     assert (code, message.splitlines()[0]) == (2, "error: `./nowhere` does not exist")
     (here / "notes").mkdir()
-    code, message = refused(capsys, "notes")
+    code, message = inspect_failing(capsys, "notes")
     assert (code, message.splitlines()[0]) == (1, "error: `notes` holds no checkpoint")
     two_files()
     (here / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
-    code, message = refused(capsys, "m")
+    code, message = inspect_failing(capsys, "m")
     assert (code, message.splitlines()[0]) == (1, "error: model-00001-of-00002.safetensors is cut short")
 
 
@@ -177,9 +185,9 @@ def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
 
 
 def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
-    tensors = make_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
+    tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     n_values = sum(array.size for array in tensors.values())
-    lines = shown(capsys, "init")
+    lines = inspect_lines(capsys, "init")
     assert lines[0] == f"init  llama  {n_values:,} parameters  {n_values * 4 / 1024:.1f} KiB float32"
     assert lines[1].split("; ") == [
         "Orbax, 1 data file, 12 leaves in 21 chunks",
@@ -192,8 +200,8 @@ def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
 
 
 def test_the_fields_of_leaves(capsys: Capture) -> None:
-    tensors = make_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
-    found = document(capsys, "init")
+    tensors = make_model_and_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
+    found = inspect_json(capsys, "init")
     expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
     assert found["source"] | expected == found["source"]
     leaf = next(each for each in found["tensors"] if each["name"] == "params.layers.1.mlp.up.weight")
@@ -207,13 +215,13 @@ def test_the_fields_of_leaves(capsys: Capture) -> None:
 def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
     tree = {"b": np.arange(6.0).reshape(2, 3), "step": np.int32(7), "text": "hello", "nothing": {}}
     ocp.PyTreeCheckpointer(use_compression=False).save(here / "run" / "12" / "default", tree)
-    lines = shown(capsys, "run")
+    lines = inspect_lines(capsys, "run")
     assert lines[0] == "run  of no known family  7 values  52 bytes float64, int32"
     assert lines[1].startswith("Orbax, ")
     assert sorted(lines[2:4]) == ["nothing is an empty Dict", "text is the text 'hello'"]
-    found = {tensor["name"]: tensor for tensor in document(capsys, "run")["tensors"]}
+    found = {tensor["name"]: tensor for tensor in inspect_json(capsys, "run")["tensors"]}
     assert (found["b"]["shape"], found["b"]["chunks"], found["step"]["shape"]) == ([2, 3], 1, [])
-    stats = {tensor["name"]: tensor["stats"] for tensor in document(capsys, "run", "--stats")["tensors"]}
+    stats = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "run", "--stats")["tensors"]}
     assert stats["b"] == {"min": 0.0, "max": 5.0, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}
     assert stats["step"]["mean"] == 7
 
@@ -222,17 +230,19 @@ def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
 
 
 def test_of_very_many_things_beside_arrays_a_few_are_shown(capsys: Capture) -> None:
-    asides = [Other((f"empty{number:02d}",), "None") for number in range(40)]
-    make_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, others=asides)
-    lines = shown(capsys, "item")
-    assert [line for line in lines if "empty" in line] == [f"empty{n:02d} is an empty None" for n in range(MOST_ASIDES)]
-    assert f"and {40 - MOST_ASIDES} more that are no arrays" in lines
-    assert len(document(capsys, "item")["source"]["others"]) == 40
+    asides = [OrbaxNonArray((f"empty{number:02d}",), "None") for number in range(40)]
+    write_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, non_arrays=asides)
+    lines = inspect_lines(capsys, "item")
+    assert [line for line in lines if "empty" in line] == [
+        f"empty{n:02d} is an empty None" for n in range(MAX_EXTRA_ENTRIES)
+    ]
+    assert f"and {40 - MAX_EXTRA_ENTRIES} more that are no arrays" in lines
+    assert len(inspect_json(capsys, "item")["source"]["others"]) == 40
 
 
 def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
-    make(Path("model"), SMALL_LLAMA, files=2)
-    lines = shown(capsys, "model", "--tree")
+    make_checkpoint(Path("model"), SMALL_LLAMA, files=2)
+    lines = inspect_lines(capsys, "model", "--tree")
     assert [" ".join(line.split()) for line in lines[3:]] == [
         "name shape dtype size",
         "model 5.0 KiB",
@@ -256,14 +266,14 @@ def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
 
 def test_a_name_of_thousands_of_parts(capsys: Capture) -> None:
     name = "a." * 5000 + "b"
-    write_folder(Path("m"), {"model.safetensors": {name: np.ones(1), "a.c": np.ones(1)}})
-    (node,) = document(capsys, "m", "--tree")["tree"]
+    write_hf_folder(Path("m"), {"model.safetensors": {name: np.ones(1), "a.c": np.ones(1)}})
+    (node,) = inspect_json(capsys, "m", "--tree")["tree"]
     assert [f"a.{child['name']}" for child in node["children"]] in (["a.c", name], [name, "a.c"])
 
 
 def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
-    make_init(capsys, SMALL_LLAMA)
-    found = document(capsys, "init", "params.layers.mlp.*", "--tree")
+    make_model_and_init(capsys, SMALL_LLAMA)
+    found = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
     (node,) = found["tree"]
     assert (node["name"], node["tensors"], node["bytes"]) == ("params.layers.mlp", 3, 3072)
     assert [child["name"] for child in node["children"]] == ["gate.weight", "up.weight", "down.weight"]
@@ -274,13 +284,13 @@ def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
 
 
 def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
-    tensors = make_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
-    found = {tensor["name"]: tensor["stats"] for tensor in document(capsys, "model", "--stats")["tensors"]}
+    tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
+    found = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "model", "--stats")["tensors"]}
     assert found.keys() == tensors.keys()
     for name, array in tensors.items():
         ends = {"min": float(array.min()), "max": float(array.max()), "nan": 0, "inf": 0, "zeros": 0}
         assert found[name] == ends | {"mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)}
-    leaves = {tensor["name"]: tensor["stats"] for tensor in document(capsys, "init", "--stats")["tensors"]}
+    leaves = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "init", "--stats")["tensors"]}
     stacked = np.stack([tensors[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(2)])
     assert leaves["params.layers.attn.q.weight"] == {
         "min": float(stacked.min()),
@@ -295,8 +305,8 @@ def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
 def test_statistics_as_text(capsys: Capture) -> None:
     x = np.array([math.nan, math.inf, -2, 0, 1.5], ml_dtypes.bfloat16)
     y = np.full(3, math.nan, np.float16)
-    write_folder(Path("m"), {"model.safetensors": {"y": y, "x": x, "n": np.array([-5, 2**60])}})
-    lines = shown(capsys, "m", "--stats", "--sort", "name")
+    write_hf_folder(Path("m"), {"model.safetensors": {"y": y, "x": x, "n": np.array([-5, 2**60])}})
+    lines = inspect_lines(capsys, "m", "--stats", "--sort", "name")
     assert [line.split() for line in lines[3:]] == [
         ["name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros"],
         ["n", "[2]", "int64", "-5", "1.15292e+18", "5.76461e+17", "0", "0", "0"],
@@ -306,7 +316,7 @@ def test_statistics_as_text(capsys: Capture) -> None:
 
 
 def test_statistics_tell_their_progress(capsys: Capture) -> None:
-    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(1000, np.float32)}})
+    write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(1000, np.float32)}})
     assert main(["inspect", "m", "--stats", "--progress", "json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert {event["task"] for event in events} == {"inspect"}

@@ -10,9 +10,17 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.hf_folders import write_folder
-from tests.helpers.inspecting import NEO, SMALL_LLAMA, Capture, document, make_init, refused, shown
-from tests.helpers.models import make
+from tests.helpers.hf_folders import write_hf_folder
+from tests.helpers.run_inspect import (
+    SMALL_GPT_NEO,
+    SMALL_LLAMA,
+    Capture,
+    inspect_failing,
+    inspect_json,
+    inspect_lines,
+    make_model_and_init,
+)
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +33,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
-    make_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
-    lines = shown(capsys, "init", "--shards", "mlp.up")
+    make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
+    lines = inspect_lines(capsys, "init", "--shards", "mlp.up")
     assert lines == [
         "params.layers.mlp.up.weight  [2, 16, 8] float32  P(None, mp, fsdp)",
         "  256 bytes a device, 1 copy",
@@ -38,7 +46,7 @@ def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
         "│ 1                  │ 3                  │  8:16",
         "└────────────────────┴────────────────────┘",
     ]
-    found = document(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
+    found = inspect_json(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
     assert found == {
         "leaf": "params.layers.mlp.up.weight",
         "shape": [2, 16, 8],
@@ -52,68 +60,70 @@ def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
 
 
 def test_a_folder_shows_the_leaf_that_save_init_would_make(capsys: Capture) -> None:
-    make(Path("model"), SMALL_LLAMA, "float16")
-    found = document(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
+    make_checkpoint(Path("model"), SMALL_LLAMA, "float16")
+    found = inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
     assert (found["leaf"], found["shape"], found["dtype"]) == ("params.layers.attn.k.weight", [2, 2, 2, 8], "float16")
-    assert shown(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")[-1] == (
+    assert inspect_lines(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")[-1] == (
         "kv_heads 2 stays whole, not split over mp: 2 mod 4 = 2"
     )
 
 
 def test_layers_of_their_own(capsys: Capture) -> None:
-    make_init(capsys, NEO, "--no-scan")
-    found = document(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
+    make_model_and_init(capsys, SMALL_GPT_NEO, "--no-scan")
+    found = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
     assert (found["leaf"], found["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
 
 
 def test_no_leaf_or_several(capsys: Capture) -> None:
-    make(Path("model"), NEO)
-    assert refused(capsys, "model", "--shards", "embed", "--mesh", "1,1,1") == (
+    make_checkpoint(Path("model"), SMALL_GPT_NEO)
+    assert inspect_failing(capsys, "model", "--shards", "embed", "--mesh", "1,1,1") == (
         2,
         "error: `embed` matches 2 leaves of model\n"
         "  why: params.embed.tokens, params.embed.positions\n"
         " hint: one of them: `--shards params.embed.tokens`\n",
     )
-    code, message = refused(capsys, "model", "--shards", "embed.tokenz", "--mesh", "1,1,1")
+    code, message = inspect_failing(capsys, "model", "--shards", "embed.tokenz", "--mesh", "1,1,1")
     what, why, hint = message.splitlines()
     assert (code, what) == (2, "error: model has no leaf `embed.tokenz`")
     assert why.startswith("  why: it has params.embed.tokens, params.embed.positions, ")
     assert why.endswith(" and 5 more")
     assert hint == " hint: did you mean `embed.tokens`?"
-    code, message = refused(capsys, "model", "--shards", "head.weight", "--mesh", "1,1,1")  # it is the embedding
+    code, message = inspect_failing(
+        capsys, "model", "--shards", "head.weight", "--mesh", "1,1,1"
+    )  # it is the embedding
     assert (code, message.splitlines()[0]) == (2, "error: model has no leaf `head.weight`")
 
 
 def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
-    make(Path("model"), NEO)
-    assert refused(capsys, "model", "--shards", "embed.tokens") == (
+    make_checkpoint(Path("model"), SMALL_GPT_NEO)
+    assert inspect_failing(capsys, "model", "--shards", "embed.tokens") == (
         2,
         "error: no mesh was named to split the leaf over\n"
         "  why: model was not laid out for one\n"
         " hint: for example `--mesh 1,2,4`\n",
     )
-    code, message = refused(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,2")
+    code, message = inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,2")
     assert (code, message.splitlines()[0]) == (2, "error: vocabulary 13 cannot be split over mp 2")
-    code, message = refused(capsys, "model", "--shards", "final_norm.bias", "--mesh", "1,-1,2")
+    code, message = inspect_failing(capsys, "model", "--shards", "final_norm.bias", "--mesh", "1,-1,2")
     assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 leaves fsdp open")
 
 
 def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
     ocp.PyTreeCheckpointer(use_compression=False).save(here / "saved", {"x": np.ones(3)})
-    assert refused(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
+    assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
         "error: saved was not written by prep\n"
         "  why: it has no manifest, so nothing says what the dims of its leaves are\n",
     )
-    write_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
-    code, message = refused(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
+    write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
+    code, message = inspect_failing(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
     assert (code, message.splitlines()[0]) == (1, "error: no family for model_type `mamba`")
 
 
 def test_a_config_of_another_model(capsys: Capture) -> None:
-    make(Path("model"), NEO)
-    (Path("model") / "config.json").write_text(json.dumps(NEO | {"vocab_size": 14}))
-    assert refused(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
+    make_checkpoint(Path("model"), SMALL_GPT_NEO)
+    (Path("model") / "config.json").write_text(json.dumps(SMALL_GPT_NEO | {"vocab_size": 14}))
+    assert inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
         1,
         "error: model: transformer.wte.weight is not what it should be\n"
         "  why: shape [13, 8], its config makes it [14, 8]\n",
@@ -126,8 +136,8 @@ def test_a_config_of_another_model(capsys: Capture) -> None:
 def test_what_differs(capsys: Capture) -> None:
     a = {"same": np.ones(2), "shape": np.ones((2, 3)), "dtype": np.ones(3, np.float32), "only a": np.ones(1)}
     b = {"same": np.zeros(2), "shape": np.ones((3, 2)), "dtype": np.ones(3, np.int32), "only b": np.ones(4)}
-    write_folder(Path("a"), {"model.safetensors": a})
-    write_folder(Path("b"), {"model.safetensors": b})
+    write_hf_folder(Path("a"), {"model.safetensors": a})
+    write_hf_folder(Path("b"), {"model.safetensors": b})
     assert main(["inspect", "a", "--diff", "b"]) == 1
     captured = capsys.readouterr()
     assert sorted(captured.out.splitlines()) == [
@@ -137,30 +147,32 @@ def test_what_differs(capsys: Capture) -> None:
         "only in b  only b  [4] float64",
     ]
     assert captured.err == "error: a and b differ in 4 of 5 tensors\n"
-    found = document(capsys, "a", "s*", "--diff", "b", code=1)
+    found = inspect_json(capsys, "a", "s*", "--diff", "b", code=1)
     assert found["differences"] == [
         {"name": "shape", "a": {"shape": [2, 3], "dtype": "float64"}, "b": {"shape": [3, 2], "dtype": "float64"}}
     ]
     assert (found["source"]["name"], found["against"]["name"], found["error"]["code"]) == ("a", "b", 1)
-    assert shown(capsys, "a", "same", "--diff", "b") == ["no difference in names, shapes and dtypes"]
-    assert refused(capsys, "a", "sane", "--diff", "b") == (
+    assert inspect_lines(capsys, "a", "same", "--diff", "b") == ["no difference in names, shapes and dtypes"]
+    assert inspect_failing(capsys, "a", "sane", "--diff", "b") == (
         1,
         "error: no tensor of a and b matches `sane`\n hint: did you mean `same`?\n",
     )
 
 
 def test_a_checkpoint_holds_the_tensors_of_its_folder(capsys: Capture) -> None:
-    make_init(capsys, NEO, "--pad-vocab", "8")
+    make_model_and_init(capsys, SMALL_GPT_NEO, "--pad-vocab", "8")
     assert main(["inspect", "model", "--diff", "init"]) == 1
     assert capsys.readouterr().out == "differs  transformer.wte.weight  [13, 8] float32 -> [16, 8] float32\n"
-    assert document(capsys, "init", "transformer.h.*", "--diff", "model")["differences"] == []
+    assert inspect_json(capsys, "init", "transformer.h.*", "--diff", "model")["differences"] == []
 
 
 def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
-    make_init(capsys, SMALL_LLAMA)
+    make_model_and_init(capsys, SMALL_LLAMA)
     assert main(["reshard", "init", "--no-scan", "--mesh", "1,2,2", "--out", "other", "-q"]) == 0
     capsys.readouterr()
-    names = [each["name"] for each in document(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]]
+    names = [
+        each["name"] for each in inspect_json(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]
+    ]
     assert names == [
         "params.layers.attn.q.weight", "params.layers.0.attn.q.weight", "params.layers.1.attn.q.weight",
     ]  # fmt: skip
@@ -180,42 +192,42 @@ def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
     ],
 )
 def test_options_that_contradict_each_other(capsys: Capture, args: list[str], what: str) -> None:
-    code, message = refused(capsys, "nowhere", *args)
+    code, message = inspect_failing(capsys, "nowhere", *args)
     assert (code, message.splitlines()[0]) == (2, f"error: {what}")
 
 
 def test_inspect_of_a_mesh_too_large_to_draw(capsys: Capture) -> None:
-    make(Path("model"), SMALL_LLAMA)
-    lines = shown(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")
+    make_checkpoint(Path("model"), SMALL_LLAMA)
+    lines = inspect_lines(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")
     assert lines[-1] == "not drawn: the mesh has 1,048,576 devices, a drawing at most 16,384"
-    assert document(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")["shards"]["devices"] is None
+    assert inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")["shards"]["devices"] is None
 
 
 @pytest.mark.parametrize("view", [(), ("--tree",), ("--stats",)])
 def test_inspect_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch, view: tuple[str, ...]) -> None:
     monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
-    make(Path("model"), SMALL_LLAMA)
-    lines = shown(capsys, "model", *view)
+    make_checkpoint(Path("model"), SMALL_LLAMA)
+    lines = inspect_lines(capsys, "model", *view)
     assert lines[-1].endswith("more rows; `-v` shows all, a PATTERN those that match")
     assert len(lines) == 2 + 1 + 1 + 3 + 1  # head, empty, names of columns, rows, the rest
     assert main(["inspect", "model", *view, "-v"]) == 0
     assert "more rows" not in capsys.readouterr().out
-    assert len(document(capsys, "model", *view)["tensors"]) > 3
+    assert len(inspect_json(capsys, "model", *view)["tensors"]) > 3
 
 
 def test_inspect_diff_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
-    make(Path("model"), SMALL_LLAMA)
-    make(Path("other"), NEO)
+    make_checkpoint(Path("model"), SMALL_LLAMA)
+    make_checkpoint(Path("other"), SMALL_GPT_NEO)
     assert main(["inspect", "model", "--diff", "other", "-q"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 3 + 1
-    assert len(document(capsys, "model", "--diff", "other", code=1)["differences"]) > 3
+    assert len(inspect_json(capsys, "model", "--diff", "other", code=1)["differences"]) > 3
 
 
 def test_verify_lists_twenty_differences(capsys: Capture) -> None:
     config = SMALL_LLAMA | {"num_hidden_layers": 4}
-    make(Path("model"), config)
-    make(Path("other"), config, "float16")
+    make_checkpoint(Path("model"), config)
+    make_checkpoint(Path("other"), config, "float16")
     assert main(["verify", "model", "other"]) == 1
     err = capsys.readouterr().err
     assert err.count("differs  ") == 20

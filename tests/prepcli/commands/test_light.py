@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import make
-from tests.helpers.pickles import saved
+from tests.helpers.pickle_builder import make_torch_file
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 HEAVY = ("jax", "jaxlib", "orbax", "tensorstore", "flax", "torch", "transformers", "safetensors")
 SCRIPT = (
@@ -34,10 +34,10 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("light")
-    tensors = make(path / "m")
+    tensors = make_checkpoint(path / "m")
     (path / "of-torch").mkdir()
     (path / "of-torch/config.json").write_bytes((path / "m/config.json").read_bytes())
-    (path / "of-torch/pytorch_model.bin").write_bytes(saved(tensors))
+    (path / "of-torch/pytorch_model.bin").write_bytes(make_torch_file(tensors))
     assert main(["save-init", str(path / "m"), "--out", str(path / "init"), "-q"]) == 0
     return path
 

@@ -10,16 +10,16 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
-from prepcli.execution.hub_push import _names
+from prepcli.execution.hub_push import _file_names
 from prepcli.execution.run_folder import RunFolder
-from tests.helpers.models import make, read_tensors
-from tests.helpers.running import done, refusal
+from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.tiny_checkpoints import make_checkpoint, read_tensors
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     Path("secret").write_text("key")
 
 
@@ -27,7 +27,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command_refuses_a_side_file_that_leaves(command: list[str], capsys: pytest.CaptureFixture[str]):
     Path("m/vocab.txt").symlink_to("../secret")
     for more in ([], ["--dry-run"]):
-        err = refusal(capsys, 1, command[0], "./m", *command[1:], "--out", "out", *more)
+        err = run_failing(capsys, 1, command[0], "./m", *command[1:], "--out", "out", *more)
         assert "vocab.txt is a link to ../secret" in err
         assert "hint:" in err
     assert not Path("out").exists()
@@ -37,16 +37,16 @@ def test_command_refuses_a_side_file_that_leaves(command: list[str], capsys: pyt
 
 @pytest.mark.parametrize("link", ["hf/vocab.txt", "hf"])
 def test_export_refuses_links_in_an_init(link: str, capsys: pytest.CaptureFixture[str]):
-    done("save-init", "./m", "--out", "init")
+    run_ok("save-init", "./m", "--out", "init")
     if link == "hf":
         shutil.move("init/hf", "elsewhere")
     Path("init", link).symlink_to("../../secret" if link != "hf" else "../elsewhere")
-    assert "is a link to" in refusal(capsys, 1, "export", "init", "--out", "out")
-    assert "is a link to" in refusal(capsys, 1, "reshard", "init", "--mesh", "1,2,1", "--out", "out")
+    assert "is a link to" in run_failing(capsys, 1, "export", "init", "--out", "out")
+    assert "is a link to" in run_failing(capsys, 1, "reshard", "init", "--mesh", "1,2,1", "--out", "out")
 
 
 def test_run_refuses_links_before_its_first_step():
-    done("save-init", "./m", "--out", "init")
+    run_ok("save-init", "./m", "--out", "init")
     Path("init/hf/vocab.txt").symlink_to("../../secret")
     with pytest.raises(PrepError, match="is a link to"):
         RunFolder(Path("run"), Path("init"), "run")
@@ -57,8 +57,8 @@ def test_weights_may_be_links_to_anywhere():
     for path in Path("m").glob("*.safetensors*"):
         shutil.move(path, "elsewhere")
         path.symlink_to(f"../elsewhere/{path.name}")
-    done("save-init", "./m", "--out", "init")
-    done("verify", "init", "./m")
+    run_ok("save-init", "./m", "--out", "init")
+    run_ok("verify", "init", "./m")
 
 
 def test_hub_cache_converts_with_its_links():
@@ -68,7 +68,7 @@ def test_hub_cache_converts_with_its_links():
     for path in Path("m").iterdir():
         shutil.copy(path, blobs)
         (home / path.name).symlink_to(f"../../blobs/{path.name}")
-    done("pad-vocab", f"./{home}", "--multiple", "8", "--out", "padded")
+    run_ok("pad-vocab", f"./{home}", "--multiple", "8", "--out", "padded")
     assert Path("padded/tokenizer_config.json").read_bytes() == Path("m/tokenizer_config.json").read_bytes()
     assert not Path("padded/tokenizer_config.json").is_symlink()
     assert read_tensors(Path("padded"))
@@ -77,22 +77,22 @@ def test_hub_cache_converts_with_its_links():
 def test_link_laid_between_plan_and_copy_is_refused(monkeypatch: pytest.MonkeyPatch, capsys):
     from prepcli.execution import execute
 
-    real = execute.finish
+    real = execute.finalize_output
 
     def replaced(*args: Any) -> None:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
         real(*args)
 
-    monkeypatch.setattr(execute, "finish", replaced)
-    err = refusal(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")
+    monkeypatch.setattr(execute, "finalize_output", replaced)
+    err = run_failing(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")
     assert "tokenizer_config.json" in err
     assert not Path("out").exists()
 
 
 def test_push_refuses_links_that_leave():
     folder = Path("m")
-    assert "tokenizer_config.json" in _names(folder)
+    assert "tokenizer_config.json" in _file_names(folder)
     (folder / "notes.txt").symlink_to("../secret")
     with pytest.raises(PrepError, match=r"notes\.txt is a link to \.\./secret"):
-        _names(folder)
+        _file_names(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prepcli.commands.machine import cgroup_limit, memory
+from prepcli.commands.machine import cgroup_memory_limit, system_memory
 
 GIB = 1 << 30
 
@@ -20,12 +20,12 @@ def write(root: Path, **texts: str) -> Path:
 
 def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
     write(tmp_path, proc__meminfo="MemTotal:       24686380 kB\nMemFree: 1 kB\nMemAvailable:   23000000 kB\n")
-    assert memory(tmp_path) == {"total": 24686380 * 1024, "available": 23000000 * 1024}
+    assert system_memory(tmp_path) == {"total": 24686380 * 1024, "available": 23000000 * 1024}
 
 
 def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
-    assert memory(tmp_path) == {}
-    assert cgroup_limit(tmp_path) is None
+    assert system_memory(tmp_path) == {}
+    assert cgroup_memory_limit(tmp_path) is None
 
 
 def test_the_smallest_limit_above_this_process_counts(tmp_path: Path) -> None:
@@ -36,12 +36,12 @@ def test_the_smallest_limit_above_this_process_counts(tmp_path: Path) -> None:
         sys__fs__cgroup__job__memory_DOT_max=f"{8 * GIB}\n",
         sys__fs__cgroup__memory_DOT_max=f"{16 * GIB}\n",
     )
-    assert cgroup_limit(tmp_path) == 8 * GIB
+    assert cgroup_memory_limit(tmp_path) == 8 * GIB
 
 
 def test_a_container_sees_its_limit_at_the_mount(tmp_path: Path) -> None:
     write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__memory_DOT_max=f"{4 * GIB}\n")
-    assert cgroup_limit(tmp_path) == 4 * GIB
+    assert cgroup_memory_limit(tmp_path) == 4 * GIB
 
 
 def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
@@ -51,6 +51,6 @@ def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
         sys__fs__cgroup__memory__job__memory_DOT_limit_in_bytes=f"{2 * GIB}\n",
         sys__fs__cgroup__memory__memory_DOT_limit_in_bytes="9223372036854771712\n",
     )
-    assert cgroup_limit(tmp_path) == 2 * GIB
+    assert cgroup_memory_limit(tmp_path) == 2 * GIB
     write(tmp_path, sys__fs__cgroup__memory__job__memory_DOT_limit_in_bytes="9223372036854771712\n")
-    assert cgroup_limit(tmp_path) is None
+    assert cgroup_memory_limit(tmp_path) is None

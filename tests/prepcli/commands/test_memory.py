@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.formats.safetensors_layout import lay_out
-from tests.helpers.models import GPT_NEO
-from trainer.models.axis_map import bind
-from trainer.models.parameters import rows
+from prepcli.formats.safetensors_layout import lay_out_files
+from tests.helpers.tiny_checkpoints import GPT_NEO
+from trainer.models.axis_map import bind_row
+from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 
 MIB = 1 << 20
@@ -41,12 +41,12 @@ def make_large(folder: Path, tensor_nbytes: int) -> None:
     config = {**GPT_NEO, "vocab_size": tensor_nbytes // WIDTH // 4, "hidden_size": WIDTH, "num_layers": 1,
               "attention_types": [[["global"], 1]], "torch_dtype": "float32"}  # fmt: skip
     family, entries = FAMILIES["gpt_neo"], []
-    for path, row in rows(family, config).items():
-        bound = bind(row, family.sizes(config))
-        for name, _ in bound.tensors() if path != family.tie.leaf else ():
+    for path, row in parameter_rows(family, config).items():
+        bound = bind_row(row, family.sizes(config))
+        for name, _ in bound.tensors() if path != family.tying.leaf else ():
             full = name if name in family.unprefixed else family.prefix + name
             entries.append((full, "float32", bound.source_shape, 4 * math.prod(bound.source_shape)))
-    (layout,) = lay_out([("model.safetensors", entries, None)])
+    (layout,) = lay_out_files([("model.safetensors", entries, None)])
     folder.mkdir(parents=True)
     with (folder / layout.name).open("wb") as file:
         file.write(layout.header)

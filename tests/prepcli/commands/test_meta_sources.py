@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.models import GPT_NEO, LLAMA, make, read_tensors
-from tests.helpers.running import done, error, said
-from tests.helpers.torch_checkpoints import tensor, to_meta
+from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
+from tests.helpers.torch_checkpoints import to_torch, write_meta_folder
 
 torch = pytest.importorskip("torch")
 
@@ -30,11 +30,11 @@ class Meta:
 
     def __init__(self, **changes: Any) -> None:
         self.config = SMALL | changes
-        arrays = make(Path("m"), self.config, "bfloat16")
-        self.tensors = {key: tensor(array) for key, array in arrays.items()}
+        arrays = make_checkpoint(Path("m"), self.config, "bfloat16")
+        self.tensors = {key: to_torch(array) for key, array in arrays.items()}
 
     def folder(self, files: int, embedding_axis: int = 1) -> Path:
-        return to_meta(Path("meta"), self.config, self.tensors, files, embedding_axis)
+        return write_meta_folder(Path("meta"), self.config, self.tensors, files, embedding_axis)
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def meta() -> Meta:
 def test_metas_files_are_the_model_that_they_are_parts_of(meta: Meta, files: int, axis: int) -> None:
     meta.folder(files, axis)
     for mesh in ((), ("--mesh", "1,2,4")):
-        done("save-init", "./meta", *mesh, "--overwrite")
-        done("verify", "meta-init", "./m")
-    done("verify", "./meta", "./m")
-    done("pad-vocab", "./meta", "--multiple", "1")
+        run_ok("save-init", "./meta", *mesh, "--overwrite")
+        run_ok("verify", "meta-init", "./m")
+    run_ok("verify", "./meta", "./m")
+    run_ok("pad-vocab", "./meta", "--multiple", "1")
     found = read_tensors(Path("meta-padded")).items()
     assert {key for key, _ in found} == {*meta.tensors, "model.rope.freqs"}
     assert sorted(path.name for path in Path("meta-init/hf").iterdir()) == ["config.json", "tokenizer.model"]
@@ -57,15 +57,15 @@ def test_metas_files_are_the_model_that_they_are_parts_of(meta: Meta, files: int
 
 def test_one_key_head_of_many() -> None:
     Meta(num_key_value_heads=1).folder(1)
-    done("save-init", "./meta")
-    done("verify", "meta-init", "./m")
+    run_ok("save-init", "./meta")
+    run_ok("verify", "meta-init", "./m")
 
 
 @pytest.mark.parametrize("files", [1, 2, 4])
 def test_logits_of_what_meta_had(meta: Meta, files: int) -> None:
     transformers = pytest.importorskip("transformers")
     meta.folder(files)
-    done("export", "./meta", "--out", "back")
+    run_ok("export", "./meta", "--out", "back")
     ids = torch.arange(60).reshape(2, 30)
     found = []
     for folder in ("m", "back"):
@@ -77,7 +77,9 @@ def test_logits_of_what_meta_had(meta: Meta, files: int) -> None:
 
 def test_inspect_shows_metas_tensors_as_they_are_together(meta: Meta, capsys: pytest.CaptureFixture[str]) -> None:
     meta.folder(2)
-    wanted, found = (said(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "meta"))
+    wanted, found = (
+        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "meta")
+    )
     shown = [{key: t[key] for key in ("name", "shape", "dtype", "bytes")} for t in found["tensors"]]
     extra = {"name": "rope.freqs", "shape": [4], "dtype": "float32", "bytes": 16}
     assert extra in shown
@@ -160,7 +162,7 @@ def test_metas_files_that_do_not_agree_are_refused(
 ) -> None:
     meta.folder(4)
     spoil()
-    lines = error(capsys, "save-init", "./meta")
+    lines = error_lines(capsys, "save-init", "./meta")
     assert what in lines[0]
     assert why in lines[1]
     assert sorted(path.name for path in Path().iterdir()) == ["m", "meta"]
@@ -170,8 +172,8 @@ def test_a_config_beside_metas_files_wins(meta: Meta) -> None:
     folder = meta.folder(2)
     (folder / "params.json").unlink()
     (folder / "config.json").write_text(json.dumps(meta.config | {"rope_theta": 7.5}))
-    done("save-init", "./meta")
-    done("verify", "meta-init", "./m")
+    run_ok("save-init", "./meta")
+    run_ok("verify", "meta-init", "./m")
     assert json.loads(Path("meta-init/hf/config.json").read_text())["rope_theta"] == 7.5
 
 
@@ -179,7 +181,7 @@ def test_a_head_that_is_not_stored_is_the_embedding(meta: Meta) -> None:
     folder = meta.folder(2)
     for number in range(2):
         part(number, lambda state: state.pop("output.weight"))()
-    done("save-init", "./meta")
+    run_ok("save-init", "./meta")
     found = json.loads((Path("meta-init/prep-manifest.json")).read_text())
     assert found["tied"] is True
     assert folder.exists()

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.models import make
-from tests.helpers.object_server import Objects, serving_objects
+from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 PREP = """
 import sys
@@ -33,7 +33,7 @@ LAST = ["PUT bucket/out/commit_success.txt", "PUT bucket/out/prep-manifest.json"
 class Site:
     """A store, and a folder to work in."""
 
-    store: Objects
+    store: FakeObjectStore
     cwd: Path
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -66,7 +66,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 13 MB, `m`, and its init checkpoint, `init`."""
     folder = tmp_path_factory.mktemp("home")
-    make(folder / "m", vocab_size=4001, hidden_size=256, num_heads=4)
+    make_checkpoint(folder / "m", vocab_size=4001, hidden_size=256, num_heads=4)
     done = subprocess.run(
         [sys.executable, "-c", PREP, "save-init", "./m", "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "init", "-q"],
         cwd=folder,
@@ -80,7 +80,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(home: Path, tmp_path: Path) -> Iterator[Site]:
     there = {f"bucket/models/m/{name}": data for name, data in contents(home / "m").items()}
     there |= {f"bucket/init/{name}": data for name, data in contents(home / "init").items()}
-    with serving_objects(there) as store:
+    with serve_objects(there) as store:
         yield Site(store, tmp_path)
 
 
@@ -92,7 +92,7 @@ def test_a_folder_in_a_store_is_converted_as_one_that_is_here(site: Site, home: 
     found = site.prep(*SAVE, "--out", "streamed", "--memory", "32MiB")
     assert found["ok"], found
     assert found["memory"]["peak"] <= 32 << 20
-    assert sum(map(bool, site.store.faults.met)) >= 1
+    assert sum(map(bool, site.store.faults.injected)) >= 1
     streamed, local = contents(site.cwd / "streamed"), contents(home / "init")
     timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # what is streamed has no time
     assert {n: d for n, d in streamed.items() if n not in timed} == {n: d for n, d in local.items() if n not in timed}
@@ -114,7 +114,7 @@ def test_an_init_checkpoint_in_a_store_is_read_by_every_command(site: Site, home
 def test_what_is_written_to_a_store_is_what_would_be_here_and_its_marks_come_last(site: Site, home: Path):
     found = site.prep("save-init", str(home / "m"), *SAVE[2:], "--out", "gs://bucket/out")
     assert (found["ok"], found["output"]) == (True, "gs://bucket/out")
-    there = site.store.below("bucket/out/")
+    there = site.store.objects_below("bucket/out/")
     assert there.keys() == contents(home / "init").keys()
     assert {n: d for n, d in there.items() if n.startswith("d/")} == {
         n: d for n, d in contents(home / "init").items() if n.startswith("d/")
@@ -141,13 +141,13 @@ def test_what_is_there_already_is_left(site: Site, home: Path):
 def test_something_else_is_replaced_if_that_is_wished_and_its_marks_go_first(site: Site, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--no-scan")
     assert site.prep(*arguments[:-1])["ok"]
-    site.store.there["bucket/out/d/old"] = b"x"
+    site.store.objects["bucket/out/d/old"] = b"x"
     site.store.requests.clear()
     assert site.prep(*arguments, "--overwrite")["ok"]
     writes = [line for line in site.writes() if line != "POST bucket"]
     assert writes[:2] == [line.replace("PUT", "DELETE") for line in LAST]
     assert site.writes()[-2:] == LAST
-    assert "bucket/out/d/old" not in site.store.there
+    assert "bucket/out/d/old" not in site.store.objects
     assert site.prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
 
@@ -163,35 +163,35 @@ def test_what_prep_did_not_make_is_never_replaced(site: Site, home: Path, addres
 def test_a_replacement_that_failed_goes_on(site: Site, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out", "gs://bucket/out")
     assert site.prep(*arguments, "--no-scan")["ok"]
-    site.store.refused = "PUT bucket/out/hf/"
+    site.store.failing_requests = "PUT bucket/out/hf/"
     assert not site.prep(*arguments, "--overwrite")["ok"]
-    assert "bucket/out/prep-manifest.json" not in site.store.there
-    site.store.refused = "\0"
+    assert "bucket/out/prep-manifest.json" not in site.store.objects
+    site.store.failing_requests = "\0"
     assert site.prep(*arguments, "--overwrite")["ok"]
-    assert site.store.below("bucket/out/").keys() == contents(home / "init").keys()
+    assert site.store.objects_below("bucket/out/").keys() == contents(home / "init").keys()
 
 
 def test_an_upload_that_fails_goes_on_where_it_stopped(site: Site, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out", "gs://bucket/out")
-    site.store.refused = "PUT bucket/out/hf/"
+    site.store.failing_requests = "PUT bucket/out/hf/"
     error = site.prep(*arguments)["error"]
     assert error["what"] == "cannot write gs://bucket/out"
-    assert "bucket/out/commit_success.txt" not in site.store.there
+    assert "bucket/out/commit_success.txt" not in site.store.objects
     assert (site.cwd / "out.upload" / "out").is_dir()
-    site.store.refused = "\0"
+    site.store.failing_requests = "\0"
     site.store.requests.clear()
     assert site.prep(*arguments)["ok"]
     assert not [line for line in site.writes() if "/d/" in line]
-    assert site.store.below("bucket/out/").keys() == contents(home / "init").keys()
+    assert site.store.objects_below("bucket/out/").keys() == contents(home / "init").keys()
     assert list(site.cwd.iterdir()) == []
 
 
 def test_an_upload_that_was_begun_is_no_leave_to_replace_what_has_another_address(site: Site, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out")
-    site.store.refused = "PUT bucket/out/hf/"
+    site.store.failing_requests = "PUT bucket/out/hf/"
     assert not site.prep(*arguments, "gs://bucket/out")["ok"]
-    site.store.refused = "\0"
-    site.store.there["bucket/mine/out/thesis"] = b"x"
+    site.store.failing_requests = "\0"
+    site.store.objects["bucket/mine/out/thesis"] = b"x"
     site.store.requests.clear()
     error = site.prep(*arguments, "gs://bucket/mine/out")["error"]
     assert error["what"] == "gs://bucket/mine/out exists and is something else"
@@ -215,9 +215,9 @@ def test_killed_while_it_uploads_it_goes_on(site: Site, home: Path):
         time.sleep(0.001)
     running.send_signal(signal.SIGKILL)
     running.communicate()
-    assert "bucket/out/prep-manifest.json" not in site.store.there
+    assert "bucket/out/prep-manifest.json" not in site.store.objects
     assert site.prep(*arguments)["ok"]
-    assert site.store.below("bucket/out/").keys() == contents(home / "init").keys()
+    assert site.store.objects_below("bucket/out/").keys() == contents(home / "init").keys()
     assert site.prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
 
@@ -246,8 +246,8 @@ def test_what_makes_no_sense(site: Site, home: Path):
     assert site.prep("save-init", "gs://bucket/models/m", "--offline")["error"]["code"] == 2
     assert site.prep("inspect", "gs://bucket/models/m", "--revision", "main")["error"]["code"] == 2
     assert site.prep("inspect", "gs://bucket/nothing")["error"]["what"] == "gs://bucket/nothing holds no checkpoint"
-    site.store.there["bucket/bin/pytorch_model.bin"] = b"x"
-    site.store.there["bucket/bin/config.json"] = b"{}"
+    site.store.objects["bucket/bin/pytorch_model.bin"] = b"x"
+    site.store.objects["bucket/bin/config.json"] = b"{}"
     assert site.prep("inspect", "gs://bucket/bin")["error"]["what"] == "gs://bucket/bin cannot be read from afar"
     dry = site.prep("save-init", model, "--out", "gs://bucket/out", "--dry-run")
     assert (dry["ok"], dry["output"]) == (True, "gs://bucket/out")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.commands.conversion import Common
+from prepcli.commands.conversion import CommonOptions
 from prepcli.commands.export import parse_shard_size
-from prepcli.commands.save_init import Request, save_init
+from prepcli.commands.save_init import SaveInitRequest, save_init
 from prepcli.console.ui import Ui
-from prepcli.engine.budget import FLOOR_NBYTES, parse_memory
+from prepcli.engine.budget import MIN_MEMORY_NBYTES, parse_memory
 from prepcli.errors import PrepError
-from tests.helpers.models import GPT_NEO, make
-from tests.helpers.running import done, error
+from tests.helpers.run_cli import error_lines, run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 CONFLICTS = [
     (["--multiple", "8", "--size", "300"], "`--multiple 8` and `--size 300` exclude each other"),
@@ -51,8 +51,8 @@ def _words(value: object) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder `m`, and an init `unstacked` made from it."""
     folder = tmp_path_factory.mktemp("options")
-    make(folder / "m", GPT_NEO, vocab_size=131, hidden_size=32)
-    done("save-init", str(folder / "m"), "--no-scan", "--out", str(folder / "unstacked"))
+    make_checkpoint(folder / "m", GPT_NEO, vocab_size=131, hidden_size=32)
+    run_ok("save-init", str(folder / "m"), "--no-scan", "--out", str(folder / "unstacked"))
     return folder
 
 
@@ -66,7 +66,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_sizes_of_a_vocabulary_exclude_each_other(
     words: list[str], what: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert error(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
+    assert error_lines(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
     assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
 
 
@@ -74,7 +74,7 @@ def test_sizes_of_a_vocabulary_exclude_each_other(
 def test_options_without_effect_are_refused(
     words: list[str], option: str, needed: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    what, _, hint = error(capsys, *words)
+    what, _, hint = error_lines(capsys, *words)
     assert what == f"error: `{option}` has no effect without `{needed}`"
     assert hint == f" hint: add `{needed}`, or leave `{option}` out"
     assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
@@ -82,17 +82,20 @@ def test_options_without_effect_are_refused(
 
 @pytest.mark.parametrize("words", STREAMS, ids=_words)
 def test_folders_cannot_be_streamed(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    what, _, hint = error(capsys, *words)
+    what, _, hint = error_lines(capsys, *words)
     assert (what, hint) == ("error: `--stream` has no effect", " hint: leave `--stream` out")
 
 
 def test_sort_is_refused_where_nothing_is_sorted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0] == "error: `--sort size` has no effect"
+    assert (
+        error_lines(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0]
+        == "error: `--sort size` has no effect"
+    )
 
 
 def test_an_empty_mesh_of_a_library_call_is_refused(here: Path) -> None:
     with pytest.raises(PrepError, match="`--mesh` is empty"):
-        save_init(Request(Common("./m", Path("out"), FLOOR_NBYTES), mesh=""), Ui("save-init"))
+        save_init(SaveInitRequest(CommonOptions("./m", Path("out"), MIN_MEMORY_NBYTES), mesh=""), Ui("save-init"))
 
 
 def test_an_empty_mesh_of_a_recipe_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,8 +104,8 @@ def test_an_empty_mesh_of_a_recipe_is_refused(here: Path, capsys: pytest.Capture
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
         "[optimizer]\nlr = 1.0\n[train]\nsteps = 1\n"
     )
-    assert error(capsys, "train", str(recipe), "--set", "mesh=")[0] == "error: --set: `mesh` is empty"
-    assert error(capsys, "train", str(recipe), "--set", 'mesh=""')[0] == "error: --set: `mesh` is empty"
+    assert error_lines(capsys, "train", str(recipe), "--set", "mesh=")[0] == "error: --set: `mesh` is empty"
+    assert error_lines(capsys, "train", str(recipe), "--set", 'mesh=""')[0] == "error: --set: `mesh` is empty"
 
 
 @pytest.mark.parametrize("text", ["5", "0", "0GB", "1048575", "999 "])
@@ -138,11 +141,13 @@ def test_a_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
 
 
 def test_the_least_memory_is_what_the_hint_names() -> None:
-    assert parse_memory("32MiB") == FLOOR_NBYTES
+    assert parse_memory("32MiB") == MIN_MEMORY_NBYTES
 
 
 @pytest.mark.parametrize("option", [("--memory", "5"), ("--processes", "4")])
 def test_bad_options_are_refused_by_a_dry_run(
     option: tuple[str, str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert error(capsys, "save-init", "./m", "--dry-run", *option)[0].startswith(f"error: `{' '.join(option)}` is ")
+    assert error_lines(capsys, "save-init", "./m", "--dry-run", *option)[0].startswith(
+        f"error: `{' '.join(option)}` is "
+    )

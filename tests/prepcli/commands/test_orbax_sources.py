@@ -13,15 +13,15 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import read_item
-from prepcli.planning.boxes import whole
+from prepcli.planning.boxes import full_box
 from prepcli.restore import item_reader
 from prepcli.sources.openers import orbax_item
-from tests.helpers.models import GPT_NEO, LLAMA, make, read_tensors, same_bits
-from tests.helpers.zarr_items import FORMS, Form, write
-from tests.prepcli.commands.test_restore import leaves_of
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
+from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
+from tests.prepcli.commands.test_restore import expected_leaves
 
 MODELS = {"gpt_neo": GPT_NEO, "llama": LLAMA}
-ZSTD = Form(steps=("zstd",))
+ZSTD = StorageForm(codec_names=("zstd",))
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def run(*words: str, code: int = 0) -> None:
 def native(base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bool, axis: int) -> dict[str, np.ndarray]:
     """The leaves of prep's own tree, without padding, by their paths below `params`."""
     config = {**base, "vocab_size": 131}
-    leaves = leaves_of(config, tensors, scan, axis)
+    leaves = expected_leaves(config, tensors, scan, axis)
     cut = {name: leaf[:131] if leaf.shape[:1] == (136,) else leaf for name, leaf in leaves.items()}
     return {name.removeprefix("params."): np.ascontiguousarray(leaf) for name, leaf in cut.items()}
 
@@ -56,7 +56,7 @@ def flax(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def metas(leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1) -> dict[ArrayMeta, np.ndarray]:
+def array_metas(leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1) -> dict[ArrayMeta, np.ndarray]:
     """Leaves as arrays in `pieces` chunks along their first and last axes."""
     found = {}
     for name, leaf in leaves.items():
@@ -78,10 +78,10 @@ def check(source: str, tensors: dict[str, np.ndarray], *more: str) -> None:
     assert all(same_bits(found[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_form_of_storage(tmp_path: Path, form: Form):
-    tensors = make(tmp_path / "model", GPT_NEO)
-    write(tmp_path / "item", metas(native(GPT_NEO, tensors, True, 0), "params.", 2), form)
+@pytest.mark.parametrize("form", STORAGE_FORMS, ids=str)
+def test_every_form_of_storage(tmp_path: Path, form: StorageForm):
+    tensors = make_checkpoint(tmp_path / "model", GPT_NEO)
+    write_zarr_item(tmp_path / "item", array_metas(native(GPT_NEO, tensors, True, 0), "params.", 2), form)
     run("save-init", "./item", "--config", "./model", "--out", "init")
     run("verify", "init", "./model")
 
@@ -90,8 +90,8 @@ def test_every_form_of_storage(tmp_path: Path, form: Form):
 @pytest.mark.parametrize("root", ["", "params.", "params.params."])
 @pytest.mark.parametrize(("scan", "axis"), [(True, 0), (True, 1), (False, 0)])
 def test_preps_own_tree_without_its_manifest(tmp_path: Path, family: str, root: str, scan: bool, axis: int):
-    tensors = make(tmp_path / "model", MODELS[family])
-    write(tmp_path / "item", metas(native(MODELS[family], tensors, scan, axis), root), ZSTD)
+    tensors = make_checkpoint(tmp_path / "model", MODELS[family])
+    write_zarr_item(tmp_path / "item", array_metas(native(MODELS[family], tensors, scan, axis), root), ZSTD)
     check("./item", tensors, "--config", "./model/config.json")
 
 
@@ -99,10 +99,10 @@ def test_preps_own_tree_without_its_manifest(tmp_path: Path, family: str, root: 
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_what_redco_saves(tmp_path: Path, family: str, pieces: int):
     """Parameters of a Flax model beside an optimizer state and a pickle, which is never opened."""
-    tensors = make(tmp_path / "model", MODELS[family])
+    tensors = make_checkpoint(tmp_path / "model", MODELS[family])
     leaves = flax(family, tensors)
-    write(tmp_path / "last/params", metas(leaves, "", pieces), ZSTD)
-    write(tmp_path / "last/opt_state", metas(leaves, "0.mu."), ZSTD)
+    write_zarr_item(tmp_path / "last/params", array_metas(leaves, "", pieces), ZSTD)
+    write_zarr_item(tmp_path / "last/opt_state", array_metas(leaves, "0.mu."), ZSTD)
     shutil.copyfile(tmp_path / "model/config.json", tmp_path / "last/config.json")
     (tmp_path / "last/params_shape.pkl").write_bytes(f"cos\nmkdir\n(S'{tmp_path}/opened'\ntR.".encode())
     (tmp_path / "last/info.json").write_text('{"rng": [0, 1], "step": 3}')
@@ -112,10 +112,14 @@ def test_what_redco_saves(tmp_path: Path, family: str, pieces: int):
 
 
 def test_a_training_state_is_left_out_and_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tensors = make(tmp_path / "model", LLAMA)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native(LLAMA, tensors, True, 0)
     state = {"step": np.array(3, np.int32)} | {f"opt_state.mu.{name}": leaf for name, leaf in leaves.items()}
-    write(tmp_path / "run/100/state", metas(leaves, "params.") | metas(state), Form(zarr3=True, shard=2))
+    write_zarr_item(
+        tmp_path / "run/100/state",
+        array_metas(leaves, "params.") | array_metas(state),
+        StorageForm(zarr3=True, chunks_per_shard=2),
+    )
     run("save-init", "./run", "--config", "./model", "--out", "init", "--json")
     told = capsys.readouterr()
     assert "optimizer state (" in told.err
@@ -128,16 +132,16 @@ def test_a_training_state_is_left_out_and_said_to_be(tmp_path: Path, capsys: pyt
 
 
 def test_it_is_laid_out_for_a_mesh(tmp_path: Path):
-    tensors = make(tmp_path / "model", LLAMA)
-    write(tmp_path / "item", metas(flax("llama", tensors)), ZSTD)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
+    write_zarr_item(tmp_path / "item", array_metas(flax("llama", tensors)), ZSTD)
     run("reshard", "./item", "--config", "./model", "--mesh", "1,4,1", "--no-scan", "--out", "wide")
     run("verify", "wide", "./model")
 
 
 @pytest.mark.parametrize("place", ["item", "item/hf", ".", "hf"])
 def test_where_the_config_may_be(tmp_path: Path, place: str):
-    tensors = make(tmp_path / "model", LLAMA)
-    write(tmp_path / "item", metas(native(LLAMA, tensors, True, 0)), ZSTD)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
+    write_zarr_item(tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0)), ZSTD)
     (tmp_path / place).mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copyfile(tmp_path / "model" / name, tmp_path / place / name)
@@ -147,30 +151,32 @@ def test_where_the_config_may_be(tmp_path: Path, place: str):
 
 
 def test_without_a_config_it_is_refused_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write(tmp_path / "item", metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
+    write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
     run("save-init", "./item", code=1)
     assert "--config FOLDER" in capsys.readouterr().err
 
 
 def test_a_tree_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    make(tmp_path / "model", LLAMA)
-    write(tmp_path / "item", metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
+    make_checkpoint(tmp_path / "model", LLAMA)
+    write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
     run("save-init", "./item", "--config", "./model", code=1)
     assert "has no known layout" in capsys.readouterr().err
 
 
 def test_a_leaf_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tensors = make(tmp_path / "model", LLAMA)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native(LLAMA, tensors, True, 0)
     del leaves["layers.attn.q.weight"]
-    write(tmp_path / "item", metas(leaves), ZSTD)
+    write_zarr_item(tmp_path / "item", array_metas(leaves), ZSTD)
     run("save-init", "./item", "--config", "./model", code=1)
     assert "model.layers.0.self_attn.q_proj.weight" in capsys.readouterr().err
 
 
 def test_a_chunk_that_is_damaged_stops_the_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tensors = make(tmp_path / "model", LLAMA)
-    write(tmp_path / "item", metas(native(LLAMA, tensors, True, 0)), Form(ocdbt=False, steps=("zstd",)))
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
+    write_zarr_item(
+        tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0)), StorageForm(ocdbt=False, codec_names=("zstd",))
+    )
     chunk = tmp_path / "item/layers.mlp.up.weight/0.0.0"
     chunk.write_bytes(chunk.read_bytes()[:50])
     run("save-init", "./item", "--config", "./model", "--out", "init", code=1)
@@ -184,10 +190,10 @@ def test_a_source_that_lies_in_its_index_and_changes_is_another_source(
 ):
     def item(tensors: dict[str, np.ndarray]) -> None:
         shutil.rmtree(tmp_path / "item", ignore_errors=True)
-        form = Form(steps=("zstd",), inline=1 << 20)
-        write(tmp_path / "item", metas(native(LLAMA, tensors, True, 0)), form)
+        form = StorageForm(codec_names=("zstd",), max_inline_nbytes=1 << 20)
+        write_zarr_item(tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0)), form)
 
-    tensors = make(tmp_path / "model", LLAMA)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
     item(tensors)
     run("save-init", "./item", "--config", "./model", "--out", "init")
     item({name: tensor + 1 for name, tensor in tensors.items()})
@@ -197,22 +203,22 @@ def test_a_source_that_lies_in_its_index_and_changes_is_another_source(
 
 def test_more_files_than_can_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for module in (orbax_item, item_reader):
-        monkeypatch.setattr(module, "MOST_FILES", 3)
-    tensors = make(tmp_path / "model", LLAMA)
+        monkeypatch.setattr(module, "MAX_OPEN_FILES", 3)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native(LLAMA, tensors, True, 0)
-    write(tmp_path / "item", metas(leaves, "", 3), Form(ocdbt=False))
+    write_zarr_item(tmp_path / "item", array_metas(leaves, "", 3), StorageForm(ocdbt=False))
     check("./item", tensors, "--config", "./model")
     item = read_item(tmp_path / "item")
     with item_reader.ItemReader(item, {}) as reader:
         for name, leaf in leaves.items():
             found = np.empty_like(leaf)
-            reader.read(name, {whole(leaf.shape): found})
+            reader.read(name, {full_box(leaf.shape): found})
             assert same_bits(found, leaf)
 
 
 def test_it_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    tensors = make(tmp_path / "model", LLAMA)
-    write(tmp_path / "item", metas(native(LLAMA, tensors, True, 0), "params.", 2), ZSTD)
+    tensors = make_checkpoint(tmp_path / "model", LLAMA)
+    write_zarr_item(tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0), "params.", 2), ZSTD)
     run("inspect", "./item", "--stats", "--json")
     found = json.loads(capsys.readouterr().out)["tensors"]
     norm = next(each for each in found if each["name"] == "params.final_norm.scale")

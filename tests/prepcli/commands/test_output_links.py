@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.faults import sources
+from tests.helpers.faults import make_sources
 
 FILES = (
     ".prep/lock",
@@ -27,7 +27,7 @@ FILES = (
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources(tmp_path, monkeypatch)
+    make_sources(tmp_path, monkeypatch)
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> bool:

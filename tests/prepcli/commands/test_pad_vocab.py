@@ -10,22 +10,29 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.conversion import Common
-from prepcli.commands.pad_vocab import Request, fill_of, padded_size
+from prepcli.commands.conversion import CommonOptions
+from prepcli.commands.pad_vocab import PadVocabRequest, make_fill, padded_size
 from prepcli.errors import FAILED, USAGE, PrepError
-from prepcli.planning.accounting import Names
+from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source
-from tests.helpers.models import GPT_NEO, make, read_tensors, same_bits, tensors_of, write_checkpoint
-from tests.helpers.running import done, said
+from tests.helpers.run_cli import run_json, run_ok
+from tests.helpers.tiny_checkpoints import (
+    GPT_NEO,
+    checkpoint_tensors,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
 from trainer.models.families.gpt_neo import FAMILY
 
-COMMON = Common("m", None, 1 << 29)
+COMMON = CommonOptions("m", None, 1 << 29)
 
 
 def source(**config: Any) -> Source:
-    return Source("m", Path("m"), FAMILY, config, Names(FAMILY), (), (), (), (), None)
+    return Source("m", Path("m"), FAMILY, config, TensorNames(FAMILY), (), (), (), (), None)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +48,20 @@ def source(**config: Any) -> Source:
     ],
 )
 def test_sizes_count_from_the_true_rows(wish: dict[str, Any], size: int):
-    assert padded_size(Request(COMMON, **wish), Vocabulary(131, 136)) == size
+    assert padded_size(PadVocabRequest(COMMON, **wish), Vocabulary(131, 136)) == size
 
 
 def test_a_size_below_the_true_rows_is_refused():
     with pytest.raises(PrepError, match="--size 130") as caught:
-        padded_size(Request(COMMON, size=130), Vocabulary(131, 136))
+        padded_size(PadVocabRequest(COMMON, size=130), Vocabulary(131, 136))
     assert caught.value.code == USAGE
 
 
 def test_what_new_rows_are_made_of():
-    assert fill_of("zeros", 5, source()) == Fill("zeros")
-    assert fill_of("mean", 5, source(initializer_range="odd")) == Fill("mean")
-    assert fill_of("normal", 5, source()) == Fill("normal", 5, 0.02)
-    assert fill_of("normal", 2**64 - 1, source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
+    assert make_fill("zeros", 5, source()) == Fill("zeros")
+    assert make_fill("mean", 5, source(initializer_range="odd")) == Fill("mean")
+    assert make_fill("normal", 5, source()) == Fill("normal", 5, 0.02)
+    assert make_fill("normal", 2**64 - 1, source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,7 @@ def test_what_new_rows_are_made_of():
 )
 def test_what_cannot_be_made_is_named(init: str, seed: int, config: dict[str, Any], text: str, code: int):
     with pytest.raises(PrepError) as caught:
-        fill_of(init, seed, source(**config))
+        make_fill(init, seed, source(**config))
     assert text in str(caught.value)
     assert caught.value.code == code
 
@@ -83,7 +90,7 @@ def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Pa
         "transformer.h.2.attn.attention.masked_bias": np.array(-1e9, np.float32),
         "transformer.h.0.attn.attention.masked_bias": np.zeros((0,), np.float32),
     }
-    tensors = tensors_of(GPT_NEO, "float32", tied=True, legacy=False)
+    tensors = checkpoint_tensors(GPT_NEO, "float32", tied=True, legacy=False)
     write_checkpoint(Path("m"), GPT_NEO, {**odd, **tensors})
     assert main(["pad-vocab", "./m", "-q"]) == 0
     found = read_tensors(Path("m-padded"))
@@ -100,7 +107,7 @@ def test_the_next_command_after_padding_for_a_mesh_works(
     heads: int, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    make(tmp_path / "m", GPT_NEO, hidden_size=48, num_heads=heads)
-    command = said(capsys, "pad-vocab", "./m", "--mesh", "1,1,4")["next"]
+    make_checkpoint(tmp_path / "m", GPT_NEO, hidden_size=48, num_heads=heads)
+    command = run_json(capsys, "pad-vocab", "./m", "--mesh", "1,1,4")["next"]
     assert command == f"prep save-init m-padded --mesh 1,1,4{rules}"
-    done(*shlex.split(command)[1:])
+    run_ok(*shlex.split(command)[1:])

@@ -14,16 +14,25 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.engine.pipeline import Outcome
+from prepcli.engine.pipeline import PipelineResult
 from prepcli.execution import execute
-from prepcli.execution.coordination import Task, Waiting
-from tests.helpers.killing import COMMANDS, TOGETHER, Bench, check_killed, command, content, make_bench, start
-from tests.helpers.running import refusal
+from prepcli.execution.coordination import ConversionTask, WaitOptions
+from tests.helpers.killing import (
+    COMMANDS,
+    SEVERAL_PROCESSES,
+    KillSetup,
+    check_killed,
+    command_line,
+    make_setup,
+    read_files,
+    start_command,
+)
+from tests.helpers.run_cli import run_failing
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return make_bench(tmp_path_factory.mktemp("processes"))
+def bench(tmp_path_factory: pytest.TempPathFactory) -> KillSetup:
+    return make_setup(tmp_path_factory.mktemp("processes"))
 
 
 def ended(*processes: subprocess.Popen[bytes], code: int = 0) -> list[tuple[str, str]]:
@@ -36,8 +45,8 @@ def ended(*processes: subprocess.Popen[bytes], code: int = 0) -> list[tuple[str,
     return said
 
 
-def run(bench: Bench, name: str, out: str, *more: str, code: int = 0) -> tuple[str, str]:
-    return ended(start(bench, name, out, *more), code=code)[0]
+def run(bench: KillSetup, name: str, out: str, *more: str, code: int = 0) -> tuple[str, str]:
+    return ended(start_command(bench, name, out, *more), code=code)[0]
 
 
 def until(happened, process: subprocess.Popen[bytes]) -> None:
@@ -52,12 +61,12 @@ def shares(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_several_processes_write_what_one_does_and_read_nothing_twice(bench: Bench, name: str):
+def test_several_processes_write_what_one_does_and_read_nothing_twice(bench: KillSetup, name: str):
     one = json.loads(run(bench, name, "alone", "--json")[0])["bytes"]
     shutil.rmtree(bench.folder / "alone")
-    each = [start(bench, name, "out", "--json", "--processes", share) for share in shares(3)]
+    each = [start_command(bench, name, "out", "--json", "--processes", share) for share in shares(3)]
     reports = [json.loads(out) for out, _ in ended(*each)]
-    assert content(bench.folder / "out") == content(bench.whole[name])
+    assert read_files(bench.folder / "out") == read_files(bench.expected[name])
     for key in ("read", "written", "moved"):
         assert sum(report["bytes"][key] for report in reports) == one[key]
         assert max(report["bytes"][key] for report in reports) < one[key] * 0.6
@@ -66,10 +75,10 @@ def test_several_processes_write_what_one_does_and_read_nothing_twice(bench: Ben
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_workers_write_what_one_process_does(bench: Bench, name: str):
+def test_workers_write_what_one_process_does(bench: KillSetup, name: str):
     report, told = run(bench, name, "out", "--json", "--workers", "2", "--memory", "200MiB", "--progress", "lines")
-    assert content(bench.folder / "out") == content(bench.whole[name])
-    found, total = json.loads(report), sum(len(data) for data in content(bench.whole[name]).values())
+    assert read_files(bench.folder / "out") == read_files(bench.expected[name])
+    found, total = json.loads(report), sum(len(data) for data in read_files(bench.expected[name]).values())
     assert total * 0.9 < found["bytes"]["written"] <= total or name == "compress"
     assert 0 < found["memory"]["peak"] <= found["memory"]["budget"] == 200 << 20
     ends = [line for line in told.splitlines() if " done in " in line and "%" in line]
@@ -78,14 +87,14 @@ def test_workers_write_what_one_process_does(bench: Bench, name: str):
     shutil.rmtree(bench.folder / "out")
 
 
-def test_more_processes_than_tensors(bench: Bench):
+def test_more_processes_than_tensors(bench: KillSetup):
     words = ["--memory", "1GiB", "--workers", "6"]
     run(bench, "save-init", "out", *words)
-    assert content(bench.folder / "out") == content(bench.whole["save-init"])
+    assert read_files(bench.folder / "out") == read_files(bench.expected["save-init"])
     shutil.rmtree(bench.folder / "out")
 
 
-def test_workers_run_no_code_that_lies_where_the_command_is_given(bench: Bench):
+def test_workers_run_no_code_that_lies_where_the_command_is_given(bench: KillSetup):
     folder = bench.folder / "stranger"
     folder.mkdir()
     shutil.copytree(bench.folder / "model", folder / "model")
@@ -97,10 +106,10 @@ def test_workers_run_no_code_that_lies_where_the_command_is_given(bench: Bench):
     shutil.rmtree(folder)
 
 
-def test_a_launcher_tells_each_process_its_share(bench: Bench):
+def test_a_launcher_tells_each_process_its_share(bench: KillSetup):
     each = [
         subprocess.Popen(
-            command("export", "out"),
+            command_line("export", "out"),
             cwd=bench.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -110,19 +119,19 @@ def test_a_launcher_tells_each_process_its_share(bench: Bench):
     ]
     said = ended(*each)
     assert "process 1 of 2, as SLURM says" in said[1][1]
-    assert content(bench.folder / "out") == content(bench.whole["export"])
+    assert read_files(bench.folder / "out") == read_files(bench.expected["export"])
     shutil.rmtree(bench.folder / "out")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_at_random_moments_whoever_takes_part(bench: Bench, name: str):
-    check_killed(bench, name, kills=2, seed=2, ways=TOGETHER)
+def test_killed_at_random_moments_whoever_takes_part(bench: KillSetup, name: str):
+    check_killed(bench, name, kills=2, seed=2, launches=SEVERAL_PROCESSES)
 
 
-def test_what_some_have_done_is_used_by_another_number_of_processes(bench: Bench):
+def test_what_some_have_done_is_used_by_another_number_of_processes(bench: KillSetup):
     partial = bench.folder / "out.partial"
     for index in range(2):
-        process = start(bench, "save-init", "out", "--processes", f"3/{index}")
+        process = start_command(bench, "save-init", "out", "--processes", f"3/{index}")
         journal = partial / f".prep/journal.{index}"
         until(lambda found=journal: found.exists() and found.read_bytes().count(b"\n") > 2, process)
         process.stderr = None
@@ -130,14 +139,14 @@ def test_what_some_have_done_is_used_by_another_number_of_processes(bench: Bench
         process.kill()
         process.wait(timeout=60)
     report = json.loads(run(bench, "save-init", "out", "--json", "--workers", "2", "--memory", "200MiB")[0])
-    whole = sum(len(data) for data in content(bench.whole["save-init"]).values())
+    whole = sum(len(data) for data in read_files(bench.expected["save-init"]).values())
     assert report["bytes"]["written"] < whole * 0.6
-    assert content(bench.folder / "out") == content(bench.whole["save-init"])
+    assert read_files(bench.folder / "out") == read_files(bench.expected["save-init"])
     shutil.rmtree(bench.folder / "out")
 
 
-def test_one_that_comes_when_the_others_are_done_does_not_begin_anew(bench: Bench):
-    ended(*[start(bench, "export", "out", "--overwrite", "--processes", share) for share in shares(2)])
+def test_one_that_comes_when_the_others_are_done_does_not_begin_anew(bench: KillSetup):
+    ended(*[start_command(bench, "export", "out", "--overwrite", "--processes", share) for share in shares(2)])
     _, late = run(bench, "export", "out", "--overwrite", "--processes", "2/1")
     assert "already done" in late
     assert not (bench.folder / "out.partial").exists()
@@ -146,9 +155,9 @@ def test_one_that_comes_when_the_others_are_done_does_not_begin_anew(bench: Benc
     shutil.rmtree(bench.folder / "out")
 
 
-def waiting(bench: Bench, out: str, share: str) -> subprocess.Popen[bytes]:
+def waiting(bench: KillSetup, out: str, share: str) -> subprocess.Popen[bytes]:
     """A process that has done its share and waits for others."""
-    process = start(bench, "save-init", out, "--processes", share)
+    process = start_command(bench, "save-init", out, "--processes", share)
     assert process.stderr is not None
     for line in process.stderr:
         if b"waiting for" in line:
@@ -156,7 +165,7 @@ def waiting(bench: Bench, out: str, share: str) -> subprocess.Popen[bytes]:
     raise AssertionError(process.communicate())
 
 
-def test_others_are_not_let_in_while_processes_are_at_work(bench: Bench):
+def test_others_are_not_let_in_while_processes_are_at_work(bench: KillSetup):
     first = waiting(bench, "out", "2/0")
     _, same = run(bench, "save-init", "out", "--processes", "2/0", code=1)
     assert "share 0 of 2 of out.partial is locked" in same
@@ -168,12 +177,12 @@ def test_others_are_not_let_in_while_processes_are_at_work(bench: Bench):
     assert "join them: `--processes 2/I`" in other
     _, different = run(bench, "save-init", "out", "--processes", "2/1", "--no-scan", code=1)
     assert "belongs to another run" in different
-    ended(start(bench, "save-init", "out", "--processes", "2/1", "--restart"), first)
-    assert content(bench.folder / "out") == content(bench.whole["save-init"])
+    ended(start_command(bench, "save-init", "out", "--processes", "2/1", "--restart"), first)
+    assert read_files(bench.folder / "out") == read_files(bench.expected["save-init"])
     shutil.rmtree(bench.folder / "out")
 
 
-def test_one_that_fails_tells_the_others_why(bench: Bench):
+def test_one_that_fails_tells_the_others_why(bench: KillSetup):
     shutil.copytree(bench.folder / "init", bench.folder / "rotten")
     largest = max((bench.folder / "rotten/d").iterdir(), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
@@ -181,7 +190,7 @@ def test_one_that_fails_tells_the_others_why(bench: Bench):
         file.write(b"\x55" * 64)
     words = ["export", "rotten", "--out", "out", "--progress", "none"]
     each = [
-        subprocess.Popen([*command("export", "out")[:3], *words, "--processes", share], cwd=bench.folder,
+        subprocess.Popen([*command_line("export", "out")[:3], *words, "--processes", share], cwd=bench.folder,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) for share in shares(2)
     ]  # fmt: skip
     told = sorted((err for _, err in ended(*each, code=1)), key=len)
@@ -189,21 +198,24 @@ def test_one_that_fails_tells_the_others_why(bench: Bench):
     assert "process 0 failed:" in told[1] or "process 1 failed:" in told[1]
     assert "rotten is damaged" in told[1]
     assert not (bench.folder / "out").exists()
-    _, err = ended(subprocess.Popen([*command("export", "x")[:3], *words, "--restart", "--workers", "2"],
+    _, err = ended(subprocess.Popen([*command_line("export", "x")[:3], *words, "--restart", "--workers", "2"],
                    cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE), code=1)[0]  # fmt: skip
     assert err.count("rotten is damaged") == 1
     shutil.rmtree(bench.folder / "out.partial")
 
 
 def test_source_that_changes_while_others_are_awaited(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: KillSetup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     shutil.copytree(bench.folder / "model", bench.folder / "changing")
     monkeypatch.chdir(bench.folder)
 
     def together(
-        task: Task, move: Callable[[], Outcome], finish: Callable[[Outcome], None], waiting: Waiting
-    ) -> Outcome:
+        task: ConversionTask,
+        move: Callable[[], PipelineResult],
+        finish: Callable[[PipelineResult], None],
+        waiting: WaitOptions,
+    ) -> PipelineResult:
         outcome = move()
         for path in Path("changing").glob("*.safetensors"):
             os.utime(path, ns=(0, 0))
@@ -211,7 +223,7 @@ def test_source_that_changes_while_others_are_awaited(
         return outcome
 
     monkeypatch.setattr(execute, "work_together", together)
-    assert "changed while it was read" in refusal(capsys, 1, "save-init", "./changing", "--out", "changed")
+    assert "changed while it was read" in run_failing(capsys, 1, "save-init", "./changing", "--out", "changed")
     assert not Path("changed").exists()
     shutil.rmtree("changed.partial")
     shutil.rmtree("changing")
@@ -240,9 +252,9 @@ def check_gone(workers: list[int]) -> None:
         time.sleep(0.01)
 
 
-def with_workers(bench: Bench, out: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+def with_workers(bench: KillSetup, out: str) -> tuple[subprocess.Popen[bytes], list[int]]:
     """A command and its two workers, stopped where they are."""
-    process = start(bench, "save-init", out, "--workers", "3", "--memory", "300MiB")
+    process = start_command(bench, "save-init", out, "--workers", "3", "--memory", "300MiB")
     until(lambda: len(children(process)) == 2, process)
     found = children(process)
     for pid in found:
@@ -250,13 +262,13 @@ def with_workers(bench: Bench, out: str) -> tuple[subprocess.Popen[bytes], list[
     return process, found
 
 
-def check_goes_on(bench: Bench, out: str) -> None:
+def check_goes_on(bench: KillSetup, out: str) -> None:
     run(bench, "save-init", out, "--workers", "2", "--memory", "200MiB")
-    assert content(bench.folder / out) == content(bench.whole["save-init"])
+    assert read_files(bench.folder / out) == read_files(bench.expected["save-init"])
     shutil.rmtree(bench.folder / out)
 
 
-def test_workers_die_with_their_parent(bench: Bench):
+def test_workers_die_with_their_parent(bench: KillSetup):
     process, workers = with_workers(bench, "orphans")
     time.sleep(0.5)
     for pid in workers:
@@ -269,7 +281,7 @@ def test_workers_die_with_their_parent(bench: Bench):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_signals_reach_the_workers(bench: Bench, number: signal.Signals, code: int):
+def test_signals_reach_the_workers(bench: KillSetup, number: signal.Signals, code: int):
     process, workers = with_workers(bench, "signalled")
     process.send_signal(number)
     time.sleep(0.1)
@@ -282,7 +294,7 @@ def test_signals_reach_the_workers(bench: Bench, number: signal.Signals, code: i
     check_goes_on(bench, "signalled")
 
 
-def test_a_worker_that_is_killed_ends_the_command(bench: Bench):
+def test_a_worker_that_is_killed_ends_the_command(bench: KillSetup):
     process, workers = with_workers(bench, "bereft")
     os.kill(workers[0], signal.SIGKILL)
     os.kill(workers[1], signal.SIGCONT)
@@ -292,7 +304,7 @@ def test_a_worker_that_is_killed_ends_the_command(bench: Bench):
     check_goes_on(bench, "bereft")
 
 
-def test_too_many_workers_for_the_memory(bench: Bench):
+def test_too_many_workers_for_the_memory(bench: KillSetup):
     _, err = run(bench, "save-init", "crowd", "--workers", "8", "--memory", "128MiB", code=2)
     assert "`--workers 8` with `--memory 128MiB` is too many" in err
     assert "hint: `--memory " in err

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.execution.hub_push import Target, target_of
-from tests.helpers.hub_server import environment
-from tests.helpers.models import make
-from tests.helpers.push_server import TOKEN, PushHub, Taken, taking
+from prepcli.execution.hub_push import PushTarget, parse_push_target
+from tests.helpers.hub_server import hub_environment
+from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 
@@ -25,12 +25,12 @@ PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 class Runner:
     """Runs prep in a folder against a hub, with a token or another one."""
 
-    hub: PushHub
+    hub: FakePushHub
     cwd: Path
 
     def __call__(self, *arguments: str, token: str = TOKEN, **variables: str) -> dict[str, Any]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
-        own = environment(self.hub.url, self.cwd / "home") | ({"HF_TOKEN": token} if token else {})
+        own = hub_environment(self.hub.url, self.cwd / "home") | ({"HF_TOKEN": token} if token else {})
         done = subprocess.run(
             [sys.executable, "-c", PREP, *arguments, "--json"],
             env=inherited | own | variables,
@@ -47,7 +47,7 @@ class Runner:
 def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An init checkpoint, made by prep itself."""
     folder = tmp_path_factory.mktemp("init")
-    make(folder / "m")
+    make_checkpoint(folder / "m")
     done = subprocess.run([sys.executable, "-c", PREP, "save-init", "./m"], cwd=folder, check=False)
     assert done.returncode == 0
     return folder / "m-init"
@@ -58,18 +58,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_is_pushed_is_the_export(init: Path, tmp_path: Path):
-    with taking() as hub:
+    with serve_push_hub() as hub:
         found = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m", "--private")
         assert found["ok"], found
         assert found["pushed"] == {"repo": "o/m", "revision": "main", "commit": f"{hub.url}/o/m/commit/{'1' * 40}"}
         assert hub.repos["o/m"].private
         assert hub.repos["o/m"].branches["main"] == contents(tmp_path / "hf")
-        assert not [line for line in hub.outsiders if not line.startswith("PUT /lfs/")]
+        assert not [line for line in hub.unauthenticated if not line.startswith("PUT /lfs/")]
 
 
 def test_of_a_finished_export_nothing_is_made_again_and_nothing_is_sent_twice(init: Path, tmp_path: Path):
     arguments = ("export", str(init), "--out", "hf")
-    with taking() as hub:
+    with serve_push_hub() as hub:
         prep = Runner(hub, tmp_path)
         assert prep(*arguments)["already"] is False
         assert prep(*arguments, "--push", "o/m")["already"] is True
@@ -80,7 +80,7 @@ def test_of_a_finished_export_nothing_is_made_again_and_nothing_is_sent_twice(in
 
 
 def test_a_branch_of_its_own(init: Path, tmp_path: Path):
-    with taking() as hub:
+    with serve_push_hub() as hub:
         found = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m@padded")
         assert found["pushed"]["revision"] == "padded"
         assert hub.repos["o/m"].branches["main"] == {}
@@ -89,7 +89,7 @@ def test_a_branch_of_its_own(init: Path, tmp_path: Path):
 
 def test_weights_of_an_earlier_push_go_with_the_same_commit_and_what_is_not_ours_stays(init: Path, tmp_path: Path):
     old = {"model.safetensors": b"old", "README.md": b"mine", "pytorch_model.bin": b"mine too"}
-    with taking({"o/m": Taken(True, {"main": dict(old)})}) as hub:
+    with serve_push_hub({"o/m": PushedRepo(True, {"main": dict(old)})}) as hub:
         found = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--shard-size", "40KB", "--push", "o/m")
         assert found["ok"], found
         there = hub.repos["o/m"].branches["main"]
@@ -99,7 +99,7 @@ def test_weights_of_an_earlier_push_go_with_the_same_commit_and_what_is_not_ours
 
 def test_of_each_format_an_earlier_push_goes_and_weights_of_another_format_stay(init: Path, tmp_path: Path):
     old = {"flax_model.msgpack": b"old", "flax_model-00001-of-00009.msgpack": b"older", "model.safetensors": b"theirs"}
-    with taking({"o/m": Taken(True, {"main": dict(old)})}) as hub:
+    with serve_push_hub({"o/m": PushedRepo(True, {"main": dict(old)})}) as hub:
         words = ("export", str(init), "--out", "flax", "--layout", "hf-flax", "--shard-size", "40KB", "--push", "o/m")
         assert Runner(hub, tmp_path)(*words)["ok"]
         there = hub.repos["o/m"].branches["main"]
@@ -110,15 +110,15 @@ def test_of_each_format_an_earlier_push_goes_and_weights_of_another_format_stay(
 @pytest.mark.parametrize("broken", ["PUT /lfs/", "/commit/", "/preupload/", "/repos/create"])
 def test_an_upload_that_fails_leaves_the_export_whole_and_can_be_made_again(init: Path, tmp_path: Path, broken: str):
     arguments = ("export", str(init), "--out", "hf", "--push", "o/m")
-    with taking() as hub:
-        prep, hub.broken = Runner(hub, tmp_path), broken
+    with serve_push_hub() as hub:
+        prep, hub.failing_requests = Runner(hub, tmp_path), broken
         error = prep(*arguments)["error"]
         assert error["what"] == "cannot push to o/m"
         assert error["why"] == "the hub says 400; the export in hf is whole"
         assert error["hint"].startswith("run the same command again")
         assert prep("verify", "hf")["ok"]
-        assert not hub.repos.get("o/m", Taken(False)).branches["main"]
-        hub.broken = "\0"
+        assert not hub.repos.get("o/m", PushedRepo(False)).branches["main"]
+        hub.failing_requests = "\0"
         assert prep(*arguments)["already"] is True
         assert hub.repos["o/m"].branches["main"] == contents(tmp_path / "hf")
 
@@ -132,14 +132,14 @@ def test_an_upload_that_fails_leaves_the_export_whole_and_can_be_made_again(init
     ],
 )
 def test_refusals_of_the_hub(init: Path, tmp_path: Path, status: int, why: str):
-    with taking() as hub:
-        hub.broken, hub.status = "/repos/create", status
+    with serve_push_hub() as hub:
+        hub.failing_requests, hub.status = "/repos/create", status
         error = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m")["error"]
     assert error["why"] == f"{why}; the export in hf is whole"
 
 
 def test_what_cannot_work_is_said_before_anything_is_made(init: Path, tmp_path: Path):
-    with taking({"o/open": Taken(False)}) as hub:
+    with serve_push_hub({"o/open": PushedRepo(False)}) as hub:
         prep = Runner(hub, tmp_path)
         arguments = ("export", str(init), "--out", "hf", "--push")
         assert (
@@ -159,7 +159,7 @@ def test_what_cannot_work_is_said_before_anything_is_made(init: Path, tmp_path: 
 
 
 def test_a_hub_that_is_away(init: Path, tmp_path: Path):
-    with taking() as hub:
+    with serve_push_hub() as hub:
         pass
     error = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m")["error"]
     assert error["why"] == "the hub cannot be reached, or hung up"
@@ -167,9 +167,9 @@ def test_a_hub_that_is_away(init: Path, tmp_path: Path):
 
 
 def test_names():
-    assert target_of("o/m", False) == Target("o/m")
-    assert target_of("o/m@v1.0", True) == Target("o/m", "v1.0", True)
+    assert parse_push_target("o/m", False) == PushTarget("o/m")
+    assert parse_push_target("o/m@v1.0", True) == PushTarget("o/m", "v1.0", True)
     for text in ("m", "o/m/n", "o/", "/m", "o/m@", "o/m@-x", "o/m@a..b", "o/m@a/", "o/a--b", "-o/m", "o/m\n", "../m"):
         with pytest.raises(PrepError) as caught:
-            target_of(text, False)
+            parse_push_target(text, False)
         assert caught.value.code == 2

@@ -9,30 +9,30 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.planning.boxes import whole
-from prepcli.planning.moves import pieces
-from tests.helpers.models import GPT_NEO, LLAMA, make
-from tests.prepcli.formats.test_orbax import judge
-from tests.prepcli.planning.test_moves import as_bytes, move
-from trainer.models.axis_map import bind
-from trainer.models.parameters import rows
+from prepcli.planning.boxes import full_box
+from prepcli.planning.strided_copies import leaf_box_copies
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.prepcli.formats.test_orbax import run_orbax
+from tests.prepcli.planning.test_strided_copies import as_bytes, move
+from trainer.models.axis_map import bind_row
+from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 
 
-def leaves_of(config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axis: int) -> dict[str, np.ndarray]:
+def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axis: int) -> dict[str, np.ndarray]:
     """Every leaf of the tree, put together by the index algebra alone; padding is zeros."""
     family = FAMILIES[config["model_type"]]
     true, padded = config["vocab_size"], -(-config["vocab_size"] // 8) * 8
     found = {}
-    for path, row in rows(family, config, scan, scan_axis).items():
-        if path == family.tie.leaf and family.tied(config):
+    for path, row in parameter_rows(family, config, scan, scan_axis).items():
+        if path == family.tying.leaf and family.is_tied(config):
             continue
-        bound = bind(row, family.sizes(config) | {"vocab": true}, {"vocab": padded})
+        bound = bind_row(row, family.sizes(config) | {"vocab": true}, {"vocab": padded})
         for layer in range(3 if "{layers}" in path else 1):
             item = next(iter(tensors.values())).dtype.itemsize
             out = np.zeros(int(np.prod(bound.leaf_shape)) * item, np.uint8)
             at = {"layers": layer} if "{layers}" in path else {}
-            for name, copy in pieces(bound, whole(bound.leaf_shape), item, at):
+            for name, copy in leaf_box_copies(bound, full_box(bound.leaf_shape), item, at):
                 full = name if name in family.unprefixed else family.prefix + name
                 move(copy, as_bytes(tensors[full]), out)
             dtype = next(iter(tensors.values())).dtype
@@ -51,13 +51,13 @@ def leaves_of(config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axi
 )
 def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, scan, axis):
     monkeypatch.chdir(tmp_path)
-    tensors = make(Path("m"), base, dtype, hidden_size=64)
+    tensors = make_checkpoint(Path("m"), base, dtype, hidden_size=64)
     assert main(["save-init", "./m", "--pad-vocab", "8", "-q", *options]) == 0
     if "--mesh" in options and scan and axis == 0:  # through another mesh, and back to this one
         assert main(["reshard", "m-init", "--mesh", "1,1,4", "--out", "other", "-q"]) == 0
         assert main(["reshard", "other", *options, "--out", "m-init", "--overwrite", "-q"]) == 0
     config = json.loads(Path("m/config.json").read_text())
-    leaves = leaves_of(config, tensors, scan, axis)
+    leaves = expected_leaves(config, tensors, scan, axis)
     expected = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in leaves.items()}
     Path("expected.json").write_text(json.dumps(expected))
-    judge("judge", tmp_path / "expected.json", tmp_path / "m-init")
+    run_orbax("judge", tmp_path / "expected.json", tmp_path / "m-init")

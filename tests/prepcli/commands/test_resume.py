@@ -16,9 +16,9 @@ from prepcli.engine import pipeline
 from prepcli.engine.files import Files
 from prepcli.execution import compress, execute, finalize
 from tests.helpers.faults import COMMANDS as PLAIN
-from tests.helpers.faults import Killed, interrupted, kill, sources, whole
-from tests.helpers.killing import content
-from tests.prepcli.commands.test_rot import flipped
+from tests.helpers.faults import Killed, expected_output, kill, make_sources, run_until_killed
+from tests.helpers.killing import read_files
+from tests.prepcli.commands.test_rot import flip_bit
 
 COMMANDS = {
     **PLAIN,
@@ -29,7 +29,7 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources(tmp_path, monkeypatch)
+    make_sources(tmp_path, monkeypatch)
 
 
 def run(name: str, *more: str) -> int:
@@ -38,7 +38,7 @@ def run(name: str, *more: str) -> int:
 
 def expected(name: str) -> dict[str, bytes]:
     assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
-    return content(Path("whole"))
+    return read_files(Path("whole"))
 
 
 def data_files(partial: Path) -> list[Path]:
@@ -60,64 +60,64 @@ def all_flipped(partial: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_resume_writes_flipped_bytes_anew(capsys, monkeypatch, name: str):
-    wanted, partial = expected(name), interrupted(monkeypatch, COMMANDS[name], syncs=5)
+    wanted, partial = expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     draw = random.Random(7)
     for path, at in draw.sample(list(written_places(partial)), 3):
-        flipped(path, at)
+        flip_bit(path, at)
         capsys.readouterr()
         assert run(name) == 0
-        assert content(Path("out")) == wanted
+        assert read_files(Path("out")) == wanted
         shutil.rmtree("out")
         shutil.copytree("before", partial)
     all_flipped(partial)
     assert run(name) == 0
     assert "in out.partial are damaged: written anew" in capsys.readouterr().err
-    assert content(Path("out")) == wanted
+    assert read_files(Path("out")) == wanted
 
 
 @pytest.mark.parametrize("name", ["save-init", "cast"])
 @pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
 def test_resume_never_trusts_a_flipped_note(capsys, monkeypatch, name: str, file: str):
-    wanted, partial = expected(name), interrupted(monkeypatch, COMMANDS[name], syncs=5)
+    wanted, partial = expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     note, draw = partial / ".prep" / file, random.Random(3)
     for at in draw.sample(range(note.stat().st_size), 3):
-        flipped(note, at)
+        flip_bit(note, at)
         capsys.readouterr()
         if run(name):
             assert "--restart" in capsys.readouterr().err
             assert run(name, "--restart") == 0
-        assert content(Path("out")) == wanted
+        assert read_files(Path("out")) == wanted
         shutil.rmtree("out")
         shutil.copytree("before", partial)
 
 
 def test_resume_reads_back_what_other_processes_left(capsys, monkeypatch):
     wanted = expected("save-init")
-    partial = interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
+    partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
     all_flipped(partial)
     assert run("save-init", "--workers", "2") == 0
-    assert content(Path("out")) == wanted
+    assert read_files(Path("out")) == wanted
 
 
 def test_resume_clears_gaps_between_tensors(monkeypatch):
-    wanted, partial = expected("save-init"), interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
+    wanted, partial = expected("save-init"), run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
     for path in (partial / "d").iterdir():
         size = path.stat().st_size
         path.write_bytes(b"\xff" * size)
     assert run("save-init") == 0
-    assert content(Path("out")) == wanted
+    assert read_files(Path("out")) == wanted
 
 
 def test_resume_writes_only_the_damaged_tensors(capsys, monkeypatch):
-    total = sum(map(len, whole("pad-vocab").values()))
+    total = sum(map(len, expected_output("pad-vocab").values()))
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finish", kill)
+        patched.setattr(execute, "finalize_output", kill)
         with pytest.raises(Killed):
             run("pad-vocab", "-q")
     path = max(Path("out.partial").glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    flipped(path, path.stat().st_size - 9)
+    flip_bit(path, path.stat().st_size - 9)
     capsys.readouterr()
     assert run("pad-vocab", "--json") == 0
     assert 0 < json.loads(capsys.readouterr().out)["bytes"]["written"] < total // 4
@@ -167,16 +167,16 @@ def test_source_changed_with_its_time_put_back_is_an_error(capsys, monkeypatch):
 
 
 def test_source_that_was_only_touched_is_used(capsys, monkeypatch):
-    wanted = whole("pad-vocab")
+    wanted = expected_output("pad-vocab")
     with monkeypatch.context() as patched:
         meanwhile(patched, lambda: replaced_alike(shard()))
         assert run("pad-vocab") == 0
     assert "may have changed while it was read: comparing" in capsys.readouterr().err
-    assert content(Path("out")) == wanted
+    assert read_files(Path("out")) == wanted
 
 
 def test_resume_compares_a_source_whose_time_was_put_back(capsys, monkeypatch):
-    interrupted(monkeypatch, COMMANDS["save-init"], syncs=5)
+    run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
     put_back(shard())
     capsys.readouterr()
     assert run("save-init") == 0
@@ -197,9 +197,9 @@ def holed(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [holed, lambda path: os.truncate(path, 4096)])
 def test_output_cut_while_it_is_written_is_an_error(capsys, monkeypatch, spoil: Callable[[Path], object]):
-    wanted, real = whole("save-init"), pipeline.run
+    wanted, real = expected_output("save-init"), pipeline.run
 
-    def cut(*args, **more) -> pipeline.Outcome:
+    def cut(*args, **more) -> pipeline.PipelineResult:
         outcome = real(*args, **more)
         spoil(data_file())
         return outcome
@@ -209,32 +209,32 @@ def test_output_cut_while_it_is_written_is_an_error(capsys, monkeypatch, spoil: 
         assert run("save-init") == 1
     assert "was changed by somebody else" in capsys.readouterr().err
     assert run("save-init") == 0
-    assert content(Path("out")) == wanted
+    assert read_files(Path("out")) == wanted
 
 
 def test_output_changed_while_it_is_finished_is_an_error(capsys, monkeypatch):
-    wanted, real = whole("save-init"), execute.finish
+    wanted, real = expected_output("save-init"), execute.finalize_output
 
     def change(*args, **more) -> None:
         real(*args, **more)
-        flipped(data_file(), 10)
+        flip_bit(data_file(), 10)
 
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finish", change)
+        patched.setattr(execute, "finalize_output", change)
         assert run("save-init") == 1
     assert "was changed by somebody else" in capsys.readouterr().err
     assert run("save-init") == 0
-    assert content(Path("out")) == wanted
+    assert read_files(Path("out")) == wanted
 
 
 def test_packed_chunks_are_read_back(monkeypatch):
     wanted = expected("compress")
     with monkeypatch.context() as patched:
         patched.setattr(compress, "MARK_NBYTES", 4096)
-        patched.setattr(finalize, "write_item", kill)
+        patched.setattr(finalize, "write_item_metadata", kill)
         with pytest.raises(Killed):
             run("compress")
     for path in Path("out.partial/d").iterdir():
-        flipped(path, path.stat().st_size // 2)
+        flip_bit(path, path.stat().st_size // 2)
     assert run("compress") == 0
-    assert content(Path("out")) == wanted
+    assert read_files(Path("out")) == wanted

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.faults import COMMANDS, sources, whole
+from tests.helpers.faults import COMMANDS, expected_output, make_sources
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources(tmp_path, monkeypatch)
+    make_sources(tmp_path, monkeypatch)
 
 
-def flipped(path: Path, at: int) -> None:
+def flip_bit(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << (at % 8)
     path.write_bytes(data)
@@ -37,13 +37,13 @@ def tensors_in(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
-    whole("pad-vocab")
+    expected_output("pad-vocab")
     draw = random.Random(2)
     places = [(p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensors_in(p) if t[1] < t[2]]
     for path, name, low, high in draw.sample(places, 12):
         capsys.readouterr()
         before = path.read_bytes()
-        flipped(path, draw.randrange(low, high))
+        flip_bit(path, draw.randrange(low, high))
         assert main(["verify", "whole", "-q"]) == 1
         err = capsys.readouterr().err
         assert "whole is damaged (1 of " in err
@@ -54,12 +54,12 @@ def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
 
 @pytest.mark.parametrize("name", ["reshard", "export"])
 def test_a_source_with_rotten_bits_is_named_with_the_tensor_and_never_passed_on(capsys, name: str):
-    whole(name)
+    expected_output(name)
     draw = random.Random(3)
     for path in sorted(Path("init/d").iterdir()):
         before = path.read_bytes()
         for at in (draw.randrange(len(before)) for _ in range(6)):
-            flipped(path, at)
+            flip_bit(path, at)
             capsys.readouterr()
             code = main([*COMMANDS[name], "--out", "out", "-q", "--restart"])
             if code == 0:  # between chunks, where no tensor is

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
-from tests.helpers.running import done
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import (
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +49,26 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
 def test_pad_init_reshard_export_changes_no_bit(base: dict[str, Any], dtype: str, tied: bool):
-    tensors = make(Path("m"), base, dtype, tied, legacy=True, **WIDE[base["model_type"]])
-    done("pad-vocab", "./m", "--multiple", "8")
-    done("save-init", "m-padded", "--memory", "32MiB")
+    tensors = make_checkpoint(Path("m"), base, dtype, tied, legacy=True, **WIDE[base["model_type"]])
+    run_ok("pad-vocab", "./m", "--multiple", "8")
+    run_ok("save-init", "m-padded", "--memory", "32MiB")
     previous = "m-padded-init"
     for number, mesh in enumerate(["1,8,1", "1,4,2", "1,64,4"]):
-        done("reshard", previous, "--mesh", mesh, "--out", f"r{number}")
+        run_ok("reshard", previous, "--mesh", mesh, "--out", f"r{number}")
         previous = f"r{number}"
-    done("export", previous, "--out", "back")
+    run_ok("export", previous, "--out", "back")
     assert_same(read_tensors(Path("back")), weights(tensors))
     before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
     assert after == {**before, "vocab_size": 131}
     assert Path("back/tokenizer_config.json").read_bytes() == Path("m/tokenizer_config.json").read_bytes()
-    done("verify", "back", "./m")
-    done("verify", previous, "m-padded")
+    run_ok("verify", "back", "./m")
+    run_ok("verify", previous, "m-padded")
 
 
 @pytest.mark.parametrize("init", ["zeros", "mean", "normal"])
 def test_pad_vocab_adds_rows_and_touches_nothing_else(init: str):
-    tensors = make(Path("m"), LLAMA, "bfloat16", legacy=True)
-    done("pad-vocab", "./m", "--multiple", "8", "--init", init)
+    tensors = make_checkpoint(Path("m"), LLAMA, "bfloat16", legacy=True)
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", init)
     found = read_tensors(Path("m-padded"))
     padded = {"model.embed_tokens.weight", "lm_head.weight"}
     assert_same(
@@ -81,20 +89,20 @@ def test_pad_vocab_adds_rows_and_touches_nothing_else(init: str):
 
 
 def test_padding_twice_is_padding_once_and_counts_from_the_true_size():
-    make(Path("m"))
-    done("pad-vocab", "./m", "--multiple", "8", "--out", "eight")
-    done("pad-vocab", "eight", "--multiple", "8", "--out", "again")
-    done("pad-vocab", "eight", "--multiple", "128", "--out", "wide")
-    done("pad-vocab", "./m", "--multiple", "128", "--out", "once")
+    make_checkpoint(Path("m"))
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--out", "eight")
+    run_ok("pad-vocab", "eight", "--multiple", "8", "--out", "again")
+    run_ok("pad-vocab", "eight", "--multiple", "128", "--out", "wide")
+    run_ok("pad-vocab", "./m", "--multiple", "128", "--out", "once")
     assert_same(read_tensors(Path("again")), read_tensors(Path("eight")))
     assert_same(read_tensors(Path("wide")), read_tensors(Path("once")))
     assert read_tensors(Path("wide"))["transformer.wte.weight"].shape == (256, 32)
 
 
 def test_mean_after_padding_is_that_of_the_true_rows():
-    tensors = make(Path("m"))
-    done("pad-vocab", "./m", "--multiple", "8", "--out", "eight")
-    done("pad-vocab", "eight", "--multiple", "64", "--init", "mean", "--out", "wide")
+    tensors = make_checkpoint(Path("m"))
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--out", "eight")
+    run_ok("pad-vocab", "eight", "--multiple", "64", "--init", "mean", "--out", "wide")
     table = read_tensors(Path("wide"))["transformer.wte.weight"]
     mean = tensors["transformer.wte.weight"].astype(np.float64).mean(axis=0).astype(np.float32)
     assert not table[131:136].any()
@@ -102,28 +110,28 @@ def test_mean_after_padding_is_that_of_the_true_rows():
 
 
 def test_a_checkpoint_without_the_base_prefix_comes_back_without_it():
-    tensors = make(Path("m"))
+    tensors = make_checkpoint(Path("m"))
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     write_checkpoint(Path("bare"), json.loads(Path("m/config.json").read_text()), bare)
-    done("save-init", "./bare")
-    done("export", "bare-init", "--out", "back")
+    run_ok("save-init", "./bare")
+    run_ok("export", "bare-init", "--out", "back")
     assert_same(read_tensors(Path("back")), bare)
 
 
 def test_a_tied_head_that_is_stored_is_compared_and_written_once():
-    tensors = make(Path("m"))
+    tensors = make_checkpoint(Path("m"))
     both = {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
     write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), both)
-    done("pad-vocab", "./both")
+    run_ok("pad-vocab", "./both")
     padded = read_tensors(Path("both-padded"))
     assert same_bits(padded["lm_head.weight"], padded["transformer.wte.weight"])
-    done("save-init", "both-padded")
-    done("export", "both-padded-init", "--out", "back")
+    run_ok("save-init", "both-padded")
+    run_ok("export", "both-padded-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
 def test_a_tied_head_that_differs_is_an_error_and_untie_keeps_both(capsys: pytest.CaptureFixture[str]):
-    tensors = make(Path("m"))
+    tensors = make_checkpoint(Path("m"))
     head = tensors["transformer.wte.weight"].copy()
     head[17, 3] += 1
     config = json.loads(Path("m/config.json").read_text())
@@ -135,8 +143,8 @@ def test_a_tied_head_that_differs_is_an_error_and_untie_keeps_both(capsys: pytes
         assert "first difference in row 17" in said
         assert "--untie" in said
     assert not list(Path().glob("both-*[!l]"))
-    done("save-init", "./both", "--untie", "--restart")
-    done("export", "both-init", "--out", "back")
+    run_ok("save-init", "./both", "--untie", "--restart")
+    run_ok("export", "both-init", "--out", "back")
     assert_same(read_tensors(Path("back")), {**tensors, "lm_head.weight": head})
     assert json.loads(Path("back/config.json").read_text())["tie_word_embeddings"] is False
 
@@ -144,17 +152,17 @@ def test_a_tied_head_that_differs_is_an_error_and_untie_keeps_both(capsys: pytes
 @pytest.mark.parametrize("base", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("options", [["--no-scan"], ["--scan-axis", "1"], ["--mesh", "fsdp:2,mp:4,sp:2"]])
 def test_other_layouts_of_the_tree_come_back(base: dict[str, Any], options: list[str]):
-    tensors = make(Path("m"), base, "float16")
-    done("save-init", "./m", "--pad-vocab", "8", *options)
-    done("verify", "m-init")
-    done("export", "m-init")
+    tensors = make_checkpoint(Path("m"), base, "float16")
+    run_ok("save-init", "./m", "--pad-vocab", "8", *options)
+    run_ok("verify", "m-init")
+    run_ok("export", "m-init")
     assert_same(read_tensors(Path("m-hf")), tensors)
 
 
 def test_export_keeps_padding_when_asked_and_shards_by_size():
-    tensors = make(Path("m"), LLAMA)
-    done("save-init", "./m", "--pad-vocab", "8")
-    done("export", "m-init", "--keep-padding", "--shard-size", "40KB", "--out", "back")
+    tensors = make_checkpoint(Path("m"), LLAMA)
+    run_ok("save-init", "./m", "--pad-vocab", "8")
+    run_ok("export", "m-init", "--keep-padding", "--shard-size", "40KB", "--out", "back")
     found = read_tensors(Path("back"))
     assert found["lm_head.weight"].shape == (136, 32)
     assert same_bits(found["lm_head.weight"][:131], tensors["lm_head.weight"])
@@ -163,17 +171,17 @@ def test_export_keeps_padding_when_asked_and_shards_by_size():
 
 
 def test_two_runs_write_the_same_bytes_whatever_the_memory():
-    make(Path("m"), LLAMA)
-    done("save-init", "./m", "--out", "a", "--memory", "512MiB")
-    done("save-init", "./m", "--out", "b", "--memory", "32MiB")
+    make_checkpoint(Path("m"), LLAMA)
+    run_ok("save-init", "./m", "--out", "a", "--memory", "512MiB")
+    run_ok("save-init", "./m", "--out", "b", "--memory", "32MiB")
     files = sorted(p.relative_to("a") for p in Path("a").rglob("*") if p.is_file())
     assert files == sorted(p.relative_to("b") for p in Path("b").rglob("*") if p.is_file())
     assert [f for f in files if Path("a", f).read_bytes() != Path("b", f).read_bytes()] == []
 
 
 def test_the_same_request_again_is_already_done(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"))
-    done("save-init", "./m")
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m")
     before = {p: p.stat().st_mtime_ns for p in Path("m-init").rglob("*")}
     capsys.readouterr()
     assert main(["save-init", "./m", "--json"]) == 0
@@ -182,17 +190,17 @@ def test_the_same_request_again_is_already_done(capsys: pytest.CaptureFixture[st
 
 
 def test_another_request_does_not_replace_an_output_unless_told(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"))
-    done("save-init", "./m")
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m")
     assert main(["save-init", "./m", "--mesh", "1,2,1", "-q"]) == 1
     assert "m-init exists and is something else" in capsys.readouterr().err
-    done("save-init", "./m", "--mesh", "1,2,1", "--overwrite")
+    run_ok("save-init", "./m", "--mesh", "1,2,1", "--overwrite")
     assert json.loads(Path("m-init/prep-manifest.json").read_text())["mesh"] == "1,2,1"
     assert sorted(p.name for p in Path().iterdir()) == ["m", "m-init"]
 
 
 def test_a_dry_run_writes_nothing_and_plans_what_a_run_does(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--dry-run", "--json", "-q"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert sorted(p.name for p in Path().iterdir()) == ["m"]
@@ -204,71 +212,71 @@ def test_a_dry_run_writes_nothing_and_plans_what_a_run_does(capsys: pytest.Captu
 
 
 def test_an_output_whose_files_were_cut_is_not_taken_for_done(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"))
-    done("save-init", "./m")
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m")
     largest = max(Path("m-init/d").iterdir(), key=lambda p: p.stat().st_size)
     largest.write_bytes(b"")
     assert main(["save-init", "./m", "-q"]) == 1
     assert "but its files are damaged" in capsys.readouterr().err
-    done("save-init", "./m", "--overwrite")
-    done("verify", "m-init")
+    run_ok("save-init", "./m", "--overwrite")
+    run_ok("verify", "m-init")
 
 
 def test_a_broken_manifest_is_no_obstacle_to_overwriting():
-    make(Path("m"))
-    done("save-init", "./m")
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m")
     Path("m-init/prep-manifest.json").write_text("{")
     assert main(["save-init", "./m", "-q"]) == 1
-    done("save-init", "./m", "--overwrite")
-    done("verify", "m-init")
+    run_ok("save-init", "./m", "--overwrite")
+    run_ok("verify", "m-init")
 
 
 @pytest.mark.parametrize("lost", ["manifest.ocdbt", "_METADATA", "hf/config.json"])
 def test_an_output_without_its_settings_is_not_taken_for_done(lost: str):
-    make(Path("m"))
-    done("save-init", "./m")
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m")
     Path("m-init", lost).unlink()
     assert main(["save-init", "./m", "-q"]) == 1
-    done("save-init", "./m", "--overwrite")
-    done("verify", "m-init")
+    run_ok("save-init", "./m", "--overwrite")
+    run_ok("verify", "m-init")
 
 
 def test_another_tokenizer_is_another_output():
-    make(Path("m"))
-    done("save-init", "./m")
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m")
     Path("m/tokenizer_config.json").write_text('{"model_max_length": 128}')
     assert main(["save-init", "./m", "-q"]) == 1
-    done("save-init", "./m", "--overwrite")
+    run_ok("save-init", "./m", "--overwrite")
     assert "128" in Path("m-init/hf/tokenizer_config.json").read_text()
 
 
 def test_a_single_file_with_a_number_keeps_its_index():
-    tensors = make(Path("m"), files=1)
+    tensors = make_checkpoint(Path("m"), files=1)
     Path("m/model.safetensors").rename("m/model-00001-of-00001.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     Path("m/model.safetensors.index.json").write_text(json.dumps(index))
-    done("pad-vocab", "./m")
+    run_ok("pad-vocab", "./m")
     written = json.loads(Path("m-padded/model.safetensors.index.json").read_text())
     assert written["weight_map"] == index["weight_map"]
 
 
 def test_padding_to_the_mesh_goes_up_from_the_rows_that_are_there():
-    make(Path("m"))
-    done("pad-vocab", "./m", "--multiple", "100")
-    done("save-init", "m-padded", "--mesh", "1,1,8", "--pad-vocab", "auto", "--rule", "heads=none")
+    make_checkpoint(Path("m"))
+    run_ok("pad-vocab", "./m", "--multiple", "100")
+    run_ok("save-init", "m-padded", "--mesh", "1,1,8", "--pad-vocab", "auto", "--rule", "heads=none")
     assert json.loads(Path("m-padded-init/prep-manifest.json").read_text())["vocab"] == {"true": 131, "padded": 200}
 
 
 def test_a_reshard_keeps_the_mesh_and_rules_that_it_is_not_told_to_change():
-    make(Path("m"))
-    done("save-init", "./m", "--mesh", "1,8,1", "--rule", "mlp=none")
-    done("reshard", "m-init", "--no-scan", "--out", "unstacked")
+    make_checkpoint(Path("m"))
+    run_ok("save-init", "./m", "--mesh", "1,8,1", "--rule", "mlp=none")
+    run_ok("reshard", "m-init", "--no-scan", "--out", "unstacked")
     found = json.loads(Path("unstacked/prep-manifest.json").read_text())
     assert (found["mesh"], found["rules"], found["scan"]) == ("1,8,1", ["mlp=none"], False)
 
 
 def test_verify_looks_at_a_tied_head_that_is_stored(capsys: pytest.CaptureFixture[str]):
-    tensors = make(Path("m"))
+    tensors = make_checkpoint(Path("m"))
     head = tensors["transformer.wte.weight"] + 1
     write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), {**tensors, "lm_head.weight": head})
     assert main(["verify", "./both", "./m", "-q"]) == 1
@@ -276,18 +284,18 @@ def test_verify_looks_at_a_tied_head_that_is_stored(capsys: pytest.CaptureFixtur
 
 
 def test_a_source_of_links_is_as_safe_as_one_of_files(capsys: pytest.CaptureFixture[str]):
-    make(Path("weights"))
+    make_checkpoint(Path("weights"))
     Path("links").mkdir()
     for path in Path("weights").iterdir():
         if path.name == "config.json" or ".safetensors" in path.name:
             Path("links", path.name).symlink_to(path.resolve())
     assert main(["pad-vocab", "./links", "--out", "weights", "--overwrite", "-q"]) == 2
     assert "the output weights is the source" in capsys.readouterr().err
-    done("pad-vocab", "./links", "--out", "padded")
+    run_ok("pad-vocab", "./links", "--out", "padded")
 
 
 def test_a_link_to_nothing_is_not_replaced():
-    make(Path("m"))
+    make_checkpoint(Path("m"))
     Path("m-init").symlink_to("/nowhere/at/all")
     assert main(["save-init", "./m", "-q"]) == 1
     assert Path("m-init").is_symlink()

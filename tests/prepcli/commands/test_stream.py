@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.hub_server import COMMIT, Hub, Repo, serving
-from tests.helpers.models import make
-from tests.helpers.range_server import Faults, Store, serving_ranges
+from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
+from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 PREP = """
 import sys
@@ -35,8 +35,8 @@ SMALL = ("config.json", "generation_config.json", "model.safetensors.index.json"
 class Site:
     """A hub with one model, its store, and a folder to work in."""
 
-    hub: Hub
-    store: Store
+    hub: FakeHub
+    store: FakeFileStore
     cwd: Path
 
     @property
@@ -63,17 +63,22 @@ class Site:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A model of 54 MB: large tensors go in parts, small ones are read ahead."""
     folder = tmp_path_factory.mktemp("model") / "m"
-    make(folder, vocab_size=9001, hidden_size=512, num_heads=4)
+    make_checkpoint(folder, vocab_size=9001, hidden_size=512, num_heads=4)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @contextmanager
-def site_of(files: dict[str, bytes], cwd: Path, faults: Faults | None = None, lasts: int = 1 << 30) -> Iterator[Site]:
+def site_of(
+    files: dict[str, bytes], cwd: Path, faults: FaultInjector | None = None, lasts: int = 1 << 30
+) -> Iterator[Site]:
     large = tuple(name for name in files if name.endswith((".safetensors", ".bin")))
     kept = {hashlib.sha256(files[name]).hexdigest(): files[name] for name in large}
-    with serving_ranges(kept, faults, lasts) as store:
-        repos = {"o/good": Repo(files, large=large, store=store), "o/bin": Repo({"config.json": b"{}", "m.gguf": b""})}
-        with serving(repos) as hub:
+    with serve_ranges(kept, faults, lasts) as store:
+        repos = {
+            "o/good": FakeRepo(files, large=large, store=store),
+            "o/bin": FakeRepo({"config.json": b"{}", "m.gguf": b""}),
+        }
+        with serve_hub(repos) as hub:
             yield Site(hub, store, cwd)
 
 
@@ -91,14 +96,14 @@ SAVE = ("save-init", "o/good", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
 def test_with_three_requests_in_ten_failing_the_result_is_that_of_a_local_conversion(files, tmp_path: Path):
-    faults = Faults(0.3, seed=11)
+    faults = FaultInjector(0.3, seed=11)
     with site_of(files, tmp_path, faults, lasts=9) as site:
         streamed = site.prep(*SAVE, "--stream", "--out", "streamed", "--memory", "32MiB")
         assert streamed["ok"], streamed
-        assert sum(map(bool, faults.met)) >= 5
+        assert sum(map(bool, faults.injected)) >= 5
         assert cached(tmp_path / "home") == sorted(SMALL)
-        assert not [headers for _, _, headers in site.store.asked if "Authorization" in headers]
-        faults.rate, site.store.lasts = 0.0, 1 << 30
+        assert not [headers for _, _, headers in site.store.requests if "Authorization" in headers]
+        faults.rate, site.store.max_url_uses = 0.0, 1 << 30
         first = site.prep(*SAVE[:2], "--dry-run")
         assert first["ok"], first
         for path in (tmp_path / "home").rglob("*"):
@@ -122,11 +127,11 @@ def test_killed_it_goes_on_and_reads_only_what_is_missing(files, tmp_path: Path)
     options = ("--stream", "--memory", "32MiB")
     with site_of(files, tmp_path) as site:
         assert site.prep(*SAVE, *options, "--out", "whole")["ok"]
-        site.store.asked.clear()
+        site.store.requests.clear()
         site.store.delay_s = 0.15
         running = site.start(*SAVE, *options, "--out", "killed")
         deadline = time.monotonic() + 60
-        while len(site.store.asked) < 14 and time.monotonic() < deadline:
+        while len(site.store.requests) < 14 and time.monotonic() < deadline:
             time.sleep(0.01)
         running.send_signal(signal.SIGKILL)
         running.communicate()

@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import RELATIVES, make, read_tensors, same_bits, tensors_of, write_checkpoint
-from tests.helpers.running import done, refusal
-from tests.helpers.torch_checkpoints import to_bin
+from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.tiny_checkpoints import (
+    FAMILY_CONFIGS,
+    checkpoint_tensors,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
+from tests.helpers.torch_checkpoints import write_bin_folder
 from trainer.models.registry import family_of
 
-T5 = RELATIVES["t5"]
+T5 = FAMILY_CONFIGS["t5"]
 GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 ENCODER_COPY, DECODER_COPY = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
 Tensors = dict[str, np.ndarray]
@@ -47,20 +54,20 @@ def with_copies(tensors: Tensors, *names: str) -> Tensors:
 
 @pytest.mark.parametrize("form", [("--scan-axis", "1"), ("--no-scan",), ("--mesh", "1,2,2")])
 def test_every_form_of_both_stacks_comes_back(form: tuple[str, ...]):
-    tensors = make(Path("m"), GATED, "bfloat16", False)
-    done("save-init", "./m", "--pad-vocab", "8", *form)
-    done("verify", "m-init", "./m")
-    done("reshard", "m-init", "--mesh", "1,4,2", "--scan", "--out", "other")
-    done("verify", "other", "./m")
-    done("export", "other", "--out", "back")
+    tensors = make_checkpoint(Path("m"), GATED, "bfloat16", False)
+    run_ok("save-init", "./m", "--pad-vocab", "8", *form)
+    run_ok("verify", "m-init", "./m")
+    run_ok("reshard", "m-init", "--mesh", "1,4,2", "--scan", "--out", "other")
+    run_ok("verify", "other", "./m")
+    run_ok("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert config_of("back") == config_of("m")
 
 
 def test_paths_in_the_tree(capsys: pytest.CaptureFixture[str]):
-    make(Path("m"), GATED, tied=False)
-    done("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
-    done("save-init", "./m", "--no-scan", "--out", "apart")
+    make_checkpoint(Path("m"), GATED, tied=False)
+    run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
+    run_ok("save-init", "./m", "--no-scan", "--out", "apart")
     shapes = {each["name"]: each["shape"] for each in told(capsys, "inspect", "stacked")["tensors"]}
     assert shapes["params.encoder.layers.attn.q.weight"] == [2, 4, 24, 64]
     assert shapes["params.decoder.layers.cross.o.weight"] == [3, 64, 4, 24]
@@ -75,7 +82,7 @@ def test_paths_in_the_tree(capsys: pytest.CaptureFixture[str]):
 
 
 def test_copies_of_the_embedding_are_held_against_it_and_left_out(capsys: pytest.CaptureFixture[str]):
-    tensors = make(Path("plain"), T5, legacy=True)
+    tensors = make_checkpoint(Path("plain"), T5, legacy=True)
     stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     names = (ENCODER_COPY, DECODER_COPY, "lm_head.weight")
     write_checkpoint(Path("m"), T5, with_copies(tensors, *names))
@@ -83,45 +90,45 @@ def test_copies_of_the_embedding_are_held_against_it_and_left_out(capsys: pytest
     assert {each["name"]: each["rule"] for each in found} == {
         **dict.fromkeys(names, "equal to shared.weight"), stray: "bias that nothing uses"
     }  # fmt: skip
-    done("export", "m-init", "--out", "back")
+    run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), {name: tensor for name, tensor in tensors.items() if name != stray})
 
 
 def test_a_copy_that_is_none_is_named(capsys: pytest.CaptureFixture[str]):
-    tensors = with_copies(tensors_of(T5, "float32", True, False), DECODER_COPY)
+    tensors = with_copies(checkpoint_tensors(T5, "float32", True, False), DECODER_COPY)
     tensors[DECODER_COPY][7, 3] += 1
     write_checkpoint(Path("m"), T5, tensors)
-    said = refusal(capsys, 1, "save-init", "./m")
+    said = run_failing(capsys, 1, "save-init", "./m")
     assert f"{DECODER_COPY} is not equal to shared.weight" in said
     assert "it is a copy in every t5, first difference in row 7" in said
-    assert f"{DECODER_COPY} is tied and not equal" in refusal(capsys, 1, "verify", "./m", "./m")
+    assert f"{DECODER_COPY} is tied and not equal" in run_failing(capsys, 1, "verify", "./m", "./m")
     tensors[DECODER_COPY] = tensors[DECODER_COPY].astype(np.float16)
     write_checkpoint(Path("n"), T5, tensors)
-    assert "float16 [131, 64] and float32 [131, 64]" in refusal(capsys, 1, "save-init", "./n")
+    assert "float16 [131, 64] and float32 [131, 64]" in run_failing(capsys, 1, "save-init", "./n")
 
 
 @pytest.mark.parametrize("stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)])
 def test_a_copy_stands_for_an_embedding_that_is_not_there(stored: tuple[str, ...]):
-    tensors = tensors_of(T5, "float32", True, False)
+    tensors = checkpoint_tensors(T5, "float32", True, False)
     held = with_copies(tensors, *stored)
     del held["shared.weight"]
     write_checkpoint(Path("m"), T5, held)
-    done("save-init", "./m")
-    done("export", "m-init", "--out", "back")
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
 def test_a_pytorch_file_has_one_storage_for_all_copies():
     """As those on the hub have it."""
     torch = pytest.importorskip("torch")
-    tensors = make(Path("m"), T5)
+    tensors = make_checkpoint(Path("m"), T5)
     state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
     state |= dict.fromkeys((ENCODER_COPY, DECODER_COPY, "lm_head.weight"), state["shared.weight"])
-    to_bin(Path("m"), Path("bin"), state)
-    done("save-init", "./bin", "--pad-vocab", "8")
-    done("export", "bin-init", "--out", "back")
+    write_bin_folder(Path("m"), Path("bin"), state)
+    run_ok("save-init", "./bin", "--pad-vocab", "8")
+    run_ok("export", "bin-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
-    done("pad-vocab", "./bin")
+    run_ok("pad-vocab", "./bin")
     found = read_tensors(Path("bin-padded"))
     assert {name for name in found if found[name].shape[0] == 136} == state.keys() - tensors.keys() | {"shared.weight"}
 
@@ -129,9 +136,9 @@ def test_a_pytorch_file_has_one_storage_for_all_copies():
 def test_padding_is_the_same_bits_in_all_copies():
     """And by name: a feed-forward part as wide as the vocabulary stays as it is."""
     config = GATED | {"d_ff": 131}
-    tensors = with_copies(tensors_of(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
+    tensors = with_copies(checkpoint_tensors(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
     write_checkpoint(Path("m"), config, tensors)
-    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
     padded = {name for name in found if found[name].shape != tensors[name].shape}
     assert padded == {"shared.weight", "lm_head.weight", ENCODER_COPY, DECODER_COPY}
@@ -145,35 +152,35 @@ def test_padding_is_the_same_bits_in_all_copies():
 
 def test_each_tensor_keeps_its_dtype():
     """Files of Flan-T5 have `wo` in float32 beside halves."""
-    tensors = tensors_of(GATED, "bfloat16", False, False)
+    tensors = checkpoint_tensors(GATED, "bfloat16", False, False)
     tensors |= {name: tensor.astype(np.float32) for name, tensor in tensors.items() if name.endswith(".wo.weight")}
     write_checkpoint(Path("m"), GATED, tensors)
-    done("save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto")
-    done("reshard", "m-init", "--mesh", "1,4,2", "--out", "other")
-    done("export", "other", "--out", "back")
+    run_ok("save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto")
+    run_ok("reshard", "m-init", "--mesh", "1,4,2", "--out", "other")
+    run_ok("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
 
 
 def scale_of(folder: str) -> float:
     config = config_of(folder)
-    return family_of(config).traits(config).head_scale
+    return family_of(config).arch_config(config).lm_head_input_scale
 
 
 def test_what_transformers_5_says_of_an_own_head_is_understood(capsys: pytest.CaptureFixture[str]):
     """It says of each T5 that it is tied, and keeps the own head of those that are not."""
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
-    tensors = tensors_of(config, "float32", False, False)
+    tensors = checkpoint_tensors(config, "float32", False, False)
     write_checkpoint(Path("m"), config, tensors)
-    done("save-init", "./m")
-    done("verify", "m-init", "./m")
-    done("export", "m-init", "--out", "back")
+    run_ok("save-init", "./m")
+    run_ok("verify", "m-init", "./m")
+    run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert config_of("back") == config_of("m")
     assert scale_of("back") == 1.0
     shards = told(capsys, "inspect", "m-init", "--shards", "head.weight", "--mesh", "1,2,1")
     assert "params.head.weight" in json.dumps(shards)
-    done("reshard", "m-init", "--no-scan", "--out", "apart")
-    done("verify", "apart", "./m")
+    run_ok("reshard", "m-init", "--no-scan", "--out", "apart")
+    run_ok("verify", "apart", "./m")
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -181,41 +188,43 @@ def test_an_own_head_is_never_taken_for_an_embedding_that_is_not_there(
     capsys: pytest.CaptureFixture[str], scales: bool
 ):
     config = GATED | {"tie_word_embeddings": not scales, "scale_decoder_outputs": scales}
-    tensors = tensors_of(config, "float32", False, False)
+    tensors = checkpoint_tensors(config, "float32", False, False)
     embedding = tensors.pop("shared.weight")
     write_checkpoint(Path("m"), config, tensors)
-    assert "shared.weight" in refusal(capsys, 1, "save-init", "./m")
+    assert "shared.weight" in run_failing(capsys, 1, "save-init", "./m")
     write_checkpoint(Path("copied"), config, tensors | {"decoder.embed_tokens.weight": embedding})
-    done("save-init", "./copied")
-    done("export", "copied-init", "--out", "back")
+    run_ok("save-init", "./copied")
+    run_ok("export", "copied-init", "--out", "back")
     assert same_bits(read_tensors(Path("back"))["shared.weight"], embedding)
 
 
 def test_flax_is_told_of_the_head_what_its_classes_read(capsys: pytest.CaptureFixture[str]):
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
-    write_checkpoint(Path("m"), config, tensors_of(config, "float32", False, False))
-    done("save-init", "./m")
-    done("export", "m-init", "--layout", "hf-flax", "--out", "flax")
+    write_checkpoint(Path("m"), config, checkpoint_tensors(config, "float32", False, False))
+    run_ok("save-init", "./m")
+    run_ok("export", "m-init", "--layout", "hf-flax", "--out", "flax")
     assert config_of("flax")["tie_word_embeddings"] is False
-    write_checkpoint(Path("old"), T5, tensors_of(T5, "float32", False, False))
-    done("save-init", "./old", "--untie")
-    assert "scale_decoder_outputs True" in refusal(capsys, 1, "export", "old-init", "--layout", "hf-flax")
+    write_checkpoint(Path("old"), T5, checkpoint_tensors(T5, "float32", False, False))
+    run_ok("save-init", "./old", "--untie")
+    assert "scale_decoder_outputs True" in run_failing(capsys, 1, "export", "old-init", "--layout", "hf-flax")
 
 
 def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture[str]):
-    tensors = tensors_of(T5, "float32", False, False)
+    tensors = checkpoint_tensors(T5, "float32", False, False)
     write_checkpoint(Path("m"), T5, tensors)
-    assert "`--untie` keeps both" in refusal(capsys, 1, "save-init", "./m")
-    done("save-init", "./m", "--untie", "--restart")
-    done("export", "m-init", "--out", "back")
+    assert "`--untie` keeps both" in run_failing(capsys, 1, "save-init", "./m")
+    run_ok("save-init", "./m", "--untie", "--restart")
+    run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert config_of("back") == config_of("m") | {"tie_word_embeddings": False, "scale_decoder_outputs": True}
     assert scale_of("back") == scale_of("m") == 64**-0.5
 
 
 def test_one_half_alone_is_refused(capsys: pytest.CaptureFixture[str]):
-    tensors = {name: t for name, t in tensors_of(T5, "float32", True, False).items() if not name.startswith("decoder.")}
+    tensors = {
+        name: t for name, t in checkpoint_tensors(T5, "float32", True, False).items() if not name.startswith("decoder.")
+    }
     write_checkpoint(Path("m"), T5, tensors)
-    said = refusal(capsys, 1, "save-init", "./m")
+    said = run_failing(capsys, 1, "save-init", "./m")
     assert "are missing" in said
     assert "decoder.block.0.layer.0.layer_norm.weight [64]" in said

@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.sources.openers.torch_folder import MOST_SHARING, output_name
-from tests.helpers.models import GPT_NEO, LLAMA, make, read_tensors, same_bits
-from tests.helpers.pickles import call, mapping, packed, saved, storage, tensor, text, whole
-from tests.helpers.running import done, error, said
+from prepcli.sources.openers.torch_folder import MAX_SHARING_TENSORS, safetensors_file_name
+from tests.helpers.pickle_builder import (
+    encode_call,
+    encode_mapping,
+    encode_storage,
+    encode_tensor,
+    encode_text,
+    make_pickle,
+    make_torch_file,
+    make_zip_file,
+)
+from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
 
 FAMILIES = pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
 
@@ -44,24 +53,24 @@ def settings(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> No
 @FAMILIES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_init_of_a_bin_is_that_of_safetensors(base: dict[str, Any], dtype: str) -> None:
-    settings_of = make(Path("m"), base, dtype, legacy=True)
-    settings("b", saved(settings_of))
+    settings_of = make_checkpoint(Path("m"), base, dtype, legacy=True)
+    settings("b", make_torch_file(settings_of))
     for source in ("m", "b"):
-        done("save-init", f"./{source}", "--mesh", "1,2,4", "--pad-vocab", "auto")
+        run_ok("save-init", f"./{source}", "--mesh", "1,2,4", "--pad-vocab", "auto")
     assert written("b-init") == written("m-init")
     for pair in (("b-init",), ("b-init", "m-init"), ("b-init", "./m"), ("./b", "./m")):
-        done("verify", *pair)
-    done("export", "b-init", "--out", "back")
-    done("export", "m-init", "--out", "other")
+        run_ok("verify", *pair)
+    run_ok("export", "b-init", "--out", "back")
+    run_ok("export", "m-init", "--out", "other")
     found = read_tensors(Path("back"))
     assert all(same_bits(array, found[key]) for key, array in read_tensors(Path("other")).items())
 
 
 @FAMILIES
 def test_a_padded_bin_is_a_padded_folder_of_safetensors(base: dict[str, Any]) -> None:
-    settings("b", saved(make(Path("m"), base)))
+    settings("b", make_torch_file(make_checkpoint(Path("m"), base)))
     for source in ("m", "b"):
-        done("pad-vocab", f"./{source}", "--init", "mean")
+        run_ok("pad-vocab", f"./{source}", "--init", "mean")
     assert sorted(path.name for path in Path("b-padded").iterdir()) == [
         "config.json", "model.safetensors", "prep-manifest.json",
     ]  # fmt: skip
@@ -71,91 +80,93 @@ def test_a_padded_bin_is_a_padded_folder_of_safetensors(base: dict[str, Any]) ->
 
 
 def test_an_export_of_a_bin_is_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = make(Path("m"))
-    settings("b", saved(tensors))
-    done("export", "./b")
+    tensors = make_checkpoint(Path("m"))
+    settings("b", make_torch_file(tensors))
+    run_ok("export", "./b")
     found = read_tensors(Path("b-hf"))
     assert all(same_bits(array, found[key]) for key, array in tensors.items())
     capsys.readouterr()
-    assert "transformers reads it as it is" in error(capsys, "export", "./m")[1]
+    assert "transformers reads it as it is" in error_lines(capsys, "export", "./m")[1]
 
 
 def test_files_keep_their_names_but_for_what_they_are() -> None:
-    assert output_name("pytorch_model.bin") == "model.safetensors"
-    assert output_name("pytorch_model-00002-of-00003.bin") == "model-00002-of-00003.safetensors"
-    assert output_name("weights.v2.pth") == "weights.v2.safetensors"
+    assert safetensors_file_name("pytorch_model.bin") == "model.safetensors"
+    assert safetensors_file_name("pytorch_model-00002-of-00003.bin") == "model-00002-of-00003.safetensors"
+    assert safetensors_file_name("weights.v2.pth") == "weights.v2.safetensors"
 
 
 def test_safetensors_win_and_any_single_file_will_do(capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = make(Path("m"), files=1)
+    tensors = make_checkpoint(Path("m"), files=1)
     Path("m/pytorch_model.bin").write_bytes(b"broken")
-    settings("b", saved(tensors), "weights.pth")
+    settings("b", make_torch_file(tensors), "weights.pth")
     Path("b/training_args.bin").write_bytes(b"broken")
-    done("verify", "./b", "./m")
+    run_ok("verify", "./b", "./m")
     capsys.readouterr()
     Path("b/other.pt").write_bytes(b"")
-    assert "does not say which file the model is" in error(capsys, "save-init", "./b")[0]
+    assert "does not say which file the model is" in error_lines(capsys, "save-init", "./b")[0]
 
 
 def test_a_model_among_what_a_trainer_keeps(capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = make(Path("m"))
-    state = mapping({
-        key: tensor(array.shape, [s // 4 for s in array.strides], held=storage(str(i), numel=array.size))
+    tensors = make_checkpoint(Path("m"))
+    state = encode_mapping({
+        key: encode_tensor(array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size))
         for i, (key, array) in enumerate(tensors.items())
     })  # fmt: skip
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    settings("b", packed(whole(mapping({"epoch": b"K\x03", "state_dict": state})), records))
-    done("verify", "./b", "./m")
-    found = said(capsys, "inspect", "./b")
+    settings("b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records))
+    run_ok("verify", "./b", "./m")
+    found = run_json(capsys, "inspect", "./b")
     assert found["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
     assert found["source"]["format"] == "torch"
 
 
 def test_transposed_and_shared_tensors_are_read_as_they_are() -> None:
     """Every matrix stored the other way round, in one storage with all others."""
-    tensors = make(Path("m"))
+    tensors = make_checkpoint(Path("m"))
     made, content = {}, b""
     total = sum(array.size for array in tensors.values())
     for key, array in tensors.items():
         steps = (1, array.shape[0]) if array.ndim == 2 else (1,) * array.ndim
-        made[key] = tensor(array.shape, steps, len(content) // 4, storage(numel=total))
+        made[key] = encode_tensor(array.shape, steps, len(content) // 4, encode_storage(numel=total))
         content += array.T.tobytes()
-    settings("b", packed(whole(mapping(made)), {"data/0": content}))
-    done("save-init", "./b", "--mesh", "1,2,4", "--pad-vocab", "auto")
-    done("verify", "b-init", "./m")
-    done("pad-vocab", "./b")
-    done("verify", "b-padded", "./m")
+    settings("b", make_zip_file(make_pickle(encode_mapping(made)), {"data/0": content}))
+    run_ok("save-init", "./b", "--mesh", "1,2,4", "--pad-vocab", "auto")
+    run_ok("verify", "b-init", "./m")
+    run_ok("pad-vocab", "./b")
+    run_ok("verify", "b-padded", "./m")
 
 
 def head_of(made: Mapping[str, bytes]) -> dict[str, bytes]:
     return {**made, "lm_head.weight": made["transformer.wte.weight"]}
 
 
-@pytest.mark.parametrize("sharing", [2, MOST_SHARING, MOST_SHARING + 1])
+@pytest.mark.parametrize("sharing", [2, MAX_SHARING_TENSORS, MAX_SHARING_TENSORS + 1])
 def test_tied_tensors_have_one_storage(capsys: pytest.CaptureFixture[str], sharing: int) -> None:
-    tensors = make(Path("m"))
+    tensors = make_checkpoint(Path("m"))
     made = {
-        key: tensor(array.shape, [s // 4 for s in array.strides], held=storage(str(i), numel=array.size))
+        key: encode_tensor(
+            array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size)
+        )
         for i, (key, array) in enumerate(tensors.items())
     }
     more = {f"h.{i}.attn.attention.masked_bias": made["transformer.wte.weight"] for i in range(sharing - 2)}
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    settings("b", packed(whole(mapping(head_of(made) | more)), records))
-    if sharing > MOST_SHARING:
-        assert "over 64 tensors have byte" in error(capsys, "save-init", "./b")[1]
+    settings("b", make_zip_file(make_pickle(encode_mapping(head_of(made) | more)), records))
+    if sharing > MAX_SHARING_TENSORS:
+        assert "over 64 tensors have byte" in error_lines(capsys, "save-init", "./b")[1]
         return
-    done("save-init", "./b")
+    run_ok("save-init", "./b")
     dropped = json.loads(Path("b-init/prep-manifest.json").read_text())["dropped"]
     rules = {each["name"]: each["rule"] for each in dropped}
     assert rules["lm_head.weight"] == "equal to wte.weight"
     assert len(dropped) == sharing - 1
-    done("verify", "b-init", "./m")
+    run_ok("verify", "b-init", "./m")
 
 
 def test_inspect_shows_a_bin_as_it_shows_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = make(Path("m"), files=1)
-    settings("b", saved(tensors))
-    wanted, found = (said(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b"))
+    tensors = make_checkpoint(Path("m"), files=1)
+    settings("b", make_torch_file(tensors))
+    wanted, found = (run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b"))
     kept = ("name", "shape", "dtype", "bytes", "stats")
     assert [{key: t[key] for key in kept} for t in found["tensors"]] == [
         {key: t[key] for key in kept} for t in wanted["tensors"]
@@ -163,27 +174,27 @@ def test_inspect_shows_a_bin_as_it_shows_safetensors(capsys: pytest.CaptureFixtu
     content = Path("b/pytorch_model.bin").read_bytes()
     for each in found["tensors"]:
         assert content[each["offset"] : each["offset"] + each["bytes"]] == tensors[each["name"]].tobytes()
-    assert said(capsys, "inspect", "./b", "--diff", "./m")["differences"] == []
+    assert run_json(capsys, "inspect", "./b", "--diff", "./m")["differences"] == []
     assert main(["inspect", "./b", "-q"]) == 0
     assert "PyTorch, 1 file" in capsys.readouterr().out
 
 
 def test_statistics_of_a_view_are_those_of_its_values(capsys: pytest.CaptureFixture[str]) -> None:
     Path("b").mkdir()
-    view = tensor((2, 2), (3, 2), held=storage())
-    Path("b/pytorch_model.bin").write_bytes(packed(whole(mapping({"w": view}))))
-    (found,) = said(capsys, "inspect", "./b", "--stats")["tensors"]
+    view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
+    Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))
+    (found,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
     assert found["stats"] == {"min": 0, "max": 5, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}  # 0, 2, 3 and 5
     assert (found["file"], found["shape"]) == ("pytorch_model.bin", [2, 2])
 
 
 def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = make(Path("m"))
-    evil = whole(mapping({"x": call("os.system", text("touch pwned"))}))
-    settings("b", saved(tensors), "pytorch_model-00001-of-00002.bin")
-    Path("b/pytorch_model-00002-of-00002.bin").write_bytes(packed(evil))
+    tensors = make_checkpoint(Path("m"))
+    evil = make_pickle(encode_mapping({"x": encode_call("os.system", encode_text("touch pwned"))}))
+    settings("b", make_torch_file(tensors), "pytorch_model-00001-of-00002.bin")
+    Path("b/pytorch_model-00002-of-00002.bin").write_bytes(make_zip_file(evil))
     for command in ("save-init", "pad-vocab", "inspect"):
-        lines = error(capsys, command, "./b")
+        lines = error_lines(capsys, command, "./b")
         assert lines[0] == "error: pytorch_model-00002-of-00002.bin asks for `os.system`"
         assert lines[2].startswith(" hint: if you trust it, with PyTorch")
     assert not Path("pwned").exists()
@@ -191,8 +202,8 @@ def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFix
 
 
 def test_a_source_that_changes_meanwhile_is_noticed_by_the_facts() -> None:
-    settings("b", saved(make(Path("m"))))
-    done("save-init", "./b")
+    settings("b", make_torch_file(make_checkpoint(Path("m"))))
+    run_ok("save-init", "./b")
     (told,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
     path = Path("b/pytorch_model.bin")
     assert (told["path"], told["size"]) == (path.name, path.stat().st_size)
@@ -206,15 +217,15 @@ def test_a_source_that_changes_meanwhile_is_noticed_by_the_facts() -> None:
 @pytest.mark.parametrize("files", [1, 3])
 def test_what_torch_saves_comes_through(base: dict[str, Any], legacy: bool, files: int) -> None:
     pytest.importorskip("torch")
-    from tests.helpers.torch_checkpoints import tensor as as_torch
-    from tests.helpers.torch_checkpoints import to_bin
+    from tests.helpers.torch_checkpoints import to_torch as as_torch
+    from tests.helpers.torch_checkpoints import write_bin_folder
 
-    tensors = make(Path("m"), base, "bfloat16", legacy=True)
-    to_bin(Path("m"), Path("b"), {key: as_torch(array) for key, array in tensors.items()}, files, legacy)
-    done("save-init", "./b", "--mesh", "1,4,2", "--pad-vocab", "8")
-    done("verify", "b-init", "./m")
-    done("pad-vocab", "./b")
-    done("verify", "b-padded", "./m")
+    tensors = make_checkpoint(Path("m"), base, "bfloat16", legacy=True)
+    write_bin_folder(Path("m"), Path("b"), {key: as_torch(array) for key, array in tensors.items()}, files, legacy)
+    run_ok("save-init", "./b", "--mesh", "1,4,2", "--pad-vocab", "8")
+    run_ok("verify", "b-init", "./m")
+    run_ok("pad-vocab", "./b")
+    run_ok("verify", "b-padded", "./m")
     assert len(list(Path("b-padded").glob("*.safetensors"))) == files
 
 
@@ -229,13 +240,13 @@ def test_what_transformers_holds_comes_through(base: dict[str, Any]) -> None:
     Path("b").mkdir()
     Path("b/config.json").write_bytes(Path("m/config.json").read_bytes())
     torch.save(model.state_dict(), "b/pytorch_model.bin")
-    done("save-init", "./b")
-    done("verify", "b-init", "./m")
+    run_ok("save-init", "./b")
+    run_ok("verify", "b-init", "./m")
 
 
 def test_dtypes_in_a_bin_are_those_of_safetensors() -> None:
-    arrays = make(Path("m"), dtype="float16")
+    arrays = make_checkpoint(Path("m"), dtype="float16")
     assert {array.dtype for array in arrays.values()} == {np.dtype("float16")}
-    settings("b", saved(arrays))
-    done("save-init", "./b")
-    done("verify", "b-init", "./m")
+    settings("b", make_torch_file(arrays))
+    run_ok("save-init", "./b")
+    run_ok("verify", "b-init", "./m")

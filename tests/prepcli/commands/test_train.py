@@ -21,9 +21,9 @@ from prepcli.commands.train import _kept, _telling
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.run_folder import RunFolder, steps_of
-from tests.helpers.models import GPT_NEO, LLAMA, make, read_tensors
-from trainer.training.metrics import METRICS, read
+from prepcli.execution.run_folder import RunFolder, saved_steps
+from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
+from trainer.training.metrics import METRICS_FILE, read_metrics
 
 WORDS = [f"w{number}" for number in range(131)]
 RECIPE = """\
@@ -49,7 +49,7 @@ every = 3
 """
 
 
-def tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
+def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
     """A word a token."""
     vocab = {word: number for number, word in enumerate(words)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
@@ -67,38 +67,42 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_training_folder() -> None:
     """Make a recipe, a text, a Hugging Face model and an init of it in the current folder."""
-    make(Path("tiny"), LLAMA)
-    tokenizer(Path("tiny"))
+    make_checkpoint(Path("tiny"), LLAMA)
+    write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 3000)) % len(WORDS)
     Path("text.txt").write_text(" ".join(WORDS[number] for number in numbers))
     Path("recipe.toml").write_text(RECIPE)
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+def train_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
     code = main(["train", "recipe.toml", "--json", *words])
     return code, json.loads(capsys.readouterr().out)
 
 
-def losses(run: str) -> list[float]:
-    return [line["loss"] for line in read(Path(run) / METRICS) if "loss" in line]
+def read_losses(run: str) -> list[float]:
+    return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
 
 
 def test_the_chain_from_a_padded_init_to_what_was_learned(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = told(capsys)
+    code, found = train_json(capsys)
     assert code == OK
     assert (found["step"], found["resumed_at"], found["output"]) == (12, 0, "runs/recipe/12")
-    assert found["loss"] < losses("runs/recipe")[0] - 0.2
-    assert steps_of(Path("runs/recipe")) == [9, 12], "the newest two are kept"
-    assert sorted(p.name for p in Path("runs/recipe").iterdir() if p.is_file()) == [".lock", METRICS, "recipe.toml"]
+    assert found["loss"] < read_losses("runs/recipe")[0] - 0.2
+    assert saved_steps(Path("runs/recipe")) == [9, 12], "the newest two are kept"
+    assert sorted(p.name for p in Path("runs/recipe").iterdir() if p.is_file()) == [
+        ".lock",
+        METRICS_FILE,
+        "recipe.toml",
+    ]
     assert main(["verify", "runs/recipe", "-q"]) == OK
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     before, after = read_tensors(Path("tiny")), read_tensors(Path("learned"))
     assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
     assert main(["verify", "learned", "runs/recipe", "-q"]) == OK
     capsys.readouterr()
-    again, found = told(capsys)
+    again, found = train_json(capsys)
     assert (again, found["resumed_at"], found["step"]) == (OK, 12, 12), "a run that is done does nothing"
 
 
@@ -106,7 +110,7 @@ def test_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixtu
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
-    found = told(capsys, "--set", "train.steps=4")[1]
+    found = train_json(capsys, "--set", "train.steps=4")[1]
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
     words = Path("text.txt").read_text().split()
@@ -118,46 +122,46 @@ def test_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_hugging_face_folder_is_converted_first(here: Path, capsys: pytest.CaptureFixture[str]):
-    make(here / "neo", GPT_NEO)
-    tokenizer(here / "neo")
+    make_checkpoint(here / "neo", GPT_NEO)
+    write_tokenizer(here / "neo")
     capsys.readouterr()
-    code, found = told(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
+    code, found = train_json(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
     assert (code, found["step"]) == (OK, 3)
     assert (here / "runs/recipe/init/neo-init/_METADATA").is_file()
     assert main(["inspect", "runs/recipe", "-q"]) == OK
 
 
-def process(*words: str) -> subprocess.Popen[str]:
+def start_train(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "prepcli", "train", "recipe.toml", "--json", *words]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_step(running: subprocess.Popen[str], run: str, step: int) -> None:
-    while running.poll() is None and len(losses(run)) < step:
+    while running.poll() is None and len(read_losses(run)) < step:
         time.sleep(0.01)
 
 
-def state_of(run: str, step: int = 12) -> dict[str, bytes]:
+def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
     folder = Path(run) / str(step)
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_told_to_stop_it_saves_and_goes_on_to_the_same_bits(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
-    running = process()
+    running = start_train()
     wait_for_step(running, "runs/recipe", 2)
     running.send_signal(signal.SIGTERM)
     out, _ = running.communicate(timeout=300)
     found = json.loads(out)
     assert running.returncode == STOPPED
     assert found["error"]["what"] == "stopped by SIGTERM"
-    assert steps_of(Path("runs/recipe"))[-1] == found["step"] < 12
+    assert saved_steps(Path("runs/recipe"))[-1] == found["step"] < 12
     capsys.readouterr()
-    code, found = told(capsys)
+    code, found = train_json(capsys)
     assert (code, found["step"]) == (OK, 12)
-    assert losses("runs/recipe") == losses("unbroken")
-    assert state_of("runs/recipe") == state_of("unbroken")
+    assert read_losses("runs/recipe") == read_losses("unbroken")
+    assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
 @pytest.mark.slow
@@ -169,47 +173,47 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bits(here: Path):
     for number in range(5):
         run = f"runs/{number}"
         for _ in range(4):
-            running = process("--out", run, *often)
-            wait_for_step(running, run, len(losses(run)) + 1)
+            running = start_train("--out", run, *often)
+            wait_for_step(running, run, len(read_losses(run)) + 1)
             time.sleep(moments.uniform(0, 0.3))
             running.kill()
             running.communicate()
         assert main(["train", "recipe.toml", "--out", run, "-q", *often]) == OK
-        assert losses(run) == losses("unbroken")
-        assert state_of(run) == state_of("unbroken")
+        assert read_losses(run) == read_losses("unbroken")
+        assert read_step_files(run) == read_step_files("unbroken")
         assert not list(Path(run).glob("*.partial"))
 
 
-def failure(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str, str]:
+def train_error(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str, str]:
     capsys.readouterr()
-    code, found = told(capsys, *words)
+    code, found = train_json(capsys, *words)
     error = found["error"]
     assert error["code"] == code
     return code, error["what"], error["why"], error["hint"]
 
 
 def test_a_mesh_for_other_devices(here: Path, capsys: pytest.CaptureFixture[str]):
-    code, what, why, hint = failure(capsys, "--set", "mesh=1,64,4")
+    code, what, why, hint = train_error(capsys, "--set", "mesh=1,64,4")
     assert (code, what) == (USAGE, "mesh 1,64,4 needs 256 devices, there are 8")
     assert why.startswith("1 host with 8 x cpu")
     assert "`--set mesh=1,8,1`" in hint
 
 
 def test_a_batch_that_does_not_divide(here: Path, capsys: pytest.CaptureFixture[str]):
-    code, what, *_ = failure(capsys, "--set", "batch.size=7")
+    code, what, *_ = train_error(capsys, "--set", "batch.size=7")
     assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
 
 
 def test_data_that_is_missing_or_empty_or_too_short(here: Path, capsys: pytest.CaptureFixture[str]):
-    code, what, *_ = failure(capsys, "--set", "data.path=nothing.txt")
+    code, what, *_ = train_error(capsys, "--set", "data.path=nothing.txt")
     assert code == FAILED
     assert "nothing.txt" in what
     (here / "empty.txt").touch()
-    code, what, *_ = failure(capsys, "--set", "data.path=empty.txt")
+    code, what, *_ = train_error(capsys, "--set", "data.path=empty.txt")
     assert code == FAILED
     assert "empty.txt is empty" in what
     (here / "short.txt").write_text("w1 w2 w3")
-    code, what, why, _ = failure(capsys, "--set", "data.path=short.txt")
+    code, what, why, _ = train_error(capsys, "--set", "data.path=short.txt")
     assert code == FAILED
     assert "16" in what + why
 
@@ -217,8 +221,8 @@ def test_data_that_is_missing_or_empty_or_too_short(here: Path, capsys: pytest.C
 def test_a_tokenizer_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]):
     """It has more words than the model's true vocabulary, and the padded rows are not there for them."""
     (here / "other").mkdir()
-    tokenizer(here / "other", [f"x{number}" for number in range(5)] + WORDS)
-    code, what, why, _ = failure(capsys, "--set", "data.tokenizer=other")
+    write_tokenizer(here / "other", [f"x{number}" for number in range(5)] + WORDS)
+    code, what, why, _ = train_error(capsys, "--set", "data.tokenizer=other")
     assert code == FAILED
     assert "131" in what + why
 
@@ -226,55 +230,55 @@ def test_a_tokenizer_of_another_model(here: Path, capsys: pytest.CaptureFixture[
 def test_a_model_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
     for path in here.rglob("tokenizer.json"):
         path.unlink()
-    code, what, *_ = failure(capsys)
+    code, what, *_ = train_error(capsys)
     assert code == FAILED
     assert "tokenizer.json" in what
 
 
 def test_a_sequence_longer_than_learned_positions(here: Path, capsys: pytest.CaptureFixture[str]):
-    make(here / "neo", GPT_NEO)
-    tokenizer(here / "neo")
-    code, what, why, _ = failure(capsys, "--set", "model.path=neo", "--set", "data.seq_length=128")
+    make_checkpoint(here / "neo", GPT_NEO)
+    write_tokenizer(here / "neo")
+    code, what, why, _ = train_error(capsys, "--set", "model.path=neo", "--set", "data.seq_length=128")
     assert (code, what, why) == (USAGE, "`data.seq_length` is 128", "the model has 64 positions")
 
 
 def test_going_on_with_another_recipe_or_other_data(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
-    code, what, why, hint = failure(capsys, "--set", "optimizer.weight_decay=0.5")
+    code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
     assert (code, what) == (FAILED, "the run began with another recipe")
     assert why == "optimizer.weight_decay: 0.0 -> 0.5"
     assert "`--restart`" in hint
-    code, what, *_ = failure(capsys, "--set", "train.steps=24")
+    code, what, *_ = train_error(capsys, "--set", "train.steps=24")
     assert (code, what) == (FAILED, "the learning rate's schedule has changed since the run began")
     text = (here / "text.txt").read_text()
     (here / "text.txt").write_text(text + " w1")
-    code, what, *_ = failure(capsys)
+    code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "the data has changed since the run began")
     (here / "text.txt").write_text(text)
     changes = ("--set", "mesh=8,1,1", "--set", "train.log_every=5", "--set", "checkpoint.keep=1")
     assert main(["train", "recipe.toml", "-q", *changes]) == OK, "these may change"
-    assert steps_of(here / "runs/recipe") == [12]
+    assert saved_steps(here / "runs/recipe") == [12]
     assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q"]) == STOPPED
-    assert steps_of(here / "runs/recipe") == [1]
+    assert saved_steps(here / "runs/recipe") == [1]
 
 
 def test_a_run_without_moments_cannot_go_on(here: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
-    code, what, *_ = failure(capsys, *words)
+    code, what, *_ = train_error(capsys, *words)
     assert (code, what) == (FAILED, "step 1 has no optimizer state to go on with")
 
 
 def test_a_folder_of_somebody_else_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]):
     (here / "thesis").mkdir()
     (here / "thesis" / "text").write_text("all of it")
-    code, what, *_ = failure(capsys, "--out", "thesis")
+    code, what, *_ = train_error(capsys, "--out", "thesis")
     assert (code, what) == (FAILED, "thesis exists and is something else")
 
 
 def test_a_dry_run_says_what_would_be_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = told(capsys, "--dry-run")
+    code, found = train_json(capsys, "--dry-run")
     assert (code, found["steps"], found["mesh"], found["dry_run"]) == (OK, 12, "1,2,4", True)
     assert not (here / "runs").exists()
 
@@ -287,7 +291,7 @@ def test_no_recipe_and_the_schema(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_start_that_failed_is_not_in_the_way_of_the_next(here: Path, capsys: pytest.CaptureFixture[str]):
-    code, what, *_ = failure(capsys, "--set", "data.seq_length=4000")
+    code, what, *_ = train_error(capsys, "--set", "data.seq_length=4000")
     assert (code, what) == (FAILED, "the data is shorter than one block")
     assert [path.name for path in (here / "runs/recipe").iterdir()] == ["data"]
     assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
@@ -295,21 +299,21 @@ def test_a_start_that_failed_is_not_in_the_way_of_the_next(here: Path, capsys: p
 
 def test_steps_are_dropped_only_by_a_run_that_can_begin(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
-    code, what, *_ = failure(capsys, "--restart", "--set", "data.path=nothing.txt")
+    code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
-    code, what, *_ = failure(capsys, "--restart", "--set", "model.path=runs/recipe/3")
+    code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
     assert (code, what) == (USAGE, "`--restart` would drop runs/recipe/3")
     with RunFolder(here / "runs/recipe", here / "tiny-init", "another process"):
-        code, what, *_ = failure(capsys, "--restart")
+        code, what, *_ = train_error(capsys, "--restart")
     assert "is locked" in what
-    assert steps_of(here / "runs/recipe") == [3, 4]
+    assert saved_steps(here / "runs/recipe") == [3, 4]
 
 
 def test_a_run_that_is_done_needs_no_moments(here: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false", "--set", "train.steps=3")
     assert main(["train", "recipe.toml", "-q", *words]) == OK
     capsys.readouterr()
-    code, found = told(capsys, *words)
+    code, found = train_json(capsys, *words)
     assert (code, found["output"], found["resumed_at"]) == (OK, "runs/recipe/3", 3)
 
 
@@ -317,17 +321,17 @@ def test_an_init_of_its_own_follows_the_mesh(here: Path, capsys: pytest.CaptureF
     words = ("--set", "model.path=tiny", "--restart", "--stop-after", "1", "-q")
     assert main(["train", "recipe.toml", "--set", "mesh=1,8,1", *words]) == STOPPED
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", *words]) == STOPPED
-    code, what, *_ = failure(capsys, "--set", "model.path=tiny", "--set", "mesh=1,8,1", "--restart", "--dry-run")
+    code, what, *_ = train_error(capsys, "--set", "model.path=tiny", "--set", "mesh=1,8,1", "--restart", "--dry-run")
     assert (code, what) == (USAGE, "tiny is a Hugging Face folder")
-    assert told(capsys, "--set", "model.path=tiny", "--set", "mesh=1,4,2", "--restart", "--dry-run")[0] == OK
+    assert train_json(capsys, "--set", "model.path=tiny", "--set", "mesh=1,4,2", "--restart", "--dry-run")[0] == OK
 
 
 def test_a_mesh_or_form_that_cannot_be_is_told_at_once(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
-    code, what, *_ = failure(capsys, "--set", "model.path=apart")
+    code, what, *_ = train_error(capsys, "--set", "model.path=apart")
     assert (code, what) == (USAGE, "layers cannot be scanned")
     words = ("--set", "model.path=apart", "--set", "model.scan_layers=false")
-    code, what, _, hint = failure(capsys, *words)
+    code, what, _, hint = train_error(capsys, *words)
     assert (code, what) == (USAGE, "vocabulary 131 cannot be split over mp 4")
     assert "`prep save-init MODEL --mesh 1,2,4 --pad-vocab auto`" in hint
     assert not (here / "runs").exists()
@@ -337,7 +341,7 @@ def test_a_run_may_be_called_otherwise(here: Path):
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
     Path("recipe.toml").rename("other.toml")
     assert main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
-    assert steps_of(here / "runs/recipe") == [1, 2]
+    assert saved_steps(here / "runs/recipe") == [1, 2]
 
 
 def test_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):

@@ -14,16 +14,16 @@ from prepcli.commands.train_checks import (
     check_disk,
     checkpoint_nbytes,
     device_memory_nbytes,
-    disk_doubts,
-    memory_doubt,
+    disk_warnings,
     memory_fields,
     memory_table,
+    memory_warning,
 )
 from prepcli.errors import PrepError
 from tests.trainer.models.test_memory_estimate import LLAMA_13B, run
-from trainer.models.memory_estimate import estimate
-from trainer.models.tree import Leaf
-from trainer.recipe import Recipe, load
+from trainer.models.memory_estimate import estimate_memory
+from trainer.models.param_tree import ParamLeaf
+from trainer.recipe import Recipe, load_recipe
 
 GIB = 1 << 30
 RUN_13B = run("llama", LLAMA_13B, "1,8,4", sequences=16, length=32768, itemsize=2)
@@ -53,7 +53,7 @@ def test_memory_of_a_device(devices: list[Any], host: dict[str, int | None], nby
 
 
 def test_a_13b_run_at_32k_shows_its_scores():
-    found = estimate(RUN_13B)
+    found = estimate_memory(RUN_13B)
     lines = memory_table(RUN_13B, found, 80 * GIB).splitlines()
     assert any(" ".join(line.split()) == "of it scores [2, 10, 32768, 32768] 80.00 GiB" for line in lines)
     assert any(line.startswith("saved by 40 layers (remat none)") for line in lines)
@@ -61,7 +61,7 @@ def test_a_13b_run_at_32k_shows_its_scores():
 
 
 def test_a_13b_run_at_32k_is_doubted_with_what_to_change():
-    doubt = memory_doubt(RUN_13B, estimate(RUN_13B), 80 * GIB)
+    doubt = memory_warning(RUN_13B, estimate_memory(RUN_13B), 80 * GIB)
     assert doubt.startswith("a step needs about ")
     assert "80.00 GiB are available" in doubt
     for key in ("model.remat_policy", "batch.accumulate", "data.seq_length", "mesh"):
@@ -69,27 +69,27 @@ def test_a_13b_run_at_32k_is_doubted_with_what_to_change():
 
 
 def test_levers_that_are_used_up_are_not_offered():
-    spent = replace(RUN_13B, sequences=8, remat="nothing_saveable")
-    doubt = memory_doubt(spent, estimate(spent), GIB * 40)
+    spent = replace(RUN_13B, micro_batch_size=8, remat_policy="nothing_saveable")
+    doubt = memory_warning(spent, estimate_memory(spent), GIB * 40)
     assert "accumulate" not in doubt
     assert "remat_policy" not in doubt
 
 
 def test_a_run_that_fits_is_not_doubted():
-    small = replace(RUN_13B, length=64, sequences=8)
-    found = estimate(small)
-    assert memory_doubt(small, found, found.peak) == ""
-    assert memory_doubt(small, found, None) == "", "nobody says what there is"
+    small = replace(RUN_13B, seq_length=64, micro_batch_size=8)
+    found = estimate_memory(small)
+    assert memory_warning(small, found, found.peak) == ""
+    assert memory_warning(small, found, None) == "", "nobody says what there is"
     assert memory_fields(found, found.peak)["fits"] is True
     assert memory_fields(found, found.peak - 1)["fits"] is False
     assert memory_fields(found, None)["fits"] is None
 
 
 def test_a_state_that_exceeds_the_memory_by_far_is_refused():
-    found = estimate(RUN_13B)
-    assert memory_doubt(RUN_13B, found, found.state - 1), "an estimate may err: a warning"
+    found = estimate_memory(RUN_13B)
+    assert memory_warning(RUN_13B, found, found.state - 1), "an estimate may err: a warning"
     with pytest.raises(PrepError, match="parameters and moments need") as caught:
-        memory_doubt(RUN_13B, found, found.state // 2)
+        memory_warning(RUN_13B, found, found.state // 2)
     assert "`mesh`" in caught.value.hint
 
 
@@ -119,11 +119,11 @@ def recipe(tmp_path: Path, *sets: str) -> Recipe:
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "t"\nseq_length = 8\n[batch]\nsize = 4\n'
         "[optimizer]\nlr = 1e-3\n[train]\nsteps = 20\n"
     )
-    return load(tmp_path / "x.toml", sets).recipe
+    return load_recipe(tmp_path / "x.toml", sets).recipe
 
 
-def leaves(count: int) -> dict[str, Leaf]:
-    return {"w": Leaf("w", "w", (count,), (("embed",),))}
+def leaves(count: int) -> dict[str, ParamLeaf]:
+    return {"w": ParamLeaf("w", "w", (count,), (("embed",),))}
 
 
 def test_a_checkpoint_holds_parameters_and_moments(tmp_path: Path):
@@ -138,6 +138,6 @@ def test_a_checkpoint_holds_parameters_and_moments(tmp_path: Path):
 def test_checkpoints_that_exceed_the_disk(tmp_path: Path, free: int, every: int, keep: str, steps_left: int, held: int):
     made = recipe(tmp_path, f"checkpoint.every={every}", f"checkpoint.keep={keep}")
     count = free // 12 // max(held, 1)
-    assert list(disk_doubts(tmp_path / "run", made, leaves(count), steps_left)) == []
-    doubts = list(disk_doubts(tmp_path / "run", made, leaves(count + 12), steps_left))
+    assert list(disk_warnings(tmp_path / "run", made, leaves(count), steps_left)) == []
+    doubts = list(disk_warnings(tmp_path / "run", made, leaves(count + 12), steps_left))
     assert [f"will hold {held:,} checkpoints" in doubt for doubt in doubts] == [True] * bool(held)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.running import refusal
+from tests.helpers.run_cli import run_failing
 
 VARIABLES = {"SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), "JAX": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
 
@@ -22,7 +22,7 @@ def test_train_stops_first_among_several_tasks(
     monkeypatch.chdir(tmp_path)
     for variable, value in zip(VARIABLES[launcher], ("4", "1")):
         monkeypatch.setenv(variable, value)
-    err = refusal(capsys, 2, "train", "missing.toml")
+    err = run_failing(capsys, 2, "train", "missing.toml")
     assert "`prep train` runs in one process" in err
     assert "process 1 of 4" in err
     assert hint in err
@@ -36,4 +36,4 @@ def test_train_runs_as_the_only_task(
     monkeypatch.chdir(tmp_path)
     for variable, value in zip(VARIABLES["SLURM"], ("1", "0")):
         monkeypatch.setenv(variable, value)
-    assert "missing.toml" in refusal(capsys, 2, "train", "missing.toml")
+    assert "missing.toml" in run_failing(capsys, 2, "train", "missing.toml")

@@ -11,9 +11,18 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.run_folder import steps_of
-from tests.helpers.models import LLAMA, RELATIVES, make, read_tensors
-from tests.prepcli.commands.test_train import WORDS, failure, losses, process, state_of, tokenizer, told, wait_for_step
+from prepcli.execution.run_folder import saved_steps
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
+from tests.prepcli.commands.test_train import (
+    WORDS,
+    read_losses,
+    read_step_files,
+    start_train,
+    train_error,
+    train_json,
+    wait_for_step,
+    write_tokenizer,
+)
 
 RECIPE = """\
 seed = 3
@@ -55,8 +64,8 @@ def pairs() -> list[dict[str, str]]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make(Path("tiny"), RELATIVES["t5"])
-    tokenizer(Path("tiny"))
+    make_checkpoint(Path("tiny"), FAMILY_CONFIGS["t5"])
+    write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
     Path("recipe.toml").write_text(RECIPE)
@@ -70,9 +79,9 @@ def ids_of(text: str, most: int) -> list[int]:
 
 def test_it_learns_and_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = told(capsys, "--set", "mesh=1,4,2")
+    code, found = train_json(capsys, "--set", "mesh=1,4,2")
     assert (code, found["step"]) == (OK, 12)
-    assert found["loss"] < losses("runs/recipe")[0] - 0.3
+    assert found["loss"] < read_losses("runs/recipe")[0] - 0.3
     assert found["tokens"] == 12 * 8 * (9 + 6)
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
@@ -99,25 +108,25 @@ def test_micro_batches_layers_apart_and_another_mesh_change_nothing(here: Path):
     words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
     sets = [part for word in (*words, "model.remat_policy=nothing_saveable") for part in ("--set", word)]
     assert main(["train", "recipe.toml", "--out", "other", "--stop-after", "3", "-q", *sets]) == STOPPED
-    assert losses("other") == pytest.approx(losses("runs/recipe"), rel=1e-5)
+    assert read_losses("other") == pytest.approx(read_losses("runs/recipe"), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_killed_and_stopped_it_goes_on_to_the_same_bits(here: Path):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
-    running = process()
+    running = start_train()
     wait_for_step(running, "runs/recipe", 5)
     running.kill()
     running.communicate()
     assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
-    assert steps_of(Path("runs/recipe"))[-1] < 12
+    assert saved_steps(Path("runs/recipe"))[-1] < 12
     assert main(["train", "recipe.toml", "-q"]) == OK
-    assert losses("runs/recipe") == losses("unbroken")
-    assert state_of("runs/recipe") == state_of("unbroken")
+    assert read_losses("runs/recipe") == read_losses("unbroken")
+    assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
-    code, what, why, _ = failure(capsys, *words)
+    code, what, why, _ = train_error(capsys, *words)
     return code, what, why
 
 
@@ -133,8 +142,8 @@ def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.Captu
         error = json.loads(capsys.readouterr().out)["error"]
         assert error["what"] == "t5 has an encoder, and the data has nothing for it"
         assert "spans left out" in error["why"]
-    make(here / "llama", LLAMA)
-    tokenizer(here / "llama")
+    make_checkpoint(here / "llama", LLAMA)
+    write_tokenizer(here / "llama")
     assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     code, what, why = refused(capsys, "--set", "model.path=llama-init")
     assert (code, what) == (USAGE, "`data.fields` is '[first], [second], sum'")

@@ -12,8 +12,8 @@ from prepcli.cli.main import main
 from prepcli.commands import train_checks
 from prepcli.errors import FAILED, OK, USAGE
 from prepcli.execution import run_folder
-from tests.helpers.models import LLAMA, make
-from tests.prepcli.commands.test_train import RECIPE, WORDS, failure, tokenizer, told
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.prepcli.commands.test_train import RECIPE, WORDS, train_error, train_json, write_tokenizer
 from trainer.data import documents, tokenize
 
 
@@ -23,8 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("preflight")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
-        make(Path("tiny"), LLAMA)
-        tokenizer(Path("tiny"))
+        make_checkpoint(Path("tiny"), LLAMA)
+        write_tokenizer(Path("tiny"))
         assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
         Path("text.txt").write_text(" ".join(WORDS * 20))
         Path("recipe.toml").write_text(RECIPE)
@@ -46,8 +46,8 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("data or weights were read")
 
-    monkeypatch.setattr(tokenize, "examine", refuse)
-    monkeypatch.setattr(documents, "pieces", refuse)
+    monkeypatch.setattr(tokenize, "hash_file", refuse)
+    monkeypatch.setattr(documents, "read_text_chunks", refuse)
     monkeypatch.setattr("prepcli.commands.train.save_init", refuse)
 
 
@@ -64,7 +64,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
 def test_a_wrong_recipe_is_found_before_any_work(
     model: str, sets: str, code: int, what: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert failure(capsys, "--set", sets, "--set", f"model.path={model}")[:2] == (code, what)
+    assert train_error(capsys, "--set", sets, "--set", f"model.path={model}")[:2] == (code, what)
     assert not Path("runs").exists()
 
 
@@ -84,7 +84,7 @@ def test_a_disk_without_room_is_found_before_any_work(
 ):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(train_checks.shutil, "disk_usage", lambda _: usage)
-    code, what, *_ = failure(capsys)
+    code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "not enough room for a checkpoint in runs/recipe")
 
 
@@ -131,7 +131,7 @@ def test_a_dry_run_that_cannot_fit_says_so(capsys: pytest.CaptureFixture[str], m
 
 def test_a_state_beyond_the_memory_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (16 << 10)})
-    code, what, why, _ = failure(capsys)
+    code, what, why, _ = train_error(capsys)
     assert (code, what) == (FAILED, "parameters and moments need 47.8 KiB on each device")
     assert why == "16.0 KiB are available"
 
@@ -152,9 +152,9 @@ def test_a_start_warns_as_a_dry_run_does(capsys: pytest.CaptureFixture[str], mon
 
     monkeypatch.setattr("prepcli.commands.train._state", stop)
     capsys.readouterr()
-    code, found = told(capsys, "--set", "checkpoint.every=500")
+    code, found = train_json(capsys, "--set", "checkpoint.every=500")
     assert (code, found["error"]["what"]) == (130, "interrupted")
     assert found["error"]["why"] == "kept in runs/recipe: the tokens"
     assert main(["train", "recipe.toml", "--set", "checkpoint.every=500"]) == 130
     assert "`checkpoint.every` is 500, and the run has 12 steps" in capsys.readouterr().err
-    assert not run_folder.steps_of(Path("runs/recipe"))
+    assert not run_folder.saved_steps(Path("runs/recipe"))

@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.console.formatting import bytes_text
+from prepcli.console.formatting import format_bytes
 from prepcli.restore.item_reader import open_reader
-from tests.helpers.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits
-from tests.helpers.running import done
-from tests.helpers.states import SLOTS, State, params_of, read_all, same_state, save, state_of
-from tests.prepcli.formats.test_orbax import judge
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
+from tests.helpers.training_states import (
+    OPTIMIZER_SLOTS,
+    TrainingState,
+    make_state,
+    read_leaves,
+    read_params,
+    same_state,
+    save_steps,
+)
+from tests.prepcli.formats.test_orbax import run_orbax
 
 Capture = pytest.CaptureFixture[str]
 
@@ -25,12 +33,12 @@ Capture = pytest.CaptureFixture[str]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5, of which the latter has other values."""
     folder = tmp_path_factory.mktemp("made")
-    make(folder / "m", GPT_NEO, hidden_size=64)
+    make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
     words = ["save-init", str(folder / "m"), "--out", str(folder / "m-init"), "--mesh", "1,2,4", "--pad-vocab", "8"]
     assert main([*words, "-q"]) == 0
-    params = params_of(folder / "m-init")
+    params = read_params(folder / "m-init")
     changed = {name: value + np.float32(0.5) for name, value in params.items()}
-    save(folder / "tuned", folder / "m-init", {3: state_of(params, 3), 5: state_of(changed, 5)})
+    save_steps(folder / "tuned", folder / "m-init", {3: make_state(params, 3), 5: make_state(changed, 5)})
     return folder
 
 
@@ -51,9 +59,9 @@ def said(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
     return captured.out, captured.err
 
 
-def state_in(path: str) -> State:
+def state_in(path: str) -> TrainingState:
     with open_reader(Path(path)) as reader:
-        return read_all(reader)
+        return read_leaves(reader)
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("bfloat16", False)])
@@ -61,22 +69,22 @@ def state_in(path: str) -> State:
 def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str, Any], dtype: str, tied: bool):
     """To other meshes, with layers apart and stacked on either axis, back, and to Hugging Face."""
     monkeypatch.chdir(tmp_path)
-    tensors = make(Path("m"), base, dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4)
-    done("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
-    state = state_of(params_of(Path("m-init")), 4)
-    save(Path("run"), Path("m-init"), {4: state}, mesh="1,1,4")
+    tensors = make_checkpoint(Path("m"), base, dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4)
+    run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
+    state = make_state(read_params(Path("m-init")), 4)
+    save_steps(Path("run"), Path("m-init"), {4: state}, mesh="1,1,4")
     previous = "run"
     for number, options in enumerate(
         [["--mesh", "1,4,2"], ["--mesh", "1,2,4", "--no-scan"], ["--scan", "--scan-axis", "1"], ["--scan-axis", "0"]]
     ):
-        done("reshard", previous, *options, "--out", f"r{number}")
+        run_ok("reshard", previous, *options, "--out", f"r{number}")
         previous = f"r{number}"
-        done("verify", previous)
-        done("verify", previous, "run/4")
+        run_ok("verify", previous)
+        run_ok("verify", previous, "run/4")
     assert same_state(state_in("r3"), state)
     exported = []
     for path in ("run", "r1", "r3"):
-        done("export", path, "--out", f"{path}-hf")
+        run_ok("export", path, "--out", f"{path}-hf")
         exported.append(read_tensors(Path(f"{path}-hf")))
     for found in exported:
         assert found.keys() == tensors.keys()
@@ -86,9 +94,9 @@ def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str,
 
 
 def test_moments_move_with_their_parameters(here: Path):
-    done("reshard", "tuned", "--no-scan", "--out", "apart")
+    run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
     stacked, apart = state_in("tuned"), state_in("apart")
-    for slot in ("params", *SLOTS):
+    for slot in ("params", *OPTIMIZER_SLOTS):
         for layer in range(3):
             moved = apart[f"{slot}.layers.{layer}.mlp.up.weight"]
             assert same_bits(moved, stacked[f"{slot}.layers.mlp.up.weight"][layer])
@@ -96,21 +104,21 @@ def test_moments_move_with_their_parameters(here: Path):
 
 
 def test_a_step_that_was_laid_out_anew_is_a_step(here: Path):
-    done("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
+    run_ok("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
     assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
         "_CHECKPOINT_METADATA", "prep-checksums.bin", "prep-manifest.json", "state",
     ]  # fmt: skip
     with open_reader(Path("tuned-1x4x2")) as reader:
-        facts = reader.facts
-        assert same_state(read_all(reader), state_in("tuned/3"))
+        facts = reader.manifest
+        assert same_state(read_leaves(reader), state_in("tuned/3"))
     assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == ("train", 3, "steps = 3", "1,4,2")
     state = state_in("tuned-1x4x2")
-    save(Path("onward"), Path("tuned-1x4x2"), {4: state})
+    save_steps(Path("onward"), Path("tuned-1x4x2"), {4: state})
     assert same_state(state_in("onward"), state)
 
 
 def test_an_interrupted_layout_goes_on_and_a_second_one_is_done_already(here: Path, capsys: Capture):
-    done("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
+    run_ok("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     out, err = said(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     assert (out, "already done" in err) == ("again\n", True)
     next(Path("again/state/d").iterdir()).unlink()
@@ -121,13 +129,18 @@ def test_an_interrupted_layout_goes_on_and_a_second_one_is_done_already(here: Pa
 def test_parameters_alone_make_an_init(here: Path, capsys: Capture):
     out, err = said(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
-    size = bytes_text(sum(v.nbytes for name, v in state_in("tuned").items() if name.startswith("opt_state.")))
+    size = format_bytes(sum(v.nbytes for name, v in state_in("tuned").items() if name.startswith("opt_state.")))
     assert f"optimizer state ({size}) left out\n" in err
     manifest = json.loads(Path("tuned-1x2x2/prep-manifest.json").read_text())
     assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
-    assert {dropped["name"] for dropped in manifest["dropped"]} == {*SLOTS, "opt_state.adam.count", "step", "skipped"}
+    assert {dropped["name"] for dropped in manifest["dropped"]} == {
+        *OPTIMIZER_SLOTS,
+        "opt_state.adam.count",
+        "step",
+        "skipped",
+    }
     assert {name.split(".")[0] for name in state_in("tuned-1x2x2")} == {"params"}
-    done("verify", "tuned-1x2x2", "tuned")
+    run_ok("verify", "tuned-1x2x2", "tuned")
     assert main(["verify", "tuned-1x2x2", "m-init", "-q"]) == 1
 
 
@@ -135,19 +148,19 @@ def test_export_says_what_it_leaves_out(here: Path, capsys: Capture):
     out, err = said(capsys, "export", "tuned", "--step", "3")
     assert out == "tuned-hf\n"
     state = state_in("tuned/3")
-    size = bytes_text(sum(value.nbytes for name, value in state.items() if name.startswith("opt_state.")))
+    size = format_bytes(sum(value.nbytes for name, value in state.items() if name.startswith("opt_state.")))
     assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding taken off;" in err
     assert f"; optimizer state ({size}) left out\n" in err
     assert "next: prep verify tuned-hf tuned/3" in err
-    done("verify", "tuned-hf", "./m")
+    run_ok("verify", "tuned-hf", "./m")
     _, err = said(capsys, "verify", "tuned-hf", "tuned/3")
-    size = bytes_text(sum(value.nbytes for name, value in state.items() if not name.startswith("params.")))
+    size = format_bytes(sum(value.nbytes for name, value in state.items() if not name.startswith("params.")))
     assert f"training state of tuned/3 ({size}) left out: only parameters are compared" in err
 
 
 def test_the_last_step_is_meant_where_none_is_named(here: Path):
-    done("export", "tuned")
-    done("verify", "tuned-hf", "tuned/5")
+    run_ok("export", "tuned")
+    run_ok("verify", "tuned-hf", "tuned/5")
     assert main(["verify", "tuned-hf", "tuned/3", "-q"]) == 1
 
 
@@ -167,8 +180,8 @@ def test_a_run_is_the_default_of_where_it_lies(here: Path, capsys: Capture):
     shutil.rmtree("m-init")
     _, err = said(capsys, "export")
     assert "using ./tuned (the only prep checkpoint here)" in err
-    done("reshard", "--mesh", "1,4,2")
-    done("verify", "tuned-1x4x2", "./tuned")
+    run_ok("reshard", "--mesh", "1,4,2")
+    run_ok("verify", "tuned-1x4x2", "./tuned")
 
 
 def flip(path: Path, text: bytes) -> None:
@@ -188,7 +201,7 @@ def flip(path: Path, text: bytes) -> None:
     ],
 )
 def test_every_bit_is_verified(here: Path, capsys: Capture, leaf: str, called: str):
-    done("verify", "tuned")
+    run_ok("verify", "tuned")
     shutil.copytree("tuned/5", "copy")
     flip(Path("copy"), state_in("copy")[leaf].reshape(-1)[:40].tobytes())
     _, err = said(capsys, "verify", "copy", code=1)
@@ -212,8 +225,8 @@ def test_numbers_are_verified_too(here: Path, capsys: Capture):
 
 def test_two_steps_differ_in_what_they_have(here: Path, capsys: Capture):
     bare = {name: value for name, value in state_in("tuned/5").items() if not name.startswith("opt_state")}
-    save(Path("bare"), Path("m-init"), {5: bare})
-    done("verify", "bare")
+    save_steps(Path("bare"), Path("m-init"), {5: bare})
+    run_ok("verify", "bare")
     _, err = said(capsys, "verify", "tuned", "bare", "-v", code=1)
     assert "opt_state.adam.mu/transformer.wte.weight  is not in bare" in err
     assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
@@ -227,7 +240,7 @@ def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
     assert "optimizer state" in lines[1]
     assert any(line.startswith("opt_state.adam.nu.layers.mlp.up.weight") for line in lines)
     for options in (["--tree"], ["--stats"], ["--shards", "embed.tokens"], ["opt_state.*.mu.*"]):
-        done("inspect", "tuned/3", *options)
+        run_ok("inspect", "tuned/3", *options)
     capsys.readouterr()
     assert main(["inspect", "tuned", "--json", "-q"]) == 0
     source = json.loads(capsys.readouterr().out)["source"]
@@ -237,10 +250,10 @@ def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
 
 
 def test_inspect_compares_steps_and_models(here: Path):
-    done("inspect", "tuned/3", "--diff", "tuned/5")
+    run_ok("inspect", "tuned/3", "--diff", "tuned/5")
     assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1
-    done("export", "tuned", "--keep-padding", "--out", "hf")
-    done("inspect", "tuned", "--diff", "hf")
+    run_ok("export", "tuned", "--keep-padding", "--out", "hf")
+    run_ok("inspect", "tuned", "--diff", "hf")
 
 
 def test_a_state_is_no_source_of_an_init(here: Path, capsys: Capture):
@@ -255,14 +268,14 @@ def test_a_step_is_never_written_into(here: Path, capsys: Capture, out: str):
 
 
 def test_orbax_restores_a_step(here: Path):
-    done("reshard", "tuned", "--mesh", "1,1,4", "--out", "anew")
+    run_ok("reshard", "tuned", "--mesh", "1,1,4", "--out", "anew")
     Path("runs/again").mkdir(parents=True)
     Path("anew").rename("runs/again/5")
     for step in (Path("tuned/5"), Path("runs/again/5")):
         leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in state_in(str(step)).items()}
         Path("expected.json").write_text(json.dumps(leaves))
-        judge("judge-step", here / "expected.json", here / step)
+        run_orbax("judge-step", here / "expected.json", here / step)
 
 
 def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:
-    judge("v1-paths", made / "m-init", made / "tuned", made / "tuned" / "5")
+    run_orbax("v1-paths", made / "m-init", made / "tuned", made / "tuned" / "5")

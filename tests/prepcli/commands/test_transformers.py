@@ -1,5 +1,5 @@
 """Against transformers and torch, where they are installed: the folders load with no flag, and nothing changed. Of
-every family `tests.helpers.kit` says so in other dtypes."""
+every family `tests.helpers.family_kit` says so in other dtypes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import BASES, RELATIVES, make
+from tests.helpers.tiny_checkpoints import ALL_CONFIGS, FAMILY_CONFIGS, make_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-T5 = RELATIVES["t5"]
-FAMILIES = pytest.mark.parametrize("base", BASES[:3], ids=[base["model_type"] for base in BASES[:3]])
+T5 = FAMILY_CONFIGS["t5"]
+FAMILIES = pytest.mark.parametrize("base", ALL_CONFIGS[:3], ids=[base["model_type"] for base in ALL_CONFIGS[:3]])
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_what_transformers_saved_comes_back_as_it_saved_it(base: dict[str, Any])
 
 @FAMILIES
 def test_an_exported_model_has_the_logits_of_its_source(base: dict[str, Any]):
-    make(Path("m"), base, legacy=True)
+    make_checkpoint(Path("m"), base, legacy=True)
     assert main(["save-init", "./m", "--pad-vocab", "128", "-q"]) == 0
     assert main(["export", "m-init", "-q"]) == 0
     weights = auto(base).from_pretrained("m", attn_implementation="eager", dtype=torch.float32)

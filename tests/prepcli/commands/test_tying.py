@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import GPT2, GPT_NEO, LLAMA, make, read_tensors, same_bits, write_checkpoint
-from tests.helpers.running import done
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import (
+    GPT2,
+    GPT_NEO,
+    LLAMA,
+    make_checkpoint,
+    read_tensors,
+    same_bits,
+    write_checkpoint,
+)
 
 HEAD = "lm_head.weight"
 EMBEDDINGS = {
@@ -31,7 +39,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]) -> dict[str, np.ndarray]:
     """A tied checkpoint `m`, changed before it is written; returns it as it was before that."""
-    tensors = make(Path("unchanged"), base, tied=True)
+    tensors = make_checkpoint(Path("unchanged"), base, tied=True)
     changed = dict(tensors)
     change(changed, EMBEDDINGS[base["model_type"]])
     write_checkpoint(Path("m"), base, changed)
@@ -55,11 +63,11 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.mark.parametrize("base", BASES)
 def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: dict[str, Any], change: Any):
     tensors = written(base, change)
-    done("save-init", "./m", "--pad-vocab", "8")
+    run_ok("save-init", "./m", "--pad-vocab", "8")
     assert not list(Path("m-init").rglob("*head*"))
-    done("verify", "m-init", "./m")
-    done("verify", "m-init", "./unchanged")
-    done("export", "m-init", "--out", "back")
+    run_ok("verify", "m-init", "./m")
+    run_ok("verify", "m-init", "./unchanged")
+    run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     assert json.loads(Path("back/config.json").read_text())["tie_word_embeddings"] is True
 
@@ -67,18 +75,18 @@ def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: d
 @pytest.mark.parametrize("base", BASES)
 def test_a_head_alone_is_padded_as_the_embedding(base: dict[str, Any]):
     tensors, embedding = written(base, head_alone), EMBEDDINGS[base["model_type"]]
-    done("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
     assert found.keys() == tensors.keys()
     assert found[embedding].shape == (136, 32)
     assert same_bits(found[embedding][:131], tensors[embedding])
-    done("verify", "m-padded")
+    run_ok("verify", "m-padded")
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_both_are_padded_alike(base: dict[str, Any]):
     written(base, head_too)
-    done("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
+    run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
     found = read_tensors(Path("m-padded"))
     assert found[HEAD].shape == (136, 32)
     assert same_bits(found[HEAD], found[EMBEDDINGS[base["model_type"]]])
@@ -106,7 +114,7 @@ def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], comman
     assert f"{HEAD} is not equal to {EMBEDDINGS[base['model_type']]}" in text
     assert why in text
     assert not Path("out").exists()
-    done(command, "./m", "--out", "out", "--untie", "--restart")
+    run_ok(command, "./m", "--out", "out", "--untie", "--restart")
     config = Path("out/config.json") if command == "pad-vocab" else Path("out/hf/config.json")
     assert json.loads(config.read_text())["tie_word_embeddings"] is False
 
@@ -115,7 +123,7 @@ def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], comman
 def test_both_are_compared_where_padding_is_taken_off_as_well(base: dict[str, Any], capsys):
     """The head is not written then, but it is held to be equal all the same, in its true rows."""
     written(base, head_too)
-    done("pad-vocab", "./m", "--multiple", "8")
+    run_ok("pad-vocab", "./m", "--multiple", "8")
     for path in Path("m-padded").glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         size = int.from_bytes(data[:8], "little")

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.models import GPT2, make
-from tests.helpers.running import said
+from tests.helpers.run_cli import run_json
+from tests.helpers.tiny_checkpoints import GPT2, make_checkpoint
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make(Path("m"), GPT2)
+    make_checkpoint(Path("m"), GPT2)
 
 
 def test_quick_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]):
-    make(Path("other"), GPT2)
+    make_checkpoint(Path("other"), GPT2)
     weights = next(Path("other").glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -28,16 +28,16 @@ def test_quick_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]
     assert "names, shapes and dtypes" in out
     assert "no values read" in out
     assert "different" not in out
-    fields = said(capsys, "verify", "./m", "./other", "--quick")
+    fields = run_json(capsys, "verify", "./m", "./other", "--quick")
     assert fields["checked"] == ["names", "shapes", "dtypes"]
     assert fields["values"] is None
     assert "differences" not in fields
-    assert said(capsys, "verify", "./m", "./other")["differences"]
+    assert run_json(capsys, "verify", "./m", "./other")["differences"]
 
 
 def test_quick_pair_names_a_shape_that_differs(capsys: pytest.CaptureFixture[str]):
-    make(Path("wide"), GPT2, n_embd=64)
-    fields = said(capsys, "verify", "./m", "./wide", "--quick")
+    make_checkpoint(Path("wide"), GPT2, n_embd=64)
+    fields = run_json(capsys, "verify", "./m", "./wide", "--quick")
     assert "has the shapes" in fields["differences"][0]["what"]
 
 
@@ -48,14 +48,14 @@ def test_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "headers and file sizes" in out
     assert "no digests checked" in out
-    fields = said(capsys, "verify", "init", "--quick")
+    fields = run_json(capsys, "verify", "init", "--quick")
     assert fields["checked"] == ["headers", "file sizes"]
     assert fields["values"] is None
     assert "differences" not in fields
 
 
 def test_full_verify_reports_values(capsys: pytest.CaptureFixture[str]):
-    fields = said(capsys, "verify", "./m", "./m")
+    fields = run_json(capsys, "verify", "./m", "./m")
     assert fields["values"] > 0
     assert fields["differences"] == []
     assert "checked" not in fields

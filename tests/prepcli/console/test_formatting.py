@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from prepcli.console.formatting import (
     UNITS,
-    bytes_of_text,
-    bytes_text,
-    clock_text,
-    left_text,
+    format_bytes,
+    format_bytes_of,
+    format_clock,
+    format_duration,
+    format_rate,
+    format_time_left,
     parse_bytes,
-    rate_text,
-    seconds_text,
 )
 from prepcli.errors import USAGE, PrepError
 
@@ -90,12 +90,12 @@ def test_a_fraction_of_a_byte_is_refused() -> None:
     ],
 )
 def test_bytes_are_shown_in_binary_units(nbytes: int, text: str) -> None:
-    assert bytes_text(nbytes) == text
+    assert format_bytes(nbytes) == text
 
 
 @given(st.integers(0, 1 << 50))
 def test_what_is_shown_is_near_what_it_was_and_short(nbytes: int) -> None:
-    text = bytes_text(nbytes)
+    text = format_bytes(nbytes)
     assert re.fullmatch(r"\d{1,4}(\.\d\d?)? (byte|bytes|[KMGT]iB)", text)
     number, unit = text.split()
     shown = float(number) * {"byte": 1, "bytes": 1}.get(unit, UNITS.get(unit, 0))
@@ -103,30 +103,30 @@ def test_what_is_shown_is_near_what_it_was_and_short(nbytes: int) -> None:
 
 
 def test_progress_shows_both_numbers_in_the_unit_of_the_total() -> None:
-    assert bytes_of_text(0, 26_031_728_640) == "0.00 of 24.24 GiB"
-    assert bytes_of_text(300 * MIB, 26_031_728_640) == "0.29 of 24.24 GiB"
-    assert bytes_of_text(10 * MIB, 214 * MIB) == "10 of 214 MiB"
-    assert bytes_of_text(3, 9) == "3 of 9 bytes"
+    assert format_bytes_of(0, 26_031_728_640) == "0.00 of 24.24 GiB"
+    assert format_bytes_of(300 * MIB, 26_031_728_640) == "0.29 of 24.24 GiB"
+    assert format_bytes_of(10 * MIB, 214 * MIB) == "10 of 214 MiB"
+    assert format_bytes_of(3, 9) == "3 of 9 bytes"
 
 
 def test_rates() -> None:
-    assert rate_text(870 * MIB) == "870 MiB/s"
-    assert rate_text(1.2 * GIB) == "1.2 GiB/s"
-    assert rate_text(97 * MIB) == "97.0 MiB/s"
-    assert rate_text(12.4) == "12 B/s"
+    assert format_rate(870 * MIB) == "870 MiB/s"
+    assert format_rate(1.2 * GIB) == "1.2 GiB/s"
+    assert format_rate(97 * MIB) == "97.0 MiB/s"
+    assert format_rate(12.4) == "12 B/s"
 
 
 def test_durations() -> None:
-    assert [seconds_text(s) for s in (0.04, 4.31, 32.7, 99.94, 133.2, 3599.4, 11_100)] == [
+    assert [format_duration(s) for s in (0.04, 4.31, 32.7, 99.94, 133.2, 3599.4, 11_100)] == [
         "0.0 s", "4.3 s", "32.7 s", "99.9 s", "2 min 13 s", "59 min 59 s", "3 h 05 min",
     ]  # fmt: skip
-    assert [clock_text(s) for s in (4.9, 750, 3607)] == ["0:04", "12:30", "1:00:07"]
-    assert [left_text(s) for s in (0.2, 15, 99.4, 120, 5940, 6000, 14_400)] == [
+    assert [format_clock(s) for s in (4.9, 750, 3607)] == ["0:04", "12:30", "1:00:07"]
+    assert [format_time_left(s) for s in (0.2, 15, 99.4, 120, 5940, 6000, 14_400)] == [
         "0 s left", "15 s left", "99 s left", "2 min left", "99 min left", "1 h 40 min left", "4 h 00 min left",
     ]  # fmt: skip
 
 
 @given(st.floats(0, 1e6))
 def test_no_duration_shows_sixty_of_anything(seconds: float) -> None:
-    for text in (seconds_text(seconds), clock_text(seconds), left_text(seconds)):
+    for text in (format_duration(seconds), format_clock(seconds), format_time_left(seconds)):
         assert not re.search(r":60|h 60|min 60", text)

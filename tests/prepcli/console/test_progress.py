@@ -12,11 +12,11 @@ from prepcli.console.progress import (
     BarProgress,
     JsonProgress,
     LineProgress,
-    Meter,
     Mode,
     NullProgress,
     Progress,
-    choose,
+    ProgressMeter,
+    make_progress,
 )
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -102,14 +102,14 @@ def test_an_empty_task_is_complete() -> None:
 
 def test_a_task_that_nearly_is_complete_does_not_show_100_percent() -> None:
     time = Time()
-    meter = Meter("x", 1000, 0, time)
+    meter = ProgressMeter("x", 1000, 0, time)
     meter.advance(999)
     assert meter.percent == 99
 
 
 def test_the_time_left_follows_the_last_30_s_while_the_rate_is_of_the_whole_run() -> None:
     time = Time()
-    meter = Meter("x", 10_000, 0, time)
+    meter = ProgressMeter("x", 10_000, 0, time)
     for _ in range(100):  # 50 bytes a second
         time.now_s += 1
         meter.advance(50)
@@ -122,7 +122,7 @@ def test_the_time_left_follows_the_last_30_s_while_the_rate_is_of_the_whole_run(
 
 def test_the_time_left_grows_while_nothing_moves() -> None:
     time = Time()
-    meter = Meter("x", 100, 0, time)
+    meter = ProgressMeter("x", 100, 0, time)
     time.now_s += 10
     meter.advance(50)
     before = meter.eta_s()
@@ -133,7 +133,7 @@ def test_the_time_left_grows_while_nothing_moves() -> None:
 
 def test_without_time_or_bytes_there_is_no_rate_and_no_end_in_sight() -> None:
     time = Time()
-    meter = Meter("x", 100, 40, time)
+    meter = ProgressMeter("x", 100, 40, time)
     assert (meter.rate(), meter.eta_s()) == (None, None)
     time.now_s += 5
     assert (meter.rate(), meter.eta_s()) == (None, None)
@@ -141,7 +141,7 @@ def test_without_time_or_bytes_there_is_no_rate_and_no_end_in_sight() -> None:
 
 def test_samples_of_a_long_run_stay_few() -> None:
     time = Time()
-    meter = Meter("x", 10**9, 0, time)
+    meter = ProgressMeter("x", 10**9, 0, time)
     for _ in range(10_000):
         time.now_s += 0.01
         meter.advance(1)
@@ -235,4 +235,4 @@ def test_the_stream_and_term_choose(
 ) -> None:
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert type(choose(mode, stream)) is expected
+    assert type(make_progress(mode, stream)) is expected

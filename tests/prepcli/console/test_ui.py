@@ -13,8 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.console.progress import LineProgress, NullProgress
-from prepcli.console.ui import NORMAL, QUIET, SLABS, Report, Ui, as_prep_error, open_ui, printable, table, version
-from prepcli.errors import FAILED, OK, USAGE, PrepError, usage
+from prepcli.console.ui import (
+    NORMAL,
+    QUIET,
+    SLABS,
+    Report,
+    Ui,
+    as_prep_error,
+    format_table,
+    open_ui,
+    printable,
+    version,
+)
+from prepcli.errors import FAILED, OK, USAGE, PrepError, usage_error
 
 ERROR = PrepError("x.safetensors is cut short", "its header promises 9 bytes, the file has 8", "`hf download x`")
 
@@ -101,13 +112,13 @@ def test_an_error_says_what_why_and_hint() -> None:
 
 def test_lines_of_a_reason_stand_below_one_another() -> None:
     streams = Streams()
-    streams.ui.fail(usage("2 errors", "one\ntwo"))
+    streams.ui.fail(usage_error("2 errors", "one\ntwo"))
     assert streams.err.getvalue() == "error: 2 errors\n  why: one\n       two\n"
 
 
 def test_an_error_without_why_or_hint_has_no_empty_lines() -> None:
     streams = Streams()
-    assert streams.ui.fail(usage("no command called `x`")) == USAGE
+    assert streams.ui.fail(usage_error("no command called `x`")) == USAGE
     assert streams.err.getvalue() == "error: no command called `x`\n"
 
 
@@ -130,7 +141,7 @@ def test_quiet_keeps_the_result_and_errors_only() -> None:
     streams.ui.fail(ERROR)
     assert streams.out.getvalue() == "the result\n"
     assert streams.err.getvalue().splitlines()[0].startswith("error:")
-    assert streams.ui.warned == ["a warning"]
+    assert streams.ui.warnings == ["a warning"]
 
 
 @pytest.mark.parametrize(("level", "shown"), [(0, ""), (1, "leaf\n"), (2, "leaf\nslab\n")])
@@ -233,7 +244,7 @@ def test_text_of_any_script_stays_what_it_is() -> None:
 
 def test_a_table_aligns_words_left_and_numbers_right() -> None:
     rows = [["wte", 50257, "4.90 GiB"], ["h.0.ln_1.weight", 8, "8.0 KiB"]]
-    assert table(rows, ["name", "rows", "size"], right=["size"]).splitlines() == [
+    assert format_table(rows, ["name", "rows", "size"], right_aligned=["size"]).splitlines() == [
         "name               rows      size",
         "wte              50,257  4.90 GiB",
         "h.0.ln_1.weight       8   8.0 KiB",
@@ -241,7 +252,7 @@ def test_a_table_aligns_words_left_and_numbers_right() -> None:
 
 
 def test_an_empty_table_is_its_head() -> None:
-    assert table([], ["name", "rows"]) == "name  rows"
+    assert format_table([], ["name", "rows"]) == "name  rows"
 
 
 ROWS = [["transformer.h.0.attn.attention.q_proj.weight", "[2048, 2048]", 7], ["lm_head.weight", "[50257, 2048]", 12]]
@@ -249,7 +260,7 @@ ROWS = [["transformer.h.0.attn.attention.q_proj.weight", "[2048, 2048]", 7], ["l
 
 @pytest.mark.parametrize("width", [40, 60, 64])
 def test_tables_fit_the_width_of_a_terminal(width: int) -> None:
-    lines = table(ROWS, ("name", "shape", "bytes"), width=width).splitlines()
+    lines = format_table(ROWS, ("name", "shape", "bytes"), width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line.split()[-1] for line in lines] == ["bytes", "7", "12"]
     assert "…" in lines[1]
@@ -257,7 +268,7 @@ def test_tables_fit_the_width_of_a_terminal(width: int) -> None:
 
 def test_tables_of_a_pipe_are_never_shortened() -> None:
     assert Ui("inspect", out=io.StringIO()).columns is None
-    assert ROWS[0][0] in table(ROWS, ("name", "shape", "bytes"))
+    assert ROWS[0][0] in format_table(ROWS, ("name", "shape", "bytes"))
 
 
 def test_the_width_of_a_terminal_is_that_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:

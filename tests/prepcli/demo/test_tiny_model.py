@@ -23,7 +23,7 @@ def test_it_is_what_conversions_read(model: Path) -> None:
     source = open_source(model, "tiny")
     assert source.family.name == "gpt_neo"
     assert len(source.files) == 3
-    assert source.vocabulary().true == len(set(VOCABULARY)) == 257
+    assert source.vocabulary().true_size == len(set(VOCABULARY)) == 257
     assert [path.name for path in source.small_files] == [
         "generation_config.json",
         "tokenizer.json",

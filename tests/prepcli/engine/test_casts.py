@@ -11,14 +11,23 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.casts import BLOCK, Cast, Counts, Moved, largest, line, moved, report
+from prepcli.engine.casts import (
+    BLOCK_VALUES,
+    CastCounts,
+    StreamCast,
+    StreamDigest,
+    format_cast,
+    max_finite,
+    parse_stream_digest,
+    report_casts,
+)
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.plan import Fill, Flat, Stream
-from prepcli.planning.tensors import CAST_TARGETS, FLOATS, ITEM_BITS, cast_dtype
+from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.tensors import CAST_DTYPES, FLOAT_DTYPES, ITEM_BITS, cast_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the oracle works on nan, too
 HALVES = ("float16", "bfloat16")
-PAIRS = [(source, target) for source in FLOATS for target in CAST_TARGETS if source != target]
+PAIRS = [(source, target) for source in FLOAT_DTYPES for target in CAST_DTYPES if source != target]
 
 
 def patterns(dtype: str) -> np.ndarray:
@@ -44,10 +53,10 @@ def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
     return (found | np.signbit(values).astype(np.int64) << 15).astype(np.uint16)
 
 
-def run(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[np.ndarray, Counts]:
+def run(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[np.ndarray, CastCounts]:
     """What comes out of a cast, and its counts."""
-    cast = Cast(source, target)
-    out = [cast.run(part.view(np.uint8), np.empty(part.size * 4, np.uint8)) for part in np.array_split(values, pieces)]
+    cast = StreamCast(source, target)
+    out = [cast.cast(part.view(np.uint8), np.empty(part.size * 4, np.uint8)) for part in np.array_split(values, pieces)]
     joined = np.concatenate(out)
     assert cast.digest() == xxhash.xxh3_128_hexdigest(joined.tobytes())
     return joined.view(numpy_dtype(target)), cast.counts
@@ -73,14 +82,14 @@ def check(values: np.ndarray, source: str, target: str) -> None:
     assert counts.worst == pytest.approx(expected.worst, rel=1e-6, abs=1e-12)
 
 
-def truth(before: np.ndarray, after: np.ndarray) -> Counts:
+def truth(before: np.ndarray, after: np.ndarray) -> CastCounts:
     """The counts by float64 and masks."""
     number = ~np.isnan(before)
     changed = number & (before != after)
     kept = changed & np.isfinite(after) & (after != 0)
     with np.errstate(over="ignore"):
         errors = np.abs(after[kept] - before[kept]) / np.abs(before[kept])
-    return Counts(
+    return CastCounts(
         before.size,
         int(changed.sum()),
         int((np.isinf(after) & np.isfinite(before)).sum()),
@@ -157,12 +166,12 @@ def test_any_bits(pair: tuple[str, str], data: bytes, pieces: int):
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_more_than_a_block_at_any_depth(source: str, target: str):
-    values = (np.random.default_rng(0).standard_normal(2 * BLOCK + 77) * 1e-3).astype(numpy_dtype(source))
+    values = (np.random.default_rng(0).standard_normal(2 * BLOCK_VALUES + 77) * 1e-3).astype(numpy_dtype(source))
     check(values, source, target)
     lead, size = 3, numpy_dtype(target).itemsize
     data = np.concatenate([np.zeros(lead, np.uint8), values.view(np.uint8)])
     out = np.zeros(values.size * size + lead, np.uint8)
-    made = Cast(source, target).run(data[lead:], out[lead:])
+    made = StreamCast(source, target).cast(data[lead:], out[lead:])
     assert made.tobytes() == run(values, source, target)[0].tobytes() == out[lead:].tobytes()
 
 
@@ -173,20 +182,20 @@ def test_counts_tell_what_became_of_values():
     assert counts.worst == pytest.approx(1e-4, rel=0.01)
     assert [float(v) for v in found[2:7]] == [math.inf, -math.inf, 0, 0, 0]
     assert np.signbit(found[5])
-    assert counts + counts == Counts(20, 10, 4, 4, 2, counts.worst)
+    assert counts + counts == CastCounts(20, 10, 4, 4, 2, counts.worst)
 
 
 @pytest.mark.parametrize("worst", [0.0, 0.1, 2.0**-9, 5e-324])
 def test_what_is_known_of_a_stream_is_one_word(worst: float):
-    known = Moved("ab" * 16, "cd" * 16, Counts(9, 8, 7, 6, 5, worst))
-    assert moved(str(known)) == known
+    known = StreamDigest("ab" * 16, "cd" * 16, CastCounts(9, 8, 7, 6, 5, worst))
+    assert parse_stream_digest(str(known)) == known
     assert len(str(known).split()) == 1
-    assert moved(str(Moved("ef" * 16, "ef" * 16))) == Moved("ef" * 16, "ef" * 16)
-    assert str(Moved("ef" * 16, "ef" * 16)) == "ef" * 16
+    assert parse_stream_digest(str(StreamDigest("ef" * 16, "ef" * 16))) == StreamDigest("ef" * 16, "ef" * 16)
+    assert str(StreamDigest("ef" * 16, "ef" * 16)) == "ef" * 16
 
 
 def test_only_floating_numbers_are_cast():
-    assert {dtype for dtype in ITEM_BITS if cast_dtype(dtype, "bfloat16") != dtype} == {*FLOATS} - {"bfloat16"}
+    assert {dtype for dtype in ITEM_BITS if cast_dtype(dtype, "bfloat16") != dtype} == {*FLOAT_DTYPES} - {"bfloat16"}
     assert all(cast_dtype(dtype, None) == dtype for dtype in ITEM_BITS)
 
 
@@ -194,31 +203,39 @@ def test_only_floating_numbers_are_cast():
     ("dtype", "value"), [("float16", 65504), ("bfloat16", 3.38953139e38), ("float32", 3.40282347e38)]
 )
 def test_the_largest_number(dtype: str, value: float):
-    assert largest(dtype) == pytest.approx(value)
+    assert max_finite(dtype) == pytest.approx(value)
 
 
 def test_a_report_adds_up_the_streams_of_a_pair_of_dtypes():
     def stream(name: str, dtype: str, cast: str, rows: tuple[int, int] = (0, 6)) -> Stream:
-        return Stream(name, dtype, (9, 5), rows, (Flat(0, 0),), (Flat(0, 0),), cast=cast)
+        return Stream(name, dtype, (9, 5), rows, (Contiguous(0, 0),), (Contiguous(0, 0),), cast_to=cast)
 
     streams = [
         stream("a", "float32", "bfloat16"),
         stream("a", "float32", "bfloat16", (6, 9)),
-        Stream("a", "bfloat16", (12, 5), (9, 12), (), (Flat(0, 0),), Fill("zeros")),
+        Stream("a", "bfloat16", (12, 5), (9, 12), (), (Contiguous(0, 0),), Fill("zeros")),
         stream("b", "float32", "bfloat16"),
         stream("c", "float64", "bfloat16"),
         stream("mask", "bool", ""),
     ]
-    numbers = {0: Counts(30, 1, 2, 3, 4, 0.5), 1: Counts(15, 5, 0, 0, 0, 0.1), 3: Counts(30), 4: Counts(30, nan=9)}
-    seen = {n: str(Moved("a", "b", numbers.get(n)) if n in numbers else Moved("a", "a")) for n in range(len(streams))}
-    first, second = report(streams, seen)
+    numbers = {
+        0: CastCounts(30, 1, 2, 3, 4, 0.5),
+        1: CastCounts(15, 5, 0, 0, 0, 0.1),
+        3: CastCounts(30),
+        4: CastCounts(30, nan=9),
+    }
+    seen = {
+        n: str(StreamDigest("a", "b", numbers.get(n)) if n in numbers else StreamDigest("a", "a"))
+        for n in range(len(streams))
+    }
+    first, second = report_casts(streams, seen)
     assert first == {
         "from": "float32", "to": "bfloat16", "tensors": 2, "values": 75,
         "changed": 6, "overflowed": 2, "underflowed": 3, "nan": 4, "worst": 0.5,
     }  # fmt: skip
     assert (second["from"], second["tensors"], second["values"], second["nan"]) == ("float64", 1, 30, 9)
-    assert report(streams) == [{k: e[k] for k in ("from", "to", "tensors", "values")} for e in (first, second)]
-    assert line(first) == (
+    assert report_casts(streams) == [{k: e[k] for k in ("from", "to", "tensors", "values")} for e in (first, second)]
+    assert format_cast(first) == (
         "float32 -> bfloat16: 2 tensors, 75 values: 6 changed, 2 overflowed, 3 became 0, 4 are nan;"
         " largest relative error 0.5"
     )

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 from prepcli.engine import files as files_module
 from prepcli.engine import io_policy
-from prepcli.engine.files import PAGE, Bytes, Files, buffer, io_error
+from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
 from prepcli.engine.io_policy import WritePolicy
 from prepcli.errors import PrepError
-from prepcli.planning.moves import Copy
+from prepcli.planning.strided_copies import StridedCopy
 
 SIZE = 5 * PAGE + 123
 QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def some_bytes(count: int, seed: int = 0) -> Bytes:
+def some_bytes(count: int, seed: int = 0) -> ByteArray:
     return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
 
 
@@ -126,16 +126,18 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_a_run_is_read_as_deep_in_a_page_as_it_lies(way: str, source: Path, offset: int, width: int):
     with Files([source]) as files:
-        found = files.read_run(Copy(0, 0, offset, width), buffer(SIZE + 2 * PAGE))
+        found = files.read_run(StridedCopy(0, 0, offset, width), allocate_buffer(SIZE + 2 * PAGE))
         assert found.tobytes() == some_bytes(SIZE)[offset : offset + width].tobytes()
         assert found.ctypes.data % PAGE == offset % PAGE
 
 
 def test_runs_are_read_one_after_another(way: str, source: Path):
-    copies = [Copy(0, 0, 0, PAGE, ((2, 0, 2 * PAGE),)), Copy(0, 0, 7, 5, ((3, 0, 1000), (2, 0, 10)))]
-    expected = b"".join(some_bytes(SIZE)[at : at + copy.run].tobytes() for copy in copies for at in copy.offsets())
+    copies = [StridedCopy(0, 0, 0, PAGE, ((2, 0, 2 * PAGE),)), StridedCopy(0, 0, 7, 5, ((3, 0, 1000), (2, 0, 10)))]
+    expected = b"".join(
+        some_bytes(SIZE)[at : at + copy.run_nbytes].tobytes() for copy in copies for at in copy.run_offsets()
+    )
     with Files([source]) as files:
-        assert files.read_runs(copies, buffer(SIZE)).tobytes() == expected
+        assert files.read_runs(copies, allocate_buffer(SIZE)).tobytes() == expected
 
 
 @pytest.mark.parametrize("lead", [0, 5, PAGE - 1])
@@ -144,11 +146,11 @@ def test_what_is_written_is_there_and_nothing_else(way: str, tmp_path: Path, lea
     old, new = some_bytes(SIZE, 1), some_bytes(SIZE, 2)
     path = tmp_path / "out"
     path.write_bytes(old.tobytes())
-    data = buffer(SIZE + 2 * PAGE)[lead : lead + width]
+    data = allocate_buffer(SIZE + 2 * PAGE)[lead : lead + width]
     data[...] = new[:width]
     with Files([path], [SIZE]) as files:
-        files.write([Copy(0, 0, offset, width)], data)
-        files.write_head(0, b"head")
+        files.write([StridedCopy(0, 0, offset, width)], data)
+        files.write_bytes(0, b"head")
         files.sync()
     old[offset : offset + width] = new[:width]
     old[:4] = np.frombuffer(b"head", np.uint8)
@@ -165,14 +167,14 @@ def test_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lea
         for number, (low, length) in enumerate(spans):
             width = min(length, SIZE - low)
             if width:
-                data = buffer(4 * PAGE)[lead : lead + width]
+                data = allocate_buffer(4 * PAGE)[lead : lead + width]
                 data[...] = number + 1
-                files.write([Copy(0, 0, low, width)], data)
+                files.write([StridedCopy(0, 0, low, width)], data)
                 expected[low : low + width] = number + 1
     with Files([path]) as files:
         for low, length in spans:
             if width := min(length, SIZE - low):
-                found = files.read_run(Copy(0, 0, low, width), buffer(4 * PAGE))
+                found = files.read_run(StridedCopy(0, 0, low, width), allocate_buffer(4 * PAGE))
                 assert np.array_equal(found, expected[low : low + width])
     assert path.read_bytes() == expected.tobytes()
 
@@ -192,7 +194,7 @@ def test_a_file_that_has_its_size_is_kept_another_is_cut_or_grown(tmp_path: Path
 def test_all_descriptors_are_closed_in_the_end(way: str, source: Path, tmp_path: Path):
     before = os.listdir("/proc/self/fd")
     with Files([source, source]) as files:
-        files.read_run(Copy(0, 0, 0, 2 * PAGE), buffer(4 * PAGE))
+        files.read_run(StridedCopy(0, 0, 0, 2 * PAGE), allocate_buffer(4 * PAGE))
     with pytest.raises(PrepError), Files([source, tmp_path / "absent"]):
         pass
     assert os.listdir("/proc/self/fd") == before
@@ -203,7 +205,7 @@ def test_more_files_than_a_process_may_have_open_unless_it_asks_for_more(tmp_pat
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, before[1]))
     try:
         with Files([tmp_path / str(number) for number in range(100)], [10] * 100) as files:
-            files.write_head(99, b"x" * 10)
+            files.write_bytes(99, b"x" * 10)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert (tmp_path / "99").read_bytes() == b"x" * 10
@@ -229,10 +231,10 @@ def test_a_file_that_is_cut_short_while_it_is_read(source: Path, width: int):
     with Files([source]) as files:
         os.truncate(source, PAGE)
         with pytest.raises(PrepError, match="source is cut short") as caught:
-            files.read_run(Copy(0, 0, 0, width), buffer(SIZE + 2 * PAGE))
+            files.read_run(StridedCopy(0, 0, 0, width), allocate_buffer(SIZE + 2 * PAGE))
         assert caught.value.why == f"{width - PAGE:,} bytes are missing at byte 4,096"
         with pytest.raises(PrepError, match="source is cut short"):
-            files.read_runs([Copy(0, 0, PAGE, 10)], buffer(PAGE))
+            files.read_runs([StridedCopy(0, 0, PAGE, 10)], allocate_buffer(PAGE))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int = 0) -> None:
@@ -253,7 +255,7 @@ def test_a_full_disk_is_said_so_and_what_to_do(monkeypatch, tmp_path: Path, numb
     with Files([tmp_path / "out"], [SIZE]) as files:
         failing(monkeypatch, "pwritev", number, after)
         with pytest.raises(PrepError, match="the disk that holds out is full") as caught:
-            files.write([Copy(0, 0, 5, SIZE - 5)], buffer(SIZE + PAGE)[5:SIZE])
+            files.write([StridedCopy(0, 0, 5, SIZE - 5)], allocate_buffer(SIZE + PAGE)[5:SIZE])
     assert "goes on from where it stopped" in caught.value.hint
 
 
@@ -261,13 +263,13 @@ def test_an_error_of_the_disk_is_named(monkeypatch, source: Path):
     with Files([source]) as files:
         failing(monkeypatch, "preadv", errno.EIO)
         with pytest.raises(PrepError, match=r"cannot read or write .*source") as caught:
-            files.read_run(Copy(0, 0, 0, PAGE), buffer(2 * PAGE))
+            files.read_run(StridedCopy(0, 0, 0, PAGE), allocate_buffer(2 * PAGE))
     assert caught.value.why == "Input/output error"
 
 
 def test_what_could_not_be_made_durable_is_never_taken_for_durable(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "a", tmp_path / "b"], [PAGE, PAGE]) as files:
-        files.write([Copy(0, 0, 0, PAGE), Copy(0, 1, 0, PAGE)], buffer(2 * PAGE))
+        files.write([StridedCopy(0, 0, 0, PAGE), StridedCopy(0, 1, 0, PAGE)], allocate_buffer(2 * PAGE))
         with monkeypatch.context() as patched:
             failing(patched, "fdatasync", errno.EIO, after=1)
             with pytest.raises(PrepError, match=r"cannot read or write .*b"):
@@ -285,7 +287,7 @@ def test_a_failed_writeback_is_never_durable(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "out"], [64 * PAGE]) as files:
         files.policy.writeback = io_policy.Writeback(0)
         monkeypatch.setattr(files_module, "BLOCK_NBYTES", 64 * PAGE)
-        for call in (lambda: files.write([Copy(0, 0, 0, 64 * PAGE)], buffer(64 * PAGE)), files.sync):
+        for call in (lambda: files.write([StridedCopy(0, 0, 0, 64 * PAGE)], allocate_buffer(64 * PAGE)), files.sync):
             with pytest.raises(PrepError, match=r"cannot read or write .*out") as caught:
                 call()
             assert caught.value.why == "Input/output error"
@@ -297,7 +299,7 @@ def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
     started: list[tuple[int, int]] = []
     monkeypatch.setattr(io_policy, "start_writeback", lambda fd, at, nbytes: started.append((at, at + nbytes)))
     with Files([tmp_path / "out"], [100 * PAGE]) as files:
-        files.write([Copy(0, 0, 5, 99 * PAGE)], buffer(99 * PAGE))
+        files.write([StridedCopy(0, 0, 5, 99 * PAGE)], allocate_buffer(99 * PAGE))
     assert started[0][0] == PAGE
     assert started[-1][1] == 99 * PAGE
     assert all(before[1] == after[0] for before, after in itertools.pairwise(started))
@@ -307,12 +309,12 @@ def test_writeback_leaves_short_runs_to_sync(monkeypatch, tmp_path: Path):
     writeback(monkeypatch)
     monkeypatch.setattr(io_policy, "start_writeback", lambda *_: pytest.fail("started"))
     with Files([tmp_path / "out"], [100 * PAGE]) as files:
-        files.write([Copy(0, 0, 0, PAGE, ((9, PAGE, 2 * PAGE),))], buffer(9 * PAGE))
+        files.write([StridedCopy(0, 0, 0, PAGE, ((9, PAGE, 2 * PAGE),))], allocate_buffer(9 * PAGE))
 
 
 def test_sync_asks_only_for_files_that_were_written(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "a", tmp_path / "b"], [PAGE, PAGE]) as files:
-        files.write([Copy(0, 1, 0, PAGE)], buffer(PAGE))
+        files.write([StridedCopy(0, 1, 0, PAGE)], allocate_buffer(PAGE))
         asked: list[int] = []
         monkeypatch.setattr(os, "fdatasync", asked.append)
         files.sync()

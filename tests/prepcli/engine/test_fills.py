@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.fills import GROUP, Fills, mean_source, normal_row, numpy_dtype, rounded
-from prepcli.planning.plan import Fill, Flat, Stream
+from prepcli.engine.fills import GROUP_ROWS, FillGenerator, mean_source_number, normal_row, numpy_dtype, round_to_dtype
+from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.slabs import Slab
 
 DTYPES = ["float32", "float16", "bfloat16"]
-FLAT = (Flat(0, 0),)
+FLAT = (Contiguous(0, 0),)
 
 
 def nearest(value: float, dtype: str) -> float:
@@ -40,12 +40,12 @@ def test_rounded_once(dtype: str, data):
     middle = (a + b) / 2  # exact
     off = data.draw(st.sampled_from([0.0, 2.0**-52, -(2.0**-52), 2.0**-30, -(2.0**-30), 0.1, -0.1]))
     value = (middle + off * (b - a)) * data.draw(st.sampled_from([1, -1]))
-    assert float(rounded(np.array([value]), kind).astype(np.float64)[0]) == nearest(value, dtype)
+    assert float(round_to_dtype(np.array([value]), kind).astype(np.float64)[0]) == nearest(value, dtype)
 
 
 def test_a_tie_of_float32_is_not_taken_for_one_of_bfloat16():
     values = np.array([1 + 2**-8 + 2**-40, 1 + 2**-8, 1 + 2**-8 - 2**-40, 1 + 3 * 2**-8 - 2**-40])
-    found = rounded(values, numpy_dtype("bfloat16")).astype(np.float64)
+    found = round_to_dtype(values, numpy_dtype("bfloat16")).astype(np.float64)
     assert found.tolist() == [1 + 2**-7, 1.0, 1.0, 1 + 2**-7]
 
 
@@ -53,7 +53,7 @@ def test_a_tie_of_float32_is_not_taken_for_one_of_bfloat16():
 def test_what_a_dtype_has_stays_as_it_is(dtype: str):
     values = np.array([0.0, -0.0, 1.5, -2.25, np.inf, -np.inf, np.nan, float(np.finfo(np.float32).tiny)])
     exact = values.astype(numpy_dtype(dtype))
-    assert rounded(exact.astype(np.float64), exact.dtype).tobytes() == exact.tobytes()
+    assert round_to_dtype(exact.astype(np.float64), exact.dtype).tobytes() == exact.tobytes()
 
 
 def padded(dtype: str, true: int, rows: int, columns: int, fill: Fill) -> tuple[Stream, Stream]:
@@ -66,29 +66,33 @@ def padded(dtype: str, true: int, rows: int, columns: int, fill: Fill) -> tuple[
 
 def made(streams: Sequence[Stream], table: np.ndarray, cuts: Sequence[int], out_cuts: Sequence[int] = ()) -> np.ndarray:
     """The rows of the last stream, the first having been seen in pieces cut at these bytes."""
-    fills, data = Fills(streams), table.reshape(-1).view(np.uint8)
+    fills, data = FillGenerator(streams), table.reshape(-1).view(np.uint8)
     for low, high in itertools.pairwise([0, *sorted(cuts), data.size]):
         if low < high:
-            fills.observe(Slab(0, low, high - low, (), ()), data[low:high])
-    start, stop = streams[-1].span
+            fills.add_slab(Slab(0, low, high - low, (), ()), data[low:high])
+    start, stop = streams[-1].byte_range
     pieces = []
     for low, high in itertools.pairwise([start, *sorted(out_cuts), stop]):
-        pieces.append(fills.rows(Slab(len(streams) - 1, low, high - low, (), ()), np.empty(high - low, np.uint8)))
+        pieces.append(fills.make_rows(Slab(len(streams) - 1, low, high - low, (), ()), np.empty(high - low, np.uint8)))
     return np.concatenate(pieces).view(table.dtype).reshape(-1, table.shape[1])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(DTYPES), st.sampled_from([1, 5, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 7]), st.data())
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 5, GROUP_ROWS - 1, GROUP_ROWS, GROUP_ROWS + 1, 3 * GROUP_ROWS + 7]),
+    st.data(),
+)
 def test_a_mean_is_that_of_float64_rounded_once_however_it_was_cut(dtype: str, true: int, data):
     kind, columns = numpy_dtype(dtype), 3
     table = (np.random.default_rng(true).integers(-64, 64, (true, columns)) / 32).astype(kind)  # sums are exact
     streams = padded(dtype, true, true + 4, columns, Fill("mean"))
-    low, high = streams[1].span
+    low, high = streams[1].byte_range
     cuts = data.draw(st.lists(st.integers(0, table.nbytes), max_size=6))
     out_cuts = data.draw(st.lists(st.integers(low, high), max_size=3, unique=True))
     found = made(streams, table, cuts, [cut for cut in out_cuts if low < cut < high])
     mean = table.astype(np.float64).sum(axis=0) / true
-    expected = rounded(mean, kind) if dtype == "float32" else [nearest(value, dtype) for value in mean]
+    expected = round_to_dtype(mean, kind) if dtype == "float32" else [nearest(value, dtype) for value in mean]
     assert np.array_equal(found.astype(np.float64), np.tile(np.asarray(expected, np.float64), (4, 1)))
 
 
@@ -114,10 +118,10 @@ def test_each_tensor_has_a_mean_of_its_own():
         *padded("float32", 2, 3, 2, Fill("mean")),
         *padded("float32", 2, 3, 2, Fill("mean")),
     ]
-    fills, size = Fills(streams), 16
+    fills, size = FillGenerator(streams), 16
     for number, value in ((0, 1.0), (2, 5.0)):
-        fills.observe(Slab(number, 0, size, (), ()), np.full((2, 2), value, np.float32).reshape(-1).view(np.uint8))
-        row = fills.rows(Slab(number + 1, size, 8, (), ()), np.empty(8, np.uint8))
+        fills.add_slab(Slab(number, 0, size, (), ()), np.full((2, 2), value, np.float32).reshape(-1).view(np.uint8))
+        row = fills.make_rows(Slab(number + 1, size, 8, (), ()), np.empty(8, np.uint8))
         assert row.view(np.float32).tolist() == [value, value]
 
 
@@ -125,8 +129,8 @@ def test_the_rows_before_padding_that_was_there_are_the_ones_that_count():
     true, rest = padded("float32", 4, 9, 2, Fill("mean"))
     there = Stream("w", "float32", (9, 2), (4, 6), FLAT, FLAT)
     more = Stream("w", "float32", (9, 2), (6, 9), (), FLAT, Fill("mean"))
-    assert mean_source([true, there, more], 2) == 0
-    assert mean_source([true, rest, true, rest], 3) == 2
+    assert mean_source_number([true, there, more], 2) == 0
+    assert mean_source_number([true, rest, true, rest], 3) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,6 +172,6 @@ def test_any_seed_of_64_bits_makes_its_own_rows(seed: int):
 def test_rows_that_nothing_makes_are_an_error():
     streams = padded("float32", 2, 4, 2, Fill("mean"))
     with pytest.raises(ValueError, match="before its rows were seen"):
-        Fills(streams).rows(Slab(1, 16, 8, (), ()), np.empty(8, np.uint8))
+        FillGenerator(streams).make_rows(Slab(1, 16, 8, (), ()), np.empty(8, np.uint8))
     with pytest.raises(ValueError, match="nothing to fill it with"):
-        Fills(streams).rows(Slab(0, 0, 8, (), ()), np.empty(8, np.uint8))
+        FillGenerator(streams).make_rows(Slab(0, 0, 8, (), ()), np.empty(8, np.uint8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.engine import io_policy
-from prepcli.engine.io_policy import MEASURED_FROM_NBYTES, TRIAL_NBYTES, TRIALS, Mode, Writeback, WritePolicy
+from prepcli.engine.io_policy import MIN_MEASURED_NBYTES, TRIAL_NBYTES, TRIALS, Writeback, WriteMode, WritePolicy
 from prepcli.planning.slabs import PAGE
 
 RUN = 64 * PAGE
@@ -21,7 +21,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return made
 
 
-def modes(policy: WritePolicy, count: int, nbytes: int = TRIAL_NBYTES) -> list[Mode]:
+def modes(policy: WritePolicy, count: int, nbytes: int = TRIAL_NBYTES) -> list[WriteMode]:
     """The modes of the next writes."""
     given = []
     for _ in range(count):
@@ -32,67 +32,67 @@ def modes(policy: WritePolicy, count: int, nbytes: int = TRIAL_NBYTES) -> list[M
 
 def measured(direct: list[float], writeback: list[float]) -> WritePolicy:
     """A policy after its measurements, in seconds a byte."""
-    policy = WritePolicy(MEASURED_FROM_NBYTES)
+    policy = WritePolicy(MIN_MEASURED_NBYTES)
     for paces in zip(direct, writeback):
-        for mode, pace in zip(Mode, paces):
-            policy.measured(mode, pace)
+        for mode, pace in zip(WriteMode, paces):
+            policy.add_measurement(mode, pace)
     return policy
 
 
 def test_small_outputs_are_written_direct_unmeasured():
-    policy = WritePolicy(MEASURED_FROM_NBYTES - 1)
-    assert set(modes(policy, 3 * TRIALS)) == {Mode.DIRECT}
+    policy = WritePolicy(MIN_MEASURED_NBYTES - 1)
+    assert set(modes(policy, 3 * TRIALS)) == {WriteMode.DIRECT}
     assert policy.needs_alignment
 
 
 def test_large_outputs_try_both_modes_in_turn(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(io_policy, "CLEAR_LOSS", float("inf"))
-    policy = WritePolicy(MEASURED_FROM_NBYTES)
-    assert modes(policy, 2 * TRIALS) == [Mode.DIRECT, Mode.WRITEBACK] * TRIALS
+    policy = WritePolicy(MIN_MEASURED_NBYTES)
+    assert modes(policy, 2 * TRIALS) == [WriteMode.DIRECT, WriteMode.WRITEBACK] * TRIALS
     assert len(set(modes(policy, 5))) == 1
 
 
 def test_short_writes_are_not_measured():
-    policy = WritePolicy(MEASURED_FROM_NBYTES)
-    assert set(modes(policy, 9, TRIAL_NBYTES - 1)) == {Mode.DIRECT}
-    assert modes(policy, 2) == [Mode.DIRECT, Mode.WRITEBACK]
+    policy = WritePolicy(MIN_MEASURED_NBYTES)
+    assert set(modes(policy, 9, TRIAL_NBYTES - 1)) == {WriteMode.DIRECT}
+    assert modes(policy, 2) == [WriteMode.DIRECT, WriteMode.WRITEBACK]
 
 
 def test_a_failed_write_is_not_measured():
-    policy = WritePolicy(MEASURED_FROM_NBYTES)
+    policy = WritePolicy(MIN_MEASURED_NBYTES)
     with pytest.raises(ValueError, match="no"), policy.writing(TRIAL_NBYTES):
         raise ValueError("no")
-    assert modes(policy, 2) == [Mode.DIRECT, Mode.WRITEBACK]
+    assert modes(policy, 2) == [WriteMode.DIRECT, WriteMode.WRITEBACK]
 
 
 @pytest.mark.parametrize(
     ("direct", "writeback", "chosen"),
     [
-        ([2.0, 2.0, 2.0], [3.0, 9.0, 1.0], Mode.WRITEBACK),  # neighbours only ever make a disk slower
-        ([9.0, 9.0, 2.0], [2.1, 2.1, 2.1], Mode.DIRECT),
-        ([2.0, 2.0, 2.0], [1.9, 1.9, 1.9], Mode.DIRECT),  # not clearly faster
+        ([2.0, 2.0, 2.0], [3.0, 9.0, 1.0], WriteMode.WRITEBACK),  # neighbours only ever make a disk slower
+        ([9.0, 9.0, 2.0], [2.1, 2.1, 2.1], WriteMode.DIRECT),
+        ([2.0, 2.0, 2.0], [1.9, 1.9, 1.9], WriteMode.DIRECT),  # not clearly faster
     ],
 )
-def test_the_faster_mode_is_kept(direct: list[float], writeback: list[float], chosen: Mode):
+def test_the_faster_mode_is_kept(direct: list[float], writeback: list[float], chosen: WriteMode):
     policy = measured(direct, writeback)
     assert set(modes(policy, 3)) == {chosen}
-    assert policy.needs_alignment is (chosen is Mode.DIRECT)
+    assert policy.needs_alignment is (chosen is WriteMode.DIRECT)
 
 
 def test_slow_writeback_is_tried_once():
     policy = measured([1.0], [2.1])
-    assert set(modes(policy, 3)) == {Mode.DIRECT}
-    assert modes(measured([1.0], [1.9]), 2) == [Mode.DIRECT, Mode.WRITEBACK]
+    assert set(modes(policy, 3)) == {WriteMode.DIRECT}
+    assert modes(measured([1.0], [1.9]), 2) == [WriteMode.DIRECT, WriteMode.WRITEBACK]
 
 
 def test_without_direct_io_all_is_paced():
     policy = WritePolicy(0, has_direct=False)
-    assert set(modes(policy, 3, 1)) == {Mode.WRITEBACK}
+    assert set(modes(policy, 3, 1)) == {WriteMode.WRITEBACK}
 
 
 def test_without_writeback_all_is_direct(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(io_policy, "HAS_WRITEBACK", False)
-    assert set(modes(WritePolicy(MEASURED_FROM_NBYTES), 9)) == {Mode.DIRECT}
+    assert set(modes(WritePolicy(MIN_MEASURED_NBYTES), 9)) == {WriteMode.DIRECT}
 
 
 def test_writeback_keeps_a_window(calls: list[Call]):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.journal import Journal, Marked, Prefix, read_journal, sealed, unsealed
+from prepcli.engine.journal import Journal, JournalState, StreamPrefix, read_journal, seal_line, unseal_line
 from prepcli.errors import PrepError
 
 QUIET = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -33,7 +33,7 @@ def reopened(path: Path, identity: str = "run") -> tuple[int, dict[int, str]]:
 def filled(path: Path) -> bytes:
     journal = Journal(path, "run")
     for done, digests in MARKS:
-        journal.mark(done, digests)
+        journal.record(done, digests)
     journal.close()
     return path.read_bytes()
 
@@ -51,7 +51,7 @@ def test_what_was_marked_comes_back(path: Path):
 def test_marks_after_reopening_add_to_those_before(path: Path):
     filled(path)
     journal = Journal(path, "run")
-    journal.mark(99, {3: "d"})
+    journal.record(99, {3: "d"})
     journal.close()
     assert reopened(path) == (99, {0: "a", 1: "b", 2: "c", 3: "d"})
 
@@ -80,11 +80,11 @@ def test_a_journal_cut_anywhere_has_the_marks_that_are_whole(path: Path, length:
         b"7",
         b"{}",
         b'{"done": 9, "digests": {"3": "a"}, "prefix": null}',
-        sealed(b"[]"),
-        sealed(b'{"done": "9", "digests": {}, "prefix": null}'),
-        sealed(b'{"done": 9}'),
-        sealed(b'{"done": 9, "digests": {"x": "a"}, "prefix": null}'),
-        sealed(b"{"),
+        seal_line(b"[]"),
+        seal_line(b'{"done": "9", "digests": {}, "prefix": null}'),
+        seal_line(b'{"done": 9}'),
+        seal_line(b'{"done": 9, "digests": {"x": "a"}, "prefix": null}'),
+        seal_line(b"{"),
     ],
 )
 def test_nothing_counts_from_a_line_on_that_is_not_ours(path: Path, line: bytes):
@@ -109,30 +109,30 @@ def test_journal_ignores_lines_with_any_flipped_bit(path: Path):
         line = whole[:at].count(b"\n")
         expected = {number: text for _, digests in marks[:line] for number, text in digests.items()}
         found = read_journal(path, "run")
-        assert (found.nbytes, found.digests) == (marks[line - 1][0] if line else 0, expected)
+        assert (found.durable_nbytes, found.digests) == (marks[line - 1][0] if line else 0, expected)
 
 
 def test_journal_of_earlier_versions_promises_nothing(path: Path):
     path.write_bytes(b'{"run": "run", "division": ""}\n{"done": 40, "digests": {"0": "a"}}\n')
-    assert read_journal(path, "run") == Marked(0, {})
+    assert read_journal(path, "run") == JournalState(0, {})
 
 
 def test_journal_keeps_the_prefix_of_the_last_mark(path: Path):
     journal = Journal(path, "run", "3 without ", (4, 7, 9), session="one")
-    journal.mark(10, {0: "a"}, Prefix(1, 6, "b"))
+    journal.record(10, {0: "a"}, StreamPrefix(1, 6, "b"))
     journal.close()
     found = read_journal(path, "run", "3 without ")
-    assert found == Marked(10, {4: "a"}, Prefix(7, 6, "b"), "one")
+    assert found == JournalState(10, {4: "a"}, StreamPrefix(7, 6, "b"), "one")
     again = Journal(path, "run", "3 without ", (4, 7, 9), session="two")
     again.close()
-    assert again.prefix == Prefix(1, 6, "b")
+    assert again.prefix == StreamPrefix(1, 6, "b")
     assert read_journal(path, "run", "3 without ").session == "two"
 
 
 def test_journal_begins_with_what_is_kept(path: Path):
     filled(path)
-    Journal(path, "run", kept=Marked(25, {1: "b"})).close()
-    assert read_journal(path, "run") == Marked(25, {1: "b"})
+    Journal(path, "run", state=JournalState(25, {1: "b"})).close()
+    assert read_journal(path, "run") == JournalState(25, {1: "b"})
 
 
 def test_a_journal_of_another_run_is_refused_and_stays(path: Path):
@@ -161,7 +161,7 @@ def test_every_mark_is_durable_before_it_counts(path: Path, monkeypatch):
     lines: list[int] = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: lines.append(path.read_bytes().count(b"\n")))
     for done, digests in MARKS:
-        journal.mark(done, digests)
+        journal.record(done, digests)
     journal.close()
     assert lines == [3, 4, 5, 6]
 
@@ -180,8 +180,8 @@ def test_a_full_disk_is_said_so_and_what_was_marked_stays(path: Path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", write)
         with pytest.raises(PrepError, match="disk that holds journal is full"):
-            journal.mark(99, {3: "d"})
-    journal.mark(120, {4: "e"})  # behind a torn line it may be lost, but nothing before it
+            journal.record(99, {3: "d"})
+    journal.record(120, {4: "e"})  # behind a torn line it may be lost, but nothing before it
     journal.close()
     done, digests = reopened(path)
     assert done in (40, 120)
@@ -194,7 +194,7 @@ def test_counts_that_are_short_are_gone_on_with(path: Path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
     filled(path)
     assert reopened(path) == (40, {0: "a", 1: "b", 2: "c"})
-    assert all(json.loads(unsealed(line) or b"") for line in path.read_bytes().splitlines())
+    assert all(json.loads(unseal_line(line) or b"") for line in path.read_bytes().splitlines())
 
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path):
@@ -210,9 +210,9 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path):
 
 def test_digests_are_kept_by_the_number_that_streams_have_in_the_plan(path: Path):
     journal = Journal(path, "run", "3 without ", (4, 7, 9))
-    journal.mark(10, {0: "a", 2: "c"})
+    journal.record(10, {0: "a", 2: "c"})
     journal.close()
-    assert read_journal(path, "run", "3 without ") == Marked(10, {4: "a", 9: "c"})
+    assert read_journal(path, "run", "3 without ") == JournalState(10, {4: "a", 9: "c"})
     again = Journal(path, "run", "3 without ", (4, 7, 9))
     again.close()
     assert (again.done_nbytes, again.digests) == (10, {0: "a", 2: "c"})
@@ -220,7 +220,7 @@ def test_digests_are_kept_by_the_number_that_streams_have_in_the_plan(path: Path
 
 def test_a_journal_of_another_division_promises_nothing(path: Path):
     filled(path)
-    assert read_journal(path, "run", "2 without ") == Marked(0, {})
+    assert read_journal(path, "run", "2 without ") == JournalState(0, {})
     journal = Journal(path, "run", "2 without ")
     journal.close()
     assert (journal.done_nbytes, journal.digests) == (0, {})
@@ -228,13 +228,13 @@ def test_a_journal_of_another_division_promises_nothing(path: Path):
 
 def test_a_process_with_nothing_to_do_has_a_journal_too(path: Path):
     journal = Journal(path, "run", "8 without ", ())
-    journal.mark(0, {})
+    journal.record(0, {})
     journal.close()
-    assert read_journal(path, "run", "8 without ") == Marked(0, {})
+    assert read_journal(path, "run", "8 without ") == JournalState(0, {})
 
 
 def test_reading_a_journal_of_another_run_is_refused_and_one_that_is_not_there_is_empty(path: Path):
-    assert read_journal(path, "run") == Marked(0, {})
+    assert read_journal(path, "run") == JournalState(0, {})
     filled(path)
     with pytest.raises(PrepError, match="belongs to another run"):
         read_journal(path, "other")

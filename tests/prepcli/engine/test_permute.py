@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from prepcli.engine import permute
 from prepcli.engine.permute import gather, scatter
 from prepcli.planning.boxes import strides
-from prepcli.planning.moves import Copy, merge
 from prepcli.planning.slabs import Slab
+from prepcli.planning.strided_copies import StridedCopy, merge_dims
 
 SIDE = 16  # elements of 4 bytes along a tile
 SHAPES = st.lists(st.sampled_from([1, 2, 3, SIDE - 1, SIDE, SIDE + 1, 2 * SIDE + 5]), max_size=4).filter(
@@ -40,10 +40,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def in_order(shape: list[int], order: list[int], width: int, at: int) -> Copy:
+def in_order(shape: list[int], order: list[int], width: int, at: int) -> StridedCopy:
     """All elements of an array that begins at byte `at` of a tensor, in the order of its transpose."""
     here, there = strides(shape, width), strides([shape[axis] for axis in order], width)
-    return merge(Copy(at, 0, 0, width, tuple((shape[a], here[a], step) for a, step in zip(order, there))))
+    return merge_dims(StridedCopy(at, 0, 0, width, tuple((shape[a], here[a], step) for a, step in zip(order, there))))
 
 
 def placed(data: np.ndarray, lead: int) -> np.ndarray:
@@ -86,7 +86,7 @@ def test_several_copies_follow_one_another(rows: int, columns: int, data):
 
 
 def test_nothing_beside_the_runs_is_touched():
-    copy = Copy(8, 0, 0, 4, ((3, 16, 4),))  # one of four columns
+    copy = StridedCopy(8, 0, 0, 4, ((3, 16, 4),))  # one of four columns
     tensor = np.full(48, 7, np.uint8)
     scatter(Slab(0, 0, 48, (copy,), ()), np.arange(12, dtype=np.uint8), tensor)
     assert tensor.reshape(3, 4, 4)[:, 2].reshape(-1).tolist() == list(range(12))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from prepcli.console.progress import NullProgress
 from prepcli.errors import PrepError
 from prepcli.execution import compress
-from prepcli.execution.compress import pack, parse_compress
-from prepcli.formats.orbax_write import Chunk
+from prepcli.execution.compress import compress_chunks, parse_compress
+from prepcli.formats.orbax_write import WrittenChunk
 
 LENGTHS = [1, 5000, 70_000, 3, 200_000, 4096, 12, 90_000, 90_000, 17]
 
@@ -41,14 +41,14 @@ class StopAfter(NullProgress):
             raise Stopped
 
 
-def raw_chunks(folder: Path) -> tuple[list[Chunk], list[Path], dict[tuple[int, ...], bytes]]:
+def raw_chunks(folder: Path) -> tuple[list[WrittenChunk], list[Path], dict[tuple[int, ...], bytes]]:
     """Chunks in two files with gaps between them, in no order."""
     rng, files, chunks, contents = np.random.default_rng(0), [bytearray(), bytearray()], [], {}
     for number, length in enumerate(LENGTHS):
         data = rng.integers(0, 5, length, np.uint8).tobytes()
         file = files[number % 2]
         file += b"gap"
-        chunks.append(Chunk(0, (number,), number % 2, len(file), length))
+        chunks.append(WrittenChunk(0, (number,), number % 2, len(file), length))
         contents[number,] = data
         file += data
     folder.mkdir(exist_ok=True)
@@ -62,15 +62,15 @@ def raw_chunks(folder: Path) -> tuple[list[Chunk], list[Path], dict[tuple[int, .
 class Found:
     """What was packed: the chunks where they lie, the files and the size of each."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[WrittenChunk, ...]
     files: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
 def packed_in(folder: Path, progress: NullProgress | None = None) -> Found:
     chunks, paths, _ = raw_chunks(folder)
-    packed = pack(iter(chunks), paths, folder, folder / "journal", 1, progress or NullProgress())
-    return Found(tuple(packed.chunks(iter(chunks))), packed.files, packed.sizes)
+    packed = compress_chunks(iter(chunks), paths, folder, folder / "journal", 1, progress or NullProgress())
+    return Found(tuple(packed.relocate(iter(chunks))), packed.files, packed.sizes)
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +120,12 @@ def test_a_chunk_takes_little_memory(tmp_path: Path):
     count = 5000
     (tmp_path / "raw").write_bytes(bytes(count))
 
-    def chunks() -> Iterator[Chunk]:
-        return (Chunk(0, (at, 0, 0, 0), 0, at, 1) for at in range(count))
+    def chunks() -> Iterator[WrittenChunk]:
+        return (WrittenChunk(0, (at, 0, 0, 0), 0, at, 1) for at in range(count))
 
     def bring() -> int:
-        packed = pack(chunks(), [tmp_path / "raw"], tmp_path, tmp_path / "journal", 1, NullProgress())
-        return sum(chunk.nbytes for chunk in packed.chunks(chunks()))
+        packed = compress_chunks(chunks(), [tmp_path / "raw"], tmp_path, tmp_path / "journal", 1, NullProgress())
+        return sum(chunk.nbytes for chunk in packed.relocate(chunks()))
 
     tracemalloc.start()
     try:
@@ -177,7 +177,7 @@ def test_a_data_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch:
     real = os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
-        if path == tmp_path / "item" / compress._name(1):
+        if path == tmp_path / "item" / compress._data_file_name(1):
             raise OSError(errno.EMFILE, "Too many open files")
         return real(path, flags, *mode)
 
@@ -192,7 +192,7 @@ def test_a_raw_file_that_is_cut_short_is_named(tmp_path: Path):
     chunks, paths, _ = raw_chunks(tmp_path / "item")
     paths[1].write_bytes(b"short")
     with pytest.raises(PrepError, match="raw1 is cut short"):
-        pack(chunks, paths, tmp_path / "item", tmp_path / "journal", 1, NullProgress())
+        compress_chunks(chunks, paths, tmp_path / "item", tmp_path / "journal", 1, NullProgress())
 
 
 @pytest.mark.parametrize(("text", "level"), [(None, None), ("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)])

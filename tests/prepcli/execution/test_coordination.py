@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.engine.pipeline import Outcome
+from prepcli.engine.pipeline import PipelineResult
 from prepcli.errors import STOPPED, PrepError
 from prepcli.execution import coordination
-from prepcli.execution.coordination import Task, Waiting, wait_for_all, work_together
-from prepcli.execution.failure_notes import Age, Failures
-from prepcli.execution.locks import lock
+from prepcli.execution.coordination import ConversionTask, WaitOptions, wait_for_all, work_together
+from prepcli.execution.failure_notes import FailureAge, FailureNotes
+from prepcli.execution.locks import acquire_lock
 from prepcli.execution.signals import Stopped
 from prepcli.execution.staging import Staging
-from prepcli.planning.plan import Flat, Plan, Stream
-from prepcli.planning.shares import Division, Share, divided
+from prepcli.planning.plan import Contiguous, Plan, Stream
+from prepcli.planning.shares import Division, Share, divide_streams
 
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
-    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), (Flat(0, 0),), (Flat(0, 0),)) for i in range(4)), (),
+    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), (Contiguous(0, 0),), (Contiguous(0, 0),)) for i in range(4)), (),
 )  # fmt: skip
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -32,19 +32,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordination, "LOOK_EVERY_S", 0.001)
 
 
-def joined(out: Path, share: Share, restart: bool = False) -> Task:
+def joined(out: Path, share: Share, restart: bool = False) -> ConversionTask:
     stage = Staging(out)
-    return Task(PLAN, RUN, stage, stage.open(RUN, restart, share), range(share.index, share.index + 1))
+    return ConversionTask(PLAN, RUN, stage, stage.open(RUN, restart, share), range(share.index, share.index + 1))
 
 
-def finish(task: Task) -> None:
-    with task.journal() as journal:
-        streams = task.mine.streams
-        journal.mark(sum(s.nbytes for s in streams), {at: f"of {s.name}" for at, s in enumerate(streams)})
+def finish(task: ConversionTask) -> None:
+    with task.open_journal() as journal:
+        streams = task.own_plan.streams
+        journal.record(sum(s.nbytes for s in streams), {at: f"of {s.name}" for at, s in enumerate(streams)})
 
 
-def wait(task: Task, patience_s: float = 60.0, alarm=lambda: None) -> dict[int, str]:
-    return wait_for_all(task, Waiting(patience_s, alarm))
+def wait(task: ConversionTask, patience_s: float = 60.0, alarm=lambda: None) -> dict[int, str]:
+    return wait_for_all(task, WaitOptions(patience_s, alarm))
 
 
 EVERY = {number: f"of t{number}" for number in range(4)}
@@ -61,7 +61,7 @@ def test_the_last_one_has_what_all_have_done(tmp_path: Path):
     finish(tasks[0])
 
     def other_one() -> None:
-        if not tasks[1].stage.journal.exists():
+        if not tasks[1].stage.journal_path.exists():
             finish(tasks[1])
 
     assert wait(tasks[0], alarm=other_one) == EVERY
@@ -71,9 +71,9 @@ def test_the_last_one_has_what_all_have_done(tmp_path: Path):
 def test_whoever_waits_sees_that_another_published(tmp_path: Path):
     tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
     finish(tasks[0])
-    wait(tasks[0], alarm=lambda: None if tasks[1].stage.published() else tasks[1].stage.publish())
-    assert tasks[0].stage.published()
-    with tasks[0].stage.publishing() as is_needed:
+    wait(tasks[0], alarm=lambda: None if tasks[1].stage.is_published() else tasks[1].stage.publish())
+    assert tasks[0].stage.is_published()
+    with tasks[0].stage.holding_publish_lock() as is_needed:
         assert not is_needed
 
 
@@ -83,7 +83,7 @@ def test_only_one_publishes(tmp_path: Path):
         finish(task)
     found = []
     for task in tasks:
-        with task.stage.publishing() as is_needed:
+        with task.stage.holding_publish_lock() as is_needed:
             found.append(is_needed)
             if is_needed:
                 task.stage.publish()
@@ -102,7 +102,7 @@ def test_one_that_is_gone_is_not_waited_for_forever(tmp_path: Path):
 def test_one_that_is_at_work_may_take_its_time(tmp_path: Path):
     task = joined(tmp_path / "out", Share(2, 0))
     finish(task)
-    held = lock(task.stage.work / "lock.1", Path("x"))
+    held = acquire_lock(task.stage.work / "lock.1", Path("x"))
     looks = iter(range(20))
 
     def count() -> None:
@@ -115,14 +115,14 @@ def test_one_that_is_at_work_may_take_its_time(tmp_path: Path):
     assert next(looks, None) is None
 
 
-def fail(task: Task, error: Exception) -> None:
+def fail(task: ConversionTask, error: Exception) -> None:
     """End a process by an error."""
-    with pytest.raises(type(error)), task.stage.failures.telling():
+    with pytest.raises(type(error)), task.stage.failures.recording_errors():
         raise error
     task.stage.leave()
 
 
-def pair(out: Path) -> list[Task]:
+def pair(out: Path) -> list[ConversionTask]:
     return [joined(out, Share(2, index)) for index in range(2)]
 
 
@@ -134,7 +134,7 @@ def test_failure_ends_a_process_that_waits(tmp_path: Path):
         wait(task)
     assert (caught.value.why, caught.value.hint) == ("why", "hint")
     joined(tmp_path / "out", Share(2, 1))
-    assert task.stage.failures.of(1) is None
+    assert task.stage.failures.find(1) is None
 
 
 def test_failure_before_another_joins_reaches_it(tmp_path: Path):
@@ -181,8 +181,8 @@ def test_failure_is_reported_to_each_process_once(tmp_path: Path):
 def test_failure_of_another_plan_or_division_is_ignored(tmp_path: Path):
     fail(joined(tmp_path / "out", Share(3, 1)), PrepError("the disk is full"))
     task = joined(tmp_path / "out", Share(2, 0))
-    assert task.stage.failures.of(1) is None
-    assert Failures(task.stage.work, "another plan", Share(3, 0)).of(1) is None
+    assert task.stage.failures.find(1) is None
+    assert FailureNotes(task.stage.work, "another plan", Share(3, 0)).find(1) is None
 
 
 def test_failure_that_is_a_bug_is_told_too(tmp_path: Path):
@@ -199,20 +199,20 @@ def test_failure_of_a_worker_is_told_by_its_parent(tmp_path: Path):
     with pytest.raises(PrepError, match="killed"):
         wait(task, alarm=_raising(PrepError("a worker was killed by SIGKILL")))
     task.stage.leave()
-    failure = other.stage.failures.of(0)
+    failure = other.stage.failures.find(0)
     assert failure is not None
-    assert (failure.error.what, failure.age) == ("process 0 failed: a worker was killed by SIGKILL", Age.NEW)
+    assert (failure.error.what, failure.age) == ("process 0 failed: a worker was killed by SIGKILL", FailureAge.NEW)
 
 
-def carried_out(task: Task, alarm=lambda: None) -> bool:
+def carried_out(task: ConversionTask, alarm=lambda: None) -> bool:
     """Wait for the others with a share that is durable; whether it was this process that finished."""
     finished = []
 
-    def move() -> Outcome:
+    def move() -> PipelineResult:
         finish(task)
-        return Outcome()
+        return PipelineResult()
 
-    work_together(task, move, finished.append, Waiting(60.0, alarm))
+    work_together(task, move, finished.append, WaitOptions(60.0, alarm))
     return bool(finished)
 
 
@@ -223,7 +223,7 @@ def test_publishing_waits_for_a_process_that_still_moves(tmp_path: Path):
 
     def come_to_the_end() -> None:
         if next(looks, None) == 2:
-            other.stage.moved()
+            other.stage.mark_moved()
 
     assert carried_out(task, come_to_the_end)
     assert next(looks, None) is None
@@ -252,10 +252,10 @@ def _raising(error: Exception):
 
 def test_stopped_process_leaves_no_failure(tmp_path: Path):
     task, other = pair(tmp_path / "out")
-    with pytest.raises(Stopped), other.stage.failures.telling():
+    with pytest.raises(Stopped), other.stage.failures.recording_errors():
         raise Stopped("SIGTERM")
     other.stage.leave()
-    assert task.stage.failures.of(1) is None
+    assert task.stage.failures.find(1) is None
 
 
 def test_failure_is_told_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -267,7 +267,7 @@ def test_failure_is_told_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         patched.setattr("json.dump", full)
         fail(other, PrepError("the disk is full"))
-    failure = task.stage.failures.of(1)
+    failure = task.stage.failures.find(1)
     assert failure is not None
     assert failure.error.what == "process 1 failed"
 
@@ -276,7 +276,7 @@ def test_failure_is_told_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
 def test_damaged_failure_note_is_a_failure(tmp_path: Path, note: bytes):
     task = joined(tmp_path / "out", Share(2, 0))
     (task.stage.work / "failed.1").write_bytes(note)
-    failure = task.stage.failures.of(1)
+    failure = task.stage.failures.find(1)
     assert failure is not None
     assert failure.error.what == "process 1 failed"
 
@@ -289,7 +289,7 @@ def test_failure_note_is_not_written_through_a_link(tmp_path: Path):
         (other.stage.work / name).symlink_to(precious)
     fail(other, PrepError("t1 is damaged"))
     assert precious.read_text() == "mine"
-    assert task.stage.failures.of(1) is not None
+    assert task.stage.failures.find(1) is not None
 
 
 def test_another_number_of_processes_takes_over_what_is_whole(tmp_path: Path):
@@ -298,7 +298,7 @@ def test_another_number_of_processes_takes_over_what_is_whole(tmp_path: Path):
     done = {n: f"of t{n}" for n in first.shares[0]}
     first.stage.close()
     tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
-    assert [dict(task.division.done) for task in tasks] == [done, done]
+    assert [dict(task.division.durable_digests) for task in tasks] == [done, done]
     assert sorted(n for share in tasks[0].shares for n in share) == [0, 1, 2, 3]
     for task in tasks:
         finish(task)
@@ -307,21 +307,21 @@ def test_another_number_of_processes_takes_over_what_is_whole(tmp_path: Path):
         task.stage.close()
     alone = joined(tmp_path / "out", Share())
     assert alone.shares == ((0, 1, 2, 3),)
-    assert alone.promised(0, alone.marked(0)).digests == EVERY
+    assert alone.durable_part(0, alone.read_marked(0)).digests == EVERY
     assert wait(alone) == EVERY
 
 
 def test_a_crash_between_the_division_and_the_removal_of_journals_does_no_harm(tmp_path: Path, monkeypatch):
     first = joined(tmp_path / "out", Share(2, 0))
     finish(first)
-    before = first.stage.journal.read_bytes()
+    before = first.stage.journal_path.read_bytes()
     first.stage.close()
     second = joined(tmp_path / "out", Share(3, 0))
     second.stage.close()
-    second.stage.journal.write_bytes(before)  # as if it had not been removed
+    second.stage.journal_path.write_bytes(before)  # as if it had not been removed
     again = joined(tmp_path / "out", Share(3, 0))
-    assert dict(again.division.done) == {n: f"of t{n}" for n in first.shares[0]}
-    with again.journal() as journal:
+    assert dict(again.division.durable_digests) == {n: f"of t{n}" for n in first.shares[0]}
+    with again.open_journal() as journal:
         assert (journal.done_nbytes, journal.digests) == (0, {})
 
 
@@ -329,11 +329,11 @@ def test_a_restart_drops_what_was_done_unless_others_are_at_work(tmp_path: Path)
     first = joined(tmp_path / "out", Share(2, 0))
     finish(first)
     other = joined(tmp_path / "out", Share(2, 1), restart=True)
-    assert first.stage.journal.exists()
+    assert first.stage.journal_path.exists()
     first.stage.close()
     other.stage.close()
     joined(tmp_path / "out", Share(2, 1), restart=True)
-    assert not first.stage.journal.exists()
+    assert not first.stage.journal_path.exists()
 
 
 def test_one_alone_waits_until_all_who_share_are_gone(tmp_path: Path):
@@ -352,14 +352,16 @@ def test_one_alone_waits_until_all_who_share_are_gone(tmp_path: Path):
 
 def test_the_shares_are_those_of_the_division(tmp_path: Path):
     task = joined(tmp_path / "out", Share(2, 1))
-    assert task.shares == divided(PLAN, task.division)
-    assert [s.name for s in task.mine.streams] == [f"t{n}" for n in task.shares[1]]
-    assert task.team_nbytes() == (0, sum(s.nbytes for s in task.mine.streams))
+    assert task.shares == divide_streams(PLAN, task.division)
+    assert [s.name for s in task.own_plan.streams] == [f"t{n}" for n in task.shares[1]]
+    assert task.team_nbytes() == (0, sum(s.nbytes for s in task.own_plan.streams))
 
 
 def test_a_share_without_bytes_is_whole_from_the_beginning(tmp_path: Path):
     task = joined(tmp_path / "out", Share(8, 0))
-    assert [task.is_whole(index, task.marked(index)) for index in range(8)] == [not share for share in task.shares]
-    empty = Stream("empty", "float32", (0,), (0, 0), (Flat(0, 0),), (Flat(0, 0),))
-    alone = Task(dataclasses.replace(PLAN, streams=(empty,)), RUN, task.stage, Division())
-    assert alone.is_whole(0, alone.marked(0))
+    assert [task.is_complete(index, task.read_marked(index)) for index in range(8)] == [
+        not share for share in task.shares
+    ]
+    empty = Stream("empty", "float32", (0,), (0, 0), (Contiguous(0, 0),), (Contiguous(0, 0),))
+    alone = ConversionTask(dataclasses.replace(PLAN, streams=(empty,)), RUN, task.stage, Division())
+    assert alone.is_complete(0, alone.read_marked(0))

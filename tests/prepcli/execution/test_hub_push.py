@@ -14,12 +14,12 @@ from huggingface_hub.utils import _http
 
 from prepcli.console.progress import NullProgress
 from prepcli.errors import PrepError
-from prepcli.execution.hub_push import Target, check, push
-from prepcli.remote.patience import Patience
-from tests.helpers.push_server import TOKEN, PushHub, Taken, taking
+from prepcli.execution.hub_push import PushTarget, check_push, push_folder
+from prepcli.remote.retries import RetryPolicy
+from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(1000)}
-TARGET = Target("o/m", "side")
+TARGET = PushTarget("o/m", "side")
 STEPS = ("GET /api/whoami", "POST /api/repos/create", "/branch/", "GET /api/models/o/m/tree", "/preupload/")
 LARGE_STEPS = ("/info/lfs/", "PUT /lfs/", "/commit/")
 NONSENSE = {"html": b"<html>log in</html>", "list": b"[]", "null": b"null", "empty": b"", "noise": b"\xff\x00{"}
@@ -34,8 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[PushHub]:
-    with taking({"o/m": Taken(False)}) as hub:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePushHub]:
+    with serve_push_hub({"o/m": PushedRepo(False)}) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -46,32 +46,32 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[PushHub]:
 
 
 def pushed(folder: Path, notes: list[str], timeout_s: float = 1.0) -> str:
-    patience = Patience(timeout_s, notes.append)
-    check(TARGET, patience)
-    return push(folder, TARGET, NullProgress(), patience)
+    patience = RetryPolicy(timeout_s, notes.append)
+    check_push(TARGET, patience)
+    return push_folder(folder, TARGET, NullProgress(), patience)
 
 
 @pytest.mark.parametrize("step", [*STEPS, *LARGE_STEPS])
 @pytest.mark.parametrize("stall", ["silent", "close"])
-def test_push_that_stalls_is_one_error(hub: PushHub, folder: Path, step: str, stall: str):
-    hub.broken, hub.stall, notes = step, stall, list[str]()
+def test_push_that_stalls_is_one_error(hub: FakePushHub, folder: Path, step: str, stall: str):
+    hub.failing_requests, hub.stall, notes = step, stall, list[str]()
     with pytest.raises(PrepError) as caught:
         pushed(folder, notes, 0.1 if stall == "silent" else 0.5)
     assert caught.value.what == "cannot push to o/m"
     assert caught.value.why.startswith("no answer from" if stall == "silent" else hub.url.removeprefix("http://"))
     assert step == "/commit/" or len(notes) >= 3  # a commit is made once, or not at all
     assert not hub.repos["o/m"].branches["main"]
-    hub.broken = "\0"
+    hub.failing_requests = "\0"
     pushed(folder, notes, 10.0)
     assert hub.repos["o/m"].branches["side"] == FILES
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 @pytest.mark.parametrize("step", [step for step in (*STEPS, *LARGE_STEPS) if step not in HARMLESS])
-def test_push_answered_by_nonsense_is_one_error(hub: PushHub, folder: Path, step: str, nonsense: str):
-    hub.broken, hub.body = step, NONSENSE[nonsense]
+def test_push_answered_by_nonsense_is_one_error(hub: FakePushHub, folder: Path, step: str, nonsense: str):
+    hub.failing_requests, hub.body = step, NONSENSE[nonsense]
     if (step, nonsense) == ("GET /api/models/o/m/tree", "list"):
-        hub.broken = "/info/refs"  # an empty list of files is what a new branch has
+        hub.failing_requests = "/info/refs"  # an empty list of files is what a new branch has
         assert pushed(folder, [])
         return
     with pytest.raises(PrepError) as caught:
@@ -82,16 +82,16 @@ def test_push_answered_by_nonsense_is_one_error(hub: PushHub, folder: Path, step
 
 @pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 429, 500, 503])
 @pytest.mark.parametrize("step", ["/preupload/", "PUT /lfs/", "/commit/"])
-def test_push_that_is_refused_says_the_status(hub: PushHub, folder: Path, step: str, status: int):
-    hub.broken, hub.status = step, status
+def test_push_that_is_refused_says_the_status(hub: FakePushHub, folder: Path, step: str, status: int):
+    hub.failing_requests, hub.status = step, status
     with pytest.raises(PrepError) as caught:
         pushed(folder, [], 0.5)
     assert caught.value.what == "cannot push to o/m"
     assert caught.value.why.startswith(f"the hub says {status}")
 
 
-def test_push_notices_a_commit_without_the_files(hub: PushHub, folder: Path):
-    hub.broken = "/commit/"
+def test_push_notices_a_commit_without_the_files(hub: FakePushHub, folder: Path):
+    hub.failing_requests = "/commit/"
     hub.body = json.dumps({"commitUrl": f"{hub.url}/o/m/commit/{'1' * 40}", "commitOid": "1" * 40}).encode()
     with pytest.raises(PrepError) as caught:
         pushed(folder, [])
@@ -99,8 +99,8 @@ def test_push_notices_a_commit_without_the_files(hub: PushHub, folder: Path):
     assert caught.value.why == "the hub made a commit without config.json, model.safetensors"
 
 
-def test_push_makes_a_commit_once(hub: PushHub, folder: Path):
-    hub.broken, hub.status = "/commit/", 503
+def test_push_makes_a_commit_once(hub: FakePushHub, folder: Path):
+    hub.failing_requests, hub.status = "/commit/", 503
     with pytest.raises(PrepError):
         pushed(folder, [])
     assert sum("/commit/" in line for line in hub.requests) == 1

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.engine.pipeline import Outcome
+from prepcli.engine.pipeline import PipelineResult
 from prepcli.errors import FAILED, STOPPED, PrepError
-from prepcli.execution.coordination import Task, Waiting, work_together
-from prepcli.execution.staging import clean, staging
-from prepcli.planning.plan import Flat, Plan, Stream
+from prepcli.execution.coordination import ConversionTask, WaitOptions, work_together
+from prepcli.execution.staging import open_staging, remove_work_folder
+from prepcli.planning.plan import Contiguous, Plan, Stream
 from prepcli.planning.shares import Share
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
 
 STREAMS = 3
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
-    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), (Flat(0, 0),), (Flat(0, 0),)) for i in range(STREAMS)), (),
+    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), (Contiguous(0, 0),), (Contiguous(0, 0),)) for i in range(STREAMS)), (),
 )  # fmt: skip
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -42,30 +42,30 @@ class Life:
     def run(self, out: Path) -> None:
         """What `convert` does, with a share that is a file for each stream."""
         if not (out / "whole").exists():
-            with staging(out) as stage:
+            with open_staging(out) as stage:
                 division = stage.open(RUN, self.restart, self.share)
                 if (out / "whole").exists():
                     stage.discard()
                     return
-                task = Task(PLAN, RUN, stage, division, range(self.share.index, self.share.index + 1))
-                work_together(task, lambda: self._move(task), lambda done: self._finish(task, done), Waiting())
-        clean(out)
+                task = ConversionTask(PLAN, RUN, stage, division, range(self.share.index, self.share.index + 1))
+                work_together(task, lambda: self._move(task), lambda done: self._finish(task, done), WaitOptions())
+        remove_work_folder(out)
 
-    def _move(self, task: Task) -> Outcome:
-        notes, heard = task.stage.failures._before, task.stage.failures._heard
+    def _move(self, task: ConversionTask) -> PipelineResult:
+        notes, heard = task.stage.failures._stamps_at_join, task.stage.failures._heard_stamps
         state = task.division, sorted(notes), sorted(name for name in notes if notes[name] == heard.get(name))
         step("move", *state)
         if self.fails:
             raise PrepError("t1 is damaged")
-        with task.journal() as journal:
-            for stream in task.mine.streams:
+        with task.open_journal() as journal:
+            for stream in task.own_plan.streams:
                 (task.stage.folder / stream.name).write_text(stream.name)
-            streams = task.mine.streams
-            journal.mark(sum(s.nbytes for s in streams), {at: f"of {s.name}" for at, s in enumerate(streams)})
+            streams = task.own_plan.streams
+            journal.record(sum(s.nbytes for s in streams), {at: f"of {s.name}" for at, s in enumerate(streams)})
         step("moved", *state)
-        return Outcome()
+        return PipelineResult()
 
-    def _finish(self, task: Task, outcome: Outcome) -> None:
+    def _finish(self, task: ConversionTask, outcome: PipelineResult) -> None:
         assert outcome.digests == {number: f"of t{number}" for number in range(STREAMS)}
         for stream in PLAN.streams:
             assert (task.stage.folder / stream.name).read_text() == stream.name

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.execution.locks import lock
+from prepcli.execution.locks import acquire_lock
 
 TAKE = """
 import sys
@@ -25,17 +25,17 @@ lock(Path(sys.argv[1]), Path("run"))
 def test_only_one_has_it(tmp_path: Path):
     path = tmp_path / ".lock"
     path.write_text("something longer than what is written there, of an earlier process on another machine\n" * 2)
-    fd = lock(path, Path("run"))
+    fd = acquire_lock(path, Path("run"))
     with pytest.raises(PrepError, match="run is locked") as caught:
-        lock(path, Path("run"))
+        acquire_lock(path, Path("run"))
     assert f"another process works on it: process {os.getpid()} on " in caught.value.why
     assert "earlier" not in caught.value.why
     other = subprocess.run([sys.executable, "-c", TAKE, path], capture_output=True, text=True, check=False)
     assert "run is locked" in other.stderr
     os.close(fd)
-    os.close(lock(path, Path("run")))
+    os.close(acquire_lock(path, Path("run")))
 
 
 def test_it_ends_with_its_process(tmp_path: Path):
     subprocess.run([sys.executable, "-c", TAKE, tmp_path / ".lock"], check=True)
-    os.close(lock(tmp_path / ".lock", Path("run")))
+    os.close(acquire_lock(tmp_path / ".lock", Path("run")))

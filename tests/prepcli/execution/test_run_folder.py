@@ -17,9 +17,17 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
-from prepcli.execution.run_folder import RunFolder, steps_of
-from tests.helpers.models import GPT2, GPT_NEO, LLAMA, make
-from tests.helpers.states import State, host_leaves, params_of, read_all, same_state, save, state_of
+from prepcli.execution.run_folder import RunFolder, saved_steps
+from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.training_states import (
+    TrainingState,
+    host_leaves,
+    make_state,
+    read_leaves,
+    read_params,
+    same_state,
+    save_steps,
+)
 from trainer.models.checkpoint_store import HostLeaf
 
 
@@ -27,15 +35,15 @@ from trainer.models.checkpoint_store import HostLeaf
 def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An init in bfloat16, of a padded vocabulary, for a mesh."""
     folder = tmp_path_factory.mktemp("start")
-    make(folder / "m", GPT_NEO, "bfloat16", hidden_size=64)
+    make_checkpoint(folder / "m", GPT_NEO, "bfloat16", hidden_size=64)
     options = ["--mesh", "1,2,4", "--pad-vocab", "8", "-q"]
     assert main(["save-init", str(folder / "m"), *options, "--out", str(folder / "m-init")]) == 0
     return folder / "m-init"
 
 
 @pytest.fixture(scope="module")
-def params(init: Path) -> State:
-    return params_of(init)
+def params(init: Path) -> TrainingState:
+    return read_params(init)
 
 
 @pytest.fixture
@@ -47,15 +55,15 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_what_is_saved_comes_back(init: Path, params: State, run: Path):
-    state = state_of(params, 7)
+def test_what_is_saved_comes_back(init: Path, params: TrainingState, run: Path):
+    state = make_state(params, 7)
     with RunFolder(run, init, "tuned") as store:
         assert store.steps() == []
         store.save(7, host_leaves(state), {"recipe": "x = 1", "data": {"identity": "abc"}})
-        assert store.steps() == steps_of(run) == [7]
+        assert store.steps() == saved_steps(run) == [7]
         with store.open(7) as reader:
-            assert same_state(read_all(reader), state)
-            facts = reader.facts
+            assert same_state(read_leaves(reader), state)
+            facts = reader.manifest
     assert {key: facts[key] for key in ("kind", "name", "step", "recipe", "data", "mesh", "scan", "tied")} == {
         "kind": "train", "name": "tuned", "step": 7, "recipe": "x = 1", "data": {"identity": "abc"}, "mesh": "1,2,4",
         "scan": True, "tied": True,
@@ -67,11 +75,11 @@ def test_what_is_saved_comes_back(init: Path, params: State, run: Path):
     assert {path.name for path in (run / "7/state/hf").iterdir()} == {path.name for path in (init / "hf").iterdir()}
 
 
-def test_digests_are_those_of_tensors(init: Path, params: State, run: Path):
+def test_digests_are_those_of_tensors(init: Path, params: TrainingState, run: Path):
     from prepcli.engine.digest import digest
 
-    state = state_of(params, 1)
-    save(run, init, {1: state})
+    state = make_state(params, 1)
+    save_steps(run, init, {1: state})
     facts = json.loads((run / "1/prep-manifest.json").read_text())
     name = "transformer.h.2.mlp.c_fc.weight"
     for records, slot in ((facts["tensors"], "params"), (facts["slots"]["opt_state.adam.nu"], "opt_state.adam.nu")):
@@ -83,42 +91,42 @@ def test_digests_are_those_of_tensors(init: Path, params: State, run: Path):
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [9]), (2, [4, 9]), ("all", [1, 2, 4, 9])])
-def test_so_many_steps_are_kept(init: Path, params: State, run: Path, keep: Any, left: list[int]):
+def test_so_many_steps_are_kept(init: Path, params: TrainingState, run: Path, keep: Any, left: list[int]):
     """Also where the step that the run goes on from is one of those that go."""
-    save(run, init, {1: state_of(params, 1)}, keep=keep)
-    save(run, run / "1/state", {step: state_of(params, step) for step in (2, 4, 9)}, keep=keep)
-    assert steps_of(run) == left
+    save_steps(run, init, {1: make_state(params, 1)}, keep=keep)
+    save_steps(run, run / "1/state", {step: make_state(params, step) for step in (2, 4, 9)}, keep=keep)
+    assert saved_steps(run) == left
     assert sorted(path.name for path in run.iterdir()) == [".lock", *map(str, left)]
     assert (run / "9/state/hf/tokenizer_config.json").read_bytes() == (init / "hf/tokenizer_config.json").read_bytes()
 
 
-def test_a_run_that_went_on_has_the_same_bytes(init: Path, params: State, tmp_path: Path):
-    states = {step: state_of(params, step) for step in (3, 6)}
-    save(tmp_path / "a", init, states)
-    save(tmp_path / "b", init, {3: states[3]})
-    save(tmp_path / "b", tmp_path / "b/3/state", {6: states[6]})
+def test_a_run_that_went_on_has_the_same_bytes(init: Path, params: TrainingState, tmp_path: Path):
+    states = {step: make_state(params, step) for step in (3, 6)}
+    save_steps(tmp_path / "a", init, states)
+    save_steps(tmp_path / "b", init, {3: states[3]})
+    save_steps(tmp_path / "b", tmp_path / "b/3/state", {6: states[6]})
     assert files_of(tmp_path / "a/6") == files_of(tmp_path / "b/6")
 
 
 @pytest.mark.parametrize(("scan", "axis"), [(False, 0), (True, 1)])
 @pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
 def test_a_tree_of_another_form_is_saved_as_it_is(tmp_path: Path, base: dict[str, Any], scan: bool, axis: int):
-    make(tmp_path / "m", base)
+    make_checkpoint(tmp_path / "m", base)
     for name, options in (("init", []), ("other", ["--scan-axis", str(axis)] if scan else ["--no-scan"])):
         assert main(["save-init", str(tmp_path / "m"), "--out", str(tmp_path / name), "-q", *options]) == 0
-    state = state_of(params_of(tmp_path / "other"), 1)
-    save(
+    state = make_state(read_params(tmp_path / "other"), 1)
+    save_steps(
         tmp_path / "run", tmp_path / "init", {1: state}, mesh="1,2,1", rules=("embed=none",), scan=scan, scan_axis=axis
     )
     with RunFolder(tmp_path / "run", tmp_path / "init", "tuned").open(1) as reader:
-        assert same_state(read_all(reader), state)
-        assert (reader.facts["mesh"], reader.facts["rules"]) == ("1,2,1", ["embed=none"])
+        assert same_state(read_leaves(reader), state)
+        assert (reader.manifest["mesh"], reader.manifest["rules"]) == ("1,2,1", ["embed=none"])
     assert main(["verify", str(tmp_path / "run"), "-q"]) == 0
     assert main(["verify", str(tmp_path / "run"), str(tmp_path / "m"), "-q"]) == 0
 
 
-def test_leaves_are_fetched_one_by_one_in_the_callers_thread(init: Path, params: State, run: Path):
-    state = state_of(params, 1)
+def test_leaves_are_fetched_one_by_one_in_the_callers_thread(init: Path, params: TrainingState, run: Path):
+    state = make_state(params, 1)
     fetched: list[tuple[str, int]] = []
 
     def fetch(name: str) -> np.ndarray:
@@ -132,29 +140,29 @@ def test_leaves_are_fetched_one_by_one_in_the_callers_thread(init: Path, params:
     assert {thread for _, thread in fetched} == {threading.get_ident()}
 
 
-def test_moments_of_another_dtype_and_a_state_without_an_optimizer(init: Path, params: State, run: Path):
-    mixed = {name: v.astype(np.float16) if ".nu." in name else v for name, v in state_of(params, 1).items()}
+def test_moments_of_another_dtype_and_a_state_without_an_optimizer(init: Path, params: TrainingState, run: Path):
+    mixed = {name: v.astype(np.float16) if ".nu." in name else v for name, v in make_state(params, 1).items()}
     bare = {name: value for name, value in mixed.items() if not name.startswith("opt_state")}
     with RunFolder(run, init, "tuned") as store:
         for step, state in enumerate([mixed, bare, params]):
             store.save(step, host_leaves(state), {})
             with store.open(step) as reader:
-                assert same_state(read_all(reader), state)
+                assert same_state(read_leaves(reader), state)
 
 
-def test_a_slot_that_is_not_whole_is_saved_leaf_by_leaf(init: Path, params: State, run: Path):
-    state = state_of(params, 1)
+def test_a_slot_that_is_not_whole_is_saved_leaf_by_leaf(init: Path, params: TrainingState, run: Path):
+    state = make_state(params, 1)
     del state["opt_state.adam.mu.final_norm.bias"]
     state["opt_state.rows"] = np.arange(6, dtype=np.int32).reshape(2, 3)
     with RunFolder(run, init, "tuned") as store:
         store.save(1, host_leaves(state), {})
         with store.open(1) as reader:
-            assert same_state(read_all(reader), state)
-            assert "opt_state.adam.mu.embed.tokens" in reader.facts["others"]
-            assert [*reader.facts["slots"]] == ["opt_state.adam.nu"]
+            assert same_state(read_leaves(reader), state)
+            assert "opt_state.adam.mu.embed.tokens" in reader.manifest["others"]
+            assert [*reader.manifest["slots"]] == ["opt_state.adam.nu"]
 
 
-def test_a_step_is_saved_once(init: Path, params: State, run: Path):
+def test_a_step_is_saved_once(init: Path, params: TrainingState, run: Path):
     with RunFolder(run, init, "tuned") as store:
         store.save(5, host_leaves(params), {})
         before = files_of(run)
@@ -163,12 +171,12 @@ def test_a_step_is_saved_once(init: Path, params: State, run: Path):
     assert files_of(run) == before
 
 
-def test_what_prep_says_itself_is_not_for_others_to_say(init: Path, params: State, run: Path):
+def test_what_prep_says_itself_is_not_for_others_to_say(init: Path, params: TrainingState, run: Path):
     with RunFolder(run, init, "tuned") as store, pytest.raises(ValueError, match="may not say kind, tensors"):
         store.save(1, host_leaves(params), {"kind": "x", "tensors": {}, "recipe": ""})
 
 
-def test_a_state_that_is_not_the_models_is_named(init: Path, params: State, run: Path):
+def test_a_state_that_is_not_the_models_is_named(init: Path, params: TrainingState, run: Path):
     lacking = {name: value for name, value in params.items() if name != "params.final_norm.bias"}
     with RunFolder(run, init, "tuned") as store:
         with pytest.raises(PrepError, match=r"the state to be saved lacks the leaf params\.final_norm\.bias"):
@@ -182,8 +190,8 @@ def no_fetch() -> np.ndarray:
     raise RuntimeError("the device is lost")
 
 
-def test_a_save_that_fails_leaves_nothing_and_touches_nothing(init: Path, params: State, run: Path):
-    save(run, init, {1: state_of(params, 1)})
+def test_a_save_that_fails_leaves_nothing_and_touches_nothing(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {1: make_state(params, 1)})
     before = files_of(run / "1")
     broken = host_leaves(params) | {"params.final_norm.bias": HostLeaf((64,), "float32", no_fetch)}
     with RunFolder(run, init, "tuned", keep=1) as store:
@@ -208,8 +216,8 @@ def full(call: Callable[..., int]) -> Callable[..., int]:
     return write
 
 
-def test_a_full_disk_leaves_older_steps_as_they_were(init: Path, params: State, run: Path, monkeypatch):
-    save(run, init, {1: params})
+def test_a_full_disk_leaves_older_steps_as_they_were(init: Path, params: TrainingState, run: Path, monkeypatch):
+    save_steps(run, init, {1: params})
     before = files_of(run / "1")
     with RunFolder(run, init, "tuned", keep=1) as store:
         with monkeypatch.context() as patch:
@@ -221,32 +229,32 @@ def test_a_full_disk_leaves_older_steps_as_they_were(init: Path, params: State, 
         store.save(2, host_leaves(params), {})
 
 
-def test_no_room_is_seen_before_anything_is_written(init: Path, params: State, run: Path, monkeypatch):
+def test_no_room_is_seen_before_anything_is_written(init: Path, params: TrainingState, run: Path, monkeypatch):
     usage = os.statvfs(init)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000, "total": usage.f_blocks}))
     with RunFolder(run, init, "tuned") as store, pytest.raises(PrepError, match="not enough room for 2"):
         store.save(2, host_leaves(params), {})
 
 
-def test_what_killed_processes_left_is_cleared(init: Path, params: State, run: Path):
-    save(run, init, {1: params})
+def test_what_killed_processes_left_is_cleared(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {1: params})
     for name in ("2.partial/state/d", "1000.removed.partial/state", "2.partial.keep", "notes.partial", "1/.prep"):
         (run / name).mkdir(parents=True)
     (run / "recipe.toml").touch()
-    assert steps_of(run) == [1]
+    assert saved_steps(run) == [1]
     with RunFolder(run, init, "tuned") as store:
         assert store.steps() == [1]
     assert {p.name for p in run.iterdir()} == {".lock", "1", "2.partial.keep", "notes.partial", "recipe.toml"}
     assert not (run / "1/.prep").exists()
 
 
-def test_only_whole_steps_count(init: Path, params: State, run: Path):
-    save(run, init, {10: params, 9: params})
+def test_only_whole_steps_count(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {10: params, 9: params})
     for name in ("11/state", "007", "12.partial/state", "step"):
         (run / name).mkdir(parents=True)
     (run / "13").touch()
-    assert steps_of(run) == [9, 10]
-    assert steps_of(run / "nothing") == steps_of(run / "13") == []
+    assert saved_steps(run) == [9, 10]
+    assert saved_steps(run / "nothing") == saved_steps(run / "13") == []
     with RunFolder(run, init, "tuned") as store, pytest.raises(PrepError, match="holds no Orbax checkpoint"):
         store.open(11)
 
@@ -266,8 +274,8 @@ def test_a_run_that_cannot_be_written_is_named(init: Path, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_step_that_cannot_be_removed_is_named(init: Path, params: State, run: Path, monkeypatch):
-    save(run, init, {1: params})
+def test_a_step_that_cannot_be_removed_is_named(init: Path, params: TrainingState, run: Path, monkeypatch):
+    save_steps(run, init, {1: params})
 
     def rename(path: Path, target: Path) -> None:
         if "removed" in target.name:
@@ -282,8 +290,8 @@ def test_a_step_that_cannot_be_removed_is_named(init: Path, params: State, run: 
         assert store.steps() == [1, 2]
 
 
-def test_all_steps_can_be_dropped(init: Path, params: State, run: Path):
-    save(run, init, {1: params, 2: params})
+def test_all_steps_can_be_dropped(init: Path, params: TrainingState, run: Path):
+    save_steps(run, init, {1: params, 2: params})
     with RunFolder(run, init, "tuned") as store:
         store.clear()
         assert store.steps() == []

@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.execution.run_folder import RunFolder, steps_of
+from prepcli.execution.run_folder import RunFolder, saved_steps
 from prepcli.restore.item_reader import open_reader
-from tests.helpers.models import GPT_NEO, make
-from tests.helpers.states import host_leaves, params_of, read_all, same_state, state_of
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from tests.helpers.training_states import host_leaves, make_state, read_leaves, read_params, same_state
 
 KEEP = 2
 
 
 def saving(run: Path, start: Path) -> None:
     """Save step after step, from the one after the last that is there, until killed."""
-    params = params_of(start)
+    params = read_params(start)
     with RunFolder(run, start, "tuned", keep=KEEP) as store:
         print("begins", flush=True)
         for step in itertools.count(max(store.steps(), default=0) + 1):
-            store.save(step, host_leaves(state_of(params, step)), {"recipe": "r"})
+            store.save(step, host_leaves(make_state(params, step)), {"recipe": "r"})
 
 
 def kill_soon(run: Path, start: Path, delay_s: float) -> None:
@@ -41,26 +41,26 @@ def kill_soon(run: Path, start: Path, delay_s: float) -> None:
 
 
 def check_killed(folder: Path, kills: int, seed: int) -> None:
-    make(folder / "m", GPT_NEO, hidden_size=256, num_layers=4, attention_types=[[["global"], 4]])
+    make_checkpoint(folder / "m", GPT_NEO, hidden_size=256, num_layers=4, attention_types=[[["global"], 4]])
     assert main(["save-init", str(folder / "m"), "--out", str(folder / "init"), "-q", "--mesh", "1,2,1"]) == 0
     run, start, draw = folder / "run", folder / "init", random.Random(seed)
-    params, last, began = params_of(start), 1, time.monotonic()
+    params, last, began = read_params(start), 1, time.monotonic()
     with RunFolder(run, start, "tuned", keep=KEEP) as store:
-        store.save(1, host_leaves(state_of(params, 1)), {"recipe": "r"})
+        store.save(1, host_leaves(make_state(params, 1)), {"recipe": "r"})
     took_s = time.monotonic() - began
     for _ in range(kills):
         kill_soon(run, start, draw.uniform(0.0, 3 * took_s))
-        steps = steps_of(run)
+        steps = saved_steps(run)
         assert max(steps, default=0) >= last
         last = max(steps, default=0)
         assert len(steps) <= KEEP + 1
         for step in steps:
             with open_reader(run / str(step)) as reader:
-                assert same_state(read_all(reader), state_of(params, step))
+                assert same_state(read_leaves(reader), make_state(params, step))
     assert last > 1
     with RunFolder(run, run / str(last), "tuned", keep=KEEP) as store:
         assert not [path for path in run.iterdir() if path.name.endswith(".partial")]
-        store.save(last + 1, host_leaves(state_of(params, last + 1)), {})
+        store.save(last + 1, host_leaves(make_state(params, last + 1)), {})
         assert store.steps()[-1] == last + 1
         assert len(store.steps()) <= KEEP
 

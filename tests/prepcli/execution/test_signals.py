@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from prepcli.execution.signals import SIGNALS, Stopped, stoppable
+from prepcli.execution.signals import STOP_SIGNALS, Stopped, raise_on_signal
 
 TWICE = """
 import os, signal
@@ -23,12 +23,12 @@ with stoppable():
 """
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_raises_what_passes_except_exception(number: signal.Signals) -> None:
     caught = []
 
     def convert() -> None:
-        with stoppable():
+        with raise_on_signal():
             try:
                 os.kill(os.getpid(), number)
             except Exception as error:
@@ -41,10 +41,10 @@ def test_a_signal_raises_what_passes_except_exception(number: signal.Signals) ->
 
 
 def test_the_handlers_of_before_come_back() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with stoppable():
-        assert [signal.getsignal(number) for number in SIGNALS] != before
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with raise_on_signal():
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:

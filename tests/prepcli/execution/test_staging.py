@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import USAGE, PrepError
-from prepcli.execution.staging import DIVISION, DOOR, LOCK, WORK, Staging, clean, staging
-from prepcli.execution.staging import RUN as RUN_FILE
+from prepcli.execution.staging import (
+    DIVISION_FILE,
+    JOIN_LOCK_FILE,
+    LOCK_FILE,
+    WORK_FOLDER,
+    Staging,
+    open_staging,
+    remove_work_folder,
+)
+from prepcli.execution.staging import RUN_FILE as RUN_FILE
 
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
@@ -33,7 +41,7 @@ def begun(out: Path, text: str = "new") -> Staging:
     stage = opened(out)
     (stage.folder / "d").mkdir(exist_ok=True)
     (stage.folder / "d" / "data").write_text(text)
-    stage.journal.write_text("journal")
+    stage.journal_path.write_text("journal")
     return stage
 
 
@@ -58,13 +66,15 @@ def test_a_run_is_taken_up_again(out: Path):
     begun(out).close()
     stage = opened(out)
     assert (stage.folder / "d" / "data").read_text() == "new"
-    assert stage.journal.read_text() == "journal"
+    assert stage.journal_path.read_text() == "journal"
 
 
 def test_restart_drops_what_was_there(out: Path):
     begun(out).close()
     stage = opened(out, restart=True)
-    assert contents(stage.folder).keys() == {f"{WORK}/{name}" for name in (LOCK, DOOR, RUN_FILE, DIVISION)}
+    assert contents(stage.folder).keys() == {
+        f"{WORK_FOLDER}/{name}" for name in (LOCK_FILE, JOIN_LOCK_FILE, RUN_FILE, DIVISION_FILE)
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,7 +87,7 @@ def test_restart_drops_what_was_there(out: Path):
 )
 def test_another_run_is_in_the_way_until_restart(out: Path, change: dict[str, object], reason: str):
     begun(out).close()
-    with staging(out) as stage, pytest.raises(PrepError, match="belongs to another run") as caught:
+    with open_staging(out) as stage, pytest.raises(PrepError, match="belongs to another run") as caught:
         stage.open(RUN | change, restart=False)
     assert reason in caught.value.why
     assert "--restart" in caught.value.hint
@@ -91,7 +101,7 @@ def test_a_broken_note_of_the_run_is_dropped_by_restart_as_its_hint_says(out: Pa
     stage = begun(out)
     stage.close()
     (stage.work / "run.json").write_bytes(data)
-    with staging(out) as other, pytest.raises(PrepError, match="is broken") as caught:
+    with open_staging(out) as other, pytest.raises(PrepError, match="is broken") as caught:
         other.open(RUN, restart=False)
     assert "--restart" in caught.value.hint
     opened(out, restart=True)
@@ -103,7 +113,7 @@ def test_restart_drops_a_journal_whose_run_is_not_known(out: Path):
     stage.close()
     (stage.work / "run.json").unlink()
     opened(out, restart=True)
-    assert not stage.journal.exists()
+    assert not stage.journal_path.exists()
 
 
 # In the way
@@ -114,7 +124,7 @@ def test_a_folder_that_prep_did_not_make_is_left_alone(out: Path):
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("mine")
     for restart in (False, True):
-        with staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial is in the way"):
+        with open_staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial is in the way"):
             stage.open(RUN, restart)
     assert contents(theirs) == {"thesis.txt": "mine"}
 
@@ -155,7 +165,7 @@ sys.stdin.read()
 
 def test_a_lock_that_another_process_holds(out: Path):
     begun(out).close()
-    lock = out.with_name("out.partial") / WORK / LOCK
+    lock = out.with_name("out.partial") / WORK_FOLDER / LOCK_FILE
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -266,7 +276,7 @@ def test_killed_while_it_replaces_what_had_the_name(out: Path, monkeypatch, mome
     publish_until(begun(out), monkeypatch, moment)
     assert out.exists() == (moment != "named")
     if moment == "cleaned":
-        clean(out)
+        remove_work_folder(out)
     else:
         again = opened(out)
         again.publish(overwrite=True)
@@ -347,5 +357,5 @@ def test_what_had_the_name_gets_it_back_if_its_successor_cannot_have_it(out: Pat
 
 
 def test_cleaning_what_is_not_there_is_no_error(out: Path):
-    clean(out)
+    remove_work_folder(out)
     assert not out.exists()

@@ -8,30 +8,32 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.execution.uploads import Request, _uploaded, url_of
-from prepcli.remote.object_store import Url
+from prepcli.execution.uploads import UploadRequest, _uploaded_names, parse_out_url
+from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.remote.remote_files import RemoteFile
 
 
 def test_an_address_survives_being_a_path():
-    assert url_of(Path("gs://bucket/a/b")) == Url("gs", "bucket", "a/b")
-    assert url_of(Path("s3://bucket/a/")) == Url("s3", "bucket", "a")
-    assert [url_of(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))] == [None] * 5
+    assert parse_out_url(Path("gs://bucket/a/b")) == ObjectStoreUrl("gs", "bucket", "a/b")
+    assert parse_out_url(Path("s3://bucket/a/")) == ObjectStoreUrl("s3", "bucket", "a")
+    assert [parse_out_url(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))] == [None] * 5
     with pytest.raises(PrepError) as caught:
-        url_of(Path("abfs://bucket/a"))
+        parse_out_url(Path("abfs://bucket/a"))
     assert caught.value.code == 2
 
 
 def test_it_is_made_in_a_folder_that_says_what_it_is_for():
-    request = Request(Url("gs", "bucket", "a/init"), False, False, False)
-    assert (request.here, request.marks) == (Path("init.upload/init"), Path("init.upload/uploaded.jsonl"))
-    assert Request(Url("gs", "bucket", ""), False, False, False).here == Path("bucket.upload/bucket")
+    request = UploadRequest(ObjectStoreUrl("gs", "bucket", "a/init"), False, False, False)
+    assert (request.local_folder, request.marks_path) == (Path("init.upload/init"), Path("init.upload/uploaded.jsonl"))
+    assert UploadRequest(ObjectStoreUrl("gs", "bucket", ""), False, False, False).local_folder == Path(
+        "bucket.upload/bucket"
+    )
 
 
 def test_only_what_is_still_there_as_this_plan_left_it_is_up(tmp_path: Path):
     there = [RemoteFile("a", 1, "etag:1"), RemoteFile("b", 1, "etag:2"), RemoteFile("c", 1, "etag:3")]
     marks = [["p", "a", 1, "etag:1"], ["p", "b", 1, "etag:0"], ["q", "c", 1, "etag:3"], ["p", "d", 1, "etag:4"]]
     path = tmp_path / "uploaded.jsonl"
-    assert _uploaded(path, "p", there) == set()
+    assert _uploaded_names(path, "p", there) == set()
     path.write_text("".join(json.dumps(mark) + "\n" for mark in marks) + '["p", "c", 1, "et')
-    assert _uploaded(path, "p", there) == {"a"}
+    assert _uploaded_names(path, "p", there) == {"a"}

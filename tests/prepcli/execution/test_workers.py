@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.console.progress import NullProgress
-from prepcli.engine.budget import FLOOR_NBYTES, MIB
+from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
 from prepcli.errors import USAGE, PrepError
-from prepcli.execution.workers import FRESH_NBYTES, Workers, memory_of_each, worker_words
+from prepcli.execution.workers import MAX_BASELINE_NBYTES, WorkerPool, worker_argv, worker_memory_nbytes
 from prepcli.planning.shares import Share
 
 OWN = ["--workers", "1", "--processes", "4/2", "--memory", "99", "--json", "--quiet", "--progress", "json"]
@@ -23,30 +23,34 @@ OWN = ["--workers", "1", "--processes", "4/2", "--memory", "99", "--json", "--qu
     ],
 )
 def test_a_worker_does_what_was_asked_and_its_own_words_come_last(words: list[str], expected: list[str]):
-    assert worker_words(words, Share(4, 2), 99) == expected
+    assert worker_argv(words, Share(4, 2), 99) == expected
 
 
-@given(st.integers(FLOOR_NBYTES, 1 << 40), st.integers(1, 64), st.integers(0, FRESH_NBYTES))
+@given(st.integers(MIN_MEMORY_NBYTES, 1 << 40), st.integers(1, 64), st.integers(0, MAX_BASELINE_NBYTES))
 def test_workers_and_what_python_takes_fit_into_the_memory(memory_nbytes: int, workers: int, own_nbytes: int):
-    if workers * FLOOR_NBYTES + (workers - 1) * own_nbytes <= memory_nbytes:
-        each = memory_of_each(memory_nbytes, workers, own_nbytes)
-        assert each >= FLOOR_NBYTES
+    if workers * MIN_MEMORY_NBYTES + (workers - 1) * own_nbytes <= memory_nbytes:
+        each = worker_memory_nbytes(memory_nbytes, workers, own_nbytes)
+        assert each >= MIN_MEMORY_NBYTES
         assert workers * each + (workers - 1) * own_nbytes <= memory_nbytes
         return
     with pytest.raises(PrepError) as caught:
-        memory_of_each(memory_nbytes, workers, own_nbytes)
+        worker_memory_nbytes(memory_nbytes, workers, own_nbytes)
     assert caught.value.code == USAGE
     needed, fitting = (word.strip("`,") for word in (caught.value.hint.split()[1], caught.value.hint.split()[-1]))
-    assert memory_of_each(int(needed.removesuffix("MiB")) * MIB, workers, own_nbytes) >= FLOOR_NBYTES
-    assert memory_of_each(memory_nbytes, int(fitting), own_nbytes) >= FLOOR_NBYTES
+    assert worker_memory_nbytes(int(needed.removesuffix("MiB")) * MIB, workers, own_nbytes) >= MIN_MEMORY_NBYTES
+    assert worker_memory_nbytes(memory_nbytes, int(fitting), own_nbytes) >= MIN_MEMORY_NBYTES
 
 
 def test_what_a_program_that_calls_us_holds_is_not_taken_for_a_workers_own():
-    assert memory_of_each(512 << 20, 2, 2 << 30) == memory_of_each(512 << 20, 2, FRESH_NBYTES) == (512 - 64) << 19
+    assert (
+        worker_memory_nbytes(512 << 20, 2, 2 << 30)
+        == worker_memory_nbytes(512 << 20, 2, MAX_BASELINE_NBYTES)
+        == (512 - 64) << 19
+    )
 
 
 def test_one_process_alone_has_all_of_it_and_says_itself_if_that_is_too_little():
-    assert memory_of_each(1, 1, 1 << 30) == 1
+    assert worker_memory_nbytes(1, 1, 1 << 30) == 1
 
 
 class Counting(NullProgress):
@@ -58,15 +62,15 @@ class Counting(NullProgress):
 
 def test_without_workers_progress_is_the_commands_own():
     progress = Counting()
-    with Workers((), (), 1, progress) as workers:
+    with WorkerPool((), (), 1, progress) as workers:
         assert workers.progress is progress
-        assert workers.results() == []
+        assert workers.wait_for_reports() == []
     assert progress.ended == 0
 
 
 def test_progress_ends_when_all_workers_have():
     progress = Counting()
-    with Workers(("export",), [Share(2, 1)], 1, progress) as workers:
+    with WorkerPool(("export",), [Share(2, 1)], 1, progress) as workers:
         workers.progress.end()
         assert progress.ended == 0
     assert progress.ended == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.formats.manifest import MANIFEST, manifest_bytes, manifest_folder, read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, find_manifest_folder, read_manifest
 
 WHOLE = {
     "kind": "hf", "request": "prep x", "plan": "xxh3:0", "config": {}, "prefixed": True, "tied": False,
@@ -19,13 +19,13 @@ LAYOUT = {"scan": True, "scan_axis": 0, "rules": [], "step": 3, "slots": {}, "ot
 
 
 def written(folder: Path, data: bytes) -> Path:
-    (folder / MANIFEST).write_bytes(data)
+    (folder / MANIFEST_FILE).write_bytes(data)
     return folder
 
 
 def test_what_is_written_comes_back(tmp_path):
     assert read_manifest(tmp_path) is None
-    assert read_manifest(written(tmp_path, manifest_bytes(WHOLE))) == {"format": 1, **WHOLE}
+    assert read_manifest(written(tmp_path, encode_manifest(WHOLE))) == {"format": 1, **WHOLE}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_is_written_comes_back(tmp_path):
 def test_what_is_no_manifest_of_ours_is_named(tmp_path, data: bytes, text: str):
     with pytest.raises(PrepError) as caught:
         read_manifest(written(tmp_path, data))
-    assert str(tmp_path / MANIFEST) in caught.value.what
+    assert str(tmp_path / MANIFEST_FILE) in caught.value.what
     assert text in str(caught.value)
 
 
@@ -64,23 +64,23 @@ def test_what_is_no_manifest_of_ours_is_named(tmp_path, data: bytes, text: str):
 )
 def test_what_later_commands_need_is_checked(tmp_path, change: dict[str, object]):
     with pytest.raises(PrepError, match="is broken"):
-        read_manifest(written(tmp_path, manifest_bytes(WHOLE | change)))
+        read_manifest(written(tmp_path, encode_manifest(WHOLE | change)))
 
 
 def test_a_manifest_that_is_a_folder_is_named(tmp_path):
-    (tmp_path / MANIFEST).mkdir()
+    (tmp_path / MANIFEST_FILE).mkdir()
     with pytest.raises(PrepError, match="is not a file"):
         read_manifest(tmp_path)
 
 
 def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / MANIFEST)
+    os.mkfifo(tmp_path / MANIFEST_FILE)
     with pytest.raises(PrepError, match="is not a file"):
         read_manifest(tmp_path)
 
 
 def test_it_is_json_that_people_can_read(tmp_path):
-    text = manifest_bytes(WHOLE).decode()
+    text = encode_manifest(WHOLE).decode()
     assert json.loads(text)["tied"] is False
     assert text.endswith("}\n")
 
@@ -88,7 +88,7 @@ def test_it_is_json_that_people_can_read(tmp_path):
 def test_a_training_step_is_read(tmp_path):
     state = {"slots": {"opt_state.mu": WHOLE["tensors"]}, "others": {"step": {"digests": [[0, 1, "b"]]}}}
     step = WHOLE | {"kind": "train"} | LAYOUT | state
-    assert read_manifest(written(tmp_path, manifest_bytes(step))) == {"format": 1, **step}
+    assert read_manifest(written(tmp_path, encode_manifest(step))) == {"format": 1, **step}
 
 
 @pytest.mark.parametrize("path", ["run", "run/10", "run/10/state"])
@@ -96,18 +96,18 @@ def test_the_manifest_of_a_step_lies_beside_its_state(tmp_path, path: str):
     for step in ("9", "10"):
         (tmp_path / "run" / step / "state").mkdir(parents=True)
         (tmp_path / "run" / step / "state/_METADATA").touch()
-        (tmp_path / "run" / step / MANIFEST).touch()
-    assert manifest_folder(tmp_path / path) == tmp_path / "run/10"
+        (tmp_path / "run" / step / MANIFEST_FILE).touch()
+    assert find_manifest_folder(tmp_path / path) == tmp_path / "run/10"
 
 
 def test_the_manifest_of_an_item_lies_in_it(tmp_path):
     for name in ("state", "item"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "_METADATA").touch()
-    assert manifest_folder(tmp_path / "state") == tmp_path / "state"
-    (tmp_path / MANIFEST).touch()
-    assert manifest_folder(tmp_path / "item") == tmp_path / "item"
-    assert manifest_folder(tmp_path / "state") == tmp_path
-    (tmp_path / "state" / MANIFEST).touch()
-    assert manifest_folder(tmp_path / "state") == tmp_path / "state"
-    assert manifest_folder(tmp_path / "nothing") == tmp_path / "nothing"
+    assert find_manifest_folder(tmp_path / "state") == tmp_path / "state"
+    (tmp_path / MANIFEST_FILE).touch()
+    assert find_manifest_folder(tmp_path / "item") == tmp_path / "item"
+    assert find_manifest_folder(tmp_path / "state") == tmp_path
+    (tmp_path / "state" / MANIFEST_FILE).touch()
+    assert find_manifest_folder(tmp_path / "state") == tmp_path / "state"
+    assert find_manifest_folder(tmp_path / "nothing") == tmp_path / "nothing"

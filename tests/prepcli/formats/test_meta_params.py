@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prepcli.formats.meta_params import hf_config, is_small_third
+from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
 from trainer.models.families.llama import FAMILY
 
 FIRST = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-06, "vocab_size": -1}
@@ -58,22 +58,22 @@ MODELS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # params, row
 
 @pytest.mark.parametrize(("params", "vocab", "said"), MODELS.values(), ids=MODELS)
 def test_published_models(params: dict[str, Any], vocab: int, said: dict[str, Any]) -> None:
-    found = hf_config(params, vocab, is_small_third(params))
+    found = to_hf_config(params, vocab, is_small_llama_3_2(params))
     assert {key: found[key] for key in said} == said
-    assert hf_config({"model": params}, vocab, False) == found | {"tie_word_embeddings": False}
+    assert to_hf_config({"model": params}, vocab, False) == found | {"tie_word_embeddings": False}
     same = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
     assert {key: found[key] for key in same} == {key: params[other] for key, other in same.items()}
     assert found["model_type"] == "llama"
-    assert FAMILY.traits(found).positions == found["max_position_embeddings"]
+    assert FAMILY.arch_config(found).max_positions == found["max_position_embeddings"]
 
 
 def test_the_scale_of_frequencies() -> None:
-    factors = {name: hf_config(MODELS[name][0], 128256, False)["rope_scaling"] for name in ("3.1 8B", "3.2 1B")}
+    factors = {name: to_hf_config(MODELS[name][0], 128256, False)["rope_scaling"] for name in ("3.1 8B", "3.2 1B")}
     rest = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     assert factors["3.1 8B"] == rest | {"rope_type": "llama3", "factor": 8.0}
     assert factors["3.2 1B"] == rest | {"rope_type": "llama3", "factor": 32.0}
-    assert hf_config(SCALED | {"rope_scaling_factor": 16}, 128256, False)["rope_scaling"]["factor"] == 16.0
-    assert "rope_scaling" not in hf_config(THIRD, 128256, False)
+    assert to_hf_config(SCALED | {"rope_scaling_factor": 16}, 128256, False)["rope_scaling"]["factor"] == 16.0
+    assert "rope_scaling" not in to_hf_config(THIRD, 128256, False)
 
 
 BROKEN = {
@@ -99,5 +99,5 @@ BROKEN = {
 @pytest.mark.parametrize(("params", "why"), BROKEN.values(), ids=BROKEN)
 def test_what_makes_no_sense_is_refused(params: Any, why: str) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
-        hf_config(params, 32000, False)
+        to_hf_config(params, 32000, False)
     assert why in str(caught.value)

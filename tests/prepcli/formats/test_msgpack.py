@@ -11,42 +11,52 @@ import numpy as np
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.formats.msgpack import CHUNKED, MAX_DEPTH, Array, Document, Kind, read_document, sniff
-from tests.helpers.golden_flax import FILES, FOLDER, decoded
+from prepcli.formats.msgpack import (
+    CHUNKED_MARKER,
+    MAX_DEPTH,
+    MsgpackArray,
+    MsgpackHeader,
+    MsgpackKind,
+    read_msgpack_header,
+    sniff_msgpack_kind,
+)
+from tests.helpers.golden_flax import FILES, FOLDER, decode_msgpack
 
 F32 = msgpack.ExtType(1, msgpack.packb(([2, 3], "float32", bytes(24))))
 PIECE = msgpack.ExtType(1, msgpack.packb(([3], "float32", bytes(12))))
 
 
-def read(path: Path, data: bytes, kind: Kind = "flax") -> Document:
+def read(path: Path, data: bytes, kind: MsgpackKind = "flax") -> MsgpackHeader:
     path.write_bytes(data)
-    return read_document(path, kind)
+    return read_msgpack_header(path, kind)
 
 
-def refusal(path: Path, data: bytes, kind: Kind = "flax") -> str:
+def refusal(path: Path, data: bytes, kind: MsgpackKind = "flax") -> str:
     with pytest.raises(PrepError) as caught:
         read(path, data, kind)
     return caught.value.why
 
 
-def payload(array: Array, data: bytes) -> bytes:
+def payload(array: MsgpackArray, data: bytes) -> bytes:
     return b"".join(data[offset : offset + nbytes] for offset, nbytes in array.runs)
 
 
 @pytest.mark.parametrize(("name", "kind"), FILES.items())
-def test_what_is_read_is_what_the_real_msgpack_reads(name: str, kind: Kind):
+def test_what_is_read_is_what_the_real_msgpack_reads(name: str, kind: MsgpackKind):
     data = (FOLDER / name).read_bytes()
-    found, wanted = read_document(FOLDER / name, kind), decoded(data, kind)
+    found, wanted = read_msgpack_header(FOLDER / name, kind), decode_msgpack(data, kind)
     arrays = {path: value for path, value in wanted.items() if isinstance(value, np.ndarray)}
     assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in found.arrays} == {
         path: (value.shape, value.dtype.name, value.tobytes()) for path, value in arrays.items()
     }
-    assert {aside.path: aside.value for aside in found.asides} == {p: v for p, v in wanted.items() if p not in arrays}
-    assert sniff(FOLDER / name) == kind
+    assert {aside.path: aside.value for aside in found.non_arrays} == {
+        p: v for p, v in wanted.items() if p not in arrays
+    }
+    assert sniff_msgpack_kind(FOLDER / name) == kind
 
 
 def test_large_arrays_are_in_pieces():
-    found = read_document(FOLDER / "llama/pieces.msgpack", "flax")
+    found = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
     assert max(len(array.runs) for array in found.arrays) > 5
     assert max(nbytes for array in found.arrays for _, nbytes in array.runs) == 600
 
@@ -64,7 +74,7 @@ def test_what_is_no_array_is_an_aside(tmp_path: Path):
     }
     found = read(tmp_path / "x", msgpack.packb(tree) or b"")
     assert [array.path for array in found.arrays] == [("g", "1")]
-    assert [str(aside) for aside in found.asides] == [
+    assert [str(aside) for aside in found.non_arrays] == [
         "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are no array",
         "g.0 is 1", "h is 2 bytes that are no array",
     ]  # fmt: skip
@@ -79,10 +89,10 @@ def test_only_headers_are_read(tmp_path: Path):
         file.write(head)
         file.truncate(len(head) + nbytes)
     tracemalloc.start()
-    found = read_document(path, "flax")
+    found = read_msgpack_header(path, "flax")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.arrays == (Array(("w",), "float32", (1 << 29,), ((len(head), nbytes),)),)
+    assert found.arrays == (MsgpackArray(("w",), "float32", (1 << 29,), ((len(head), nbytes),)),)
     assert peak < 1 << 20
 
 
@@ -127,17 +137,17 @@ def test_a_flax_file_that_means_harm(tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     "tree",
     [
-        {CHUNKED: True},
-        {CHUNKED: True, "shape": {"0": 3}, "chunks": {}},
-        {CHUNKED: True, "shape": {"0": 3}, "chunks": {"1": PIECE}},
-        {CHUNKED: True, "shape": {"0": 4}, "chunks": {"0": PIECE}},
-        {CHUNKED: True, "shape": {"0": -3}, "chunks": {"0": PIECE}},
-        {CHUNKED: True, "shape": {"0": "3"}, "chunks": {"0": PIECE}},
-        {CHUNKED: True, "shape": {"1": 3}, "chunks": {"0": PIECE}},
-        {CHUNKED: True, "shape": {"0": 6}, "chunks": {"0": F32}},
-        {CHUNKED: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": 1},
-        {CHUNKED: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": PIECE},
-        {CHUNKED: True, "shape": {str(i): 1 for i in range(70)} | {"0": 3}, "chunks": {"0": PIECE}},
+        {CHUNKED_MARKER: True},
+        {CHUNKED_MARKER: True, "shape": {"0": 3}, "chunks": {}},
+        {CHUNKED_MARKER: True, "shape": {"0": 3}, "chunks": {"1": PIECE}},
+        {CHUNKED_MARKER: True, "shape": {"0": 4}, "chunks": {"0": PIECE}},
+        {CHUNKED_MARKER: True, "shape": {"0": -3}, "chunks": {"0": PIECE}},
+        {CHUNKED_MARKER: True, "shape": {"0": "3"}, "chunks": {"0": PIECE}},
+        {CHUNKED_MARKER: True, "shape": {"1": 3}, "chunks": {"0": PIECE}},
+        {CHUNKED_MARKER: True, "shape": {"0": 6}, "chunks": {"0": F32}},
+        {CHUNKED_MARKER: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": 1},
+        {CHUNKED_MARKER: True, "shape": {"0": 3}, "chunks": {"0": PIECE}, "more": PIECE},
+        {CHUNKED_MARKER: True, "shape": {str(i): 1 for i in range(70)} | {"0": 3}, "chunks": {"0": PIECE}},
     ],
 )
 def test_pieces_that_make_no_array(tmp_path: Path, tree: object):
@@ -180,16 +190,16 @@ def test_an_empty_stream_has_nothing(tmp_path: Path):
 def test_other_files_are_not_taken_for_these(tmp_path: Path, data: bytes):
     path = tmp_path / "x"
     path.write_bytes(data)
-    assert sniff(path) is None
+    assert sniff_msgpack_kind(path) is None
 
 
 def test_what_is_no_file(tmp_path: Path):
-    assert sniff(tmp_path) is None
-    assert sniff(tmp_path / "gone") is None
+    assert sniff_msgpack_kind(tmp_path) is None
+    assert sniff_msgpack_kind(tmp_path / "gone") is None
     with pytest.raises(PrepError, match="cannot read"):
-        read_document(tmp_path / "gone", "flax")
+        read_msgpack_header(tmp_path / "gone", "flax")
     with pytest.raises(PrepError, match="is not a file"):
-        read_document(tmp_path, "flax")
+        read_msgpack_header(tmp_path, "flax")
 
 
 # Any bytes
@@ -214,7 +224,7 @@ def mutated(data: bytes, other: bytes, rng: random.Random) -> bytes:
     return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
 
 
-def fuzzed(seed: int) -> tuple[bytes, Kind]:
+def fuzzed_file(seed: int) -> tuple[bytes, MsgpackKind]:
     rng = random.Random(seed)
     if seed % 10 == 0:
         head = rng.choice([b"", b"\x81\xa1a", b"\x92\x91\xa1a\xc4\x40", b"\x81\xa1a\xc7\x40\x01"])
@@ -228,10 +238,10 @@ def fuzzed(seed: int) -> tuple[bytes, Kind]:
 
 def check_fuzzed(path: Path, seed: int) -> bool:
     """Whether an input is read; if not it is refused by name."""
-    data, kind = fuzzed(seed)
+    data, kind = fuzzed_file(seed)
     path.write_bytes(data)
     try:
-        found = read_document(path, kind)
+        found = read_msgpack_header(path, kind)
     except PrepError:
         return False
     assert all(0 <= offset <= offset + n <= len(data) for array in found.arrays for offset, n in array.runs)

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import PrepError
 from prepcli.formats import msgpack_layout
-from prepcli.formats.msgpack import Keys
+from prepcli.formats.msgpack import KeyPath
 from prepcli.formats.msgpack_layout import (
     MAX_PIECE_NBYTES,
     MAX_RECORD_NBYTES,
-    Layout,
-    Leaf,
-    flax_layout,
-    sorted_paths,
-    stream_layout,
+    MsgpackLayout,
+    MsgpackLeaf,
+    lay_out_flax,
+    lay_out_stream,
+    sort_paths,
 )
 
 DTYPES = ("float32", "bfloat16", "int8", "bool", "float64", "uint16", "complex64", "float8_e4m3fn")
@@ -46,14 +46,14 @@ trees = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
-def leaves_of(values: Mapping[Keys, np.ndarray]) -> list[Leaf]:
-    return [Leaf(path, value.dtype.name, value.shape) for path, value in values.items()]
+def leaves_of(values: Mapping[KeyPath, np.ndarray]) -> list[MsgpackLeaf]:
+    return [MsgpackLeaf(path, value.dtype.name, value.shape) for path, value in values.items()]
 
 
-def rendered(layout: Layout, values: Mapping[Keys, np.ndarray]) -> bytes:
+def rendered(layout: MsgpackLayout, values: Mapping[KeyPath, np.ndarray]) -> bytes:
     """The file, payloads as its runs say."""
     out = bytearray(layout.size)
-    for offset, data in layout.fixed:
+    for offset, data in layout.fixed_bytes:
         out[offset : offset + len(data)] = data
     for path, runs in layout.runs.items():
         data = values[path].tobytes()
@@ -75,37 +75,37 @@ def test_the_bytes_are_those_of_flax(piece: int, tree: dict):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flax_serialization, "MAX_CHUNK_SIZE", piece)
         patch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", piece)
-        assert rendered(flax_layout(leaves_of(values)), values) == flax_serialization.to_bytes(in_order(tree))
+        assert rendered(lay_out_flax(leaves_of(values)), values) == flax_serialization.to_bytes(in_order(tree))
         packer = msgpack.Packer()
         records = (packer.pack((k, flax_serialization.to_bytes(v))) for k, v in flatten_dict(in_order(tree)).items())
-        assert rendered(stream_layout(leaves_of(values)), values) == b"".join(record or b"" for record in records)
+        assert rendered(lay_out_stream(leaves_of(values)), values) == b"".join(record or b"" for record in records)
 
 
 def test_paths_are_in_the_order_of_text():
-    assert sorted_paths([("h", "2"), ("h", "10"), ("a",)]) == [("a",), ("h", "10"), ("h", "2")]
+    assert sort_paths([("h", "2"), ("h", "10"), ("a",)]) == [("a",), ("h", "10"), ("h", "2")]
 
 
 def test_a_large_leaf_is_in_pieces_of_one_gibibyte():
-    layout = flax_layout([Leaf(("w",), "float32", (3, 1 << 28)), Leaf(("x",), "int8", (1 << 30,))])
+    layout = lay_out_flax([MsgpackLeaf(("w",), "float32", (3, 1 << 28)), MsgpackLeaf(("x",), "int8", (1 << 30,))])
     assert [nbytes for _, nbytes in layout.runs["w",]] == [MAX_PIECE_NBYTES] * 3
     assert [nbytes for _, nbytes in layout.runs["x",]] == [MAX_PIECE_NBYTES]
-    assert layout.fixed[0][1].startswith(b"\x82\xa1w\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x82\xa10\x03")
+    assert layout.fixed_bytes[0][1].startswith(b"\x82\xa1w\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x82\xa10\x03")
 
 
 def test_a_record_has_a_length_of_32_bits():
-    largest = stream_layout([Leaf(("w",), "int8", (MAX_RECORD_NBYTES - 300,))])
+    largest = lay_out_stream([MsgpackLeaf(("w",), "int8", (MAX_RECORD_NBYTES - 300,))])
     assert len(largest.runs["w",]) == 4
     with pytest.raises(PrepError) as caught:
-        stream_layout([Leaf(("a", "w"), "int8", (MAX_RECORD_NBYTES,))])
+        lay_out_stream([MsgpackLeaf(("a", "w"), "int8", (MAX_RECORD_NBYTES,))])
     assert caught.value.what == "a.w is too large for an EasyLM stream"
 
 
 def test_elements_smaller_than_a_byte_are_refused():
     with pytest.raises(PrepError, match=r"w is float4_e2m1fn"):
-        flax_layout([Leaf(("w",), "float4_e2m1fn", (2,))])
+        lay_out_flax([MsgpackLeaf(("w",), "float4_e2m1fn", (2,))])
 
 
 @pytest.mark.parametrize("paths", [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a",), ("a",)]])
-def test_leaves_that_make_no_tree(paths: list[Keys]):
+def test_leaves_that_make_no_tree(paths: list[KeyPath]):
     with pytest.raises(ValueError, match=r"is a leaf|is there twice"):
-        flax_layout([Leaf(path, "int8", ()) for path in paths])
+        lay_out_flax([MsgpackLeaf(path, "int8", ()) for path in paths])

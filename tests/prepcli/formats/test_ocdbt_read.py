@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
 from prepcli.formats import ocdbt_read
-from prepcli.formats.ocdbt import MANIFEST, Entry, Place
-from prepcli.formats.ocdbt_read import read_database
-from tests.helpers.ocdbt_judge import all_entries, base_of, entries_of, node_at, nodes, opened, write_whole
+from prepcli.formats.ocdbt import OCDBT_MANIFEST, OcdbtEntry, ValueLocation
+from prepcli.formats.ocdbt_read import read_ocdbt_index
+from tests.helpers.ocdbt_oracle import (
+    dump_node,
+    iter_nodes,
+    node_entries,
+    open_database,
+    open_folder,
+    read_all_entries,
+    write_entries,
+)
 
 NODE, TOP = bytes.fromhex("0cdb20de"), bytes.fromhex("0cdb3a2a")
 KEYS = st.one_of(st.binary(max_size=5), st.integers(0, 4000).map(lambda i: b"layers.w/%d.%d" % divmod(i, 60)))
@@ -36,10 +44,12 @@ CONFIGS = st.fixed_dictionaries(
 
 def held(folder: Path) -> dict[bytes, bytes]:
     """What a database holds, values read from where they are."""
-    return {key: value if isinstance(value, bytes) else bytes_at(folder, value) for key, value in read_database(folder)}
+    return {
+        key: value if isinstance(value, bytes) else bytes_at(folder, value) for key, value in read_ocdbt_index(folder)
+    }
 
 
-def bytes_at(folder: Path, place: Place) -> bytes:
+def bytes_at(folder: Path, place: ValueLocation) -> bytes:
     with (folder / place.path).open("rb") as file:
         file.seek(place.offset)
         return file.read(place.nbytes)
@@ -50,23 +60,23 @@ def bytes_at(folder: Path, place: Place) -> bytes:
 def test_what_tensorstore_writes_is_read(tmp_path_factory, config, commits):
     """Whatever the configuration: versions, levels, compression, values in nodes and in files."""
     folder = tmp_path_factory.mktemp("db")
-    store = opened(folder, config)
+    store = open_database(folder, config)
     expected: dict[bytes, bytes] = {}
     for values in commits:
         with ts.Transaction() as transaction:
             for key, value in values.items():
                 store.with_transaction(transaction)[key] = value
         expected |= values
-    assert list(read_database(folder)) == all_entries(folder)
+    assert list(read_ocdbt_index(folder)) == read_all_entries(folder)
     assert held(folder) == expected == {key: store[key] for key in store.list().result()}
 
 
 def test_many_commits_leave_older_versions_in_nodes_of_their_own(tmp_path):
-    store = opened(tmp_path, {"version_tree_arity_log2": 1, "max_decoded_node_bytes": 200})
+    store = open_database(tmp_path, {"version_tree_arity_log2": 1, "max_decoded_node_bytes": 200})
     expected = {b"key%03d" % i: b"v" * (i % 9) for i in range(60)}
     for key, value in expected.items():
         store[key] = value
-    dumped = ts.ocdbt.dump(base_of(tmp_path)).result()
+    dumped = ts.ocdbt.dump(open_folder(tmp_path)).result()
     assert dumped["version_tree_nodes"]
     assert dumped["versions"][-1]["root_height"] > 1
     assert held(tmp_path) == expected
@@ -75,9 +85,9 @@ def test_many_commits_leave_older_versions_in_nodes_of_their_own(tmp_path):
 def test_databases_of_several_folders_that_were_joined(tmp_path):
     """As Orbax joins those of its processes: whole nodes are taken over, with paths that go through their folder."""
     expected = {}
-    whole = opened(tmp_path, {"max_inline_value_bytes": 4})
+    whole = open_database(tmp_path, {"max_inline_value_bytes": 4})
     for n in range(3):
-        part = opened(tmp_path / f"process_{n}", {"max_inline_value_bytes": 4, "max_decoded_node_bytes": 200})
+        part = open_database(tmp_path / f"process_{n}", {"max_inline_value_bytes": 4, "max_decoded_node_bytes": 200})
         values = {b"%d/%d" % (n, i): b"value %d" % i for i in range(30)}
         for key, value in values.items():
             part[key] = value
@@ -85,24 +95,24 @@ def test_databases_of_several_folders_that_were_joined(tmp_path):
             part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
         expected |= values
     assert held(tmp_path) == expected
-    assert {value.path.split("/")[0] for _, value in read_database(tmp_path) if isinstance(value, Place)} == {
+    assert {value.path.split("/")[0] for _, value in read_ocdbt_index(tmp_path) if isinstance(value, ValueLocation)} == {
         "process_0", "process_1", "process_2"
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("keeps_one", [False, True])
 def test_numbered_manifests_that_are_not_there_are_named(tmp_path, keeps_one):
-    opened(tmp_path, {"manifest_kind": "numbered"})[b"k"] = b"v"
+    open_database(tmp_path, {"manifest_kind": "numbered"})[b"k"] = b"v"
     numbered = sorted(tmp_path.glob("manifest.0*"))
     if keeps_one:
-        numbered[-1].write_bytes((tmp_path / MANIFEST).read_bytes())
+        numbered[-1].write_bytes((tmp_path / OCDBT_MANIFEST).read_bytes())
         why = f"{numbered[-1].name} names no version"
     else:
         for path in numbered:
             path.unlink()
         why = "its versions have manifests of their own, and there is none"
     with pytest.raises(PrepError) as caught:
-        list(read_database(tmp_path))
+        list(read_ocdbt_index(tmp_path))
     assert caught.value.why == why
 
 
@@ -110,43 +120,43 @@ def test_an_empty_database_has_no_entries(tmp_path):
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
     store[b"k"] = b"v"
     del store[b"k"]
-    assert list(read_database(tmp_path)) == []
+    assert list(read_ocdbt_index(tmp_path)) == []
 
 
 def test_a_missing_manifest_is_named(tmp_path):
     with pytest.raises(PrepError, match=r"has no manifest\.ocdbt"):
-        list(read_database(tmp_path))
+        list(read_ocdbt_index(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "d/../../outside", "d/\0"])
 def test_a_path_that_leaves_the_folder_is_refused(tmp_path, path):
-    write_whole(tmp_path, {b"k": Place(path, 0, 1)})
+    write_entries(tmp_path, {b"k": ValueLocation(path, 0, 1)})
     with pytest.raises(PrepError, match="refers to"):
-        list(read_database(tmp_path))
+        list(read_ocdbt_index(tmp_path))
 
 
 def test_a_missing_node_file_is_named(tmp_path):
-    write_whole(tmp_path, {b"k": b"v"})
+    write_entries(tmp_path, {b"k": b"v"})
     node = next((tmp_path / "d").iterdir())
     node.unlink()
     with pytest.raises(PrepError, match=node.name):
-        list(read_database(tmp_path))
+        list(read_ocdbt_index(tmp_path))
 
 
 def test_a_node_that_is_its_own_child_is_refused(tmp_path):
     """A database whose root claims to be one level higher than it is."""
-    write_whole(tmp_path, {b"k": b"v"})
-    dumped = ts.ocdbt.dump(base_of(tmp_path)).result()
+    write_entries(tmp_path, {b"k": b"v"})
+    dumped = ts.ocdbt.dump(open_folder(tmp_path)).result()
     dumped["versions"][0]["root_height"] = 1
-    (tmp_path / MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
+    (tmp_path / OCDBT_MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
     with pytest.raises(PrepError) as caught:
-        list(read_database(tmp_path))
+        list(read_ocdbt_index(tmp_path))
     assert caught.value.why == "a node says height 0, its parent 1"
 
 
 def test_a_node_that_two_parents_share_is_refused(tmp_path):
     """The second reference to a leaf is bent to the first: a few such levels would make endless keys."""
-    write_whole(tmp_path, {b"a": b"", b"b": b""}, node_bytes=1)
+    write_entries(tmp_path, {b"a": b"", b"b": b""}, node_bytes=1)
     file = next((tmp_path / "d").iterdir())
     data = file.read_bytes()
     leaf_nbytes = struct.unpack("<Q", data[4:12])[0]
@@ -155,7 +165,7 @@ def test_a_node_that_two_parents_share_is_refused(tmp_path):
     assert interior != data[2 * leaf_nbytes : -4]
     file.write_bytes(data[: 2 * leaf_nbytes] + interior + struct.pack("<I", google_crc32c.value(interior)))
     with pytest.raises(PrepError) as caught:
-        list(read_database(tmp_path))
+        list(read_ocdbt_index(tmp_path))
     assert "it refers twice to the node" in caught.value.why
 
 
@@ -179,15 +189,15 @@ def varint(number: int) -> bytes:
 def write_node(folder: Path, frame: bytes, height: int = 0) -> None:
     """A database of one node, in a file of its own."""
     (folder / "node").write_bytes(frame)
-    dumped = ts.ocdbt.dump(base_of(made(folder))).result()
+    dumped = ts.ocdbt.dump(open_folder(made(folder))).result()
     root = dumped["versions"][0]
     root["root"]["location"], root["root_height"] = f"btreenode::node:0:{len(frame)}", height
-    (folder / MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
+    (folder / OCDBT_MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
 
 
 def made(folder: Path) -> Path:
-    if not (folder / MANIFEST).exists():
-        write_whole(folder, {b"k": b"v"})
+    if not (folder / OCDBT_MANIFEST).exists():
+        write_entries(folder, {b"k": b"v"})
     return folder
 
 
@@ -206,8 +216,8 @@ def inlined(keys: int, first: bytes, value: bytes) -> bytes:
 
 def test_a_leaf_that_is_made_here_is_one(tmp_path):
     write_node(tmp_path, framed(NODE, inlined(5, b"key", b"value"), compressed=True))
-    assert list(read_database(tmp_path)) == [(b"key" + bytes([0, 0, i]), b"value") for i in range(5)]
-    assert sorted(opened(tmp_path).list().result()) == [b"key" + bytes([0, 0, i]) for i in range(5)]
+    assert list(read_ocdbt_index(tmp_path)) == [(b"key" + bytes([0, 0, i]), b"value") for i in range(5)]
+    assert sorted(open_database(tmp_path).list().result()) == [b"key" + bytes([0, 0, i]) for i in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +241,7 @@ def test_a_few_bytes_that_stand_for_very_many_are_refused_in_little_memory(tmp_p
     write_node(tmp_path, frame)
     tracemalloc.start()
     with pytest.raises(PrepError) as caught:
-        for _ in read_database(tmp_path):
+        for _ in read_ocdbt_index(tmp_path):
             pass
     peak_nbytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -240,14 +250,14 @@ def test_a_few_bytes_that_stand_for_very_many_are_refused_in_little_memory(tmp_p
 
 
 def test_nodes_that_each_are_small_are_bounded_together(tmp_path, monkeypatch):
-    write_whole(tmp_path, {b"key%04d" % i: b"value" for i in range(1000)}, node_bytes=400)
+    write_entries(tmp_path, {b"key%04d" % i: b"value" for i in range(1000)}, node_bytes=400)
     total = sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
     for name, most in (("MOST_INDEX_NBYTES", total // 2), ("MOST_ENTRIES", 900), ("MOST_TEXT_NBYTES", 11_000)):
         with monkeypatch.context() as patched:
             patched.setattr(ocdbt_read, name, most)
             with pytest.raises(PrepError, match="cannot be read"):
-                list(read_database(tmp_path))
-    assert len(list(read_database(tmp_path))) == 1000
+                list(read_ocdbt_index(tmp_path))
+    assert len(list(read_ocdbt_index(tmp_path))) == 1000
 
 
 @pytest.mark.parametrize(
@@ -269,7 +279,7 @@ def test_nodes_that_each_are_small_are_bounded_together(tmp_path, monkeypatch):
 def test_what_is_wrong_with_a_node_is_said(tmp_path, frame, why):
     write_node(tmp_path, frame)
     with pytest.raises(PrepError) as caught:
-        list(read_database(tmp_path))
+        list(read_ocdbt_index(tmp_path))
     assert caught.value.why == why
 
 
@@ -294,19 +304,19 @@ def bodies(tmp_path_factory) -> list[tuple[int, bytes]]:
     found = []
     for config in ({"compression": None}, {"max_inline_value_bytes": 3}, {"max_decoded_node_bytes": 300}):
         folder = tmp_path_factory.mktemp("db")
-        store = opened(folder, config)
+        store = open_database(folder, config)
         with ts.Transaction() as transaction:
             for i in range(40):
                 store.with_transaction(transaction)[b"layers.w/%d" % i] = b"v" * (i % 7)
-        found += [(node["height"], body_of(bytes_at(folder, place))) for _, place, node in nodes(folder)]
+        found += [(node["height"], body_of(bytes_at(folder, place))) for _, place, node in iter_nodes(folder)]
     assert {height for height, _ in found} >= {0, 1}
     return found
 
 
-def judged(folder: Path, nbytes: int) -> list[Entry] | None:
+def judged(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
     """The entries of the leaf as TensorStore reads it; None: it does not."""
     try:
-        return entries_of(node_at(folder, f"btreenode::node:0:{nbytes}"))
+        return node_entries(dump_node(folder, f"btreenode::node:0:{nbytes}"))
     except Exception:  # one of many
         return None
 
@@ -322,7 +332,7 @@ def test_a_mutated_leaf_is_read_as_tensorstore_reads_it_or_refused(
     frame = framed(NODE, mutated(body, mutations), compressed)
     write_node(folder, frame, height)
     try:
-        found = list(read_database(folder))
+        found = list(read_ocdbt_index(folder))
     except PrepError as error:
         outside = "must lie inside" in error.why
         assert height or outside or judged(folder, len(frame)) is None
@@ -336,7 +346,7 @@ def test_a_mutated_leaf_is_read_as_tensorstore_reads_it_or_refused(
 def test_a_mutated_manifest_is_read_or_refused(tmp_path_factory, mutations, numbered):
     folder = tmp_path_factory.getbasetemp() / f"manifest-{numbered}"
     if not folder.exists():
-        opened(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = b"v"
+        open_database(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = b"v"
         for path in folder.glob("manifest.*"):
             path.rename(folder / f"kept-{path.name}")
     kept = sorted(folder.glob("kept-*"))
@@ -345,16 +355,16 @@ def test_a_mutated_manifest_is_read_or_refused(tmp_path_factory, mutations, numb
         body = mutated(body_of(frame), mutations) if path == kept[0] else body_of(frame)
         (folder / path.name.removeprefix("kept-")).write_bytes(framed(TOP, body))
     with contextlib.suppress(PrepError):
-        assert list(read_database(folder)) in ([(b"k", b"v")], [])
+        assert list(read_ocdbt_index(folder)) in ([(b"k", b"v")], [])
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.binary(max_size=200), name=st.sampled_from([MANIFEST, "node"]))
+@given(data=st.binary(max_size=200), name=st.sampled_from([OCDBT_MANIFEST, "node"]))
 def test_random_bytes_are_refused(tmp_path_factory, data, name):
     folder = tmp_path_factory.getbasetemp() / "random"
     folder.mkdir(exist_ok=True)
     write_node(folder, framed(NODE, inlined(2, b"", b"")))
     (folder / name).write_bytes(data)
     with pytest.raises(PrepError):
-        list(read_database(folder))
-    (folder / MANIFEST).unlink()
+        list(read_ocdbt_index(folder))
+    (folder / OCDBT_MANIFEST).unlink()

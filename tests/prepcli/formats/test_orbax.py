@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.formats.orbax import TYPESTR, ArrayMeta, clash, find_item, index_at
+from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, find_item, find_name_clash, unravel_chunk_index
 from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import Stored
-from prepcli.formats.orbax_write import Chunk, write_item
-from tests.helpers.orbax_items import NOW_NS, make_item, values
+from prepcli.formats.orbax_store import StoredRange
+from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
+from tests.helpers.orbax_items import NOW_NS, random_array, write_item
 
 JUDGE = Path(__file__).parents[2] / "helpers" / "orbax_judge.py"
 
 
-def judge(command: str, *paths: Path) -> None:
+def run_orbax(command: str, *paths: Path) -> None:
     run = subprocess.run([sys.executable, JUDGE, command, *paths], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
@@ -37,7 +37,7 @@ def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints by Orbax: see `save` of the judge."""
     folder = tmp_path_factory.mktemp("saved")
-    judge("save", folder)
+    run_orbax("save", folder)
     return folder
 
 
@@ -48,22 +48,22 @@ def test_orbax_restores_every_dtype_and_form_of_array_in_every_way(tmp_path):
         ArrayMeta(("params", "layers", 0, "ragged"), (3, 7, 5), "float32", (1, 3, 2)): (3, 7, 5),
         ArrayMeta(("params", "layers", 1, "larger_chunk"), (3, 5), "int16", (4, 8)): (3, 5),
         ArrayMeta(("params", "many"), (12, 11), "int32", (1, 1)): (12, 11),
-    } | {ArrayMeta(("params", "dtypes", dtype), (8, 4), dtype, (2, 4)): (8, 4) for dtype in TYPESTR}
-    arrays = {meta: values(meta.dtype, shape, n) for n, (meta, shape) in enumerate(forms.items())}
-    make_item(tmp_path / "item", arrays, gap=37)
+    } | {ArrayMeta(("params", "dtypes", dtype), (8, 4), dtype, (2, 4)): (8, 4) for dtype in ZARR_TYPESTRS}
+    arrays = {meta: random_array(meta.dtype, shape, n) for n, (meta, shape) in enumerate(forms.items())}
+    write_item(tmp_path / "item", arrays, gap=37)
     (tmp_path / "item/hf").mkdir()
     (tmp_path / "item/hf/config.json").write_text("{}")
     (tmp_path / "item/prep-manifest.json").write_text("{}")
-    judge("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_orbax_restores_an_item_whose_index_is_a_tree_of_nodes(tmp_path):
     layers = ArrayMeta(("params", "layers", "w"), (16, 8, 4), "bfloat16", (1, 2, 2))
-    arrays = {meta: values(meta.dtype, meta.shape) for meta in (layers, ArrayMeta(("b",), (3,), "float32", (1,)))}
-    make_item(tmp_path / "item", arrays, node_bytes=2000)
+    arrays = {meta: random_array(meta.dtype, meta.shape) for meta in (layers, ArrayMeta(("b",), (3,), "float32", (1,)))}
+    write_item(tmp_path / "item", arrays, node_nbytes=2000)
     index = max((tmp_path / "item/d").iterdir(), key=lambda path: path.name[:2] not in ("aa", "bb"))
     assert index.read_bytes().count(bytes.fromhex("0cdb20de")) > 5
-    judge("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_what_orbax_saved_raw_is_read_and_written_again_as_the_same_tree(saved, tmp_path):
@@ -74,20 +74,20 @@ def test_what_orbax_saved_raw_is_read_and_written_again_as_the_same_tree(saved, 
     for n, table in enumerate(item.chunks):
         for index, stored in table.items():
             found = stored if isinstance(stored, bytes) else _range(item, stored)
-            chunks.append(Chunk(n, index, 0, len(data), len(found)))
+            chunks.append(WrittenChunk(n, index, 0, len(data), len(found)))
             data += found
     (tmp_path / "d/data").write_bytes(data)
-    write_item(tmp_path, item.arrays, chunks, ["d/data"], NOW_NS, item.others)
-    judge("same", saved / "raw", tmp_path)
+    write_item_metadata(tmp_path, item.arrays, chunks, ["d/data"], NOW_NS, item.non_arrays)
+    run_orbax("same", saved / "raw", tmp_path)
 
 
-def _range(item: OrbaxItem, stored: Stored) -> bytes:
+def _range(item: OrbaxItem, stored: StoredRange) -> bytes:
     return item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
 
 
 def test_arrays_that_orbax_sharded_are_read(saved):
     item = read_item(saved / "raw")
-    assert [(meta.name, meta.shape, meta.dtype, meta.chunk) for meta in item.arrays] == [
+    assert [(meta.name, meta.shape, meta.dtype, meta.chunk_shape) for meta in item.arrays] == [
         ("opt.0.mu", (5, 2), "bfloat16", (5, 2)),
         ("params.big", (4, 64, 64), "float32", (4, 16, 32)),
         ("params.small", (3,), "int8", (3,)),
@@ -97,7 +97,7 @@ def test_arrays_that_orbax_sharded_are_read(saved):
     assert item.chunks[3] == {(): (3).to_bytes(8, "little")}
     big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)
     for (i, j, k), stored in item.chunks[1].items():
-        assert isinstance(stored, Stored)
+        assert isinstance(stored, StoredRange)
         assert _range(item, stored) == big[4 * i :, 16 * j : 16 * j + 16, 32 * k : 32 * k + 32].tobytes()
     assert len(item.chunks[1]) == 8
     assert {path.parent.parent.name for path in item.files} == {"ocdbt.process_0"}
@@ -107,7 +107,7 @@ def test_the_way_out_leads_out(saved):
     """`save` of the judge did to the compressed one what the hint says where storage is not read."""
     raw, again = read_item(saved / "raw"), read_item(saved / "raw again")
     assert [meta.name for meta in raw.arrays] == [meta.name for meta in again.arrays]
-    assert raw.others == again.others
+    assert raw.non_arrays == again.non_arrays
 
 
 def test_items_are_found_where_orbax_puts_them(saved):
@@ -157,7 +157,7 @@ def test_where_there_is_no_item_none_is_found(tmp_path, path):
 
 @given(grid=st.lists(st.integers(1, 5), max_size=4).map(tuple))
 def test_chunks_are_numbered_in_c_order(grid):
-    assert [index_at(grid, at) for at in range(int(np.prod(grid)))] == list(np.ndindex(grid))
+    assert [unravel_chunk_index(grid, at) for at in range(int(np.prod(grid)))] == list(np.ndindex(grid))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_chunks_are_numbered_in_c_order(grid):
     ],
 )
 def test_leaves_that_cannot_share_a_tree(paths, expected):
-    assert clash(paths) == expected
+    assert find_name_clash(paths) == expected

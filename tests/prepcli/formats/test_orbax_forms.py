@@ -13,7 +13,7 @@ import pytest
 from prepcli.engine.fills import numpy_dtype
 from prepcli.formats.orbax import find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.planning.boxes import whole
+from prepcli.planning.boxes import full_box
 from prepcli.restore.item_reader import ItemReader
 
 SAVER = Path(__file__).parents[2] / "helpers" / "orbax_forms.py"
@@ -52,7 +52,7 @@ def test_every_form_is_read(saved: Path, form: str):
     with ItemReader(item, {}) as reader:
         for meta in item.arrays:
             found = np.full(meta.shape, 1, numpy_dtype(meta.dtype))
-            reader.read(meta.name, {whole(meta.shape): found})
+            reader.read(meta.name, {full_box(meta.shape): found})
             assert [meta.dtype, list(meta.shape), found.tobytes().hex()] == expected[meta.name]
 
 
@@ -60,9 +60,9 @@ def test_the_forms_are_what_they_are_called(saved: Path):
     """Else a change of Orbax's defaults would leave a form untested."""
     for form in (form for form in FORMS if form.startswith("zarr")):
         item = item_of(saved / form)
-        assert set(item.steps) == {("zstd",) if "zstd" in form else ()}
+        assert set(item.codec_names) == {("zstd",) if "zstd" in form else ()}
         assert (saved / form / "manifest.ocdbt").exists() == ("ocdbt" in form)
         assert ("many" in form) == any(len(chunks) > 8 for chunks in item.chunks)
     folders = {path.relative_to(saved / "processes").parts[0] for path in item_of(saved / "processes").files}
     assert folders == {"ocdbt.process_0", "ocdbt.process_1"}
-    assert set(item_of(saved / "processes").steps) == {("gzip",)}
+    assert set(item_of(saved / "processes").codec_names) == {("gzip",)}

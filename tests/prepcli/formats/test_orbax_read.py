@@ -14,29 +14,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import MANIFEST, Place, write_database
-from prepcli.formats.ocdbt_read import read_database
-from prepcli.formats.orbax import TYPESTR, ArrayMeta
+from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, write_ocdbt_index
+from prepcli.formats.ocdbt_read import read_ocdbt_index
+from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
 from prepcli.formats.orbax_read import read_item
-from prepcli.formats.orbax_store import Stored
-from tests.helpers.orbax_items import NOW_NS, chunk_bytes, make_item, values
+from prepcli.formats.orbax_store import StoredRange
+from tests.helpers.orbax_items import NOW_NS, chunk_bytes, random_array, write_item
 
 W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
-ARRAYS = {W: values("float32", (4, 6)), ArrayMeta(("params", "b"), (3,), "int8", (1,)): values("int8", (3,))}
+ARRAYS = {
+    W: random_array("float32", (4, 6)),
+    ArrayMeta(("params", "b"), (3,), "int8", (1,)): random_array("int8", (3,)),
+}
 ZARRAY = b"params.w/.zarray"
 
 
 @pytest.fixture
 def item(tmp_path: Path) -> Path:
-    make_item(tmp_path / "item", ARRAYS)
+    write_item(tmp_path / "item", ARRAYS)
     return tmp_path / "item"
 
 
-def rewrite(item: Path, changes: dict[bytes, bytes | Place | None]) -> None:
+def rewrite(item: Path, changes: dict[bytes, bytes | ValueLocation | None]) -> None:
     """The index again, with some values replaced (None: left out)."""
-    entries = {**dict(read_database(item)), **changes}
-    (item / MANIFEST).unlink()
-    write_database(item, sorted((key, value) for key, value in entries.items() if value is not None), NOW_NS)
+    entries = {**dict(read_ocdbt_index(item)), **changes}
+    (item / OCDBT_MANIFEST).unlink()
+    write_ocdbt_index(item, sorted((key, value) for key, value in entries.items() if value is not None), NOW_NS)
 
 
 def rewrite_json(path: Path, **changes: Any) -> None:
@@ -44,7 +47,7 @@ def rewrite_json(path: Path, **changes: Any) -> None:
 
 
 def changed_zarray(item: Path, **changes: Any) -> None:
-    document = dict(read_database(item))[ZARRAY]
+    document = dict(read_ocdbt_index(item))[ZARRAY]
     assert isinstance(document, bytes)
     rewrite(item, {ZARRAY: json.dumps(json.loads(document) | changes).encode()})
 
@@ -60,7 +63,7 @@ def array_metas(draw: st.DrawFn, path: tuple[str | int, ...]) -> ArrayMeta:
     shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
     chunk = tuple(draw(st.integers(1, 6)) for _ in shape)
     return ArrayMeta(
-        path, shape, draw(st.sampled_from(sorted(TYPESTR))), chunk, scalar=not shape and draw(st.booleans())
+        path, shape, draw(st.sampled_from(sorted(ZARR_TYPESTRS))), chunk, is_scalar=not shape and draw(st.booleans())
     )
 
 
@@ -78,29 +81,29 @@ def trees(draw: st.DrawFn) -> list[ArrayMeta]:
 @given(metas=trees(), gap=st.integers(0, 3), node_bytes=st.sampled_from([1, 300, 1 << 20]))
 def test_what_was_written_is_read(tmp_path_factory, metas, gap, node_bytes):
     folder = tmp_path_factory.mktemp("read") / "item"
-    arrays = {meta: values(meta.dtype, meta.shape) for meta in metas}
-    make_item(folder, arrays, gap, node_bytes=node_bytes)
+    arrays = {meta: random_array(meta.dtype, meta.shape) for meta in metas}
+    write_item(folder, arrays, gap, node_nbytes=node_bytes)
     item = read_item(folder)
     assert item.arrays == tuple(metas)
     for meta, table in zip(item.arrays, item.chunks):
         assert len(table) == math.prod(meta.grid)
         for index, stored in table.items():
-            assert isinstance(stored, Stored)
+            assert isinstance(stored, StoredRange)
             data = item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
-            assert data == chunk_bytes(arrays[meta], meta.chunk, index)
+            assert data == chunk_bytes(arrays[meta], meta.chunk_shape, index)
 
 
 def test_chunks_may_lie_in_the_index(item):
-    chunk = chunk_bytes(ARRAYS[W], W.chunk, (1, 0))
+    chunk = chunk_bytes(ARRAYS[W], W.chunk_shape, (1, 0))
     rewrite(item, {b"params.w/1.0": chunk})
     assert read_item(item).chunks[0][1, 0] == chunk
 
 
 def test_a_zarray_may_lie_in_a_file(item):
-    document = dict(read_database(item))[ZARRAY]
+    document = dict(read_ocdbt_index(item))[ZARRAY]
     assert isinstance(document, bytes)
     (item / "d/document").write_bytes(b"..." + document)
-    rewrite(item, {ZARRAY: Place("d/document", 3, len(document))})
+    rewrite(item, {ZARRAY: ValueLocation("d/document", 3, len(document))})
     assert read_item(item).arrays == tuple(ARRAYS)
 
 
@@ -111,7 +114,7 @@ def test_a_path_may_lead_up_and_down_again(item, monkeypatch):
 
 def test_names_that_the_tree_lacks_are_told(item):
     rewrite(item, {b"left.over/0": b"x"})
-    assert read_item(item).unlisted == ("left.over",)
+    assert read_item(item).unlisted_names == ("left.over",)
 
 
 @pytest.mark.parametrize("name", ["item.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp-1700/state"])
@@ -125,7 +128,7 @@ def test_what_orbax_did_not_finish_is_refused(item, tmp_path, name):
     ("name", "message"),
     [
         ("_METADATA", "item is not an Orbax checkpoint"),
-        (MANIFEST, "item has no manifest.ocdbt"),
+        (OCDBT_MANIFEST, "item has no manifest.ocdbt"),
         ("d/" + "a" * 32, "a" * 32),
         ("d/" + "b" * 32, "b" * 32),
     ],
@@ -157,7 +160,7 @@ def test_a_data_file_that_is_no_file_is_refused(item):
 @pytest.mark.parametrize("path", ["../data", "/dev/zero", "d/../../data"])
 def test_a_chunk_outside_the_folder_is_refused(item, path):
     (item.parent / "data").write_bytes(bytes(1000))
-    rewrite(item, {b"params.w/1.0": Place(path, 0, 48)})
+    rewrite(item, {b"params.w/1.0": ValueLocation(path, 0, 48)})
     error = refused(item)
     assert path in error.what
     assert error.why == "data files must lie inside the checkpoint"
@@ -171,11 +174,11 @@ def test_a_chunk_outside_the_folder_is_refused(item, path):
         (b"params.w/2.0", b"x", "the index of `params.w` has chunk `2.0`"),
         (b"params.w/00.0", b"x", "the index of `params.w` has chunk `00.0`"),
         (b"params.w/1.0", bytes(47), "chunk 1.0 of `params.w` has the wrong size"),
-        (b"params.w/1.0", Place("d/" + "a" * 32, 0, 47), "chunk 1.0 of `params.w` has the wrong size"),
+        (b"params.w/1.0", ValueLocation("d/" + "a" * 32, 0, 47), "chunk 1.0 of `params.w` has the wrong size"),
         (ZARRAY, b"{", "the .zarray of `params.w` is broken"),
         (ZARRAY, b"[]", "the .zarray of `params.w` is broken"),
-        (ZARRAY, Place("d/" + "a" * 32, 1 << 62, 9), "the .zarray of `params.w` is broken"),
-        (ZARRAY, Place("d/" + "a" * 32, 0, 1 << 62), "the .zarray of `params.w` is broken"),
+        (ZARRAY, ValueLocation("d/" + "a" * 32, 1 << 62, 9), "the .zarray of `params.w` is broken"),
+        (ZARRAY, ValueLocation("d/" + "a" * 32, 0, 1 << 62), "the .zarray of `params.w` is broken"),
     ],
 )
 def test_an_index_that_does_not_fit_the_tree_is_refused(item, key, value, message):
@@ -189,9 +192,9 @@ def test_an_array_that_the_index_lacks_is_named(item):
 
 
 def test_chunks_that_overlap_are_refused(item):
-    places = [place for place in dict(read_database(item)).values() if isinstance(place, Place)]
+    places = [place for place in dict(read_ocdbt_index(item)).values() if isinstance(place, ValueLocation)]
     place = next(place for place in places if place.nbytes == 48)
-    rewrite(item, {b"params.b/0": Place(place.path, place.offset + 47, 1)})
+    rewrite(item, {b"params.b/0": ValueLocation(place.path, place.offset + 47, 1)})
     error = refused(item)
     assert error.what == "chunks of `params.w` and `params.b` overlap"
     assert f"both use byte {place.offset + 47} of" in error.why
@@ -295,7 +298,7 @@ def reads_or_refuses(item: Path) -> None:
 @given(data=st.data())
 def test_bytes_changed_anywhere_are_refused_or_harmless(tmp_path_factory, data):
     item = tmp_path_factory.mktemp("changed") / "item"
-    make_item(item, ARRAYS, node_bytes=300)
+    write_item(item, ARRAYS, node_nbytes=300)
     file = data.draw(st.sampled_from(sorted(path for path in item.rglob("*") if path.is_file())), label="file")
     old = file.read_bytes()
     start = data.draw(st.integers(0, len(old)), label="start")
@@ -309,8 +312,8 @@ def test_bytes_changed_anywhere_are_refused_or_harmless(tmp_path_factory, data):
 def test_nodes_changed_under_a_right_checksum_are_refused_or_harmless(tmp_path_factory, data):
     """What an attacker can do and a failing disk cannot."""
     item = tmp_path_factory.mktemp("forged") / "item"
-    make_item(item, ARRAYS)
-    file = data.draw(st.sampled_from([item / MANIFEST, _node_file(item)]), label="file")
+    write_item(item, ARRAYS)
+    file = data.draw(st.sampled_from([item / OCDBT_MANIFEST, _node_file(item)]), label="file")
     body = bytearray(file.read_bytes()[:-4])
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(12, len(body) - 1), label="at")] = data.draw(st.integers(0, 255), label="byte")

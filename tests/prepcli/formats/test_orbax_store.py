@@ -12,7 +12,7 @@ from prepcli.errors import PrepError
 from prepcli.formats import orbax_store
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import read_item
-from tests.helpers.zarr_items import Form, write
+from tests.helpers.zarr_items import StorageForm, write_zarr_item
 
 META = ArrayMeta(("w",), (8, 8), "float32", (2, 2))
 VALUES = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -26,22 +26,22 @@ def refused(item: Path) -> PrepError:
 
 def test_chunks_in_shards_count_as_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Many shards may be the same few bytes, with a table that says it has a million chunks of none."""
-    write(tmp_path / "item", {META: VALUES}, Form(zarr3=True, shard=2))
+    write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(zarr3=True, chunks_per_shard=2))
     assert len(read_item(tmp_path / "item").chunks[0]) == 16
-    monkeypatch.setattr(orbax_store, "MOST_VALUES", 16)
+    monkeypatch.setattr(orbax_store, "MAX_VALUES", 16)
     assert "says that it holds more than 16 chunks" in refused(tmp_path / "item").what
 
 
 def test_links_to_folders_within_an_array_are_not_followed(tmp_path: Path):
     """Two of them to where they are would be 2^40 folders."""
-    write(tmp_path / "item", {META: VALUES}, Form(zarr3=True, ocdbt=False))
+    write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(zarr3=True, ocdbt=False))
     for name in ("a", "b"):
         os.symlink(".", tmp_path / "item" / "w" / name)
     assert refused(tmp_path / "item").what == f"{tmp_path / 'item/w/a'} is not a file"
 
 
 def test_files_of_chunks_may_be_links(tmp_path: Path):
-    write(tmp_path / "item", {META: VALUES}, Form(ocdbt=False))
+    write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(ocdbt=False))
     chunk = tmp_path / "item" / "w" / "0.0"
     os.symlink(chunk.rename(tmp_path / "elsewhere"), chunk)
     assert len(read_item(tmp_path / "item").chunks[0]) == 16

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import MANIFEST
-from prepcli.formats.orbax import TYPESTR, ArrayMeta, Other
-from prepcli.formats.orbax_write import Chunk, write_item, zarray
-from tests.helpers.orbax_items import NOW_NS, files_of, make_item, place_chunks, values
+from prepcli.formats.ocdbt import OCDBT_MANIFEST
+from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta, OrbaxNonArray
+from prepcli.formats.orbax_write import WrittenChunk, encode_zarray, write_item_metadata
+from tests.helpers.orbax_items import NOW_NS, random_array, read_files, write_data_files, write_item
 
 W = ArrayMeta(("params", "w"), (4, 6), "float32", (2, 6))
-ARRAYS = {W: values("float32", (4, 6)), ArrayMeta(("b",), (3,), "int8", (1,)): values("int8", (3,))}
-WHOLE = (Chunk(0, (0, 0), 0, 0, 48), Chunk(0, (1, 0), 0, 48, 48))
+ARRAYS = {W: random_array("float32", (4, 6)), ArrayMeta(("b",), (3,), "int8", (1,)): random_array("int8", (3,))}
+WHOLE = (WrittenChunk(0, (0, 0), 0, 0, 48), WrittenChunk(0, (1, 0), 0, 48, 48))
 
 
-@pytest.mark.parametrize("dtype", TYPESTR)
+@pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
 @pytest.mark.parametrize(("shape", "chunk"), [((), ()), ((5,), (2,)), ((0, 3), (1, 3)), ((4, 6, 2), (4, 3, 1))])
 def test_zarray_is_tensorstores_own_to_the_byte(dtype, shape, chunk):
     metadata = {"shape": shape, "chunks": chunk, "compressor": None}
@@ -30,29 +30,29 @@ def test_zarray_is_tensorstores_own_to_the_byte(dtype, shape, chunk):
     store = ts.open(spec, create=True).result()
     kvstore = store.kvstore
     assert kvstore is not None
-    assert zarray(ArrayMeta(("w",), shape, dtype, chunk)) == kvstore[".zarray"]
+    assert encode_zarray(ArrayMeta(("w",), shape, dtype, chunk)) == kvstore[".zarray"]
 
 
 @given(order=st.permutations(range(5)))
 def test_equal_arguments_in_any_order_of_chunks_give_equal_files(tmp_path_factory, order):
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    make_item(one / "item", ARRAYS)
-    chunks, names = place_chunks(two / "item", ARRAYS)
-    write_item(two / "item", list(ARRAYS), [chunks[i] for i in order], names, NOW_NS)
-    assert files_of(one) == files_of(two)
+    write_item(one / "item", ARRAYS)
+    chunks, names = write_data_files(two / "item", ARRAYS)
+    write_item_metadata(two / "item", list(ARRAYS), [chunks[i] for i in order], names, NOW_NS)
+    assert read_files(one) == read_files(two)
 
 
 def test_nothing_but_the_index_and_the_metadata_is_written(tmp_path):
     (tmp_path / "d").mkdir()
-    write_item(tmp_path, [W], WHOLE, ["d/x"], NOW_NS)
-    metadata = {"_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST}
-    (node,) = files_of(tmp_path).keys() - metadata
+    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS)
+    metadata = {"_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", OCDBT_MANIFEST}
+    (node,) = read_files(tmp_path).keys() - metadata
     assert re.fullmatch("d/[0-9a-f]{32}", node)
 
 
 def test_leaves_that_hold_no_array_are_kept(tmp_path):
-    others = [Other(("opt", 0), "None"), Other(("name",), "string", "a name")]
-    write_item(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, others)
+    others = [OrbaxNonArray(("opt", 0), "None"), OrbaxNonArray(("name",), "string", "a name")]
+    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, others)
     tree = json.loads((tmp_path / "_METADATA").read_text())["tree_metadata"]
     assert tree["('opt', '0')"] == {
         "key_metadata": [{"key": "opt", "key_type": 2}, {"key": "0", "key_type": 1}],
@@ -68,15 +68,15 @@ def test_leaves_that_hold_no_array_are_kept(tmp_path):
         (WHOLE[:1], "the index of params.w misses chunk 1.0"),
         ((), "the index of params.w misses chunk 0.0"),
         ((*WHOLE, WHOLE[1]), "the index of params.w has chunk 1.0 twice"),
-        ((WHOLE[0], Chunk(0, (2, 0), 0, 0, 48)), "the index of params.w has chunk 2.0"),
-        ((WHOLE[0], Chunk(0, (-1, 0), 0, 0, 48)), "the index of params.w has chunk -1.0"),
-        ((WHOLE[0], Chunk(0, (1,), 0, 0, 48)), "the index of params.w has chunk 1"),
-        ((WHOLE[0], Chunk(0, (1, 0), 0, 0, 47)), "chunk 1.0 of params.w has the wrong size"),
+        ((WHOLE[0], WrittenChunk(0, (2, 0), 0, 0, 48)), "the index of params.w has chunk 2.0"),
+        ((WHOLE[0], WrittenChunk(0, (-1, 0), 0, 0, 48)), "the index of params.w has chunk -1.0"),
+        ((WHOLE[0], WrittenChunk(0, (1,), 0, 0, 48)), "the index of params.w has chunk 1"),
+        ((WHOLE[0], WrittenChunk(0, (1, 0), 0, 0, 47)), "chunk 1.0 of params.w has the wrong size"),
     ],
 )
 def test_chunks_that_are_not_each_chunk_once_are_refused_before_anything_is_written(tmp_path, chunks, message):
     with pytest.raises(PrepError) as caught:
-        write_item(tmp_path, [W], chunks, ["d/x"], NOW_NS)
+        write_item_metadata(tmp_path, [W], chunks, ["d/x"], NOW_NS)
     assert caught.value.what == message
     assert list(tmp_path.iterdir()) == []
 
@@ -84,29 +84,29 @@ def test_chunks_that_are_not_each_chunk_once_are_refused_before_anything_is_writ
 @pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"])
 def test_a_dtype_that_tensorstore_cannot_hold_is_refused(tmp_path, dtype):
     with pytest.raises(PrepError, match=f"params.w is {dtype}"):
-        write_item(tmp_path, [dataclasses.replace(W, dtype=dtype)], WHOLE, ["d/x"], NOW_NS)
+        write_item_metadata(tmp_path, [dataclasses.replace(W, dtype=dtype)], WHOLE, ["d/x"], NOW_NS)
 
 
 @pytest.mark.parametrize("path", [(), ("a.b",), ("a", ""), ("a/b",)])
 def test_a_path_that_has_no_name_on_disk_is_refused(tmp_path, path):
     with pytest.raises(PrepError, match="cannot name a leaf"):
-        write_item(tmp_path, [dataclasses.replace(W, path=path)], WHOLE, ["d/x"], NOW_NS)
+        write_item_metadata(tmp_path, [dataclasses.replace(W, path=path)], WHOLE, ["d/x"], NOW_NS)
 
 
 @pytest.mark.parametrize("chunk", [(2,), (2, 0), ()])
 def test_a_chunk_that_does_not_suit_the_shape_is_refused(tmp_path, chunk):
     with pytest.raises(PrepError, match="does not suit its shape"):
-        write_item(tmp_path, [dataclasses.replace(W, chunk=chunk)], WHOLE, ["d/x"], NOW_NS)
+        write_item_metadata(tmp_path, [dataclasses.replace(W, chunk_size=chunk)], WHOLE, ["d/x"], NOW_NS)
 
 
 def test_two_leaves_in_one_place_are_refused(tmp_path):
     with pytest.raises(PrepError, match=r"params\.w and params\.w\.x"):
-        write_item(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, [Other(("params", "w", "x"), "None")])
+        write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, [OrbaxNonArray(("params", "w", "x"), "None")])
 
 
 def test_a_checkpoint_of_no_arrays_is_refused(tmp_path):
     with pytest.raises(PrepError, match="no arrays"):
-        write_item(tmp_path, [], [], [], NOW_NS)
+        write_item_metadata(tmp_path, [], [], [], NOW_NS)
 
 
 def test_writing_imports_neither_tensorstore_nor_jax():

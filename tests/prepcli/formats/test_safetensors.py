@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from prepcli.errors import FAILED, PrepError
-from prepcli.formats.safetensors import DTYPES, Header, read_header
-from prepcli.planning.tensors import ITEM_BITS, bits_of
+from prepcli.formats.safetensors import DTYPES, SafetensorsHeader, read_safetensors_header
+from prepcli.planning.tensors import ITEM_BITS, array_bits
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 fuzzed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -27,10 +27,10 @@ def packed(header: object, payload: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + payload
 
 
-def read(folder: Path, content: bytes) -> Header:
+def read(folder: Path, content: bytes) -> SafetensorsHeader:
     path = folder / "x.safetensors"
     path.write_bytes(content)
-    return read_header(path, 0)
+    return read_safetensors_header(path, 0)
 
 
 def refusal(folder: Path, content: bytes) -> PrepError:
@@ -47,7 +47,7 @@ def library_accepts(content: bytes) -> bool:
     return True
 
 
-def as_read(header: Header, content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
+def as_read(header: SafetensorsHeader, content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
     return {t.name: (t.dtype, list(t.shape), content[t.offset : t.offset + t.nbytes]) for t in header.tensors}
 
 
@@ -62,7 +62,7 @@ def test_every_dtype_of_the_format_has_a_name_and_a_size(tmp_path: Path) -> None
     assert sorted(DTYPES.values()) == sorted(ITEM_BITS)
     header, at = {}, 0
     for code, dtype in DTYPES.items():
-        nbytes = bits_of(dtype, (3, 8)) // 8
+        nbytes = array_bits(dtype, (3, 8)) // 8
         header[code] = {"dtype": code, "shape": [3, 8], "data_offsets": [at, at + nbytes]}
         at += nbytes
     content = packed(header, bytes(i % 251 for i in range(at)))
@@ -73,7 +73,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     arrays = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(5, dtype=np.int64), "c": np.array(True)}
     save_file(arrays, path, {"format": "pt", "by": "me"})
-    header, content = read_header(path, 7), path.read_bytes()
+    header, content = read_safetensors_header(path, 7), path.read_bytes()
     assert as_read(header, content) == as_library_reads(content)
     assert dict(header.metadata) == {"format": "pt", "by": "me"}
     assert [t.offset for t in header.tensors] == sorted(t.offset for t in header.tensors)
@@ -94,7 +94,7 @@ def test_the_digest_covers_the_whole_header_and_no_payload(tmp_path: Path) -> No
 def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(packed({"a": ENTRY}, bytes(8)))
     (tmp_path / "model.safetensors").symlink_to("blob")
-    header = read_header(tmp_path / "model.safetensors", 0)
+    header = read_safetensors_header(tmp_path / "model.safetensors", 0)
     assert (header.file_name, len(header.tensors)) == ("model.safetensors", 1)
 
 
@@ -261,7 +261,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
     for name in ("pipe", "folder", "loop", "absent", "long" * 100):
         with pytest.raises(PrepError, match=name):
-            read_header(tmp_path / f"{name}.safetensors", 0)
+            read_safetensors_header(tmp_path / f"{name}.safetensors", 0)
 
 
 REFUSED_HERE_ONLY = {

@@ -15,18 +15,25 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from prepcli.errors import PrepError
-from prepcli.formats.safetensors import CODES, read_folder, read_header
-from prepcli.formats.safetensors_layout import Entry, FileLayout, header_bytes, index_json, lay_out, shard
-from prepcli.planning.tensors import ITEM_BITS, bits_of
+from prepcli.formats.safetensors import DTYPE_CODES, read_safetensors_folder, read_safetensors_header
+from prepcli.formats.safetensors_layout import (
+    LayoutEntry,
+    SafetensorsLayout,
+    encode_header,
+    encode_index,
+    lay_out_files,
+    split_into_shards,
+)
+from prepcli.planning.tensors import ITEM_BITS, array_bits
 
 fuzzed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def entry(name: str, *shape: int, dtype: str = "float32") -> Entry:
-    return name, dtype, shape, bits_of(dtype, shape) // 8
+def entry(name: str, *shape: int, dtype: str = "float32") -> LayoutEntry:
+    return name, dtype, shape, array_bits(dtype, shape) // 8
 
 
-def fill(folder: Path, layout: FileLayout) -> bytes:
+def fill(folder: Path, layout: SafetensorsLayout) -> bytes:
     """Writes the file with a payload that tells positions apart."""
     content = layout.header + bytes(i % 251 for i in range(layout.size - len(layout.header)))
     (folder / layout.name).write_bytes(content)
@@ -34,7 +41,7 @@ def fill(folder: Path, layout: FileLayout) -> bytes:
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> list[Entry]:
+def entries(draw: st.DrawFn) -> list[LayoutEntry]:
     names = draw(st.lists(st.text(max_size=6).filter(lambda name: name != "__metadata__"), unique=True, max_size=6))
     dtypes = [draw(st.sampled_from(sorted(ITEM_BITS))) for _ in names]
     shapes = [tuple(draw(st.lists(st.integers(0, 5), max_size=3))) for _ in names]
@@ -47,13 +54,13 @@ leads = st.none() | st.integers(0, 10_000)
 @fuzzed
 @given(groups=st.lists(st.tuples(entries(), leads), max_size=3))
 def test_what_is_laid_out_is_what_the_library_and_our_reader_find(
-    tmp_path: Path, groups: list[tuple[list[Entry], int | None]]
+    tmp_path: Path, groups: list[tuple[list[LayoutEntry], int | None]]
 ) -> None:
-    layouts = lay_out([(f"{i}.safetensors", listed, lead) for i, (listed, lead) in enumerate(groups)])
+    layouts = lay_out_files([(f"{i}.safetensors", listed, lead) for i, (listed, lead) in enumerate(groups)])
     for file, ((listed, _), layout) in enumerate(zip(groups, layouts, strict=True)):
         content = fill(tmp_path, layout)
         assert [(t.name, t.dtype, t.shape, t.nbytes, t.file) for t in layout.tensors] == [(*e, file) for e in listed]
-        header = read_header(tmp_path / layout.name, file)
+        header = read_safetensors_header(tmp_path / layout.name, file)
         assert (header.size, header.data_start) == (layout.size, len(layout.header))
         assert set(header.tensors) == set(layout.tensors)
         assert header.metadata == (("format", "pt"),)
@@ -61,15 +68,15 @@ def test_what_is_laid_out_is_what_the_library_and_our_reader_find(
         assert len(by_library) == len(listed)
         for t in layout.tensors:
             found = by_library[t.name]
-            assert (found["dtype"], tuple(found["shape"])) == (CODES[t.dtype], t.shape)
+            assert (found["dtype"], tuple(found["shape"])) == (DTYPE_CODES[t.dtype], t.shape)
             assert found["data"] == content[t.offset : t.offset + t.nbytes]
 
 
 @fuzzed
 @given(listed=entries(), lead=leads)
-def test_the_payload_begins_where_it_was_asked_to(listed: list[Entry], lead: int | None) -> None:
-    start = len(header_bytes(listed, lead))
-    text = header_bytes(listed, None).rstrip(b" ")
+def test_the_payload_begins_where_it_was_asked_to(listed: list[LayoutEntry], lead: int | None) -> None:
+    start = len(encode_header(listed, lead))
+    text = encode_header(listed, None).rstrip(b" ")
     assert start % 8 == 0
     if lead is not None and lead % 8 == 0:
         assert start % 4096 == lead % 4096
@@ -79,11 +86,11 @@ def test_the_payload_begins_where_it_was_asked_to(listed: list[Entry], lead: int
 
 
 def test_the_payload_begins_on_a_page_unless_told_otherwise() -> None:
-    assert len(header_bytes([entry("a", 2)])) == 4096
+    assert len(encode_header([entry("a", 2)])) == 4096
 
 
 def test_the_header_is_what_the_libraries_write() -> None:
-    header = header_bytes([entry("b", 2, 3), entry("a", 5, dtype="bfloat16")], None)
+    header = encode_header([entry("b", 2, 3), entry("a", 5, dtype="bfloat16")], None)
     assert int.from_bytes(header[:8], "little") == len(header) - 8
     expected = (
         '{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
@@ -98,7 +105,9 @@ def test_values_come_back_through_the_library(tmp_path: Path) -> None:
         "w": np.arange(6, dtype=np.float32).reshape(2, 3),
         "half": np.linspace(-1, 1, 5).astype(np.float16),
     }
-    (layout,) = lay_out([("model.safetensors", [entry(k, *a.shape, dtype=a.dtype.name) for k, a in arrays.items()], 0)])
+    (layout,) = lay_out_files(
+        [("model.safetensors", [entry(k, *a.shape, dtype=a.dtype.name) for k, a in arrays.items()], 0)]
+    )
     payload = b"".join(array.tobytes() for array in arrays.values())
     (tmp_path / layout.name).write_bytes(layout.header + payload)
     loaded = load_file(tmp_path / layout.name)
@@ -109,15 +118,15 @@ def test_values_come_back_through_the_library(tmp_path: Path) -> None:
 def test_raw_bytes_of_dtypes_that_numpy_lacks_come_back(tmp_path: Path, dtype: str) -> None:
     values = np.array([1, 2, 4, 0.5], dtype=getattr(ml_dtypes, dtype))
     assert values.dtype.name == dtype
-    (layout,) = lay_out([("model.safetensors", [entry("a", 4, dtype=dtype)], None)])
+    (layout,) = lay_out_files([("model.safetensors", [entry("a", 4, dtype=dtype)], None)])
     ((name, found),) = safetensors.deserialize(layout.header + values.tobytes())
-    assert (name, found["dtype"]) == ("a", CODES[dtype])
+    assert (name, found["dtype"]) == ("a", DTYPE_CODES[dtype])
     assert np.frombuffer(found["data"], values.dtype).tolist() == [1, 2, 4, 0.5]
 
 
 def test_a_header_for_a_source_deep_in_a_page_keeps_its_place(tmp_path: Path) -> None:
-    (source,) = lay_out([("a.safetensors", [entry(f"layer.{i}", 64, 64) for i in range(50)], None)])
-    (target,) = lay_out([("b.safetensors", [entry(f"l{i}", 64, 64) for i in range(50)], len(source.header))])
+    (source,) = lay_out_files([("a.safetensors", [entry(f"layer.{i}", 64, 64) for i in range(50)], None)])
+    (target,) = lay_out_files([("b.safetensors", [entry(f"l{i}", 64, 64) for i in range(50)], len(source.header))])
     depths = [[t.offset % 4096 for t in layout.tensors] for layout in (source, target)]
     assert depths[0] == depths[1]
 
@@ -125,18 +134,18 @@ def test_a_header_for_a_source_deep_in_a_page_keeps_its_place(tmp_path: Path) ->
 @pytest.mark.parametrize("names", [["a", "a"], ["__metadata__"]])
 def test_names_that_would_be_lost_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match="twice"):
-        header_bytes([entry(name, 1) for name in names])
+        encode_header([entry(name, 1) for name in names])
 
 
 @pytest.mark.parametrize("wrong", [("a", "float32", (2,), 7), ("a", "float4_e2m1fn", (3,), 2)])
-def test_bytes_that_do_not_fit_the_shape_are_refused(wrong: Entry) -> None:
+def test_bytes_that_do_not_fit_the_shape_are_refused(wrong: LayoutEntry) -> None:
     with pytest.raises(PrepError, match="a cannot be stored as safetensors"):
-        header_bytes([wrong])
+        encode_header([wrong])
 
 
 def test_a_header_that_no_reader_takes_is_not_made() -> None:
     with pytest.raises(PrepError, match="2 tensors are too many for one safetensors file"):
-        header_bytes([entry(letter * 50_000_000, 1) for letter in "ab"])
+        encode_header([entry(letter * 50_000_000, 1) for letter in "ab"])
 
 
 sizes = st.lists(st.integers(0, 20), max_size=30)
@@ -145,7 +154,7 @@ sizes = st.lists(st.integers(0, 20), max_size=30)
 @given(sizes=sizes, limit_bytes=st.integers(1, 40))
 def test_shards_keep_order_and_limit_and_are_filled_greedily(sizes: list[int], limit_bytes: int) -> None:
     listed = [entry(str(i), size, dtype="uint8") for i, size in enumerate(sizes)]
-    files = shard(listed, limit_bytes)
+    files = split_into_shards(listed, limit_bytes)
     assert [e for _, group in files for e in group] == listed
     totals = [sum(e[3] for e in group) for _, group in files]
     assert all(total <= limit_bytes or len(group) == 1 for total, (_, group) in zip(totals, files))
@@ -155,25 +164,25 @@ def test_shards_keep_order_and_limit_and_are_filled_greedily(sizes: list[int], l
 
 def test_shards_are_named_as_the_libraries_name_them() -> None:
     listed = [entry("a", 4), entry("b", 4), entry("c", 40), entry("d", 1)]
-    assert [(name, [e[0] for e in group]) for name, group in shard(listed, 32)] == [
+    assert [(name, [e[0] for e in group]) for name, group in split_into_shards(listed, 32)] == [
         ("model-00001-of-00003.safetensors", ["a", "b"]),
         ("model-00002-of-00003.safetensors", ["c"]),
         ("model-00003-of-00003.safetensors", ["d"]),
     ]
-    assert shard(listed, 1000) == [("model.safetensors", listed)]
-    assert shard([], 1) == [("model.safetensors", [])]
-    assert shard(listed, 1000, "flax_model", "msgpack")[0][0] == "flax_model.msgpack"
+    assert split_into_shards(listed, 1000) == [("model.safetensors", listed)]
+    assert split_into_shards([], 1) == [("model.safetensors", [])]
+    assert split_into_shards(listed, 1000, "flax_model", "msgpack")[0][0] == "flax_model.msgpack"
 
 
 def test_an_index_with_its_files_is_a_folder_that_our_reader_takes(tmp_path: Path) -> None:
     listed = [entry(f"layers.{i}.ü", 3, 5, dtype="bfloat16") for i in range(7)]
-    layouts = lay_out([(name, group, 0) for name, group in shard(listed, 64)])
+    layouts = lay_out_files([(name, group, 0) for name, group in split_into_shards(listed, 64)])
     for layout in layouts:
         fill(tmp_path, layout)
-    (tmp_path / "model.safetensors.index.json").write_bytes(index_json(layouts))
-    folder = read_folder(tmp_path)
-    assert folder.indexed
+    (tmp_path / "model.safetensors.index.json").write_bytes(encode_index(layouts))
+    folder = read_safetensors_folder(tmp_path)
+    assert folder.has_index
     assert folder.tensors == tuple(t for layout in layouts for t in layout.tensors)
-    index = json.loads(index_json(layouts))
+    index = json.loads(encode_index(layouts))
     assert index["metadata"] == {"total_size": sum(math.prod(shape) * 2 for _, _, shape, _ in listed)}
     assert index["weight_map"]["layers.2.ü"] == "model-00002-of-00004.safetensors"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from prepcli.errors import PrepError
-from prepcli.formats.safetensors import has_safetensors, read_folder
-from prepcli.formats.shard_index import check_numbered, read_weight_map, shard_name
+from prepcli.formats.safetensors import has_safetensors, read_safetensors_folder
+from prepcli.formats.shard_index import check_numbered_files, read_weight_map, shard_name
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND, THIRD = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
@@ -39,14 +39,14 @@ def sharded(folder: Path) -> dict[str, str]:
 
 def refusal(folder: Path) -> PrepError:
     with pytest.raises(PrepError) as caught:
-        read_folder(folder)
+        read_safetensors_folder(folder)
     return caught.value
 
 
 def test_files_come_in_the_order_of_their_names_and_tensors_in_that_of_bytes(tmp_path: Path) -> None:
     write_index(tmp_path, sharded(tmp_path))
-    folder = read_folder(tmp_path)
-    assert (folder.path, folder.indexed) == (tmp_path, True)
+    folder = read_safetensors_folder(tmp_path)
+    assert (folder.path, folder.has_index) == (tmp_path, True)
     assert [header.file_name for header in folder.headers] == [FIRST, SECOND, THIRD]
     assert [(t.name, t.file) for t in folder.tensors] == [("a", 0), ("aa", 0), ("b", 1), ("bb", 1), ("c", 2)]
     assert folder.tensors == tuple(t for header in folder.headers for t in header.tensors)
@@ -58,7 +58,7 @@ def test_files_that_the_index_does_not_name_are_ignored(tmp_path: Path) -> None:
     write_index(tmp_path, sharded(tmp_path))
     write(tmp_path, "consolidated.safetensors", "a", "other")
     (tmp_path / "broken.safetensors").write_bytes(b"")
-    assert len(read_folder(tmp_path).headers) == 3
+    assert len(read_safetensors_folder(tmp_path).headers) == 3
 
 
 def test_a_hub_cache_of_links_is_read(tmp_path: Path) -> None:
@@ -68,25 +68,25 @@ def test_a_hub_cache_of_links_is_read(tmp_path: Path) -> None:
     write_index(blobs, sharded(blobs))
     for blob in blobs.iterdir():
         (snapshot / blob.name).symlink_to(f"../blobs/{blob.name}")
-    assert [header.file_name for header in read_folder(snapshot).headers] == [FIRST, SECOND, THIRD]
+    assert [header.file_name for header in read_safetensors_folder(snapshot).headers] == [FIRST, SECOND, THIRD]
 
 
 def test_without_an_index_one_file_is_the_model(tmp_path: Path) -> None:
     write(tmp_path, "model.safetensors", "a")
     write(tmp_path, "consolidated.safetensors", "b")
-    folder = read_folder(tmp_path)
-    assert ([t.name for t in folder.tensors], folder.indexed) == (["a"], False)
+    folder = read_safetensors_folder(tmp_path)
+    assert ([t.name for t in folder.tensors], folder.has_index) == (["a"], False)
 
 
 def test_without_an_index_all_files_together_are_the_model(tmp_path: Path) -> None:
     sharded(tmp_path)
     write(tmp_path, ".hidden.safetensors", "a")
-    assert [t.name for t in read_folder(tmp_path).tensors] == ["a", "aa", "b", "bb", "c"]
+    assert [t.name for t in read_safetensors_folder(tmp_path).tensors] == ["a", "aa", "b", "bb", "c"]
 
 
 def test_a_file_of_any_name_will_do(tmp_path: Path) -> None:
     write(tmp_path, "weights.safetensors", "a")
-    assert read_folder(tmp_path).headers[0].file_name == "weights.safetensors"
+    assert read_safetensors_folder(tmp_path).headers[0].file_name == "weights.safetensors"
 
 
 def test_has_safetensors_tells_what_read_folder_would_read(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
 def test_an_adapter_beside_a_whole_model_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, "adapter_model.safetensors", "a.lora_A.weight")
     write(tmp_path, "model.safetensors", "a")
-    assert [t.name for t in read_folder(tmp_path).tensors] == ["a"]
+    assert [t.name for t in read_safetensors_folder(tmp_path).tensors] == ["a"]
 
 
 def test_a_missing_file_is_named_with_the_number_of_its_tensors(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_any_index_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / INDEX
     path.write_bytes(text)
     with pytest.raises(PrepError, match=re.escape(str(path))):
-        read_folder(tmp_path)
+        read_safetensors_folder(tmp_path)
 
 
 def test_names_that_promise_very_many_files_cost_no_more_than_their_own_number(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_names_that_promise_very_many_files_cost_no_more_than_their_own_number(t
     names = [f"set{number:03d}-00001-of-99999.bin" for number in range(300)]
     tracemalloc.start()
     with pytest.raises(PrepError) as caught:
-        check_numbered(tmp_path, [*names, "set000-00003-of-99999.bin"])
+        check_numbered_files(tmp_path, [*names, "set000-00003-of-99999.bin"])
     peak_nbytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_nbytes < 1 << 20

@@ -12,15 +12,25 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.formats.torch_files import (
-    MAX_ASIDES,
-    model_files,
-    read_checkpoint,
-    read_folder,
-    torch_kind,
+    MAX_NON_TENSORS,
+    detect_torch_kind,
+    read_torch_folder,
+    read_torch_header,
+    select_model_files,
 )
 from tests.golden.make_torch import FOLDER
-from tests.helpers.pickles import ONE, SIX, legacy, mapping, mutated, number, packed, tensor, whole
-from tests.helpers.torch_readings import bits, read, refusal
+from tests.helpers.pickle_builder import (
+    ONE_TENSOR,
+    SIX_FLOATS,
+    encode_int,
+    encode_mapping,
+    encode_tensor,
+    make_legacy_file,
+    make_pickle,
+    make_zip_file,
+    mutate,
+)
+from tests.helpers.torch_reading import read_content, read_error, tensor_bytes
 
 FUZZED = 1500
 TOLD = json.loads((FOLDER / "tensors.json").read_text())
@@ -32,9 +42,9 @@ FILES = sorted(FOLDER.glob("*.bin"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_tensor_of_the_golden_files_has_its_bits(path: Path) -> None:
-    found, content = read_checkpoint(path, 7), path.read_bytes()
+    found, content = read_torch_header(path, 7), path.read_bytes()
     wanted = TOLD[path.stem.partition("-")[0]]
-    assert {t.name: (t.dtype, list(t.shape), bits(t, content).hex()) for t in found.tensors} == {
+    assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in found.tensors} == {
         key: (each["dtype"], each["shape"], each["bits"]) for key, each in wanted.items()
     }
     assert {t.file for t in found.tensors} == {7}
@@ -44,7 +54,7 @@ def test_every_tensor_of_the_golden_files_has_its_bits(path: Path) -> None:
 
 def test_contiguous_parts_need_no_strides_and_others_have_theirs() -> None:
     for kind in ("zip", "legacy"):
-        steps = {t.name: t.steps for t in read_checkpoint(FOLDER / f"views-{kind}.bin", 0).tensors}
+        steps = {t.name: t.byte_strides for t in read_torch_header(FOLDER / f"views-{kind}.bin", 0).tensors}
         assert steps == {
             "big": None, "alias": None, "row": None, "scalar": None, "empty": None, "parameter": None,
             "transposed": (4, 32), "inside": (32, 4), "every_other": (32, 8), "one": (32, 4), "swapped": (2, 24, 8),
@@ -53,7 +63,7 @@ def test_contiguous_parts_need_no_strides_and_others_have_theirs() -> None:
 
 def test_what_is_beside_the_tensors_is_told() -> None:
     for kind in ("zip", "plain", "legacy"):
-        assert read_checkpoint(FOLDER / f"wrapped-{kind}.bin", 0).asides == (
+        assert read_torch_header(FOLDER / f"wrapped-{kind}.bin", 0).non_tensors == (
             "`epoch` is 3", "`lr` is 0.5", "`optimizer` is a mapping of 2", "`dtype` is the name of a class",
             "`device` is a torch.device", "`note` is the text `x`", "`size` is a torch.Size",
             "`seen` is a list of 2" if kind == "plain" else "`seen` is a builtins.set",
@@ -61,22 +71,30 @@ def test_what_is_beside_the_tensors_is_told() -> None:
 
 
 def test_few_of_many_asides_are_told(tmp_path: Path) -> None:
-    many = {"w": tensor()} | {f"k{i}": number(i) for i in range(40)}
-    asides = read(tmp_path, packed(whole(mapping(many)))).asides
-    assert len(asides) == MAX_ASIDES + 1
+    many = {"w": encode_tensor()} | {f"k{i}": encode_int(i) for i in range(40)}
+    asides = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).non_tensors
+    assert len(asides) == MAX_NON_TENSORS + 1
     assert asides[-1] == "and 28 more"
 
 
 def test_the_digest_is_that_of_what_says_where_tensors_are(tmp_path: Path) -> None:
-    one, other = mapping({"w": tensor()}), mapping({"v": tensor()})
-    assert read(tmp_path, legacy(one)).digest == read(tmp_path, legacy(one).replace(SIX, bytes(24))).digest
-    assert read(tmp_path, legacy(one)).digest != read(tmp_path, legacy(other)).digest
-    assert read(tmp_path, packed(whole(one))).digest != read(tmp_path, packed(whole(other))).digest
+    one, other = encode_mapping({"w": encode_tensor()}), encode_mapping({"v": encode_tensor()})
+    assert (
+        read_content(tmp_path, make_legacy_file(one)).digest
+        == read_content(tmp_path, make_legacy_file(one).replace(SIX_FLOATS, bytes(24))).digest
+    )
+    assert (
+        read_content(tmp_path, make_legacy_file(one)).digest != read_content(tmp_path, make_legacy_file(other)).digest
+    )
+    assert (
+        read_content(tmp_path, make_zip_file(make_pickle(one))).digest
+        != read_content(tmp_path, make_zip_file(make_pickle(other))).digest
+    )
 
 
 def test_the_same_bits_as_torch_has_them(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from tests.helpers.torch_checkpoints import bits as bits_of
+    from tests.helpers.torch_checkpoints import tensor_bytes as bits_of
 
     rng = random.Random(1)
     for turn in range(40):
@@ -100,9 +118,9 @@ def test_the_same_bits_as_torch_has_them(tmp_path: Path) -> None:
         path = tmp_path / "x.bin"
         torch.save(state, path, _use_new_zipfile_serialization=bool(turn % 2))
         content = path.read_bytes()
-        found = {t.name: t for t in read_checkpoint(path, 0).tensors}
+        found = {t.name: t for t in read_torch_header(path, 0).tensors}
         assert {key: tuple(value.shape) for key, value in state.items()} == {k: t.shape for k, t in found.items()}
-        assert all(bits(found[key], content) == bits_of(value) for key, value in state.items() if value.numel())
+        assert all(tensor_bytes(found[key], content) == bits_of(value) for key, value in state.items() if value.numel())
 
 
 def test_parameters_and_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
@@ -110,7 +128,7 @@ def test_parameters_and_tensors_with_attributes_are_tensors(tmp_path: Path) -> N
     marked, parameter = torch.arange(3.0), torch.nn.Parameter(torch.ones(2))
     marked.note = parameter.note = "mine"
     torch.save({"marked": marked, "parameter": parameter}, tmp_path / "x.bin")
-    assert [t.name for t in read_checkpoint(tmp_path / "x.bin", 0).tensors] == ["marked", "parameter"]
+    assert [t.name for t in read_torch_header(tmp_path / "x.bin", 0).tensors] == ["marked", "parameter"]
 
 
 NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
@@ -135,7 +153,7 @@ def test_what_prep_does_not_carry_is_refused_by_its_name(
 ) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"w": torch.ones(2), "x": make(torch)}, tmp_path / "y.bin", _use_new_zipfile_serialization=zipped)
-    error = refusal(tmp_path, (tmp_path / "y.bin").read_bytes())
+    error = read_error(tmp_path, (tmp_path / "y.bin").read_bytes())
     assert told in f"{error.what} {error.why}"
     assert error.hint
 
@@ -144,7 +162,7 @@ def test_what_prep_does_not_carry_is_refused_by_its_name(
 def test_a_program_is_no_checkpoint(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "y.bin")
-    assert "TorchScript" in refusal(tmp_path, (tmp_path / "y.bin").read_bytes()).why
+    assert "TorchScript" in read_error(tmp_path, (tmp_path / "y.bin").read_bytes()).why
 
 
 SEEDS = [path.read_bytes() for path in FILES]
@@ -157,12 +175,12 @@ def test_whatever_bytes_are_read_within_the_file_or_refused(tmp_path: Path, seed
     for i in range(FUZZED // 3):
         content = fuzzed(rng, i)
         try:
-            found = read(tmp_path, content)
+            found = read_content(tmp_path, content)
         except PrepError as error:
             told.add(error.why)
             continue
         told.add("read")
-        assert all(0 <= t.span[0] <= t.span[1] <= len(content) for t in found.tensors)
+        assert all(0 <= t.byte_range[0] <= t.byte_range[1] <= len(content) for t in found.tensors)
     assert "read" in told
     assert len(told) > 30
     assert all(why.isprintable() for why in told)
@@ -173,14 +191,14 @@ def fuzzed(rng: random.Random, number: int) -> bytes:
     content = SEEDS[number % len(SEEDS)]
     kind = rng.randrange(4)
     if kind == 0:
-        return mutated(content, rng)
+        return mutate(content, rng)
     if kind == 1:
         edge = min(900, len(content))
-        return content[:-edge] + mutated(content[-edge:], rng)
+        return content[:-edge] + mutate(content[-edge:], rng)
     if kind == 2:
-        return mutated(content[:600], rng) + content[600:]
-    pickled = mutated(ONE, rng)
-    return packed(pickled) if number % 2 else legacy(pickled[2:-1])
+        return mutate(content[:600], rng) + content[600:]
+    pickled = mutate(ONE_TENSOR, rng)
+    return make_zip_file(pickled) if number % 2 else make_legacy_file(pickled[2:-1])
 
 
 # Which files of a folder
@@ -189,20 +207,25 @@ def fuzzed(rng: random.Random, number: int) -> bytes:
 def test_the_files_that_count() -> None:
     index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
     kept = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "config.json", ".hidden.bin"]
-    assert model_files([index, single, "x.bin"]) == [index]
-    assert model_files([single, "x.bin"]) == [single]
-    assert model_files(["model.pth", *kept]) == ["model.pth"]
-    assert model_files(["b.PT", "a.bin"]) == ["a.bin", "b.PT"]
-    assert model_files([*kept, "consolidated.00.pth"]) == []
-    assert torch_kind([index]) == torch_kind([single]) == torch_kind(["pytorch_model-00001-of-00002.bin"]) == "torch"
-    assert torch_kind(["consolidated.00.pth", "params.json"]) == "meta"
-    assert torch_kind(["consolidated.00.pth", single]) == "torch"
-    assert torch_kind(["model.pth", *kept]) is None
+    assert select_model_files([index, single, "x.bin"]) == [index]
+    assert select_model_files([single, "x.bin"]) == [single]
+    assert select_model_files(["model.pth", *kept]) == ["model.pth"]
+    assert select_model_files(["b.PT", "a.bin"]) == ["a.bin", "b.PT"]
+    assert select_model_files([*kept, "consolidated.00.pth"]) == []
+    assert (
+        detect_torch_kind([index])
+        == detect_torch_kind([single])
+        == detect_torch_kind(["pytorch_model-00001-of-00002.bin"])
+        == "torch"
+    )
+    assert detect_torch_kind(["consolidated.00.pth", "params.json"]) == "meta"
+    assert detect_torch_kind(["consolidated.00.pth", single]) == "torch"
+    assert detect_torch_kind(["model.pth", *kept]) is None
 
 
 def shards(folder: Path, held: Mapping[str, bytes]) -> Path:
     for file, pickled in held.items():
-        (folder / file).write_bytes(packed(pickled))
+        (folder / file).write_bytes(make_zip_file(pickled))
     return folder
 
 
@@ -212,13 +235,13 @@ def index_of(folder: Path, held: object) -> None:
     )
 
 
-A, B = (whole(mapping({key: tensor()})) for key in "ab")
+A, B = (make_pickle(encode_mapping({key: encode_tensor()})) for key in "ab")
 
 
 def test_shards_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     shards(tmp_path, {"pytorch_model-00002-of-00002.bin": A, "pytorch_model-00001-of-00002.bin": B})
     for _ in range(2):
-        found = read_folder(tmp_path)
+        found = read_torch_folder(tmp_path)
         assert [(t.name, t.file) for t in found.tensors] == [("b", 0), ("a", 1)]
         assert [path.name[14:19] for path in found.files] == ["00001", "00002"]
         index_of(tmp_path, {"a": "pytorch_model-00002-of-00002.bin", "b": "pytorch_model-00001-of-00002.bin"})
@@ -244,5 +267,5 @@ def test_folders_that_do_not_agree_are_refused(
     if index is not None:
         index_of(tmp_path, index)
     with pytest.raises(PrepError) as caught:
-        read_folder(tmp_path)
+        read_torch_folder(tmp_path)
     assert what in caught.value.what

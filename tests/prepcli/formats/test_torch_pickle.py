@@ -13,15 +13,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.formats.torch_pickle import MAX_OPCODES, Loaded, Made, Name, Outside, Pairs, UnexpectedName, Window, load
-from tests.helpers.pickles import MARK, START, call, group, mapping, mutated, name, number, text, whole
+from prepcli.formats.torch_pickle import (
+    MAX_OPCODES,
+    BoundedReader,
+    PersistentRef,
+    PickledCall,
+    PickledMapping,
+    PickledName,
+    UnexpectedNameError,
+    UnpickledObject,
+    interpret_pickle,
+)
+from tests.helpers.pickle_builder import (
+    MARK,
+    START,
+    encode_call,
+    encode_int,
+    encode_mapping,
+    encode_name,
+    encode_text,
+    encode_tuple,
+    make_pickle,
+    mutate,
+)
 
 EXPECTED = {"collections.OrderedDict", "builtins.set", "builtins.complex", "torch._utils._rebuild_tensor_v2", "a.B"}
 FUZZED = 1500
 
 
-def read(data: bytes) -> Loaded:
-    return load(Window.of(data), EXPECTED)
+def read(data: bytes) -> UnpickledObject:
+    return interpret_pickle(BoundedReader.from_bytes(data), EXPECTED)
 
 
 def reason(data: bytes) -> str:
@@ -35,7 +56,7 @@ def reason(data: bytes) -> str:
 
 def plain(value: object) -> object:
     """What was read as Python's own objects."""
-    if isinstance(value, Pairs):
+    if isinstance(value, PickledMapping):
         return {plain(key): plain(each) for key, each in value.items}
     if isinstance(value, list | tuple):
         return type(value)(plain(each) for each in value)
@@ -53,9 +74,9 @@ values = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(value=values, protocol=st.integers(3, 5))
 def test_plain_values_are_read_as_python_reads_them(value: object, protocol: int) -> None:
-    window = Window.of(pickle.dumps(value, protocol) + b"rest")
-    assert plain(load(window, ()).root) == value
-    assert window.take(4) == b"rest"
+    window = BoundedReader.from_bytes(pickle.dumps(value, protocol) + b"rest")
+    assert plain(interpret_pickle(window, ()).root) == value
+    assert window.read(4) == b"rest"
 
 
 def test_mappings_and_sets_are_read_without_being_made() -> None:
@@ -63,31 +84,31 @@ def test_mappings_and_sets_are_read_without_being_made() -> None:
     value = OrderedDict(a=1, b=shared, c=shared, d={"e": ()}, f=-1, g=2**40, h=1.5, i={3})
     for protocol in (2, 3, 4, 5):
         found = read(pickle.dumps(value, protocol)).root
-        assert isinstance(found, Pairs)
+        assert isinstance(found, PickledMapping)
         assert [key for key, _ in found.items] == list(value)
         items = {key: plain(each) for key, each in found.items if isinstance(key, str)}
         seen = items.pop("i")
-        assert isinstance(seen, list | Made)
+        assert isinstance(seen, list | PickledCall)
         assert items == {key: plain(each) for key, each in value.items() if key != "i"}
 
 
 def test_texts_of_python_2_are_texts_and_lists_of_pairs_mappings() -> None:
-    pair = b"]" + MARK + b"U\x01a" + number(3) + b"e"
-    assert plain(read(whole(call("collections.OrderedDict", b"]" + pair + b"a"))).root) == {"a": 3}
-    assert plain(read(whole(b"T\x02\x00\x00\x00\xff\xfe")).root) == b"\xff\xfe"
+    pair = b"]" + MARK + b"U\x01a" + encode_int(3) + b"e"
+    assert plain(read(make_pickle(encode_call("collections.OrderedDict", b"]" + pair + b"a"))).root) == {"a": 3}
+    assert plain(read(make_pickle(b"T\x02\x00\x00\x00\xff\xfe")).root) == b"\xff\xfe"
 
 
 def test_a_call_is_recorded_and_not_made() -> None:
-    found = read(whole(call("a.B", number(3)) + mapping({"x": number(1)}) + b"b")).root
-    assert isinstance(found, Made)
-    assert (found.maker, found.args, plain(found.state)) == (Name("a.B"), (3,), {"x": 1})
+    found = read(make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")).root
+    assert isinstance(found, PickledCall)
+    assert (found.callee, found.args, plain(found.state)) == (PickledName("a.B"), (3,), {"x": 1})
 
 
 def test_what_lies_outside_is_told_in_order() -> None:
-    found = read(whole(b"]", MARK, text("b") + b"Q", text("a") + b"Q", b"e"))
-    assert [each.id for each in found.outside] == ["b", "a"]
+    found = read(make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e"))
+    assert [each.persistent_id for each in found.persistent_refs] == ["b", "a"]
     assert isinstance(found.root, list)
-    assert all(isinstance(each, Outside) for each in found.root)
+    assert all(isinstance(each, PersistentRef) for each in found.root)
 
 
 OUT = "a file that must not be"
@@ -102,32 +123,34 @@ class Payload:
         return os.system, (f"touch '{OUT}'",)
 
 
-SYSTEM = group(text(f"touch '{OUT}'"))
+SYSTEM = encode_tuple(encode_text(f"touch '{OUT}'"))
 PAYLOADS = {
     **{f"protocol {protocol}": pickle.dumps([Payload()], protocol) for protocol in range(6)},
-    "GLOBAL and REDUCE": whole(name("os.system"), SYSTEM, b"R"),
-    "by another name": whole(name("posix.system"), SYSTEM, b"R"),
-    "eval": whole(name("builtins.eval"), group(text("1/0")), b"R"),
-    "eval of Python 2": whole(name("__builtin__.eval"), group(text("1/0")), b"R"),
-    "STACK_GLOBAL": whole(text("os"), text("system"), b"\x93", SYSTEM, b"R"),
-    "STACK_GLOBAL through what is let in": whole(text("collections"), text("OrderedDict.fromkeys"), b"\x93", b")R"),
-    "an attribute of what is let in": whole(text("a"), text("B.__class__"), b"\x93", b")R"),
-    "INST": b"(" + text(f"touch '{OUT}'") + b"ios\nsystem\n.",
-    "OBJ": b"(" + name("os.system") + text(f"touch '{OUT}'") + b"o.",
-    "NEWOBJ": whole(name("subprocess.Popen"), SYSTEM, b"\x81"),
-    "NEWOBJ_EX": whole(name("subprocess.Popen"), SYSTEM, b"}", b"\x92"),
-    "BUILD": whole(b"}", mapping({"__setstate__": name("os.system")}), b"b", SYSTEM, b"b"),
-    "BUILD of a class": whole(name("a.B"), mapping({"x": number(1)}), b"b"),
-    "REDUCE of a text": whole(text("os.system"), SYSTEM, b"R"),
-    "REDUCE of what was made": whole(call("a.B"), SYSTEM, b"R"),
+    "GLOBAL and REDUCE": make_pickle(encode_name("os.system"), SYSTEM, b"R"),
+    "by another name": make_pickle(encode_name("posix.system"), SYSTEM, b"R"),
+    "eval": make_pickle(encode_name("builtins.eval"), encode_tuple(encode_text("1/0")), b"R"),
+    "eval of Python 2": make_pickle(encode_name("__builtin__.eval"), encode_tuple(encode_text("1/0")), b"R"),
+    "STACK_GLOBAL": make_pickle(encode_text("os"), encode_text("system"), b"\x93", SYSTEM, b"R"),
+    "STACK_GLOBAL through what is let in": make_pickle(
+        encode_text("collections"), encode_text("OrderedDict.fromkeys"), b"\x93", b")R"
+    ),
+    "an attribute of what is let in": make_pickle(encode_text("a"), encode_text("B.__class__"), b"\x93", b")R"),
+    "INST": b"(" + encode_text(f"touch '{OUT}'") + b"ios\nsystem\n.",
+    "OBJ": b"(" + encode_name("os.system") + encode_text(f"touch '{OUT}'") + b"o.",
+    "NEWOBJ": make_pickle(encode_name("subprocess.Popen"), SYSTEM, b"\x81"),
+    "NEWOBJ_EX": make_pickle(encode_name("subprocess.Popen"), SYSTEM, b"}", b"\x92"),
+    "BUILD": make_pickle(b"}", encode_mapping({"__setstate__": encode_name("os.system")}), b"b", SYSTEM, b"b"),
+    "BUILD of a class": make_pickle(encode_name("a.B"), encode_mapping({"x": encode_int(1)}), b"b"),
+    "REDUCE of a text": make_pickle(encode_text("os.system"), SYSTEM, b"R"),
+    "REDUCE of what was made": make_pickle(encode_call("a.B"), SYSTEM, b"R"),
     "EXT1": START + b"\x82\x01.",
     "EXT2": START + b"\x83\x01\x00.",
     "EXT4": START + b"\x84\x01\x00\x00\x00.",
     "PERSID": START + b"Pos.system\n.",
     "NEXT_BUFFER": START + b"\x97.",
-    "getattr": whole(name("builtins.getattr"), group(text("x"), text("y")), b"R"),
-    "copyreg": whole(name("copyreg._reconstructor"), group(name("a.B")), b"R"),
-    "a pickle within": whole(name("torch.storage._load_from_bytes"), group(b"C\x01."), b"R"),
+    "getattr": make_pickle(encode_name("builtins.getattr"), encode_tuple(encode_text("x"), encode_text("y")), b"R"),
+    "copyreg": make_pickle(encode_name("copyreg._reconstructor"), encode_tuple(encode_name("a.B")), b"R"),
+    "a pickle within": make_pickle(encode_name("torch.storage._load_from_bytes"), encode_tuple(b"C\x01."), b"R"),
 }
 
 
@@ -147,8 +170,8 @@ def _no_import(*names: object) -> None:
 
 
 def test_a_name_that_is_not_expected_is_told() -> None:
-    with pytest.raises(UnexpectedName) as caught:
-        read(whole(name("os.system")))
+    with pytest.raises(UnexpectedNameError) as caught:
+        read(make_pickle(encode_name("os.system")))
     assert caught.value.name == "os.system"
 
 
@@ -181,8 +204,8 @@ BROKEN = {
     "an item of a list": START + b"]K\x01K\x02s.",
     "a key without a value": START + b"}(K\x01u.",
     "a key without a value in DICT": START + b"(K\x01d.",
-    "pairs of three": whole(call("collections.OrderedDict", b"](K\x01K\x02K\x03ta")),
-    "a call with a list": START + name("a.B") + b"]R.",
+    "pairs of three": make_pickle(encode_call("collections.OrderedDict", b"](K\x01K\x02K\x03ta")),
+    "a call with a list": START + encode_name("a.B") + b"]R.",
     "a state for a list": START + b"]}b.",
     "a name of numbers": START + b"K\x01K\x02\x93.",
 }
@@ -199,8 +222,10 @@ BOMBS = {
     "opcodes": START + b"N0" * MAX_OPCODES,
     "mappings": START + b"}" * (MAX_OPCODES + 1),
     "kept": START + b"N" + b"".join(b"r" + struct.pack("<I", i) for i in range(MAX_OPCODES // 4)) * 5 + b".",
-    "copies of pairs": whole(
-        b"]q\x00(" + group(b"NN") * 1000 + b"e0", (name("collections.OrderedDict") + b"h\x00\x85R0") * 5000, b"N"
+    "copies of pairs": make_pickle(
+        b"]q\x00(" + encode_tuple(b"NN") * 1000 + b"e0",
+        (encode_name("collections.OrderedDict") + b"h\x00\x85R0") * 5000,
+        b"N",
     ),
 }
 
@@ -214,7 +239,7 @@ def test_bombs_end_at_the_limit_of_opcodes(data: bytes) -> None:
 NESTED = {
     "tuples": START + b")" + b"\x85" * DEEP + b".",
     "lists": START + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
-    "calls": START + name("a.B") + b"q\x000N" + b"\x85q\x01" + b"0h\x00h\x01R\x85q\x01" * (DEEP // 8) + b".",
+    "calls": START + encode_name("a.B") + b"q\x000N" + b"\x85q\x01" + b"0h\x00h\x01R\x85q\x01" * (DEEP // 8) + b".",
     "a list in itself": START + b"]q\x00h\x00a.",
     "a mapping in itself": START + b"}q\x00K\x01h\x00s.",
     "doubled sharing": START + b"Nq\x00" + b"h\x00h\x00\x86q\x00" * 1000 + b".",
@@ -229,7 +254,7 @@ def test_depth_costs_nothing(data: bytes) -> None:
 SEEDS = [
     pickle.dumps({"a": [1, 2.5, "x", (None, True)], "b": {"c": b"bytes", "d": {1, 2}}, "e": 2**70}, protocol)
     for protocol in (2, 3, 4, 5)
-] + [whole(mapping({"w": call("a.B", text("x") + b"Q", number(3))}))]
+] + [make_pickle(encode_mapping({"w": encode_call("a.B", encode_text("x") + b"Q", encode_int(3))}))]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -237,7 +262,7 @@ def test_whatever_bytes_end_in_a_value_or_a_reason(seed: int) -> None:
     rng = random.Random(seed)
     reasons = set()
     for i in range(FUZZED // 3):
-        reasons.add(reason(mutated(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))))
+        reasons.add(reason(mutate(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))))
     assert "" in reasons
     assert len(reasons) > 20
     assert all(each.isprintable() for each in reasons)

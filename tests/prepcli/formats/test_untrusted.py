@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.formats.untrusted import list_folder, parse_json, read_small, shown, stat_file
+from prepcli.formats.untrusted import list_folder, parse_json, quote_name, read_small_file, stat_file
 
 no_numbers = st.recursive(
     st.none() | st.booleans() | st.text(max_size=5) | st.integers(0, 10**19 - 1),
@@ -53,9 +53,9 @@ def test_broken_json_is_refused_with_the_reason(text: bytes, why: str) -> None:
 
 @given(name=st.text())
 def test_shown_names_are_short_and_printable(name: str) -> None:
-    assert shown(name).isprintable()
-    assert len(shown(name * 1000)) <= 1002
-    assert shown("layers.0.w") == "`layers.0.w`"
+    assert quote_name(name).isprintable()
+    assert len(quote_name(name * 1000)) <= 1002
+    assert quote_name("layers.0.w") == "`layers.0.w`"
 
 
 def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_what_is_small_is_read_and_what_has_no_end_is_not_waited_for(tmp_path: P
     (tmp_path / "a").write_bytes(b"xyz")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
-    assert read_small(tmp_path / "a", 3) == b"xyz"
+    assert read_small_file(tmp_path / "a", 3) == b"xyz"
     with pytest.raises(PrepError) as caught:
-        read_small(tmp_path / "a", 2)
+        read_small_file(tmp_path / "a", 2)
     assert (caught.value.what, caught.value.why) == (f"{tmp_path / 'a'} is too large", "it has 3 bytes, prep takes 2")
     for name in ("pipe", "zeros"):
         with pytest.raises(PrepError, match="is not a file"):
-            read_small(tmp_path / name, 3)
+            read_small_file(tmp_path / name, 3)

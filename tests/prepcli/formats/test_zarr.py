@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
 from prepcli.formats.orbax import ArrayMeta
-from prepcli.formats.zarr import ZARR_JSON, ZARRAY, Zarr, parse
-from tests.helpers.zarr_items import Form, document
+from prepcli.formats.zarr import ZARR_JSON, ZARRAY, ZarrArray, parse_zarr_document
+from tests.helpers.zarr_items import StorageForm, document
 
 META = ArrayMeta(("w",), (4, 6), "float32", (2, 3))
-SHARDED = Form(zarr3=True, shard=2, steps=("zstd", "crc32c"))
+SHARDED = StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd", "crc32c"))
 
 
-def version_2(**changes: Any) -> Zarr:
-    return parse("w", ZARRAY, json.dumps(document(META, Form()) | changes).encode())
+def version_2(**changes: Any) -> ZarrArray:
+    return parse_zarr_document("w", ZARRAY, json.dumps(document(META, StorageForm()) | changes).encode())
 
 
-def version_3(form: Form = SHARDED, **changes: Any) -> Zarr:
-    return parse("w", ZARR_JSON, json.dumps(document(META, form) | changes).encode())
+def version_3(form: StorageForm = SHARDED, **changes: Any) -> ZarrArray:
+    return parse_zarr_document("w", ZARR_JSON, json.dumps(document(META, form) | changes).encode())
 
 
 def codec(name: str, **settings: Any) -> dict[str, Any]:
@@ -40,9 +40,14 @@ def sharding(**changes: Any) -> list[dict[str, Any]]:
 
 def test_an_array_of_version_3_in_shards():
     found = version_3()
-    assert (found.shape, found.chunk, found.dtype, found.steps) == ((4, 6), (2, 3), "float32", ("zstd", "crc32c"))
-    assert (found.stored_chunk, found.stored_grid, found.zeros) == ((4, 6), (1, 1), True)
-    assert found.key((3, 1)) == "c/3/1"
+    assert (found.shape, found.chunk_shape, found.dtype, found.codec_names) == (
+        (4, 6),
+        (2, 3),
+        "float32",
+        ("zstd", "crc32c"),
+    )
+    assert (found.stored_chunk_shape, found.stored_grid, found.missing_is_zero) == ((4, 6), (1, 1), True)
+    assert found.chunk_key((3, 1)) == "c/3/1"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,7 @@ def test_an_array_of_version_3_in_shards():
     ],
 )
 def test_how_chunks_are_named(encoding: dict[str, Any], keys: list[str]):
-    key = version_3(chunk_key_encoding=encoding).key
+    key = version_3(chunk_key_encoding=encoding).chunk_key
     assert [key((1, 2)), key(())] == keys
 
 
@@ -64,8 +69,8 @@ def test_how_chunks_are_named(encoding: dict[str, Any], keys: list[str]):
     [(None, True), (0, True), (0.0, True), (False, True), (1, False), (-0.0, False), ("0x0", False), (True, False)],
 )
 def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
-    assert version_2(fill_value=fill).zeros == is_zero
-    assert version_3(fill_value=fill).zeros == is_zero
+    assert version_2(fill_value=fill).missing_is_zero == is_zero
+    assert version_3(fill_value=fill).missing_is_zero == is_zero
 
 
 @pytest.mark.parametrize(
@@ -135,14 +140,14 @@ def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @settings(max_examples=1500, deadline=None)
-@given(data=st.data(), form=st.sampled_from([Form(steps=("zstd",)), SHARDED, Form(zarr3=True)]))
-def test_changed_documents_are_refused_or_understood(data: st.DataObject, form: Form):
+@given(data=st.data(), form=st.sampled_from([StorageForm(codec_names=("zstd",)), SHARDED, StorageForm(zarr3=True)]))
+def test_changed_documents_are_refused_or_understood(data: st.DataObject, form: StorageForm):
     changed = json.loads(json.dumps(document(META, form)))
     for _ in range(data.draw(st.integers(1, 3))):
         spot = data.draw(st.sampled_from(spots(changed)))
         changed = replaced(changed, spot, data.draw(st.one_of(JSON, WORDS, st.just([1, 2]), st.just([BYTES]))))
     with contextlib.suppress(PrepError):
-        found = parse("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
-        assert len(found.shape) == len(found.chunk) == len(found.stored_grid)
-        assert all(n > 0 for n in found.chunk)
-        assert found.key((0,) * len(found.shape))
+        found = parse_zarr_document("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
+        assert len(found.shape) == len(found.chunk_shape) == len(found.stored_grid)
+        assert all(n > 0 for n in found.chunk_shape)
+        assert found.chunk_key((0,) * len(found.shape))

@@ -7,16 +7,16 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.inspection.contents import Entry
-from prepcli.inspection.name_tree import Node, grow, tree_fields, tree_rows
+from prepcli.inspection.contents import TensorEntry
+from prepcli.inspection.name_tree import TreeNode, build_tree, tree_fields, tree_rows
 
 
-def entry(name: str, *shape: int, dtype: str = "float32") -> Entry:
-    return Entry(name, tuple(name.split(".")), dtype, shape, shape, {})
+def entry(name: str, *shape: int, dtype: str = "float32") -> TensorEntry:
+    return TensorEntry(name, tuple(name.split(".")), dtype, shape, shape, {})
 
 
-def lines(*entries: Entry) -> list[str]:
-    return [" | ".join(part for part in row if part) for row in tree_rows(grow(entries))]
+def lines(*entries: TensorEntry) -> list[str]:
+    return [" | ".join(part for part in row if part) for row in tree_rows(build_tree(entries))]
 
 
 def test_sizes_are_summed_by_branch_and_lone_children_joined() -> None:
@@ -77,7 +77,7 @@ def test_what_only_looks_like_a_number_is_a_name() -> None:
 
 
 def test_the_fields_of_branches_and_leaves() -> None:
-    (node,) = grow([entry("h.0.w", 2), entry("h.1.w", 2), entry("h.b", 3)])
+    (node,) = build_tree([entry("h.0.w", 2), entry("h.1.w", 2), entry("h.b", 3)])
     assert tree_fields(node) == {
         "name": "h",
         "tensors": 3,
@@ -95,13 +95,13 @@ NAMES = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "3", ""]), min_size=1
 @given(st.dictionaries(NAMES, st.integers(0, 3), max_size=12))
 def test_nothing_is_lost(sizes: dict[str, int]) -> None:
     entries = [entry(name, size) for name, size in sizes.items()]
-    nodes = grow(entries)
+    nodes = build_tree(entries)
     assert sum(node.tensors for node in nodes) == len(entries)
     assert sum(node.nbytes for node in nodes) == sum(each.nbytes for each in entries)
     assert sorted(name for node in nodes for name in expanded(node, "")) == sorted(sizes)
 
 
-def expanded(node: Node, before: str) -> list[str]:
+def expanded(node: TreeNode, before: str) -> list[str]:
     """The names that a node stands for; lists of numbers are short enough here to be spelled out."""
     names = [f"{before}{label}" for label in spelled(node.name)]
     if node.name == "(itself)":

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.inspection.shard_map import draw, summarize
-from trainer.models.mesh import DEFAULT_RULES, parse, spec, with_rules
+from prepcli.inspection.shard_map import draw_shard_map, summarize_sharding
+from trainer.models.mesh import DEFAULT_RULES, merge_rules, parse_mesh, partition_spec
 
 
 def drawn(dims: str, shape, mesh: str, dtype="float32", rules=DEFAULT_RULES, name="leaf") -> list[str]:
-    grid = parse(mesh)
-    found = spec([(dim,) for dim in dims.split()], shape, grid, rules)
-    return draw(name, shape, dtype, found, grid).split("\n")
+    grid = parse_mesh(mesh)
+    found = partition_spec([(dim,) for dim in dims.split()], shape, grid, rules)
+    return draw_shard_map(name, shape, dtype, found, grid).split("\n")
 
 
 def test_a_matrix_cut_both_ways():
@@ -107,7 +107,7 @@ def test_more_devices_than_fit_a_cell_are_counted():
 
 
 def test_a_third_split_dim_is_named_and_its_first_part_drawn():
-    lines = drawn("experts mlp embed", (8, 14336, 4096), "2,4,2", rules=with_rules(["experts=dp"]))
+    lines = drawn("experts mlp embed", (8, 14336, 4096), "2,4,2", rules=merge_rules(["experts=dp"]))
     assert lines[1] == "mlp down; embed across; experts in 2 parts over dp, this is 0:4"
     assert [int(n) for line in lines[4::2] for n in re.findall(r"│ (\d+) ", line)] == [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -120,7 +120,7 @@ def test_a_third_split_dim_is_named_and_its_first_part_drawn():
 )
 def test_never_wider_than_80_columns_and_every_row_as_wide_as_the_frame(name, sizes, multiples, dims):
     shape = tuple(m * 768 for m in multiples[: len(dims.split())])
-    lines = drawn(dims, shape, ",".join(map(str, sizes)), rules=with_rules(["experts=dp"]), name=name)
+    lines = drawn(dims, shape, ",".join(map(str, sizes)), rules=merge_rules(["experts=dp"]), name=name)
     assert all(0 < len(line) <= 80 for line in lines)
     frame = [line for line in lines if line[0] in "┌├└"]
     rows = [line for line in lines if line[0] == "│"]
@@ -129,8 +129,8 @@ def test_never_wider_than_80_columns_and_every_row_as_wide_as_the_frame(name, si
 
 
 def test_summarize_of_a_million_devices_is_short():
-    mesh = parse("1048576,1,1")
-    found = spec((("vocab",), ("embed",)), (264, 512), mesh, DEFAULT_RULES)
-    text = summarize("embed.tokens", (264, 512), "float32", found, mesh)
+    mesh = parse_mesh("1048576,1,1")
+    found = partition_spec((("vocab",), ("embed",)), (264, 512), mesh, DEFAULT_RULES)
+    text = summarize_sharding("embed.tokens", (264, 512), "float32", found, mesh)
     assert "not drawn: the mesh has 1,048,576 devices" in text
     assert len(text.splitlines()) <= 4

@@ -13,51 +13,51 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prepcli.engine.blobs import open_blobs
-from prepcli.formats.orbax import TYPESTR, ArrayMeta
-from prepcli.formats.safetensors import CODES
+from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
+from prepcli.formats.safetensors import DTYPE_CODES
 from prepcli.inspection import tensor_stats as module
-from prepcli.inspection.contents import Contents, Entry, read_contents
-from prepcli.inspection.tensor_stats import Stats, stats, stored_nbytes
+from prepcli.inspection.contents import CheckpointContents, TensorEntry, read_contents
+from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.sources.locate import locate
-from tests.helpers.hf_folders import write_folder
-from tests.helpers.orbax_items import make_item, values
+from tests.helpers.hf_folders import write_hf_folder
+from tests.helpers.orbax_items import random_array, write_item
 
 
-def contents_of(folder: Path) -> Contents:
+def contents_of(folder: Path) -> CheckpointContents:
     return read_contents(locate(str(folder)), "it")
 
 
-def measured(contents: Contents, entry: Entry) -> tuple[Stats | None, int]:
+def measured(contents: CheckpointContents, entry: TensorEntry) -> tuple[TensorStats | None, int]:
     read: list[int] = []
-    with open_blobs(contents.reads) as files:
-        return stats(entry, files, read.append), sum(read)
+    with open_blobs(contents.byte_sources) as files:
+        return compute_stats(entry, files, read.append), sum(read)
 
 
-def by_numpy(array: np.ndarray) -> Stats:
+def by_numpy(array: np.ndarray) -> TensorStats:
     """All values at once, in float64 (a bool's as it is stored)."""
     array = array.view(np.uint8) if array.dtype == bool else array
     if array.dtype.kind == "c":
         parts = np.isnan(array), np.isinf(array) & ~np.isnan(array), array == 0
-        return Stats(None, None, None, *(int(part.sum()) for part in parts))
+        return TensorStats(None, None, None, *(int(part.sum()) for part in parts))
     with np.errstate(invalid="ignore"):  # a signalling NaN says so
         wide = array if array.dtype.kind in "iu" else array.astype(np.float64)
     finite = wide[np.isfinite(wide)]
     ends = (finite.min().item(), finite.max().item()) if finite.size else (None, None)
     mean = math.fsum(finite.tolist()) / finite.size if finite.size else None
     counts = np.isnan(wide), np.isinf(wide), wide == 0
-    return Stats(*ends, mean, *(int(part.sum()) for part in counts))
+    return TensorStats(*ends, mean, *(int(part.sum()) for part in counts))
 
 
-def assert_same(found: Stats | None, array: np.ndarray) -> None:
+def assert_same(found: TensorStats | None, array: np.ndarray) -> None:
     expected = by_numpy(array)
     assert found is not None
-    assert (found.least, found.greatest, found.nan, found.inf, found.zeros) == (
-        expected.least, expected.greatest, expected.nan, expected.inf, expected.zeros,
+    assert (found.minimum, found.maximum, found.nan, found.inf, found.zeros) == (
+        expected.minimum, expected.maximum, expected.nan, expected.inf, expected.zeros,
     )  # fmt: skip
     if expected.mean is None:
         assert found.mean is None
     else:
-        largest = max(abs(expected.least or 0), abs(expected.greatest or 0))
+        largest = max(abs(expected.minimum or 0), abs(expected.maximum or 0))
         assert found.mean == pytest.approx(expected.mean, rel=1e-9, abs=1e-9 * largest)
 
 
@@ -69,7 +69,7 @@ def grids(draw) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @given(
-    dtype=st.sampled_from([name for name in TYPESTR if name != "float64"]),
+    dtype=st.sampled_from([name for name in ZARR_TYPESTRS if name != "float64"]),
     grid=grids(),
     run_nbytes=st.sampled_from([8, 24, 1 << 20]),
     seed=st.integers(0, 99),
@@ -80,9 +80,9 @@ def test_arrays_in_chunks_of_any_bits(
 ) -> None:
     monkeypatch.setattr(module, "RUN_NBYTES", run_nbytes)
     shape, chunk = grid
-    array = values(dtype, shape, seed)
+    array = random_array(dtype, shape, seed)
     folder = tmp_path_factory.mktemp("item")
-    make_item(folder, {ArrayMeta(("x",), shape, dtype, chunk): array})
+    write_item(folder, {ArrayMeta(("x",), shape, dtype, chunk): array})
     contents = contents_of(folder)
     found, read_nbytes = measured(contents, contents.entries[0])
     assert_same(found, array)
@@ -108,27 +108,27 @@ SPECIAL = {
 @pytest.mark.parametrize("dtype", SPECIAL)
 def test_special_values_of_a_safetensors_file(tmp_path: Path, dtype: str) -> None:
     array = np.array(SPECIAL[dtype], getattr(ml_dtypes, dtype, dtype)).reshape(3, 3)
-    write_folder(tmp_path / "model", {"model.safetensors": {"x": array}})
+    write_hf_folder(tmp_path / "model", {"model.safetensors": {"x": array}})
     contents = contents_of(tmp_path / "model")
     found, _ = measured(contents, contents.entries[0])
     assert_same(found, array)
 
 
 def test_a_mean_beyond_float64_is_none(tmp_path: Path) -> None:
-    write_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(4, 1.7e308)}})
+    write_hf_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(4, 1.7e308)}})
     contents = contents_of(tmp_path / "model")
-    assert measured(contents, contents.entries[0])[0] == Stats(1.7e308, 1.7e308, None, 0, 0, 0)
+    assert measured(contents, contents.entries[0])[0] == TensorStats(1.7e308, 1.7e308, None, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("shape", "special"), [((0, 3), 0), ((4,), 4)])
 def test_nothing_finite_has_no_extremes(tmp_path: Path, shape: tuple[int, ...], special: int) -> None:
-    write_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(shape, np.nan, np.float32)}})
+    write_hf_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(shape, np.nan, np.float32)}})
     contents = contents_of(tmp_path / "model")
-    assert measured(contents, contents.entries[0])[0] == Stats(None, None, None, special, 0, 0)
+    assert measured(contents, contents.entries[0])[0] == TensorStats(None, None, None, special, 0, 0)
 
 
 def test_packed_dtypes_are_not_looked_into(tmp_path: Path) -> None:
-    assert "F4" in CODES.values()
+    assert "F4" in DTYPE_CODES.values()
     header = b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x12\x34")
     contents = contents_of(tmp_path)
@@ -141,5 +141,5 @@ def test_arrays_that_lie_in_the_index(tmp_path: Path) -> None:
     ocp.PyTreeCheckpointer(use_compression=False).save(tmp_path / "saved", arrays)
     contents = contents_of(tmp_path / "saved")
     for entry in contents.entries:
-        assert entry.first is None
+        assert entry.first_chunk is None
         assert_same(measured(contents, entry)[0], np.asarray(arrays[entry.name]))

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.planning.boxes import strides
-from prepcli.planning.grids import DimCut, Grid, Lattice, Scatter, atom_boxes, cut_atom, cut_dim
+from prepcli.planning.grids import (
+    ChunkGrid,
+    DimPiece,
+    ExplicitPlacement,
+    StridedPlacement,
+    find_split_atom,
+    free_atom_ranges,
+    split_dim,
+)
 from trainer.models.axis_map import Factor
 
 EXTENTS = st.lists(st.integers(1, 7), max_size=4)
@@ -21,13 +29,13 @@ def factors_of(extents: Sequence[int]) -> list[Factor]:
     return [Factor(f"a{i}", extent) for i, extent in enumerate(extents)]
 
 
-def elements(cut: DimCut) -> Iterator[tuple[dict[str, int], int, int]]:
+def elements(cut: DimPiece) -> Iterator[tuple[dict[str, int], int, int]]:
     """Index of each atom, number of the chunk and element within the chunk, of everything that a cut covers."""
-    for index in itertools.product(*(range(digit.count) for digit in cut.digits)):
-        at, cell, inner = dict(cut.lows), cut.cell, cut.inner
-        for i, digit in zip(index, cut.digits):
-            at[digit.atom] += i * digit.step
-            cell, inner = cell + i * digit.cells, inner + i * digit.inner
+    for index in itertools.product(*(range(digit.count) for digit in cut.steps)):
+        at, cell, inner = dict(cut.atom_starts), cut.chunk_index, cut.element_offset
+        for i, digit in zip(index, cut.steps):
+            at[digit.atom] += i * digit.atom_step
+            cell, inner = cell + i * digit.chunk_step, inner + i * digit.element_step
         yield at, cell, inner
 
 
@@ -41,11 +49,11 @@ def test_cuts_cover_a_box_of_atoms_once_each_element_in_its_chunk(extents: list[
         index: divmod(sum(i * step for i, step in zip(index, strides(extents))), chunk)
         for index in itertools.product(*(range(*span) for span in spans))
     }
-    cuts = list(cut_dim(factors, chunk, ranges))
+    cuts = list(split_dim(factors, chunk, ranges))
     found = [(tuple(at[f.atom] for f in factors), (cell, inner)) for cut in cuts for at, cell, inner in elements(cut)]
     assert dict(found) == expected
     assert len(found) == len(expected)
-    if cut_atom(extents, chunk) is not None:
+    if find_split_atom(extents, chunk) is not None:
         assert len(cuts) <= 3  # before the first edge of a chunk, whole chunks, behind the last
 
 
@@ -67,11 +75,11 @@ def test_cuts_cover_a_box_of_atoms_once_each_element_in_its_chunk(extents: list[
     ],
 )
 def test_the_atom_that_chunk_edges_cut(extents: list[int], chunk: int, at: int | None):
-    assert cut_atom(extents, chunk) == at
+    assert find_split_atom(extents, chunk) == at
 
 
 def test_a_dim_without_atoms_is_one_cut_of_nothing():
-    assert list(cut_dim([], 1, {})) == [DimCut((), 0, 0, ())]
+    assert list(split_dim([], 1, {})) == [DimPiece((), 0, 0, ())]
 
 
 @given(EXTENTS, st.data())
@@ -84,21 +92,21 @@ def test_a_range_of_a_merged_dim_as_boxes_of_its_free_atoms(extents: list[int], 
     for at, index in enumerate(itertools.product(*(range(n) for n in extents))):
         if low <= at < high and all(h is None or h == i for h, i in zip(held, index)):
             expected.append(tuple(i for h, i in zip(held, index) if h is None))
-    free = [f.atom for f in factors if f.held is None]
+    free = [f.atom for f in factors if f.fixed is None]
     found = []
-    for box in atom_boxes(factors, (low, high)):
+    for box in free_atom_ranges(factors, (low, high)):
         assert list(box) == free
         found += itertools.product(*(range(*span) for span in box.values()))
     assert found == expected
 
 
 def test_a_grid_counts_chunks_that_reach_over_the_edge():
-    assert Grid((10, 4, 1), (3, 4, 1)).counts == (4, 1, 1)
-    assert Grid((), ()).counts == ()
+    assert ChunkGrid((10, 4, 1), (3, 4, 1)).chunk_counts == (4, 1, 1)
+    assert ChunkGrid((), ()).chunk_counts == ()
 
 
 def test_places_of_chunks():
-    lattice = Lattice(file=2, offset=100, first=(3, 0), strides=(50, 7))
+    lattice = StridedPlacement(file=2, offset=100, first_index=(3, 0), strides=(50, 7))
     assert lattice.find((3, 0)) == (2, 100)
     assert lattice.find((4, 2)) == (2, 164)
-    assert Scatter({(0, 1): (1, 8)}).find([0, 1]) == (1, 8)
+    assert ExplicitPlacement({(0, 1): (1, 8)}).find([0, 1]) == (1, 8)

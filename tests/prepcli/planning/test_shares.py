@@ -7,15 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.errors import USAGE, PrepError
-from prepcli.planning.plan import Fill, Flat, Plan, Same, Stream
-from prepcli.planning.shares import ALONE, Division, Share, asked_share, divided, parse_share, part_of
+from prepcli.planning.plan import Contiguous, EqualityCheck, Fill, Plan, Stream
+from prepcli.planning.shares import (
+    SINGLE_PROCESS,
+    Division,
+    Share,
+    divide_streams,
+    parse_share,
+    requested_share,
+    subplan,
+)
 
 
 def stream(name: str, rows: tuple[int, int] = (0, 4), fill: Fill | None = None) -> Stream:
-    return Stream(name, "float32", (rows[1], 8), rows, () if fill else (Flat(0, 0),), (Flat(0, 0),), fill)
+    return Stream(name, "float32", (rows[1], 8), rows, () if fill else (Contiguous(0, 0),), (Contiguous(0, 0),), fill)
 
 
-def plan_of(streams: list[Stream], checks: tuple[Same, ...] = ()) -> Plan:
+def plan_of(streams: list[Stream], checks: tuple[EqualityCheck, ...] = ()) -> Plan:
     return Plan("save-init", "prep save-init m", "m", (), tuple(streams), (), checks=checks)
 
 
@@ -29,14 +37,14 @@ def plans(draw: st.DrawFn) -> Plan:
             streams.append(stream(f"t{number}", (rows, rows + 2), Fill("mean")))
     names = st.sampled_from([f"t{number}" for number in range(len(sizes))])
     pairs = draw(st.lists(st.tuples(names, names).filter(lambda pair: pair[0] != pair[1]), max_size=3))
-    return plan_of(streams, tuple(Same(*pair) for pair in pairs) if len(sizes) > 1 else ())
+    return plan_of(streams, tuple(EqualityCheck(*pair) for pair in pairs) if len(sizes) > 1 else ())
 
 
 def kin(plan: Plan) -> list[set[str]]:
     """Names that have to stay together, by repeated merging."""
     groups = [{s.name} for s in plan.streams]
     for check in plan.checks:
-        joined = [g for g in groups if g & {check.name, check.other}]
+        joined = [g for g in groups if g & {check.name, check.duplicate_of}]
         groups = [g for g in groups if g not in joined] + [set().union(*joined)]
     return groups
 
@@ -44,7 +52,7 @@ def kin(plan: Plan) -> list[set[str]]:
 @given(plans(), st.integers(1, 6), st.data())
 def test_every_stream_has_one_process_and_kin_stay_together(plan: Plan, count: int, data):
     done = data.draw(st.sets(st.integers(0, len(plan.streams) - 1)))
-    shares = divided(plan, Division(count, dict.fromkeys(done, "digest")))
+    shares = divide_streams(plan, Division(count, dict.fromkeys(done, "digest")))
     assert len(shares) == count
     numbers = [number for share in shares for number in share]
     assert len(numbers) == len(set(numbers))
@@ -58,7 +66,7 @@ def test_every_stream_has_one_process_and_kin_stay_together(plan: Plan, count: i
 
 @given(plans(), st.integers(1, 6))
 def test_no_share_is_larger_than_the_mean_and_the_largest_group(plan: Plan, count: int):
-    sizes = [sum(plan.streams[n].nbytes for n in share) for share in divided(plan, Division(count))]
+    sizes = [sum(plan.streams[n].nbytes for n in share) for share in divide_streams(plan, Division(count))]
     largest = max(sum(s.nbytes for s in plan.streams if s.name in group) for group in kin(plan))
     assert max(sizes) <= sum(sizes) / count + largest
 
@@ -66,23 +74,23 @@ def test_no_share_is_larger_than_the_mean_and_the_largest_group(plan: Plan, coun
 def test_large_tensors_are_spread_evenly():
     sizes = [100, 90, 80, 70, 60, 50, 40, 30, 20, 10]
     plan = plan_of([stream(f"t{i}", (0, size)) for i, size in enumerate(sizes)])
-    loads = [sum(sizes[n] for n in share) for share in divided(plan, Division(3))]
+    loads = [sum(sizes[n] for n in share) for share in divide_streams(plan, Division(3))]
     assert max(loads) - min(loads) <= 10
 
 
 def test_a_part_has_the_checks_of_its_tensors():
-    plan = plan_of([stream("a"), stream("b"), stream("c")], (Same("a", "b"),))
-    assert part_of(plan, {0, 1}).checks == plan.checks
-    assert part_of(plan, {2}).checks == ()
-    assert [s.name for s in part_of(plan, {0, 2}).streams] == ["a", "c"]
+    plan = plan_of([stream("a"), stream("b"), stream("c")], (EqualityCheck("a", "b"),))
+    assert subplan(plan, {0, 1}).checks == plan.checks
+    assert subplan(plan, {2}).checks == ()
+    assert [s.name for s in subplan(plan, {0, 2}).streams] == ["a", "c"]
 
 
 def test_divisions_have_names_of_their_own():
-    names = {Division(count, done).name for count in (1, 2, 12) for done in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})}
+    names = {Division(count, done).label for count in (1, 2, 12) for done in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})}
     assert len(names) == 12
 
 
-@pytest.mark.parametrize(("text", "share"), [("1/0", ALONE), ("4/3", Share(4, 3)), (" 64/0 ", Share(64, 0))])
+@pytest.mark.parametrize(("text", "share"), [("1/0", SINGLE_PROCESS), ("4/3", Share(4, 3)), (" 64/0 ", Share(64, 0))])
 def test_shares_as_they_are_spelled(text: str, share: Share):
     assert parse_share(text) == share
     assert parse_share(str(share)) == share
@@ -108,23 +116,23 @@ JAX = {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "0"}
 @pytest.mark.parametrize(
     ("text", "environ", "found"),
     [
-        (None, {}, (ALONE, "")),
+        (None, {}, (SINGLE_PROCESS, "")),
         (None, SLURM, (Share(4, 2), "SLURM")),
         (None, JAX, (Share(8, 0), "JAX_NUM_PROCESSES")),
         (None, {**JAX, **SLURM}, (Share(4, 2), "SLURM")),
         ("2/1", SLURM, (Share(2, 1), "")),
-        ("1/0", SLURM, (ALONE, "")),
-        (None, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (ALONE, "")),  # the script of a batch job
-        (None, {"SLURM_STEP_NUM_TASKS": "4"}, (ALONE, "")),
-        (None, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "4"}, (ALONE, "")),
-        (None, {"JAX_NUM_PROCESSES": "many", "JAX_PROCESS_ID": "0"}, (ALONE, "")),
-        (None, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (ALONE, "")),
+        ("1/0", SLURM, (SINGLE_PROCESS, "")),
+        (None, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (SINGLE_PROCESS, "")),  # the script of a batch job
+        (None, {"SLURM_STEP_NUM_TASKS": "4"}, (SINGLE_PROCESS, "")),
+        (None, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "4"}, (SINGLE_PROCESS, "")),
+        (None, {"JAX_NUM_PROCESSES": "many", "JAX_PROCESS_ID": "0"}, (SINGLE_PROCESS, "")),
+        (None, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (SINGLE_PROCESS, "")),
     ],
 )
 def test_what_the_launcher_says_holds_where_the_command_line_says_nothing(text, environ, found):
-    assert asked_share(text, environ) == found
+    assert requested_share(text, environ) == found
 
 
 def test_workers_of_a_process_are_shares_of_a_finer_division():
-    shares = [share for index in range(3) for share in Share(3, index).among(2)]
+    shares = [share for index in range(3) for share in Share(3, index).split(2)]
     assert shares == [Share(6, index) for index in range(6)]

@@ -13,50 +13,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.planning.boxes import strides
-from prepcli.planning.grids import Grid, Lattice
-from prepcli.planning.moves import Copy, Region
-from prepcli.planning.placing import Want, place
-from prepcli.planning.plan import Fill, Flat, Stream
-from prepcli.planning.slabs import LONG_RUN, PAGE, Slab, all_slabs, even_slabs, slabs, wide
+from prepcli.planning.chunk_placement import LeafPiece, place_chunks
+from prepcli.planning.grids import ChunkGrid, StridedPlacement
+from prepcli.planning.plan import Contiguous, Fill, Stream
+from prepcli.planning.slabs import (
+    LONG_RUN_NBYTES,
+    PAGE,
+    Slab,
+    min_buffer_nbytes,
+    split_stream,
+    split_stream_evenly,
+    split_streams,
+)
+from prepcli.planning.strided_copies import Region, StridedCopy
 from prepcli.planning.tensors import itemsize
-from tests.helpers.plans import dividing, saved, turned
-from tests.helpers.strategies import tables
-from trainer.models.axis_map import AxisMap, bind, parse
+from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
+from tests.helpers.strategies import complete_tables
+from trainer.models.axis_map import AxisMap, bind_row, parse_row
 
 
 def check_tiling(found: Sequence[Slab], stream: Stream, limit: int) -> None:
-    low, high = stream.span
+    low, high = stream.byte_range
     edges = [low, *(slab.start + slab.nbytes for slab in found)]
     assert [slab.start for slab in found] == edges[:-1]
     assert edges[-1] == high
     assert all(0 < slab.nbytes <= limit for slab in found)
     for slab, side in itertools.product(found, ("left", "right")):
-        copies: tuple[Copy, ...] = getattr(slab, side)
+        copies: tuple[StridedCopy, ...] = getattr(slab, side)
         assert sum(c.nbytes for c in copies) == (slab.nbytes if getattr(stream, side) else 0)
 
 
 @settings(max_examples=150, deadline=None)
-@given(tables(), st.data())
+@given(complete_tables(), st.data())
 def test_slabs_fit_and_tile_their_stream(rows: tuple[AxisMap, ...], data):
-    made = saved(rows, [data.draw(dividing(row.leaf_shape)) for row in rows], shift=data.draw(st.integers(0, 20)))
+    made = make_save_plan(
+        rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift=data.draw(st.integers(0, 20))
+    )
     limit = data.draw(st.integers(4, 200))
-    streams = data.draw(st.sampled_from([made.plan.streams, turned(made.plan.streams)]))
+    streams = data.draw(st.sampled_from([made.plan.streams, reverse_streams(made.plan.streams)]))
     for number, stream in enumerate(streams):
-        check_tiling(list(slabs(number, stream, limit)), stream, limit)
-        check_tiling(list(even_slabs(number, stream, limit)), stream, limit)
-    assert [s.stream for s in all_slabs(streams, limit, 1)] == [s.stream for s in all_slabs(streams, limit) if s.stream]
+        check_tiling(list(split_stream(number, stream, limit)), stream, limit)
+        check_tiling(list(split_stream_evenly(number, stream, limit)), stream, limit)
+    assert [s.stream_number for s in split_streams(streams, limit, 1)] == [
+        s.stream_number for s in split_streams(streams, limit) if s.stream_number
+    ]
 
 
 def region(text: str, sizes: dict[str, int], chunk: tuple[int, ...], itemsize: int = 4, **at: int) -> Region:
     """A row's chunks one after another, in file 0."""
-    row = bind(parse(text), sizes)
-    grid = Grid(row.leaf_shape, chunk)
-    steps = strides(grid.counts, math.prod(chunk) * itemsize)
-    return Region(row, tuple(at.items()), grid, Lattice(0, 0, (0,) * len(chunk), steps), itemsize)
+    row = bind_row(parse_row(text), sizes)
+    grid = ChunkGrid(row.leaf_shape, chunk)
+    steps = strides(grid.chunk_counts, math.prod(chunk) * itemsize)
+    return Region(row, tuple(at.items()), grid, StridedPlacement(0, 0, (0,) * len(chunk), steps), itemsize)
 
 
-def into(*regions: Region, left: tuple[Flat | Region, ...] = (Flat(0, 0),)) -> Stream:
-    shape = regions[0].row.source_shape
+def into(*regions: Region, left: tuple[Contiguous | Region, ...] = (Contiguous(0, 0),)) -> Stream:
+    shape = regions[0].axis_map.source_shape
     dtype = {2: "bfloat16", 4: "float32"}[regions[0].itemsize]
     return Stream("w", dtype, shape, (0, shape[0]), left, regions)
 
@@ -87,21 +99,21 @@ CUTS = {  # row, sizes, chunk, rows of the tensor that fill whole chunks
 def test_bands_of_chunks_stay_whole_where_they_fit(case: str, side: str):
     text, sizes, chunk, band = CUTS[case]
     part = region(text, sizes, chunk)
-    stream = into(part) if side == "right" else turned([into(part)])[0]
+    stream = into(part) if side == "right" else reverse_streams([into(part)])[0]
     band_nbytes, chunk_nbytes = band * stream.row_nbytes, math.prod(chunk) * 4
     for limit in (band_nbytes, band_nbytes + 4, 2 * band_nbytes + stream.row_nbytes, 10**6):
-        found = list(slabs(0, stream, limit))
+        found = list(split_stream(0, stream, limit))
         check_tiling(found, stream, limit)
         assert not chunks_cut(found, side, chunk_nbytes)
         assert len(found) == math.ceil(math.ceil(stream.shape[0] / band) / (limit // band_nbytes))
-    assert chunks_cut(slabs(0, stream, band_nbytes - stream.row_nbytes), side, chunk_nbytes)
+    assert chunks_cut(split_stream(0, stream, band_nbytes - stream.row_nbytes), side, chunk_nbytes)
 
 
 @pytest.mark.parametrize(("written", "read"), [(4, 6), (6, 4), (4, 60), (10, 4), (12, 5)])
 def test_bands_that_are_written_come_before_those_that_are_read(written: int, read: int):
     text, sizes = "mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}
     stream = into(region(text, sizes, (written, 4)), left=(region(text, sizes, (read, 2)),))
-    found = list(slabs(0, stream, 13 * stream.row_nbytes))
+    found = list(split_stream(0, stream, 13 * stream.row_nbytes))
     check_tiling(found, stream, 13 * stream.row_nbytes)
     assert not chunks_cut(found, "right", written * 4 * 4)
 
@@ -112,8 +124,8 @@ def test_parts_of_a_fused_tensor_have_their_bands_each():
         region("q embed <- w: (>q | kv) embed", sizes, (8, 2)),
         region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
     ]
-    stream = into(parts[0], replace(parts[1], places=Lattice(1, 0, (0, 0), (80, 40))))
-    found = list(slabs(0, stream, 11 * stream.row_nbytes))
+    stream = into(parts[0], replace(parts[1], placement=StridedPlacement(1, 0, (0, 0), (80, 40))))
+    found = list(split_stream(0, stream, 11 * stream.row_nbytes))
     check_tiling(found, stream, 11 * stream.row_nbytes)
     assert [slab.nbytes // stream.row_nbytes for slab in found] == [8, 8, 8, 10]
 
@@ -125,7 +137,7 @@ def test_bands_that_begin_elsewhere_do_not_shift_those_that_are_written():
         region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
     ]
     stream = into(*parts, left=(region("all embed <- w: all embed", sizes, (2, 2)),))
-    found = list(slabs(0, stream, 7 * stream.row_nbytes))
+    found = list(split_stream(0, stream, 7 * stream.row_nbytes))
     check_tiling(found, stream, 7 * stream.row_nbytes)
     assert [slab.nbytes // stream.row_nbytes for slab in found] == [6, 6, 6, 6, 5, 5]
 
@@ -133,53 +145,57 @@ def test_bands_that_begin_elsewhere_do_not_shift_those_that_are_written():
 @pytest.mark.parametrize("columns", [256, 384, 1024])
 @pytest.mark.parametrize("rows", [200, 205])
 def test_strips_of_a_chunk_that_does_not_fit_are_whole_pages(columns: int, rows: int):
-    row = bind(parse("mlp embed <- w: mlp embed"), {"mlp": 2 * rows, "embed": 2 * columns})
-    layout = place([Want("w", row, (), Grid(row.leaf_shape, (rows, columns)), 4)])
+    row = bind_row(parse_row("mlp embed <- w: mlp embed"), {"mlp": 2 * rows, "embed": 2 * columns})
+    layout = place_chunks([LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, (rows, columns)), 4)])
     (stream,) = [into(part) for part in layout.regions]
     limit = 64 * 2 * columns * 4
-    found = list(slabs(0, stream, limit))
+    found = list(split_stream(0, stream, limit))
     check_tiling(found, stream, limit)
-    ends = {layout.regions[0].places.find(index)[1] + rows * columns * 4 for index in np.ndindex(2, 2)}
-    for copy in (copy for slab in found for copy in slab.right):
-        for offset in copy.offsets():
+    ends = {layout.regions[0].placement.find(index)[1] + rows * columns * 4 for index in np.ndindex(2, 2)}
+    for copy in (copy for slab in found for copy in slab.writes):
+        for offset in copy.run_offsets():
             assert offset % PAGE == 0
-            assert copy.run % PAGE == 0 or offset + copy.run in ends
+            assert copy.run_nbytes % PAGE == 0 or offset + copy.run_nbytes in ends
 
 
 def test_plain_bytes_are_cut_where_pages_of_the_file_that_is_written_begin():
-    stream = Stream("w", "uint8", (20_000,), (0, 20_000), (Flat(0, 5),), (Flat(0, 123),))
-    found = list(slabs(0, stream, 2 * PAGE))
+    stream = Stream("w", "uint8", (20_000,), (0, 20_000), (Contiguous(0, 5),), (Contiguous(0, 123),))
+    found = list(split_stream(0, stream, 2 * PAGE))
     check_tiling(found, stream, 2 * PAGE)
-    assert all(slab.plain for slab in found)
-    assert [slab.right[0].offset for slab in found] == [123, 2 * PAGE, 4 * PAGE]
-    assert [slab.left[0].offset - slab.right[0].offset for slab in found] == [-118] * 3
-    assert [slab.nbytes for slab in slabs(0, stream, 9_999)] == [2 * PAGE - 123, 2 * PAGE, 20_000 - 4 * PAGE + 123]
+    assert all(slab.is_contiguous for slab in found)
+    assert [slab.writes[0].file_offset for slab in found] == [123, 2 * PAGE, 4 * PAGE]
+    assert [slab.reads[0].file_offset - slab.writes[0].file_offset for slab in found] == [-118] * 3
+    assert [slab.nbytes for slab in split_stream(0, stream, 9_999)] == [
+        2 * PAGE - 123,
+        2 * PAGE,
+        20_000 - 4 * PAGE + 123,
+    ]
 
 
 def test_a_limit_below_a_page_still_moves_on_by_the_limit():
-    stream = Stream("w", "uint8", (10_000,), (0, 10_000), (Flat(0, 0),), (Flat(0, 10),))
-    assert [slab.nbytes for slab in slabs(0, stream, 3000)] == [3000, 1086, 3000, 1096, 1818]
+    stream = Stream("w", "uint8", (10_000,), (0, 10_000), (Contiguous(0, 0),), (Contiguous(0, 10),))
+    assert [slab.nbytes for slab in split_stream(0, stream, 3000)] == [3000, 1086, 3000, 1096, 1818]
 
 
 def test_rows_that_are_made_are_slabs_without_a_left_side():
-    stream = Stream("w", "float32", (12, 5), (9, 12), (), (Flat(0, 40),), Fill("zeros"))
-    found = list(slabs(0, stream, 24))
+    stream = Stream("w", "float32", (12, 5), (9, 12), (), (Contiguous(0, 40),), Fill("zeros"))
+    found = list(split_stream(0, stream, 24))
     check_tiling(found, stream, 24)
-    assert [copy.offset for slab in found for copy in slab.right] == [40 + slab.start for slab in found]
+    assert [copy.file_offset for slab in found for copy in slab.writes] == [40 + slab.start for slab in found]
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((0, 5), (0, 0)), ((5, 0), (0, 5)), ((0,), (0, 0)), ((7, 5), (3, 3))])
 def test_a_stream_without_bytes_has_no_slabs(shape: tuple[int, ...], rows: tuple[int, int]):
-    stream = Stream("w", "float32", shape, rows, (Flat(0, 8),), (Flat(0, 16),))
-    assert list(slabs(0, stream, 64)) == list(even_slabs(0, stream, 64)) == []
+    stream = Stream("w", "float32", shape, rows, (Contiguous(0, 8),), (Contiguous(0, 16),))
+    assert list(split_stream(0, stream, 64)) == list(split_stream_evenly(0, stream, 64)) == []
 
 
 def test_a_0d_tensor_is_one_slab():
     part = region("layers <- s.{layers}:", {"layers": 3}, (1,), layers=2)
-    stream = Stream("s.2", "float32", (), (0, 1), (Flat(0, 4),), (part,))
-    (slab,) = slabs(0, stream, 64)
-    assert (slab.start, slab.nbytes, slab.right[0].offset) == (0, 4, 8)
-    (even,) = even_slabs(0, stream, 64)
+    stream = Stream("s.2", "float32", (), (0, 1), (Contiguous(0, 4),), (part,))
+    (slab,) = split_stream(0, stream, 64)
+    assert (slab.start, slab.nbytes, slab.writes[0].file_offset) == (0, 4, 8)
+    (even,) = split_stream_evenly(0, stream, 64)
     assert (even.start, even.nbytes) == (0, 4)
 
 
@@ -187,10 +203,10 @@ def test_a_0d_tensor_is_one_slab():
 @settings(max_examples=40, deadline=None)
 def test_even_slabs_do_not_depend_on_what_lies_left_and_right(limit: int, data):
     text, sizes = "heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 4, "embed": 7}
-    one, other = (region(text, sizes, data.draw(dividing((6, 4, 7)))) for _ in range(2))
-    cut = [[(s.start, s.nbytes) for s in even_slabs(0, into(part), limit)] for part in (one, other)]
-    flat = Stream("w", "float32", (24, 7), (0, 24), (Flat(0, 0),), (Flat(3, 77),))
-    assert cut[0] == cut[1] == [(s.start, s.nbytes) for s in even_slabs(0, flat, limit)]
+    one, other = (region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2))
+    cut = [[(s.start, s.nbytes) for s in split_stream_evenly(0, into(part), limit)] for part in (one, other)]
+    flat = Stream("w", "float32", (24, 7), (0, 24), (Contiguous(0, 0),), (Contiguous(3, 77),))
+    assert cut[0] == cut[1] == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, limit)]
 
 
 SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of whole chunks
@@ -201,7 +217,12 @@ SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of who
     "turned in chunks": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (4, 20), 20 * 8 * 4),
     "each expert": ("n embed mlp <- w: n mlp embed", {"n": 5, "mlp": 60, "embed": 8}, (5, 8, 60), 60 * 8 * 4),
     "a part": ("mlp embed <- w: embed (qkv=1 mlp)", {"qkv": 3, "mlp": 6, "embed": 9}, (6, 9), 9 * 18 * 4),
-    "long": ("embed mlp <- w: mlp embed", {"mlp": LONG_RUN, "embed": 2}, (2, LONG_RUN), LONG_RUN // 4 * 2 * 4),
+    "long": (
+        "embed mlp <- w: mlp embed",
+        {"mlp": LONG_RUN_NBYTES, "embed": 2},
+        (2, LONG_RUN_NBYTES),
+        LONG_RUN_NBYTES // 4 * 2 * 4,
+    ),
     "0-d": ("layers <- s.{layers}:", {"layers": 3}, (3,), 0),
 }
 
@@ -210,21 +231,23 @@ SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of who
 def test_how_wide_a_slab_has_to_be_for_long_runs(case: str):
     text, sizes, chunk, nbytes = SPREADS[case]
     part = region(text, sizes, chunk, layers=1) if case == "0-d" else region(text, sizes, chunk)
-    shape = part.row.source_shape
-    stream = Stream("w", "float32", shape, (0, shape[0] if shape else 1), (Flat(0, 0),), (part,))
-    assert wide([stream]) == wide(turned([stream])) == nbytes
-    assert wide([]) == 0
-    for slab in slabs(0, stream, nbytes) if nbytes else ():
+    shape = part.axis_map.source_shape
+    stream = Stream("w", "float32", shape, (0, shape[0] if shape else 1), (Contiguous(0, 0),), (part,))
+    assert min_buffer_nbytes([stream]) == min_buffer_nbytes(reverse_streams([stream])) == nbytes
+    assert min_buffer_nbytes([]) == 0
+    for slab in split_stream(0, stream, nbytes) if nbytes else ():
         assert slab.nbytes <= nbytes
-        assert all(copy.run >= min(LONG_RUN, math.prod(part.grid.chunk[1:]) * 4) for copy in slab.right)
+        assert all(
+            copy.run_nbytes >= min(LONG_RUN_NBYTES, math.prod(part.grid.chunk_shape[1:]) * 4) for copy in slab.writes
+        )
 
 
 def test_a_wide_slab_has_room_in_either_dtype():
     part = region("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), itemsize=2)
-    stream = replace(into(part), dtype="float32", cast="bfloat16")
-    assert wide([stream]) == 60 * 8 * 4
-    assert wide([replace(turned([stream])[0], dtype="bfloat16", cast="float32")]) == 60 * 8 * 4
-    (slab,) = slabs(0, stream, 60 * 8 * 4)
+    stream = replace(into(part), dtype="float32", cast_to="bfloat16")
+    assert min_buffer_nbytes([stream]) == 60 * 8 * 4
+    assert min_buffer_nbytes([replace(reverse_streams([stream])[0], dtype="bfloat16", cast_to="float32")]) == 60 * 8 * 4
+    (slab,) = split_stream(0, stream, 60 * 8 * 4)
     assert slab.written_nbytes == 60 * 8 * 2
 
 
@@ -234,9 +257,9 @@ def test_slabs_of_values_that_are_cast_fit_in_either_dtype(pair: tuple[str, str]
     dtype, cast = pair
     items = [itemsize(dtype), itemsize(cast)]
     shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30)))
-    stream = Stream("w", dtype, shape, (0, shape[0]), (Flat(0, 3),), (Flat(0, 5),), cast=cast)
+    stream = Stream("w", dtype, shape, (0, shape[0]), (Contiguous(0, 3),), (Contiguous(0, 5),), cast_to=cast)
     limit = data.draw(st.integers(max(items), 2000))
-    found = list(slabs(0, stream, limit))
+    found = list(split_stream(0, stream, limit))
     assert [slab.start for slab in found] == [0, *itertools.accumulate(slab.nbytes for slab in found)][:-1]
     assert sum(slab.nbytes for slab in found) == stream.nbytes
     for slab in found:
@@ -244,7 +267,7 @@ def test_slabs_of_values_that_are_cast_fit_in_either_dtype(pair: tuple[str, str]
         assert slab.written_nbytes <= limit
         assert slab.is_cast
         assert slab.nbytes * items[1] == slab.written_nbytes * items[0]
-        assert [c.nbytes for c in slab.left] == [slab.nbytes]
-        assert [(c.at, c.offset, c.nbytes) for c in slab.right] == [
+        assert [c.nbytes for c in slab.reads] == [slab.nbytes]
+        assert [(c.tensor_offset, c.file_offset, c.nbytes) for c in slab.writes] == [
             (slab.written_start, slab.written_start + 5, slab.written_nbytes)
         ]

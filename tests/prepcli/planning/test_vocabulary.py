@@ -27,7 +27,7 @@ from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabu
 )
 def test_what_a_config_and_a_user_say(config: dict[str, Any], true: int | None, found: tuple[int, int]):
     vocabulary = read_vocabulary(config, 50, true)
-    assert (vocabulary.true, vocabulary.stored) == found
+    assert (vocabulary.true_size, vocabulary.stored_size) == found
 
 
 @pytest.mark.parametrize("value", [0, -5, 3.0, "131", True, [131]])
@@ -55,14 +55,14 @@ def test_a_config_whose_true_size_is_larger_than_its_size():
 
 @given(st.integers(1, 10**6), st.integers(1, 10**4))
 def test_multiples_count_from_the_true_size(true: int, multiple: int):
-    padded = Vocabulary(true, true + 7).padded_to(multiple)
+    padded = Vocabulary(true, true + 7).padded_size(multiple)
     assert padded % multiple == 0
     assert 0 <= padded - true < multiple
 
 
 def test_a_multiple_after_a_multiple_is_that_multiple_alone():
-    first = Vocabulary(131, 131).padded_to(8)
-    assert Vocabulary(131, first).padded_to(128) == Vocabulary(131, 131).padded_to(128) == 256
+    first = Vocabulary(131, 131).padded_size(8)
+    assert Vocabulary(131, first).padded_size(128) == Vocabulary(131, 131).padded_size(128) == 256
 
 
 @given(st.integers(1, 500), st.integers(0, 50))

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from prepcli.remote.hub import wanted
-from tests.helpers.hub_server import COMMIT, Hub, Repo, environment, serving
+from prepcli.remote.hub import files_to_download
+from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
 
 WEIGHTS = save({"a": np.arange(3000, dtype=np.float32)})
 GOOD = {
@@ -28,27 +28,27 @@ GOOD = {
 }
 QUANTISED = {**GOOD, "config.json": b'{"quantization_config": {"quant_method": "gptq"}}'}
 REPOS = {
-    "o/good": Repo(GOOD),
-    "o/flax": Repo({"config.json": b"{}", "flax_model.msgpack": b"x", "tf_model.h5": b"not wanted"}),
-    "o/bin": Repo({"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"not wanted"}),
-    "o/meta": Repo({"consolidated.00.pth": b"x", "params.json": b"{}", "tokenizer.model": b"x"}),
-    "o/gguf": Repo({"m-Q4.gguf": b"x", "README.md": b""}),
-    "o/lora": Repo({"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}),
-    "o/empty": Repo({"README.md": b""}),
-    "o/gptq": Repo(QUANTISED),
-    "o/older": Repo({**GOOD, "quantize_config.json": b'{"bits": 4}'}),
-    "o/huge": Repo(GOOD, sizes={"model.safetensors": 1 << 60}),
-    "o/gated": Repo(status=401, error_code="GatedRepo"),
-    "o/refused": Repo(status=403, error_code="GatedRepo"),
-    "o/private": Repo(status=401),
-    "o/ill": Repo(status=503),
+    "o/good": FakeRepo(GOOD),
+    "o/flax": FakeRepo({"config.json": b"{}", "flax_model.msgpack": b"x", "tf_model.h5": b"not wanted"}),
+    "o/bin": FakeRepo({"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"not wanted"}),
+    "o/meta": FakeRepo({"consolidated.00.pth": b"x", "params.json": b"{}", "tokenizer.model": b"x"}),
+    "o/gguf": FakeRepo({"m-Q4.gguf": b"x", "README.md": b""}),
+    "o/lora": FakeRepo({"adapter_config.json": b"{}", "adapter_model.safetensors": WEIGHTS}),
+    "o/empty": FakeRepo({"README.md": b""}),
+    "o/gptq": FakeRepo(QUANTISED),
+    "o/older": FakeRepo({**GOOD, "quantize_config.json": b'{"bits": 4}'}),
+    "o/huge": FakeRepo(GOOD, sizes={"model.safetensors": 1 << 60}),
+    "o/gated": FakeRepo(status=401, error_code="GatedRepo"),
+    "o/refused": FakeRepo(status=403, error_code="GatedRepo"),
+    "o/private": FakeRepo(status=401),
+    "o/ill": FakeRepo(status=503),
 }
 SCRIPT = """
 import io, json, os, sys
 from prepcli.sources.locate import locate
 from prepcli.errors import PrepError
 from prepcli.console.progress import JsonProgress
-from prepcli.remote.patience import patience_of
+from prepcli.remote.retries import patience_of
 warned, told = [], io.StringIO()
 answer = {"warned": warned}
 try:
@@ -85,19 +85,19 @@ class Asker:
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    with serving(REPOS) as hub:
+def hub() -> Iterator[FakeHub]:
+    with serve_hub(REPOS) as hub:
         yield hub
 
 
 @pytest.fixture
-def ask(hub: Hub, tmp_path: Path) -> Asker:
+def ask(hub: FakeHub, tmp_path: Path) -> Asker:
     """With an empty cache, and the hub's list of requests emptied."""
     hub.requests.clear()
     return Asker(hub.environment(tmp_path / "home"), tmp_path)
 
 
-def test_a_download_brings_what_is_needed_and_nothing_else(ask: Asker, hub: Hub) -> None:
+def test_a_download_brings_what_is_needed_and_nothing_else(ask: Asker, hub: FakeHub) -> None:
     answer = ask("o/good")
     path = Path(str(answer["path"]))
     assert (answer["kind"], answer["revision"], answer["warned"]) == ("safetensors", COMMIT, [])
@@ -116,7 +116,7 @@ def test_the_progress_of_a_download_is_told_in_bytes(ask: Asker) -> None:
     ]  # fmt: skip
 
 
-def test_a_second_time_nothing_is_downloaded(ask: Asker, hub: Hub) -> None:
+def test_a_second_time_nothing_is_downloaded(ask: Asker, hub: FakeHub) -> None:
     first = ask("o/good")
     hub.requests.clear()
     second = ask("o/good")
@@ -124,7 +124,7 @@ def test_a_second_time_nothing_is_downloaded(ask: Asker, hub: Hub) -> None:
     assert not [request for request in hub.requests if "/resolve/" in request]
 
 
-def test_offline_the_cache_serves_without_a_request(ask: Asker, hub: Hub) -> None:
+def test_offline_the_cache_serves_without_a_request(ask: Asker, hub: FakeHub) -> None:
     first = ask("o/good")
     hub.requests.clear()
     assert ask("o/good", "--offline")["path"] == first["path"]
@@ -132,7 +132,7 @@ def test_offline_the_cache_serves_without_a_request(ask: Asker, hub: Hub) -> Non
     assert hub.requests == []
 
 
-def test_offline_and_not_cached(ask: Asker, hub: Hub) -> None:
+def test_offline_and_not_cached(ask: Asker, hub: FakeHub) -> None:
     expected = ["cannot read o/good", "not in the cache and HF_HUB_OFFLINE=1", "run once with network", 1]
     assert ask("o/good", "--offline")["error"] == expected
     assert ask("o/good", HF_HUB_OFFLINE="1")["error"] == expected
@@ -182,7 +182,7 @@ def test_refusals_of_the_hub(ask: Asker, name: str, error: list[object]) -> None
     ],
 )
 def test_what_cannot_be_used_is_noticed_before_the_weights_are_downloaded(
-    ask: Asker, hub: Hub, name: str, what: str
+    ask: Asker, hub: FakeHub, name: str, what: str
 ) -> None:
     error = ask(name)["error"]
     assert isinstance(error, list)
@@ -199,9 +199,9 @@ def test_a_full_disk_is_told_in_numbers(ask: Asker, tmp_path: Path) -> None:
 
 
 def test_nobody_answers(tmp_path: Path) -> None:
-    with serving({}) as gone:
+    with serve_hub({}) as gone:
         pass
-    error = Asker(environment(gone.url, tmp_path), tmp_path)("o/good")["error"]
+    error = Asker(hub_environment(gone.url, tmp_path), tmp_path)("o/good")["error"]
     assert error == [
         "cannot read o/good",
         f"the hub cannot be reached at HF_ENDPOINT={gone.url}, and the model is not in the cache",
@@ -210,14 +210,14 @@ def test_nobody_answers(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("trouble", [{}, {"o/good": Repo(status=503)}])
-def test_while_the_hub_is_away_its_cache_serves_and_this_is_said(tmp_path: Path, trouble: dict[str, Repo]) -> None:
+@pytest.mark.parametrize("trouble", [{}, {"o/good": FakeRepo(status=503)}])
+def test_while_the_hub_is_away_its_cache_serves_and_this_is_said(tmp_path: Path, trouble: dict[str, FakeRepo]) -> None:
     home = tmp_path / "home"
-    with serving(REPOS) as hub:
+    with serve_hub(REPOS) as hub:
         path = Asker(hub.environment(home), tmp_path)("o/good")["path"]
-    with serving(trouble) as other:
+    with serve_hub(trouble) as other:
         url = other.url if trouble else hub.url
-        answer = Asker(environment(url, home), tmp_path)("o/good", PREP_TIMEOUT="0.5")
+        answer = Asker(hub_environment(url, home), tmp_path)("o/good", PREP_TIMEOUT="0.5")
     assert answer["path"] == path
     assert answer["warned"] == [f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"]
 
@@ -239,15 +239,20 @@ def test_of_several_weights_one_format_is_wanted() -> None:
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     others = ["pytorch_model.bin", "flax_model.msgpack", "consolidated.safetensors", "onnx/model.onnx", "LICENSE"]
     index = "model.safetensors.index.json"
-    assert wanted([*small, *shards, index, *others]) == sorted([*small, *shards, index])
-    assert wanted([*small, "model.safetensors", *others]) == sorted([*small, "model.safetensors"])
-    assert wanted([*small, *others]) == sorted([*small, "consolidated.safetensors"])
-    assert wanted(["sub/config.json", "sub/model.safetensors"]) == []
+    assert files_to_download([*small, *shards, index, *others]) == sorted([*small, *shards, index])
+    assert files_to_download([*small, "model.safetensors", *others]) == sorted([*small, "model.safetensors"])
+    assert files_to_download([*small, *others]) == sorted([*small, "consolidated.safetensors"])
+    assert files_to_download(["sub/config.json", "sub/model.safetensors"]) == []
     bins = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
-    assert wanted([*small, *bins, "training_args.bin", "optimizer.bin", "model.h5"]) == sorted([*small, *bins])
-    assert wanted(["pytorch_model.bin", "consolidated.00.pth", "x.gguf"]) == ["pytorch_model.bin"]
+    assert files_to_download([*small, *bins, "training_args.bin", "optimizer.bin", "model.h5"]) == sorted(
+        [*small, *bins]
+    )
+    assert files_to_download(["pytorch_model.bin", "consolidated.00.pth", "x.gguf"]) == ["pytorch_model.bin"]
     flax = ["flax_model-00001-of-00001.msgpack", "flax_model.msgpack.index.json"]
-    assert wanted([*flax, "other.msgpack"]) == flax
-    assert wanted([*flax, "flax_model.msgpack"]) == ["flax_model.msgpack"]
-    assert wanted(["consolidated.00.pth", "params.json", "checklist.chk"]) == ["consolidated.00.pth", "params.json"]
-    assert wanted(["x.gguf", "imatrix.bin", "training_args.bin"]) == []
+    assert files_to_download([*flax, "other.msgpack"]) == flax
+    assert files_to_download([*flax, "flax_model.msgpack"]) == ["flax_model.msgpack"]
+    assert files_to_download(["consolidated.00.pth", "params.json", "checklist.chk"]) == [
+        "consolidated.00.pth",
+        "params.json",
+    ]
+    assert files_to_download(["x.gguf", "imatrix.bin", "training_args.bin"]) == []

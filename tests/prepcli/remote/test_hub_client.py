@@ -18,11 +18,11 @@ from huggingface_hub.utils import _http
 
 from prepcli.console.progress import NullProgress
 from prepcli.errors import PrepError
-from prepcli.remote.hub import download, stream
-from prepcli.remote.hub_client import NoAnswer, use_patient_client
-from prepcli.remote.patience import Patience
-from tests.helpers.hub_server import COMMIT, Hub, Repo, serving
-from tests.helpers.loopback import STALLS
+from prepcli.remote.hub import download, open_remote
+from prepcli.remote.hub_client import NoAnswerError, install_retrying_client
+from prepcli.remote.retries import RetryPolicy
+from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
+from tests.helpers.loopback import STALL_KINDS
 
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 NONSENSE = {
@@ -49,17 +49,20 @@ def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     _http.set_client_factory(_http.default_client_factory)
 
 
-def ask(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def ask(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library, which has read HF_ENDPOINT, ask this hub."""
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("stall", STALL_KINDS)
 def test_client_tells_retries_then_raises(notes: list[str], stall: str):
-    use_patient_client(Patience(0.1, notes.append))
-    with serving({"o/m": Repo(stalls={"/api/": stall})}) as hub, pytest.raises(NoAnswer, match=r"\(4 tries\)"):
+    install_retrying_client(RetryPolicy(0.1, notes.append))
+    with (
+        serve_hub({"o/m": FakeRepo(stalls={"/api/": stall})}) as hub,
+        pytest.raises(NoAnswerError, match=r"\(4 tries\)"),
+    ):
         HfApi(endpoint=hub.url).model_info("o/m")
     assert [note.rpartition("; ")[2] for note in notes] == [f"trying again ({n} of 4)" for n in (2, 3, 4)]
     host = hub.url.removeprefix("http://")
@@ -69,57 +72,60 @@ def test_client_tells_retries_then_raises(notes: list[str], stall: str):
 
 @pytest.mark.parametrize("stall", ["silent", "body", "midway"])
 def test_client_bounds_downloads(notes: list[str], tmp_path: Path, stall: str):
-    use_patient_client(Patience(0.1, notes.append))
-    repo = Repo(FILES, stalls={"GET /o/m/resolve": stall})
-    with serving({"o/m": repo}) as hub, pytest.raises(NoAnswer, match=r"\(4 tries\)"):
+    install_retrying_client(RetryPolicy(0.1, notes.append))
+    repo = FakeRepo(FILES, stalls={"GET /o/m/resolve": stall})
+    with serve_hub({"o/m": repo}) as hub, pytest.raises(NoAnswerError, match=r"\(4 tries\)"):
         hf_hub_download("o/m", "config.json", endpoint=hub.url, cache_dir=tmp_path)
     assert len(notes) == 3
 
 
 def test_client_retries_a_busy_hub_and_keeps_its_status(notes: list[str]):
-    use_patient_client(Patience(0.05, notes.append))
-    with serving({"o/m": Repo(status=503)}) as hub, pytest.raises(NoAnswer) as caught:
+    install_retrying_client(RetryPolicy(0.05, notes.append))
+    with serve_hub({"o/m": FakeRepo(status=503)}) as hub, pytest.raises(NoAnswerError) as caught:
         HfApi(endpoint=hub.url).model_info("o/m")
     assert caught.value.status == 503
     assert len(notes) == 3
 
 
 def test_client_passes_refusals_at_once(notes: list[str]):
-    use_patient_client(Patience(5.0, notes.append))
-    with serving({"o/m": Repo(status=403)}) as hub, pytest.raises(HfHubHTTPError):
+    install_retrying_client(RetryPolicy(5.0, notes.append))
+    with serve_hub({"o/m": FakeRepo(status=403)}) as hub, pytest.raises(HfHubHTTPError):
         HfApi(endpoint=hub.url).model_info("o/m")
     assert notes == []
 
 
 @pytest.mark.parametrize("listing", NONSENSE)
 def test_listing_of_nonsense_is_one_error(notes: list[str], monkeypatch: pytest.MonkeyPatch, listing: str):
-    with serving({"o/m": Repo(listing=NONSENSE[listing])}) as hub:
+    with serve_hub({"o/m": FakeRepo(model_info=NONSENSE[listing])}) as hub:
         ask(hub, monkeypatch)
-        for open_hub in (lambda: download("o/m", None, False, NullProgress(), str), lambda: stream("o/m", None, False)):
+        for open_hub in (
+            lambda: download("o/m", None, False, NullProgress(), str),
+            lambda: open_remote("o/m", None, False),
+        ):
             with pytest.raises(PrepError) as caught:
                 open_hub()
             assert caught.value.what in ("cannot read o/m", "cannot stream o/m", "o/m holds no checkpoint")
 
 
 def test_download_without_an_answer_names_the_host(notes: list[str], monkeypatch: pytest.MonkeyPatch):
-    with serving({"o/m": Repo(stalls={"/api/": "silent"})}) as hub:
+    with serve_hub({"o/m": FakeRepo(stalls={"/api/": "silent"})}) as hub:
         ask(hub, monkeypatch)
         with pytest.raises(PrepError) as caught:
-            download("o/m", None, False, NullProgress(), str, Patience(0.05, notes.append))
+            download("o/m", None, False, NullProgress(), str, RetryPolicy(0.05, notes.append))
     assert caught.value.what == "cannot read o/m"
     host = hub.url.removeprefix("http://")
     assert caught.value.why == f"no answer from {host} for 0.05 s (4 tries), and the model is not in the cache"
     assert "PREP_TIMEOUT=60" in caught.value.hint
 
 
-@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("stall", STALL_KINDS)
 def test_stream_bounds_ranges(notes: list[str], monkeypatch: pytest.MonkeyPatch, stall: str):
     monkeypatch.setattr("prepcli.remote.remote_files.FIRST_WAIT_S", 0.001)
-    repo = Repo(FILES, stalls={f"GET /o/m/resolve/{COMMIT}/model": stall})
-    with serving({"o/m": repo}) as hub:
+    repo = FakeRepo(FILES, stalls={f"GET /o/m/resolve/{COMMIT}/model": stall})
+    with serve_hub({"o/m": repo}) as hub:
         ask(hub, monkeypatch)
         with pytest.raises(PrepError) as caught:
-            stream("o/m", None, False, Patience(0.1, notes.append))
+            open_remote("o/m", None, False, RetryPolicy(0.1, notes.append))
     assert caught.value.what == "cannot read model.safetensors of o/m"
     assert notes
     assert all(note.startswith("model.safetensors: ") for note in notes)
@@ -128,7 +134,7 @@ def test_stream_bounds_ranges(notes: list[str], monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("arguments", [("save-init", "o/m"), ("inspect", "o/m", "--stream")])
 def test_ctrl_c_ends_a_silent_wait(tmp_path: Path, arguments: tuple[str, ...]):
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
-    with serving({"o/m": Repo(FILES, stalls={"GET /o/m/resolve/": "silent"})}) as hub:
+    with serve_hub({"o/m": FakeRepo(FILES, stalls={"GET /o/m/resolve/": "silent"})}) as hub:
         variables = inherited | hub.environment(tmp_path / "home") | {"PREP_TIMEOUT": "600"}
         command = [sys.executable, "-c", PREP, *arguments]
         process = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True)

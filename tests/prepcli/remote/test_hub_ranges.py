@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
 from prepcli.remote import remote_files
-from prepcli.remote.hub_ranges import HubRanges, wait_asked_s
+from prepcli.remote.hub_ranges import HubRangeReader, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, read_range
-from tests.helpers.hub_server import COMMIT, Hub, Repo, serving
-from tests.helpers.range_server import KINDS, Faults, Store, serving_ranges
+from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
+from tests.helpers.range_server import FAULT_KINDS, FakeFileStore, FaultInjector, serve_ranges
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
 OTHER = bytes(300_000)
@@ -32,64 +32,64 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def hub_of(faults: Faults, lasts: int = 1 << 30) -> Iterator[tuple[HubRanges, Hub, Store]]:
+def hub_of(faults: FaultInjector, lasts: int = 1 << 30) -> Iterator[tuple[HubRangeReader, FakeHub, FakeFileStore]]:
     """A hub with a large file in a store."""
-    with serving_ranges({SHA256: CONTENT}, faults, lasts) as store:
-        repo = Repo({FILE.path: CONTENT}, store=store, large=(FILE.path,))
-        with serving({"o/m": repo}) as hub:
-            yield HubRanges("o/m", COMMIT, hub.url), hub, store
+    with serve_ranges({SHA256: CONTENT}, faults, lasts) as store:
+        repo = FakeRepo({FILE.path: CONTENT}, store=store, large=(FILE.path,))
+        with serve_hub({"o/m": repo}) as hub:
+            yield HubRangeReader("o/m", COMMIT, hub.url), hub, store
 
 
-def read(ranges: HubRanges, offset: int, size: int, file: RemoteFile = FILE) -> bytes:
+def read(ranges: HubRangeReader, offset: int, size: int, file: RemoteFile = FILE) -> bytes:
     into = np.zeros(size, np.uint8)
     read_range(ranges, file, offset, into)
     return into.tobytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAULT_KINDS)
 def test_each_fault_is_overcome(kind: str):
-    faults = Faults(0.6, (kind,), seed=3)
+    faults = FaultInjector(0.6, (kind,), seed=3)
     with hub_of(faults) as (ranges, _, _):
         for offset in range(0, 300_000, 50_000):
             assert read(ranges, offset, 50_000) == CONTENT[offset : offset + 50_000]
-    assert kind in faults.met
+    assert kind in faults.injected
 
 
 def test_all_faults_together_and_an_address_that_expires():
-    faults = Faults(0.3, seed=5)
+    faults = FaultInjector(0.3, seed=5)
     with hub_of(faults, lasts=3) as (ranges, hub, _):
         for number in range(100):
             offset = number * 3001 % 250_000
             assert read(ranges, offset, 2000) == CONTENT[offset : offset + 2000]
-    assert set(KINDS) <= set(faults.met)
+    assert set(FAULT_KINDS) <= set(faults.injected)
     assert sum("/resolve/" in request for request in hub.requests) > 10
 
 
 def test_the_address_is_kept_while_it_works():
-    with hub_of(Faults()) as (ranges, hub, store):
+    with hub_of(FaultInjector()) as (ranges, hub, store):
         for offset in range(0, 100_000, 1000):
             read(ranges, offset, 1000)
-    assert (len(hub.requests), len(store.asked)) == (1, 100)
+    assert (len(hub.requests), len(store.requests)) == (1, 100)
 
 
 def test_only_the_hub_is_told_the_token():
-    with hub_of(Faults(0.3)) as (ranges, hub, store):
+    with hub_of(FaultInjector(0.3)) as (ranges, hub, store):
         for offset in range(0, 100_000, 10_000):
             read(ranges, offset, 1000)
-    assert {token for _, token in hub.tokens} == {"Bearer hf_secret"}
-    assert not [headers for _, _, headers in store.asked if "Authorization" in headers]
+    assert {token for _, token in hub.authorizations} == {"Bearer hf_secret"}
+    assert not [headers for _, _, headers in store.requests if "Authorization" in headers]
 
 
 def test_a_file_that_the_hub_serves_itself():
-    faults = Faults(0.3)
-    with serving({"o/m": Repo({FILE.path: CONTENT}, faults=faults)}) as hub:
-        ranges = HubRanges("o/m", COMMIT, hub.url)
+    faults = FaultInjector(0.3)
+    with serve_hub({"o/m": FakeRepo({FILE.path: CONTENT}, faults=faults)}) as hub:
+        ranges = HubRangeReader("o/m", COMMIT, hub.url)
         for offset in range(0, 300_000, 20_000):
             assert read(ranges, offset, 20_000) == CONTENT[offset : offset + 20_000]
 
 
 def test_other_content_in_the_store_is_a_change():
-    with hub_of(Faults()) as (ranges, _, store):
+    with hub_of(FaultInjector()) as (ranges, _, store):
         read(ranges, 0, 1000)
         store.files[SHA256] = OTHER
         with pytest.raises(PrepError) as caught:
@@ -100,19 +100,19 @@ def test_other_content_in_the_store_is_a_change():
 
 @pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT + b"!"])
 def test_another_size_in_the_store_is_a_change(content: bytes):
-    with hub_of(Faults()) as (ranges, _, store):
+    with hub_of(FaultInjector()) as (ranges, _, store):
         store.files[SHA256] = content
         with pytest.raises(PrepError, match=f"it had 300,000 bytes, now it has {len(content):,}"):
             read(ranges, 0, 1000)
 
 
 def test_another_hash_on_the_hub_is_a_change():
-    with hub_of(Faults()) as (ranges, _, _), pytest.raises(PrepError, match="the hub now has sha256:"):
+    with hub_of(FaultInjector()) as (ranges, _, _), pytest.raises(PrepError, match="the hub now has sha256:"):
         read(ranges, 0, 10, RemoteFile(FILE.path, FILE.size, "sha256:" + "0" * 64))
 
 
 def test_a_file_that_is_cut_behind_our_back():
-    with hub_of(Faults()) as (ranges, _, store):
+    with hub_of(FaultInjector()) as (ranges, _, store):
         read(ranges, 0, 1000)
         store.files[SHA256] = CONTENT[:1000]
         with pytest.raises(PrepError, match="changed while it was read"):
@@ -120,7 +120,7 @@ def test_a_file_that_is_cut_behind_our_back():
 
 
 def test_what_is_gone_from_the_store_is_asked_for_anew_and_then_given_up():
-    with hub_of(Faults()) as (ranges, hub, store):
+    with hub_of(FaultInjector()) as (ranges, hub, store):
         store.files.clear()
         with pytest.raises(PrepError) as caught:
             read(ranges, 0, 10)
@@ -132,24 +132,24 @@ def test_what_is_gone_from_the_store_is_asked_for_anew_and_then_given_up():
     ("status", "why"), [(401, "the hub says 401: access is not granted any more"), (404, "the hub says 404")]
 )
 def test_what_the_hub_refuses_is_not_tried_again(status: int, why: str):
-    with serving({"o/m": Repo(status=status)}) as hub:
+    with serve_hub({"o/m": FakeRepo(status=status)}) as hub:
         with pytest.raises(PrepError) as caught:
-            read(HubRanges("o/m", COMMIT, hub.url), 0, 10)
+            read(HubRangeReader("o/m", COMMIT, hub.url), 0, 10)
         assert caught.value.why == why
         assert len(hub.requests) == 1
 
 
 def test_nobody_there():
-    with serving({}) as gone:
+    with serve_hub({}) as gone:
         pass
     with pytest.raises(PrepError) as caught:
-        read(HubRanges("o/m", COMMIT, gone.url), 0, 10)
+        read(HubRangeReader("o/m", COMMIT, gone.url), 0, 10)
     assert caught.value.why.startswith("8 tries in a row failed: ")
     assert caught.value.hint
 
 
 def test_no_message_has_the_token_or_a_signed_address():
-    with hub_of(Faults(1.0, ("refuse",))) as (ranges, _, store):
+    with hub_of(FaultInjector(1.0, ("refuse",))) as (ranges, _, store):
         with pytest.raises(PrepError) as caught:
             read(ranges, 0, 10)
         assert "hf_secret" not in str(caught.value)
@@ -158,11 +158,11 @@ def test_no_message_has_the_token_or_a_signed_address():
 
 
 def test_how_long_a_server_wants_to_be_left_alone():
-    assert wait_asked_s({"retry-after": "7"}) == 7
-    assert wait_asked_s({}) == wait_asked_s({"retry-after": "soon"}) == 0
-    assert wait_asked_s({"retry-after": "9" * 4000}) == 999_999_999
-    assert wait_asked_s({"retry-after": formatdate(0, usegmt=True)}) == 0
-    assert wait_asked_s({"retry-after": formatdate(4e9, usegmt=True)}) > 1e9
+    assert retry_after_s({"retry-after": "7"}) == 7
+    assert retry_after_s({}) == retry_after_s({"retry-after": "soon"}) == 0
+    assert retry_after_s({"retry-after": "9" * 4000}) == 999_999_999
+    assert retry_after_s({"retry-after": formatdate(0, usegmt=True)}) == 0
+    assert retry_after_s({"retry-after": formatdate(4e9, usegmt=True)}) > 1e9
 
 
 class Answer:
@@ -222,8 +222,8 @@ ANSWERS = st.builds(
 def test_whatever_a_server_answers_is_bytes_or_an_error_of_ours(monkeypatch, answers: list[Answer], offset: int):
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: Session(list(answers)))
     monkeypatch.setattr("huggingface_hub.utils.build_hf_headers", lambda **_: {})
-    monkeypatch.setattr(remote_files, "MOST_ASKED_WAIT_S", 0.0)
-    monkeypatch.setattr(remote_files, "TRIES", 3)
+    monkeypatch.setattr(remote_files, "MAX_RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(remote_files, "MAX_STALLED_TRIES", 3)
     into = np.zeros(10, np.uint8)
     with suppress(PrepError):
-        read_range(HubRanges("o/m", COMMIT, "http://hub"), RemoteFile("f", 40, "sha256:" + "1" * 64), offset, into)
+        read_range(HubRangeReader("o/m", COMMIT, "http://hub"), RemoteFile("f", 40, "sha256:" + "1" * 64), offset, into)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
 from prepcli.remote import remote_files
-from prepcli.remote.object_store import Bucket, Url, is_url, parse_url, text_of
-from prepcli.remote.patience import Patience
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url, redacted_error_text
 from prepcli.remote.remote_files import RemoteFile, read_range
-from tests.helpers.loopback import STALLS
-from tests.helpers.object_server import Objects, serving_objects
-from tests.helpers.range_server import Faults
+from prepcli.remote.retries import RetryPolicy
+from tests.helpers.loopback import STALL_KINDS
+from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.range_server import FaultInjector
 
 CONTENT = np.random.default_rng(2).integers(0, 256, 300_000, np.uint8).tobytes()
 
@@ -27,7 +27,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
 
 
-def bucket_at(store: Objects, monkeypatch: pytest.MonkeyPatch, url: str, retries: int = 0) -> Bucket:
+def bucket_at(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, url: str, retries: int = 0) -> Bucket:
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
     return Bucket(parse_url(url), retries)
@@ -40,8 +40,8 @@ def read(bucket: Bucket, file: RemoteFile, offset: int, size: int) -> bytes:
 
 
 def test_addresses():
-    assert parse_url("gs://bucket/a/b/") == Url("gs", "bucket", "a/b")
-    assert parse_url("s3://bucket") == Url("s3", "bucket", "")
+    assert parse_url("gs://bucket/a/b/") == ObjectStoreUrl("gs", "bucket", "a/b")
+    assert parse_url("s3://bucket") == ObjectStoreUrl("s3", "bucket", "")
     assert str(parse_url("s3://bucket/a")) == "s3://bucket/a"
     assert parse_url("gs://b.u-k/a").key("d/x") == "a/d/x"
     assert parse_url("gs://bucket").key("d/x") == "d/x"
@@ -71,31 +71,31 @@ def test_any_text_is_an_address_or_none(text: str):
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_a_listing_has_all_pages_and_nothing_of_a_neighbour(monkeypatch, scheme: str):
     there = {f"bucket/m/d/{number:02}": b"x" * number for number in range(1, 20)}
-    with serving_objects(there | {"bucket/m2/x": b"", "bucket/m.txt": b""}) as store:
-        files = bucket_at(store, monkeypatch, f"{scheme}://bucket/m").files()
+    with serve_objects(there | {"bucket/m2/x": b"", "bucket/m.txt": b""}) as store:
+        files = bucket_at(store, monkeypatch, f"{scheme}://bucket/m").list_files()
     assert [(file.path, file.size) for file in files] == [(f"d/{n:02}", n) for n in range(1, 20)]
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_ranges_come_whatever_happens_on_the_way(monkeypatch, scheme: str):
-    faults = Faults(0.4, ("drop", "empty", "refuse", "busy", "limit", "short"), seed=1)
-    with serving_objects({"bucket/m/w": CONTENT}, faults) as store:
+    faults = FaultInjector(0.4, ("drop", "empty", "refuse", "busy", "limit", "short"), seed=1)
+    with serve_objects({"bucket/m/w": CONTENT}, faults) as store:
         bucket = bucket_at(store, monkeypatch, f"{scheme}://bucket/m")
-        (file,) = bucket.files()
+        (file,) = bucket.list_files()
         for offset in range(0, 300_000, 15_000):
             assert read(bucket, file, offset, 15_000) == CONTENT[offset : offset + 15_000]
-    assert {"drop", "busy"} <= {*faults.met}
+    assert {"drop", "busy"} <= {*faults.injected}
 
 
 @pytest.mark.parametrize("content", [bytes(300_000), CONTENT[:-1], CONTENT + b"!", None])
 def test_an_object_that_is_another_now(monkeypatch, content: bytes | None):
-    with serving_objects({"bucket/m/w": CONTENT}) as store:
+    with serve_objects({"bucket/m/w": CONTENT}) as store:
         bucket = bucket_at(store, monkeypatch, "s3://bucket/m")
-        (file,) = bucket.files()
+        (file,) = bucket.list_files()
         if content is None:
-            del store.there["bucket/m/w"]
+            del store.objects["bucket/m/w"]
         else:
-            store.there["bucket/m/w"] = content
+            store.objects["bucket/m/w"] = content
         with pytest.raises(PrepError) as caught:
             read(bucket, file, 0, 100)
     assert caught.value.what == "w changed while it was read"
@@ -103,73 +103,73 @@ def test_an_object_that_is_another_now(monkeypatch, content: bytes | None):
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_store_that_refuses(monkeypatch, status: int):
-    with serving_objects({"bucket/m/w": CONTENT}) as store:
+    with serve_objects({"bucket/m/w": CONTENT}) as store:
         bucket = bucket_at(store, monkeypatch, "gs://bucket/m")
-        (file,) = bucket.files()
-        store.refused, store.status = "bucket/m/w", status
+        (file,) = bucket.list_files()
+        store.failing_requests, store.status = "bucket/m/w", status
         with pytest.raises(PrepError) as caught:
             read(bucket, file, 0, 100)
         assert caught.value.what == "cannot read gs://bucket/m"
         assert "GOOGLE_APPLICATION_CREDENTIALS" in caught.value.hint
         assert "secret" not in str(caught.value)
-        store.refused = "GET bucket"
+        store.failing_requests = "GET bucket"
         with pytest.raises(PrepError, match="cannot list gs://bucket/m"):
-            bucket.files()
+            bucket.list_files()
 
 
 @pytest.mark.parametrize("size", [0, 10, 300_000])
 def test_what_is_written_is_there(monkeypatch, tmp_path: Path, size: int):
     (tmp_path / "f").write_bytes(CONTENT[:size])
     told: list[int] = []
-    with serving_objects() as store:
+    with serve_objects() as store:
         for scheme in ("gs", "s3"):
             bucket = bucket_at(store, monkeypatch, f"{scheme}://bucket/{scheme}")
             made = bucket.write("d/f", tmp_path / "f", 100_000, 10, told.append)
-            assert made in bucket.files()
-            assert store.there[f"bucket/{scheme}/d/f"] == CONTENT[:size]
+            assert made in bucket.list_files()
+            assert store.objects[f"bucket/{scheme}/d/f"] == CONTENT[:size]
             bucket.delete("d/f")
-            assert bucket.files() == ()
+            assert bucket.list_files() == ()
     assert sum(told) == 2 * size
 
 
 def test_a_large_file_is_cut_in_no_more_parts_than_a_store_takes(monkeypatch, tmp_path: Path):
     (tmp_path / "f").write_bytes(CONTENT)
-    with serving_objects() as store:
+    with serve_objects() as store:
         bucket_at(store, monkeypatch, "s3://bucket/m").write("f", tmp_path / "f", 10_000, 3, lambda _: None)
         assert sum(line.startswith("PUT") for line in store.requests) == 3
 
 
 def test_a_write_that_fails_gives_nothing_a_name(monkeypatch, tmp_path: Path):
     (tmp_path / "f").write_bytes(CONTENT)
-    with serving_objects() as store:
+    with serve_objects() as store:
         bucket = bucket_at(store, monkeypatch, "s3://bucket/m")
-        store.refused = "PUT bucket"
+        store.failing_requests = "PUT bucket"
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
             bucket.write("f", tmp_path / "f", 50_000, 9, lambda _: None)
-        assert store.there == {}
+        assert store.objects == {}
 
 
-@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("stall", STALL_KINDS)
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_bucket_bounds_listings(monkeypatch, scheme: str, stall: str):
     notes: list[str] = []
-    with serving_objects({"bucket/m/w": CONTENT}) as store:
+    with serve_objects({"bucket/m/w": CONTENT}) as store:
         bucket = bucket_at(store, monkeypatch, f"{scheme}://bucket/m")
-        bucket.patience = Patience(0.1, notes.append)
-        store.refused, store.stall = "GET bucket", stall
+        bucket.retry_policy = RetryPolicy(0.1, notes.append)
+        store.failing_requests, store.stall = "GET bucket", stall
         with pytest.raises(PrepError, match=f"cannot list {scheme}://bucket/m"):
-            bucket.files()
+            bucket.list_files()
     assert "trying again" in notes[0]
 
 
-@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("stall", STALL_KINDS)
 def test_bucket_bounds_ranges(monkeypatch, stall: str):
     notes: list[str] = []
-    with serving_objects({"bucket/m/w": CONTENT}) as store:
+    with serve_objects({"bucket/m/w": CONTENT}) as store:
         bucket = bucket_at(store, monkeypatch, "s3://bucket/m")
-        bucket.patience = Patience(0.1, notes.append)
-        (file,) = bucket.files()
-        store.refused, store.stall = "GET bucket/m/w", stall
+        bucket.retry_policy = RetryPolicy(0.1, notes.append)
+        (file,) = bucket.list_files()
+        store.failing_requests, store.stall = "GET bucket/m/w", stall
         with pytest.raises(PrepError, match="cannot read w of s3://bucket/m"):
             read(bucket, file, 0, 100_000)
     assert "trying again" in notes[0]
@@ -179,36 +179,36 @@ def test_bucket_bounds_ranges(monkeypatch, stall: str):
 def test_bucket_bounds_writes(monkeypatch, tmp_path: Path, stall: str):
     (tmp_path / "f").write_bytes(CONTENT)
     notes: list[str] = []
-    with serving_objects() as store:
+    with serve_objects() as store:
         bucket = bucket_at(store, monkeypatch, "s3://bucket/m", retries=2)
-        bucket.patience = Patience(0.1, notes.append)
-        store.refused, store.stall = "PUT bucket", stall
+        bucket.retry_policy = RetryPolicy(0.1, notes.append)
+        store.failing_requests, store.stall = "PUT bucket", stall
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
             bucket.write("f", tmp_path / "f", 50_000, 9, lambda _: None)
-        assert store.there == {}
+        assert store.objects == {}
     assert notes[:1] == ["no answer from s3://bucket/m for 0.1 s; waiting"]
 
 
 def test_bucket_does_not_repeat_refusals(monkeypatch):
     notes: list[str] = []
-    with serving_objects({"bucket/m/w": CONTENT}) as store:
+    with serve_objects({"bucket/m/w": CONTENT}) as store:
         bucket = bucket_at(store, monkeypatch, "gs://bucket/m")
-        bucket.patience = Patience(5.0, notes.append)
-        store.refused = "GET bucket"
+        bucket.retry_policy = RetryPolicy(5.0, notes.append)
+        store.failing_requests = "GET bucket"
         with pytest.raises(PrepError, match="cannot list"):
-            bucket.files()
+            bucket.list_files()
     assert notes == []
 
 
 def test_a_bucket_can_go_to_another_process():
-    bucket = Bucket(Url("gs", "bucket", "m"), 2)
-    bucket.made = object()
+    bucket = Bucket(ObjectStoreUrl("gs", "bucket", "m"), 2)
+    bucket.connection = object()
     assert pickle.loads(pickle.dumps(bucket)) == bucket
     assert pickle.loads(pickle.dumps(bucket)).made is None
 
 
 def test_messages_hold_no_addresses():
-    assert text_of(ValueError("Error performing GET https://h/x?X-Amz-Signature=1 in 3s\nand more")) == (
+    assert redacted_error_text(ValueError("Error performing GET https://h/x?X-Amz-Signature=1 in 3s\nand more")) == (
         "Error performing GET … in 3s"
     )
 
@@ -216,5 +216,5 @@ def test_messages_hold_no_addresses():
 def test_without_obstore_it_is_said_how_to_get_it(monkeypatch):
     monkeypatch.setattr("prepcli.remote.object_store.find_spec", lambda name: None)
     with pytest.raises(PrepError) as caught:
-        Bucket(parse_url("gs://bucket/m")).files()
+        Bucket(parse_url("gs://bucket/m")).list_files()
     assert caught.value.hint == "`pip install 'prepcli[cloud]'`"

@@ -17,34 +17,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from prepcli.engine.files import Bytes
+from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import Place, write_database
-from prepcli.formats.ocdbt_read import read_database
-from prepcli.formats.safetensors import read_header
+from prepcli.formats.ocdbt import FileRange, write_ocdbt_index
+from prepcli.formats.ocdbt_read import read_ocdbt_index
+from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.inspection.contents import read_contents
 from prepcli.remote import remote_files
-from prepcli.remote.object_store import Bucket, Url
-from prepcli.remote.patience import PATIENT
-from prepcli.remote.placeholders import add_header, add_holes, add_small, checked_path, new_mirror, told_of, whole
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl
+from prepcli.remote.placeholders import (
+    create_placeholder_folder,
+    placeholder_path,
+    read_all,
+    rename_in_errors,
+    write_header,
+    write_small_file,
+    write_sparse_file,
+)
 from prepcli.remote.remote_files import RemoteFile
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY
 from prepcli.sources import bucket_folders
 from prepcli.sources.bucket_folders import open_bucket
-from prepcli.sources.locate import Located, _kind_of
+from prepcli.sources.locate import LocatedCheckpoint, _kind_of
 from prepcli.sources.opening import open_located
-from tests.helpers.models import make
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 class Served:
     """Content in memory, as Ranges."""
 
     name = "o/model"
-    patience = PATIENT
+    retry_policy = DEFAULT_RETRY_POLICY
 
     def __init__(self, content: bytes) -> None:
         self.content, self.asked = content, 0
 
-    def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         into[:] = np.frombuffer(self.content, np.uint8)[offset : offset + into.size]
         self.asked += into.size
         return into.size
@@ -58,7 +66,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("m")
-    make(home / "m")
+    make_checkpoint(home / "m")
     return home / "m"
 
 
@@ -78,7 +86,7 @@ def bucket_of(files: dict[str, bytes]) -> Bucket:
     store = MemoryStore()
     for name, data in files.items():
         store.put(f"at/{name}", data)
-    return Bucket(Url("gs", "bucket", "at"), made=store)
+    return Bucket(ObjectStoreUrl("gs", "bucket", "at"), connection=store)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -89,11 +97,11 @@ def opened(files: dict[str, bytes]) -> None:
     """Everything that is done with a remote checkpoint before its tensors are read."""
     found = open_bucket(bucket_of(files))
     try:
-        located = Located("m", found.mirror, _kind_of(found, "gs://bucket/at"), remote=found)
+        located = LocatedCheckpoint("m", found.placeholder_folder, _kind_of(found, "gs://bucket/at"), remote=found)
         open_located(located, "gs://bucket/at")
         read_contents(located, "gs://bucket/at")
     finally:
-        shutil.rmtree(found.mirror)
+        shutil.rmtree(found.placeholder_folder)
 
 
 @pytest.mark.parametrize("padding", [0, 100, 200_000])
@@ -105,8 +113,8 @@ def test_of_a_safetensors_file_only_the_header_comes(tmp_path: Path, folder: Pat
         (nbytes + padding).to_bytes(8, "little") + content[8 : 8 + nbytes] + b" " * padding + content[8 + nbytes :]
     )
     served, file = Served(content + b""), RemoteFile(real.name, len(content), "")
-    add_header(tmp_path, served, file)
-    header = read_header(tmp_path / real.name, 0)
+    write_header(tmp_path, served, file)
+    header = read_safetensors_header(tmp_path / real.name, 0)
     assert header.size == len(content)
     assert len(header.tensors) > 3
     assert served.asked <= max(64 << 10, nbytes + padding + 8)
@@ -114,7 +122,7 @@ def test_of_a_safetensors_file_only_the_header_comes(tmp_path: Path, folder: Pat
 
 def test_small_files_are_whole_and_their_time_is_that_of_their_content(tmp_path: Path):
     for name, content in (("a", b"x"), ("b", b"x"), ("c", b"y")):
-        add_small(tmp_path, RemoteFile(name, 1, ""), content)
+        write_small_file(tmp_path, RemoteFile(name, 1, ""), content)
     times = [(tmp_path / name).stat().st_mtime_ns for name in "abc"]
     assert times[0] == times[1] != times[2]
     assert (tmp_path / "c").read_bytes() == b"y"
@@ -122,14 +130,14 @@ def test_small_files_are_whole_and_their_time_is_that_of_their_content(tmp_path:
 
 def test_what_is_not_small_is_not_brought_whole():
     with pytest.raises(PrepError, match="is too large"):
-        whole(Served(b""), RemoteFile("tokenizer.json", 1 << 40, ""))
+        read_all(Served(b""), RemoteFile("tokenizer.json", 1 << 40, ""))
 
 
 @given(st.text(max_size=40))
 def test_no_name_leads_out_of_the_folder(name: str):
     mirror = Path("/mirror")
     try:
-        path = checked_path(mirror, RemoteFile(name, 0, ""))
+        path = placeholder_path(mirror, RemoteFile(name, 0, ""))
     except PrepError:
         return
     except UnicodeEncodeError:
@@ -144,18 +152,18 @@ def test_no_name_leads_out_of_the_folder(name: str):
 )
 def test_names_that_are_none(name: str):
     with pytest.raises(PrepError, match="no name for a file"):
-        checked_path(Path("/mirror"), RemoteFile(name, 0, ""))
+        placeholder_path(Path("/mirror"), RemoteFile(name, 0, ""))
 
 
 def test_a_name_that_is_a_file_and_a_folder(tmp_path: Path):
-    add_small(tmp_path, RemoteFile("d", 1, ""), b"x")
+    write_small_file(tmp_path, RemoteFile("d", 1, ""), b"x")
     with pytest.raises(PrepError, match="stand-in of d/x"):
-        add_holes(tmp_path, Served(b""), RemoteFile("d/x", 0, ""))
+        write_sparse_file(tmp_path, Served(b""), RemoteFile("d/x", 0, ""))
 
 
 def test_errors_speak_of_the_checkpoint():
-    mirror = new_mirror()
-    with pytest.raises(PrepError) as caught, told_of(mirror, "gs://b/m"):
+    mirror = create_placeholder_folder()
+    with pytest.raises(PrepError) as caught, rename_in_errors(mirror, "gs://b/m"):
         raise PrepError(f"{mirror}/x is broken", f"in {mirror}", f"`hf download o/m --local-dir {mirror}`")
     assert (caught.value.what, caught.value.why, caught.value.hint) == ("gs://b/m/x is broken", "in gs://b/m", "")
     mirror.rmdir()
@@ -175,12 +183,12 @@ def test_a_run_is_opened_at_its_last_step(item: Path):
 def test_values_that_lie_apart_from_the_index_stay_where_they_are(tmp_path: Path, item: Path, monkeypatch):
     """Orbax keeps the two in folders of their own where it is asked to."""
     files, places = {}, {}
-    for key, value in read_database(item):
-        if isinstance(value, Place):
+    for key, value in read_ocdbt_index(item):
+        if isinstance(value, FileRange):
             path = f"ocdbt.process_0/ocdbt_data/{value.path.removeprefix('d/')}"
-            files[path], value = (item / value.path).read_bytes(), Place(path, value.offset, value.nbytes)
+            files[path], value = (item / value.path).read_bytes(), FileRange(path, value.offset, value.nbytes)
         places[key] = value
-    write_database(tmp_path, sorted(places.items()), 0)
+    write_ocdbt_index(tmp_path, sorted(places.items()), 0)
     others = {path: data for path, data in contents(item).items() if not path.startswith("d/")}
     monkeypatch.setattr(bucket_folders, "SMALL_NBYTES", 40_000)
     assert max(map(len, files.values())) > 40_000
@@ -189,7 +197,7 @@ def test_values_that_lie_apart_from_the_index_stay_where_they_are(tmp_path: Path
 
 def test_without_an_index_nothing_is_brought(item: Path, monkeypatch: pytest.MonkeyPatch):
     """What has a file for each chunk would come here whole before it is refused."""
-    monkeypatch.setattr(bucket_folders, "add_small", lambda *_: pytest.fail("a file was brought"))
+    monkeypatch.setattr(bucket_folders, "write_small_file", lambda *_: pytest.fail("a file was brought"))
     files = {name: data for name, data in contents(item).items() if name != "manifest.ocdbt"}
     with pytest.raises(PrepError, match="has no OCDBT index"):
         opened(files)
@@ -209,11 +217,11 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path: Path, monke
     (left / "config.json").write_text("{}")
     (tmp_path / "kept").mkdir()
     (tmp_path / "prep-remote-link").symlink_to(tmp_path / "kept")
-    alive = new_mirror()
+    alive = create_placeholder_folder()
     assert left.exists()  # whoever made it a moment ago may not have got to hold it
     for folder in (left, alive, tmp_path / "kept"):
         os.utime(folder, (0, 0))
-    another = new_mirror()
+    another = create_placeholder_folder()
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, another.name, "kept", "prep-remote-link"}
 
 

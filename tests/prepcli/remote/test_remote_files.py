@@ -11,11 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.engine.files import Bytes
+from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
 from prepcli.remote import remote_files
-from prepcli.remote.patience import PATIENT, Patience
-from prepcli.remote.remote_files import AHEAD_NBYTES, Ahead, Lost, RemoteBlob, RemoteFile, read_parts, read_range
+from prepcli.remote.remote_files import (
+    READ_AHEAD_CACHE_NBYTES,
+    ReadAheadCache,
+    RemoteBlob,
+    RemoteFile,
+    RetryableError,
+    read_range,
+    read_range_in_parallel,
+)
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
 
@@ -27,9 +35,9 @@ class Script:
     answers: list[int | Exception] = field(default_factory=list)
     asked: list[tuple[str, int, int]] = field(default_factory=list)
     name: str = "o/model"
-    patience: Patience = PATIENT
+    retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
 
-    def read(self, file: RemoteFile, offset: int, into: Bytes) -> int:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         self.asked.append((file.path, offset, into.size))
         answer = self.answers.pop(0) if self.answers else into.size
         if isinstance(answer, Exception):
@@ -49,7 +57,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.one_of(st.just(Lost("down")), st.integers(0, 300_000)), max_size=7),
+    st.lists(st.one_of(st.just(RetryableError("down")), st.integers(0, 300_000)), max_size=7),
     st.integers(0, CONTENT.size - 1),
     st.integers(1, 200_000),
 )
@@ -61,13 +69,13 @@ def test_a_range_is_filled_whatever_single_requests_bring(answers, offset, size)
 
 
 def test_what_came_is_not_asked_for_again():
-    ranges = Script([100_000, Lost("reset"), 70_000])
+    ranges = Script([100_000, RetryableError("reset"), 70_000])
     read_range(ranges, FILE, 5, np.zeros(200_000, np.uint8))
     assert ranges.asked == [("w", 5, 200_000), ("w", 100_005, 100_000), ("w", 100_005, 100_000), ("w", 170_005, 30_000)]
 
 
 def test_after_eight_tries_in_a_row_it_is_an_error_that_says_what_happened_last():
-    ranges = Script([Lost("the server says 503")] * 8)
+    ranges = Script([RetryableError("the server says 503")] * 8)
     with pytest.raises(PrepError) as caught:
         read_range(ranges, FILE, 0, np.zeros(10, np.uint8))
     assert (caught.value.what, caught.value.why) == (
@@ -85,7 +93,7 @@ def test_a_trickle_is_no_progress():
 def test_progress_gives_new_tries():
     answers: list[int | Exception] = []
     for _ in range(5):
-        answers += [*[Lost("reset")] * 7, 100_000]
+        answers += [*[RetryableError("reset")] * 7, 100_000]
     into = np.zeros(500_000, np.uint8)
     read_range(Script(answers), FILE, 0, into)
     assert (into == CONTENT[:500_000]).all()
@@ -94,22 +102,24 @@ def test_progress_gives_new_tries():
 def test_waits_grow_and_a_server_that_asks_for_longer_is_left_alone(monkeypatch):
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 1.0)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    waits = [remote_files._wait_s(tries, Lost("")) for tries in range(1, 8)]
+    waits = [remote_files._wait_s(tries, RetryableError("")) for tries in range(1, 8)]
     assert waits == [1, 2, 4, 8, 16, 30, 30]
-    assert remote_files._wait_s(1, Lost("", 60)) == 60
-    assert remote_files._wait_s(1, Lost("", 1e9)) == remote_files.MOST_ASKED_WAIT_S
+    assert remote_files._wait_s(1, RetryableError("", 60)) == 60
+    assert remote_files._wait_s(1, RetryableError("", 1e9)) == remote_files.MAX_RETRY_AFTER_S
 
 
 def test_a_large_run_is_asked_for_in_parts_at_once():
     ranges, into = Script(), np.zeros(CONTENT.size, np.uint8)
-    read_parts(ranges, FILE, 0, into)
+    read_range_in_parallel(ranges, FILE, 0, into)
     assert len(ranges.asked) == 2
     assert (into == CONTENT).all()
 
 
 def test_an_error_of_a_part_is_that_of_the_whole():
     with pytest.raises(PrepError, match="gone"):
-        read_parts(Script([PrepError("gone"), PrepError("gone")]), FILE, 0, np.zeros(CONTENT.size, np.uint8))
+        read_range_in_parallel(
+            Script([PrepError("gone"), PrepError("gone")]), FILE, 0, np.zeros(CONTENT.size, np.uint8)
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,18 +130,18 @@ def test_an_error_of_a_part_is_that_of_the_whole():
     )
 )
 def test_whatever_is_read_in_whatever_order_is_the_content_and_little_is_kept(reads):
-    ahead = Ahead(Script())
+    ahead = ReadAheadCache(Script())
     for path, offset, size in reads:
         size = min(size, CONTENT.size - offset)
         into = np.zeros(size, np.uint8)
         ahead.read(RemoteFile(path, CONTENT.size, ""), offset, into)
         assert (into == CONTENT[offset : offset + size]).all()
-        assert sum(piece.data.size for piece in ahead._pieces) <= AHEAD_NBYTES
+        assert sum(piece.data.size for piece in ahead._pieces) <= READ_AHEAD_CACHE_NBYTES
 
 
 def test_small_runs_one_after_another_make_few_requests():
     ranges = Script()
-    ahead, into = Ahead(ranges), np.zeros(4096, np.uint8)
+    ahead, into = ReadAheadCache(ranges), np.zeros(4096, np.uint8)
     for offset in range(0, CONTENT.size, 4096):
         ahead.read(FILE, offset, into)
         assert (into == CONTENT[offset : offset + 4096]).all()
@@ -141,7 +151,7 @@ def test_small_runs_one_after_another_make_few_requests():
 
 def test_runs_of_several_places_in_turn_do_not_push_each_other_out():
     ranges = Script()
-    ahead, into = Ahead(ranges), np.zeros(1024, np.uint8)
+    ahead, into = ReadAheadCache(ranges), np.zeros(1024, np.uint8)
     for row in range(64):
         for place in range(8):
             ahead.read(FILE, place * (1 << 20) + row * 1024, into)
@@ -150,11 +160,11 @@ def test_runs_of_several_places_in_turn_do_not_push_each_other_out():
 
 def test_what_lies_beyond_the_end_is_an_error():
     with pytest.raises(PrepError, match="is cut short"):
-        Ahead(Script()).read(FILE, CONTENT.size - 1, np.zeros(2, np.uint8))
+        ReadAheadCache(Script()).read(FILE, CONTENT.size - 1, np.zeros(2, np.uint8))
 
 
 def test_a_blob_can_go_to_another_process():
-    blob = pickle.loads(pickle.dumps(RemoteBlob(FILE, Ahead(Script()))))
+    blob = pickle.loads(pickle.dumps(RemoteBlob(FILE, ReadAheadCache(Script()))))
     opened, into = blob.open(), np.zeros(100, np.uint8)
     opened.read_at(7, into)
     opened.close()

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from prepcli.engine.digest import checksum
 from prepcli.errors import PrepError
-from prepcli.formats.checksums import CHECKSUMS, Checksums
+from prepcli.formats.checksums import CHECKSUMS_FILE, BlockChecksums
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_read import OrbaxItem, read_item
-from prepcli.formats.orbax_store import Stored
+from prepcli.formats.orbax_store import StoredRange
 from prepcli.planning import checksum_blocks
-from prepcli.planning.boxes import whole
+from prepcli.planning.boxes import full_box
 from prepcli.planning.checksum_blocks import chunk_blocks, number_blocks
 from prepcli.restore import item_reader
-from prepcli.restore.item_reader import DamagedLeaf, ItemReader, open_reader
-from tests.helpers.models import GPT_NEO, make, same_bits
-from tests.helpers.orbax_items import make_item
-from tests.helpers.running import done
+from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
+from tests.helpers.orbax_items import write_item
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, same_bits
 from tests.prepcli.restore.test_item_reader import check, check_once, leaf_and_boxes, read, spy
 
 UP = "params.layers.mlp.up.weight"
@@ -41,19 +41,20 @@ KINDS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "m"
-    make(folder, GPT_NEO, hidden_size=64)
+    make_checkpoint(folder, GPT_NEO, hidden_size=64)
     return folder
 
 
 @pytest.fixture(params=KINDS)
 def init(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Path:
-    done("save-init", str(model), "--pad-vocab", "8", "--out", str(tmp_path / "init"), *KINDS[request.param])
+    run_ok("save-init", str(model), "--pad-vocab", "8", "--out", str(tmp_path / "init"), *KINDS[request.param])
     return tmp_path / "init"
 
 
 def read_all(reader: ItemReader) -> dict[str, np.ndarray]:
     return {
-        name: read(reader, name, [whole(leaf.shape)], leaf.dtype)[whole(leaf.shape)] for name, leaf in leaves(reader)
+        name: read(reader, name, [full_box(leaf.shape)], leaf.dtype)[full_box(leaf.shape)]
+        for name, leaf in leaves(reader)
     }
 
 
@@ -74,22 +75,22 @@ def spans(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, in
         (meta.name, index): (item.files[stored.file], stored.offset, stored.nbytes)
         for meta, chunks in zip(item.arrays, item.chunks)
         for index, stored in chunks.items()
-        if isinstance(stored, Stored)
+        if isinstance(stored, StoredRange)
     }
 
 
-def checksums_of(item: OrbaxItem) -> Checksums:
+def checksums_of(item: OrbaxItem) -> BlockChecksums:
     """The sums of an item's chunks as they lie in its files."""
-    leaves = number_blocks((meta.name, meta.shape, meta.chunk, meta.dtype) for meta in item.arrays)
-    sums = np.zeros(max(leaf.stop for leaf in leaves.values()), np.uint64)
+    leaves = number_blocks((meta.name, meta.shape, meta.chunk_shape, meta.dtype) for meta in item.arrays)
+    sums = np.zeros(max(leaf.stop_number for leaf in leaves.values()), np.uint64)
     for meta, chunks in zip(item.arrays, item.chunks):
         leaf = leaves[meta.name]
         for index, stored in chunks.items():
-            assert isinstance(stored, Stored)
+            assert isinstance(stored, StoredRange)
             data = np.fromfile(item.files[stored.file], np.uint8, stored.nbytes, offset=stored.offset)
-            for block in leaf.chunk.touched(0, data.size):
-                sums[leaf.first_of(index) + block.number] = checksum(data[block.low : block.high].data)
-    return Checksums(leaves, sums)
+            for block in leaf.per_chunk.overlapping(0, data.size):
+                sums[leaf.first_in_chunk(index) + block.number] = checksum(data[block.start : block.stop].data)
+    return BlockChecksums(leaves, sums)
 
 
 @pytest.mark.parametrize(("piece", "block"), [(1 << 22, 1 << 20), (64, 16), (24, 48), (4, 4)])
@@ -98,7 +99,7 @@ def checksums_of(item: OrbaxItem) -> Checksums:
 def test_any_boxes_of_any_leaf_are_checked(tmp_path_factory, piece: int, block: int, drawn: Any, gap: int):
     shape, chunk, boxes = drawn
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    make_item(
+    write_item(
         folder := tmp_path_factory.mktemp("item") / "item", {ArrayMeta(("x",), shape, "int32", chunk): array}, gap
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -139,10 +140,10 @@ def test_any_flipped_bit_is_an_error(init: Path):
 
 
 def test_an_error_names_leaf_bytes_file_and_hint(model: Path, tmp_path: Path):
-    done("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
+    run_ok("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
     path, offset, nbytes = spans(tmp_path / "init")[UP, (1, 0, 0)]
     flip(path, offset + 5)
-    with open_reader(tmp_path / "init", hint="the hint") as reader, pytest.raises(DamagedLeaf) as caught:
+    with open_reader(tmp_path / "init", hint="the hint") as reader, pytest.raises(DamagedLeafError) as caught:
         read_all(reader)
     assert caught.value.what == f"{UP} of {tmp_path / 'init'} is damaged"
     span = f"bytes {offset:,} to {offset + nbytes:,} of {path}"
@@ -152,15 +153,15 @@ def test_an_error_names_leaf_bytes_file_and_hint(model: Path, tmp_path: Path):
 
 
 def test_parts_are_read_in_whole_blocks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    done("save-init", str(model), "--out", str(tmp_path / "init"))
+    run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     monkeypatch.setattr("prepcli.planning.checksum_blocks.BLOCK_NBYTES", 4096)
     monkeypatch.setattr("prepcli.formats.checksums.BLOCK_NBYTES", 4096)
-    done("reshard", str(tmp_path / "init"), "--out", str(tmp_path / "small"), "--mesh", "1,1,1")
+    run_ok("reshard", str(tmp_path / "init"), "--out", str(tmp_path / "small"), "--mesh", "1,1,1")
     monkeypatch.setattr("prepcli.restore.item_reader.PIECE_NBYTES", 8192)
     with open_reader(tmp_path / "small") as reader:
         shape = reader.leaves[UP].shape
         assert chunk_blocks((1, *shape[1:]), "float32").rows == 16
-        array = read(reader, UP, [whole(shape)], "float32")[whole(shape)]
+        array = read(reader, UP, [full_box(shape)], "float32")[full_box(shape)]
     boxes = [((0, 2), (3, 21), (5, 9)), ((1, 2), (100, 101), (0, 64)), ((2, 2), (0, 1), (0, 1))]
     seen = spy(monkeypatch)
     with open_reader(tmp_path / "small") as reader:
@@ -171,13 +172,13 @@ def test_parts_are_read_in_whole_blocks(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_damage_outside_of_a_part_is_not_met(model: Path, tmp_path: Path):
-    done("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
+    run_ok("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
     path, offset, _ = spans(tmp_path / "init")[UP, (1, 0, 0)]
     flip(path, offset)
     with open_reader(tmp_path / "init") as reader:
         rows, columns = reader.leaves[UP].shape[1:]
         read(reader, UP, [((0, 1), (0, rows), (0, columns))], "float32")
-        with pytest.raises(DamagedLeaf):
+        with pytest.raises(DamagedLeafError):
             read(reader, UP, [((1, 2), (0, 1), (0, 1))], "float32")
 
 
@@ -189,8 +190,8 @@ def test_checksums_do_not_depend_on_layout_in_files(model: Path, tmp_path: Path)
         "tight": ("--memory", "32MiB"),
         "shared": ("--workers", "3", "--memory", "512MiB"),
     }.items():
-        done("save-init", str(model), "--out", str(tmp_path / name), "--mesh", "1,2,4", "--pad-vocab", "8", *options)
-    files = [(tmp_path / name / CHECKSUMS).read_bytes() for name in ("raw", "packed", "tight", "shared")]
+        run_ok("save-init", str(model), "--out", str(tmp_path / name), "--mesh", "1,2,4", "--pad-vocab", "8", *options)
+    files = [(tmp_path / name / CHECKSUMS_FILE).read_bytes() for name in ("raw", "packed", "tight", "shared")]
     assert len(files[0]) % 8 == 0
     assert {*files} == {files[0]}
 
@@ -203,33 +204,33 @@ def changed(path: Path, key: str, value: object) -> None:
 
 @pytest.mark.parametrize("key", ["file", "method", "block", "digest"])
 def test_checksums_of_another_form_are_refused(model: Path, tmp_path: Path, key: str):
-    done("save-init", str(model), "--out", str(tmp_path / "init"))
+    run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     changed(tmp_path / "init/prep-manifest.json", key, "other")
-    with pytest.raises(PrepError, match=rf"{CHECKSUMS} is (of another format|damaged).*`--no-verify`"):
+    with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} is (of another format|damaged).*`--no-verify`"):
         open_reader(tmp_path / "init")
     open_reader(tmp_path / "init", verify=False).close()
 
 
 def test_damaged_or_missing_checksums_are_refused(model: Path, tmp_path: Path):
-    done("save-init", str(model), "--out", str(tmp_path / "init"))
-    path = tmp_path / "init" / CHECKSUMS
+    run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
+    path = tmp_path / "init" / CHECKSUMS_FILE
     before = path.read_bytes()
     for data in (before[:-8], bytes([before[0] ^ 1]) + before[1:]):
         path.write_bytes(data)
-        with pytest.raises(PrepError, match=rf"{CHECKSUMS} is damaged"):
+        with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} is damaged"):
             open_reader(tmp_path / "init")
     path.unlink()
-    with pytest.raises(PrepError, match=CHECKSUMS):
+    with pytest.raises(PrepError, match=CHECKSUMS_FILE):
         open_reader(tmp_path / "init")
 
 
 def test_an_item_without_checksums_is_read(model: Path, tmp_path: Path):
-    done("save-init", str(model), "--out", str(tmp_path / "init"))
+    run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     path = tmp_path / "init/prep-manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["checksums"]
     path.write_text(json.dumps(manifest))
-    (tmp_path / "init" / CHECKSUMS).unlink()
+    (tmp_path / "init" / CHECKSUMS_FILE).unlink()
     with open_reader(tmp_path / "init") as reader:
         assert not reader.is_checked
         assert {*read_all(reader)} == {*reader.leaves}

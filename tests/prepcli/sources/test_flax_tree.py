@@ -11,14 +11,14 @@ from typing import Any
 import msgpack
 import pytest
 
-from prepcli.engine.blobs import Joined
+from prepcli.engine.blobs import ConcatenatedBlob
 from prepcli.errors import PrepError
-from prepcli.planning.accounting import KEEP_ALL, Account
-from prepcli.sources.hints import PARTS, Given, parted_name
+from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
 from prepcli.sources.opening import open_source
-from prepcli.sources.source import counted, table_of
+from prepcli.sources.source import match_source_tensors, source_rows
+from prepcli.sources.source_hints import EASYLM_PARTS, SourceHints, split_part
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA
-from tests.prepcli.formats.test_msgpack import fuzzed
+from tests.prepcli.formats.test_msgpack import fuzzed_file
 
 CONFIG: dict[str, Any] = json.loads((LLAMA / "hf/config.json").read_text())
 VALUES = (0, 1, 3, 10**12, -1, None, True, "x", [], {}, 1.5)
@@ -28,7 +28,7 @@ def check_fuzzed(folder: Path, seed: int) -> bool:
     """Whether a file, or a good file with a wrong config, is a model; if not it is refused."""
     rng = random.Random(seed)
     config = dict(CONFIG)
-    data, kind = fuzzed(seed)
+    data, kind = fuzzed_file(seed)
     if seed % 4 == 0:
         name = rng.choice(sorted(FILES))
         data, kind = (FOLDER / name).read_bytes(), FILES[name]
@@ -37,8 +37,8 @@ def check_fuzzed(folder: Path, seed: int) -> bool:
     path = folder / ("streaming_params" if kind == "easylm" else "params.msgpack")
     path.write_bytes(data)
     try:
-        source = open_source(path if seed % 2 else folder, "m", Given(None, rng.choice(["", *PARTS])))
-        counted(source, table_of(source), KEEP_ALL)
+        source = open_source(path if seed % 2 else folder, "m", SourceHints(None, rng.choice(["", *EASYLM_PARTS])))
+        match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
     except PrepError:
         return False
     finally:
@@ -52,9 +52,9 @@ def test_any_bytes_are_a_model_or_refused(tmp_path: Path, part: int):
     assert 0 < whole < 300
 
 
-def taken(path: Path) -> Account:
+def taken(path: Path) -> Accounting:
     source = open_source(path, "m")
-    return counted(source, table_of(source), KEEP_ALL)
+    return match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
 
 
 def test_a_stream_that_ends_between_records_is_not_taken_for_whole(tmp_path: Path):
@@ -69,11 +69,11 @@ def test_a_stream_that_ends_between_records_is_not_taken_for_whole(tmp_path: Pat
 
 
 def test_pieces_are_joined():
-    source = open_source(LLAMA / "pieces.msgpack", "m", Given(LLAMA / "hf"))
-    whole, joined = source.reads
+    source = open_source(LLAMA / "pieces.msgpack", "m", SourceHints(LLAMA / "hf"))
+    whole, joined = source.byte_sources
     assert source.files == (whole,)
-    assert isinstance(joined, Joined)
-    assert sum(part.nbytes for part in joined.parts) == sum(t.nbytes for t in source.tensors if t.nbytes > 600)
+    assert isinstance(joined, ConcatenatedBlob)
+    assert sum(part.nbytes for part in joined.ranges) == sum(t.nbytes for t in source.tensors if t.nbytes > 600)
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_pieces_are_joined():
     ],
 )
 def test_a_part_before_a_path(text: str, found: tuple[str, str]):
-    assert parted_name(text) == found
+    assert split_part(text) == found

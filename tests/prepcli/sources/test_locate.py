@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import USAGE, PrepError
-from prepcli.formats.manifest import MANIFEST, manifest_bytes
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 from prepcli.remote import hub
-from prepcli.sources.locate import Located, default_checkpoint, locate
+from prepcli.sources.locate import LocatedCheckpoint, default_checkpoint, locate
 from tests.prepcli.formats.test_detect import fill
 
 
@@ -53,13 +53,13 @@ def test_a_folder_is_found_by_any_spelling_of_its_path(here: Path) -> None:
         "../" + here.name + "/llama-13b",
     ):
         found = locate(spelling)
-        assert (found.name, found.kind, found.hub_id, found.revision) == ("llama-13b", "safetensors", None, None)
+        assert (found.model_name, found.kind, found.hub_id, found.revision) == ("llama-13b", "safetensors", None, None)
         assert found.path.samefile(here / "llama-13b")
 
 
 def test_the_working_directory_itself_has_its_own_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(fill(here / "llama-13b", "_METADATA"))
-    assert (locate(".").name, locate(".").kind) == ("llama-13b", "orbax")
+    assert (locate(".").model_name, locate(".").kind) == ("llama-13b", "orbax")
 
 
 def test_home_is_expanded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,13 +77,13 @@ def test_the_manifest_knows_the_name_of_the_model(here: Path) -> None:
     folder = fill(here / "renamed", "_METADATA")
     needed = {"kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}, "prefixed": True, "tied": True}
     for content, name in [({"name": "llama-13b"}, "llama-13b"), ({}, "renamed"), ({"name": "../x"}, "renamed")]:
-        (folder / MANIFEST).write_bytes(manifest_bytes({**needed, **content}))
-        assert locate("renamed").name == name
+        (folder / MANIFEST_FILE).write_bytes(encode_manifest({**needed, **content}))
+        assert locate("renamed").model_name == name
 
 
 def test_a_broken_manifest_is_named(here: Path) -> None:
-    (fill(here / "m", "_METADATA") / MANIFEST).write_text("{")
-    assert refusal("m")[0] == f"m/{MANIFEST} is broken"
+    (fill(here / "m", "_METADATA") / MANIFEST_FILE).write_text("{")
+    assert refusal("m")[0] == f"m/{MANIFEST_FILE} is broken"
 
 
 def test_a_path_goes_before_an_alias_and_a_hub_id(here: Path, downloads: list[object]) -> None:
@@ -96,12 +96,14 @@ def test_a_path_goes_before_an_alias_and_a_hub_id(here: Path, downloads: list[ob
 
 def test_an_alias_stands_for_its_hub_id_and_names_the_outputs(here: Path, downloads: list[object]) -> None:
     found = locate("llama-3-8b")
-    assert found == Located("llama-3-8b", here / "abc123", "safetensors", "meta-llama/Meta-Llama-3-8B", "abc123")
+    assert found == LocatedCheckpoint(
+        "llama-3-8b", here / "abc123", "safetensors", "meta-llama/Meta-Llama-3-8B", "abc123"
+    )
     assert downloads == [("meta-llama/Meta-Llama-3-8B", None, False)]
 
 
 def test_a_hub_id_names_the_outputs_by_its_last_part(here: Path, downloads: list[object]) -> None:
-    assert locate("huggyllama/llama-13b", offline=True).name == "llama-13b"
+    assert locate("huggyllama/llama-13b", offline=True).model_name == "llama-13b"
     assert downloads == [("huggyllama/llama-13b", None, True)]
 
 
@@ -112,7 +114,7 @@ def test_a_hub_id_names_the_outputs_by_its_last_part(here: Path, downloads: list
 def test_a_revision_follows_an_at_or_the_option(
     here: Path, downloads: list[object], name: str, revision: str | None
 ) -> None:
-    assert locate(name, revision).name == "llama-13b"
+    assert locate(name, revision).model_name == "llama-13b"
     assert downloads == [("huggyllama/llama-13b", "v1", False)]
 
 
@@ -132,7 +134,7 @@ def test_two_revisions_are_one_too_many(here: Path) -> None:
 
 def test_a_folder_has_no_revision_but_may_have_an_at(here: Path) -> None:
     fill(here / "m@v1", "model.safetensors")
-    assert locate("m@v1").name == "m@v1"
+    assert locate("m@v1").model_name == "m@v1"
     assert refusal("m@v1", revision="v2")[0] == "`m@v1` is a folder and has no revision v2"
 
 
@@ -204,8 +206,8 @@ def test_a_long_list_of_folders_is_cut(here: Path) -> None:
 
 def test_the_one_prep_folder_is_the_default(here: Path) -> None:
     fill(here / "llama-13b", "model.safetensors")
-    fill(here / "llama-13b-init", "_METADATA", MANIFEST)
-    fill(here / "x-init.partial", MANIFEST)
+    fill(here / "llama-13b-init", "_METADATA", MANIFEST_FILE)
+    fill(here / "x-init.partial", MANIFEST_FILE)
     assert default_checkpoint(here) == here / "llama-13b-init"
 
 
@@ -214,13 +216,13 @@ def test_without_a_prep_folder_there_is_no_default(here: Path) -> None:
     with pytest.raises(PrepError) as caught:
         default_checkpoint(here)
     assert message(caught.value) == (
-        "no checkpoint was named", f"no folder here holds a {MANIFEST}", "name a folder, alias or hub id", USAGE,
+        "no checkpoint was named", f"no folder here holds a {MANIFEST_FILE}", "name a folder, alias or hub id", USAGE,
     )  # fmt: skip
 
 
 def test_several_prep_folders_are_listed_unless_the_command_takes_only_one_of_them(here: Path) -> None:
     for name in ("b-init", "a-1x64x4"):
-        fill(here / name, "_METADATA", MANIFEST)
+        fill(here / name, "_METADATA", MANIFEST_FILE)
     with pytest.raises(PrepError) as caught:
         default_checkpoint(here)
     assert message(caught.value) == (
@@ -235,11 +237,11 @@ def test_a_run_is_a_default_and_is_called_as_its_steps_say(here: Path) -> None:
         (here / "first" / step).mkdir(parents=True)
         fill(here / "first" / step / "state", "_METADATA")
         name = {"name": f"tuned-{step}"}
-        (here / "first" / step / MANIFEST).write_bytes(manifest_bytes({**needed, **name}))
+        (here / "first" / step / MANIFEST_FILE).write_bytes(encode_manifest({**needed, **name}))
     (here / "second/5").mkdir(parents=True)
     fill(here / "second/5/state", "_METADATA")
     assert default_checkpoint(here) == here / "first"
-    assert [locate(f"./first{end}", cwd=here).name for end in ("", "/9", "/10/state")] == [
+    assert [locate(f"./first{end}", cwd=here).model_name for end in ("", "/9", "/10/state")] == [
         "tuned-10",
         "tuned-9",
         "tuned-10",

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from prepcli.errors import PrepError
-from prepcli.planning.grids import Lattice
-from prepcli.planning.moves import Region
-from prepcli.sources.tree_tensors import Form, HeldLeaf, foreign_tensors
-from trainer.models.axis_map import bind
+from prepcli.planning.grids import StridedPlacement
+from prepcli.planning.strided_copies import Region
+from prepcli.sources.tree_tensors import StoredLeaf, TreeFormat, match_foreign_tree
+from trainer.models.axis_map import bind_row
 from trainer.models.families.gpt_neo import FAMILY as GPT_NEO
 from trainer.models.families.llama import FAMILY as LLAMA
-from trainer.models.parameters import Family, rows
+from trainer.models.parameters import Family, parameter_rows
 from trainer.models.registry import FAMILIES
 
 CONFIG: dict[str, Any] = {
@@ -29,27 +29,27 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 9,
 }
 FORMS = {
-    "hf-flax": (LLAMA, Form("hf-flax", "")),
-    "hf-flax variables": (LLAMA, Form("hf-flax", "params.")),
-    "hf-flax without prefix": (LLAMA, Form("hf-flax", "", None, prefixed=False)),
-    "neo": (GPT_NEO, Form("hf-flax", "")),
-    "neo without prefix": (GPT_NEO, Form("hf-flax", "params.params.", None, prefixed=False)),
-    "easylm": (LLAMA, Form("easylm", "")),
-    "easylm in a training state": (LLAMA, Form("easylm", "params.params.")),
-    "easylm stacked": (LLAMA, Form("easylm", "params.", 0)),
-    "easylm stacked on axis 1": (LLAMA, Form("easylm", "", 1)),
+    "hf-flax": (LLAMA, TreeFormat("hf-flax", "")),
+    "hf-flax variables": (LLAMA, TreeFormat("hf-flax", "params.")),
+    "hf-flax without prefix": (LLAMA, TreeFormat("hf-flax", "", None, has_prefix=False)),
+    "neo": (GPT_NEO, TreeFormat("hf-flax", "")),
+    "neo without prefix": (GPT_NEO, TreeFormat("hf-flax", "params.params.", None, has_prefix=False)),
+    "easylm": (LLAMA, TreeFormat("easylm", "")),
+    "easylm in a training state": (LLAMA, TreeFormat("easylm", "params.params.")),
+    "easylm stacked": (LLAMA, TreeFormat("easylm", "params.", 0)),
+    "easylm stacked on axis 1": (LLAMA, TreeFormat("easylm", "", 1)),
 }
 
 
-def leaf(*shape: int) -> HeldLeaf:
-    return HeldLeaf(
-        shape, "float32", tuple(max(1, n) for n in shape), lambda want: Lattice(0, 0, (0,) * len(shape), shape)
+def leaf(*shape: int) -> StoredLeaf:
+    return StoredLeaf(
+        shape, "float32", tuple(max(1, n) for n in shape), lambda want: StridedPlacement(0, 0, (0,) * len(shape), shape)
     )
 
 
-def leaves_of(family: Family, form: Form, config: Mapping[str, Any] = CONFIG) -> dict[str, HeldLeaf]:
+def leaves_of(family: Family, form: TreeFormat, config: Mapping[str, Any] = CONFIG) -> dict[str, StoredLeaf]:
     """The leaves that a tree of this form has."""
-    bound = {path: bind(row, family.sizes(config)) for path, row in form.rows(family, config).items()}
+    bound = {path: bind_row(row, family.sizes(config)) for path, row in form.rows(family, config).items()}
     return {
         form.root + path.format(**at): leaf(*row.leaf_shape) for path, row in bound.items() for _, at in row.tensors()
     }
@@ -57,57 +57,57 @@ def leaves_of(family: Family, form: Form, config: Mapping[str, Any] = CONFIG) ->
 
 def wanted_of(family: Family) -> dict[str, tuple[int, ...]]:
     """The tensors that the native table takes."""
-    bound = (bind(row, family.sizes(CONFIG)) for row in rows(family, CONFIG).values())
+    bound = (bind_row(row, family.sizes(CONFIG)) for row in parameter_rows(family, CONFIG).values())
     return {name: row.source_shape for row in bound for name, _ in row.tensors()}
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_form_is_found_and_every_tensor_with_it(name: str):
     family, form = FORMS[name]
-    found = foreign_tensors(leaves_of(family, form), family, CONFIG, "m")
-    assert found.form == form
+    found = match_foreign_tree(leaves_of(family, form), family, CONFIG, "m")
+    assert found.format == form
     assert {tensor.name: tensor.shape for tensor in found.tensors} == wanted_of(family)
-    assert found.names.prefixed == form.prefixed
-    assert found.beside == ()
+    assert found.names.is_prefixed == form.has_prefix
+    assert found.extra_entries == ()
     for tensor in found.tensors:
-        (part,) = tensor.side
+        (part,) = tensor.placement
         assert isinstance(part, Region)
-        assert part.row.source_shape == tensor.shape
+        assert part.axis_map.source_shape == tensor.shape
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.layouts])
 def test_each_layout_has_each_tensor_once(name: str):
     family = FAMILIES[name]
     for layout in family.layouts:
-        held = leaves_of(family, Form(layout, "")).values()
+        held = leaves_of(family, TreeFormat(layout, "")).values()
         assert sum(math.prod(each.shape) for each in held) == sum(
             math.prod(shape) for shape in wanted_of(family).values()
         )
 
 
 def test_boxed_leaves_and_other_spellings():
-    leaves = leaves_of(LLAMA, Form("easylm", ""))
+    leaves = leaves_of(LLAMA, TreeFormat("easylm", ""))
     leaves["lm_head.lm_head.kernel"] = leaves.pop("lm_head.kernel")
-    found = foreign_tensors({f"{name}.value": each for name, each in leaves.items()}, LLAMA, CONFIG, "m")
+    found = match_foreign_tree({f"{name}.value": each for name, each in leaves.items()}, LLAMA, CONFIG, "m")
     assert {tensor.name for tensor in found.tensors} == wanted_of(LLAMA).keys()
 
 
 def test_what_is_missing_is_missing_and_what_is_unknown_has_its_own_name():
-    leaves = leaves_of(GPT_NEO, Form("hf-flax", ""))
+    leaves = leaves_of(GPT_NEO, TreeFormat("hf-flax", ""))
     del leaves["transformer.h.1.ln_1.bias"]
     leaves |= {"transformer.h.0.extra": leaf(2), "other": leaf(0, 3)}
-    found = foreign_tensors(leaves, GPT_NEO, CONFIG, "m")
+    found = match_foreign_tree(leaves, GPT_NEO, CONFIG, "m")
     names = {tensor.name for tensor in found.tensors}
     assert wanted_of(GPT_NEO).keys() - names == {"h.1.ln_1.bias"}
     assert names - wanted_of(GPT_NEO).keys() == {"h.0.extra", "other"}
-    assert [found.names.shown(name) for name in ("h.0.extra", "other")] == ["transformer.h.0.extra", "other"]
+    assert [found.names.display_name(name) for name in ("h.0.extra", "other")] == ["transformer.h.0.extra", "other"]
 
 
 def test_what_is_beside_the_parameters():
-    leaves = leaves_of(LLAMA, Form("easylm", "params.params."))
+    leaves = leaves_of(LLAMA, TreeFormat("easylm", "params.params."))
     leaves |= {"step": leaf(), "opt_state.0.mu.x": leaf(3), "opt_state.0.nu.x": leaf(4)}
-    found = foreign_tensors(leaves, LLAMA, CONFIG, "m")
-    assert [(d.name, d.nbytes, d.rule) for d in found.beside] == [
+    found = match_foreign_tree(leaves, LLAMA, CONFIG, "m")
+    assert [(d.name, d.nbytes, d.rule) for d in found.extra_entries] == [
         ("step", 4, "training state"),
         ("opt_state", 28, "optimizer state"),
     ]
@@ -129,15 +129,15 @@ HARM = {
 @pytest.mark.parametrize("name", HARM)
 def test_leaves_that_make_no_model(name: str):
     changed, what = HARM[name]
-    known = leaves_of(LLAMA, Form("easylm", "")) if what not in ("has no known layout",) else {}
+    known = leaves_of(LLAMA, TreeFormat("easylm", "")) if what not in ("has no known layout",) else {}
     with pytest.raises(PrepError) as caught:
-        foreign_tensors(known | changed, LLAMA, CONFIG, "m")
+        match_foreign_tree(known | changed, LLAMA, CONFIG, "m")
     assert what in caught.value.what
 
 
 def test_an_unknown_layout_is_answered_with_those_that_are_read():
     with pytest.raises(PrepError) as caught:
-        foreign_tensors({"blk.w": leaf(2)}, LLAMA, CONFIG, "m")
+        match_foreign_tree({"blk.w": leaf(2)}, LLAMA, CONFIG, "m")
     assert caught.value.why == "found blk.w, which are not the leaves of a llama"
     assert "native (layers.0." in caught.value.hint
     assert "easylm (transformer.h.0." in caught.value.hint
@@ -146,13 +146,13 @@ def test_an_unknown_layout_is_answered_with_those_that_are_read():
 
 @pytest.mark.parametrize("stacked_on", [None, 0])
 def test_a_config_that_asks_for_too_much(stacked_on: int | None):
-    leaves = leaves_of(LLAMA, Form("easylm", "", stacked_on))
+    leaves = leaves_of(LLAMA, TreeFormat("easylm", "", stacked_on))
     with pytest.raises(PrepError) as caught:
-        foreign_tensors(leaves, LLAMA, {**CONFIG, "num_hidden_layers": 50_000}, "m")
+        match_foreign_tree(leaves, LLAMA, {**CONFIG, "num_hidden_layers": 50_000}, "m")
     assert "50,000 layers" in caught.value.why
 
 
 def test_a_family_without_other_trees():
-    toy = Family("toy", "", (), GPT_NEO.sizes, {}, {}, GPT_NEO.tie, GPT_NEO.traits)
+    toy = Family("toy", "", (), GPT_NEO.sizes, {}, {}, GPT_NEO.tying, GPT_NEO.arch_config)
     with pytest.raises(PrepError, match="has no known layout"):
-        foreign_tensors({"a": leaf(2)}, toy, CONFIG, "m")
+        match_foreign_tree({"a": leaf(2)}, toy, CONFIG, "m")

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.planning.accounting import Names
-from prepcli.planning.plan import Flat
+from prepcli.planning.accounting import TensorNames
+from prepcli.planning.plan import Contiguous
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.hf_folder import copied, entries, laid_out, settings, with_rows
-from prepcli.targets.streams import rows_of
+from prepcli.targets.hf_folder import copied_files, header_entries, lay_out_weight_files, resized_shape, settings_files
+from prepcli.targets.streams import output_rows
 from trainer.models.families.gpt_neo import FAMILY
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:
-    return SourceTensor(name, dtype, shape, (Flat(0, 8),))
+    return SourceTensor(name, dtype, shape, (Contiguous(0, 8),))
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,15 @@ def tensor(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:
     ],
 )
 def test_a_tensor_with_other_rows(shape: tuple[int, ...], rows: int, expected: tuple[tuple[int, ...], int]):
-    assert with_rows(tensor("w", *shape), rows) == expected
+    assert resized_shape(tensor("w", *shape), rows) == expected
 
 
 def test_only_tensors_of_the_vocabulary_change_their_rows():
     tensors = [tensor("wte.weight", 131, 4), tensor("lm_head.weight", 131, 4), tensor("ln_f.bias", 131), tensor("s")]
-    rows = rows_of(tensors, {"wte.weight", "lm_head.weight"}, 136)
+    rows = output_rows(tensors, {"wte.weight", "lm_head.weight"}, 136)
     assert rows == {"wte.weight": 136, "lm_head.weight": 136, "ln_f.bias": 131, "s": 1}
-    source = Source("m", Path("m"), FAMILY, {}, Names(FAMILY), tuple(tensors), (), (), (), None)
-    assert entries(source, tensors[:2], rows) == [
+    source = Source("m", Path("m"), FAMILY, {}, TensorNames(FAMILY), tuple(tensors), (), (), (), None)
+    assert header_entries(source, tensors[:2], rows) == [
         ("transformer.wte.weight", "float32", (136, 4), 136 * 16),
         ("lm_head.weight", "float32", (136, 4), 136 * 16),
     ]
@@ -47,12 +47,12 @@ def test_only_tensors_of_the_vocabulary_change_their_rows():
 
 def test_files_lie_as_deep_in_a_page_as_they_are_asked_to():
     groups = [("a.safetensors", [("x", "float32", (3,), 12), ("y", "float16", (), 2)], 96), ("b.safetensors", [], None)]
-    files, places, layouts = laid_out(groups)
+    files, places, layouts = lay_out_weight_files(groups)
     assert [file.path for file in files] == ["a.safetensors", "b.safetensors"]
     assert places["x"].offset % 4096 == 96
-    assert places["y"] == Flat(0, places["x"].offset + 12)
+    assert places["y"] == Contiguous(0, places["x"].offset + 12)
     assert files[0].size == places["y"].offset + 2
-    assert files[0].head == layouts[0].header
+    assert files[0].header == layouts[0].header
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -60,9 +60,9 @@ def test_an_index_only_where_there_are_several_files(tmp_path: Path, count: int)
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
     names = ["model.safetensors"] if count == 1 else ["0.safetensors", "1.safetensors"]
-    _, _, layouts = laid_out([(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)])
+    _, _, layouts = lay_out_weight_files([(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)])
     below = "hf/" if count == 1 else ""
-    found = settings({"vocab_size": 3, "é": "ü"}, layouts, copied([tokenizer], tmp_path, below), below)
+    found = settings_files({"vocab_size": 3, "é": "ü"}, layouts, copied_files([tokenizer], tmp_path, below), below)
     by_path = {file.path: file for file in found}
     if count == 1:
         assert by_path.keys() == {"hf/config.json", "hf/tokenizer.json"}

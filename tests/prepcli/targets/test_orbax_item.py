@@ -10,34 +10,36 @@ from typing import Any
 import pytest
 
 from prepcli.errors import USAGE, PrepError
-from prepcli.planning.accounting import KEEP_ALL, account, names_of
-from prepcli.planning.plan import Flat
+from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, detect_names, match_tensors
+from prepcli.planning.plan import Contiguous
 from prepcli.sources.source import Source, SourceTensor
-from prepcli.targets.orbax_item import Item, Split, make_item
-from tests.helpers.models import GPT2, GPT_NEO, LLAMA, tensors_of
-from trainer.models.mesh import DEFAULT_RULES, parse
-from trainer.models.parameters import rows
+from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, make_item
+from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
+from trainer.models.mesh import DEFAULT_RULES, parse_mesh
+from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 
 
 def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> Source:
     """The tensors of a model one after another in a file, of which some have another dtype."""
     family = family_of(config)
-    arrays = tensors_of(config, "float32", family.tied(config), legacy=False)
-    names = names_of(family, config, arrays)
+    arrays = checkpoint_tensors(config, "float32", family.is_tied(config), legacy=False)
+    names = detect_names(family, config, arrays)
     tensors, offset = [], 8
     for name, array in arrays.items():
         dtype = (dtypes or {}).get(name, "float32")
-        tensors.append(SourceTensor(names.bare(name), dtype, array.shape, (Flat(0, offset),)))
+        tensors.append(SourceTensor(names.bare_name(name), dtype, array.shape, (Contiguous(0, offset),)))
         offset += tensors[-1].nbytes
     return Source("m", Path("m"), family, config, names, tuple(tensors), (), (), (), None)
 
 
-def item_of(source: Source, mesh: str = "", scan: bool = True, vocab: int = 131, axis: int = 0) -> Item:
-    table = rows(source.family, source.config, scan, axis)
+def item_of(source: Source, mesh: str = "", scan: bool = True, vocab: int = 131, axis: int = 0) -> OrbaxItemLayout:
+    table = parameter_rows(source.family, source.config, scan, axis)
     sizes = source.family.sizes(source.config)
-    counted = account(source.names, source.config, sizes, table, source.shaped(), KEEP_ALL, "m")
-    return make_item(source, counted, table, vocab, Split(parse(mesh) if mesh else None, DEFAULT_RULES))
+    counted = match_tensors(
+        source.names, source.config, sizes, table, source.tensor_specs(), DEFAULT_MATCH_OPTIONS, "m"
+    )
+    return make_item(source, counted, table, vocab, Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES))
 
 
 @pytest.mark.parametrize("mesh", ["", "1,2,4", "1,1,1"])
@@ -50,8 +52,8 @@ def test_every_tensor_has_its_part_of_a_leaf(config: dict[str, Any], scan: bool,
     added = sum(t.nbytes // 131 * 5 for t in source.tensors if t.shape[0] == 131)
     assert sum(leaf.nbytes for leaf in item.leaves) == sum(t.nbytes for t in source.tensors) + added
     for leaf in item.leaves:
-        assert all(extent % chunk == 0 for extent, chunk in zip(leaf.grid.shape, leaf.grid.chunk))
-        assert sum(len(list(box.indices())) for box in leaf.placed) == math.prod(leaf.grid.counts)
+        assert all(extent % chunk == 0 for extent, chunk in zip(leaf.grid.shape, leaf.grid.chunk_shape))
+        assert sum(len(list(box.indices())) for box in leaf.placed_chunks) == math.prod(leaf.grid.chunk_counts)
     names = {leaf.name for leaf in item.leaves}
     assert ("params.layers.attn.q.weight" in names) == scan
     assert ("params.layers.2.attn.q.weight" in names) != scan
@@ -60,7 +62,7 @@ def test_every_tensor_has_its_part_of_a_leaf(config: dict[str, Any], scan: bool,
 def test_layers_on_the_second_axis():
     (q,) = [leaf for leaf in item_of(source_of(LLAMA), axis=1).leaves if leaf.name == "params.layers.attn.q.weight"]
     assert q.grid.shape == (8, 3, 4, 32)
-    assert q.grid.chunk[1] == 1
+    assert q.grid.chunk_shape[1] == 1
 
 
 def test_data_files_are_called_alike_whatever_the_run():
@@ -76,7 +78,7 @@ def test_what_a_device_holds():
     assert item_of(source, "1,1,1").device_nbytes() == whole
     assert item_of(source, "8,1,1").device_nbytes() == whole
     split = item_of(source, "1,2,4", vocab=136)
-    parts = {name: math.prod(spec.parts) for name, spec in split.specs.items()}
+    parts = {name: math.prod(spec.shards_per_dim) for name, spec in split.specs.items()}
     assert split.device_nbytes() == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves) < whole // 4
     assert item_of(source, "").specs == {}
 
@@ -128,15 +130,15 @@ def test_chunks_lie_as_deep_in_a_page_as_the_tensors_they_come_from():
     item = item_of(source)
     plain = next(t for t in source.tensors if t.name == "layers.1.self_attn.q_proj.weight")
     (region,) = item.regions[plain.name]
-    (flat,) = plain.side
-    assert isinstance(flat, Flat)
-    _, offset = region.places.find((1, 0, 0, 0))
+    (flat,) = plain.placement
+    assert isinstance(flat, Contiguous)
+    _, offset = region.placement.find((1, 0, 0, 0))
     assert (offset - flat.offset) % 4096 == 0
 
 
 def test_a_source_of_regions_begins_at_pages():
     source = source_of(LLAMA)
     item = item_of(source)
-    stored = replace(source, tensors=tuple(replace(t, side=item.regions[t.name]) for t in source.tensors))
+    stored = replace(source, tensors=tuple(replace(t, placement=item.regions[t.name]) for t in source.tensors))
     again = item_of(stored)
-    assert all(box.places.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed)
+    assert all(box.placement.offset % 4096 == 0 for leaf in again.leaves for box in leaf.placed_chunks)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from trainer.data import documents
-from trainer.data.documents import Piece, pieces, text_pieces
-from trainer.data.files import DataFile, Type, examine
+from trainer.data.documents import TextChunk, read_text_chunks, split_text
+from trainer.data.files import DataFile, FileType, hash_file
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import Fields
+from trainer.recipe.text_fields import TextFields
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA3 = pre_tokenizers.Split(
@@ -27,19 +27,19 @@ LLAMA3 = pre_tokenizers.Split(
 LINES = st.lists(st.text(st.sampled_from("ab1.'\n\n  \r\t\u3000\u00a0\u2028\u0301é日😀"), max_size=12), min_size=4)
 
 
-def in_pieces(text: bytes, chunk_nbytes: int = 7) -> list[Piece]:
+def in_pieces(text: bytes, chunk_nbytes: int = 7) -> list[TextChunk]:
     chunks = (text[low : low + chunk_nbytes] for low in range(0, len(text), chunk_nbytes))
-    return list(text_pieces(Path("t.txt"), chunks))
+    return list(split_text(Path("t.txt"), chunks))
 
 
-def pieces_of(path: Path, type: Type = "json", column: str = "text") -> list[Piece]:
-    return list(pieces(examine(path), type, Fields((column,))))
+def pieces_of(path: Path, type: FileType = "json", column: str = "text") -> list[TextChunk]:
+    return list(read_text_chunks(hash_file(path), type, TextFields((column,))))
 
 
 @pytest.fixture(scope="module")
 def small_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE_NBYTES", 40)
+        patch.setattr(documents, "TEXT_CHUNK_NBYTES", 40)
         yield
 
 
@@ -66,7 +66,7 @@ def test_the_best_cuts_part_the_text_where_pre_tokenisers_do(splitter: pre_token
     text = "\n".join(lines)
     data = text.encode()
     whole = [word for word, _ in splitter.pre_tokenize_str(text)]
-    for found in documents.CUTS[0].finditer(data):
+    for found in documents.CUT_PATTERNS[0].finditer(data):
         parts = data[: found.end()].decode(), data[found.end() :].decode()
         assert [word for part in parts for word, _ in splitter.pre_tokenize_str(part)] == whole
 
@@ -90,7 +90,7 @@ def test_where_a_text_is_cut(text: str, first: str):
 
 def test_a_text_file_is_one_document(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\n")
-    assert pieces_of(tmp_path / "a.txt", "text") == [Piece("one\r\n\r\ntwo\n", 14, True)]
+    assert pieces_of(tmp_path / "a.txt", "text") == [TextChunk("one\r\n\r\ntwo\n", 14, True)]
 
 
 @pytest.mark.parametrize("good", [b"abc\n", b"abc\n" * 200_000])
@@ -154,22 +154,22 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, what: str, why: str):
 
 
 @pytest.mark.parametrize("type", ["text", "json"])
-def test_a_file_that_changes_meanwhile(tmp_path: Path, type: Type):
+def test_a_file_that_changes_meanwhile(tmp_path: Path, type: FileType):
     path = tmp_path / "a"
     path.write_text('{"text": "a"}\n')
-    before = examine(path)
+    before = hash_file(path)
     path.write_text('{"text": "b"}\n')
     with pytest.raises(PrepError, match="a changed while it was read"):
-        list(pieces(before, type, Fields(("text",))))
+        list(read_text_chunks(before, type, TextFields(("text",))))
 
 
 def test_a_file_that_goes_meanwhile(tmp_path: Path):
     gone = DataFile(tmp_path / "a.txt", 1, "x")
     with pytest.raises(PrepError, match=r"cannot read or write .*a.txt - No such file"):
-        list(pieces(gone, "text", Fields(())))
+        list(read_text_chunks(gone, "text", TextFields(())))
 
 
 def test_pieces_are_read_one_by_one():
     endless = itertools.repeat(b"a line of text\n" * 1000)
-    found = text_pieces(Path("t.txt"), endless)
-    assert all(next(found).nbytes <= documents.PIECE_NBYTES for _ in range(50))
+    found = split_text(Path("t.txt"), endless)
+    assert all(next(found).nbytes <= documents.TEXT_CHUNK_NBYTES for _ in range(50))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from trainer.data.files import Type, examine, find
+from trainer.data.files import FileType, find_files, hash_file
 from trainer.models.errors import PrepError
 
 
@@ -38,14 +38,14 @@ def folder(tmp_path: Path) -> Path:
         ("text", ["x[1].txt"], ["x[1].txt"]),
     ],
 )
-def test_what_paths_stand_for(folder: Path, type: Type, paths: list[str], names: list[str]):
-    found = find([str(folder / path) for path in paths], type)
+def test_what_paths_stand_for(folder: Path, type: FileType, paths: list[str], names: list[str]):
+    found = find_files([str(folder / path) for path in paths], type)
     assert [str(path.relative_to(folder)) for path in found] == names
 
 
 def test_a_file_behind_a_link_counts_once(folder: Path):
     (folder / "again.txt").symlink_to(folder / "b.txt")
-    names = [path.name for path in find([str(folder)], "text")]
+    names = [path.name for path in find_files([str(folder)], "text")]
     assert names == ["a.txt", "again.txt", "c.txt", "x[1].txt"]
 
 
@@ -59,13 +59,13 @@ def test_a_file_behind_a_link_counts_once(folder: Path):
         ("empty", "text", "looked for *.txt; found nothing"),
     ],
 )
-def test_nothing_found(folder: Path, path: str, type: Type, why: str):
+def test_nothing_found(folder: Path, path: str, type: FileType, why: str):
     (folder / "empty").mkdir()
     (folder / "many").mkdir()
     for number in range(4):
         (folder / "many" / f"{number}.md").touch()
     with pytest.raises(PrepError) as caught:
-        find([str(folder / "a.txt"), str(folder / path)], type)
+        find_files([str(folder / "a.txt"), str(folder / path)], type)
     assert caught.value.what == f"no data in `{folder / path}`"
     assert caught.value.why == why
 
@@ -76,7 +76,7 @@ def test_a_folder_that_may_not_be_read_is_not_skipped():
             path.mkdir(exist_ok=True)
             path.chmod(0o755 if path == Path(folder) else 0)
         with nobody(), pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"):
-            find([folder], "text")
+            find_files([folder], "text")
 
 
 @contextlib.contextmanager
@@ -94,12 +94,12 @@ def nobody() -> Iterator[None]:
 def test_a_file_is_known_by_its_bytes(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"abc" * 1_000_000)
-    found = examine(path)
+    found = hash_file(path)
     assert (found.nbytes, found.digest) == (3_000_000, xxhash.xxh3_128_hexdigest(b"abc" * 1_000_000))
 
 
 def test_an_empty_file(tmp_path: Path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(PrepError) as caught:
-        examine(tmp_path / "a.txt")
+        hash_file(tmp_path / "a.txt")
     assert (caught.value.what, caught.value.why) == (f"{tmp_path}/a.txt is empty", "looked for text, found 0 bytes")

@@ -10,61 +10,72 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.order import Order, eval_batches, permuted
+from trainer.data.order import SampleOrder, eval_batches, permute
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8)
 ORDERS = st.builds(
-    Order, n_rows=st.integers(1, 60), size=st.integers(1, 90), seed=st.integers(0, 2**80), shuffle=st.booleans()
+    SampleOrder, n_rows=st.integers(1, 60), size=st.integers(1, 90), seed=st.integers(0, 2**80), shuffle=st.booleans()
 )
 
 
 @given(st.integers(1, 3000), KEYS)
 def test_every_place_goes_to_a_place_of_its_own(n: int, keys: list[int]):
-    assert sorted(permuted(np.arange(n), n, keys)) == list(range(n))
+    assert sorted(permute(np.arange(n), n, keys)) == list(range(n))
 
 
 @given(st.integers(1, 2**40), KEYS, st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
 def test_places_of_huge_data_stay_inside_and_apart(n: int, keys: list[int], places: list[int]):
     asked = np.unique(np.array(places) % n)
-    given_ = permuted(asked, n, keys)
+    given_ = permute(asked, n, keys)
     assert len(np.unique(given_)) == len(asked)
     assert ((given_ >= 0) & (given_ < n)).all()
 
 
 @given(ORDERS, st.integers(0, 50))
-def test_an_epoch_has_every_row_once(order: Order, epoch: int):
+def test_an_epoch_has_every_row_once(order: SampleOrder, epoch: int):
     first = epoch * order.n_rows
-    steps = range(first // order.size, (first + order.n_rows - 1) // order.size + 1)
+    steps = range(first // order.batch_size, (first + order.n_rows - 1) // order.batch_size + 1)
     rows = np.concatenate([order.rows(step) for step in steps])
-    skipped = first - steps[0] * order.size
+    skipped = first - steps[0] * order.batch_size
     assert sorted(rows[skipped : skipped + order.n_rows]) == list(range(order.n_rows))
 
 
 @given(ORDERS, st.integers(0, 10**9), st.data())
-def test_a_part_of_a_step_is_that_part(order: Order, step: int, data: st.DataObject):
-    low = data.draw(st.integers(0, order.size))
-    high = data.draw(st.integers(low, order.size))
+def test_a_part_of_a_step_is_that_part(order: SampleOrder, step: int, data: st.DataObject):
+    low = data.draw(st.integers(0, order.batch_size))
+    high = data.draw(st.integers(low, order.batch_size))
     assert order.rows(step, low, high).tolist() == order.rows(step)[low:high].tolist()
     assert order.rows(step, low).tolist() == order.rows(step)[low:].tolist()
 
 
 @given(ORDERS, st.integers(1, 20))
-def test_the_sequence_of_rows_does_not_depend_on_the_size_of_a_step(order: Order, size: int):
-    other = Order(order.n_rows, size, order.seed, order.shuffle)
-    rows = np.concatenate([order.rows(step) for step in range(math.ceil(100 / order.size))])
+def test_the_sequence_of_rows_does_not_depend_on_the_size_of_a_step(order: SampleOrder, size: int):
+    other = SampleOrder(order.n_rows, size, order.seed, order.shuffle)
+    rows = np.concatenate([order.rows(step) for step in range(math.ceil(100 / order.batch_size))])
     others = np.concatenate([other.rows(step) for step in range(math.ceil(100 / size))])
     assert rows[:100].tolist() == others[:100].tolist()
 
 
 def test_unshuffled_rows_come_as_they_are():
-    order = Order(n_rows=5, size=3, seed=1, shuffle=False)
+    order = SampleOrder(n_rows=5, batch_size=3, seed=1, shuffle=False)
     assert [order.rows(step).tolist() for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
 
 
 def test_the_order_is_the_same_in_every_version():
     """A run that goes on with another version of the code must see the same rows."""
-    assert Order(n_rows=10, size=10, seed=0, shuffle=True).rows(0).tolist() == [4, 0, 8, 2, 6, 9, 7, 3, 1, 5]
-    assert Order(n_rows=10**12, size=3, seed=7, shuffle=True).rows(10**11).tolist() == [
+    assert SampleOrder(n_rows=10, batch_size=10, seed=0, shuffle=True).rows(0).tolist() == [
+        4,
+        0,
+        8,
+        2,
+        6,
+        9,
+        7,
+        3,
+        1,
+        5,
+    ]
+    assert SampleOrder(n_rows=10**12, batch_size=3, seed=7, shuffle=True).rows(10**11).tolist() == [
         344461739884,
         626274651494,
         307170921615,
@@ -73,7 +84,7 @@ def test_the_order_is_the_same_in_every_version():
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     seen = {
-        tuple(Order(n_rows=50, size=50, seed=seed, shuffle=True).rows(epoch).tolist())
+        tuple(SampleOrder(n_rows=50, batch_size=50, seed=seed, shuffle=True).rows(epoch).tolist())
         for seed in range(20)
         for epoch in range(20)
     }
@@ -83,7 +94,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 @pytest.mark.parametrize("n", [5, 6, 17])
 def test_each_row_is_as_likely_at_each_place(n: int):
     """Chi-square of (place, row) over 2000 epochs, 4.5 standard deviations above its mean at most."""
-    order = Order(n_rows=n, size=n, seed=3, shuffle=True)
+    order = SampleOrder(n_rows=n, batch_size=n, seed=3, shuffle=True)
     counts = Counter(pair for epoch in range(2000) for pair in enumerate(order.rows(epoch).tolist()))
     expected = 2000 / n
     chi_square = sum((counts[place, row] - expected) ** 2 / expected for place in range(n) for row in range(n))
@@ -92,7 +103,7 @@ def test_each_row_is_as_likely_at_each_place(n: int):
 
 
 def test_neighbours_are_parted():
-    rows = Order(n_rows=1000, size=1000, seed=0, shuffle=True).rows(0)
+    rows = SampleOrder(n_rows=1000, batch_size=1000, seed=0, shuffle=True).rows(0)
     assert (np.abs(np.diff(rows)) == 1).sum() < 12  # 2 are expected
 
 
@@ -100,11 +111,11 @@ def test_neighbours_are_parted():
     ("epochs", "n_rows", "size", "steps"), [(1, 10, 5, 2), (1, 11, 5, 3), (0.1, 30, 1, 3), (0.001, 10, 5, 1)]
 )
 def test_steps_of_epochs(epochs: float, n_rows: int, size: int, steps: int):
-    assert Order(n_rows, size, 0, True).steps(epochs) == steps
+    assert SampleOrder(n_rows, size, 0, True).steps_for_epochs(epochs) == steps
 
 
 def test_steps_per_epoch():
-    assert Order(n_rows=10, size=4, seed=0, shuffle=True).steps_per_epoch == 2.5
+    assert SampleOrder(n_rows=10, batch_size=4, seed=0, shuffle=True).steps_per_epoch == 2.5
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(0, 60))

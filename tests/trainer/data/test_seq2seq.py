@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.corpus import EOS, encode, prepared, request
+from tests.helpers.corpus import EOS, encode, make_config, tokenize_quietly
 from tests.trainer.data.test_packing import tokens_of
-from trainer.data.packing import split
-from trainer.data.seq2seq import cut_counts, pairs
-from trainer.data.tokenize import prepare
+from trainer.data.packing import split_holdout
+from trainer.data.seq2seq import count_truncated, seq2seq_dataset
+from trainer.data.tokenize import tokenize_files
 from trainer.models.errors import PrepError
 
 TEXTS = st.lists(st.integers(2, 60000), max_size=9)
@@ -30,10 +30,10 @@ def test_rows_are_those_of_the_naive_version(
     texts: list[tuple[list[int], list[int]]], source_length: int, seq_length: int, data: st.DataObject
 ):
     held = tokens_of([text for pair in texts for text in pair], seq_length)
-    whole = pairs(held, source_length, START, END)
-    assert (whole.n, whole.seq_length) == (len(texts), seq_length)
+    whole = seq2seq_dataset(held, source_length, START, END)
+    assert (whole.n_rows, whole.seq_length) == (len(texts), seq_length)
     rows = data.draw(st.lists(st.integers(-1, len(texts) - 1), max_size=5))
-    found = whole.examples(rows)
+    found = whole.get_batch(rows)
     assert {name: array.dtype for name, array in found.items()} == {n: kind for n, (_, kind) in whole.columns.items()}
     assert {name: array.shape for name, array in found.items()} == {
         name: (len(rows), length) for name, (length, _) in whole.columns.items()
@@ -54,20 +54,20 @@ def test_rows_are_those_of_the_naive_version(
 
 def test_without_an_end_a_text_is_cut_as_it_is():
     held = tokens_of([[3, 4, 5], [6, 7, 8, 9]], 2)
-    found = pairs(held, 2, START, None).examples([0])
+    found = seq2seq_dataset(held, 2, START, None).get_batch([0])
     assert (found["source"].tolist(), found["targets"].tolist()) == ([[3, 4]], [[6, 7]])
-    assert cut_counts(held, 2) == (1, 1)
-    assert cut_counts(held, 3) == (0, 1)
+    assert count_truncated(held, 2) == (1, 1)
+    assert count_truncated(held, 3) == (0, 1)
 
 
 def test_the_last_pairs_validate():
     held = tokens_of([[n] for n in range(20)], 3)
-    train, evaluation = split(pairs(held, 2, START, END), 0.2)
+    train, evaluation = split_holdout(seq2seq_dataset(held, 2, START, END), 0.2)
     assert evaluation is not None
-    assert (train.n, evaluation.n) == (8, 2)
-    assert evaluation.examples([0, 1])["source"].tolist() == [[16, 0], [18, 0]]
+    assert (train.n_rows, evaluation.n_rows) == (8, 2)
+    assert evaluation.get_batch([0, 1])["source"].tolist() == [[16, 0], [18, 0]]
     with pytest.raises(IndexError):
-        train.examples([8])
+        train.get_batch([8])
 
 
 def write(folder: Path) -> Path:
@@ -77,9 +77,9 @@ def write(folder: Path) -> Path:
 
 
 def test_pairs_are_read_a_line_each(tmp_path: Path):
-    wanted = request(tmp_path, write(tmp_path), type="json", fields="[t], [s], s", source_length=4, prefix="do: ")
+    wanted = make_config(tmp_path, write(tmp_path), type="json", fields="[t], [s], s", source_length=4, prefix="do: ")
     notes: list[str] = []
-    tokens = prepare(wanted, lambda done, total: None, notes.append)
+    tokens = tokenize_files(wanted, lambda done, total: None, notes.append)
     texts = ["do: the hat that", "that", "do:  hat", "hat"]
     ids = [[*encode(wanted.tokenizer, text), EOS] for text in texts]
     assert tokens.ids.tolist() == [id for text in ids for id in text]
@@ -90,9 +90,9 @@ def test_pairs_are_read_a_line_each(tmp_path: Path):
 
 def test_what_texts_are_made_of_makes_another_store(tmp_path: Path):
     path = write(tmp_path)
-    base = request(tmp_path, path, type="json", fields="[t], s", source_length=4)
+    base = make_config(tmp_path, path, type="json", fields="[t], s", source_length=4)
     changes = [{}, {"source_length": 9}, {"fields": "[s], t"}, {"prefix": "do: "}]
-    found = [prepared(request(tmp_path, path, **{"type": "json", "fields": base.fields, "source_length": 4, **change}))
+    found = [tokenize_quietly(make_config(tmp_path, path, **{"type": "json", "fields": base.fields, "source_length": 4, **change}))
              for change in changes]  # fmt: skip
     assert found[0].identity == found[1].identity
     assert len({each.identity for each in found}) == 3
@@ -109,8 +109,8 @@ def test_what_texts_are_made_of_makes_another_store(tmp_path: Path):
 )
 def test_lines_that_are_no_pair(tmp_path: Path, line: str, what: str, hint: str):
     (tmp_path / "a.jsonl").write_text(line)
-    wanted = request(tmp_path, tmp_path / "a.jsonl", type="json", fields="[t], s", source_length=4)
+    wanted = make_config(tmp_path, tmp_path / "a.jsonl", type="json", fields="[t], s", source_length=4)
     with pytest.raises(PrepError) as caught:
-        prepared(wanted)
+        tokenize_quietly(wanted)
     assert caught.value.what.endswith(what)
     assert hint in caught.value.hint

@@ -25,19 +25,19 @@ with locked(Path(sys.argv[1]), print):
 """
 
 
-def fill(writer: store.Writer) -> None:
-    writer.add(np.array([1, 2, 3], np.uint32))
-    writer.add(np.array([], np.uint32))
-    writer.add(np.array([7], np.uint32))
+def fill(writer: store.TokenWriter) -> None:
+    writer.append(np.array([1, 2, 3], np.uint32))
+    writer.append(np.array([], np.uint32))
+    writer.append(np.array([7], np.uint32))
     writer.end_document()
     writer.end_document()
-    writer.add(np.array([5], np.uint32))
+    writer.append(np.array([5], np.uint32))
     writer.end_document()
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("uint16", "<u2"), ("uint32", "<u4")])
 def test_what_is_written_is_read(tmp_path: Path, dtype: str, code: str):
-    store.build(tmp_path / NAME, dtype, fill)
+    store.build_store(tmp_path / NAME, dtype, fill)
     meta = store.read_meta(tmp_path / NAME)
     tokens = store.map_tokens(tmp_path / NAME, meta, 2)
     assert (meta.identity, meta.dtype, meta.n_tokens, meta.n_documents, meta.max_id) == (NAME, dtype, 5, 3, 7)
@@ -55,12 +55,12 @@ def test_ids_fit_their_dtype(max_id: int, dtype: str):
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path):
-    def fails(writer: store.Writer) -> None:
+    def fails(writer: store.TokenWriter) -> None:
         fill(writer)
         raise PrepError("bad line")
 
     with pytest.raises(PrepError, match="bad line"):
-        store.build(tmp_path / NAME, "uint16", fails)
+        store.build_store(tmp_path / NAME, "uint16", fails)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,7 +68,7 @@ def test_what_killed_runs_left_is_dropped_and_nothing_else(tmp_path: Path):
     for name in ("f" * 32 + ".partial", NAME + ".partial", "model-init.partial", "1" * 32):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokens.bin").write_bytes(b"x")
-    store.build(tmp_path / NAME, "uint16", fill)
+    store.build_store(tmp_path / NAME, "uint16", fill)
     assert {path.name for path in tmp_path.iterdir()} == {NAME, "model-init.partial", "1" * 32}
 
 
@@ -86,7 +86,7 @@ def test_what_killed_runs_left_is_dropped_and_nothing_else(tmp_path: Path):
 )
 def test_a_broken_store(tmp_path: Path, file: str, data: bytes | None, why: str):
     folder = tmp_path / NAME
-    store.build(folder, "uint16", fill)
+    store.build_store(folder, "uint16", fill)
     if data is None:
         (folder / file).unlink()
     else:
@@ -101,17 +101,17 @@ def test_a_broken_store(tmp_path: Path, file: str, data: bytes | None, why: str)
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
 def test_a_store_with_a_flipped_bit_is_damaged(tmp_path: Path, name: str):
     folder = tmp_path / NAME
-    store.build(folder, "uint16", fill)
+    store.build_store(folder, "uint16", fill)
     data = bytearray((folder / name).read_bytes())
     data[3] ^= 4
     (folder / name).write_bytes(data)
-    with pytest.raises(store.Damaged, match=rf"{name} differs from the digest that meta\.json records"):
+    with pytest.raises(store.DamagedStoreError, match=rf"{name} differs from the digest that meta\.json records"):
         store.read_meta(folder)
 
 
 def test_a_store_without_digests_is_read(tmp_path: Path):
     folder = tmp_path / NAME
-    store.build(folder, "uint16", fill)
+    store.build_store(folder, "uint16", fill)
     meta = json.loads((folder / "meta.json").read_text())
     del meta["digests"]
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -130,7 +130,7 @@ def test_a_store_without_digests_is_read(tmp_path: Path):
 )
 def test_a_store_that_says_nonsense(tmp_path: Path, change: dict[str, object]):
     folder = tmp_path / NAME
-    store.build(folder, "uint16", fill)
+    store.build_store(folder, "uint16", fill)
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | change))
     with pytest.raises(PrepError, match=r"meta\.json is that of another store, or not what was written"):
@@ -141,7 +141,7 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(PrepError, match=r"cannot read or write .*file - File exists"),
-        store.locked(tmp_path / "file", print),
+        store.lock_cache(tmp_path / "file", print),
     ):
         pass
 
@@ -159,6 +159,6 @@ def test_one_process_writes_at_a_time(tmp_path: Path):
             assert holder.poll() is None
             holder.kill()
 
-        with store.locked(tmp_path, note):
+        with store.lock_cache(tmp_path, note):
             assert holder.wait() < 0
     assert notes == [f"another process writes tokens to {tmp_path}: waiting for it"]

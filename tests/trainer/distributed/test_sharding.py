@@ -11,13 +11,26 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.helpers.decoders import Decoder, apart, batch_of, decoder, filled
-from trainer.distributed.sharding import Shards, abstract, device_nbytes, enough_memory, partition, shards
+from tests.helpers.tiny_transformers import (
+    TinyTransformer,
+    random_batch,
+    random_tensors,
+    relative_error,
+    tiny_transformer,
+)
+from trainer.distributed.sharding import (
+    ShardingContext,
+    catch_out_of_memory,
+    jax_partition_spec,
+    make_sharding_context,
+    param_nbytes_per_device,
+    sharding_without_devices,
+)
 from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import DEFAULT_RULES, parse, spec, with_rules
-from trainer.models.tree import Tree, flat, nested
+from trainer.models.mesh import DEFAULT_RULES, merge_rules, parse_mesh, partition_spec
+from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer as models
-from trainer.nn.transformer import Compute
+from trainer.nn.transformer import ForwardConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neo": {
@@ -33,33 +46,41 @@ MESHES = ["8,1,1", "1,8,1", "1,2,4", "2,2,2"]
 ROWS, LENGTH = 8, 16
 
 
-def mean(params: Tree, batch: Any, made: Decoder, how: Compute) -> jax.Array:
+def mean(params: Tree, batch: Any, made: TinyTransformer, how: ForwardConfig) -> jax.Array:
     sums = models.loss_sums(params, batch, made.model, how)
     return sums.loss / sums.weight
 
 
-def placed(made: Decoder, params: Tree, on: Shards) -> Tree:
-    return nested({path: jax.device_put(leaf, on.of(made.model.leaves[path])) for path, leaf in flat(params).items()})
+def shard_params(made: TinyTransformer, params: Tree, on: ShardingContext) -> Tree:
+    return unflatten_tree(
+        {
+            path: jax.device_put(leaf, on.param_sharding(made.model.leaves[path]))
+            for path, leaf in flatten_tree(params).items()
+        }
+    )
 
 
 @cache
 def alone(name: str) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients on one device."""
-    return computed(name, Shards())
+    return computed(name, ShardingContext())
 
 
-def computed(name: str, on: Shards) -> tuple[float, dict[str, np.ndarray]]:
+def computed(name: str, on: ShardingContext) -> tuple[float, dict[str, np.ndarray]]:
     config = CONFIGS[name]
-    made = decoder(config)
-    params = made.params(filled(config))
-    batch: Any = batch_of(61, ROWS, LENGTH)
+    made = tiny_transformer(config)
+    params = made.params_from_tensors(random_tensors(config))
+    batch: Any = random_batch(61, ROWS, LENGTH)
     if on.mesh is not None:
-        params = placed(made, params, on)
-        batch = {key: jax.device_put(value, on.activation(value.shape, "batch", "seq")) for key, value in batch.items()}
-    how = Compute(head_chunk=4, remat="nothing_saveable", shards=on)
+        params = shard_params(made, params, on)
+        batch = {
+            key: jax.device_put(value, on.activation_sharding(value.shape, "batch", "seq"))
+            for key, value in batch.items()
+        }
+    how = ForwardConfig(head_chunk_size=4, remat_policy="nothing_saveable", sharding=on)
     run = jax.jit(jax.value_and_grad(lambda p, b: mean(p, b, made, how)))
     loss, gradients = run(params, batch)
-    return float(loss), made.tensors(gradients)
+    return float(loss), made.tensors_from_params(gradients)
 
 
 @pytest.mark.parametrize(
@@ -67,26 +88,29 @@ def computed(name: str, on: Shards) -> tuple[float, dict[str, np.ndarray]]:
 )
 def test_any_mesh_computes_what_one_device_does(name: str, mesh: str):
     """1,2,4 has LLaMA's two heads of keys and values on four devices: those stay whole."""
-    loss, gradients = computed(name, shards(parse(mesh)))
+    loss, gradients = computed(name, make_sharding_context(parse_mesh(mesh)))
     wanted_loss, wanted = alone(name)
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
-    assert {tensor: apart(gradients[tensor], each) for tensor, each in wanted.items()} == pytest.approx(
+    assert {tensor: relative_error(gradients[tensor], each) for tensor, each in wanted.items()} == pytest.approx(
         dict.fromkeys(wanted, 0), abs=1e-5
     )
 
 
 def compiled_text(mesh: str) -> tuple[str, str]:
     """Lowered and compiled text of a LLaMA's loss and gradients."""
-    made, on = decoder(CONFIGS["llama"]), shards(parse(mesh))
-    params = nested(
-        {p: jax.ShapeDtypeStruct(f.shape, jnp.float32, sharding=on.of(f)) for p, f in made.model.leaves.items()}
+    made, on = tiny_transformer(CONFIGS["llama"]), make_sharding_context(parse_mesh(mesh))
+    params = unflatten_tree(
+        {
+            p: jax.ShapeDtypeStruct(f.shape, jnp.float32, sharding=on.param_sharding(f))
+            for p, f in made.model.leaves.items()
+        }
     )
-    where = on.activation((ROWS, LENGTH), "batch", "seq")
+    where = on.activation_sharding((ROWS, LENGTH), "batch", "seq")
     batch = {
         key: jax.ShapeDtypeStruct((ROWS, LENGTH), kind, sharding=where)
         for key, kind in {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}.items()
     }
-    how = Compute(remat="nothing_saveable", head_chunk=4, shards=on)
+    how = ForwardConfig(remat_policy="nothing_saveable", head_chunk_size=4, sharding=on)
     lowered = jax.jit(jax.value_and_grad(lambda p, b: mean(p, b, made, how))).lower(params, batch)
     return lowered.as_text(), lowered.compile().as_text() or ""
 
@@ -113,23 +137,23 @@ def test_a_device_never_has_the_rows_or_logits_of_all():
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_parameters_lie_as_the_rules_say(mesh: str, name: str):
-    made, on = decoder(CONFIGS[name]), shards(parse(mesh))
+    made, on = tiny_transformer(CONFIGS[name]), make_sharding_context(parse_mesh(mesh))
     assert on.mesh is not None
-    params = placed(made, made.params(filled(CONFIGS[name])), on)
+    params = shard_params(made, made.params_from_tensors(random_tensors(CONFIGS[name])), on)
     held = dict.fromkeys(jax.devices(), 0)
-    for path, leaf in flat(params).items():
+    for path, leaf in flatten_tree(params).items():
         known = made.model.leaves[path]
-        asked = spec(known.dims, known.shape, on.mesh, DEFAULT_RULES)
-        assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, partition(asked)), leaf.ndim)
+        asked = partition_spec(known.dims, known.shape, on.mesh, DEFAULT_RULES)
+        assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, jax_partition_spec(asked)), leaf.ndim)
         for part in leaf.addressable_shards:
-            assert part.data.size == leaf.size // np.prod(asked.parts)
+            assert part.data.size == leaf.size // np.prod(asked.shards_per_dim)
             held[part.device] += part.data.nbytes
-    assert {*held.values()} == {device_nbytes(made.model.leaves, on)}
+    assert {*held.values()} == {param_nbytes_per_device(made.model.leaves, on)}
 
 
 def test_partitions_are_spelled_as_jax_does():
-    on = abstract(parse("2,2,2"))
-    leaves = decoder(CONFIGS["llama"]).model.leaves
+    on = sharding_without_devices(parse_mesh("2,2,2"))
+    leaves = tiny_transformer(CONFIGS["llama"]).model.leaves
     wanted = {
         "embed.tokens": PartitionSpec("mp", "fsdp"),
         "layers.attn.q.weight": PartitionSpec(None, "mp", None, "fsdp"),
@@ -137,18 +161,20 @@ def test_partitions_are_spelled_as_jax_does():
         "layers.mlp.up.weight": PartitionSpec(None, "mp", "fsdp"),
     }
     for path, partitions in wanted.items():
-        found = on.spec_of(leaves[path])
+        found = on.param_spec(leaves[path])
         assert found
-        assert partition(found) == partitions
-    tokens = shards(parse("2,2,2")).activation((8, 16), "batch", "seq")
+        assert jax_partition_spec(found) == partitions
+    tokens = make_sharding_context(parse_mesh("2,2,2")).activation_sharding((8, 16), "batch", "seq")
     assert tokens
     assert tokens.spec == PartitionSpec(("dp", "fsdp"), None)
 
 
 def test_key_and_value_heads_that_do_not_divide_stay_whole():
-    found = abstract(parse("1,2,4")).spec_of(decoder(CONFIGS["llama"]).model.leaves["layers.attn.k.weight"])
+    found = sharding_without_devices(parse_mesh("1,2,4")).param_spec(
+        tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.k.weight"]
+    )
     assert found
-    assert found.parts == (1, 1, 1, 2)
+    assert found.shards_per_dim == (1, 1, 1, 2)
     assert [fallback.dim for fallback in found.fallbacks] == ["kv_heads"]
 
 
@@ -162,20 +188,20 @@ def test_key_and_value_heads_that_do_not_divide_stay_whole():
 )
 def test_a_dim_that_the_mesh_does_not_divide_is_named(changes: dict[str, Any], named: str):
     config = {**CONFIGS["llama"], "true_vocab_size": 61, **changes}
-    on = abstract(parse("1,2,4"))
+    on = sharding_without_devices(parse_mesh("1,2,4"))
     with pytest.raises(PrepError, match=f"{named} cannot be split over mp 4") as caught:
-        [on.spec_of(leaf) for leaf in decoder(config).model.leaves.values()]
+        [on.param_spec(leaf) for leaf in tiny_transformer(config).model.leaves.values()]
     assert caught.value.code == USAGE
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_named():
     with pytest.raises(PrepError, match="batch 6 cannot be split over dp 2 x fsdp 2"):
-        shards(parse("2,2,2")).activation((6, 16), "batch", "seq")
+        make_sharding_context(parse_mesh("2,2,2")).activation_sharding((6, 16), "batch", "seq")
 
 
 def test_tokens_that_mp_does_not_divide_stay_whole():
-    on = shards(parse("1,2,4"))
-    found = [on.activation((8, length, 32), "batch", "residual_seq", "embed") for length in (16, 15)]
+    on = make_sharding_context(parse_mesh("1,2,4"))
+    found = [on.activation_sharding((8, length, 32), "batch", "residual_seq", "embed") for length in (16, 15)]
     assert [each and each.spec for each in found] == [
         PartitionSpec("fsdp", "mp", None),
         PartitionSpec("fsdp", None, None),
@@ -184,33 +210,33 @@ def test_tokens_that_mp_does_not_divide_stay_whole():
 
 def test_another_number_of_devices_is_a_usage_error():
     with pytest.raises(PrepError, match="needs 16 devices, there are 8") as caught:
-        shards(parse("1,4,4"))
+        make_sharding_context(parse_mesh("1,4,4"))
     assert (caught.value.code, "JAX_NUM_CPU_DEVICES" in caught.value.why) == (USAGE, True)
 
 
 @pytest.mark.parametrize("mesh", ["1,-1,2", "!1,-1,2"])
 def test_an_open_axis_takes_what_is_left(mesh: str):
-    on = shards(parse(mesh))
-    assert on.devices
-    assert dict(on.devices.shape) == {"dp": 1, "fsdp": 4, "mp": 2}
-    assert (on.replicas, on.parts("heads", 8), on.parts("seq", 8)) == (4, 2, 1)
+    on = make_sharding_context(parse_mesh(mesh))
+    assert on.device_mesh
+    assert dict(on.device_mesh.shape) == {"dp": 1, "fsdp": 4, "mp": 2}
+    assert (on.data_parallel_size, on.num_shards("heads", 8), on.num_shards("seq", 8)) == (4, 2, 1)
     if mesh.startswith("!"):
-        assert on.devices.devices.flatten().tolist() == jax.devices()
+        assert on.device_mesh.devices.flatten().tolist() == jax.devices()
 
 
 def test_rules_of_a_run_are_kept():
-    on = shards(parse("1,4,2"), with_rules(["heads=none", "embed=none"]))
-    found = on.spec_of(decoder(CONFIGS["llama"]).model.leaves["layers.attn.q.weight"])
+    on = make_sharding_context(parse_mesh("1,4,2"), merge_rules(["heads=none", "embed=none"]))
+    found = on.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.q.weight"])
     assert found
-    assert found.parts == (1, 1, 1, 1)
-    assert on.parts("heads", 4) == 1
+    assert found.shards_per_dim == (1, 1, 1, 1)
+    assert on.num_shards("heads", 4) == 1
 
 
 def test_without_a_mesh_nothing_is_placed():
-    on, x = Shards(), jnp.ones((2, 3))
+    on, x = ShardingContext(), jnp.ones((2, 3))
     assert on.constrain(x, "batch", "seq") is x
-    assert (on.replicas, on.parts("heads", 8), on.replicated()) == (1, 1, None)
-    assert on.of(decoder(CONFIGS["llama"]).model.leaves["embed.tokens"]) is None
+    assert (on.data_parallel_size, on.num_shards("heads", 8), on.replicated_sharding()) == (1, 1, None)
+    assert on.param_sharding(tiny_transformer(CONFIGS["llama"]).model.leaves["embed.tokens"]) is None
 
 
 def test_no_devices_and_too_little_memory_are_told(monkeypatch: pytest.MonkeyPatch):
@@ -220,11 +246,14 @@ def test_no_devices_and_too_little_memory_are_told(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", none)
         with pytest.raises(PrepError, match="jax finds no devices - Unable to initialize backend 'foo' - "):
-            shards(parse("1,1,1"))
+            make_sharding_context(parse_mesh("1,1,1"))
     full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.\nand more"
-    with pytest.raises(PrepError, match=r"too little memory - RESOURCE_EXHAUSTED: .* 5 bytes. - more"), enough_memory():
+    with (
+        pytest.raises(PrepError, match=r"too little memory - RESOURCE_EXHAUSTED: .* 5 bytes. - more"),
+        catch_out_of_memory(),
+    ):
         raise jax.errors.JaxRuntimeError(full)
-    with pytest.raises(PrepError, match="too little memory - the system has no more - more"), enough_memory():
+    with pytest.raises(PrepError, match="too little memory - the system has no more - more"), catch_out_of_memory():
         raise MemoryError
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), enough_memory():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), catch_out_of_memory():
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")

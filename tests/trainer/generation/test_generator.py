@@ -16,23 +16,29 @@ import pytest
 from jax import Array, lax
 
 from tests.golden import make_decoders, make_greedy
-from tests.helpers.decoder_configs import GOLDEN, JUDGED, T5
-from tests.helpers.decoders import Decoder, decoder, filled, logits_of, with_padding
-from tests.trainer.distributed.test_sharding import CONFIGS, placed
-from trainer.distributed.sharding import Shards, shards
+from tests.helpers.tiny_configs import AMBIGUOUS, GOLDEN, T5
+from tests.helpers.tiny_transformers import (
+    TinyTransformer,
+    model_logits,
+    random_tensors,
+    tiny_transformer,
+    with_padded_vocab,
+)
+from tests.trainer.distributed.test_sharding import CONFIGS, shard_params
+from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.generation import decode, generator
-from trainer.generation.decode import Asked
+from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator
 from trainer.generation.sampling import Sampling
 from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import parse
+from trainer.models.mesh import parse_mesh
+from trainer.models.param_tree import Tree, flatten_tree
 from trainer.models.registry import FAMILIES
-from trainer.models.tree import Tree, flat
-from trainer.nn.attention_mask import Cache
-from trainer.nn.transformer import Compute
+from trainer.nn.attention_mask import KVCache
+from trainer.nn.transformer import ForwardConfig
 
 Rows = list[list[int]]
-DRAWN = Asked(9, sampling=Sampling(1.3, top_k=20, top_p=0.95, seed=5))
+DRAWN = GenerationConfig(9, sampling=Sampling(1.3, top_k=20, top_p=0.95, seed=5))
 PROMPTS: Rows = [[3, 1, 4, 1, 5], [9, 2]]
 SMALL: dict[str, dict[str, Any]] = {
     **{
@@ -42,7 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "t5": T5 | {"num_heads": 4, "num_decoder_layers": 2},
 }
 SOME = ("gpt_neo", "gemma3_text", "phi3-longrope", "llama-dynamic", "t5")  # of each kind of layers, and of rotations
-SLOTS = make_greedy.LENGTHS[-1] + make_greedy.NEW - 1
+SLOTS = make_greedy.LENGTHS[-1] + make_greedy.MAX_NEW_TOKENS - 1
 SLOW = pytest.mark.slow
 
 
@@ -51,23 +57,23 @@ def golden_greedy() -> dict[str, dict[str, list[list[int]]]]:
     return json.loads(make_greedy.FILE.read_text())
 
 
-def logits_by_step(made: Decoder, params: Tree, batch: Mapping[str, Array], starts: Array) -> Array:
+def logits_by_step(made: TinyTransformer, params: Tree, batch: Mapping[str, Array], starts: Array) -> Array:
     """Of tokens [B, T], row b from slot `starts[b]` on, taken one by one: [T, B, V]."""
-    tokens, model, how, memory = batch["tokens"], made.model, Compute(), None
+    tokens, model, how, memory = batch["tokens"], made.model, ForwardConfig(), None
     if "source" in batch:
-        memory = decode.remembered(params, batch["source"], batch["present"], model, how)
+        memory = decode.encode_sources(params, batch["source"], batch["present"], model, how)
 
-    def step(kept: Cache, new: Array) -> tuple[Cache, Array]:
-        logits, kept = decode.advanced(params, kept, new[:, None], starts, model, how, memory)
+    def step(kept: KVCache, new: Array) -> tuple[KVCache, Array]:
+        logits, kept = decode.decode_step(params, kept, new[:, None], starts, model, how, memory)
         return kept, logits
 
-    return lax.scan(step, decode.nothing(model, tokens.shape, how), tokens.T)[1]
+    return lax.scan(step, decode.init_kv_cache(model, tokens.shape, how), tokens.T)[1]
 
 
 @cache
 def by_step(name: str) -> Callable[..., Array]:
     """`logits_by_step`, compiled once: batches are of one shape."""
-    return jax.jit(partial(logits_by_step, decoder(GOLDEN[name])))
+    return jax.jit(partial(logits_by_step, tiny_transformer(GOLDEN[name])))
 
 
 def laid_out(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -94,18 +100,20 @@ def test_logits_are_those_of_whole_sequences(name: str):
     if "source" in golden.short:
         present = golden.short["present"].astype(bool)
         batch |= sources_of([row[own].tolist() for row, own in zip(golden.short["source"], present)])
-    found = np.asarray(by_step(name)(decoder(golden.config).params(golden.tensors), batch, starts))
+    found = np.asarray(
+        by_step(name)(tiny_transformer(golden.config).params_from_tensors(golden.tensors), batch, starts)
+    )
     for row, count in enumerate(make_decoders.LENGTHS):
         assert abs(found[SLOTS - count :, row] - golden.short_logits[row, :count]).max() <= 2e-5
 
 
 def test_logits_of_scores_by_depth_are_those_of_whole_sequences():
-    config = JUDGED["gpt2-by-depth"]
-    made, tensors = decoder(config), filled(config)
+    config = AMBIGUOUS["gpt2-by-depth"]
+    made, tensors = tiny_transformer(config), random_tensors(config)
     tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (2, 6), dtype=np.int32)
-    params = made.params(tensors)
+    params = made.params_from_tensors(tensors)
     found = jax.jit(partial(logits_by_step, made))(params, {"tokens": tokens}, np.zeros(2, np.int32))
-    wanted = logits_of(made.model, params, {"tokens": tokens})
+    wanted = model_logits(made.model, params, {"tokens": tokens})
     np.testing.assert_allclose(np.moveaxis(np.asarray(found), 0, 1), wanted, atol=2e-5)
 
 
@@ -113,32 +121,34 @@ def test_logits_of_scores_by_depth_are_those_of_whole_sequences():
 def test_each_token_of_transformers_is_the_likeliest(name: str):
     """After its prompt and the tokens before it."""
     config, tensors = make_greedy.greedy_model(name)
-    made, golden = decoder(config), golden_greedy()[name]
-    encodes = made.model.traits.encoder is not None
+    made, golden = tiny_transformer(config), golden_greedy()[name]
+    encodes = made.model.arch_config.encoder is not None
     begun = [[0]] * len(golden["prompts"]) if encodes else golden["prompts"]
     tokens, starts = laid_out([[*prompt, *new[:-1]] for prompt, new in zip(begun, golden["tokens"])])
     batch = {"tokens": tokens} | (sources_of(golden["prompts"]) if encodes else {})
-    found = np.asarray(by_step(name)(made.params(tensors), batch, starts)).argmax(-1)
-    assert found[-make_greedy.NEW :].T.tolist() == golden["tokens"]
+    found = np.asarray(by_step(name)(made.params_from_tensors(tensors), batch, starts)).argmax(-1)
+    assert found[-make_greedy.MAX_NEW_TOKENS :].T.tolist() == golden["tokens"]
 
 
-def make_generator(made: Decoder, params: Tree, asked: Asked, how: Compute | None = None) -> Generator:
-    return Generator(params, made.model, how or Compute(), asked)
+def make_generator(
+    made: TinyTransformer, params: Tree, asked: GenerationConfig, how: ForwardConfig | None = None
+) -> Generator:
+    return Generator(params, made.model, how or ForwardConfig(), asked)
 
 
 def added(own: Generator, prompts: Rows, first_row: int = 0, size: int = 0) -> Rows:
     """What is added to prompts; of an encoder's model they are the sources, and the decoder begins with token 0."""
-    if own.model.traits.encoder is None:
-        return own.batch(prompts, first_row=first_row, size=size)
-    return own.batch([[0]] * len(prompts), prompts, first_row, size)
+    if own.model.arch_config.encoder is None:
+        return own.generate(prompts, first_row=first_row, min_rows=size)
+    return own.generate([[0]] * len(prompts), prompts, first_row, size)
 
 
 @pytest.mark.parametrize("name", [name if name in SOME else pytest.param(name, marks=SLOW) for name in GOLDEN])
 def test_tokens_are_those_of_transformers(name: str):
     """Beyond what rotations that change with the length were made for, too."""
     config, tensors = make_greedy.greedy_model(name)
-    made, golden = decoder(config), golden_greedy()[name]
-    own = make_generator(made, made.params(tensors), Asked(make_greedy.NEW))
+    made, golden = tiny_transformer(config), golden_greedy()[name]
+    own = make_generator(made, made.params_from_tensors(tensors), GenerationConfig(make_greedy.MAX_NEW_TOKENS))
     assert added(own, golden["prompts"]) == golden["tokens"]
 
 
@@ -148,7 +158,7 @@ def test_there_are_tokens_of_each_config():
     assert {str(config["model_type"]) for config in GOLDEN.values()} == {*FAMILIES}
     for entry in golden.values():
         assert [len(prompt) for prompt in entry["prompts"]] == [*make_greedy.LENGTHS]
-        assert {len(tokens) for tokens in entry["tokens"]} == {make_greedy.NEW}
+        assert {len(tokens) for tokens in entry["tokens"]} == {make_greedy.MAX_NEW_TOKENS}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -165,21 +175,24 @@ def drawn_alone(name: str) -> Rows:
     return added(small(name), PROMPTS)
 
 
-def small(name: str, on: Shards | None = None, asked: Asked = DRAWN, **form: Any) -> Generator:
+def small(name: str, on: ShardingContext | None = None, asked: GenerationConfig = DRAWN, **form: Any) -> Generator:
     """A model whose dims a mesh divides; its vocabulary is padded with rows that would be drawn at once."""
     config = SMALL[name] | {"vocab_size": 29}
-    config, tensors = with_padding(config, filled(config), 3, 50.0)
-    made = decoder(config, **form)
-    params = made.params(tensors)
-    on = on or Shards()
+    config, tensors = with_padded_vocab(config, random_tensors(config), 3, 50.0)
+    made = tiny_transformer(config, **form)
+    params = made.params_from_tensors(tensors)
+    on = on or ShardingContext()
     return make_generator(
-        made, placed(made, params, on) if on.mesh else params, asked, Compute(scan=made.model.stacked, shards=on)
+        made,
+        shard_params(made, params, on) if on.mesh else params,
+        asked,
+        ForwardConfig(scan_layers=made.model.has_stacked_layers, sharding=on),
     )
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("t5", "gpt_neo"))])
 def test_tokens_are_the_same_on_a_mesh(name: str):
-    on = shards(parse("1,2,4"))
+    on = make_sharding_context(parse_mesh("1,2,4"))
     assert added(small(name, on), PROMPTS) == drawn_alone(name)
 
 
@@ -190,8 +203,8 @@ def test_tokens_are_the_same_in_any_form(form: dict[str, Any]):
 
 def test_rows_of_padding_are_never_drawn():
     config = SMALL["gpt_neo"] | {"vocab_size": 29}
-    made = decoder(config)
-    plain = make_generator(made, made.params(filled(config)), DRAWN)
+    made = tiny_transformer(config)
+    plain = make_generator(made, made.params_from_tensors(random_tensors(config)), DRAWN)
     assert added(plain, PROMPTS) == drawn_alone("gpt_neo")
     assert max(map(max, drawn_alone("gpt_neo"))) < 29
 
@@ -207,8 +220,8 @@ def test_a_prompt_has_the_same_tokens_in_any_batch():
 def test_a_row_ends_with_its_end():
     whole = drawn_alone("gpt_neo")
     ends = (whole[0][3], whole[1][5], 400)
-    own, heard = small("gpt_neo", asked=dataclasses.replace(DRAWN, ends=ends)), list[int]()
-    found = own.batch(PROMPTS, told=heard.append)
+    own, heard = small("gpt_neo", asked=dataclasses.replace(DRAWN, eos_token_ids=ends)), list[int]()
+    found = own.generate(PROMPTS, on_progress=heard.append)
     for tokens, wanted in zip(found, whole):
         assert tokens == wanted[: 1 + next(i for i, token in enumerate(wanted) if token in ends)]
     assert (len(found[0]) <= 4, len(found[1]) <= 6) == (True, True)
@@ -217,24 +230,31 @@ def test_a_row_ends_with_its_end():
 
 def test_one_token_takes_no_step():
     heard: list[int] = []
-    own = small("gpt_neo", asked=dataclasses.replace(DRAWN, new_tokens=1))
-    assert own.batch(PROMPTS, told=heard.append) == [row[:1] for row in drawn_alone("gpt_neo")]
+    own = small("gpt_neo", asked=dataclasses.replace(DRAWN, max_new_tokens=1))
+    assert own.generate(PROMPTS, on_progress=heard.append) == [row[:1] for row in drawn_alone("gpt_neo")]
     assert heard == [1]
 
 
 def test_it_computes_in_bfloat16_but_for_what_is_added_to_logits():
-    made = decoder(GOLDEN["gptj"])
-    params = flat(decode.ready(made.params(filled(GOLDEN["gptj"])), Compute("bfloat16")))
+    made = tiny_transformer(GOLDEN["gptj"])
+    params = flatten_tree(
+        decode.cast_for_inference(made.params_from_tensors(random_tensors(GOLDEN["gptj"])), ForwardConfig("bfloat16"))
+    )
     assert {path for path, leaf in params.items() if leaf.dtype != jnp.bfloat16} == {"head.bias"}
 
 
 def test_where_parts_end():
-    at_a_time = generator.AT_A_TIME
-    assert [*generator._stops(64, 64, ())] == []
-    assert [*generator._stops(64, 66, ())] == [(66, False)]
+    at_a_time = generator.STEPS_PER_CHECK
+    assert [*generator._decode_stops(64, 64, ())] == []
+    assert [*generator._decode_stops(64, 66, ())] == [(66, False)]
     parts = [(64 + at_a_time, False), (64 + 2 * at_a_time, False), (64 + 2 * at_a_time + 1, False)]
-    assert [*generator._stops(64, 64 + 2 * at_a_time + 1, ())] == parts
-    assert [*generator._stops(64, 70, (68, 65, 64, 71, 30))] == [(65, True), (67, False), (68, True), (70, False)]
+    assert [*generator._decode_stops(64, 64 + 2 * at_a_time + 1, ())] == parts
+    assert [*generator._decode_stops(64, 70, (68, 65, 64, 71, 30))] == [
+        (65, True),
+        (67, False),
+        (68, True),
+        (70, False),
+    ]
 
 
 LEARNED = SMALL["gpt_neo"]["max_position_embeddings"]
@@ -260,34 +280,36 @@ WRONG: dict[str, tuple[str, Rows, Rows | None, int, str]] = {
 @pytest.mark.parametrize("why", WRONG)
 def test_what_no_model_goes_on_from(why: str):
     name, prompts, sources, new, message = WRONG[why]
-    model = decoder(SMALL[name] | {"vocab_size": 32, "true_vocab_size": 29}).model
+    model = tiny_transformer(SMALL[name] | {"vocab_size": 32, "true_vocab_size": 29}).model
     with pytest.raises(PrepError) as caught:
-        generator.check(prompts, sources, model, Asked(new))
+        generator.check_prompts(prompts, sources, model, GenerationConfig(new))
     assert message in str(caught.value)
     assert caught.value.code == USAGE
 
 
 def test_the_last_position_is_used():
-    model = decoder(SMALL["gpt_neo"] | {"vocab_size": 29}).model
-    generator.check([[1] * 10], None, model, Asked(LEARNED - 9))
-    generator.check([[1] * 1000], None, decoder(SMALL["llama"] | {"vocab_size": 29}).model, Asked(1000))
+    model = tiny_transformer(SMALL["gpt_neo"] | {"vocab_size": 29}).model
+    generator.check_prompts([[1] * 10], None, model, GenerationConfig(LEARNED - 9))
+    generator.check_prompts(
+        [[1] * 1000], None, tiny_transformer(SMALL["llama"] | {"vocab_size": 29}).model, GenerationConfig(1000)
+    )
 
 
 def test_no_new_tokens_make_no_sense():
     with pytest.raises(PrepError, match="0 new tokens"):
-        Asked(0)
+        GenerationConfig(0)
 
 
 def test_a_step_takes_no_copy_of_layers_that_are_left_over_from_whole_periods():
     config = GOLDEN["gemma3_text"] | {"num_hidden_layers": 9, "hidden_size": 64, "intermediate_size": 512}
-    made, prompts, asked = decoder(config), [[1, 2, 3], [4]], Asked(3)
-    params = made.params(filled(config))
-    apart = make_generator(made, params, asked, Compute(scan=False))
-    assert make_generator(made, params, asked).batch(prompts) == apart.batch(prompts)
-    given: dict[str, Any] = {"model": made.model, "how": Compute(), "asked": asked}
-    batch = generator._laid_out(prompts, generator.ROUND, 2, asked.new_tokens, 0)
-    state = jax.eval_shape(partial(decode.prefilled, count=generator.ROUND, **given), params, batch)
-    step = jax.jit(partial(decode.stepped, **given), donate_argnums=1)
+    made, prompts, asked = tiny_transformer(config), [[1, 2, 3], [4]], GenerationConfig(3)
+    params = made.params_from_tensors(random_tensors(config))
+    apart = make_generator(made, params, asked, ForwardConfig(scan_layers=False))
+    assert make_generator(made, params, asked).generate(prompts) == apart.generate(prompts)
+    given: dict[str, Any] = {"model": made.model, "how": ForwardConfig(), "asked": asked}
+    batch = generator._make_prompt_batch(prompts, generator.SLOT_MULTIPLE, 2, asked.max_new_tokens, 0)
+    state = jax.eval_shape(partial(decode.prefill, count=generator.SLOT_MULTIPLE, **given), params, batch)
+    step = jax.jit(partial(decode.decode_loop, **given), donate_argnums=1)
     memory = step.lower(params, state, jnp.int32(66)).compile().memory_analysis()
     layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
     assert memory is not None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.generation.sampling import Sampling, chosen, left
+from trainer.generation.sampling import Sampling, sample_tokens, warp_logits
 from trainer.models.errors import USAGE, PrepError
 
 VOCAB = 12
@@ -45,12 +45,12 @@ def test_what_is_left_is_what_the_warpers_leave(logits: list[float], temperature
     row = np.full(VOCAB, -1e30, np.float32)  # as rows of padding have it: one shape for all examples
     row[: len(logits)] = logits
     wanted = shares(row, how)
-    found = softmax(np.asarray(left(jnp.asarray(row[None]), how))[0].astype(np.float64))
+    found = softmax(np.asarray(warp_logits(jnp.asarray(row[None]), how))[0].astype(np.float64))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_equal_tokens_stay_together_at_the_edge_of_k():
-    found = np.asarray(left(jnp.array([[1.0, 3.0, 2.0, 2.0, 0.0]]), Sampling(1.0, 2)))
+    found = np.asarray(warp_logits(jnp.array([[1.0, 3.0, 2.0, 2.0, 0.0]]), Sampling(1.0, 2)))
     assert np.isfinite(found[0]).tolist() == [False, True, True, True, False]
 
 
@@ -61,7 +61,7 @@ def test_tokens_come_as_often_as_they_are_likely(how: Sampling):
     logits = np.random.default_rng(1).standard_normal(VOCAB).astype(np.float32)
     count, wanted = 20_000, shares(logits, how)
     rows = jnp.arange(count, dtype=jnp.int32)
-    drawn = np.asarray(chosen(jnp.broadcast_to(logits, (count, VOCAB)), rows, jnp.int32(0), how))
+    drawn = np.asarray(sample_tokens(jnp.broadcast_to(logits, (count, VOCAB)), rows, jnp.int32(0), how))
     seen = np.bincount(drawn, minlength=VOCAB)
     possible = wanted > 0
     assert not seen[~possible].any()
@@ -74,14 +74,14 @@ def test_a_draw_depends_on_seed_row_and_step():
     rows = jnp.arange(6, dtype=jnp.int32)
 
     def drawn(seed: int, step: int) -> list[int]:
-        return chosen(logits, rows, jnp.int32(step), Sampling(1.0, seed=seed)).tolist()
+        return sample_tokens(logits, rows, jnp.int32(step), Sampling(1.0, seed=seed)).tolist()
 
     first = drawn(0, 0)
     assert first == drawn(0, 0)
     assert len({*first, *drawn(0, 1), *drawn(1, 0)}) == 18
-    part = chosen(logits[:2], rows[4:], jnp.int32(0), Sampling(1.0))
+    part = sample_tokens(logits[:2], rows[4:], jnp.int32(0), Sampling(1.0))
     assert part.tolist() == first[4:], "and not on what else is in the batch"
-    wide = chosen(jnp.pad(logits, ((0, 0), (0, 24)), constant_values=-1e30), rows, jnp.int32(0), Sampling(1.0))
+    wide = sample_tokens(jnp.pad(logits, ((0, 0), (0, 24)), constant_values=-1e30), rows, jnp.int32(0), Sampling(1.0))
     assert wide.tolist() == first, "nor on rows of padding"
 
 
@@ -89,7 +89,7 @@ def test_a_draw_depends_on_seed_row_and_step():
 def test_no_temperature_or_share_takes_the_likeliest(temperature: float, top_p: float):
     """Nor do such that float32 has not."""
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((50, VOCAB)), jnp.float32)
-    found = chosen(logits, jnp.arange(50), jnp.int32(0), Sampling(temperature, top_k=3, top_p=top_p))
+    found = sample_tokens(logits, jnp.arange(50), jnp.int32(0), Sampling(temperature, top_k=3, top_p=top_p))
     assert (found.dtype, found.tolist()) == (jnp.int32, logits.argmax(-1).tolist())
 
 
@@ -112,7 +112,7 @@ def test_transformers_leaves_the_same():
         scores = torch.tensor(logits) / temperature
         for warper in (process.TopKLogitsWarper(top_k), process.TopPLogitsWarper(top_p)):
             scores = warper(None, scores)
-        found = left(jnp.asarray(logits), Sampling(temperature, top_k, top_p))
+        found = warp_logits(jnp.asarray(logits), Sampling(temperature, top_k, top_p))
         wanted = (scores - scores.max(-1, keepdim=True).values).numpy()
         np.testing.assert_allclose(np.exp(found), np.exp(wanted), atol=1e-6)
         np.testing.assert_array_equal(np.isfinite(found), np.isfinite(wanted))

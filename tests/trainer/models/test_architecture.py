@@ -10,44 +10,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.decoder_configs import GEMMA2, GPT2, GPT_NEO, LLAMA, MISTRAL, QWEN2
-from trainer.models.architecture import ACTIVATIONS, ALL_BEFORE, NO_CAP, WIDEST, Traits, period
+from tests.helpers.tiny_configs import GEMMA2, GPT2, GPT_NEO, LLAMA, MISTRAL, QWEN2
+from trainer.models.architecture import ACTIVATIONS, FULL_ATTENTION, MAX_WINDOW, NO_SOFTCAP, ArchConfig, window_period
 from trainer.models.errors import PrepError
-from trainer.models.parameters import rows
+from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 from trainer.models.rope_config import Rope
 
 
-def traits_of(config: dict[str, Any]) -> Traits:
-    return FAMILIES[config["model_type"]].traits(config)
+def traits_of(config: dict[str, Any]) -> ArchConfig:
+    return FAMILIES[config["model_type"]].arch_config(config)
 
 
 @given(st.lists(st.sampled_from([0, 3]), min_size=1, max_size=9))
 def test_a_period_is_the_shortest_that_repeats(windows: list[int]):
-    every = period(windows)
+    every = window_period(windows)
     repeats = [n for n in range(1, len(windows) + 1) if [windows[i % n] for i in range(len(windows))] == windows]
     assert every == min(repeats)
 
 
 def test_defaults_are_those_of_transformers():
     gpt2, neo, llama = (traits_of({"model_type": name}) for name in ("gpt2", "gpt_neo", "llama"))
-    assert (gpt2.norm, gpt2.norm_eps, gpt2.activation, gpt2.gated) == ("layer", 1e-5, "gelu_new", False)
-    assert (gpt2.score_scale, gpt2.windows, gpt2.positions) == (64**-0.5, (ALL_BEFORE,) * 12, 1024)
-    assert (neo.norm, neo.norm_eps, neo.activation, neo.gated, neo.score_scale) == ("layer", 1e-5, "gelu_new", False, 1)
-    assert neo.windows == (ALL_BEFORE, 256) * 12
-    assert (neo.positions, neo.rope, neo.init_std) == (2048, None, 0.02)
-    assert (llama.norm, llama.norm_eps, llama.activation, llama.gated) == ("rms", 1e-6, "silu", True)
-    assert (llama.score_scale, llama.windows) == (128**-0.5, (ALL_BEFORE,) * 32)
+    assert (gpt2.norm, gpt2.norm_eps, gpt2.activation, gpt2.has_gated_mlp) == ("layer", 1e-5, "gelu_new", False)
+    assert (gpt2.attn_scale, gpt2.sliding_windows, gpt2.max_positions) == (64**-0.5, (FULL_ATTENTION,) * 12, 1024)
+    assert (neo.norm, neo.norm_eps, neo.activation, neo.has_gated_mlp, neo.attn_scale) == (
+        "layer",
+        1e-5,
+        "gelu_new",
+        False,
+        1,
+    )
+    assert neo.sliding_windows == (FULL_ATTENTION, 256) * 12
+    assert (neo.max_positions, neo.rope, neo.init_std) == (2048, None, 0.02)
+    assert (llama.norm, llama.norm_eps, llama.activation, llama.has_gated_mlp) == ("rms", 1e-6, "silu", True)
+    assert (llama.attn_scale, llama.sliding_windows) == (128**-0.5, (FULL_ATTENTION,) * 32)
     assert llama.rope
-    assert (llama.rope.dim, llama.rope.theta, llama.rope.kind) == (128, 10_000, "default")
+    assert (llama.rope.rotary_dim, llama.rope.theta, llama.rope.rope_type) == (128, 10_000, "default")
 
 
 def test_scores_are_scaled_by_the_head_that_is_given():
-    assert traits_of(LLAMA | {"head_dim": 4}).score_scale == 0.5
+    assert traits_of(LLAMA | {"head_dim": 4}).attn_scale == 0.5
 
 
 def test_scores_of_gpt2_are_scaled_unless_the_config_says_no():
-    assert traits_of(GPT2 | {"scale_attn_weights": False}).score_scale == 1.0
+    assert traits_of(GPT2 | {"scale_attn_weights": False}).attn_scale == 1.0
 
 
 def test_what_gpt2_may_be_told_to_do_besides_is_refused():
@@ -58,12 +64,12 @@ def test_what_gpt2_may_be_told_to_do_besides_is_refused():
 
 def test_gpt2_divides_scores_by_layer_number():
     by_depth = {"scale_attn_by_inverse_layer_idx": True}
-    assert traits_of(GPT2 | by_depth) == dataclasses.replace(traits_of(GPT2), scores_by_depth=True)
+    assert traits_of(GPT2 | by_depth) == dataclasses.replace(traits_of(GPT2), scale_attn_by_inverse_layer_idx=True)
 
 
 def test_attention_layers_win():
     found = traits_of(GPT_NEO | {"attention_layers": ["local", "global", "local"]})
-    assert found.windows == (3, ALL_BEFORE, 3)
+    assert found.sliding_windows == (3, FULL_ATTENTION, 3)
 
 
 @pytest.mark.parametrize(
@@ -104,61 +110,74 @@ FULL, SLIDES = "full_attention", "sliding_attention"
 
 
 def test_windows_of_layers():
-    assert traits_of(MISTRAL).windows == (5, 5)
-    assert traits_of({"model_type": "mistral"}).windows == (4096,) * 32
-    assert traits_of(MISTRAL | {"sliding_window": None}).windows == (ALL_BEFORE,) * 2
-    assert traits_of({"model_type": "mixtral"}).windows == (ALL_BEFORE,) * 32
-    assert traits_of({"model_type": "phi3"}).windows == (ALL_BEFORE,) * 32
+    assert traits_of(MISTRAL).sliding_windows == (5, 5)
+    assert traits_of({"model_type": "mistral"}).sliding_windows == (4096,) * 32
+    assert traits_of(MISTRAL | {"sliding_window": None}).sliding_windows == (FULL_ATTENTION,) * 2
+    assert traits_of({"model_type": "mixtral"}).sliding_windows == (FULL_ATTENTION,) * 32
+    assert traits_of({"model_type": "phi3"}).sliding_windows == (FULL_ATTENTION,) * 32
     upper = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "num_hidden_layers": 3}
-    assert traits_of(QWEN2 | upper).windows == (ALL_BEFORE, 9, 9)
-    assert traits_of(QWEN2 | upper | {"use_sliding_window": False}).windows == (ALL_BEFORE,) * 3
-    assert traits_of(QWEN2 | upper | {"layer_types": [SLIDES, FULL, FULL]}).windows == (9, ALL_BEFORE, ALL_BEFORE)
-    assert traits_of(GEMMA2).windows == (5, ALL_BEFORE, 5)
-    assert traits_of({"model_type": "gemma3_text", "num_hidden_layers": 7}).windows == (*[4096] * 5, ALL_BEFORE, 4096)
+    assert traits_of(QWEN2 | upper).sliding_windows == (FULL_ATTENTION, 9, 9)
+    assert traits_of(QWEN2 | upper | {"use_sliding_window": False}).sliding_windows == (FULL_ATTENTION,) * 3
+    assert traits_of(QWEN2 | upper | {"layer_types": [SLIDES, FULL, FULL]}).sliding_windows == (
+        9,
+        FULL_ATTENTION,
+        FULL_ATTENTION,
+    )
+    assert traits_of(GEMMA2).sliding_windows == (5, FULL_ATTENTION, 5)
+    assert traits_of({"model_type": "gemma3_text", "num_hidden_layers": 7}).sliding_windows == (
+        *[4096] * 5,
+        FULL_ATTENTION,
+        4096,
+    )
 
 
 @pytest.mark.parametrize("name", ["mistral", "mixtral", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("kinds", [[FULL, FULL], [SLIDES, FULL], [SLIDES, SLIDES]])
 def test_windows_of_one_width_ignore_layer_types(name: str, kinds: list[str]):
     config = {"model_type": name, "num_hidden_layers": 2, "sliding_window": 5, "use_sliding_window": True}
-    assert traits_of(config | {"layer_types": kinds}).windows == (5, 5)
+    assert traits_of(config | {"layer_types": kinds}).sliding_windows == (5, 5)
 
 
 def test_window_wider_than_int32_is_bounded():
-    assert traits_of(MISTRAL | {"sliding_window": 10**12}).windows == (WIDEST,) * 2
-    assert traits_of(GEMMA2 | {"sliding_window": 10**12}).windows == (WIDEST, ALL_BEFORE, WIDEST)
+    assert traits_of(MISTRAL | {"sliding_window": 10**12}).sliding_windows == (MAX_WINDOW,) * 2
+    assert traits_of(GEMMA2 | {"sliding_window": 10**12}).sliding_windows == (MAX_WINDOW, FULL_ATTENTION, MAX_WINDOW)
 
 
 def test_rotations_of_gemma_3():
     found = traits_of({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert found.rope
     assert found.local_rope
-    assert (found.rope.theta, found.rope.kind, found.rope.factor) == (1e6, "linear", 8.0)
-    assert (found.local_rope.theta, found.local_rope.kind) == (1e4, "default")
-    assert found.rope_of(ALL_BEFORE) is found.rope
-    assert found.rope_of(4096) is found.local_rope
-    assert traits_of(MISTRAL).rope_of(5) == traits_of(MISTRAL).rope
+    assert (found.rope.theta, found.rope.rope_type, found.rope.factor) == (1e6, "linear", 8.0)
+    assert (found.local_rope.theta, found.local_rope.rope_type) == (1e4, "default")
+    assert found.rope_for(FULL_ATTENTION) is found.rope
+    assert found.rope_for(4096) is found.local_rope
+    assert traits_of(MISTRAL).rope_for(5) == traits_of(MISTRAL).rope
 
 
 def test_bounds_that_are_absent_are_the_defaults_and_null_is_none():
     plain = traits_of({"model_type": "gemma2"})
-    assert (plain.score_cap, plain.logit_cap, plain.score_scale, plain.embed_scale) == (50.0, 30.0, 256**-0.5, 48.0)
+    assert (plain.attn_logit_softcap, plain.final_logit_softcap, plain.attn_scale, plain.embed_scale) == (
+        50.0,
+        30.0,
+        256**-0.5,
+        48.0,
+    )
     none = traits_of(GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
-    assert (none.score_cap, none.logit_cap) == (NO_CAP, NO_CAP)
-    assert traits_of({"model_type": "gemma3_text"}).logit_cap == NO_CAP
+    assert (none.attn_logit_softcap, none.final_logit_softcap) == (NO_SOFTCAP, NO_SOFTCAP)
+    assert traits_of({"model_type": "gemma3_text"}).final_logit_softcap == NO_SOFTCAP
 
 
 def test_more_defaults_are_those_of_transformers():
     neox, mixtral, phi3 = (traits_of({"model_type": name}) for name in ("gpt_neox", "mixtral", "phi3"))
     assert neox.rope
-    assert (neox.rope.dim, neox.activation, neox.residual, neox.norm_eps) == (24, "gelu", "parallel", 1e-5)
+    assert (neox.rope.rotary_dim, neox.activation, neox.block_type, neox.norm_eps) == (24, "gelu", "parallel", 1e-5)
     assert mixtral.rope
     assert (mixtral.rope.theta, mixtral.norm_eps, mixtral.experts_per_token) == (1e6, 1e-5, 2)
-    assert (phi3.norm_eps, phi3.positions) == (1e-5, 4096)
+    assert (phi3.norm_eps, phi3.max_positions) == (1e-5, 4096)
     assert traits_of({"model_type": "gptj"}).rope == Rope(64, 1e4, 2048)
     opt = traits_of({"model_type": "opt"})
-    assert (opt.residual, opt.final_norm, opt.position_offset, opt.positions) == ("pre", True, 2, 2048)
-    assert not traits_of({"model_type": "qwen3_moe"}).experts_sum_to_one
+    assert (opt.block_type, opt.has_final_norm, opt.position_offset, opt.max_positions) == ("pre", True, 2, 2048)
+    assert not traits_of({"model_type": "qwen3_moe"}).norm_topk_prob
     assert traits_of({"model_type": "gemma", "hidden_act": "gelu"}).activation == "gelu_pytorch_tanh"
 
 
@@ -270,7 +289,12 @@ def meaning(config: dict[str, Any]) -> object:
     """All that prep makes of a config; None where it refuses it."""
     family = FAMILIES[config["model_type"]]
     try:
-        return family.sizes(config), family.traits(config), family.tied(config), [*rows(family, config)]
+        return (
+            family.sizes(config),
+            family.arch_config(config),
+            family.is_tied(config),
+            [*parameter_rows(family, config)],
+        )
     except PrepError:
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.models.axis_map import Choice, Factor, bind, parse
+from trainer.models.axis_map import Factor, TensorIndex, bind_row, parse_row
 from trainer.models.errors import PrepError
 
 SIZES = {"layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 6, "embed": 8, "qkv": 3, "blocks": 2, "slot": 2}
@@ -41,7 +41,7 @@ FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
 @pytest.mark.parametrize("text", FORMS)
 def test_forms(text: str):
     leaf, source, names = FORMS[text]
-    row = bind(parse(text), SIZES | {"local": [1, 4]})
+    row = bind_row(parse_row(text), SIZES | {"local": [1, 4]})
     assert (row.leaf_shape, row.source_shape) == (leaf, source)
     assert [name for name, _ in row.tensors()] == names
     assert all(row.tensor_name(at) == name for name, at in row.tensors())
@@ -53,30 +53,30 @@ def test_forms(text: str):
 )
 def test_unequal_parts_follow_one_another_and_sum_to_the_dim(parts: str, start: int, length: int):
     marked = parts.split(">")[1].split("|")[0]
-    (dim,) = bind(parse(f"{marked} <- c: ({parts})"), SIZES).source
-    assert (dim.extent, dim.start, dim.taken) == (24 + 12 + 1, start, length)
+    (dim,) = bind_row(parse_row(f"{marked} <- c: ({parts})"), SIZES).source_dims
+    assert (dim.extent, dim.start, dim.selected_extent) == (24 + 12 + 1, start, length)
 
 
 def test_a_held_atom_is_one_of_equal_parts():
-    (_, dim) = bind(parse("heads head_dim embed <- c: embed (qkv=2 heads head_dim)"), SIZES).source
+    (_, dim) = bind_row(parse_row("heads head_dim embed <- c: embed (qkv=2 heads head_dim)"), SIZES).source_dims
     assert dim.factors == (Factor("qkv", 3, 2), Factor("heads", 4), Factor("head_dim", 6))
-    assert (dim.extent, dim.start, dim.taken) == (72, 0, 72)
+    assert (dim.extent, dim.start, dim.selected_extent) == (72, 0, 72)
 
 
 def test_a_larger_atom_of_the_leaf_is_padding():
-    row = bind(parse("vocab embed <- wte: vocab embed"), SIZES | {"vocab": 11}, {"vocab": 16})
+    row = bind_row(parse_row("vocab embed <- wte: vocab embed"), SIZES | {"vocab": 11}, {"vocab": 16})
     assert (row.leaf_shape, row.source_shape) == ((16, 8), (11, 8))
 
 
 def test_an_atom_in_braces_alone_is_unscanned():
-    row = bind(parse("embed <- h.{layers}.e.{blocks slot=0}.n: embed"), SIZES)
-    assert [f.atom for f in row.stacked] == ["layers", "blocks"] == [f.atom for f in row.unscanned]
-    assert bind(parse("layers embed <- h.{layers}.n: embed"), SIZES).unscanned == ()
+    row = bind_row(parse_row("embed <- h.{layers}.e.{blocks slot=0}.n: embed"), SIZES)
+    assert [f.atom for f in row.stacked_factors] == ["layers", "blocks"] == [f.atom for f in row.unscanned_factors]
+    assert bind_row(parse_row("layers embed <- h.{layers}.n: embed"), SIZES).unscanned_factors == ()
 
 
 def test_braces_that_merge_count_the_last_atom_fastest():
-    choice = Choice((Factor("blocks", 2), Factor("slot", 3, 1)))
-    assert [choice.number({"blocks": i}) for i in range(2)] == [1, 4]
+    choice = TensorIndex((Factor("blocks", 2), Factor("slot", 3, 1)))
+    assert [choice.resolve({"blocks": i}) for i in range(2)] == [1, 4]
 
 
 WRONG = {  # row -> a piece of the reason
@@ -121,7 +121,7 @@ WRONG = {  # row -> a piece of the reason
 @pytest.mark.parametrize("text", WRONG)
 def test_a_row_that_is_none_is_named_with_the_reason(text: str):
     with pytest.raises(PrepError) as caught:
-        parse(text)
+        parse_row(text)
     assert caught.value.what == f"the row `{text.strip()}` is not a mapping"
     assert WRONG[text] in caught.value.why
 
@@ -144,6 +144,6 @@ MISFITS = {  # row -> (sizes, padded, a piece of the reason)
 def test_sizes_that_do_not_fit_a_row_are_named(text: str):
     sizes, padded, reason = MISFITS[text]
     with pytest.raises(PrepError) as caught:
-        bind(parse(text), SIZES | sizes, padded)
+        bind_row(parse_row(text), SIZES | sizes, padded)
     assert caught.value.what == f"the row `{text}` is not a mapping"
     assert reason in caught.value.why

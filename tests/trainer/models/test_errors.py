@@ -6,12 +6,12 @@ import pickle
 
 import prepcli.errors
 import trainer.models.errors
-from trainer.models.errors import FAILED, USAGE, PrepError, usage
+from trainer.models.errors import FAILED, USAGE, PrepError, usage_error
 
 
 def test_the_command_line_has_the_same_type():
     assert prepcli.errors.PrepError is trainer.models.errors.PrepError
-    assert prepcli.errors.usage is trainer.models.errors.usage
+    assert prepcli.errors.usage_error is trainer.models.errors.usage_error
 
 
 def test_text_leaves_out_what_is_empty():
@@ -20,11 +20,11 @@ def test_text_leaves_out_what_is_empty():
 
 def test_codes():
     assert PrepError("x").code == FAILED
-    assert usage("x", "y", "z").code == USAGE
+    assert usage_error("x", "y", "z").code == USAGE
 
 
 def test_an_error_comes_back_from_a_worker_whole():
-    back = pickle.loads(pickle.dumps(usage("what", why="why", hint="hint")))
+    back = pickle.loads(pickle.dumps(usage_error("what", why="why", hint="hint")))
     assert (back.what, back.why, back.hint, back.code) == ("what", "why", "hint", USAGE)
 
 

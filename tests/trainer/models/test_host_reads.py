@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.models.host_reads import HostReads, amplification, reads_per_host
-from trainer.models.mesh import DEFAULT_RULES, boxes_of_all, chunk_shape, parse, spec
+from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
+from trainer.models.mesh import DEFAULT_RULES, chunk_shape, device_boxes, parse_mesh, partition_spec
 
 DIMS = [("heads",), ("head_dim",), ("embed",)]
 
 
 def counted(shape, chunk, found, mesh, devices_per_host) -> list[tuple[int, int]]:
     """Elements that each host holds and elements of the chunks they are in, element by element."""
-    boxes = boxes_of_all(found, mesh, shape)
+    boxes = device_boxes(found, mesh, shape)
     hosts = []
     for first in range(0, len(boxes), devices_per_host):
         on_host = boxes[first : first + devices_per_host]
@@ -30,40 +30,40 @@ def counted(shape, chunk, found, mesh, devices_per_host) -> list[tuple[int, int]
 @given(st.data())
 def test_reads_are_what_counting_elements_gives(data):
     sizes = [data.draw(st.integers(1, 3)) for _ in range(3)]
-    mesh = parse(",".join(map(str, sizes)))
+    mesh = parse_mesh(",".join(map(str, sizes)))
     shape = (sizes[2] * data.draw(st.integers(1, 3)), 2, sizes[1] * data.draw(st.integers(1, 4)))
     chunk = tuple(data.draw(st.integers(1, extent + 1)) for extent in shape)
     devices_per_host = data.draw(st.integers(1, 9))
-    found = spec(DIMS, shape, mesh, DEFAULT_RULES)
+    found = partition_spec(DIMS, shape, mesh, DEFAULT_RULES)
     reads = reads_per_host(shape, chunk, 2, found, mesh, devices_per_host)
     expected = counted(shape, chunk, found, mesh, devices_per_host)
-    assert [(r.held_bytes, r.read_bytes) for r in reads] == [(2 * held, 2 * read) for held, read in expected]
+    assert [(r.needed_bytes, r.read_bytes) for r in reads] == [(2 * held, 2 * read) for held, read in expected]
 
 
 def test_on_its_own_mesh_a_checkpoint_is_read_once():
-    mesh, leaves = parse("1,64,4"), []
+    mesh, leaves = parse_mesh("1,64,4"), []
     for dims, shape in [("vocab embed", (32000, 5120)), ("layers heads head_dim embed", (40, 40, 128, 5120))]:
         named = [(name,) for name in dims.split()]
         chunk = chunk_shape(named, shape, mesh, DEFAULT_RULES, itemsize=2)
-        leaves.append(reads_per_host(shape, chunk, 2, spec(named, shape, mesh, DEFAULT_RULES), mesh, 4))
+        leaves.append(reads_per_host(shape, chunk, 2, partition_spec(named, shape, mesh, DEFAULT_RULES), mesh, 4))
     assert len(leaves[0]) == 64
-    assert sum(host.held_bytes for host in leaves[0]) == 32000 * 5120 * 2
-    assert amplification(leaves) == 1.0
+    assert sum(host.needed_bytes for host in leaves[0]) == 32000 * 5120 * 2
+    assert read_amplification(leaves) == 1.0
 
 
 def test_whole_rows_cost_what_their_other_hosts_hold():
-    mesh, shape = parse("1,1,4"), (8, 2, 64)
-    found = spec([("embed",), ("head_dim",), ("mlp",)], shape, mesh, DEFAULT_RULES)
-    assert amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 1)]) == 4.0
-    assert amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 2)]) == 2.0
-    assert amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 4)]) == 1.0
+    mesh, shape = parse_mesh("1,1,4"), (8, 2, 64)
+    found = partition_spec([("embed",), ("head_dim",), ("mlp",)], shape, mesh, DEFAULT_RULES)
+    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 1)]) == 4.0
+    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 2)]) == 2.0
+    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 4)]) == 1.0
 
 
 def test_amplification_is_of_the_worst_host_over_all_leaves():
     leaves = [[HostReads(100, 100), HostReads(100, 100)], [HostReads(100, 100), HostReads(100, 300)]]
-    assert amplification(leaves) == pytest.approx(2.0)
+    assert read_amplification(leaves) == pytest.approx(2.0)
 
 
 def test_a_leaf_without_dims_is_read_by_every_host():
-    mesh = parse("1,2,4")
-    assert reads_per_host((), (), 4, spec([], (), mesh, DEFAULT_RULES), mesh, 4) == [HostReads(4, 4)] * 2
+    mesh = parse_mesh("1,2,4")
+    assert reads_per_host((), (), 4, partition_spec([], (), mesh, DEFAULT_RULES), mesh, 4) == [HostReads(4, 4)] * 2

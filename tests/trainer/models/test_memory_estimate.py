@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainer.models.memory_estimate import Estimate, Run, estimate
-from trainer.models.mesh import DEFAULT_RULES, parse
+from trainer.models.memory_estimate import MemoryEstimate, MemoryInputs, estimate_memory
+from trainer.models.mesh import DEFAULT_RULES, parse_mesh
+from trainer.models.param_tree import param_leaves
 from trainer.models.registry import FAMILIES
-from trainer.models.tree import leaves
 
 MIB = 1 << 20
 SMALL = {
@@ -46,15 +46,15 @@ T5 = {
 }  # fmt: skip
 
 
-def run(family: str, config: Mapping[str, Any], mesh: str = "", **how: Any) -> Run:
+def run(family: str, config: Mapping[str, Any], mesh: str = "", **how: Any) -> MemoryInputs:
     found = FAMILIES[family]
-    model = leaves(found, config, found.tied(config))
-    on = parse(mesh) if mesh else None
-    return Run(found.traits(config), model, on, DEFAULT_RULES, **{"sequences": 1, **how})
+    model = param_leaves(found, config, found.tied(config))
+    on = parse_mesh(mesh) if mesh else None
+    return MemoryInputs(found.traits(config), model, on, DEFAULT_RULES, **{"sequences": 1, **how})
 
 
-def estimated(family: str, config: Mapping[str, Any], mesh: str = "", **how: Any) -> Estimate:
-    return estimate(run(family, config, mesh, **how))
+def estimated(family: str, config: Mapping[str, Any], mesh: str = "", **how: Any) -> MemoryEstimate:
+    return estimate_memory(run(family, config, mesh, **how))
 
 
 # `memory_analysis()` of a whole training step in float32, jax 0.10.2 on CPU devices: arguments and temporaries, in MiB
@@ -154,8 +154,8 @@ def test_logits_grow_with_the_chunk(head_chunk: int):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_has_an_estimate(name: str):
     made = run(name, {}, length=16)
-    source = 16 if made.traits.encoder else 0
-    found = estimate(replace(made, source_length=source))
+    source = 16 if made.arch_config.encoder else 0
+    found = estimate_memory(replace(made, source_length=source))
     assert min(found.parameters, found.saved, found.layer, found.head, found.scores) > 0
 
 
@@ -164,10 +164,12 @@ def test_every_family_has_an_estimate(name: str):
 @pytest.mark.parametrize(("family", "config"), [("llama", SMALL), ("gpt_neox", NEOX), ("mixtral", MIXTRAL)])
 def test_activations_are_near_those_compiled_now(family: str, config: Mapping[str, Any], remat: str):
     """Of what XLA compiles here; with the suite's flags it fuses less, so the margin is wide."""
-    from bench.compiled_memory import plan
-    from trainer.nn.transformer import Compute, build
+    from bench.compiled_memory import compile_step
+    from trainer.nn.transformer import ForwardConfig, build_model
 
     found = FAMILIES[family]
-    compiled = plan(build(found, config, tied=found.tied(config)), Compute(remat=remat), 1, 1024)
+    compiled = compile_step(
+        build_model(found, config, is_tied=found.tied(config)), ForwardConfig(remat_policy=remat), 1, 1024
+    )
     expected = estimated(family, config, length=1024, remat=remat)
     assert expected.activations == pytest.approx(compiled.temp_nbytes, rel=0.35)

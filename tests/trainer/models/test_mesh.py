@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import (
-    AXES,
     DEFAULT_RULES,
+    MESH_AXES,
     Fallback,
     Mesh,
-    boxes_of_all,
     chunk_shape,
-    copies,
     device_box,
+    device_boxes,
     folder_suffix,
-    parse,
+    format_rule,
+    merge_rules,
+    num_replicas,
+    parse_mesh,
     parse_rule,
-    resolve,
-    rule_text,
+    partition_spec,
+    resolve_mesh,
     shard_shape,
-    spec,
-    with_rules,
 )
 
 QUERY = [("layers",), ("heads",), ("head_dim",), ("embed",)]
@@ -54,12 +54,12 @@ def read(call, text: str):
 @st.composite
 def mesh_texts(draw):
     sizes = st.integers(1, 4)
-    axes = draw(st.permutations(AXES))[: draw(st.integers(1, 4))]
+    axes = draw(st.permutations(MESH_AXES))[: draw(st.integers(1, 4))]
     parts = [f"{axis}:{draw(sizes)}" for axis in axes] if draw(st.booleans()) else [str(draw(sizes)) for _ in range(3)]
     return draw(st.sampled_from(["", "!"])) + ",".join(parts)
 
 
-MESHES = mesh_texts().map(parse)
+MESHES = mesh_texts().map(parse_mesh)
 
 
 @st.composite
@@ -67,7 +67,7 @@ def split_leaves(draw):
     """A mesh, rules, and a leaf that they divide: dims, shape."""
     mesh = draw(MESHES)
     dims = [(name,) for name in draw(st.permutations(list(DEFAULT_RULES)))[: draw(st.integers(0, 4))]]
-    choices = st.lists(st.sampled_from(AXES), unique=True, max_size=3).map(tuple)
+    choices = st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=3).map(tuple)
     rules = {name: (draw(choices), ()) for (name,) in draw(st.permutations(dims))}
     shape = tuple(mesh.n_devices * draw(st.integers(1, 3)) for _ in dims)
     return mesh, rules, dims, shape
@@ -89,27 +89,30 @@ def split_leaves(draw):
     ],
 )
 def test_parse_and_spelling(text, shown, mesh):
-    assert parse(text) == mesh
+    assert parse_mesh(text) == mesh
     assert str(mesh) == shown
 
 
 @given(mesh_texts() | st.sampled_from(["1,-1,4", "mp:-1,dp:2", "sp:-1", "!-1,1,1"]))
 def test_a_mesh_reads_its_own_spelling(text):
-    assert parse(str(parse(text))) == parse(text)
+    assert parse_mesh(str(parse_mesh(text))) == parse_mesh(text)
 
 
 @given(MESHES)
 def test_spelling_an_axis_of_one_or_not_is_the_same_mesh(mesh):
     larger = [f"{axis}:{size}" for axis, size in zip(mesh.names, mesh.sizes) if size > 1]
-    assert parse("!" * mesh.plain_order + ",".join([*larger, *[f"{a}:1" for a in AXES if mesh.size(a) == 1]])) == mesh
+    assert (
+        parse_mesh("!" * mesh.plain_order + ",".join([*larger, *[f"{a}:1" for a in MESH_AXES if mesh.size(a) == 1]]))
+        == mesh
+    )
 
 
 @given(st.text(max_size=40) | st.text("0123456789-,:! dpfsm", max_size=30))
 @example("0" * 5000 + "1,1,1")
 @example("9" * 5000 + ",1,1")
 def test_arbitrary_text_is_a_mesh_or_a_usage_error(text):
-    mesh = read(parse, text)
-    assert mesh is None or parse(str(mesh)) == mesh
+    mesh = read(parse_mesh, text)
+    assert mesh is None or parse_mesh(str(mesh)) == mesh
 
 
 @pytest.mark.parametrize(
@@ -134,38 +137,38 @@ def test_arbitrary_text_is_a_mesh_or_a_usage_error(text):
     ],
 )
 def test_messages_for_a_mesh(text, what, why, hint):
-    error = error_of(parse, text)
+    error = error_of(parse_mesh, text)
     assert (error.what, error.why, error.hint, error.code) == (f"`--mesh {text}`{what}", why, hint, USAGE)
 
 
 def test_an_empty_mesh_and_one_of_a_recipe():
-    assert error_of(parse, " ! ").what == "`--mesh` is empty"
-    assert error_of(parse, "1,64", origin="mesh").what == "`mesh 1,64` has 2 axes"
+    assert error_of(parse_mesh, " ! ").what == "`--mesh` is empty"
+    assert error_of(parse_mesh, "1,64", origin="mesh").what == "`mesh 1,64` has 2 axes"
 
 
 def test_resolve_fills_what_is_left():
-    assert resolve(parse("1,-1,4"), 256) == parse("1,64,4")
-    assert resolve(parse("dp:1,fsdp:8,sp:-1"), 8) == parse("1,8,1")
-    assert resolve(parse("!1,64,4"), 256) == parse("!1,64,4")
+    assert resolve_mesh(parse_mesh("1,-1,4"), 256) == parse_mesh("1,64,4")
+    assert resolve_mesh(parse_mesh("dp:1,fsdp:8,sp:-1"), 8) == parse_mesh("1,8,1")
+    assert resolve_mesh(parse_mesh("!1,64,4"), 256) == parse_mesh("!1,64,4")
 
 
 def test_resolve_names_both_numbers():
-    error = error_of(resolve, parse("1,64,4"), 8, "1 host with 8 × H100")
+    error = error_of(resolve_mesh, parse_mesh("1,64,4"), 8, "1 host with 8 × H100")
     assert error.what == "mesh 1,64,4 needs 256 devices, there are 8"
     assert error.why == "1 host with 8 × H100"
     assert error.hint == "`--set mesh=1,8,1`"
-    assert error_of(resolve, parse("1,64,4"), 8).why == "dp 1 x fsdp 64 x mp 4 = 256"
+    assert error_of(resolve_mesh, parse_mesh("1,64,4"), 8).why == "dp 1 x fsdp 64 x mp 4 = 256"
 
 
 @pytest.mark.parametrize("n_devices", [0, 2, 6])
 def test_resolve_wants_a_multiple_of_the_given_axes(n_devices):
-    error = error_of(resolve, parse("1,-1,4"), n_devices)
+    error = error_of(resolve_mesh, parse_mesh("1,-1,4"), n_devices)
     assert error.what == f"mesh 1,-1,4 needs a multiple of 4 devices, there are {n_devices}"
     assert error.why == "dp 1 x mp 4 = 4"
 
 
 def test_an_open_mesh_cannot_split():
-    error = error_of(spec, EMBEDDING, (64, 64), parse("1,-1,4"), DEFAULT_RULES)
+    error = error_of(partition_spec, EMBEDDING, (64, 64), parse_mesh("1,-1,4"), DEFAULT_RULES)
     assert (error.what, error.code) == ("mesh 1,-1,4 leaves fsdp open", USAGE)
 
 
@@ -179,7 +182,7 @@ def test_an_open_mesh_cannot_split():
     ],
 )
 def test_folder_suffix(text, suffix):
-    assert folder_suffix(parse(text)) == suffix
+    assert folder_suffix(parse_mesh(text)) == suffix
 
 
 @given(MESHES, MESHES)
@@ -198,7 +201,7 @@ def test_meshes_share_a_folder_name_only_when_equal(a, b):
 )
 def test_parse_rule(text, rule):
     assert parse_rule(text) == rule
-    assert parse_rule(rule_text(*rule)) == rule
+    assert parse_rule(format_rule(*rule)) == rule
 
 
 @pytest.mark.parametrize(
@@ -221,68 +224,71 @@ def test_messages_for_a_rule(text, what, hint):
 @given(st.text(max_size=30) | st.text("embdfsp=+|none ", max_size=30).map("embed=".__add__))
 def test_arbitrary_text_is_a_rule_or_a_usage_error(text):
     rule = read(parse_rule, text)
-    assert rule is None or parse_rule(rule_text(*rule)) == rule
+    assert rule is None or parse_rule(format_rule(*rule)) == rule
 
 
 def test_rules_keep_their_places():
-    rules = with_rules(["embed=fsdp+sp", "positions=fsdp"])
+    rules = merge_rules(["embed=fsdp+sp", "positions=fsdp"])
     assert list(rules) == list(DEFAULT_RULES)
     assert rules["embed"] == (("fsdp", "sp"),)
     assert rules["vocab"] == DEFAULT_RULES["vocab"]
 
 
 def test_two_rules_for_a_dim_are_refused():
-    error = error_of(with_rules, ["embed=mp", "embed=fsdp"])
+    error = error_of(merge_rules, ["embed=mp", "embed=fsdp"])
     assert (error.what, error.why) == ("two rules for embed", "`embed=mp` and `embed=fsdp`")
 
 
 def test_spec_of_common_leaves():
-    mesh = parse("1,64,4")
-    assert str(spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES)) == "P(mp, fsdp)"
-    assert str(spec(QUERY, (40, 40, 128, 5120), mesh, DEFAULT_RULES)) == "P(None, mp, None, fsdp)"
-    assert str(spec(EMBEDDING, (50264, 2048), parse("1,1,8"), DEFAULT_RULES)) == "P(mp, None)"
-    assert str(spec([("norm",)], (5120,), mesh, DEFAULT_RULES)) == "P(None)"
-    assert str(spec([], (), mesh, DEFAULT_RULES)) == "P()"
-    assert spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES).parts == (4, 64)
+    mesh = parse_mesh("1,64,4")
+    assert str(partition_spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES)) == "P(mp, fsdp)"
+    assert str(partition_spec(QUERY, (40, 40, 128, 5120), mesh, DEFAULT_RULES)) == "P(None, mp, None, fsdp)"
+    assert str(partition_spec(EMBEDDING, (50264, 2048), parse_mesh("1,1,8"), DEFAULT_RULES)) == "P(mp, None)"
+    assert str(partition_spec([("norm",)], (5120,), mesh, DEFAULT_RULES)) == "P(None)"
+    assert str(partition_spec([], (), mesh, DEFAULT_RULES)) == "P()"
+    assert partition_spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES).shards_per_dim == (4, 64)
 
 
 def test_a_merged_dim_goes_by_its_first_atom_and_an_unknown_or_empty_one_stays_whole():
     dims = [(), ("half",), ("heads", "head_dim"), ("embed",)]
-    assert str(spec(dims, (1, 2, 512, 64), parse("1,2,8"), DEFAULT_RULES)) == "P(None, None, mp, fsdp)"
+    assert str(partition_spec(dims, (1, 2, 512, 64), parse_mesh("1,2,8"), DEFAULT_RULES)) == "P(None, None, mp, fsdp)"
 
 
 def test_an_axis_cuts_the_dim_whose_rule_comes_first_whatever_the_order_of_dims():
-    mesh, rules = parse("1,8,4"), with_rules(["embed=mp+fsdp"])
-    q, o = spec(QUERY, (2, 8, 16, 128), mesh, rules), spec(OUTPUT, (2, 128, 8, 16), mesh, rules)
+    mesh, rules = parse_mesh("1,8,4"), merge_rules(["embed=mp+fsdp"])
+    q, o = partition_spec(QUERY, (2, 8, 16, 128), mesh, rules), partition_spec(OUTPUT, (2, 128, 8, 16), mesh, rules)
     assert (str(q), str(o)) == ("P(None, mp, None, fsdp)", "P(None, fsdp, mp, None)")
     assert q.fallbacks == o.fallbacks == (Fallback("embed", 128, ("mp", "fsdp"), ("fsdp",), "mp splits heads"),)
-    assert str(spec([("embed",)], (128,), mesh, rules)) == "P((mp, fsdp))"
+    assert str(partition_spec([("embed",)], (128,), mesh, rules)) == "P((mp, fsdp))"
 
 
 def test_a_dim_whose_axes_are_all_taken_takes_its_next_choice_or_stays_whole_and_says_so():
-    dims, shape, mesh = [("experts",), ("mlp",)], (8, 64), parse("1,2,4")
-    found = spec(dims, shape, mesh, with_rules(["experts=mp"]))
-    assert found.axes == (("mp",), ())
+    dims, shape, mesh = [("experts",), ("mlp",)], (8, 64), parse_mesh("1,2,4")
+    found = partition_spec(dims, shape, mesh, merge_rules(["experts=mp"]))
+    assert found.mesh_axes == (("mp",), ())
     assert [str(f) for f in found.fallbacks] == ["mlp 64 stays whole, not split over mp: mp splits experts"]
-    assert spec(dims, shape, mesh, with_rules(["experts=mp", "mlp=mp|fsdp"])).axes == (("mp",), ("fsdp",))
+    assert partition_spec(dims, shape, mesh, merge_rules(["experts=mp", "mlp=mp|fsdp"])).mesh_axes == (
+        ("mp",),
+        ("fsdp",),
+    )
 
 
 def test_few_kv_heads_stay_whole_and_are_reported():
     dims = [("layers",), ("kv_heads",), ("head_dim",), ("embed",)]
-    assert spec(dims, (32, 8, 128, 4096), parse("1,4,8"), DEFAULT_RULES).fallbacks == ()
-    found = spec(dims, (32, 8, 128, 4096), parse("1,4,16"), DEFAULT_RULES)
+    assert partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,8"), DEFAULT_RULES).fallbacks == ()
+    found = partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,16"), DEFAULT_RULES)
     assert str(found) == "P(None, None, None, fsdp)"
     assert [str(f) for f in found.fallbacks] == ["kv_heads 8 stays whole, not split over mp: 8 mod 16 = 8"]
 
 
 def test_a_later_choice_is_a_fallback():
-    found = spec([("mlp",)], (12,), parse("1,4,8"), with_rules(["mlp=fsdp+mp|fsdp|none"]))
-    assert found.axes == (("fsdp",),)
+    found = partition_spec([("mlp",)], (12,), parse_mesh("1,4,8"), merge_rules(["mlp=fsdp+mp|fsdp|none"]))
+    assert found.mesh_axes == (("fsdp",),)
     assert [str(f) for f in found.fallbacks] == ["mlp 12 is split over fsdp, not split over fsdp x mp: 12 mod 32 = 12"]
 
 
 def test_vocabulary_that_does_not_divide():
-    error = error_of(spec, EMBEDDING, (50257, 2048), parse("1,1,8"), DEFAULT_RULES, checkpoint="./m")
+    error = error_of(partition_spec, EMBEDDING, (50257, 2048), parse_mesh("1,1,8"), DEFAULT_RULES, checkpoint="./m")
     assert error.what == "vocabulary 50257 cannot be split over mp 8"
     assert error.why == "50257 mod 8 = 1"
     assert error.hint == "`prep pad-vocab ./m --multiple 8` (to 50264), or `--pad-vocab auto`"
@@ -290,25 +296,29 @@ def test_vocabulary_that_does_not_divide():
 
 
 def test_another_dim_that_does_not_divide():
-    error = error_of(spec, QUERY, (40, 40, 128, 5120), parse("1,1,16"), DEFAULT_RULES)
+    error = error_of(partition_spec, QUERY, (40, 40, 128, 5120), parse_mesh("1,1,16"), DEFAULT_RULES)
     assert error.what == "heads 40 cannot be split over mp 16"
     assert error.why == "40 mod 16 = 8"
     assert error.hint == "a mesh that divides 40, or `--rule 'heads=mp|none'` to keep heads whole"
 
 
 def test_the_first_choice_is_named_when_none_divides():
-    error = error_of(spec, [("embed",)], (10,), parse("dp:1,fsdp:4,sp:3"), with_rules(["embed=fsdp+sp|sp"]))
+    error = error_of(
+        partition_spec, [("embed",)], (10,), parse_mesh("dp:1,fsdp:4,sp:3"), merge_rules(["embed=fsdp+sp|sp"])
+    )
     assert (error.what, error.why) == ("embed 10 cannot be split over fsdp 4 x sp 3", "10 mod 12 = 10")
-    error = error_of(spec, [("mlp",), ("embed",)], (8, 10), parse("1,4,2"), with_rules(["embed=mp+fsdp"]))
+    error = error_of(
+        partition_spec, [("mlp",), ("embed",)], (8, 10), parse_mesh("1,4,2"), merge_rules(["embed=mp+fsdp"])
+    )
     assert error.what == "embed 10 cannot be split over fsdp 4"
 
 
 @given(split_leaves())
 def test_boxes_of_all_devices_tile_the_leaf_exactly_copies_times(leaf):
     mesh, rules, dims, shape = leaf
-    found = spec(dims, shape, mesh, rules)
-    counts = collections.Counter(boxes_of_all(found, mesh, shape))
-    assert set(counts.values()) == {copies(found, mesh)}
+    found = partition_spec(dims, shape, mesh, rules)
+    counts = collections.Counter(device_boxes(found, mesh, shape))
+    assert set(counts.values()) == {num_replicas(found, mesh)}
     shard = shard_shape(found, shape)
     grid = itertools.product(*(range(0, extent, step) for extent, step in zip(shape, shard)))
     assert set(counts) == {tuple((low, low + step) for low, step in zip(lows, shard)) for lows in grid}
@@ -317,7 +327,7 @@ def test_boxes_of_all_devices_tile_the_leaf_exactly_copies_times(leaf):
 @given(split_leaves())
 def test_a_mesh_axis_cuts_one_dim_of_a_leaf(leaf):
     mesh, rules, dims, shape = leaf
-    axes = [axis for cut in spec(dims, shape, mesh, rules).axes for axis in cut]
+    axes = [axis for cut in partition_spec(dims, shape, mesh, rules).mesh_axes for axis in cut]
     assert len(axes) == len(set(axes))
     assert all(mesh.size(axis) > 1 for axis in axes)
 
@@ -325,40 +335,40 @@ def test_a_mesh_axis_cuts_one_dim_of_a_leaf(leaf):
 def test_devices_are_numbered_in_written_order():
     leaf = EMBEDDING, (8, 6)
     for text, box in [("1,3,2", ((0, 4), (2, 4))), ("mp:2,fsdp:3", ((0, 4), (4, 6)))]:
-        mesh = parse(text)
-        assert device_box(spec(*leaf, mesh, DEFAULT_RULES), mesh, 2, (8, 6)) == box
+        mesh = parse_mesh(text)
+        assert device_box(partition_spec(*leaf, mesh, DEFAULT_RULES), mesh, 2, (8, 6)) == box
 
 
 def test_axes_of_one_dim_count_row_major():
-    mesh, rules = parse("fsdp:2,mp:2"), with_rules(["embed=mp+fsdp"])
-    boxes = boxes_of_all(spec([("embed",)], (8,), mesh, rules), mesh, (8,))
+    mesh, rules = parse_mesh("fsdp:2,mp:2"), merge_rules(["embed=mp+fsdp"])
+    boxes = device_boxes(partition_spec([("embed",)], (8,), mesh, rules), mesh, (8,))
     assert boxes == [((0, 2),), ((4, 6),), ((2, 4),), ((6, 8),)]
 
 
 @pytest.mark.parametrize("device", [-1, 8])
 def test_no_such_device(device):
-    mesh = parse("1,2,4")
+    mesh = parse_mesh("1,2,4")
     with pytest.raises(IndexError, match=f"device {device} of 8"):
-        device_box(spec([], (), mesh, DEFAULT_RULES), mesh, device, ())
+        device_box(partition_spec([], (), mesh, DEFAULT_RULES), mesh, device, ())
 
 
 @given(split_leaves())
 def test_chunks_divide_the_shards(leaf):
     mesh, rules, dims, shape = leaf
-    chunk = chunk_shape(dims, shape, mesh, rules, itemsize=2, whole_below=0)
-    shard = shard_shape(spec(dims, shape, mesh, rules), shape)
+    chunk = chunk_shape(dims, shape, mesh, rules, itemsize=2, min_split_bytes=0)
+    shard = shard_shape(partition_spec(dims, shape, mesh, rules), shape)
     apart = (("layers",), ("encoder_layers",), ("experts",))  # each index of them is a tensor
     assert chunk == tuple(1 if dim in apart else extent for dim, extent in zip(dims, shard))
 
 
 def test_a_leaf_below_a_mebibyte_a_layer_is_not_cut():
-    mesh, dims = parse("1,8,4"), [("layers",), ("mlp",), ("embed",)]
+    mesh, dims = parse_mesh("1,8,4"), [("layers",), ("mlp",), ("embed",)]
     assert chunk_shape(dims, (24, 512, 504), mesh, DEFAULT_RULES, itemsize=4) == (1, 512, 504)
     assert chunk_shape(dims, (24, 512, 512), mesh, DEFAULT_RULES, itemsize=4) == (1, 128, 64)
 
 
 def test_a_small_leaf_that_does_not_divide_is_still_an_error():
-    assert error_of(chunk_shape, EMBEDDING, (257, 64), parse("1,1,8"), DEFAULT_RULES, 4).why == "257 mod 8 = 1"
+    assert error_of(chunk_shape, EMBEDDING, (257, 64), parse_mesh("1,1,8"), DEFAULT_RULES, 4).why == "257 mod 8 = 1"
 
 
 @pytest.mark.parametrize(
@@ -396,5 +406,5 @@ def test_a_run_has_as_many_rows_as_divide_and_fit(rows, columns):
 
 def test_stacked_dims_can_be_named():
     given = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
-    assert chunk_shape(*given, parse("1,1,4"), DEFAULT_RULES, 4, stacked=("blocks",)) == (1, 8, 1 << 18)
-    assert chunk_shape(*given, None, DEFAULT_RULES, 4, stacked=("blocks", "experts")) == (1, 1, 1 << 20)
+    assert chunk_shape(*given, parse_mesh("1,1,4"), DEFAULT_RULES, 4, stacked_dims=("blocks",)) == (1, 8, 1 << 18)
+    assert chunk_shape(*given, None, DEFAULT_RULES, 4, stacked_dims=("blocks", "experts")) == (1, 1, 1 << 20)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.decoder_configs import ROPES
+from tests.helpers.tiny_configs import ROPES
 from trainer.models.errors import PrepError
 from trainer.models.rope_config import Rope, read_rope
-from trainer.nn.rotary import frequencies, rotations
+from trainer.nn.position_encoding import inverse_frequencies, rotary_cos_sin
 
 DIM, POSITIONS = 16, 64
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -32,15 +32,15 @@ def test_spellings_of_two_versions_are_one(kind: str):
     newest = {"rope_parameters": {"rope_type": kind, "rope_theta": 9e4, **fields}}
     found = [read_rope(config, DIM, POSITIONS) for config in (old, newer, newest)]
     assert found[0] == found[1] == found[2]
-    assert (found[0].kind, found[0].theta) == (kind, 9e4)
+    assert (found[0].rope_type, found[0].theta) == (kind, 9e4)
 
 
 def test_the_length_of_pretraining_is_that_beside_it_first():
     inside = {**LLAMA3, "original_max_position_embeddings": 32}
-    assert read_rope({"rope_scaling": LLAMA3}, DIM, POSITIONS).positions == POSITIONS
-    assert read_rope({"rope_scaling": inside}, DIM, POSITIONS).positions == 32
+    assert read_rope({"rope_scaling": LLAMA3}, DIM, POSITIONS).original_max_positions == POSITIONS
+    assert read_rope({"rope_scaling": inside}, DIM, POSITIONS).original_max_positions == 32
     outside = {"rope_scaling": inside, "original_max_position_embeddings": 16}
-    assert read_rope(outside, DIM, POSITIONS).positions == 16
+    assert read_rope(outside, DIM, POSITIONS).original_max_positions == 16
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -93,20 +93,20 @@ def test_heads_have_pairs(dim: int, kind: str):
 
 
 def test_frequencies_are_powers_of_theta():
-    np.testing.assert_allclose(frequencies(Rope(8, 10_000.0, POSITIONS), 5), [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    np.testing.assert_allclose(inverse_frequencies(Rope(8, 10_000.0, POSITIONS), 5), [1, 0.1, 0.01, 0.001], rtol=1e-6)
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 300])
 def test_dynamic_ones_change_beyond_the_positions(length: int):
-    plain = frequencies(Rope(DIM, 1e4, POSITIONS), length)
-    found = frequencies(Rope(DIM, 1e4, POSITIONS, "dynamic", 4.0), length)
+    plain = inverse_frequencies(Rope(DIM, 1e4, POSITIONS), length)
+    found = inverse_frequencies(Rope(DIM, 1e4, POSITIONS, "dynamic", 4.0), length)
     assert np.array_equal(found, plain) == (length <= POSITIONS)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
 def test_short_waves_stay_and_long_ones_are_stretched(kind: str):
-    plain = frequencies(Rope(64, 1e4, 2048), 5)
-    found = frequencies(read_rope({"rope_scaling": {**LLAMA3, "type": kind, "rope_type": kind}}, 64, 2048), 5)
+    plain = inverse_frequencies(Rope(64, 1e4, 2048), 5)
+    found = inverse_frequencies(read_rope({"rope_scaling": {**LLAMA3, "type": kind, "rope_type": kind}}, 64, 2048), 5)
     assert found[0] == plain[0]
     np.testing.assert_allclose(found[-1], plain[-1] / 8, rtol=1e-6)
     assert (np.diff(found) < 0).all()
@@ -114,6 +114,6 @@ def test_short_waves_stay_and_long_ones_are_stretched(kind: str):
 
 
 def test_tables_have_the_attention_factor_in_them():
-    cosine, sine = rotations(Rope(DIM, 1e4, POSITIONS, "yarn", 2.0, 1.0, 32.0, attention_factor=0.5), 3)
+    cosine, sine = rotary_cos_sin(Rope(DIM, 1e4, POSITIONS, "yarn", 2.0, 1.0, 32.0, attention_factor=0.5), 3)
     assert cosine.shape == sine.shape == (3, DIM // 2)
     np.testing.assert_allclose(cosine**2 + sine**2, 0.25, rtol=1e-6)

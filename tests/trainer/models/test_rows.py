@@ -6,7 +6,7 @@ import pytest
 
 from trainer.models.parameters import Parameter
 from trainer.models.registry import FAMILIES
-from trainer.models.rows import attention, fused_qkv, layer_norm, linear, stack, unless_off
+from trainer.models.rows import attention, fused_qkv, layer_norm, linear, stack, unless_false
 
 
 @pytest.mark.parametrize(
@@ -54,19 +54,19 @@ def test_three_parts_of_one_tensor():
 
 
 def test_rows_of_a_layer_become_those_of_all():
-    one = {"w": Parameter("a b <- w: a b", "when", other="a b <- x: a b", otherwise="a b <- y: b a")}
+    one = {"w": Parameter("a b <- w: a b", "when", alternate="a b <- x: a b", else_row="a b <- y: b a")}
     assert stack("encoder.layers", "block.{depth}", one) == {
         "encoder.layers.w": Parameter(
             "depth a b <- block.{depth}.w: a b",
             "when",
-            other="depth a b <- block.{depth}.x: a b",
-            otherwise="depth a b <- block.{depth}.y: b a",
+            alternate="depth a b <- block.{depth}.x: a b",
+            else_row="depth a b <- block.{depth}.y: b a",
         )
     }
 
 
 def test_what_is_there_unless_a_config_says_no():
-    assert [unless_off("f")(config) for config in ({}, {"f": True}, {"f": False})] == [True, True, False]
+    assert [unless_false("f")(config) for config in ({}, {"f": True}, {"f": False})] == [True, True, False]
 
 
 def test_tensors_of_the_head_have_no_prefix():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.models.errors import PrepError
-from trainer.models.registry import FAMILIES, NO_GUIDE, family_of
+from trainer.models.registry import FAMILIES, NEW_LAYER_HINT, family_of
 from trainer.models.unsupported import MECHANISMS, missing_mechanism
 
 
@@ -33,7 +33,7 @@ def test_missing_mechanism_is_named(config: dict[str, Any], mechanism: str) -> N
     with pytest.raises(PrepError) as caught:
         family_of(config)
     assert caught.value.why.startswith(f"it needs {mechanism}")
-    assert caught.value.hint == NO_GUIDE
+    assert caught.value.hint == NEW_LAYER_HINT
 
 
 @pytest.mark.parametrize(

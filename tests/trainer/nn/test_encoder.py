@@ -10,39 +10,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers.decoder_configs import LLAMA, T5, T5_GATED
-from tests.helpers.decoders import ONE_BY_ONE, batch_of, decoder, filled, logits_of
-from trainer.models.axis_map import bind
+from tests.helpers.tiny_configs import LLAMA, T5, T5_GATED
+from tests.helpers.tiny_transformers import UNSCANNED, model_logits, random_batch, random_tensors, tiny_transformer
+from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError
-from trainer.models.parameters import rows
+from trainer.models.param_tree import param_leaves
+from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
-from trainer.models.tree import leaves
 from trainer.nn import transformer as models
 
 FAMILY = FAMILIES["t5"]
 
 
 def test_padding_of_a_source_is_nothing():
-    made = decoder(T5)
-    params, batch = made.params(filled(T5)), batch_of(29, 2, 7, encodes=True)
-    plain = logits_of(made.model, params, batch)
+    made = tiny_transformer(T5)
+    params, batch = made.params_from_tensors(random_tensors(T5)), random_batch(29, 2, 7, has_source=True)
+    plain = model_logits(made.model, params, batch)
     other = np.where(batch["present"], batch["source"], 28 - batch["source"]).astype(np.int32)
-    np.testing.assert_array_equal(plain, logits_of(made.model, params, batch | {"source": other}))
+    np.testing.assert_array_equal(plain, model_logits(made.model, params, batch | {"source": other}))
     length = int(batch["present"][1].sum())
     assert length < 12
     short = {"tokens": batch["tokens"][1:], **{name: batch[name][1:, :length] for name in ("source", "present")}}
-    np.testing.assert_allclose(logits_of(made.model, params, short)[0], plain[1], atol=5e-6)
+    np.testing.assert_allclose(model_logits(made.model, params, short)[0], plain[1], atol=5e-6)
 
 
 def test_all_of_a_source_is_seen_and_of_a_target_what_was_before():
-    made = decoder(T5_GATED)
-    params, batch = made.params(filled(T5_GATED)), batch_of(29, 1, 7, encodes=True)
+    made = tiny_transformer(T5_GATED)
+    params, batch = made.params_from_tensors(random_tensors(T5_GATED)), random_batch(29, 1, 7, has_source=True)
     batch["present"][:] = True
 
     def changed(name: str, at: int) -> np.ndarray:
         tokens = batch[name].copy()
         tokens[0, at] = (tokens[0, at] + 1) % 29
-        return abs(logits_of(made.model, params, batch | {name: tokens}) - logits_of(made.model, params, batch)).max(-1)
+        return abs(
+            model_logits(made.model, params, batch | {name: tokens}) - model_logits(made.model, params, batch)
+        ).max(-1)
 
     assert (changed("source", 11) > 1e-4).all()
     assert (changed("source", 0) > 1e-4).all()
@@ -52,29 +54,29 @@ def test_all_of_a_source_is_seen_and_of_a_target_what_was_before():
 
 
 def test_without_a_mask_all_is_there():
-    made = decoder(T5)
-    params, batch = made.params(filled(T5)), batch_of(29, 2, 7, encodes=True)
+    made = tiny_transformer(T5)
+    params, batch = made.params_from_tensors(random_tensors(T5)), random_batch(29, 2, 7, has_source=True)
     source = jnp.asarray(batch["source"])
-    memory = models.encode(params, source, made.model, ONE_BY_ONE)
-    whole = models.encode(params, source, made.model, ONE_BY_ONE, jnp.ones(source.shape, bool))
+    memory = models.encode(params, source, made.model, UNSCANNED)
+    whole = models.encode(params, source, made.model, UNSCANNED, jnp.ones(source.shape, bool))
     np.testing.assert_array_equal(memory.states, whole.states)
 
 
 def test_a_memory_goes_with_an_encoder():
-    made, plain = decoder(T5), decoder(LLAMA)
-    params, tokens = made.params(filled(T5)), jnp.zeros((1, 3), jnp.int32)
+    made, plain = tiny_transformer(T5), tiny_transformer(LLAMA)
+    params, tokens = made.params_from_tensors(random_tensors(T5)), jnp.zeros((1, 3), jnp.int32)
     with pytest.raises(ValueError, match="an encoder with a memory"):
-        models.logits(params, tokens, made.model, ONE_BY_ONE)
-    memory = models.encode(params, tokens, made.model, ONE_BY_ONE)
+        models.compute_logits(params, tokens, made.model, UNSCANNED)
+    memory = models.encode(params, tokens, made.model, UNSCANNED)
     with pytest.raises(ValueError, match="a memory goes with an encoder"):
-        models.logits(plain.params(filled(LLAMA)), tokens, plain.model, ONE_BY_ONE, memory)
+        models.compute_logits(plain.params_from_tensors(random_tensors(LLAMA)), tokens, plain.model, UNSCANNED, memory)
     with pytest.raises(PrepError, match="llama has no encoder"):
-        models.encode(params, tokens, plain.model, ONE_BY_ONE)
+        models.encode(params, tokens, plain.model, UNSCANNED)
 
 
 def test_first_values_do_not_depend_on_the_form():
-    forms = [decoder(T5, True, 0), decoder(T5, True, 1), decoder(T5, False)]
-    found = [made.tensors(jax.jit(lambda made=made: models.init(made.model, 7))()) for made in forms]
+    forms = [tiny_transformer(T5, True, 0), tiny_transformer(T5, True, 1), tiny_transformer(T5, False)]
+    found = [made.tensors_from_params(jax.jit(lambda made=made: models.init_params(made.model, 7))()) for made in forms]
     for tensor, values in found[0].items():
         np.testing.assert_array_equal(values, found[1][tensor])
         np.testing.assert_array_equal(values, found[2][tensor])
@@ -84,7 +86,7 @@ def test_first_values_do_not_depend_on_the_form():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_each_stack_has_its_own_depth(axis: int):
-    found = leaves(FAMILY, T5, True, True, axis)
+    found = param_leaves(FAMILY, T5, True, True, axis)
     for path, leaf in found.items():
         assert leaf.stack_axis == (min(axis, len(leaf.shape) - 1) if ".layers." in path else None)
         if leaf.stack_axis is not None:
@@ -93,11 +95,15 @@ def test_each_stack_has_its_own_depth(axis: int):
 
 
 def test_layers_apart_are_numbered_in_each_stack():
-    found = leaves(FAMILY, T5_GATED, False, False)
+    found = param_leaves(FAMILY, T5_GATED, False, False)
     names = {path.split(".", 3)[2] for path in found if path.startswith("decoder.layers.")}
     assert names == {"0", "1", "2"}
     leaf = found["encoder.layers.1.attn.q.weight"]
-    assert (leaf.layer, leaf.row, leaf.shape) == (1, "encoder.layers.{encoder_layers}.attn.q.weight", (3, 6, 16))
+    assert (leaf.layer_index, leaf.path_pattern, leaf.shape) == (
+        1,
+        "encoder.layers.{encoder_layers}.attn.q.weight",
+        (3, 6, 16),
+    )
     assert found["decoder.layers.2.cross.o.weight"].shape == (16, 3, 6)
     assert {path for path, leaf in found.items() if leaf.role == "embedding"} == {
         "embed.tokens", "encoder.relative_positions.weight", "decoder.relative_positions.weight"
@@ -114,9 +120,9 @@ def test_layers_apart_are_numbered_in_each_stack():
     ],
 )
 def test_the_row_of_a_leaf_may_hang_on_the_config(changes: dict[str, Any], tensor: str, gated: bool):
-    table = rows(FAMILY, T5 | changes)
+    table = parameter_rows(FAMILY, T5 | changes)
     assert ("encoder.layers.mlp.gate.weight" in table) == gated
-    name, _ = next(bind(table["decoder.layers.mlp.up.weight"], FAMILY.sizes(T5)).tensors())
+    name, _ = next(bind_row(table["decoder.layers.mlp.up.weight"], FAMILY.sizes(T5)).tensors())
     assert name == f"decoder.block.0.layer.2.DenseReluDense.{tensor}.weight"
     flax = FAMILY.layouts["hf-flax"].table
     there = {path for path, parameter in flax.items() if parameter.of(T5 | changes)}
@@ -127,16 +133,18 @@ def test_the_row_of_a_leaf_may_hang_on_the_config(changes: dict[str, Any], tenso
 def test_the_scale_of_the_head_is_not_rounded_before_it_is_applied():
     """1 / sqrt(24) as bfloat16 would be another scale of all logits."""
     config = T5 | {"d_model": 24}
-    made = decoder(config)
-    how = dataclasses.replace(ONE_BY_ONE, dtype="bfloat16")
-    batch = {name: jnp.asarray(ids) for name, ids in batch_of(29, 2, 7, encodes=True).items()}
-    params = made.params(filled(config))
+    made = tiny_transformer(config)
+    how = dataclasses.replace(UNSCANNED, dtype="bfloat16")
+    batch = {name: jnp.asarray(ids) for name, ids in random_batch(29, 2, 7, has_source=True).items()}
+    params = made.params_from_tensors(random_tensors(config))
 
     def hidden(scale: float) -> np.ndarray:
-        model = dataclasses.replace(made.model, traits=dataclasses.replace(made.model.traits, head_scale=scale))
+        model = dataclasses.replace(
+            made.model, arch_config=dataclasses.replace(made.model.arch_config, lm_head_input_scale=scale)
+        )
         memory = models.encode(params, batch["source"], model, how)
-        return np.asarray(models.hidden(params, batch["tokens"], model, how, memory))
+        return np.asarray(models.hidden_states(params, batch["tokens"], model, how, memory))
 
     wanted = hidden(1.0).astype(np.float32) * np.float32(24**-0.5)
-    assert made.model.traits.head_scale == 24**-0.5
+    assert made.model.arch_config.lm_head_input_scale == 24**-0.5
     assert (hidden(24**-0.5) == wanted.astype(jnp.bfloat16)).all()

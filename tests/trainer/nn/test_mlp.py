@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.trainer.nn.test_attention import traits_of
-from trainer.distributed.sharding import Shards
+from tests.trainer.nn.test_attention import make_arch
+from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ACTIVATIONS
-from trainer.nn.mlp import FUNCTIONS, feed_forward
+from trainer.nn.mlp import ACTIVATION_FUNCTIONS, mlp
 
 X = np.linspace(-8, 8, 401)
 ERF = np.array([math.erf(x / math.sqrt(2)) for x in X])
@@ -26,12 +26,14 @@ FORMULAS = {
 
 
 def test_all_activations_are_there():
-    assert {*FUNCTIONS} == {*ACTIVATIONS} == {*FORMULAS}
+    assert {*ACTIVATION_FUNCTIONS} == {*ACTIVATIONS} == {*FORMULAS}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_their_formulas(name: str):
-    np.testing.assert_allclose(FUNCTIONS[name](jnp.asarray(X, jnp.float32)), FORMULAS[name], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(
+        ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), FORMULAS[name], rtol=1e-5, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -39,7 +41,7 @@ def test_activations_are_those_of_transformers(name: str):
     torch = pytest.importorskip("torch")
     activations = pytest.importorskip("transformers.activations")
     wanted = activations.ACT2FN[name](torch.tensor(X, dtype=torch.float32)).numpy()
-    np.testing.assert_allclose(FUNCTIONS[name](jnp.asarray(X, jnp.float32)), wanted, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), wanted, rtol=1e-5, atol=2e-6)
 
 
 def linear(seed: int, outs: int, ins: int, bias: bool) -> dict[str, jnp.ndarray]:
@@ -58,6 +60,6 @@ def test_up_activation_down(gated: bool, bias: bool):
         for name, own in weights.items()
     }
     inner = np.maximum(apply["gate"](x), 0) * apply["up"](x) if gated else np.maximum(apply["up"](x), 0)
-    traits = dataclasses.replace(traits_of(), activation="relu", gated=gated)
-    found = feed_forward(jnp.asarray(x, jnp.float32), weights, traits, Shards())
+    traits = dataclasses.replace(make_arch(), activation="relu", has_gated_mlp=gated)
+    found = mlp(jnp.asarray(x, jnp.float32), weights, traits, ShardingContext())
     np.testing.assert_allclose(found, apply["down"](inner), rtol=1e-4, atol=1e-4)

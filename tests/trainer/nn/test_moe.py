@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.trainer.nn.test_attention import traits_of
-from trainer.distributed.sharding import Shards
-from trainer.models.architecture import Traits
-from trainer.nn.moe import expert_shares, mixture
+from tests.trainer.nn.test_attention import make_arch
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import ArchConfig
+from trainer.nn.moe import moe_mlp, router_weights
 
 EXPERTS, D, F = 5, 6, 7
 
@@ -24,8 +24,8 @@ def weights_of(seed: int = 0) -> dict[str, Any]:
     return {name: {"weight": jnp.asarray(rng.standard_normal(shape), jnp.float32)} for name, shape in shapes.items()}
 
 
-def traits(count: int, sum_to_one: bool) -> Traits:
-    return dataclasses.replace(traits_of(), experts_per_token=count, experts_sum_to_one=sum_to_one, activation="relu")
+def traits(count: int, sum_to_one: bool) -> ArchConfig:
+    return dataclasses.replace(make_arch(), experts_per_token=count, norm_topk_prob=sum_to_one, activation="relu")
 
 
 def naive(x: np.ndarray, weights: dict[str, Any], count: int, sum_to_one: bool) -> np.ndarray:
@@ -49,13 +49,13 @@ def naive(x: np.ndarray, weights: dict[str, Any], count: int, sum_to_one: bool) 
 def test_it_is_what_loops_give(count: int, sum_to_one: bool):
     x = np.random.default_rng(1).standard_normal((2, 3, D))
     weights = weights_of()
-    found = mixture(jnp.asarray(x, jnp.float32), weights, traits(count, sum_to_one), Shards())
+    found = moe_mlp(jnp.asarray(x, jnp.float32), weights, traits(count, sum_to_one), ShardingContext())
     np.testing.assert_allclose(found, naive(x, weights, count, sum_to_one), rtol=1e-4, atol=1e-4)
 
 
 def test_shares_are_of_so_many_experts_and_float32():
     x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 4, D)), jnp.bfloat16)
-    shares = expert_shares(x, weights_of()["router"]["weight"].astype(jnp.bfloat16), traits(2, True))
+    shares = router_weights(x, weights_of()["router"]["weight"].astype(jnp.bfloat16), traits(2, True))
     assert shares.dtype == jnp.float32
     assert ((np.asarray(shares) > 0).sum(-1) == 2).all()
     np.testing.assert_allclose(np.asarray(shares).sum(-1), 1, rtol=1e-6)
@@ -66,7 +66,7 @@ def test_the_hidden_units_of_one_expert_exist_at_a_time():
     x, weights = jnp.zeros((2, 64, D)), weights_of()
 
     def loss(x: jax.Array, weights: dict[str, Any]) -> jax.Array:
-        return jnp.square(mixture(x, weights, traits(2, True), Shards())).sum()
+        return jnp.square(moe_mlp(x, weights, traits(2, True), ShardingContext())).sum()
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(x, weights).as_text()
     assert f"2x64x{F}xf32" in text

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.golden.make_decoders import load
-from tests.helpers.decoders import decoder, logits_of
-from tests.trainer.nn.test_parity import LOGITS, counted_error
-from trainer.models.architecture import ALL_BEFORE, NO_CAP, Distances, Traits
+from tests.helpers.tiny_transformers import model_logits, tiny_transformer
+from tests.trainer.nn.test_parity import LOGITS_ATOL, max_logit_error
+from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
 from trainer.models.rope_config import Rope
 
-Mutation = Callable[[Traits], Traits]
+Mutation = Callable[[ArchConfig], ArchConfig]
 
 
 def change(**changes: Any) -> Mutation:
@@ -22,7 +22,7 @@ def change(**changes: Any) -> Mutation:
 
 
 def rope_change(**changes: Any) -> Mutation:
-    def changed(traits: Traits) -> Traits:
+    def changed(traits: ArchConfig) -> ArchConfig:
         assert traits.rope is not None
         return dataclasses.replace(traits, rope=dataclasses.replace(traits.rope, **changes))
 
@@ -31,22 +31,24 @@ def rope_change(**changes: Any) -> Mutation:
 
 def with_window(window: int) -> Mutation:
     """Another window where there is one."""
-    return lambda traits: dataclasses.replace(traits, windows=tuple(window if w else w for w in traits.windows))
+    return lambda traits: dataclasses.replace(
+        traits, sliding_windows=tuple(window if w else w for w in traits.sliding_windows)
+    )
 
 
 def encoder_change(**changes: Any) -> Mutation:
-    def changed(traits: Traits) -> Traits:
+    def changed(traits: ArchConfig) -> ArchConfig:
         assert traits.encoder is not None
         return dataclasses.replace(traits, encoder=dataclasses.replace(traits.encoder, **changes))
 
     return changed
 
 
-def far(farthest: int, both_ways: bool, buckets: int = 9) -> Distances:
-    return Distances(buckets, farthest, both_ways)
+def far(farthest: int, both_ways: bool, buckets: int = 9) -> RelativePositionBias:
+    return RelativePositionBias(buckets, farthest, both_ways)
 
 
-def turned_round(traits: Traits) -> Traits:
+def turned_round(traits: ArchConfig) -> ArchConfig:
     """Global and local rotation swapped."""
     return dataclasses.replace(traits, rope=traits.local_rope, local_rope=traits.rope)
 
@@ -105,17 +107,17 @@ MUTATIONS: dict[tuple[str, str], Mutation] = {  # golden file, mistake
     ("gemma", "scales from 0"): change(norm="rms"),
     ("gemma", "embeddings as they are"): change(embed_scale=1.0),
     ("gemma", "an exact gelu"): change(activation="gelu"),
-    ("gemma2", "no bound of scores"): change(score_cap=NO_CAP),
+    ("gemma2", "no bound of scores"): change(score_cap=NO_SOFTCAP),
     ("gemma2", "another bound of scores"): change(score_cap=1.51),
-    ("gemma2", "no bound of logits"): change(logit_cap=NO_CAP),
+    ("gemma2", "no bound of logits"): change(logit_cap=NO_SOFTCAP),
     ("gemma2", "another bound of logits"): change(logit_cap=2.01),
     ("gemma2", "norms before alone"): change(residual="pre"),
     ("gemma2", "scores scaled by the head"): change(score_scale=10**-0.5),
-    ("gemma2", "the other layer has the window"): change(windows=(ALL_BEFORE, 5, ALL_BEFORE)),
+    ("gemma2", "the other layer has the window"): change(windows=(FULL_ATTENTION, 5, FULL_ATTENTION)),
     ("gemma2", "a window of 6"): with_window(6),
     ("gemma3_text", "one rotation"): change(local_rope=None),
     ("gemma3_text", "the other rotation"): turned_round,
-    ("gemma3_text", "no window"): with_window(ALL_BEFORE),
+    ("gemma3_text", "no window"): with_window(FULL_ATTENTION),
     ("t5", "scaled scores"): change(score_scale=6**-0.5),
     ("t5", "scaled scores of the encoder"): encoder_change(score_scale=6**-0.5),
     ("t5", "an epsilon 2 % off"): change(norm_eps=0.102),
@@ -150,15 +152,18 @@ BEYOND: dict[tuple[str, str], Mutation] = {  # mistakes that only long sequences
 @pytest.mark.parametrize(("name", "mistake"), MUTATIONS)
 def test_a_mistake_would_be_seen(name: str, mistake: str):
     golden = load(name)
-    made = decoder(golden.config)
-    wrong = dataclasses.replace(made.model, traits=MUTATIONS[name, mistake](made.model.traits))
-    assert counted_error(golden, logits_of(wrong, made.params(golden.tensors), golden.short)) > LOGITS
+    made = tiny_transformer(golden.config)
+    wrong = dataclasses.replace(made.model, arch_config=MUTATIONS[name, mistake](made.model.arch_config))
+    assert (
+        max_logit_error(golden, model_logits(wrong, made.params_from_tensors(golden.tensors), golden.short))
+        > LOGITS_ATOL
+    )
 
 
 @pytest.mark.parametrize(("name", "mistake"), BEYOND)
 def test_a_mistake_of_long_sequences_would_be_seen(name: str, mistake: str):
     golden = load(name)
-    made = decoder(golden.config)
-    wrong = dataclasses.replace(made.model, traits=BEYOND[name, mistake](made.model.traits))
-    found = logits_of(wrong, made.params(golden.tensors), golden.long)
-    assert abs(found - golden.long_logits).max() > LOGITS
+    made = tiny_transformer(golden.config)
+    wrong = dataclasses.replace(made.model, arch_config=BEYOND[name, mistake](made.model.arch_config))
+    found = model_logits(wrong, made.params_from_tensors(golden.tensors), golden.long)
+    assert abs(found - golden.long_logits).max() > LOGITS_ATOL

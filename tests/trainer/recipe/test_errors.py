@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.models.errors import FAILED, USAGE, PrepError
-from trainer.recipe import load
-from trainer.recipe.tables import KEYS, TABLES
+from trainer.recipe import load_recipe
+from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 
 GOOD = """\
 mesh = "1,2,4"
@@ -37,7 +37,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def error_of(text: str | bytes, *sets: str) -> PrepError:
     Path("x.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PrepError) as caught:
-        load(Path("x.toml"), sets)
+        load_recipe(Path("x.toml"), sets)
     return caught.value
 
 
@@ -317,16 +317,16 @@ def test_a_wrong_set_of_a_wrong_table_is_told_of_the_table():
 
 def test_set_mends_a_recipe():
     Path("x.toml").write_text(replaced("lr = 1e-3", ""))
-    assert load(Path("x.toml"), ["optimizer.lr=1"]).recipe.optimizer.lr == 1.0
+    assert load_recipe(Path("x.toml"), ["optimizer.lr=1"]).recipe.optimizer.lr == 1.0
 
 
 def test_a_recipe_that_is_not_there():
     Path("llama-7b.toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
-        load(Path("lama-7b.toml"))
+        load_recipe(Path("lama-7b.toml"))
     assert str(caught.value) == "lama-7b.toml does not exist - a recipe is a TOML file - did you mean `llama-7b.toml`?"
     with pytest.raises(PrepError) as caught:
-        load(Path("no/where.toml"))
+        load_recipe(Path("no/where.toml"))
     assert str(caught.value) == "no/where.toml does not exist - a recipe is a TOML file"
     assert caught.value.code == USAGE
 
@@ -334,36 +334,38 @@ def test_a_recipe_that_is_not_there():
 def test_a_folder_is_no_recipe():
     Path("llama-7b.toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
-        load(Path("."))
+        load_recipe(Path("."))
     assert str(caught.value) == ". is a folder - a recipe is a TOML file - there: llama-7b.toml"
 
 
 def test_what_the_machine_refuses_is_no_usage_error():
     name = "x" * 300
     with pytest.raises(PrepError) as caught:
-        load(Path(name))
+        load_recipe(Path(name))
     assert str(caught.value) == f"{name} cannot be read - File name too long"
     assert caught.value.code == FAILED
 
 
 def test_a_mark_at_the_begin_and_other_line_ends_are_no_fault():
     Path("x.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
-    assert load(Path("x.toml")).recipe.mesh == "1,2,4"
+    assert load_recipe(Path("x.toml")).recipe.mesh == "1,2,4"
 
 
 def test_a_file_name_that_is_no_name_asks_for_one():
     Path(".toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
-        load(Path(".toml"))
+        load_recipe(Path(".toml"))
     assert caught.value.what == '.toml: `name` is ".toml"'
-    assert load(Path(".toml"), ["name=x"]).recipe.name == "x"
+    assert load_recipe(Path(".toml"), ["name=x"]).recipe.name == "x"
 
 
 VALUES = st.sampled_from(
     ["1", "-1", "0", "1.5", "nan", "''", '"x"', "true", "[]", '["a"]', "{}", "{ a = 1 }", "[[1]]",
      "1979-05-27", "x", ""]
 )  # fmt: skip
-NAMES = st.sampled_from([*KEYS, *TABLES, "x", "model.x", '"model.path"', "data.path.x", "[model]", "[[data]]", "[x"])
+NAMES = st.sampled_from(
+    [*KEY_SCHEMAS, *TABLE_NAMES, "x", "model.x", '"model.path"', "data.path.x", "[model]", "[[data]]", "[x"]
+)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -375,7 +377,7 @@ def test_whatever_is_given_is_a_recipe_or_one_message(
     Path("x.toml").write_text(f"{text}\n{GOOD}" if on_top else text)
     error = None
     try:
-        load(Path("x.toml"), [f"{name}={value}" for name, value in sets])
+        load_recipe(Path("x.toml"), [f"{name}={value}" for name, value in sets])
     except PrepError as raised:
         error = raised
     assert error is None or (error.code == USAGE and error.what and "None" not in str(error))

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.recipe.test_errors import GOOD, error_of, replaced
-from trainer.recipe import load, option_hint
-from trainer.recipe.corrections import VALUE_NAMES, corrected, fits
-from trainer.recipe.faults import SHOWN
-from trainer.recipe.spelling import example, options, spelled
-from trainer.recipe.synonyms import INSTEAD, NAMES, VALUES, instead_of, key_of, translated
-from trainer.recipe.tables import KEYS
+from trainer.recipe import load_recipe, option_hint
+from trainer.recipe.corrections import VALUE_SYNONYMS, correct_value, is_accepted
+from trainer.recipe.diagnostics import MAX_SHOWN
+from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.synonyms import ADVICE, SYNONYMS, VALUE_TRANSLATIONS, advice_for, key_for_synonym, translate_value
+from trainer.recipe.tables import KEY_SCHEMAS
 
 LIBRARY = re.compile(r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error", re.IGNORECASE)
 OTHERS = """\
@@ -106,8 +106,8 @@ def test_a_conflict_that_an_unknown_key_explains_is_left_out():
 
 def test_many_faults_are_counted_beyond_the_first():
     lines = error_of(GOOD + "".join(f"key_{number} = 1\n" for number in range(2000))).why.split("\n")
-    assert len(lines) == SHOWN + 1
-    assert lines[-1] == f"and {2000 - SHOWN:,} more"
+    assert len(lines) == MAX_SHOWN + 1
+    assert lines[-1] == f"and {2000 - MAX_SHOWN:,} more"
 
 
 def test_a_table_of_another_trainer_is_answered_by_key():
@@ -119,27 +119,27 @@ def test_a_table_of_another_trainer_is_answered_by_key():
 
 
 def test_synonyms_name_existing_keys_and_no_key_of_ours():
-    assert {*NAMES} <= {*KEYS}
-    names = [name for each in NAMES.values() for name in each]
+    assert {*SYNONYMS} <= {*KEY_SCHEMAS}
+    names = [name for each in SYNONYMS.values() for name in each]
     assert len(names) == len({*names}), "a name stands for one key"
-    assert not {*names, *INSTEAD} & {*KEYS}
-    assert not {*names} & {*INSTEAD}
-    assert {*VALUES} <= {*names}
+    assert not {*names, *ADVICE} & {*KEY_SCHEMAS}
+    assert not {*names} & {*ADVICE}
+    assert {*VALUE_TRANSLATIONS} <= {*names}
 
 
-@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+@pytest.mark.parametrize("name", [name for names in SYNONYMS.values() for name in names])
 def test_each_synonym_is_answered_with_its_key(name: str):
-    key = key_of(name)
-    assert name in NAMES[key]
+    key = key_for_synonym(name)
+    assert name in SYNONYMS[key]
     hint = option_hint(f"--{name.replace('_', '-')}", "")
     assert hint.startswith(f"`--set {key}=")
 
 
-@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize("name", ADVICE)
 def test_a_setting_without_a_key_is_answered_with_advice(name: str):
-    assert instead_of(name) == option_hint(f"--{name}", "1") == INSTEAD[name]
-    keys = re.findall(r"\[(\w+)\]", INSTEAD[name])
-    assert all(any(key.startswith(f"{table}.") for key in KEYS) for table in keys)
+    assert advice_for(name) == option_hint(f"--{name}", "1") == ADVICE[name]
+    keys = re.findall(r"\[(\w+)\]", ADVICE[name])
+    assert all(any(key.startswith(f"{table}.") for key in KEY_SCHEMAS) for table in keys)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_setting_without_a_key_is_answered_with_advice(name: str):
     ],
 )
 def test_values_of_other_trainers_are_translated(name: str, value: Any, ours: Any):
-    assert translated(name, value) == ours
+    assert translate_value(name, value) == ours
 
 
 @pytest.mark.parametrize(
@@ -178,27 +178,27 @@ def test_values_of_other_trainers_are_translated(name: str, value: Any, ours: An
     ],
 )
 def test_a_value_is_corrected_to_what_the_key_takes(key: str, value: Any, text: str):
-    assert corrected(value, KEYS[key]) == text
+    assert correct_value(value, KEY_SCHEMAS[key]) == text
 
 
-@pytest.mark.parametrize("value", VALUE_NAMES)
+@pytest.mark.parametrize("value", VALUE_SYNONYMS)
 def test_value_names_stand_for_values_that_exist(value: str):
-    taken = [each for part in KEYS.values() for option in options(part) for each in option.get("enum", ())]
+    taken = [each for part in KEY_SCHEMAS.values() for option in alternatives(part) for each in option.get("enum", ())]
     assert value in [*taken, "adamw", "float16"]
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", KEY_SCHEMAS)
 def test_every_example_fits_its_key(key: str):
-    part = KEYS[key]
+    part = KEY_SCHEMAS[key]
     examples = part.get("examples") or [part["default"]]
-    assert all(fits(each, part) for each in examples)
-    assert corrected(examples[0], part) == example(part)
+    assert all(is_accepted(each, part) for each in examples)
+    assert correct_value(examples[0], part) == example_value(part)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_spelled_float_reads_back_the_same(value: float):
-    assert float(spelled(value)) == value
-    assert len(spelled(value)) <= len(repr(value))
+    assert float(to_toml(value)) == value
+    assert len(to_toml(value)) <= len(repr(value))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_an_option_of_another_trainer_is_answered(option: str, value: str, hint:
 def test_set_takes_what_hints_of_set_show():
     error = error_of(GOOD, "bf16=true", "n_model_shards=4", "max_grad_norm=0.5")
     sets = re.findall(r"`--set ([^`]+)`", error.why)
-    recipe = load(Path("x.toml"), sets).recipe
+    recipe = load_recipe(Path("x.toml"), sets).recipe
     assert (recipe.model.dtype, recipe.mesh, recipe.optimizer.clip_norm) == ("bfloat16", "-1,1,4", 0.5)
 
 

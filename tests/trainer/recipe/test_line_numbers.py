@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.recipe.line_numbers import key_lines
+from trainer.recipe.line_numbers import key_line_numbers
 
 LAYOUT = '''\
 # a comment with [model] in it
@@ -26,7 +26,7 @@ x = 1
 
 
 def test_the_line_of_each_key():
-    assert key_lines(LAYOUT) == {
+    assert key_line_numbers(LAYOUT) == {
         ("name",): 2,
         ("model",): 4,
         ("model", "path"): 5,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from trainer.models import mesh
 from trainer.models.errors import PrepError
-from trainer.recipe import batch_shape, load, recipe_text, schema
-from trainer.recipe.docs_page import page
-from trainer.recipe.spelling import example, options, spelled
-from trainer.recipe.tables import KEYS, value_of
+from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
+from trainer.recipe.docs_page import render_page
+from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.tables import KEY_SCHEMAS, value_of
 
 ROOT = Path(__file__).parents[3]
 SMALL = """\
@@ -44,13 +44,13 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_what_is_not_given_is_the_default(small: Path):
-    loaded = load(small)
+    loaded = load_recipe(small)
     recipe = loaded.recipe
     assert (recipe.name, recipe.seed, recipe.mesh) == ("small", 0, "-1,1,1")
     assert (recipe.model.path, recipe.data.path, recipe.data.fields) == ("tiny-init", ("train.txt",), None)
     assert (recipe.checkpoint.keep, recipe.optimizer.b2, recipe.model.head_chunk_size) == (2, 0.999, 512)
     assert loaded.origins["seed"] == loaded.origins["name"] == loaded.origins["eval.limit"] == "default"
-    assert set(KEYS) - set(loaded.origins) == {
+    assert set(KEY_SCHEMAS) - set(loaded.origins) == {
         "model.path",
         "data.type",
         "data.path",
@@ -62,14 +62,14 @@ def test_what_is_not_given_is_the_default(small: Path):
 
 
 def test_a_recipe_cannot_be_changed(small: Path):
-    recipe = load(small).recipe
+    recipe = load_recipe(small).recipe
     with pytest.raises(ValueError, match="frozen"):
         recipe.optimizer.__setattr__("lr", 1.0)
-    assert recipe == load(small).recipe
+    assert recipe == load_recipe(small).recipe
 
 
 def test_json_has_its_text_under_text(small: Path):
-    loaded = load(small, ["data.type=json"])
+    loaded = load_recipe(small, ["data.type=json"])
     assert (loaded.recipe.data.fields, loaded.origins["data.fields"]) == ("text", "default")
 
 
@@ -90,49 +90,56 @@ def test_json_has_its_text_under_text(small: Path):
     ],
 )
 def test_set_takes_toml_and_else_text(small: Path, text: str, key: str, value: object):
-    loaded = load(small, [text])
+    loaded = load_recipe(small, [text])
     assert value_of(loaded.recipe, key) == value
     assert loaded.origins[key] == f"--set {key}"
 
 
 def test_the_last_set_of_a_key_counts(small: Path):
-    assert load(small, ["seed=1", "seed=2"]).recipe.seed == 2
+    assert load_recipe(small, ["seed=1", "seed=2"]).recipe.seed == 2
 
 
 def test_paths_and_nothing_else_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("DATA", "/data")
     sets = ["model.path=~/m", "data.path=['${DATA}/${DATA}.txt', '~', 'a~/$DATA']", "name=n${DATA}", "data.cache=~me/x"]
-    recipe = load(small, [sets[0], sets[1], sets[3]]).recipe
+    recipe = load_recipe(small, [sets[0], sets[1], sets[3]]).recipe
     assert recipe.model.path == "/home/me/m"
     assert recipe.data.path == ("/data//data.txt", "/home/me", "a~/$DATA")
     assert recipe.data.cache == "~me/x"
-    assert load(small, [sets[2]]).recipe.name == "n${DATA}"
+    assert load_recipe(small, [sets[2]]).recipe.name == "n${DATA}"
 
 
 def test_every_example_is_right(tmp_path: Path):
     instead = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
     instead |= {"data.source_length", "data.source_prefix"}
-    found = {key: tomllib.loads(f"v = {example(part)}")["v"] for key, part in KEYS.items() if key not in instead}
+    found = {
+        key: tomllib.loads(f"v = {example_value(part)}")["v"] for key, part in KEY_SCHEMAS.items() if key not in instead
+    }
     found |= {"data.type": "json", "optimizer.schedule": "cosine"}
     (tmp_path / "x.toml").write_text(toml(found))
-    assert load(tmp_path / "x.toml").recipe.data.fields == "text"
+    assert load_recipe(tmp_path / "x.toml").recipe.data.fields == "text"
     pair = ["data.fields=[article], summary", "data.source_length=512", "data.source_prefix=summarize: "]
-    assert load(tmp_path / "x.toml", pair).recipe.data.source_prefix == "summarize:"
+    assert load_recipe(tmp_path / "x.toml", pair).recipe.data.source_prefix == "summarize:"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
 def test_recipes_that_come_with_prep_load(path: Path):
-    recipe = load(path).recipe
+    recipe = load_recipe(path).recipe
     assert recipe.name == path.stem
-    n_devices = mesh.parse(recipe.mesh).n_devices
-    assert batch_shape(recipe.batch, n_devices, n_devices // mesh.parse(recipe.mesh).size("mp")).accumulate in (1, 8)
+    n_devices = mesh.parse_mesh(recipe.mesh).n_devices
+    assert batch_shape(recipe.batch, n_devices, n_devices // mesh.parse_mesh(recipe.mesh).size("mp")).accumulate in (
+        1,
+        8,
+    )
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     assert f"prep train recipes/{path.name}" in header
 
 
 def test_the_page_on_recipes_is_current():
-    assert (ROOT / "docs" / "recipes.md").read_text() == page(), "python -m trainer.recipe.docs_page > docs/recipes.md"
+    assert (ROOT / "docs" / "recipes.md").read_text() == render_page(), (
+        "python -m trainer.recipe.docs_page > docs/recipes.md"
+    )
 
 
 def test_the_schema_says_what_loading_holds():
@@ -159,7 +166,7 @@ SPECIAL = {
 
 
 def values(part: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(*map(of_option, options(part)))
+    return st.one_of(*map(of_option, alternatives(part)))
 
 
 def of_option(part: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -184,12 +191,12 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
     excluded |= {"data.source_length", "data.source_prefix"}
-    excluded |= {key for key in KEYS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
+    excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
-    needed = {key for key, part in KEYS.items() if "default" not in part and "absent" not in part} | chosen
-    optional = [*sorted(set(KEYS) - needed - excluded), f"optimizer.{warmup}"]
+    needed = {key for key, part in KEY_SCHEMAS.items() if "default" not in part and "absent" not in part} | chosen
+    optional = [*sorted(set(KEY_SCHEMAS) - needed - excluded), f"optimizer.{warmup}"]
     keys = needed | set(draw(st.lists(st.sampled_from(optional), unique=True)))
-    found = {key: draw(SPECIAL.get(key, values(KEYS[key]))) for key in sorted(keys)}
+    found = {key: draw(SPECIAL.get(key, values(KEY_SCHEMAS[key]))) for key in sorted(keys)}
     if found["data.type"] == "json" and draw(st.booleans()):
         found["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
     elif found["data.type"] == "json" and draw(st.booleans()):
@@ -201,10 +208,10 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def toml(flat: Mapping[str, Any]) -> str:
-    lines = [f"{key} = {spelled(value)}" for key, value in flat.items() if "." not in key]
+    lines = [f"{key} = {to_toml(value)}" for key, value in flat.items() if "." not in key]
     for table in dict.fromkeys(key.partition(".")[0] for key in flat if "." in key):
         lines += [f"[{table}]"]
-        lines += [f"{key.partition('.')[2]} = {spelled(flat[key])}" for key in flat if key.startswith(f"{table}.")]
+        lines += [f"{key.partition('.')[2]} = {to_toml(flat[key])}" for key in flat if key.startswith(f"{table}.")]
     return "\n".join(lines)
 
 
@@ -213,20 +220,20 @@ def toml(flat: Mapping[str, Any]) -> str:
 def test_the_complete_recipe_is_the_same_recipe(tmp_path: Path, flat: dict[str, Any], with_crlf: bool):
     path = tmp_path / "a.toml"
     path.write_bytes(toml(flat).replace("\n", "\r\n" if with_crlf else "\n").encode())
-    loaded = load(path)
+    loaded = load_recipe(path)
     for key, value in flat.items():
         one = (value,) if key in ("data.path", "data.eval_path") and isinstance(value, str) else value
         assert value_of(loaded.recipe, key) == (tuple(one) if isinstance(one, list) else one)
         assert key not in loaded.origins
     again = tmp_path / "recipe.toml"
-    again.write_text(recipe_text(loaded.recipe, loaded.origins))
-    assert load(again).recipe == loaded.recipe
-    assert recipe_text(load(again).recipe, loaded.origins) == again.read_text()
+    again.write_text(recipe_to_toml(loaded.recipe, loaded.origins))
+    assert load_recipe(again).recipe == loaded.recipe
+    assert recipe_to_toml(load_recipe(again).recipe, loaded.origins) == again.read_text()
 
 
 def test_the_complete_recipe_says_where_values_are_from(small: Path):
-    loaded = load(small, ["optimizer.lr=0.5", 'data.path=["a", "b"]'])
-    lines = recipe_text(loaded.recipe, loaded.origins).splitlines()
+    loaded = load_recipe(small, ["optimizer.lr=0.5", 'data.path=["a", "b"]'])
+    lines = recipe_to_toml(loaded.recipe, loaded.origins).splitlines()
     assert lines[3:6] == ["", "[model]", 'path = "tiny-init"']
     assert "steps = 20" in lines
     assert {
@@ -244,14 +251,14 @@ def test_the_complete_recipe_says_where_values_are_from(small: Path):
 )
 def test_recipe_integers_beyond_int32_are_refused(small: Path, key: str, value: int):
     with pytest.raises(PrepError, match=f"`{key}` is {value}") as caught:
-        load(small, [f"{key}={value}"])
+        load_recipe(small, [f"{key}={value}"])
     assert "it is too large: the most is 2,147,483,647" in str(caught.value)
 
 
 def test_recipe_floats_beyond_float32_are_refused(small: Path):
     with pytest.raises(PrepError, match=r"`optimizer\.lr` is 1e"):
-        load(small, ["optimizer.lr=1e300"])
+        load_recipe(small, ["optimizer.lr=1e300"])
 
 
 def test_recipe_periods_may_be_huge(small: Path):
-    assert load(small, [f"checkpoint.every={10**12}"]).recipe.checkpoint.every == 10**12
+    assert load_recipe(small, [f"checkpoint.every={10**12}"]).recipe.checkpoint.every == 10**12

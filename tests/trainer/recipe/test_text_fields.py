@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.models.errors import USAGE, PrepError
-from trainer.recipe.text_fields import Fields, parse
+from trainer.recipe.text_fields import TextFields, parse_fields
 
 NAMES = st.text("ab c._-é", min_size=1, max_size=5).map(str.strip).filter(bool)
 
 
 @given(st.text(st.characters(exclude_characters="[]"), min_size=1))
 def test_without_brackets_a_name_is_one_column_whatever_is_in_it(name: str):
-    assert parse(name) == Fields((name,))
+    assert parse_fields(name) == TextFields((name,))
 
 
 @given(st.lists(NAMES, min_size=1), st.lists(NAMES, min_size=1), st.randoms())
@@ -22,7 +22,7 @@ def test_what_is_in_brackets_is_the_source(source: list[str], target: list[str],
     items = [f"[{name}]" for name in source] + target
     random.shuffle(items)
     text = ",".join(f"{' ' * random.randrange(3)}{item} " for item in items)
-    found = parse(text)
+    found = parse_fields(text)
     assert [f"[{name}]" for name in found.source] == [item for item in items if item.startswith("[")]
     assert [*found.target] == [item for item in items if not item.startswith("[")]
     assert found.columns == (*found.source, *found.target)
@@ -33,6 +33,6 @@ def test_what_is_in_brackets_is_the_source(source: list[str], target: list[str],
 )
 def test_a_list_that_is_none_is_named(text: str):
     with pytest.raises(PrepError) as caught:
-        parse(text)
+        parse_fields(text)
     assert caught.value.code == USAGE
     assert f'"{text}"' in caught.value.what

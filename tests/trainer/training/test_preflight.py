@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import job, setup
-from trainer.distributed.sharding import abstract
+from tests.helpers.runs import make_job, make_setup
+from trainer.distributed.sharding import sharding_without_devices
 from trainer.models.errors import PrepError
-from trainer.models.mesh import parse
+from trainer.models.mesh import parse_mesh
 from trainer.models.registry import FAMILIES
-from trainer.nn.transformer import Model, build
-from trainer.recipe import Recipe, load
-from trainer.training.preflight import check_inputs, context_doubts, memory_run, run_doubts
+from trainer.nn.transformer import ModelSpec, build_model
+from trainer.recipe import Recipe, load_recipe
+from trainer.training.preflight import check_inputs, context_warnings, memory_run, run_warnings
 
-ON = abstract(parse("1,2,4"))
+ON = sharding_without_devices(parse_mesh("1,2,4"))
 RECIPE = """\
 [model]
 path = "m"
@@ -41,12 +41,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def recipe(*sets: str) -> Recipe:
-    return load(Path("recipe.toml"), sets).recipe
+    return load_recipe(Path("recipe.toml"), sets).recipe
 
 
-def llama(**changes: Any) -> Model:
+def llama(**changes: Any) -> ModelSpec:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
-    return build(FAMILIES["llama"], {**sizes, "max_position_embeddings": 64, **changes}, tied=False)
+    return build_model(FAMILIES["llama"], {**sizes, "max_position_embeddings": 64, **changes}, is_tied=False)
 
 
 @pytest.mark.parametrize(
@@ -75,22 +75,22 @@ def test_good_inputs_pass():
 
 def test_a_step_in_memory_follows_batch_and_dtype():
     made = recipe("batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
-    run = memory_run(made, llama(), ON, widens=False)
-    assert (run.sequences, run.local_sequences, run.length, run.itemsize) == (4, 2, 16, 2)
-    assert run.remat == "nothing_saveable"
-    assert memory_run(made, llama(), ON, widens=True).itemsize == 4
+    run = memory_run(made, llama(), ON, widens_bfloat16=False)
+    assert (run.micro_batch_size, run.local_batch_size, run.seq_length, run.itemsize) == (4, 2, 16, 2)
+    assert run.remat_policy == "nothing_saveable"
+    assert memory_run(made, llama(), ON, widens_bfloat16=True).itemsize == 4
 
 
 def test_a_context_beyond_the_positions_is_doubted():
-    assert list(context_doubts(recipe("data.seq_length=64"), llama())) == []
-    (doubt,) = context_doubts(recipe("data.seq_length=65"), llama())
+    assert list(context_warnings(recipe("data.seq_length=64"), llama())) == []
+    (doubt,) = context_warnings(recipe("data.seq_length=65"), llama())
     assert doubt == "`data.seq_length` is 65, and the model was made for 64 positions"
 
 
 def test_a_stretched_rotation_counts_as_longer():
     model = llama(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
-    assert list(context_doubts(recipe("data.seq_length=256"), model)) == []
-    assert list(context_doubts(recipe("data.seq_length=257"), model))
+    assert list(context_warnings(recipe("data.seq_length=256"), model)) == []
+    assert list(context_warnings(recipe("data.seq_length=257"), model))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_stretched_rotation_counts_as_longer():
     ],
 )
 def test_lengths_that_do_not_go_with_the_data(sets: list[str], steps: int, size: int, words: list[str]):
-    doubts = list(run_doubts(recipe(*sets), job(setup(), size, steps)))
+    doubts = list(run_warnings(recipe(*sets), make_job(make_setup(), size, steps)))
     assert len(doubts) == len(words)
     assert all(word in doubt for word, doubt in zip(words, doubts))
 
@@ -111,21 +111,21 @@ def test_lengths_that_do_not_go_with_the_data(sets: list[str], steps: int, size:
 def test_epochs_of_less_than_one_step():
     text = RECIPE.replace("steps = 20", "epochs = 0.1")
     Path("recipe.toml").write_text(text)
-    (doubt,) = run_doubts(recipe(), job(setup(), 8, 1))
+    (doubt,) = run_warnings(recipe(), make_job(make_setup(), 8, 1))
     assert doubt == "`train.epochs` 0.1 of 45 sequences is less than one step of 8"
 
 
 def test_intervals_longer_than_the_run():
-    doubts = list(run_doubts(recipe(), job(setup(), 8, 20, eval_every=21, save_every=50)))
+    doubts = list(run_warnings(recipe(), make_job(make_setup(), 8, 20, eval_every=21, save_every=50)))
     assert [doubt.partition("`")[2].partition("`")[0] for doubt in doubts] == ["train.eval_every", "checkpoint.every"]
 
 
 def test_more_evaluation_than_training():
-    made = job(setup(), 8, 20)
-    swapped = job(setup(), 8, 20, train=made.evaluation, evaluation=made.train)
-    (first, *_) = run_doubts(recipe(), swapped)
+    made = make_job(make_setup(), 8, 20)
+    swapped = make_job(make_setup(), 8, 20, train=made.evaluation, evaluation=made.train)
+    (first, *_) = run_warnings(recipe(), swapped)
     assert first == "a batch of 8 takes sequences more than once: the data has 5"
-    doubts = list(run_doubts(recipe(), swapped))
+    doubts = list(run_warnings(recipe(), swapped))
     assert any(doubt.startswith("45 sequences are evaluated, more than the 5") for doubt in doubts)
-    limited = job(setup(), 8, 20, train=made.evaluation, evaluation=made.train, eval_limit=5)
-    assert not any("are evaluated" in doubt for doubt in run_doubts(recipe(), limited))
+    limited = make_job(make_setup(), 8, 20, train=made.evaluation, evaluation=made.train, eval_limit=5)
+    assert not any("are evaluated" in doubt for doubt in run_warnings(recipe(), limited))

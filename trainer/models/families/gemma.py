@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models.architecture import ROPE, Traits, only_knows
+from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
-from trainer.models.layouts import hf_flax
-from trainer.models.parameters import Config
+from trainer.models.layouts import hf_flax_layout
+from trainer.models.parameters import HFConfig
 
-TANH = "gelu_pytorch_tanh"
+TANH_GELU = "gelu_pytorch_tanh"
 
 
-def sizes(config: Config) -> dict[str, int]:
+def sizes(config: HFConfig) -> dict[str, int]:
     """Atom -> extent; GemmaConfig's defaults where a field is absent."""
     return _llama_style.sizes(
         config, vocab=256000, embed=3072, mlp=24576, layers=28, heads=16, kv_heads=16, head_dim=256
     )
 
 
-def traits(config: Config) -> Traits:
+def arch_config(config: HFConfig) -> ArchConfig:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, *ROPE, "attention_bias")
+    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias")
     found = sizes(config)
     if config.get("hidden_act") == "gelu":
-        config = {**config, "hidden_act": TANH}  # what its first configs meant
+        config = {**config, "hidden_act": TANH_GELU}  # what its first configs meant
     return dataclasses.replace(
-        _llama_style.traits(config, found, positions=8192, act=("hidden_act", TANH)),
+        _llama_style.arch_config(config, found, max_positions=8192, activation=("hidden_act", TANH_GELU)),
         norm="rms_offset",
         embed_scale=found["embed"] ** 0.5,
     )
 
 
-FAMILY = _llama_style.family(
+FAMILY = _llama_style.build_family(
     name="gemma",
     sizes=sizes,
-    traits=traits,
-    tied=True,
+    arch_config=arch_config,
+    tied_by_default=True,
     layer={
-        **_llama_style.NORMS,
+        **_llama_style.PRE_NORMS,
         **_llama_style.attention(bias="attention_bias", out_bias="attention_bias"),
-        **_llama_style.gated(),
+        **_llama_style.gated_mlp(),
     },
-    layouts=lambda table: hf_flax(table, _llama_style.PREFIX, norm="weight", ties=True),
+    layouts=lambda table: hf_flax_layout(table, _llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True),
 )

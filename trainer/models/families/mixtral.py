@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models.architecture import ROPE, Traits, only_knows, positive, same_window
+from trainer.models.architecture import (
+    ROPE_FIELDS,
+    ArchConfig,
+    read_positive,
+    reject_unsupported_fields,
+    uniform_windows,
+)
 from trainer.models.families import _llama_style
-from trainer.models.parameters import Config, size
+from trainer.models.parameters import HFConfig, read_size
 
 
-def sizes(config: Config) -> dict[str, int]:
+def sizes(config: HFConfig) -> dict[str, int]:
     """Atom -> extent; MixtralConfig's defaults where a field is absent."""
-    experts = size(config, "num_experts", size(config, "num_local_experts", 8))  # of both the alias wins
+    experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 8))  # of both the alias wins
     return {**_llama_style.sizes(config, mlp=14336, kv_heads=8), "experts": experts, "gate_up": 2}
 
 
-def traits(config: Config) -> Traits:
+def arch_config(config: HFConfig) -> ArchConfig:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, *ROPE, "sliding_window", "layer_types", "num_local_experts", "num_experts")
+    reject_unsupported_fields(config, *ROPE_FIELDS, "sliding_window", "layer_types", "num_local_experts", "num_experts")
     found = sizes(config)
     return dataclasses.replace(
-        _llama_style.traits(config, found, positions=131072, theta=1e6),
-        norm_eps=positive(config, "rms_norm_eps", 1e-5),
-        windows=same_window(found["layers"], config.get("sliding_window")),
-        experts_per_token=_llama_style.experts_per_token(config, found["experts"], default=2),
+        _llama_style.arch_config(config, found, max_positions=131072, rope_theta=1e6),
+        norm_eps=read_positive(config, "rms_norm_eps", 1e-5),
+        sliding_windows=uniform_windows(found["layers"], config.get("sliding_window")),
+        experts_per_token=_llama_style.read_experts_per_token(config, found["experts"], default=2),
     )
 
 
-FAMILY = _llama_style.family(
+FAMILY = _llama_style.build_family(
     name="mixtral",
     sizes=sizes,
-    traits=traits,
-    tied=False,
+    arch_config=arch_config,
+    tied_by_default=False,
     layer={
-        **_llama_style.NORMS,
+        **_llama_style.PRE_NORMS,
         **_llama_style.attention(),
         **_llama_style.experts(
             gate="block_sparse_moe.experts.{experts}.w1.weight",

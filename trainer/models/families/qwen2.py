@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainer.models.architecture import ROPE, Traits, only_knows
+from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
-from trainer.models.parameters import Config
+from trainer.models.parameters import HFConfig
 
 
-def sizes(config: Config) -> dict[str, int]:
+def sizes(config: HFConfig) -> dict[str, int]:
     """Atom -> extent; Qwen2Config's defaults where a field is absent."""
     return _llama_style.sizes(config, vocab=151936, mlp=22016, kv_heads=32)
 
 
-def traits(config: Config) -> Traits:
+def arch_config(config: HFConfig) -> ArchConfig:
     """What its layers compute; PrepError where the config asks for something else."""
-    only_knows(config, *ROPE, "sliding_window", "layer_types")
+    reject_unsupported_fields(config, *ROPE_FIELDS, "sliding_window", "layer_types")
     found = sizes(config)
-    windows = _llama_style.upper_windows(config, found["layers"])
-    return dataclasses.replace(_llama_style.traits(config, found, positions=32768), windows=windows)
+    windows = _llama_style.read_upper_layer_windows(config, found["layers"])
+    return dataclasses.replace(_llama_style.arch_config(config, found, max_positions=32768), sliding_windows=windows)
 
 
-FAMILY = _llama_style.family(
+FAMILY = _llama_style.build_family(
     name="qwen2",
     sizes=sizes,
-    traits=traits,
-    tied=False,
+    arch_config=arch_config,
+    tied_by_default=False,
     layer={
-        **_llama_style.NORMS,
+        **_llama_style.PRE_NORMS,
         **_llama_style.attention(bias=""),
-        **_llama_style.gated(),
+        **_llama_style.gated_mlp(),
     },
 )

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from tests.golden import make_families
-from trainer.models.axis_map import bind
+from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError
-from trainer.models.parameters import Config, rows, stack_axis
-from trainer.models.registry import FAMILIES, GUIDE, family_of
+from trainer.models.parameters import HFConfig, parameter_rows, stack_axis
+from trainer.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
 
 GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))}
 
 
-def tensors_of(config: Config, scan: bool = True) -> dict[str, list[int]]:
+def tensors_of(config: HFConfig, scan: bool = True) -> dict[str, list[int]]:
     """What the family's rows say that a checkpoint with this config holds: name -> shape."""
     family = family_of(config)
     found = {}
-    for path, row in rows(family, config, scan).items():
-        if path == family.tie.leaf and family.tied(config):
+    for path, row in parameter_rows(family, config, scan).items():
+        if path == family.tying.head_leaf and family.is_tied(config):
             continue
-        bound = bind(row, family.sizes(config))
+        bound = bind_row(row, family.sizes(config))
         for bare, _ in bound.tensors():
             found[bare if bare in family.unprefixed else family.prefix + bare] = list(bound.source_shape)
     return found
@@ -63,17 +63,17 @@ WHOLE = {"word_embed_proj_dim": 24, "feed_forward_proj": "gated-gelu"}  # an OPT
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_table_is_in_itself_consistent(family):
-    fields = {p.when: True for p in family.table.values() if p.when and isinstance(p.when, str)}
+    fields = {p.when: True for p in family.parameters.values() if p.when and isinstance(p.when, str)}
     config = {"model_type": family.name, **WHOLE, **fields}
-    table = rows(family, config)
-    assert list(table) == list(family.table)
-    assert family.tie.leaf in table
-    bound = [bind(row, family.sizes(config)) for row in table.values()]
-    names = [row.name for row in bound]
-    assert len({(row.name, row.source) for row in bound}) == len(bound)
-    assert {family.tie.tensor, family.tie.embedding} <= {name[0] for name in names}
+    table = parameter_rows(family, config)
+    assert list(table) == list(family.parameters)
+    assert family.tying.leaf in table
+    bound = [bind_row(row, family.sizes(config)) for row in table.values()]
+    names = [row.name_parts for row in bound]
+    assert len({(row.name_parts, row.source_dims) for row in bound}) == len(bound)
+    assert {family.tying.tensor, family.tying.embedding} <= {name[0] for name in names}
     for path, row in table.items():
-        assert ("layers" in path.split(".")) == (stack_axis(row.leaf) is not None)
+        assert ("layers" in path.split(".")) == (stack_axis(row.leaf_dims) is not None)
         assert all(part.isidentifier() for part in path.split("."))
 
 
@@ -133,19 +133,19 @@ COMMON = ("intermediate_size", "num_attention_heads", "num_hidden_layers", "voca
 def test_the_nearest_family_is_named(config: dict[str, Any], nearest: str):
     with pytest.raises(PrepError) as caught:
         family_of(config)
-    assert caught.value.hint == (f"the nearest is {nearest}; " if nearest else "") + GUIDE
+    assert caught.value.hint == (f"the nearest is {nearest}; " if nearest else "") + ADD_FAMILY_HINT
     assert (Path(__file__).parents[4] / "docs" / "add-a-family.md").is_file()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize(("says", "tied"), [({}, None), ({"tie_word_embeddings": True}, True)])
 def test_what_a_config_says_of_tying_wins_over_the_class(family, says: dict[str, bool], tied: bool | None):
-    assert family.tied(says) == (family.tie.default if tied is None else tied)
-    assert not family.tied({"tie_word_embeddings": False})
+    assert family.is_tied(says) == (family.tying.default if tied is None else tied)
+    assert not family.is_tied({"tie_word_embeddings": False})
 
 
 def test_the_defaults_of_tying_are_those_of_the_classes():
-    assert {name: family.tie.default for name, family in FAMILIES.items()} == {
+    assert {name: family.tying.default for name, family in FAMILIES.items()} == {
         **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text", "t5"), True),
         **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
         **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), False),

@@ -1,0 +1,166 @@
+"""The commands that look, check and show, as Typer takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from prepcli.cli.option_groups import HubOptions, OutputOptions, expand_option_groups
+from prepcli.cli.options import (
+    DEFAULT_MEMORY,
+    CheckpointArgument,
+    ConfigOption,
+    FamilyArgument,
+    MemoryOption,
+    OptionalCheckpointArgument,
+    ProgressOption,
+)
+from prepcli.execution.signals import raise_on_signal
+
+
+@expand_option_groups
+def verify(
+    checkpoint: OptionalCheckpointArgument = None,
+    against: Annotated[
+        str | None, typer.Argument(metavar="AGAINST", help="Another checkpoint.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")] = False,
+    memory: MemoryOption = DEFAULT_MEMORY,
+    *,
+    hub: HubOptions,
+    shown: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Check every bit, against the manifest or another checkpoint.
+
+    \b
+    Examples:
+      prep verify gpt-neo-1.3B-padded-init
+      prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
+    """
+    from prepcli.commands.conversion import CommonOptions
+    from prepcli.commands.verify import VerifyRequest
+    from prepcli.commands.verify import verify as run
+    from prepcli.engine.budget import parse_memory
+
+    ui = shown.open_console("verify", progress)
+    common = CommonOptions(
+        checkpoint,
+        None,
+        parse_memory(memory),
+        offline=hub.offline,
+        revision=hub.revision,
+        stream=hub.stream,
+        config=config,
+    )
+    with raise_on_signal():
+        return ui.finish(run(VerifyRequest(common, against, quick), ui))
+
+
+@expand_option_groups
+def inspect(
+    checkpoint: CheckpointArgument,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(metavar="PATTERN", help="Tensors whose name matches, as `*.q.*`.", show_default=False),
+    ] = None,
+    sort: Annotated[
+        Literal["name", "size", "file"],
+        typer.Option("--sort", metavar="BY", help="name, size, or file: as they are stored."),
+    ] = "file",
+    tree: Annotated[bool, typer.Option("--tree", help="As a tree, equal layers once.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Least, greatest, mean, nan …; reads the data.")] = False,
+    shards: Annotated[
+        str | None,
+        typer.Option("--shards", metavar="LEAF", help="Draw which device holds what of a leaf.", show_default=False),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh", metavar="DP,FSDP,MP", help="For --shards; default: the checkpoint's.", show_default=False
+        ),
+    ] = None,
+    diff: Annotated[
+        str | None,
+        typer.Option("--diff", metavar="OTHER", help="Names, shapes and dtypes that differ.", show_default=False),
+    ] = None,
+    *,
+    hub: HubOptions,
+    shown: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Show what a checkpoint holds.
+
+    \b
+    Examples:
+      prep inspect gpt-neo-1.3B-init --tree
+      prep inspect ./llama-13b '*.q_proj.*' --stats
+      prep inspect gpt-neo-1.3B-init --shards embed.tokens --mesh 1,2,4
+    """
+    from prepcli.commands.inspect import InspectRequest
+    from prepcli.commands.inspect import inspect as run
+
+    ui = shown.open_console("inspect", progress)
+    request = InspectRequest(
+        checkpoint, pattern, sort, tree, stats, shards, mesh, diff, hub.offline, hub.revision, hub.stream
+    )
+    return ui.finish(run(request, ui))
+
+
+@expand_option_groups
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to work.")] = Path("prep-demo"),
+    *,
+    shown: OutputOptions,
+) -> int:
+    """Take a tiny model all the way and back, offline, and check it.
+
+    It runs the commands that you would type, shows them, kills one midway
+    and goes on, and keeps what they made.
+
+    \b
+    Examples:
+      prep demo
+      prep demo --out /tmp/demo --json
+    """
+    from prepcli.commands.demo import demo as run
+
+    with raise_on_signal():
+        ui = shown.open_console("demo")
+        return ui.finish(run(out, ui))
+
+
+@expand_option_groups
+def models(family: FamilyArgument = None, *, shown: OutputOptions) -> int:
+    """List the checkpoints that have a short name.
+
+    \b
+    Examples:
+      prep models
+      prep models llama --json
+    """
+    from prepcli.commands.models import models as run
+
+    ui = shown.open_console("models")
+    return ui.finish(run(family, ui.columns))
+
+
+@expand_option_groups
+def env(
+    devices: Annotated[bool, typer.Option("--devices", help="Import jax and list its devices.")] = False,
+    *,
+    shown: OutputOptions,
+) -> int:
+    """Show versions, devices, memory, settings and caches.
+
+    \b
+    Examples:
+      prep env
+      prep env --devices --json
+    """
+    from prepcli.commands.env import env as run
+
+    return shown.open_console("env").finish(run(DEFAULT_MEMORY, devices))

@@ -1,0 +1,86 @@
+"""The standard streams of the process where they are closed, full, or read by nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import sys
+from typing import Any, TextIO
+
+
+class LossyStream:
+    """A text stream that drops what it cannot write: a message that is lost must not stop a conversion."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or drop, all of the text."""
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+        redirect_to_null(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush; what fails is dropped."""
+        try:
+            self._stream.flush()
+        except OSError:
+            redirect_to_null(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def open_closed_streams() -> None:
+    """Open a stand-in for each standard stream that is closed, so that no output file gets its descriptor.
+
+    Writing to the stand-in of stdout fails, because a result would be lost; that of stderr drops messages.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def escape_unencodable() -> None:
+    """Have the standard streams escape characters that their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
+    """Write and flush; return the error that lost the text. A reader that has gone away wants no more of it."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        redirect_to_null(stream)
+        return None if isinstance(error, BrokenPipeError) else error
+    return None
+
+
+def redirect_to_null(stream: TextIO) -> None:
+    """Send what is written to the stream from now on, and what waits in its buffer, to nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # streams of tests have no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        stream.flush()
+
+
+def is_reader_gone(stream: TextIO) -> bool:
+    """Whether the stream is a pipe whose reader has closed it."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)
+    except (OSError, ValueError):
+        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))

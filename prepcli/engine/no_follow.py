@@ -1,0 +1,84 @@
+"""Files of an output, opened and written without following links that somebody laid into its folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from prepcli.errors import PrepError
+
+
+def open_no_follow(path: Path, flags: int) -> int:
+    """Open a regular file of an output, or create it with `O_CREAT`.
+
+    Args:
+        path: The file. Its last component is never followed; `check_no_links` covers the folders above it.
+        flags: Flags of `os.open`. `O_TRUNC` takes effect only after the file was checked.
+
+    Returns:
+        The file descriptor.
+
+    Raises:
+        PrepError: The path is a symbolic link, has a second name (hard link), or is not a regular file.
+        OSError: The system refuses to open it.
+    """
+    try:
+        fd = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK):
+            raise _unsafe_file_error(path, "is a symbolic link") from error
+        if error.errno == errno.ENXIO:
+            raise _unsafe_file_error(path, "is not a regular file") from error
+        raise
+    try:
+        _check_regular_file(path, os.fstat(fd), is_written=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+        if flags & os.O_TRUNC:
+            os.ftruncate(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool) -> None:
+    if not stat.S_ISREG(file_stat.st_mode):
+        raise _unsafe_file_error(path, "is not a regular file")
+    if is_written and file_stat.st_nlink > 1:
+        raise _unsafe_file_error(path, "has a second name (hard link)")
+
+
+def _unsafe_file_error(path: Path, why: str) -> PrepError:
+    return PrepError(f"{path} is not used", f"it {why}, and writing to it could change another file", "remove it")
+
+
+def write_no_follow(path: Path, data: bytes) -> None:
+    """Write a whole file of an output; raises as `open_own` does."""
+    fd = open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    finally:
+        os.close(fd)
+
+
+def read_no_follow(path: Path) -> bytes:
+    """Read a whole file of an output; raises as `open_own` does."""
+    with open(open_no_follow(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def check_not_symlink(path: Path) -> None:
+    """Raise PrepError for a symbolic link."""
+    if path.is_symlink():
+        raise _unsafe_file_error(path, "is a symbolic link")
+
+
+def check_no_symlinks(folder: Path) -> None:
+    """Raise PrepError if the folder, or anything in it, is a symbolic link."""
+    check_not_symlink(folder)
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            check_not_symlink(Path(parent, name))

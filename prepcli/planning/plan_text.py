@@ -1,0 +1,76 @@
+"""Encode a plan as text, for its digest. Pure.
+
+Manifests, journals and uploads record the digest of this text, so its class and field names are part of the formats on
+disk. They are fixed here and differ from the names in code, which may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.planning.grids import ChunkGrid, ExplicitPlacement, StridedPlacement
+from prepcli.planning.plan import (
+    Contiguous,
+    DroppedTensor,
+    EqualityCheck,
+    Fill,
+    OutputFile,
+    OutputLeaf,
+    PlacedChunks,
+    Plan,
+    SmallFile,
+    SourceFile,
+    Stream,
+    Strided,
+)
+from prepcli.planning.strided_copies import Region
+from trainer.models.axis_map import AxisMap, Factor, TensorDim, TensorIndex
+
+# Class -> its name in the text, and the fields whose names in the text differ from those in code
+NAMES: dict[type, tuple[str, dict[str, str]]] = {
+    Plan: ("Plan", {"source_files": "sources", "display_names": "names"}),
+    SourceFile: ("SourceFile", {}),
+    Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
+    Contiguous: ("Flat", {}),
+    Strided: ("Strided", {"strides": "steps"}),
+    Region: ("Region", {"axis_map": "row", "stacked_indices": "at", "placement": "places"}),
+    GappedRegion: ("Gapped", {}),
+    ChunkGrid: ("Grid", {"chunk_shape": "chunk"}),
+    StridedPlacement: ("Lattice", {"first_index": "first"}),
+    ExplicitPlacement: ("Scatter", {}),
+    AxisMap: ("AxisMap", {"leaf_dims": "leaf", "name_parts": "name", "source_dims": "source"}),
+    Factor: ("Factor", {"fixed": "held"}),
+    TensorDim: ("TensorDim", {}),
+    TensorIndex: ("Choice", {"listed_indices": "numbers"}),
+    Fill: ("Fill", {}),
+    OutputFile: ("OutFile", {"constant_ranges": "fixed"}),
+    SmallFile: ("SmallFile", {}),
+    OutputLeaf: ("Leaf", {"placed_chunks": "placed"}),
+    PlacedChunks: ("Placed", {"placement": "places"}),
+    DroppedTensor: ("Dropped", {}),
+    EqualityCheck: ("Same", {"duplicate_of": "other"}),
+}
+
+
+def _labels(cls: type) -> Iterator[tuple[str, str]]:
+    """Yield each encoded field's name in code, and its name in the text with the equals sign."""
+    names = NAMES[cls][1]
+    return ((field.name, f"{names.get(field.name, field.name)}=") for field in fields(cls) if field.repr)
+
+
+_LABELS = {cls: tuple(_labels(cls)) for cls in NAMES}
+
+
+def encode_text(value: Any) -> str:
+    """Return the text of a plan, of a part of one, or of a tuple of parts."""
+    if type(value) is tuple:
+        end = ",)" if len(value) == 1 else ")"
+        return "(" + ", ".join(map(encode_text, value)) + end
+    labels = _LABELS.get(type(value))
+    if labels is None:
+        return repr(value)
+    content = ", ".join(label + encode_text(getattr(value, name)) for name, label in labels)
+    return f"{NAMES[type(value)][0]}({content})"

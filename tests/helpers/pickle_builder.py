@@ -1,0 +1,134 @@
+"""Pickles put together opcode by opcode, so that they may say what no library would write, and files around them."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+START, STOP, MARK = b"\x80\x02", b".", b"("
+
+
+def encode_name(text: str) -> bytes:
+    """A class or function by its module and name, joined by a dot."""
+    module, _, last = text.rpartition(".")
+    return f"c{module}\n{last}\n".encode()
+
+
+def encode_text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def encode_int(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes([value])
+    nbytes = (value.bit_length() + 8) // 8
+    return b"\x8a" + bytes([nbytes]) + value.to_bytes(nbytes, "little", signed=True)
+
+
+def encode_tuple(*parts: bytes) -> bytes:
+    """A tuple."""
+    return MARK + b"".join(parts) + b"t"
+
+
+def encode_ints(values: Sequence[int]) -> bytes:
+    return encode_tuple(*map(encode_int, values))
+
+
+def encode_call(maker: str, *args: bytes) -> bytes:
+    return encode_name(maker) + encode_tuple(*args) + b"R"
+
+
+def encode_mapping(items: Mapping[str, bytes] | Sequence[tuple[bytes, bytes]]) -> bytes:
+    pairs = [(encode_text(key), value) for key, value in items.items()] if isinstance(items, Mapping) else items
+    return b"}" + MARK + b"".join(key + value for key, value in pairs) + b"u"
+
+
+def encode_storage(key: str = "0", kind: str = "torch.FloatStorage", numel: int = 6, *more: bytes) -> bytes:
+    return (
+        encode_tuple(
+            encode_text("storage"), encode_name(kind), encode_text(key), encode_text("cpu"), encode_int(numel), *more
+        )
+        + b"Q"
+    )
+
+
+def encode_tensor(
+    shape: Sequence[int] = (2, 3), stride: Sequence[int] = (3, 1), offset: int = 0, storage: bytes | None = None
+) -> bytes:
+    """A tensor as PyTorch 0.4 and later make it, by default of all of a storage of six numbers."""
+    where = encode_storage() if storage is None else storage
+    rebuild = "torch._utils._rebuild_tensor_v2"
+    hooks = encode_call("collections.OrderedDict")
+    return encode_call(rebuild, where, encode_int(offset), encode_ints(shape), encode_ints(stride), b"\x89", hooks)
+
+
+def make_pickle(*body: bytes) -> bytes:
+    return START + b"".join(body) + STOP
+
+
+SIX_FLOATS = struct.pack("<6f", *range(6))
+ONE_TENSOR = make_pickle(encode_mapping({"w": encode_tensor()}))  # a pickle of one tensor of these numbers
+
+
+def make_zip_file(pickled: bytes, records: Mapping[str, bytes] | None = None, root: str = "archive") -> bytes:
+    """A zip archive as PyTorch writes it, but for the places of its records."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr(f"{root}/data.pkl", pickled)
+        for key, value in ({"data/0": SIX_FLOATS} if records is None else records).items():
+            archive.writestr(f"{root}/{key}", value)
+    return out.getvalue()
+
+
+MAGIC = 0x1950A86A20F9469CFC6C
+
+
+def make_legacy_file(
+    root: bytes,
+    storages: Sequence[tuple[str, int, bytes]] = (("0", 6, SIX_FLOATS),),
+    little: bytes = b"\x88",
+    magic: int = MAGIC,
+) -> bytes:
+    """A file as PyTorch wrote it before 1.6; of each storage its key, the length that is told, and its bytes."""
+    head = [encode_int(magic), b"M" + struct.pack("<H", 1001), encode_mapping({"little_endian": little}), root]
+    keys = b"]" + MARK + b"".join(encode_text(key) for key, _, _ in storages) + b"e"
+    data = b"".join(struct.pack("<q", count) + raw for _, count, raw in storages)
+    return b"".join(make_pickle(part) for part in [*head, keys]) + data
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Bytes flipped, cut out, doubled, or replaced by large numbers."""
+    found = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(found) + 1)
+        kind = rng.randrange(5)
+        if kind == 0 and at < len(found):
+            found[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del found[at : at + rng.randint(1, 9)]
+        elif kind == 2:
+            found[at:at] = found[rng.randrange(len(found) + 1) :][: rng.randint(1, 30)]
+        elif kind == 3:
+            found[at : at + 4] = rng.choice([b"\xff" * 4, b"\xff\xff\xff\x7f", b"\x00" * 4, bytes(rng.randbytes(4))])
+        else:
+            del found[at:]
+    return bytes(found)
+
+
+KINDS = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "bool": "Bool", "float64": "Double"}
+
+
+def make_torch_file(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """A file of PyTorch's with these tensors, each in a storage of its own."""
+    made, records = {}, {}
+    for number, (key, array) in enumerate(arrays.items()):
+        steps = [step // array.itemsize for step in np.empty(array.shape, array.dtype).strides]
+        held = encode_storage(str(number), f"torch.{KINDS[array.dtype.name]}Storage", array.size)
+        made[key] = encode_tensor(array.shape, steps, storage=held)
+        records[f"data/{number}"] = array.tobytes()
+    return make_zip_file(make_pickle(encode_mapping(made)), records)

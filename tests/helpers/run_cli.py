@@ -1,0 +1,54 @@
+"""Commands as the tests run them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.cli.main import main
+
+
+def run_ok(*words: str) -> None:
+    assert main([*words, "-q"]) == 0
+
+
+def run_failing(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    """What a command says that ends with this code."""
+    capsys.readouterr()
+    assert main([*words, "-q"]) == code
+    return capsys.readouterr().err
+
+
+def error_lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines of the error that a command ends with."""
+    assert main([*words, "-q"]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err.splitlines()
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*words, "--json"]) in (0, 1)
+    return json.loads(capsys.readouterr().out)
+
+
+def _file_stats(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def run_failing_unchanged(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str]]:
+    """Return the exit code and the lines of the error, and check that the current folder is as before."""
+    before = _file_stats(Path())
+    code = main([*args, "-q"])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert {k: v for k, v in _file_stats(Path()).items() if ".partial" not in k or k in before} == before
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ")
+    return code, lines

@@ -1,0 +1,196 @@
+"""Tiny Hugging Face checkpoints of every kind that the tests need, written without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prepcli.engine.fills import numpy_dtype
+from prepcli.formats.safetensors_layout import encode_index, lay_out_files, split_into_shards
+from prepcli.planning.tensors import itemsize
+from trainer.models.axis_map import bind_row
+from trainer.models.parameters import parameter_rows
+from trainer.models.registry import FAMILIES
+
+GPT_NEO: dict[str, Any] = {
+    "model_type": "gpt_neo",
+    "architectures": ["GPTNeoForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "num_layers": 3,
+    "num_heads": 4,
+    "intermediate_size": None,
+    "max_position_embeddings": 64,
+    "attention_types": [[["global", "local", "global"], 1]],
+    "window_size": 8,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 131,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_inner": None,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GROUPED_QUERY = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
+TOKEN_FIELDS = {key: value for key, value in SMALL.items() if key.endswith("_id") or key == "vocab_size"}
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one of each family that has no config above
+    "gptj": TOKEN_FIELDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
+    "gpt_neox": SMALL,
+    "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "mistral": GROUPED_QUERY | {"sliding_window": 8},
+    "mixtral": GROUPED_QUERY | {"num_local_experts": 3},
+    "qwen2": SMALL | {"num_key_value_heads": 2},
+    "qwen3": GROUPED_QUERY,
+    "qwen3_moe": GROUPED_QUERY | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gemma": GROUPED_QUERY,
+    "gemma2": GROUPED_QUERY | {"sliding_window": 8},
+    "gemma3_text": GROUPED_QUERY | {"sliding_window": 8, "sliding_window_pattern": 2},
+    "phi3": SMALL | {"num_key_value_heads": 2},
+    "t5": TOKEN_FIELDS | {
+        "d_model": 64, "d_kv": 24, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "eos_token_id": 1,
+        "decoder_start_token_id": 0, "pad_token_id": 0,
+    },
+}  # fmt: skip
+ARCHITECTURES = {
+    "gptj": "GPTJForCausalLM", "gpt_neox": "GPTNeoXForCausalLM", "opt": "OPTForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "t5": "T5ForConditionalGeneration",
+}  # fmt: skip
+for _name, _config in FAMILY_CONFIGS.items():
+    _class = ARCHITECTURES.get(_name, f"{_name.capitalize()}ForCausalLM")
+    FAMILY_CONFIGS[_name] = {"model_type": _name, "architectures": [_class], **_config}
+ALL_CONFIGS = [GPT2, GPT_NEO, LLAMA, *FAMILY_CONFIGS.values()]
+INV_FREQ_BUFFER = {"layers.{}.self_attn.rotary_emb.inv_freq": ("float32", (2,))}
+LEGACY_BUFFERS = {
+    "gpt2": {"h.{}.attn.bias": ("bool", (1, 1, 64, 64)), "h.{}.attn.masked_bias": ("float32", ())},
+    "gpt_neo": {
+        "h.{}.attn.attention.bias": ("bool", (1, 1, 64, 64)),
+        "h.{}.attn.attention.masked_bias": ("float32", ()),
+    },
+    "gptj": {"h.{}.attn.bias": ("bool", (1, 1, 64, 64)), "h.{}.attn.masked_bias": ("float32", ())},
+    "gpt_neox": {
+        "layers.{}.attention.bias": ("bool", (1, 1, 64, 64)),
+        "layers.{}.attention.masked_bias": ("float16", ()),
+        "layers.{}.attention.rotary_emb.inv_freq": ("float32", (2,)),
+    },
+    "opt": {},
+    "t5": {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": ("float32", (8, 4))},
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), INV_FREQ_BUFFER),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "phi3"), INV_FREQ_BUFFER),
+}
+
+
+def checkpoint_tensors(
+    config: dict[str, Any], dtype: str, tied: bool, legacy: bool, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Every tensor that a checkpoint of this config has, by its full name, with random finite values."""
+    family, rng = FAMILIES[config["model_type"]], np.random.default_rng(seed)
+    found: dict[str, np.ndarray] = {}
+
+    def add(bare: str, kind: str, shape: tuple[int, ...]) -> None:
+        name = bare if bare in family.unprefixed else family.prefix + bare
+        values = rng.standard_normal(math.prod(shape)) * 0.3
+        found[name] = (values > 0 if kind == "bool" else values).astype(numpy_dtype(kind)).reshape(shape)
+
+    for path, row in parameter_rows(family, config).items():
+        if path != family.tying.leaf or not tied:
+            bound = bind_row(row, family.sizes(config))
+            for name, _ in bound.tensors():
+                add(name, dtype, bound.source_shape)
+    layers = family.sizes(config)["layers"]
+    for pattern, (kind, shape) in LEGACY_BUFFERS[family.name].items() if legacy else ():
+        for layer in range(layers):
+            add(pattern.format(layer), kind, shape)
+    return found
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], files: int = 2) -> Path:
+    """A Hugging Face folder: config, tokenizer files, weights in about so many shards with an index."""
+    folder.mkdir(parents=True)
+    entries = [(name, value.dtype.name, value.shape, value.nbytes) for name, value in tensors.items()]
+    limit = -(-sum(e[3] for e in entries) // files)
+    layouts = lay_out_files([(name, group, None) for name, group in split_into_shards(entries, limit)])
+    for layout in layouts:
+        data = b"".join(tensors[t.name].tobytes() for t in layout.tensors)
+        (folder / layout.name).write_bytes(layout.header + data)
+    if len(layouts) > 1:
+        (folder / "model.safetensors.index.json").write_bytes(encode_index(layouts))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"_from_model_config": true}')
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    return folder
+
+
+def make_checkpoint(
+    folder: Path,
+    base: dict[str, Any] = GPT_NEO,
+    dtype: str = "float32",
+    tied: bool | None = None,
+    legacy: bool = False,
+    files: int = 2,
+    **changes: Any,
+) -> dict[str, np.ndarray]:
+    """Write a tiny checkpoint and return its tensors; `tied` as the family has it by default."""
+    default = FAMILIES[base["model_type"]].tying.default
+    is_tied = default if tied is None else tied
+    config = {**base, "torch_dtype": dtype, **changes} | (
+        {} if is_tied == default else {"tie_word_embeddings": is_tied}
+    )
+    tensors = checkpoint_tensors(config, dtype, is_tied, legacy)
+    write_checkpoint(folder, config, tensors, files)
+    return tensors
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a Hugging Face folder by the real library's parser, bytes viewed as their own dtype."""
+    from safetensors import deserialize
+
+    from prepcli.formats.safetensors import DTYPES
+
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in deserialize(path.read_bytes()):
+            dtype = DTYPES[entry["dtype"]]
+            assert len(entry["data"]) == math.prod(entry["shape"]) * itemsize(dtype)
+            found[name] = np.frombuffer(bytes(entry["data"]), numpy_dtype(dtype)).reshape(entry["shape"])
+    return found
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

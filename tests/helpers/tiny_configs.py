@@ -1,0 +1,233 @@
+"""Tiny configs of decoders with an odd vocabulary and odd numbers of heads: of each family one by its own name, and
+others by longer ones, which have what it may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GPT_NEO: dict[str, Any] = {
+    "model_type": "gpt_neo", "vocab_size": 29, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "window_size": 3,
+    "max_position_embeddings": 300, "attention_types": [[["global", "local"], 1], [["global"], 1]],
+    "layer_norm_epsilon": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 29, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 300,
+    "layer_norm_epsilon": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+TOKEN_FIELDS = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+SMALL = TOKEN_FIELDS | {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GROUPED_QUERY = SMALL | {"num_key_value_heads": 1, "head_dim": 10, "rms_norm_eps": 1e-3}
+GEMMA = GROUPED_QUERY | {"query_pre_attn_scalar": 7, "sliding_window": 5}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.5, 4.0], "long_factor": [2.0, 3.0, 5.0, 9.0]}
+
+GPTJ = TOKEN_FIELDS | {
+    "model_type": "gptj", "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 300, "rotary_dim": 4, "n_inner": 20,
+    "layer_norm_epsilon": 1e-3,
+}  # fmt: skip
+OPT = TOKEN_FIELDS | {
+    "model_type": "opt", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "ffn_dim": 20,
+    "max_position_embeddings": 300,
+}  # fmt: skip
+GPT_NEOX = SMALL | {"model_type": "gpt_neox", "rotary_pct": 0.5, "layer_norm_eps": 1e-3}
+MISTRAL = GROUPED_QUERY | {"model_type": "mistral", "sliding_window": 5}
+MIXTRAL = GROUPED_QUERY | {
+    "model_type": "mixtral",
+    "num_local_experts": 3,
+    "rope_theta": 2e4,
+    "router_jitter_noise": 0.0,
+}
+QWEN2 = SMALL | {"model_type": "qwen2", "num_key_value_heads": 1, "rms_norm_eps": 1e-3}
+QWEN3 = GROUPED_QUERY | {"model_type": "qwen3"}
+QWEN3_MOE = GROUPED_QUERY | {
+    "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7,
+    "norm_topk_prob": True,
+}  # fmt: skip
+GEMMA1 = GROUPED_QUERY | {"model_type": "gemma"}
+GEMMA2 = GEMMA | {
+    "model_type": "gemma2", "num_hidden_layers": 3, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+}  # fmt: skip
+GEMMA3 = GEMMA | {
+    "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window_pattern": 2, "rope_theta": 5e4,
+    "rope_local_base_freq": 500.0,
+}  # fmt: skip
+PHI3 = SMALL | {"model_type": "phi3", "num_key_value_heads": 1, "rms_norm_eps": 1e-3, "partial_rotary_factor": 0.5}
+T5 = {
+    "model_type": "t5", "vocab_size": 29, "d_model": 16, "d_kv": 6, "d_ff": 12, "num_layers": 2,
+    "num_decoder_layers": 3, "num_heads": 3, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 40,
+    "layer_norm_epsilon": 0.1, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+T5_GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # with what transformers computes in a file
+    "gptj": GPTJ,
+    "opt": OPT,
+    "opt-350m": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 10},
+    "gpt_neox": GPT_NEOX,
+    "gpt_neox-serial": GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new"},
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "gemma": GEMMA1,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "phi3": PHI3,
+    "t5": T5,
+    "t5-gated": T5_GATED,
+    "phi3-longrope": PHI3 | {
+        "partial_rotary_factor": 1.0, "original_max_position_embeddings": 32, "rope_scaling": LONG_ROPE,
+    },
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
+NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared live alone
+    "gptj-tied": GPTJ | {"tie_word_embeddings": True},
+    "gptj-names": GPTJ | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "n_inner": None},
+    "opt-bare": OPT | {
+        "enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False,
+        "activation_function": "gelu",
+    },
+    "opt-no-last-norm": OPT | {"_remove_final_layer_norm": True, "word_embed_proj_dim": 30},
+    "gpt_neox-whole": GPT_NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 500},
+    "gpt_neox-default": {key: value for key, value in GPT_NEOX.items() if key != "rotary_pct"},
+    "gpt_neox-version-5": GPT_NEOX | {"rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.75}},
+    "gpt_neox-linear": GPT_NEOX | {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "mistral-no-window": MISTRAL | {"sliding_window": None, "num_key_value_heads": 3, "head_dim": None},
+    "mixtral-window": MIXTRAL | {"sliding_window": 4, "num_experts_per_tok": 1},
+    "mixtral-all": MIXTRAL | {"num_experts_per_tok": 3, "hidden_act": "gelu"},
+    "qwen2-sliding": QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen2-off": QWEN2 | {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1},
+    "qwen2-kinds": QWEN2 | SLIDING | {"tie_word_embeddings": True},
+    "qwen3-biases": QWEN3 | SLIDING | {"attention_bias": True},
+    "qwen3_moe-plain": QWEN3_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 3, "attention_bias": True},
+    "qwen3_moe-sliding": QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 4},
+    "gemma-legacy": GEMMA1 | {"hidden_act": "gelu", "hidden_activation": None},
+    "gemma-biases": GEMMA1 | {"attention_bias": True, "tie_word_embeddings": False},
+    "gemma2-no-caps": GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma2-kinds": GEMMA2 | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "gemma3_text-linear": GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3_text-version-5": GEMMA3 | {
+        "final_logit_softcapping": 2.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
+    "phi3-window": PHI3 | {"sliding_window": 4, "num_key_value_heads": None},
+    "phi3-su": PHI3 | {
+        "original_max_position_embeddings": 400, "partial_rotary_factor": 1.0,
+        "rope_scaling": LONG_ROPE | {"type": "su", "original_max_position_embeddings": 16},
+    },
+    "t5-stored": T5_GATED | {"dense_act_fn": "quick_gelu", "is_gated_act": True, "num_decoder_layers": None},
+    "t5-silu": T5 | {"feed_forward_proj": "gated-silu", "scale_decoder_outputs": False, "num_layers": 1},
+    "t5-untied": T5 | {"tie_word_embeddings": False, "scale_decoder_outputs": True},
+    "phi3-version-5": PHI3 | {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 300.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 2.0, 3.0],
+        "long_factor": [3.0, 4.0, 6.0], "attention_factor": 0.9, "original_max_position_embeddings": 16,
+    }},
+}  # fmt: skip
+
+FULL = {"layer_types": ["full_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "rope_theta": 300.0}
+NESTED = {"sliding_attention": {"rope_type": "default"}, "full_attention": YARN | {"truncate": False}}
+AMBIGUOUS: dict[str, dict[str, Any]] = {  # of which transformers reads less, or more, than their fields seem to say
+    "mistral-listed": MISTRAL | FULL,
+    "mixtral-listed": MIXTRAL | FULL | {"sliding_window": 4},
+    "phi3-listed": PHI3 | FULL | {"sliding_window": 4},
+    "qwen3_moe-listed": QWEN3_MOE | FULL | {"use_sliding_window": True, "sliding_window": 4},
+    "mixtral-both-names": MIXTRAL | {"num_experts": 4},
+    "qwen3_moe-both-names": QWEN3_MOE | {"num_local_experts": 4},
+    "qwen3_moe-plain-beyond": QWEN3_MOE | {"mlp_only_layers": [2], "decoder_sparse_step": 1},
+    "t5-null": T5 | {"tie_word_embeddings": None},
+    "t5-36-buckets": T5 | {"relative_attention_num_buckets": 36, "relative_attention_max_distance": 50},
+    "t5-aliases": T5 | {
+        "hidden_size": 24, "num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 1, "num_decoder_layers": None,
+    },
+    "t5-other-activation": T5 | {"hidden_act": "gelu", "activation_function": "silu"},
+    "gemma3_text-underscore": {k: v for k, v in GEMMA3.items() if k != "sliding_window_pattern"} | {
+        "_sliding_window_pattern": 2,
+    },
+    "gemma3_text-truncate": GEMMA3 | {"rope_parameters": NESTED},
+    "gemma3_text-truncate-outside": GEMMA3 | {"rope_parameters": NESTED | {"truncate": False}},
+    "gemma3_text-type": GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 8.0}},
+    "gpt_neox-4.57": GPT_NEOX | {"partial_rotary_factor": 0.5, "rotary_emb_base": 10000, "rope_theta": 10000},
+    "gpt_neox-4.57-other": GPT_NEOX | {"partial_rotary_factor": 1.0, "rope_theta": 99},
+    "gpt2-by-depth": GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3},
+    "gpt2-by-depth-upcast": GPT2 | {
+        "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "scale_attn_weights": False,
+    },
+    "llama-yarn-beta-0": LLAMA | {"rope_scaling": ROPES["yarn"] | {"beta_fast": 0, "beta_slow": 0}},
+}  # fmt: skip
+
+FIRST_FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 24, "reorder_and_upcast_attn": True},
+    "gpt_neo": GPT_NEO,
+    "gpt_neo-untied": GPT_NEO | {"tie_word_embeddings": False, "attention_layers": ["local", "local", "global"]},
+    "llama": LLAMA,
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
+    **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
+}
+GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES  # with what transformers computes in a file
+GPT2_VARIANTS: dict[str, dict[str, Any]] = {
+    "odd-heads": {"n_embd": 24, "n_head": 3},
+    "names": {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 8, "max_position_embeddings": 301},
+    "plain-scores": {"scale_attn_weights": False},
+    "upcast": {"reorder_and_upcast_attn": True, "activation_function": "relu"},
+}
+GPT_NEO_VARIANTS: dict[str, dict[str, Any]] = {
+    "odd-heads": {"hidden_size": 24, "num_heads": 3},
+    "odd": {"num_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]},
+    "attention-layers": {"attention_layers": ["local", "global", "local"]},
+    "window-1": {"window_size": 1},
+    "window-7": {"window_size": 7},
+    "window-300": {"window_size": 300},
+    "wide": {"intermediate_size": 37, "activation_function": "gelu", "tie_word_embeddings": False},
+    "tanh": {"activation_function": "gelu_pytorch_tanh"},
+}
+LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
+    "odd-heads": {"num_attention_heads": 3, "hidden_size": 24, "head_dim": None},
+    "odd": {"num_hidden_layers": 3, "num_key_value_heads": None},
+    "groups": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+    "theta": {"rope_theta": 5e5},
+    "version-5": {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}},
+    "both-spellings": {"rope_scaling": ROPES["linear"], "rope_parameters": {"rope_type": "default"}},
+    "llama3-outside": {"rope_scaling": ROPES["llama3"], "original_max_position_embeddings": 16},
+    "llama3-no-length": {
+        "rope_scaling": {k: v for k, v in ROPES["llama3"].items() if k != "original_max_position_embeddings"}
+    },
+    "yarn-attention": {"rope_scaling": ROPES["yarn"] | {"attention_factor": 0.9, "truncate": False}},
+    "yarn-mscale": {"rope_scaling": ROPES["yarn"] | {"mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 3}},
+    "yarn-half": {"rope_scaling": ROPES["yarn"] | {"factor": 0.5, "mscale": 0.7, "beta_slow": 0.5}},
+    "gelu": {"hidden_act": "gelu_new"},
+    "relu": {"hidden_act": "relu", "attention_bias": True},
+}
+LIVE: dict[str, dict[str, Any]] = {  # all that is compared live
+    **GOLDEN,
+    **NEWER_FAMILY_VARIANTS,
+    **AMBIGUOUS,
+    **{f"gpt2-{name}": GPT2 | more for name, more in GPT2_VARIANTS.items()},
+    **{f"gpt_neo-{name}": GPT_NEO | more for name, more in GPT_NEO_VARIANTS.items()},
+    **{f"llama-{name}": LLAMA | more for name, more in LLAMA_VARIANTS.items()},
+}
+ODD_HEADS = {  # of each family one with an odd number of heads
+    **{name: LIVE[f"{name}-odd-heads"] for name in ("gpt2", "gpt_neo", "llama")},
+    **{name: config for name, config in NEWER_FAMILIES.items() if name == config["model_type"]},
+}

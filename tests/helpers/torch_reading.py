@@ -1,0 +1,35 @@
+"""PyTorch's files as the tests read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prepcli.errors import FAILED, PrepError
+from prepcli.formats.torch_files import TorchHeader, TorchTensor, read_torch_header
+from prepcli.planning.tensors import itemsize
+
+
+def read_content(folder: Path, content: bytes) -> TorchHeader:
+    path = folder / "x.bin"
+    path.write_bytes(content)
+    return read_torch_header(path, 0)
+
+
+def read_error(folder: Path, content: bytes) -> PrepError:
+    with pytest.raises(PrepError) as caught:
+        read_content(folder, content)
+    assert caught.value.code == FAILED
+    return caught.value
+
+
+def tensor_bytes(found: TorchTensor, content: bytes) -> bytes:
+    """The tensor's bytes in C order, by what was read of where it lies."""
+    if 0 in found.shape:
+        return b""
+    size = itemsize(found.dtype)
+    plain = np.ndarray((*found.shape, size), np.uint8).strides[:-1]
+    steps = (*(found.byte_strides or plain), 1)
+    return np.ndarray((*found.shape, size), np.uint8, content, found.offset, steps).tobytes()

@@ -1,0 +1,45 @@
+"""A parameter that files spell in two forms: the row whose tensors exist is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from trainer.models.axis_map import bind_row
+from trainer.models.errors import PrepError
+from trainer.models.parameters import Parameter, parameter_rows
+from trainer.models.registry import FAMILIES
+
+LLAMA = FAMILIES["llama"]
+SPLIT = "layers experts mlp embed <- layers.{layers}.experts.{experts}.w1.weight: mlp embed"
+FUSED = "layers experts mlp embed <- layers.{layers}.experts.gate_up: experts (gate=0 mlp) embed"
+CONFIG = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 6}
+
+
+def sizes(_: object) -> dict[str, int]:
+    return LLAMA.sizes(CONFIG) | {"experts": 3, "gate": 2}
+
+
+FAMILY = dataclasses.replace(
+    LLAMA, sizes=sizes, parameters={"layers.mlp.gate.weight": Parameter(SPLIT, alternate=FUSED)}
+)
+
+
+def tensors_of(text: str) -> set[str]:
+    (row,) = parameter_rows(dataclasses.replace(FAMILY, parameters={"w": Parameter(text)}), CONFIG).values()
+    return {name for name, _ in bind_row(row, sizes(None)).tensors()}
+
+
+@pytest.mark.parametrize("form", [SPLIT, FUSED])
+def test_the_form_whose_tensors_exist_is_taken(form: str):
+    assert parameter_rows(FAMILY, CONFIG, tensors=tensors_of(form))["layers.mlp.gate.weight"].text == form
+
+
+def test_the_first_form_where_neither_exists():
+    assert parameter_rows(FAMILY, CONFIG)["layers.mlp.gate.weight"].text == SPLIT
+
+
+def test_both_forms_at_once_are_an_error():
+    with pytest.raises(PrepError, match="two forms"):
+        parameter_rows(FAMILY, CONFIG, tensors=tensors_of(SPLIT) | tensors_of(FUSED))

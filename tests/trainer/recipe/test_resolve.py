@@ -1,0 +1,109 @@
+"""What a recipe says once devices and steps are known."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.models.errors import USAGE, PrepError
+from trainer.recipe import BatchShape, WarmupDecay, batch_shape, warmup_decay
+from trainer.recipe.tables import Batch, Optimizer
+
+
+def batch(**keys: int) -> Batch:
+    return Batch.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "n_devices", "n_replicas", "shape"),
+    [
+        ({"size": 24}, 8, 1, (24, 1)),
+        ({"per_device": 3}, 8, 1, (24, 1)),  # the first seed: x all devices although dp is 1
+        ({"per_replica": 4}, 16, 2, (8, 1)),
+        ({"size": 8, "per_replica": 4}, 8, 1, (8, 2)),  # redco on one node
+        ({"size": 64, "per_device": 2}, 8, 4, (64, 4)),
+        ({"size": 64, "accumulate": 4}, 8, 8, (64, 4)),
+        ({"per_device": 2, "accumulate": 3}, 8, 4, (48, 3)),
+    ],
+)
+def test_sequences_a_step(keys: dict[str, int], n_devices: int, n_replicas: int, shape: tuple[int, int]):
+    found = batch_shape(batch(**keys), n_devices, n_replicas)
+    assert (found.size, found.accumulate, found.micro_batch_size) == (*shape, shape[0] // shape[1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            {"size": 24, "per_device": 5},
+            "`batch.size` 24 is not a whole number of micro-batches - per_device 5 x 8 devices = 40; 24 mod 40 = 24"
+            " - `--set batch.size=40`",
+        ),
+        (
+            {"size": 10, "per_replica": 1},
+            "`batch.size` 10 is not a whole number of micro-batches - per_replica 1 x 4 replicas = 4; 10 mod 4 = 2"
+            " - `--set batch.size=12`",
+        ),
+        (
+            {"size": 10, "accumulate": 4},
+            "`batch.size` 10 is not a whole number of micro-batches - accumulate is 4; 10 mod 4 = 2"
+            " - `--set batch.size=16`",
+        ),
+        (
+            {"size": 24, "accumulate": 4},
+            "a micro-batch of 6 does not divide among 4 replicas - `batch.size` 24 / accumulate 4 = 6; 6 mod 4 = 2"
+            " - `--set batch.size=32`",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be(keys: dict[str, int], text: str):
+    with pytest.raises(PrepError, match=re.escape(text)) as caught:
+        batch_shape(batch(**keys), 8, 4)
+    assert caught.value.code == USAGE
+
+
+COUNTS = st.integers(1, 6)
+
+
+@given(COUNTS, COUNTS, COUNTS, COUNTS, st.sampled_from(["size", "accumulate"]))
+def test_two_kinds_of_keys_say_the_third(mp: int, replicas: int, micro: int, accumulate: int, third: str):
+    size = micro * mp * replicas * accumulate
+    others = {"accumulate": accumulate} if third == "size" else {"size": size}
+    expected = BatchShape(size, accumulate)
+    assert batch_shape(batch(per_device=micro, **others), mp * replicas, replicas) == expected
+    assert batch_shape(batch(per_replica=micro * mp, **others), mp * replicas, replicas) == expected
+
+
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6))
+def test_the_hint_of_a_step_that_cannot_be_can_be(size: int, accumulate: int, replicas: int):
+    try:
+        batch_shape(batch(size=size, accumulate=accumulate), replicas, replicas)
+    except PrepError as error:
+        (better,) = map(int, re.findall(r"size=(\d+)`", error.hint))
+        assert better > size
+        assert batch_shape(batch(size=better, accumulate=accumulate), replicas, replicas).size == better
+    else:
+        assert size % (accumulate * replicas) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "schedule"),
+    [
+        ({}, WarmupDecay(0, 1000)),
+        ({"warmup_steps": 10}, WarmupDecay(10, 1000)),
+        ({"warmup_ratio": 0.07}, WarmupDecay(70, 1000)),
+        ({"warmup_ratio": 0.1, "decay_steps": 200}, WarmupDecay(100, 200)),
+        ({"warmup_steps": 2000, "schedule": "constant"}, WarmupDecay(2000, 1000)),
+    ],
+)
+def test_the_schedule_of_a_run(keys: dict[str, Any], schedule: WarmupDecay):
+    assert warmup_decay(Optimizer.model_validate({"lr": 1.0, **keys}), 1000) == schedule
+
+
+def test_a_run_that_is_warm_too_late():
+    with pytest.raises(PrepError, match="warm-up takes 1000 steps, and the run has 1000 steps"):
+        warmup_decay(Optimizer.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)

@@ -1,0 +1,85 @@
+"""Values and what keys take, as text."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Collection, Mapping
+from decimal import Decimal
+from typing import Any
+
+TYPE_NAMES = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "object": "a table",
+    "path": "a path",
+}
+BOUND_SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+MAX_VALUE_CHARS = 60
+
+
+def to_toml(value: object) -> str:
+    """A value as TOML has it; tables in lists, dates and times only as a reader would."""
+    if isinstance(value, str):  # of what TOML refuses in a string, JSON lets this one character pass
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(to_toml, value))}]"
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        return min(repr(value), _scientific(value), key=len)
+    return "a table" if isinstance(value, dict) else str(value)
+
+
+def _scientific(value: float) -> str:
+    """The same number with an exponent and no padding: 3e-4."""
+    sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    first, *rest = map(str, digits)
+    fraction = f".{''.join(rest)}" if rest else ""
+    return f"{'-' * sign}{first}{fraction}e{int(exponent) + len(rest)}"
+
+
+def unquote(text: str) -> str:
+    """TOML text without its quotes where a shell and `--set` read it alike without them."""
+    return text[1:-1] if re.fullmatch(r'"[\w./,:+-]+"', text) else text
+
+
+def format_value(value: object) -> str:
+    """A value for a message: not longer than a line has room for."""
+    text = to_toml(value).encode("utf-8", "backslashreplace").decode()  # a command line can hold what is not UTF-8
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
+
+
+def alternatives(key_schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The kinds of values that a part of a schema allows, without null: a key that is not given."""
+    return [each for each in key_schema.get("anyOf", [key_schema]) if each.get("type") != "null"]
+
+
+def describe_type(key_schema: Mapping[str, Any]) -> str:
+    """What a key takes: `an integer >= 1 or "all"`."""
+    return " or ".join(map(_describe_alternative, alternatives(key_schema)))
+
+
+def _describe_alternative(alternative: Mapping[str, Any]) -> str:
+    if "const" in alternative:
+        return to_toml(alternative["const"])
+    if "enum" in alternative:
+        *first, last = map(to_toml, alternative["enum"])
+        return f"{', '.join(first)} or {last}"
+    if alternative["type"] == "array":
+        return f"a list of {TYPE_NAMES[alternative['items']['format']].removeprefix('a ')}s"
+    bounds = [f"{sign} {alternative[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in alternative]
+    return " ".join([TYPE_NAMES[alternative.get("format", alternative["type"])], " and ".join(bounds)]).rstrip()
+
+
+def example_value(key_schema: Mapping[str, Any]) -> str:
+    """A value that a key takes, as TOML has it."""
+    return to_toml(key_schema["examples"][0] if "examples" in key_schema else key_schema["default"])
+
+
+def suggest(word: str, known: Collection[str]) -> str:
+    """The one that was probably meant, empty where none is near."""
+    return next(iter(difflib.get_close_matches(word[:MAX_VALUE_CHARS], known, n=1)), "")
