@@ -1,0 +1,1 @@
+"""Functions and result types of the public API. `import prepcli` exports them."""

@@ -1,0 +1,67 @@
+"""Check and inspect checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.results import Inspection, TensorInfo, Verification
+from prepcli.api.session import run_silently
+from prepcli.commands import verify as verify_command
+from prepcli.console.progress import Progress
+from prepcli.inspection.contents import count_parameters, read_contents
+from prepcli.sources.locate import locate
+
+
+def verify(
+    checkpoint: PathLike,
+    against: PathLike | None = None,
+    *,
+    quick: bool = False,
+    progress: Progress | None = None,
+    **options: Unpack[SourceOptions],
+) -> Verification:
+    """Compare a checkpoint with its recorded digests, or with another checkpoint of any format.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        against: A second checkpoint; default: the digests in the manifest.
+        quick: Compare names, shapes and dtypes only. No value is read.
+        progress: Object that receives progress; default: none.
+        **options: See `SourceOptions`.
+
+    Returns:
+        The differences. A difference is not an exception.
+
+    Raises:
+        PrepError: A checkpoint could not be read, or has no digests to compare with.
+    """
+    common = common_options(checkpoint, None, options)
+    request = verify_command.VerifyRequest(common, str(against) if against is not None else None, quick)
+    outcome = run_silently("verify", lambda ui: verify_command.verify(request, ui), progress)
+    fields: Any = outcome.report.fields
+    return Verification(
+        is_equal=outcome.report.error is None,
+        tensors=fields.get("tensors"),
+        values=fields.get("values"),
+        differences=fields.get("differences", ()),
+        seconds=outcome.seconds,
+    )
+
+
+def inspect(checkpoint: PathLike, *, revision: str | None = None, offline: bool = False, stream: bool = False) -> Inspection:
+    """List the tensors of a checkpoint. Reads headers and indices only.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        revision: Branch, tag or commit on the hub.
+        offline: Use only the hub's cache.
+        stream: Read from the hub without a local copy.
+
+    Raises:
+        PrepError: The checkpoint could not be read.
+    """
+    located = locate(str(checkpoint), revision, offline, stream=stream, allow_remote=True)
+    contents = read_contents(located, located.hub_id or str(checkpoint))
+    tensors = (TensorInfo(entry.name, entry.shape, entry.dtype, entry.nbytes) for entry in contents.entries)
+    return Inspection(contents.display_name, contents.kind, tuple(tensors), count_parameters(contents))

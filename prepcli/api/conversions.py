@@ -1,0 +1,212 @@
+"""Convert checkpoints. Each function has a `plan_*` counterpart that returns the pure plan and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Unpack
+
+from prepcli.api.options import (
+    ExportOptions,
+    PadVocabOptions,
+    PathLike,
+    ReshardOptions,
+    SaveInitOptions,
+    common_options,
+    match_options,
+    select,
+    to_nbytes,
+)
+from prepcli.api.results import Conversion
+from prepcli.api.session import Outcome, run_silently
+from prepcli.commands import export as export_command
+from prepcli.commands import pad_vocab as pad_vocab_command
+from prepcli.commands import save_init as save_init_command
+from prepcli.commands.conversion import CommonOptions, PlannedConversion, open_checkpoint
+from prepcli.console.progress import Progress
+from prepcli.console.ui import Report
+from prepcli.planning.plan import Plan
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.source import Source
+
+NEW_ROWS = ("init", "seed", "true_vocab")
+LAYOUT = ("mesh", "scan", "scan_axis", "compress")
+
+
+def pad_vocab(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[PadVocabOptions],
+) -> Conversion:
+    """Pad the vocabulary of a checkpoint and write a Hugging Face folder.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder; default: a name made from the checkpoint's.
+        progress: Object that receives progress; default: none.
+        **options: See `PadVocabOptions`.
+
+    Raises:
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    request = _pad_vocab_request(checkpoint, out, options)
+    return _convert("pad-vocab", lambda ui: pad_vocab_command.pad_vocab(request, ui), progress)
+
+
+def plan_pad_vocab(checkpoint: PathLike, **options: Unpack[PadVocabOptions]) -> Plan:
+    """Return the plan of `pad_vocab`. Takes the same options."""
+    request = _pad_vocab_request(checkpoint, None, options)
+    return _plan(request.common, lambda source, located: pad_vocab_command.plan_pad_vocab(request, source, located))
+
+
+def save_init(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[SaveInitOptions],
+) -> Conversion:
+    """Write an Orbax checkpoint of parameters whose chunks are the shards of a mesh.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder or URL; default: a name made from the checkpoint's.
+        progress: Object that receives progress; default: none.
+        **options: See `SaveInitOptions`.
+
+    Raises:
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    request = _save_init_request(checkpoint, out, options)
+    return _convert("save-init", lambda ui: save_init_command.save_init(request, ui), progress)
+
+
+def plan_save_init(checkpoint: PathLike, **options: Unpack[SaveInitOptions]) -> Plan:
+    """Return the plan of `save_init`. Takes the same options."""
+    request = _save_init_request(checkpoint, None, options)
+    return _plan(request.common, lambda source, located: save_init_command.plan(request, source, located))
+
+
+def reshard(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[ReshardOptions],
+) -> Conversion:
+    """Write an Orbax checkpoint again for another mesh or layer layout.
+
+    Args:
+        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one.
+        out: Output folder or URL; default: a name made from the checkpoint's.
+        progress: Object that receives progress; default: none.
+        **options: See `ReshardOptions`.
+
+    Raises:
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    request = _reshard_request(checkpoint, out, options)
+    return _convert("reshard", lambda ui: save_init_command.reshard(request, ui), progress)
+
+
+def plan_reshard(checkpoint: PathLike, **options: Unpack[ReshardOptions]) -> Plan:
+    """Return the plan of `reshard`. Takes the same options."""
+    request = _reshard_request(checkpoint, None, options)
+    return _plan(request.common, lambda source, located: save_init_command.plan(request, source, located, "reshard"))
+
+
+def export(
+    checkpoint: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[ExportOptions],
+) -> Conversion:
+    """Write a Hugging Face folder, or a Flax or EasyLM checkpoint.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        out: Output folder; default: a name made from the checkpoint's.
+        progress: Object that receives progress; default: none.
+        **options: See `ExportOptions`.
+
+    Raises:
+        PrepError: The conversion failed. An interrupted one resumes when called again.
+    """
+    request = _export_request(checkpoint, out, options)
+    return _convert("export", lambda ui: export_command.export(request, ui), progress)
+
+
+def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
+    """Return the plan of `export`. Takes the same options."""
+    request = _export_request(checkpoint, None, options)
+    return _plan(request.common, lambda source, located: export_command.plan_export(request, source, located))
+
+
+def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> pad_vocab_command.PadVocabRequest:
+    return pad_vocab_command.PadVocabRequest(
+        common_options(checkpoint, out, options),
+        **select(options, "multiple", "size", "mesh", *NEW_ROWS),
+        match_options=match_options(options),
+    )
+
+
+def _save_init_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
+    return save_init_command.SaveInitRequest(
+        common_options(checkpoint, out, options),
+        rules=tuple(options.get("rules", ())),
+        **select(options, "pad_vocab", "dtype", *LAYOUT, *NEW_ROWS),
+        match_options=match_options(options),
+    )
+
+
+def _reshard_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
+    return save_init_command.SaveInitRequest(
+        common_options(checkpoint, out, options),
+        rules=tuple(options.get("rules", ())),
+        **select(options, "params_only", "true_vocab", *LAYOUT),
+    )
+
+
+def _export_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> export_command.ExportRequest:
+    shard_size = options.get("shard_size")
+    limit = {} if shard_size is None else {"shard_nbytes": to_nbytes(shard_size)}
+    return export_command.ExportRequest(
+        common_options(checkpoint, out, options),
+        **limit,
+        **select(options, "keep_padding", "true_vocab", "layout", "dtype"),
+    )
+
+
+def _convert(command: str, call: Callable[..., Report], progress: Progress | None) -> Conversion:
+    outcome = run_silently(command, call, progress)
+    return _to_conversion(outcome)
+
+
+def _to_conversion(outcome: Outcome) -> Conversion:
+    fields: Any = outcome.report.fields
+    return Conversion(
+        path=Path(fields["output"]),
+        bytes_read=fields["bytes"]["read"],
+        bytes_written=fields["bytes"]["written"],
+        seconds=outcome.seconds,
+        peak_bytes=fields["memory"]["peak"],
+        already_done=fields["already"],
+        plan_digest=fields["plan_digest"],
+        warnings=outcome.warnings,
+        details=fields,
+    )
+
+
+def _plan(common: CommonOptions, make: Callable[[Source, LocatedCheckpoint], PlannedConversion]) -> Plan:
+    plans: list[Plan] = []
+
+    def call(ui: Any) -> Report:
+        located, source = open_checkpoint(common, ui)
+        plans.append(make(source, located).plan)
+        return Report()
+
+    run_silently("plan", call, None)
+    return plans[0]

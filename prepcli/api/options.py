@@ -1,0 +1,146 @@
+"""Keyword options of the public conversion functions, each with the meaning of the command-line option of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from prepcli.commands.conversion import CommonOptions
+from prepcli.console.formatting import parse_bytes
+from prepcli.planning.accounting import MatchOptions
+
+PathLike = str | Path
+DEFAULT_MEMORY = "512MiB"
+
+
+class SourceOptions(TypedDict, total=False):
+    """How a source is read.
+
+    `revision`: branch, tag or commit on the hub. `offline`: use only the hub's cache. `stream`: read tensors from the hub
+    without a local copy. `config`: config.json, or its folder, of a source without one. `step`: step of a training run.
+    `memory`: memory limit, in bytes or as text such as "512MiB".
+    """
+
+    revision: str | None
+    offline: bool
+    stream: bool
+    config: PathLike | None
+    step: int | None
+    memory: int | str
+
+
+class ConversionOptions(SourceOptions, total=False):
+    """How an output is written.
+
+    `overwrite`: replace another output of prep. `restart`: discard the work of an interrupted run. `true_vocab`: number
+    of tokens of a vocabulary that was published with padding.
+    """
+
+    overwrite: bool
+    restart: bool
+    true_vocab: int | None
+
+
+class TensorOptions(TypedDict, total=False):
+    """Which source tensors may be ignored.
+
+    `drop`: patterns of names to ignore. `untie`: keep a head that differs from the embedding it should equal.
+    """
+
+    drop: Sequence[str]
+    untie: bool
+
+
+class NewRowOptions(TypedDict, total=False):
+    """Values of padding rows. `init`: "zeros", "mean" or "normal". `seed`: seed of "normal"."""
+
+    init: str
+    seed: int | None
+
+
+class PadVocabOptions(ConversionOptions, TensorOptions, NewRowOptions, total=False):
+    """Options of `pad_vocab`. At most one of `multiple` (default 8), `size` and `mesh` sets the number of rows."""
+
+    multiple: int | None
+    size: int | None
+    mesh: str | None
+
+
+class LayoutOptions(ConversionOptions, total=False):
+    """Layout of an Orbax checkpoint.
+
+    `mesh`: "dp,fsdp,mp" or named axes such as "fsdp:64,mp:4". `rules`: changes of partition rules such as "embed=none".
+    `scan`: stack layers in one leaf. `scan_axis`: axis of the stack. `compress`: "zstd" or "zstd:LEVEL".
+    """
+
+    mesh: str | None
+    rules: Sequence[str]
+    scan: bool | None
+    scan_axis: int | None
+    compress: str | None
+
+
+class SaveInitOptions(LayoutOptions, TensorOptions, NewRowOptions, total=False):
+    """Options of `save_init`.
+
+    `pad_vocab`: "no", "auto" (to the size that the mesh divides) or a multiple as text. `dtype`: "float32", "bfloat16" or
+    "float16". `allow_overflow`: write infinity for values too large for `dtype`.
+    """
+
+    pad_vocab: str
+    dtype: str | None
+    allow_overflow: bool
+
+
+class ReshardOptions(LayoutOptions, total=False):
+    """Options of `reshard`. `params_only`: leave out the optimizer state of a training checkpoint."""
+
+    params_only: bool
+
+
+class ExportOptions(ConversionOptions, total=False):
+    """Options of `export`.
+
+    `layout`: "hf", "hf-flax" or "easylm". `keep_padding`: keep the padding rows. `shard_size`: largest file, in bytes or as
+    text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
+    """
+
+    layout: str
+    keep_padding: bool
+    shard_size: int | str
+    dtype: str | None
+    allow_overflow: bool
+
+
+def to_nbytes(size: int | str) -> int:
+    """Return a size in bytes. Raises a PrepError for text that is not a size."""
+    return parse_bytes(size) if isinstance(size, str) else size
+
+
+def common_options(checkpoint: PathLike, out: PathLike | None, options: Mapping[str, Any]) -> CommonOptions:
+    """Return the options that all commands share, as commands take them."""
+    config = options.get("config")
+    return CommonOptions(
+        str(checkpoint),
+        Path(out) if out is not None else None,
+        to_nbytes(options.get("memory", DEFAULT_MEMORY)),
+        overwrite=options.get("overwrite", False),
+        restart=options.get("restart", False),
+        offline=options.get("offline", False),
+        revision=options.get("revision"),
+        step=options.get("step"),
+        stream=options.get("stream", False),
+        config=Path(config) if config is not None else None,
+        allow_overflow=options.get("allow_overflow", False),
+    )
+
+
+def match_options(options: Mapping[str, Any]) -> MatchOptions:
+    """Return which source tensors may be ignored."""
+    return MatchOptions(tuple(options.get("drop", ())), options.get("untie", False))
+
+
+def select(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the options of these names that are present."""
+    return {name: options[name] for name in names if name in options}

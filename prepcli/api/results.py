@@ -1,0 +1,120 @@
+"""Results of the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A finished output.
+
+    Attributes:
+        path: Folder of the output, or the local folder of an upload.
+        bytes_read: Bytes of tensors read from the source by this call.
+        bytes_written: Bytes of tensors written by this call. 0 if the output already existed.
+        seconds: Duration of the call.
+        peak_bytes: Highest anonymous memory above the level at the start of the call.
+        already_done: Whether an equal output existed, so that nothing was written.
+        plan_digest: Digest of the plan. Equal plans write equal bytes.
+        warnings: Messages about options that could not be followed.
+        details: All fields of the command's `--json` output.
+    """
+
+    path: Path
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    peak_bytes: int
+    already_done: bool
+    plan_digest: str
+    warnings: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of a comparison with recorded digests or with another checkpoint.
+
+    Attributes:
+        is_equal: Whether no difference was found.
+        tensors: Number of tensors compared. None if differences were found.
+        values: Number of values compared. None if differences were found, or if no value was read (`quick`).
+        differences: For each different tensor: `leaf`, `what`, and for values `index`, `a`, `b`, `count`.
+        seconds: Duration of the call.
+    """
+
+    is_equal: bool
+    tensors: int | None
+    values: int | None
+    differences: Sequence[Mapping[str, Any]]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor or leaf as a checkpoint stores it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The tensors of a checkpoint.
+
+    Attributes:
+        name: The checkpoint, as errors name it.
+        format: Storage format, such as `safetensors` or `orbax`.
+        tensors: One entry per tensor or leaf, in file order.
+        parameters: Number of elements of the parameters, without buffers, copies of tied tensors and optimizer state.
+            None for an unknown family.
+    """
+
+    name: str
+    format: str
+    tensors: tuple[TensorInfo, ...]
+    parameters: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Generated continuations.
+
+    Attributes:
+        texts: Continuation of each prompt. None for a prompt given as ids without a tokenizer.
+        tokens: Token ids of each continuation.
+        ended: Whether each continuation ends with an end token.
+        tokens_per_s: Rate over all prompts, without compilation.
+        seconds: Duration of the call.
+    """
+
+    texts: tuple[str | None, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    ended: tuple[bool, ...]
+    tokens_per_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """A finished or stopped training run.
+
+    Attributes:
+        path: Folder of the run.
+        step: Last saved step.
+        is_finished: Whether the recipe's last step was reached.
+        seconds: Duration of the call.
+        details: All fields of `prep train --json`.
+    """
+
+    path: Path
+    step: int
+    is_finished: bool
+    seconds: float
+    details: Mapping[str, Any] = field(default_factory=dict, repr=False)
