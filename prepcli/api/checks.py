@@ -49,7 +49,9 @@ def verify(
     )
 
 
-def inspect(checkpoint: PathLike, *, revision: str | None = None, offline: bool = False, stream: bool = False) -> Inspection:
+def inspect(
+    checkpoint: PathLike, *, revision: str | None = None, offline: bool = False, stream: bool = False
+) -> Inspection:
     """List the tensors of a checkpoint. Reads headers and indices only.
 
     Args:

@@ -17,8 +17,8 @@ DEFAULT_MEMORY = "512MiB"
 class SourceOptions(TypedDict, total=False):
     """How a source is read.
 
-    `revision`: branch, tag or commit on the hub. `offline`: use only the hub's cache. `stream`: read tensors from the hub
-    without a local copy. `config`: config.json, or its folder, of a source without one. `step`: step of a training run.
+    `revision`: branch, tag or commit on the hub. `offline`: use only the hub's cache. `stream`: read tensors from
+    the hub without a local copy. `config`: config.json, or its folder, of a source without one. `step`: step of a training run.
     `memory`: memory limit, in bytes or as text such as "512MiB".
     """
 
@@ -84,8 +84,8 @@ class LayoutOptions(ConversionOptions, total=False):
 class SaveInitOptions(LayoutOptions, TensorOptions, NewRowOptions, total=False):
     """Options of `save_init`.
 
-    `pad_vocab`: "no", "auto" (to the size that the mesh divides) or a multiple as text. `dtype`: "float32", "bfloat16" or
-    "float16". `allow_overflow`: write infinity for values too large for `dtype`.
+    `pad_vocab`: "no", "auto" (to the size that the mesh divides) or a multiple as text. `dtype`: "float32", "bfloat16"
+    or "float16". `allow_overflow`: write infinity for values too large for `dtype`.
     """
 
     pad_vocab: str
@@ -102,8 +102,8 @@ class ReshardOptions(LayoutOptions, total=False):
 class ExportOptions(ConversionOptions, total=False):
     """Options of `export`.
 
-    `layout`: "hf", "hf-flax" or "easylm". `keep_padding`: keep the padding rows. `shard_size`: largest file, in bytes or as
-    text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
+    `layout`: "hf", "hf-flax" or "easylm". `keep_padding`: keep the padding rows. `shard_size`: largest file, in bytes or
+    as text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
     """
 
     layout: str

@@ -1,0 +1,181 @@
+"""Load parameters, train and generate. These functions import jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.results import Generation, TrainingRun
+from prepcli.api.session import run_silently
+from prepcli.commands import generate as generate_command
+from prepcli.commands import train as train_command
+from prepcli.commands.conversion import open_checkpoint
+from prepcli.commands.train import check_without_checksums
+from prepcli.console.progress import Progress
+from prepcli.console.ui import Report, Ui
+from prepcli.restore.params import open_model
+
+if TYPE_CHECKING:
+    from trainer.models.param_tree import Tree
+
+
+def load_params(
+    checkpoint: PathLike,
+    mesh: str | None = None,
+    *,
+    dtype: str = "float32",
+    verify: bool = True,
+    progress: Progress | None = None,
+    **options: Unpack[SourceOptions],
+) -> Tree:
+    """Read the parameters of a checkpoint onto a device mesh.
+
+    Each device gets only the byte ranges of its own shards. The source may have any format that prep reads.
+    Sources that are not in prep's default layout are converted while they are read: layers stacked on the first axis, the vocabulary
+    padded to the size that the mesh divides. No file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
+        dtype: Dtype of the arrays, "float32" or "bfloat16".
+        verify: Compare every byte with the checkpoint's checksums or digests.
+        progress: Object that receives progress; default: none.
+        **options: See `SourceOptions`.
+
+    Returns:
+        Nested dict of arrays, sharded by the family's partition rules. Weights are `[out, in]`; the query weight of the
+        stacked layers is `[layers, heads, head_dim, embed]`.
+
+    Raises:
+        PrepError: The checkpoint lacks a parameter, its bytes are damaged, or the mesh does not divide a parameter.
+    """
+    trees: list[Tree] = []
+
+    def call(ui: Ui) -> Report:
+        located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
+        with open_model(
+            source,
+            located.path,
+            mesh,
+            verify=verify,
+            on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
+        ) as opened:
+            trees.append(opened.load(lambda path: dtype))
+        return Report()
+
+    run_silently("load-params", call, progress)
+    return trees[0]
+
+
+def generate(
+    checkpoint: PathLike,
+    prompts: Sequence[str] = (),
+    *,
+    tokens: Sequence[Sequence[int]] = (),
+    tokenizer: PathLike | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    mesh: str | None = None,
+    dtype: str | None = None,
+    batch_size: int = 16,
+    verify: bool = True,
+    progress: Progress | None = None,
+    **options: Unpack[SourceOptions],
+) -> Generation:
+    """Continue prompts with a model.
+
+    Args:
+        checkpoint: Folder, alias, hub id, training run, or a step of one.
+        prompts: Prompts as text.
+        tokens: Prompts as token ids. They follow the text prompts in the result.
+        tokenizer: A tokenizer.json; default: the checkpoint's.
+        max_new_tokens: Limit per prompt; default: 64, or fewer if the positions end.
+        temperature: 0 selects the most likely token.
+        top_k: Sample from this many of the most likely tokens; 0: all.
+        top_p: Sample from the smallest set of tokens with this probability.
+        seed: Seed of the random draws.
+        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
+        dtype: Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.
+        batch_size: Prompts per batch.
+        verify: Compare the weights with the checkpoint's checksums or digests.
+        progress: Object that receives progress; default: none.
+        **options: See `SourceOptions`.
+
+    Raises:
+        PrepError: A prompt is too long, a token id is out of range, or the checkpoint cannot be used.
+    """
+    request = generate_command.GenerateRequest(
+        common_options(checkpoint, None, options),
+        prompt_texts=tuple(prompts),
+        prompt_ids=tuple(",".join(map(str, ids)) for ids in tokens),
+        tokenizer=Path(tokenizer) if tokenizer is not None else None,
+        max_new_tokens=max_new_tokens,
+        sampling=(temperature, top_k, top_p, seed),
+        mesh=mesh,
+        dtype=dtype,
+        batch_size=batch_size,
+        verify=verify,
+    )
+    outcome = run_silently("generate", lambda ui: generate_command.generate(request, ui), progress)
+    fields: Any = outcome.report.fields
+    return Generation(
+        texts=tuple(fields["texts"]),
+        tokens=tuple(map(tuple, fields["tokens"])),
+        ended=tuple(fields["ended"]),
+        tokens_per_s=fields["tokens_per_s"],
+        seconds=outcome.seconds,
+    )
+
+
+def train(
+    recipe: PathLike,
+    out: PathLike | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    restart: bool = False,
+    stop_after: int = 0,
+    offline: bool = False,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> TrainingRun:
+    """Train from a recipe, or resume a run that was stopped.
+
+    Args:
+        recipe: A TOML file; docs/recipes.md lists its keys.
+        out: Folder of the run; default: `runs/NAME`.
+        overrides: Changes of recipe keys, such as "train.steps=10".
+        restart: Delete the steps of an earlier run.
+        stop_after: Stop after this many steps; 0: at the end of the recipe.
+        offline: Use only the hub's cache.
+        verify: Compare the checkpoint with its checksums while it is read.
+        progress: Object that receives progress; default: none.
+
+    Returns:
+        The run. A run stopped by `stop_after` or a signal is not an exception: its `is_finished` is False.
+
+    Raises:
+        PrepError: The recipe is invalid, or training failed.
+    """
+    request = train_command.TrainRequest(
+        Path(recipe),
+        tuple(overrides),
+        Path(out) if out is not None else None,
+        restart=restart,
+        stop_after=stop_after,
+        offline=offline,
+        verify=verify,
+    )
+    outcome = run_silently("train", lambda ui: train_command.train(request, ui), progress)
+    fields: Any = outcome.report.fields
+    return TrainingRun(
+        path=Path(fields["run"]),
+        step=fields["step"],
+        is_finished=outcome.report.error is None,
+        seconds=outcome.seconds,
+        details=fields,
+    )

@@ -1,0 +1,96 @@
+"""Read the parameters of any checkpoint onto a device mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.errors import PrepError
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.source import Source
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.models.param_tree import Tree
+    from trainer.nn.transformer import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint that is open for reading, its model and its mesh."""
+
+    reader: ItemReader | WeightsReader
+    model: ModelSpec
+    sharding: ShardingContext
+
+    def stored_dtypes(self) -> set[str]:
+        """Return the dtypes of the parameters on disk."""
+        return {leaf.dtype for name, leaf in self.reader.leaves.items() if name.startswith("params.")}
+
+    def load(self, dtype_of: Callable[[str], str]) -> Tree:
+        """Return the parameters as sharded arrays; `dtype_of` maps the dotted path of a leaf to its dtype."""
+        from trainer.training.checkpoint import load_params
+
+        return load_params(self.reader, self.model, self.sharding, dtype_of)
+
+
+@contextmanager
+def open_model(
+    source: Source, path: Path, mesh: str | None, *, verify: bool, on_unchecked: Callable[[], None]
+) -> Iterator[OpenedModel]:
+    """Open a checkpoint for reading its parameters onto a mesh, and close it at the end of the `with` block.
+
+    A checkpoint in prep's default layout is read as it is. Any other source is converted while it is read: layers
+    stacked on the first axis, the vocabulary padded to the size that the mesh divides.
+
+    Args:
+        source: The checkpoint.
+        path: Its folder.
+        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
+        verify: Compare every byte with the checksums or digests of the checkpoint.
+        on_unchecked: Called for a checkpoint without checksums of its parts, if `verify` is set.
+
+    Raises:
+        PrepError: The mesh is invalid, or does not divide a parameter.
+    """
+    from trainer.training.setup import check_mesh_divides, model_from_manifest
+
+    with _open_reader(source, path, mesh, verify, on_unchecked) as reader:
+        model, sharding = model_from_manifest(reader.manifest), make_sharding(mesh, reader.manifest)
+        check_mesh_divides(model, sharding)
+        yield OpenedModel(reader, model, sharding)
+
+
+def _open_reader(
+    source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
+) -> ItemReader | WeightsReader:
+    manifest = source.tree_manifest
+    if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
+        reader = open_reader(path, verify)
+        if verify and not reader.is_checked:
+            on_unchecked()
+        return reader
+    sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
+    axes = sharding.rules["vocab"][0]
+    multiple = math.prod(map(sharding.mesh.size, axes)) if sharding.mesh else 1
+    return WeightsReader(source, multiple, verify)
+
+
+def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingContext:
+    """Return the sharding context of a mesh, with the partition rules of a manifest; None: the first device."""
+    from trainer.distributed.sharding import ShardingContext, make_sharding_context
+    from trainer.models.mesh import parse_mesh
+    from trainer.training.setup import rules_from_manifest
+
+    if mesh is None:
+        return ShardingContext()
+    try:
+        return make_sharding_context(parse_mesh(mesh, "--mesh"), rules_from_manifest(manifest))
+    except PrepError as error:
+        hint = error.hint.replace("--set mesh=", "--mesh ")
+        raise PrepError(error.what, error.why, hint, error.code) from error
