@@ -33,8 +33,8 @@ def load_params(
     """Read the parameters of a checkpoint onto a device mesh.
 
     Each device gets only the byte ranges of its own shards. The source may have any format that prep reads.
-    Sources that are not in prep's default layout are converted while they are read: layers stacked on the first axis, the vocabulary
-    padded to the size that the mesh divides. No file is written.
+    Sources that are not in prep's default layout are converted while they are read: layers stacked on the first axis,
+    the vocabulary padded to the size that the mesh divides. No file is written.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.

@@ -18,8 +18,8 @@ class SourceOptions(TypedDict, total=False):
     """How a source is read.
 
     `revision`: branch, tag or commit on the hub. `offline`: use only the hub's cache. `stream`: read tensors from
-    the hub without a local copy. `config`: config.json, or its folder, of a source without one. `step`: step of a training run.
-    `memory`: memory limit, in bytes or as text such as "512MiB".
+    the hub without a local copy. `config`: config.json, or its folder, of a source without one. `step`: step of a
+    training run. `memory`: memory limit, in bytes or as text such as "512MiB".
     """
 
     revision: str | None
@@ -102,8 +102,8 @@ class ReshardOptions(LayoutOptions, total=False):
 class ExportOptions(ConversionOptions, total=False):
     """Options of `export`.
 
-    `layout`: "hf", "hf-flax" or "easylm". `keep_padding`: keep the padding rows. `shard_size`: largest file, in bytes or
-    as text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
+    `layout`: "hf", "hf-flax" or "easylm". `keep_padding`: keep the padding rows. `shard_size`: largest file, in
+    bytes or as text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
     """
 
     layout: str

@@ -26,6 +26,7 @@ from typer.core import TyperGroup
 
 from prepcli.cli.conversion import export, pad_vocab, reshard, save_init
 from prepcli.cli.inspection import demo, env, inspect, models, verify
+from prepcli.cli.recipes import recipes
 from prepcli.cli.strict import StrictCommand
 from prepcli.cli.train import generate, train
 from prepcli.console.ui import version
@@ -35,7 +36,7 @@ from prepcli.execution.signals import Interrupted, notes_of
 COMMANDS = (  # as `--help` lists them
     *(pad_vocab, save_init, reshard, export, verify, inspect),
     *(train, generate),
-    *(demo, models, env),
+    *(demo, models, recipes, env),
 )
 
 

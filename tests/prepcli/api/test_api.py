@@ -1,0 +1,119 @@
+"""The public functions of `import prepcli`, on tiny checkpoints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "model", GPT_NEO, vocab_size=257)
+    return tmp_path / "model"
+
+
+class RecordedProgress:
+    """A progress object that records the tasks."""
+
+    def __init__(self) -> None:
+        self.tasks: list[str] = []
+
+    def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
+        self.tasks.append(task)
+
+    def advance(self, written_bytes: int) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_api_exports_every_name_in_all():
+    assert [name for name in prep.__all__ if not hasattr(prep, name)] == []
+    assert {*prep.__all__} <= {*dir(prep)}
+
+
+def test_api_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'pad'"):
+        prep.pad  # noqa: B018
+
+
+def test_api_import_is_lazy():
+    code = "import sys, prepcli; print('numpy' in sys.modules, 'jax' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "False False\n"
+
+
+def test_api_converts_there_and_back(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    padded = prep.pad_vocab(model, tmp_path / "padded", multiple=8)
+    init = prep.save_init(padded.path, tmp_path / "init", mesh="1,2,1")
+    again = prep.reshard(init.path, tmp_path / "again", mesh="1,1,2", compress="zstd")
+    back = prep.export(again.path, tmp_path / "back", shard_size="1MB")
+    assert prep.verify(back.path, model).is_equal
+    assert init.bytes_written > 0
+    assert init.peak_bytes > 0
+    assert not init.already_done
+    assert capfd.readouterr() == ("", "")
+
+
+def test_api_plans_equal_the_conversions(model: Path, tmp_path: Path):
+    plan = prep.plan_save_init(model, mesh="1,1,2", pad_vocab="auto")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    result = prep.save_init(model, tmp_path / "init", mesh="1,1,2", pad_vocab="auto")
+    assert plan.write_nbytes == result.bytes_written
+    assert prep.plan_reshard(result.path, mesh="1,2,1").write_nbytes == result.bytes_written
+
+
+def test_api_plans_of_folders_write_no_file(model: Path, tmp_path: Path):
+    padded = prep.plan_pad_vocab(model, multiple=8)
+    assert [stream.rows for stream in padded.streams if stream.fill] == [(257, 264)]
+    assert [file.path for file in prep.plan_export(model).files] == ["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_api_reports_progress_to_the_given_object(model: Path, tmp_path: Path):
+    progress = RecordedProgress()
+    prep.save_init(model, tmp_path / "init", progress=progress)
+    assert progress.tasks
+
+
+def test_api_second_call_finds_the_output(model: Path, tmp_path: Path):
+    prep.save_init(model, tmp_path / "init")
+    assert prep.save_init(model, tmp_path / "init").already_done
+
+
+def test_api_verify_lists_differences(model: Path, tmp_path: Path):
+    init = prep.save_init(model, tmp_path / "init", dtype="bfloat16").path
+    result = prep.verify(init, model)
+    assert not result.is_equal
+    assert result.differences
+
+
+def test_api_inspect_lists_tensors(model: Path):
+    contents = prep.inspect(model)
+    assert contents.format == "safetensors"
+    assert contents.parameters == sum(np.prod(tensor.shape) for tensor in contents.tensors)
+
+
+def test_api_errors_are_prep_errors(tmp_path: Path):
+    with pytest.raises(prep.PrepError):
+        prep.save_init(tmp_path / "missing", offline=True)
+
+
+def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
+    init = prep.save_init(model, tmp_path / "init").path
+    from_folder, from_init = prep.load_params(model), prep.load_params(init)
+    query = from_folder["layers"]["attn"]["q"]["weight"]
+    np.testing.assert_array_equal(query, from_init["layers"]["attn"]["q"]["weight"])
+    assert query.ndim == 4  # [layers, heads, head_dim, embed]
+    assert prep.load_params(init, "1,1,2")["embed"]["tokens"].sharding.num_devices == 2
