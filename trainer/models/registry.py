@@ -35,7 +35,7 @@ _FAMILY_MODULES = (
 ADD_FAMILY_HINT = "docs/add-a-family.md explains how to add a family in one file"
 NEW_LAYER_HINT = "a family file cannot add it: the trainer needs a new layer; `prep inspect` shows the tensors"
 MIN_SHARED_FIELDS = 5  # number of shared config fields that makes two families similar
-FAMILIES = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}
 
 
 def family_of(config: HFConfig) -> Family:
