@@ -28,7 +28,7 @@ class CodeBlock:
     text: str
 
     def commands(self) -> Iterator[tuple[str, str]]:
-        """Yield each shell command of the block with the output that the guide shows."""
+        """Yield each shell command of the block with its output in the guide."""
         for part in self.text.split("$ ")[1:]:
             command, _, output = part.partition("\n")
             yield command, output

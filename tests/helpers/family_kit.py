@@ -64,7 +64,7 @@ GRADIENTS_RTOL = 1e-5  # relative to the norm of each tensor's gradient
 LOSS_RTOL = 1e-5
 LONG_LENGTH = 300  # tokens
 MAX_FAMILY_COLUMNS = 4  # a table of more families has one row per family
-PADDING_ROWS = 3  # rows that the padded vocabulary has more
+PADDING_ROWS = 3  # additional rows of the padded vocabulary
 ADAMW = AdamW(LRSchedule(1e-2, 1e-2, "constant", 0, 1), 0.9, 0.99, 1e-8, 0.1, False, 1.0)
 
 
@@ -170,7 +170,7 @@ def check_padded_batch(subject: FamilyUnderTest) -> str:
 
 
 def check_long_sequence(subject: FamilyUnderTest) -> str:
-    """Compare the logits of a sequence that is longer than windows and pretraining."""
+    """Compare the logits of a sequence longer than windows and pretraining."""
     return _check_logits(subject, (LONG_LENGTH,))
 
 
@@ -208,12 +208,12 @@ def check_bfloat16_storage(subject: FamilyUnderTest) -> str:
 
 
 def check_odd_vocabulary(subject: FamilyUnderTest) -> str:
-    """Check that the first config has an odd vocabulary."""
+    """Require an odd vocabulary in the first config."""
     return _check_odd(subject, "vocab")
 
 
 def check_odd_heads(subject: FamilyUnderTest) -> str:
-    """Check that the first config has an odd number of heads."""
+    """Require an odd number of heads in the first config."""
     return _check_odd(subject, "heads")
 
 
@@ -299,7 +299,7 @@ def _mesh_sharding(mesh: Mesh) -> ShardingContext:
 
 
 def _check_logits(subject: FamilyUnderTest, lengths: Sequence[int]) -> str:
-    """Compare logits at the positions of the tokens, in a batch that is padded on the right."""
+    """Compare logits at the positions of the tokens, in a batch with padding on the right."""
     batch = subject.batch(len(lengths), max(lengths))
     logits = model_logits(subject.decoder.model, subject.params, batch)
     expected = torch_logits(subject.torch_model, batch, lengths)

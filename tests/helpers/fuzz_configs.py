@@ -143,7 +143,7 @@ def silence_transformers() -> None:
 
 
 def run_family(family: str, seed: int, numbers: Sequence[int], verbose: bool) -> list[FuzzResult]:
-    """Run samples, print those that are wrong (or, if verbose, not equal), and return all results."""
+    """Run samples, print the wrong ones (or, if verbose, all but the equal ones), and return all results."""
     results = []
     for number, sample, result in run_samples(family, seed, numbers):
         results.append(result)

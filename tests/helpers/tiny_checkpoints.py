@@ -124,7 +124,7 @@ def checkpoint_tensors(
     Args:
         config: Content of its config.json.
         dtype: Dtype of the parameters.
-        tied: Whether the head tensor is left out.
+        tied: Whether the head is tied and has no tensor.
         legacy: Whether buffers of old files are included.
         seed: Seed of the values.
     """

@@ -48,7 +48,7 @@ def make_state(params: TrainingState, step: int, seed: int = 0) -> TrainingState
 
 
 def host_leaves(state: TrainingState) -> dict[str, HostLeaf]:
-    """Return the leaves of a state in the form in which a trainer saves them."""
+    """Return the leaves of a state as a trainer passes them to a checkpoint store."""
     return {name: HostLeaf(v.shape, v.dtype.name, partial(state.__getitem__, name)) for name, v in state.items()}
 
 

@@ -1,4 +1,4 @@
-"""The architecture of a model: what its layers compute, as named choices read from a Hugging Face config.
+"""The architecture of a model: named choices for its layers, read from a Hugging Face config.
 
 The choices do not depend on parameter values or on the device mesh. No I/O, no jax.
 """
@@ -23,8 +23,8 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "feed_forward_proj")
 EQUIVALENT_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 
-# Config fields that change what some decoder of transformers computes -> values that change nothing. A family lists the
-# fields that it reads; any other of these fields with another value is an error.
+# Config fields with an effect on some decoder of transformers -> values without effect. A family lists the fields it
+# supports; another field of this table with another value is an error.
 SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -57,7 +57,7 @@ SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
 class RelativePositionBias:
     """T5's bias of attention scores by relative position (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, 2.1).
 
-    Half of the buckets hold one distance each; the others grow logarithmically up to `max_distance`.
+    Half of the buckets hold one distance each; the rest grow logarithmically up to `max_distance`.
 
     Attributes:
         num_buckets: Number of biases per head.
@@ -90,8 +90,7 @@ class ArchConfig:
         activation: Activation of the MLP, one of ACTIVATIONS.
         has_gated_mlp: Whether the MLP has a gate matrix.
         attn_scale: Factor of the query-key products.
-        sliding_windows: For each layer, the number of positions that a token attends to, itself included, or
-            FULL_ATTENTION.
+        sliding_windows: Window of each layer: a number of positions, that of the token included, or FULL_ATTENTION.
         rope: Rotary embedding. If it and `relative_position_bias` are None, the model has learned positions.
         max_positions: Number of learned positions.
         init_std: Standard deviation of the initial matrices and embeddings.
@@ -103,7 +102,7 @@ class ArchConfig:
         embed_scale: Factor of the token embeddings.
         attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
         final_logit_softcap: Bound of the logits, in the same form.
-        experts_per_token: Number of experts that the router selects for a token; 0 for a dense MLP.
+        experts_per_token: Number of experts per token; 0 for a dense MLP.
         norm_topk_prob: Whether the weights of the selected experts are normalized to sum to one.
         scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are divided by i.
         relative_position_bias: Bias of attention scores by relative position.
@@ -151,14 +150,14 @@ class ArchConfig:
 
 
 def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str) -> None:
-    """Raise PrepError if a config sets a semantic field that the family does not support.
+    """Raise PrepError if a config sets a semantic field without support in the family.
 
     Args:
         config: Content of a config.json.
-        supported_fields: Those of SEMANTIC_FIELDS that the family reads.
+        supported_fields: Semantic fields of the family.
 
     Raises:
-        PrepError: Another semantic field has a value that changes what the model computes.
+        PrepError: Another semantic field has a value with an effect.
     """
     for field, neutral_values in SEMANTIC_FIELDS.items():
         value = config.get(field)
@@ -177,7 +176,7 @@ def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
 
     Args:
         config: Content of a config.json.
-        key: Field that the family reads.
+        key: Field of the family for the activation.
         default: Activation if the field is absent or null.
 
     Returns:
@@ -296,6 +295,6 @@ def windows_by_layer_type(
 
 
 def window_period(windows: Sequence[int]) -> int:
-    """Return the number of layers after which the pattern of windows repeats; the last period may be incomplete."""
+    """Return the period of the pattern of windows, in layers; the last period may be incomplete."""
     lengths = range(1, len(windows) + 1)
     return next(n for n in lengths if all(a == b for a, b in zip(windows, windows[n:])))

@@ -9,11 +9,11 @@ On the right side:
 
 - `{a}` in a name: the index of `a` selects the tensor.
 - `{a b=1}` in a name: the merged index of several atoms, some of them fixed.
-- `{a@list}` in a name: `a` counts through an index list that the sizes provide.
+- `{a@list}` in a name: `a` counts through the index list `list` of the sizes.
 - `a=i`: fixes an atom at one index.
 - `(>a b | c b)`: a dim of unequal parts, one after another; `>` marks the part of this row.
 
-An atom in braces that the left side lacks stands for one leaf per index. No I/O, no jax.
+If the left side lacks an atom in braces, there is one leaf per index of it. No I/O, no jax.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class SourceDim:
-    """A parsed dim of the source tensor: consecutive parts, of which the row uses number `selected`."""
+    """A parsed dim of the source tensor: consecutive parts; the row uses part number `selected`."""
 
     parts: tuple[tuple[Term, ...], ...]
     selected: int = 0
@@ -48,7 +48,7 @@ class SourceDim:
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """Braces in a tensor name: merged terms, and the name of the index list that they count through (or "")."""
+    """Braces in a tensor name: merged terms, and the name of their index list (or "")."""
 
     terms: tuple[Term, ...]
     index_list: str = ""
@@ -75,7 +75,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDim:
-    """A dim of the source tensor with `extent` elements; the row uses those from `start`, laid out over `factors`."""
+    """A dim of the source tensor with `extent` elements; the row uses `factors`, from `start` on."""
 
     extent: int
     start: int
@@ -83,7 +83,7 @@ class TensorDim:
 
     @property
     def selected_extent(self) -> int:
-        """Number of elements from `start` that the factors span, fixed factors included."""
+        """Number of elements from `start` on, over all factors, fixed ones included."""
         return math.prod(f.extent for f in self.factors)
 
 
@@ -129,7 +129,7 @@ class AxisMap:
 
     @property
     def unscanned_factors(self) -> tuple[Factor, ...]:
-        """Stacked atoms that the leaf lacks; each of their indices has a leaf of its own."""
+        """Stacked atoms without a dim of the leaf; each of their indices has a leaf of its own."""
         leaf_atoms = {f.atom for dim in self.leaf_dims for f in dim}
         return tuple(f for f in self.stacked_factors if f.atom not in leaf_atoms)
 
@@ -176,7 +176,7 @@ def bind_row(row: Row, sizes: Sizes, padded: Mapping[str, int] | None = None) ->
     Args:
         row: A parsed row.
         sizes: Atom -> extent, and name of an index list -> indices.
-        padded: Atom -> extent in the tree, for atoms that are larger there than in the tensor.
+        padded: Atom -> extent in the tree, for atoms with padding.
 
     Returns:
         The row with extents.

@@ -1,4 +1,4 @@
-"""The error type for everything that a user can act on, and the exit codes."""
+"""The error type with a message for the user, and the exit codes."""
 
 from __future__ import annotations
 

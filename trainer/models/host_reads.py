@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint that each host of a mesh needs, and the bytes that it reads for them. No I/O, no jax."""
+"""Bytes of a checkpoint needed by each host of a mesh, and bytes read for them. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.models.mesh import Box, Mesh, Spec, device_boxes, shard_shape
 
 @dataclass(frozen=True, slots=True)
 class HostReads:
-    """Bytes of a leaf for one host: those of its devices' distinct shards, and those of the chunks that hold them."""
+    """Bytes of a leaf for one host: the distinct shards of its devices, and the chunks with these shards."""
 
     needed_bytes: int
     read_bytes: int
@@ -21,13 +21,13 @@ class HostReads:
 def reads_per_host(
     shape: Sequence[int], chunk: Sequence[int], itemsize: int, spec: Spec, mesh: Mesh, devices_per_host: int
 ) -> list[HostReads]:
-    """Return what each host needs and reads of a leaf.
+    """Return the bytes of a leaf that each host needs and reads.
 
-    The time grows with the number of devices, not with that of chunks.
+    The time grows with the number of devices, not with the number of chunks.
 
     Args:
         shape: Shape of the leaf.
-        chunk: Shape of the chunks that it is stored in. Chunks at the edge have their full size.
+        chunk: Shape of its stored chunks. Chunks at the edge have their full size.
         itemsize: Bytes of an element.
         spec: Sharding of the leaf.
         mesh: Device mesh; consecutive devices share a host.

@@ -31,7 +31,7 @@ def hf_flax_layout(
         norm_name: Leaf name of a norm's weight.
         allows_tied_head: Whether the tree of a model with a tied head has no leaf for the head.
         condition_overrides: Condition of a parameter -> whether the Flax class has that parameter in every model.
-        ignored_fields: Config fields that the Flax class does not read.
+        ignored_fields: Config fields without effect in the Flax class.
 
     Returns:
         The layout, by its name.

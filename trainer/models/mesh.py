@@ -107,7 +107,7 @@ def resolve_mesh(mesh: Mesh, n_devices: int, hardware: str = "") -> Mesh:
 
     Args:
         mesh: The mesh.
-        n_devices: Number of devices that it must have.
+        n_devices: Number of devices.
         hardware: Description of the devices (`1 host with 8 × H100`), for the error.
 
     Returns:
@@ -221,7 +221,7 @@ def parse_rule(text: str, dims: Collection[str] = tuple(DEFAULT_RULES)) -> tuple
 
     Args:
         text: The rule.
-        dims: Logical dims that a rule can be for.
+        dims: Known logical dims.
 
     Returns:
         The logical dim and its choices of mesh axes.
@@ -277,7 +277,7 @@ def merge_rules(texts: Iterable[str], rules: Rules = DEFAULT_RULES) -> Rules:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A dim that is not split by the first choice of its rule.
+    """A dim without the split of its rule's first choice.
 
     Attributes:
         dim: Logical name of the dim.
@@ -306,7 +306,7 @@ class Spec:
         dim_names: Logical name of each dim.
         mesh_axes: Mesh axes, of a size above 1, that split each dim.
         shards_per_dim: Number of shards of each dim.
-        fallbacks: Dims that are not split by the first choice of their rule.
+        fallbacks: Dims without the split of their rule's first choice.
     """
 
     dim_names: tuple[str, ...]
@@ -415,7 +415,7 @@ def chunk_shape(
     min_split_bytes: int = 1 << 20,
     stacked_dims: Collection[str] = ("layers", "encoder_layers", "experts"),
 ) -> tuple[int, ...]:
-    """Return the shape of the chunks that a leaf is stored in; it divides the shape of the leaf.
+    """Return the chunk shape of a stored leaf; it divides the shape of the leaf.
 
     With a mesh a chunk is a shard, so that each host reads only its own bytes. Without a mesh it is a run of
     consecutive elements of at most UNSHARDED_CHUNK_BYTES.

@@ -35,7 +35,7 @@ def condition_holds(config: HFConfig, condition: Condition) -> bool:
 
 
 def if_set(config_field: str) -> Condition:
-    """Return the condition that a config sets a field to a true value."""
+    """Return the condition of a true config field."""
     return config_field
 
 
@@ -72,7 +72,7 @@ class TreeLayout:
         stacked_name: Path part in place of the placeholder in trees with stacked layers, or "" if there are none.
         allows_tied_head: Whether a tree with a tied head has no leaf for it.
         path_aliases: Path that some trees use -> path in `parameters`.
-        ignored_fields: Config fields that the library does not read.
+        ignored_fields: Config fields without effect in that library.
     """
 
     parameters: Mapping[str, Parameter]
@@ -113,11 +113,11 @@ class Family:
         unprefixed: Tensors without the prefix.
         sizes: Atom -> extent. Raises PrepError for an invalid config.
         parameters: Path in the tree -> parameter.
-        dropped: Pattern of tensors to ignore, where `{i}` matches any number -> what these tensors are.
+        dropped: Pattern of tensors to ignore, where `{i}` matches any number -> their description.
         tying: The head and the embedding.
         arch_config: The architecture. Raises PrepError for a config that prep does not support.
         layouts: Trees of other libraries, by name.
-        duplicates: Tensor that some files have -> the tensor that it repeats.
+        duplicates: Tensor of some files -> the tensor with the same content.
     """
 
     name: str
@@ -200,7 +200,7 @@ def layout_rows(layout: TreeLayout, config: HFConfig, stack_axis_index: int | No
 
 
 def active_parameters(parameters: Mapping[str, Parameter], config: HFConfig) -> Iterator[tuple[str, Parameter]]:
-    """Yield path and parameter of each parameter that a model with this config has."""
+    """Yield path and parameter of each parameter of a model with this config."""
     for path, parameter in parameters.items():
         if resolved := parameter.resolve(config):
             yield path, resolved

@@ -79,14 +79,14 @@ def _nearest_family_hint(config: HFConfig) -> str:
 
 
 def _fields_read(family: Family) -> set[str]:
-    """Return the config fields that a family reads, without the semantic fields that every family checks."""
+    """Return the config fields that a family reads, without the semantic fields."""
     config = _RecordingConfig()
     family.arch_config(config)
     return config.fields - SEMANTIC_FIELDS.keys()
 
 
 class _RecordingConfig(dict[str, Any]):
-    """An empty config that records the fields that are read."""
+    """An empty config that records every access to a field."""
 
     def __init__(self) -> None:
         super().__init__()

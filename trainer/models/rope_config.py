@@ -19,7 +19,7 @@ class Rope:
     """The parameters of a rotary embedding, as in `modeling_rope_utils.py` of transformers.
 
     Attributes:
-        rotary_dim: Number of elements of a head that are rotated; they are the first ones.
+        rotary_dim: Number of rotated elements of a head; they are the first ones.
         theta: Base of the frequencies.
         original_max_positions: Sequence length of pretraining.
         rope_type: One of ROPE_TYPES.
@@ -82,7 +82,7 @@ def read_rope(
         max_positions: `max_position_embeddings` of the model.
         default_theta: `rope_theta` if the config has none.
         allow_partial: Whether the family supports `partial_rotary_factor`.
-        rope_types: Name in the config -> type, for the types that the family supports.
+        rope_types: Name in the config -> type, for the supported types.
 
     Returns:
         The rotary embedding.
@@ -189,12 +189,12 @@ def read_layer_rope(
 
 
 def check_rotary_dim(rotary_dim: int, head_dim: int, source: str) -> int:
-    """Return the number of elements of a head that are rotated; raise PrepError if a head has fewer.
+    """Return the number of rotated elements of a head; raise PrepError if a head has fewer.
 
     Args:
         rotary_dim: Number of elements to rotate.
         head_dim: Number of elements of a head.
-        source: Config field that asks for it, for the error.
+        source: Config field, for the error.
     """
     if rotary_dim > head_dim:
         why = f"{source} rotates {rotary_dim} elements of a head, which has {head_dim}"

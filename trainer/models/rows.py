@@ -21,7 +21,7 @@ def embedding(path: str, row: str) -> Parameters:
 
 
 def matrix(path: str, row: str, alternate: str = "", condition: Condition = ALWAYS, else_row: str = "") -> Parameters:
-    """Return the parameter of a weight without bias; the options are those of `Parameter`."""
+    """Return the parameter of a weight without bias, with the options of `Parameter`."""
     return {f"{path}.weight": Parameter(row, condition=condition, alternate=alternate, else_row=else_row)}
 
 
@@ -30,8 +30,8 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
 
     Args:
         path: Path of both in the tree.
-        row: Row of the weight, stored as [out, in] or [in, out]. Its leaf begins with the output dims, which are
-            those of the bias.
+        row: Row of the weight, stored as [out, in] or [in, out]. Its leaf begins with the output dims; they are
+            the dims of the bias.
         bias: When the bias exists, or NEVER.
     """
     leaf, name, dims = split_row(row)
@@ -96,7 +96,7 @@ def fused_qkv(name: str, dims: str, bias: Condition = ALWAYS) -> Parameters:
 
 
 def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
-    """Return the parameters of all layers, stacked, from those of one layer.
+    """Stack the parameters of one layer over all layers.
 
     Args:
         path: Path of the layers in the tree.
@@ -161,7 +161,7 @@ def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
 
 
 def unless_false(field: str) -> Callable[[HFConfig], bool]:
-    """Return the condition that a config field is absent or true."""
+    """Return the condition of an absent or true config field."""
     return lambda config: bool(config.get(field, True))
 
 

@@ -9,5 +9,5 @@ CUTOFF = 0.6  # similarity from 0 to 1 that a suggestion needs
 
 
 def suggest(text: str, candidates: Collection[str]) -> str | None:
-    """Return the candidate that is most similar to a text, or None if no candidate is similar."""
+    """Return the most similar candidate to a text, or None if no candidate is similar."""
     return next(iter(get_close_matches(text, candidates, n=1, cutoff=CUTOFF)), None)

@@ -1,4 +1,4 @@
-"""Architectures that a family file alone cannot add, and the mechanism that each of them needs. No I/O, no jax."""
+"""Unsupported mechanisms, and the architectures that need them. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """A mechanism that the trainer does not support, and the configs of the models that need it.
+    """A mechanism without support in the trainer, and the configs of models that need it.
 
     Attributes:
         name: The mechanism, as an error calls it.
@@ -75,7 +75,7 @@ MECHANISMS = (  # an error names the first one that a config needs
 
 
 def missing_mechanism(config: Mapping[str, Any]) -> str:
-    """Return the name of the unsupported mechanism that a config needs, or "" if none is known."""
+    """Return the name of an unsupported mechanism in a config, or "" if none is known."""
     model_type = config.get("model_type")
     if isinstance(model_type, str):
         for mechanism in MECHANISMS:

@@ -1,4 +1,4 @@
-"""Architectures read from configs, and the config fields that are rejected."""
+"""Architectures read from configs, and rejected config fields."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ HARMLESS = {
     "pretraining_tp",  # the number of slices of a matrix product
     "reorder_and_upcast_attn",  # scores in float32; the trainer always computes them so
 }
-INERT_ALONE = {  # fields that change nothing unless changed_value field is set
+INERT_ALONE = {  # fields that change nothing unless another field is set
     ("phi3", "original_max_position_embeddings"),
     ("qwen3_moe", "intermediate_size"),
 }

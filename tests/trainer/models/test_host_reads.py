@@ -16,7 +16,7 @@ DIMS = [("heads",), ("head_dim",), ("embed",)]
 
 
 def count_elements(shape, chunk, spec, mesh, devices_per_host) -> list[tuple[int, int]]:
-    """Count the elements that each host needs, and those of the chunks that hold them, one by one."""
+    """Count the elements needed by each host, and the elements of their chunks, one by one."""
     boxes = device_boxes(spec, mesh, shape)
     hosts = []
     for first in range(0, len(boxes), devices_per_host):

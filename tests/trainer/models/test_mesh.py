@@ -64,7 +64,7 @@ MESHES = mesh_texts().map(parse_mesh)
 
 @st.composite
 def split_leaves(draw):
-    """Draw a mesh, rules, and the dims and shape of a leaf that they divide."""
+    """Draw a mesh, rules, and the dims and shape of a divisible leaf."""
     mesh = draw(MESHES)
     dims = [(name,) for name in draw(st.permutations(list(DEFAULT_RULES)))[: draw(st.integers(0, 4))]]
     choices = st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=3).map(tuple)

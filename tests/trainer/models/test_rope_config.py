@@ -1,4 +1,4 @@
-"""Rotary embeddings read from configs, and the configs that are rejected."""
+"""Rotary embeddings read from configs, and rejected configs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ CONFIGS = default_configs()
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function from a family to its FamilyUnderTest, which the cells share."""
+    """Return a function from a family to its FamilyUnderTest; the cells share it."""
     return cache(lambda family: FamilyUnderTest(CONFIGS[family], tmp_path_factory.mktemp(family)))
 
 

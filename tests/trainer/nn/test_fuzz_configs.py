@@ -1,4 +1,4 @@
-"""Random configs: logits equal those of transformers, or prep rejects the config. Needs the `parity` extra."""
+"""Random configs: prep and transformers compute equal logits, or prep rejects the config. Needs the `parity` extra."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_samples_are_equal_or_rejected(family: str):
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("family", BASE_CONFIGS)
 def test_thousand_samples_are_equal_or_rejected(family: str, chunk: int):
-    """Run 1,000 samples; the variable PREP_FUZZ_SEED selects others."""
+    """Run 1,000 samples; the variable PREP_FUZZ_SEED selects other samples."""
     assert wrong_samples(family, SEED, range(chunk * CHUNK_SIZE, (chunk + 1) * CHUNK_SIZE)) == {}
 
 

@@ -33,7 +33,7 @@ def build_family(
         layer: Parameters of one layer.
         tied_by_default: Whether the head is tied if the config does not say.
         layouts: Trees of other libraries, from the parameters of the model.
-        dropped: Pattern of tensors to ignore -> what they are.
+        dropped: Pattern of tensors to ignore -> their description.
     """
     parameters = {
         **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
@@ -179,7 +179,7 @@ QK_NORMS = {
 
 
 def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER) -> Parameters:
-    """Return the parameters of attention; the conditions are those of `rows.attention`."""
+    """Return the parameters of attention, with the conditions of `rows.attention`."""
     return rows.attention("self_attn.{}_proj", out_name="o", kv_heads="kv_heads", bias=bias, out_bias=out_bias)
 
 

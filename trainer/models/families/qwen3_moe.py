@@ -13,7 +13,7 @@ from trainer.models.parameters import HFConfig, if_set, read_size
 def sizes(config: HFConfig) -> dict[str, int]:
     """Return atom -> extent; absent fields have the defaults of Qwen3MoeConfig.
 
-    `intermediate_size` is not read: it belongs to layers without experts, which are not supported.
+    `intermediate_size` is not read: it belongs to dense layers, and prep does not support them here.
     """
     axis_sizes = _llama_style.sizes(config, vocab=151936, embed=2048, layers=24, kv_heads=4)
     _check_every_layer_has_experts(config, axis_sizes["layers"])

@@ -93,7 +93,7 @@ def _stored_head_unties(config: HFConfig) -> bool:
     """Return whether a stored head overrides `tie_word_embeddings`.
 
     Transformers 5 writes true for every T5 model, so a model without scaled outputs has a head of its own. A null
-    decides nothing.
+    has no effect.
     """
     return not _scales_decoder_output(config) or config.get("tie_word_embeddings", True) is None
 
