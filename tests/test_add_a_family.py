@@ -1,4 +1,4 @@
-"""The guide: in a copy of the checkout its steps are followed as they stand, with the code that it shows."""
+"""Follow the steps of docs/add-a-family.md, with its code, in a copy of the checkout."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ COPIED_FOLDERS = ("bench", "prepcli", "tests", "trainer")
 
 @dataclass(frozen=True, slots=True)
 class CodeBlock:
-    """A fenced block: its language, the file that it is for, what is in it."""
+    """A fenced code block of the guide: language, file to write (or ""), and content."""
 
     language: str
     file: str
     text: str
 
     def commands(self) -> Iterator[tuple[str, str]]:
-        """Each command, with what is shown as its output."""
+        """Yield each shell command of the block with its output in the guide."""
         for part in self.text.split("$ ")[1:]:
             command, _, output = part.partition("\n")
             yield command, output
 
 
 def code_blocks() -> list[CodeBlock]:
-    return [CodeBlock(*found) for found in re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)]
+    """Return the fenced code blocks of the guide."""
+    blocks = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
+    return [CodeBlock(language=language, file=file, text=text) for language, file, text in blocks]
 
 
 def apply_diff(text: str, diff: str) -> str:
-    """A text with the hunks of a diff, each of which has to fit at one place."""
+    """Apply the hunks of a diff to a text; each hunk must match exactly one place."""
     for hunk in diff.split("@@\n"):
         lines = [(line[0], line[1:]) for line in hunk.splitlines()]
         before, after = ("".join(f"{line}\n" for sign, line in lines if sign in signs) for signs in (" -", " +"))
@@ -49,41 +51,41 @@ def apply_diff(text: str, diff: str) -> str:
 
 
 def run_command(command: str, folder: Path) -> str:
-    """What a command of the guide prints, run in a copy of the checkout."""
+    """Run a command of the guide in a copy of the checkout, and return its output."""
     program, *arguments = shlex.split(command)
-    words = {"python": [sys.executable], "prep": [sys.executable, "-m", "prepcli"]}[program]
+    interpreter = {"python": [sys.executable], "prep": [sys.executable, "-m", "prepcli"]}[program]
     environment = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*words, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    process = subprocess.run([*interpreter, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, f"{command}\n{process.stdout}{process.stderr}"
+    return process.stdout
 
 
 def mask_rounding_errors(text: str) -> str:
-    """A text without the digits of rounding errors."""
+    """Replace the digits of rounding errors in a text."""
     return re.sub(r"\d\.\de-0[678]", "small", text)
 
 
-def test_its_steps_work(tmp_path: Path):
+def test_guide_steps_work(tmp_path: Path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     for name in COPIED_FOLDERS:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shown = 0
-    for step in code_blocks():
-        path = tmp_path / step.file
-        if step.language == "diff":
-            path.write_text(apply_diff(path.read_text(), step.text))
-        elif step.file:
+    n_commands = 0
+    for block in code_blocks():
+        path = tmp_path / block.file
+        if block.language == "diff":
+            path.write_text(apply_diff(path.read_text(), block.text))
+        elif block.file:
             assert not path.exists()
-            path.write_text(step.text)
-        for command, output in step.commands() if step.language == "sh" else ():
+            path.write_text(block.text)
+        for command, output in block.commands() if block.language == "sh" else ():
             printed = run_command(command, tmp_path)
             assert not output or mask_rounding_errors(printed) == mask_rounding_errors(output), printed
-            shown += 1
-    assert shown == 5
+            n_commands += 1
+    assert n_commands == 5
 
 
-def test_the_family_that_it_shows_is_in_the_style_of_the_others():
-    (text,) = (step.text for step in code_blocks() if step.language == "python")
+def test_guide_family_file_is_short():
+    (text,) = (block.text for block in code_blocks() if block.language == "python")
     assert len(text.splitlines()) <= 60
     assert max(map(len, text.splitlines())) <= 120

@@ -1,8 +1,8 @@
 """Check families against transformers with tiny configs: `python -m tests.helpers.family_kit CONFIG.json …`.
 
-Configs of one family are a row of the table: the first one has an odd vocabulary and an odd number of heads, the last
-one, which may be the same, is trained on a mesh: 1,2,4 where 4 divides its heads, else 1,2,1. Without configs: all
-families that there are. Needs the `parity` extra.
+The configs of a family make one column of the table. The first config has an odd vocabulary and an odd number of heads.
+The last one, which may be the same, is trained on a mesh: 1,2,4 if 4 divides its heads, else 1,2,1. Without configs the
+kit checks all families. It needs the `parity` extra.
 """
 
 from __future__ import annotations
@@ -60,51 +60,56 @@ from trainer.training.optimizers import AdamW, LRSchedule
 from trainer.training.step import StepSetup, init_train_state, train_step
 
 LOGITS_ATOL = 2e-5
-GRADIENTS_RTOL = 1e-5  # of the norm of each tensor's
+GRADIENTS_RTOL = 1e-5  # relative to the norm of each tensor's gradient
 LOSS_RTOL = 1e-5
 LONG_LENGTH = 300  # tokens
-MAX_FAMILY_COLUMNS = 4  # families in a table
-PADDING_ROWS = 3  # of the vocabulary
+MAX_FAMILY_COLUMNS = 4  # a table of more families has one row per family
+PADDING_ROWS = 3  # additional rows of the padded vocabulary
 ADAMW = AdamW(LRSchedule(1e-2, 1e-2, "constant", 0, 1), 0.9, 0.99, 1e-8, 0.1, False, 1.0)
 
 
 class FamilyUnderTest:
-    """A family by tiny configs of it, with all that several cells need of them; `work` is a folder to write in."""
+    """Tiny models of a family and what several cells compute of them; `work` is a folder for files."""
 
     def __init__(self, configs: Sequence[HFConfig], work: Path) -> None:
-        self.config, self.meshed, self.work = dict(configs[0]), dict(configs[-1]), work
+        self.config, self.mesh_config, self.work = dict(configs[0]), dict(configs[-1]), work
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
+        """Atom -> extent of the first config."""
         return family_of(self.config).sizes(self.config)
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
+        """Random tensors by their names in files."""
         return random_tensors(self.config, seed=3)
 
     @cached_property
     def decoder(self) -> TinyTransformer:
+        """The model of prep."""
         return tiny_transformer(self.config)
 
     @cached_property
     def params(self) -> Tree:
+        """The tensors as parameters of prep's model."""
         return self.decoder.params_from_tensors(self.tensors)
 
     @cached_property
     def torch_model(self) -> Any:
+        """The model of transformers, with the same tensors."""
         return torch_model(self.config, self.tensors)
 
     def batch(self, rows: int, length: int) -> dict[str, np.ndarray]:
-        """Random tokens, with a source where the model has an encoder."""
+        """Return a batch of random tokens, with source tokens if the model has an encoder."""
         return random_batch(self.sizes["vocab"], rows, length, 4, has_encoder(self.config))
 
     @cached_property
     def saved_folder(self) -> Path:
-        """As transformers saves it in float32."""
+        """The checkpoint that transformers saves in float32."""
         return self.save_with_transformers("float32")
 
     def save_with_transformers(self, dtype: str) -> Path:
-        """The folder that transformers makes of it in a dtype, in several files."""
+        """Save a checkpoint of several files in a dtype with transformers, and return its folder."""
         import torch
 
         folder = self.work / dtype
@@ -112,19 +117,25 @@ class FamilyUnderTest:
         return folder
 
     def run(self, command: str, source: Path, name: str, *options: str) -> Path:
-        """The output of a command of prep; AssertionError with what it says where it fails."""
+        """Run a command of prep and return its output folder; raise AssertionError with its messages if it fails."""
         out = self.work / name
         shutil.rmtree(out, ignore_errors=True)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as messages:
             code = prep([command, str(source), "--out", str(out), "--quiet", *options])
-        assert code == 0, f"prep {command}: {said.getvalue().strip()}"
+        assert code == 0, f"prep {command}: {messages.getvalue().strip()}"
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is asked: returns a figure, and raises AssertionError, or PrepError, where it is not so. `golden`: golden
-    files say as much of the families that there are, so that tests need not ask it each time."""
+    """A check of a family.
+
+    Attributes:
+        name: Name in the table.
+        check: Returns a figure for the table; raises AssertionError or PrepError if the check fails.
+        in_golden_files: Whether golden files check the same for the supported families, in every run of the tests.
+        needs_torch: Whether the check compares with transformers.
+    """
 
     name: str
     check: Callable[[FamilyUnderTest], str]
@@ -133,75 +144,81 @@ class Cell:
 
 
 def check_names_and_shapes(subject: FamilyUnderTest) -> str:
-    found = {place.tensor: list(place.axis_map.source_shape) for place in subject.decoder.locations}
-    wanted = describe(subject.config)["tensors"]
-    different = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-    lines = [f"{name}: {found.get(name)}, transformers has {wanted.get(name)}" for name in different]
+    """Compare the names and shapes of all tensors."""
+    shapes = {location.tensor: list(location.axis_map.source_shape) for location in subject.decoder.locations}
+    expected = describe(subject.config)["tensors"]
+    different = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+    lines = [f"{name}: {shapes.get(name)}, transformers has {expected.get(name)}" for name in different]
     assert not lines, "; ".join(lines[:4])
-    return f"{len(found)} tensors"
+    return f"{len(shapes)} tensors"
 
 
 def check_export(subject: FamilyUnderTest) -> str:
+    """Export an init to Hugging Face files and compare them with the original files."""
     init = subject.run("save-init", subject.saved_folder, "init", "--pad-vocab", "8")
     return _check_same_checkpoint(subject.saved_folder, subject.run("export", init, "back"))
 
 
 def check_logits(subject: FamilyUnderTest) -> str:
+    """Compare the logits of sequences of equal length."""
     return _check_logits(subject, (7, 7))
 
 
 def check_padded_batch(subject: FamilyUnderTest) -> str:
+    """Compare the logits of sequences of different lengths."""
     return _check_logits(subject, (7, 4))
 
 
 def check_long_sequence(subject: FamilyUnderTest) -> str:
+    """Compare the logits of a sequence longer than windows and pretraining."""
     return _check_logits(subject, (LONG_LENGTH,))
 
 
 def check_gradients(subject: FamilyUnderTest) -> str:
-    """By tensor, of a model with more rows of the vocabulary, which have none."""
+    """Compare loss and gradients, in prep with a padded vocabulary whose extra rows must have no gradient."""
     batch = subject.batch(2, 40)
-    wanted_loss, wanted = torch_gradients(subject.torch_model, batch)
+    expected_loss, expected = torch_gradients(subject.torch_model, batch)
     config, tensors = tiny_transformers.with_padded_vocab(subject.config, subject.tensors, PADDING_ROWS, -50.0)
-    made = tiny_transformer(config)
-    loss, found = loss_and_gradients(
-        made.model, made.params_from_tensors(tensors), batch, ForwardConfig(head_chunk_size=16)
+    padded = tiny_transformer(config)
+    loss, param_gradients = loss_and_gradients(
+        padded.model, padded.params_from_tensors(tensors), batch, ForwardConfig(head_chunk_size=16)
     )
-    assert abs(loss / wanted_loss - 1) <= LOSS_RTOL, f"loss {loss}, of transformers {wanted_loss}"
-    ours = made.tensors_from_params(found)
-    assert not any(ours[name][each.shape[0] :].any() for name, each in wanted.items()), "padding has gradients"
-    errors = {
-        name: tiny_transformers.relative_error(ours[name][: each.shape[0]], each) for name, each in wanted.items()
-    }
+    assert abs(loss / expected_loss - 1) <= LOSS_RTOL, f"loss {loss}, of transformers {expected_loss}"
+    gradients = padded.tensors_from_params(param_gradients)
+    errors = {}
+    for name, gradient in expected.items():
+        rows = gradient.shape[0]
+        assert not gradients[name][rows:].any(), f"padding of {name} has gradients"
+        errors[name] = tiny_transformers.relative_error(gradients[name][:rows], gradient)
     worst = max(errors, key=lambda name: errors[name])
-    return _format_error(errors[worst], GRADIENTS_RTOL, worst)
+    return _check_error(errors[worst], GRADIENTS_RTOL, worst)
 
 
 def check_bfloat16_storage(subject: FamilyUnderTest) -> str:
-    """There and back, and what is computed of the checkpoint."""
+    """Convert a bfloat16 checkpoint and back, and compare the logits of the converted parameters."""
     saved = subject.save_with_transformers("bfloat16")
     init = subject.run("save-init", saved, "bfloat16-init")
     _check_same_checkpoint(saved, subject.run("export", init, "bfloat16-back"))
     tree = ocp.PyTreeCheckpointer().restore(init.resolve())["params"]
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree)
     batch = subject.batch(1, 9)
-    found, wanted = (
-        model_logits(subject.decoder.model, params, batch),
-        torch_logits(load_torch_model(saved), batch, (9,)),
-    )
-    return _format_error(abs(found - wanted).max(), LOGITS_ATOL)
+    logits = model_logits(subject.decoder.model, params, batch)
+    expected = torch_logits(load_torch_model(saved), batch, (9,))
+    return _check_error(abs(logits - expected).max(), LOGITS_ATOL)
 
 
 def check_odd_vocabulary(subject: FamilyUnderTest) -> str:
+    """Require an odd vocabulary in the first config."""
     return _check_odd(subject, "vocab")
 
 
 def check_odd_heads(subject: FamilyUnderTest) -> str:
+    """Require an odd number of heads in the first config."""
     return _check_odd(subject, "heads")
 
 
 def check_padded_vocabulary(subject: FamilyUnderTest) -> str:
-    """Logits of the true vocabulary are the same bits."""
+    """Pad the vocabulary and check that transformers computes bit-identical logits of the true vocabulary."""
     padded = load_torch_model(
         subject.run("pad-vocab", subject.saved_folder, "padded", "--multiple", "8", "--init", "normal")
     )
@@ -214,48 +231,48 @@ def check_padded_vocabulary(subject: FamilyUnderTest) -> str:
 
 
 def check_step_on_mesh(subject: FamilyUnderTest) -> str:
-    """The loss of one device, and every parameter moves and stays where it was."""
-    vocab = subject.meshed["vocab_size"]
-    config = {**subject.meshed, "vocab_size": vocab + -vocab % 8, "true_vocab_size": vocab}
-    made, batch = tiny_transformer(config), random_batch(vocab, 4, 12, has_source=has_encoder(config))
+    """Train a step on a mesh: the loss equals that of one device, parameters change and keep their sharding."""
+    vocab = subject.mesh_config["vocab_size"]
+    config = {**subject.mesh_config, "vocab_size": vocab + -vocab % 8, "true_vocab_size": vocab}
+    decoder, batch = tiny_transformer(config), random_batch(vocab, 4, 12, has_source=has_encoder(config))
     mesh = "1,2,4" if family_of(config).sizes(config)["heads"] % 4 == 0 else "1,2,1"
-    before, leaves, on = (
-        flatten_tree(made.params_from_tensors(random_tensors(config))),
-        made.model.leaves,
-        _mesh_sharding(parse_mesh(mesh)),
-    )
+    sharding, leaves = _mesh_sharding(parse_mesh(mesh)), decoder.model.leaves
+    before = flatten_tree(decoder.params_from_tensors(random_tensors(config)))
     params = unflatten_tree(
-        {path: jax.device_put(leaf, on.param_sharding(leaves[path])) for path, leaf in before.items()}
+        {path: jax.device_put(leaf, sharding.param_sharding(leaves[path])) for path, leaf in before.items()}
     )
-    placed = {
-        key: jax.device_put(value, on.activation_sharding(value.shape, "batch", "seq")) for key, value in batch.items()
+    sharded_batch = {
+        key: jax.device_put(value, sharding.activation_sharding(value.shape, "batch", "seq"))
+        for key, value in batch.items()
     }
-    setup = StepSetup(made.model, ForwardConfig(head_chunk_size=4, sharding=on), ADAMW)
+    setup = StepSetup(decoder.model, ForwardConfig(head_chunk_size=4, sharding=sharding), ADAMW)
     step = jax.jit(partial(train_step, setup=setup))
-    state, measured = step(init_train_state(params, setup), placed)
-    plain = models.loss_sums(
-        unflatten_tree(before), {key: jnp.asarray(v) for key, v in batch.items()}, made.model, UNSCANNED
-    )
-    apart = abs(float(measured["loss"]) / float(plain.loss) - 1)
+    state, metrics = step(init_train_state(params, setup), sharded_batch)
+    array_batch = {key: jnp.asarray(value) for key, value in batch.items()}
+    expected = models.loss_sums(unflatten_tree(before), array_batch, decoder.model, UNSCANNED)
+    error = abs(float(metrics["loss"]) / float(expected.loss) - 1)
     for path, leaf in flatten_tree(state["params"]).items():
+        leaf_sharding = sharding.param_sharding(leaves[path])
         assert np.isfinite(leaf).all(), f"{path} is not finite"
-        assert not np.array_equal(leaf, before[path]), f"{path} does not move"
-        assert leaf.sharding.is_equivalent_to(on.param_sharding(leaves[path]), leaf.ndim), f"{path} is {leaf.sharding}"
-    return f"{mesh}: {_format_error(apart, LOSS_RTOL)}"
+        assert not np.array_equal(leaf, before[path]), f"{path} does not change"
+        assert leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), f"{path} is {leaf.sharding}"
+    return f"{mesh}: {_check_error(error, LOSS_RTOL)}"
 
 
 def check_greedy_tokens(subject: FamilyUnderTest) -> str:
-    """Those that transformers adds to prompts, by a model with small embeddings: see `make_greedy`."""
-    config, made = subject.config, subject.decoder
+    """Compare greedy decoding, by models with small embeddings (see `make_greedy`)."""
+    config, decoder = subject.config, subject.decoder
     tensors = make_greedy.with_small_embeddings(config, subject.tensors)
-    theirs = torch_model(config, tensors)
-    entry = make_greedy.generate_entry(theirs, subject.sizes["vocab"])
-    prompts, asked = entry["prompts"], GenerationConfig(make_greedy.MAX_NEW_TOKENS)
-    own = Generator(made.params_from_tensors(tensors), made.model, ForwardConfig(), asked)
-    found = own.generate([[0]] * len(prompts), prompts) if has_encoder(config) else own.generate(prompts)
-    for prompt, tokens, wanted in zip(prompts, found, entry["tokens"]):
-        assert tokens == wanted, f"after {len(prompt)} tokens {tokens}, of transformers {wanted}"
-    return f"{len(found)} x {make_greedy.MAX_NEW_TOKENS}"
+    entry = make_greedy.generate_entry(torch_model(config, tensors), subject.sizes["vocab"])
+    prompts, generation_config = entry["prompts"], GenerationConfig(make_greedy.MAX_NEW_TOKENS)
+    generator = Generator(decoder.params_from_tensors(tensors), decoder.model, ForwardConfig(), generation_config)
+    if has_encoder(config):
+        generated = generator.generate([[0]] * len(prompts), prompts)
+    else:
+        generated = generator.generate(prompts)
+    for prompt, tokens, expected in zip(prompts, generated, entry["tokens"]):
+        assert tokens == expected, f"after {len(prompt)} tokens {tokens}, of transformers {expected}"
+    return f"{len(generated)} x {make_greedy.MAX_NEW_TOKENS}"
 
 
 CELLS = (
@@ -275,75 +292,77 @@ CELLS = (
 
 
 def _mesh_sharding(mesh: Mesh) -> ShardingContext:
-    """A mesh on as many devices as it wants, not on all."""
+    """Return the sharding on the first devices, as many as the mesh has."""
     devices = np.array(jax.devices()[: math.prod(mesh.sizes)]).reshape(mesh.sizes)
-    kinds = (AxisType.Auto,) * len(mesh.names)
-    return ShardingContext(mesh, device_mesh=jax.sharding.Mesh(devices, mesh.names, axis_types=kinds))
+    axis_types = (AxisType.Auto,) * len(mesh.names)
+    return ShardingContext(mesh, device_mesh=jax.sharding.Mesh(devices, mesh.names, axis_types=axis_types))
 
 
 def _check_logits(subject: FamilyUnderTest, lengths: Sequence[int]) -> str:
-    """At positions that count, of rows that are padded on the right."""
+    """Compare logits at the positions of the tokens, in a batch with padding on the right."""
     batch = subject.batch(len(lengths), max(lengths))
-    found, wanted = (
-        model_logits(subject.decoder.model, subject.params, batch),
-        torch_logits(subject.torch_model, batch, lengths),
-    )
-    return _format_error(max(abs(found[i, :n] - wanted[i, :n]).max() for i, n in enumerate(lengths)), LOGITS_ATOL)
+    logits = model_logits(subject.decoder.model, subject.params, batch)
+    expected = torch_logits(subject.torch_model, batch, lengths)
+    error = max(abs(logits[row, :length] - expected[row, :length]).max() for row, length in enumerate(lengths))
+    return _check_error(error, LOGITS_ATOL)
 
 
-def _check_same_checkpoint(saved: Path, back: Path) -> str:
-    """Transformers finds in one folder what it wrote into the other."""
+def _check_same_checkpoint(saved: Path, exported: Path) -> str:
+    """Check that transformers reads equal tensors and configs from two folders."""
     import torch
 
-    before, after = (load_torch_model(folder, "auto").state_dict() for folder in (saved, back))
+    before, after = (load_torch_model(folder, "auto").state_dict() for folder in (saved, exported))
     assert before.keys() == after.keys()
     different = [n for n, t in before.items() if t.dtype != after[n].dtype or not torch.equal(t, after[n])]
     assert not different, f"{', '.join(different[:4])} changed"
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (saved, back)]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (saved, exported)]
     assert configs[0] == configs[1], "config.json changed"
     return f"{sum(tensor.numel() for tensor in before.values()):,} equal"
 
 
 def _check_odd(subject: FamilyUnderTest, atom: str) -> str:
     size = subject.sizes[atom]
-    assert size % 2, f"{atom} of the first config is {size}; what divides evenly proves less"
+    assert size % 2, f"{atom} of the first config is {size}; an odd number finds more mistakes"
     return str(size)
 
 
-def _format_error(error: float, most: float, of: str = "") -> str:
-    assert error <= most, f"{error:.1e} apart{of and f', {of}'}; allowed: {most:.0e}"
+def _check_error(error: float, tolerance: float, name: str = "") -> str:
+    assert error <= tolerance, f"error {error:.1e}{name and f' in {name}'}; allowed: {tolerance:.0e}"
     return f"{error:.1e}"
 
 
 def run_cells(subject: FamilyUnderTest, cells: Sequence[Cell] = CELLS) -> dict[str, tuple[bool, str]]:
-    """Of each cell whether it holds, and the figure, or why not."""
-    found = {}
+    """Return for each cell whether it passes, and its figure or the reason of the failure."""
+    results = {}
     for cell in cells:
         try:
-            found[cell.name] = True, cell.check(subject)
+            results[cell.name] = True, cell.check(subject)
         except (AssertionError, PrepError, ValueError) as error:
-            found[cell.name] = False, str(error)
-    return found
+            results[cell.name] = False, str(error)
+    return results
 
 
 def table_text(results: Mapping[str, Mapping[str, tuple[bool, str]]]) -> str:
-    """Cells one under the other; of many families cells beside one another."""
-    cells = list(dict.fromkeys(cell for found in results.values() for cell in found))
-    shown = [[text if good else "FAILS" for good, text in found.values()] for found in results.values()]
+    """Return the results as a table: a column per family, or a row per family if there are many."""
+    cells = list(dict.fromkeys(cell for family_results in results.values() for cell in family_results))
+    figures = [
+        [figure if passed else "FAILS" for passed, figure in family_results.values()]
+        for family_results in results.values()
+    ]
     if len(results) > MAX_FAMILY_COLUMNS:
-        return format_table([(name, *texts) for name, texts in zip(results, shown)], ("", *cells))
-    return format_table(list(zip(cells, *shown)), ("", *results))
+        return format_table([(name, *texts) for name, texts in zip(results, figures)], ("", *cells))
+    return format_table(list(zip(cells, *figures)), ("", *results))
 
 
 def default_configs() -> dict[str, list[HFConfig]]:
-    """Of each family that there is an odd config and one to train on a mesh."""
-    meshed = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)}
-    meshed |= {name: base | {"num_hidden_layers": 2} for name, base in FAMILY_CONFIGS.items()}
-    return {name: [odd, meshed[name]] for name, odd in ODD_HEADS.items()}
+    """Return for each supported family a config with odd sizes, and one to train on a mesh."""
+    mesh_configs = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)}
+    mesh_configs |= {name: base | {"num_hidden_layers": 2} for name, base in FAMILY_CONFIGS.items()}
+    return {name: [odd_config, mesh_configs[name]] for name, odd_config in ODD_HEADS.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a cell fails."""
+    """Print the table and return 1 if a cell fails."""
     from transformers.utils import logging
 
     parser = argparse.ArgumentParser(
@@ -351,21 +370,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("configs", nargs="*", type=Path, metavar="CONFIG.json", help="default: all families")
     parser.add_argument("--cells", metavar="NAME,…", help=f"default: all: {', '.join(cell.name for cell in CELLS)}")
-    given = parser.parse_args(arguments)
-    cells = [cell for cell in CELLS if given.cells is None or cell.name in given.cells.split(",")]
+    options = parser.parse_args(arguments)
+    cells = [cell for cell in CELLS if options.cells is None or cell.name in options.cells.split(",")]
     jax.config.update("jax_num_cpu_devices", 8)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     configs: dict[str, list[HFConfig]] = {}
-    for config in (json.loads(path.read_text()) for path in given.configs):
+    for config in (json.loads(path.read_text()) for path in options.configs):
         configs.setdefault(config["model_type"], []).append(config)
     results: dict[str, dict[str, tuple[bool, str]]] = {}
-    for name, group in (configs or default_configs()).items():
+    for name, family_configs in (configs or default_configs()).items():
         with tempfile.TemporaryDirectory() as work:
-            results[name] = run_cells(FamilyUnderTest(group, Path(work)), cells)
-        jax.clear_caches()  # of what was compiled for one family another has little use
+            results[name] = run_cells(FamilyUnderTest(family_configs, Path(work)), cells)
+        jax.clear_caches()  # no other family uses what was compiled for this one
     print(table_text(results))
-    failures = [(name, cell, why) for name, found in results.items() for cell, (good, why) in found.items() if not good]
+    failures = [
+        (name, cell, why)
+        for name, family_results in results.items()
+        for cell, (passed, why) in family_results.items()
+        if not passed
+    ]
     for name, cell, why in failures:
         print(f"{name}, {cell}: {why}", file=sys.stderr)
     return 1 if failures else 0

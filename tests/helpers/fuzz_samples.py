@@ -1,7 +1,7 @@
-"""Random tiny configs of each family: a sample is a function of (family, seed, number) alone.
+"""Random tiny configs of each family, determined by family, seed and number.
 
-A sample starts from a config that works and changes a few fields: those of transformers' config class, their aliases,
-spellings of older versions, and now and then a field of another family or a value of another type.
+A sample starts from a valid config and changes a few fields: fields of the config class of transformers, their aliases,
+fields of older versions, and sometimes a field of another family or a value of another type.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA, NEWER_FAMILIES
 from trainer.models.architecture import LAYER_TYPES, SEMANTIC_FIELDS
 from trainer.models.registry import FAMILIES
 
-SEQ_LENGTH = 20  # tokens of a batch: more than most windows and positions below
-CHANGE_COUNTS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)  # how many fields a sample changes
-LEFT_OUT_SHARE, WRONG_TYPE_SHARE, FOREIGN_SHARE = 0.12, 0.04, 0.03  # shares of changes
+SEQ_LENGTH = 20  # longer than most windows and positions below
+CHANGE_COUNTS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6)  # numbers of fields that a sample changes
+LEFT_OUT_SHARE, WRONG_TYPE_SHARE, FOREIGN_SHARE = (
+    0.12,
+    0.04,
+    0.03,
+)  # probabilities per change, and per sample for the last one
 
 BASE_CONFIGS: Mapping[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": LLAMA} | {
     name: NEWER_FAMILIES[name] for name in FAMILIES if name in NEWER_FAMILIES
@@ -30,18 +34,19 @@ ValueSampler = Callable[[random.Random, Mapping[str, Any]], Any]
 
 
 def one_of(*values: Any) -> ValueSampler:
-    """Each of some values as often as it is there."""
+    """Return a sampler of values; repeated values are more likely."""
     return lambda rng, config: copy.deepcopy(rng.choice(values))
 
 
 def layer_count(config: Mapping[str, Any]) -> int:
-    """The number of layers that a config asks for."""
-    found = [config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(config.get(key), int)]
-    return found[0] if found and 0 <= found[0] < 9 else 2
+    """Return the number of layers in a config, or 2 if it has no usable number."""
+    keys = ("num_hidden_layers", "n_layer", "num_layers")
+    counts = [config[key] for key in keys if isinstance(config.get(key), int)]
+    return counts[0] if counts and 0 <= counts[0] < 9 else 2
 
 
 def head_size(config: Mapping[str, Any]) -> int:
-    """The width of a head, or what is near it in a config that makes no sense."""
+    """Return the width of a head, or a plausible width if the config is invalid."""
     width, heads = (config.get(key) for key in ("hidden_size", "num_attention_heads"))
     head_dim = config.get("head_dim")
     if isinstance(head_dim, int) and 0 < head_dim < 99:
@@ -49,55 +54,55 @@ def head_size(config: Mapping[str, Any]) -> int:
     return width // heads if isinstance(width, int) and isinstance(heads, int) and 0 < heads < 99 else 8
 
 
-def layer_types(*words: str) -> ValueSampler:
-    """One word for each layer, seldom for more or fewer of them."""
+def layer_types(*names: str) -> ValueSampler:
+    """Return a sampler of lists with one name per layer, sometimes one too many."""
 
-    def made(rng: random.Random, config: Mapping[str, Any]) -> Any:
+    def sample(rng: random.Random, config: Mapping[str, Any]) -> Any:
         count = layer_count(config) + rng.choice((0, 0, 0, 0, 0, 0, 0, 0, 0, 1))
-        return rng.choice(([rng.choice(words) for _ in range(count)], [words[0]] * count, None))
+        return rng.choice(([rng.choice(names) for _ in range(count)], [names[0]] * count, None))
 
-    return made
+    return sample
 
 
 def random_attention_types(rng: random.Random, config: Mapping[str, Any]) -> Any:
-    """GPT-Neo's pattern of layers, mostly of the right length."""
+    """Return `attention_types` of GPT-Neo, mostly for the right number of layers."""
     layers = layer_count(config)
-    words = [rng.choice(("global", "local")) for _ in range(layers)]
-    return rng.choice(([[words, 1]], [[["global"], layers]], [[["local"], 1], [["global"], layers - 1]], None, []))
+    names = [rng.choice(("global", "local")) for _ in range(layers)]
+    return rng.choice(([[names, 1]], [[["global"], layers]], [[["local"], 1], [["global"], layers - 1]], None, []))
 
 
 def random_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
-    """A rotation in the spelling of one version or another; most have all that their kind needs."""
-    kind = rng.choice(ROPE_TYPES)
-    made: dict[str, Any] = {rng.choice(("rope_type", "rope_type", "type")): kind}
-    if kind != "default":
-        made |= {"factor": rng.choice((1.0, 2.0, 4, 8.0, 0.5))}
-    if kind == "llama3":
-        made |= {"low_freq_factor": rng.choice((1.0, 2)), "high_freq_factor": rng.choice((4.0, 8.0))}
-    if kind == "longrope":
+    """Return a rope scaling in the form of transformers 4 or 5; most have the fields that their type needs."""
+    rope_type = rng.choice(ROPE_TYPES)
+    scaling: dict[str, Any] = {rng.choice(("rope_type", "rope_type", "type")): rope_type}
+    if rope_type != "default":
+        scaling |= {"factor": rng.choice((1.0, 2.0, 4, 8.0, 0.5))}
+    if rope_type == "llama3":
+        scaling |= {"low_freq_factor": rng.choice((1.0, 2)), "high_freq_factor": rng.choice((4.0, 8.0))}
+    if rope_type == "longrope":
         pairs = int(head_size(config) * (config.get("partial_rotary_factor") or 1)) // 2
-        made |= {key: [round(rng.uniform(1, 5), 2) for _ in range(pairs)] for key in ("short_factor", "long_factor")}
-    if kind in ("llama3", "longrope", "yarn"):
-        made |= rng.choice(({}, {"original_max_position_embeddings": rng.choice((1, 8, 16, 64))}))
-    more = {
+        scaling |= {key: [round(rng.uniform(1, 5), 2) for _ in range(pairs)] for key in ("short_factor", "long_factor")}
+    if rope_type in ("llama3", "longrope", "yarn"):
+        scaling |= rng.choice(({}, {"original_max_position_embeddings": rng.choice((1, 8, 16, 64))}))
+    optional = {
         "rope_theta": (100.0, 5000, 5e5), "partial_rotary_factor": (0.5, 1.0, 0.75), "truncate": (True, False),
         "attention_factor": (0.9, 1.3, None), "beta_fast": (8.0, 64, 0, None), "beta_slow": (0.5, 2, None),
         "mscale": (0.7, 1.0, 0, None), "mscale_all_dim": (0.4, 1.0, None), "factor": (3.0, None),
     }  # fmt: skip
-    yarn = kind == "yarn"
-    for key in rng.sample(sorted(more), rng.choice((0, 1, 1, 2, 5) if yarn else (0, 0, 1, 1))):
-        made[key] = rng.choice(more[key])
+    counts = (0, 1, 1, 2, 5) if rope_type == "yarn" else (0, 0, 1, 1)
+    for key in rng.sample(sorted(optional), rng.choice(counts)):
+        scaling[key] = rng.choice(optional[key])
     if rng.random() < 0.05:
-        made.pop(rng.choice(sorted(made)))
-    return rng.choice((made, made, made, made, made, {}, None))
+        scaling.pop(rng.choice(sorted(scaling)))
+    return rng.choice((scaling, scaling, scaling, scaling, scaling, {}, None))
 
 
 def random_nested_rope(rng: random.Random, config: Mapping[str, Any]) -> Any:
-    """One rotation for each kind of layers, as transformers 5 has them."""
-    made: dict[str, Any] = {kind: random_rope(rng, config) for kind in LAYER_TYPES if rng.random() < 0.9}
+    """Return rope parameters per layer type, in the form of transformers 5."""
+    parameters: dict[str, Any] = {name: random_rope(rng, config) for name in LAYER_TYPES if rng.random() < 0.9}
     if rng.random() < 0.1:
-        made["truncate"] = rng.choice((True, False))
-    return rng.choice((made, made, made, made, random_rope(rng, config), None))
+        parameters["truncate"] = rng.choice((True, False))
+    return rng.choice((parameters, parameters, parameters, parameters, random_rope(rng, config), None))
 
 
 FLAG, DROPOUT, TOKEN = (
@@ -161,7 +166,7 @@ VALUES: Mapping[str, ValueSampler] = {
     "per_layer_config": one_of({"0": {"intermediate_size": 8}}, {"1": {"sliding_window": 2}}, None),
 }
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-EXTRA_FIELDS: Mapping[str, Sequence[str]] = {  # fields that configs have and the class does not, or by another name
+EXTRA_FIELDS: Mapping[str, Sequence[str]] = {  # config fields that the config class lacks or names differently
     "gpt_neo": ("attention_layers",),
     "gpt_neox": (*ROPE_FIELDS, "rotary_pct", "rotary_emb_base", "original_max_position_embeddings"),
     "gemma3_text": (*ROPE_FIELDS, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
@@ -173,57 +178,41 @@ EXTRA_FIELDS: Mapping[str, Sequence[str]] = {  # fields that configs have and th
     "qwen2": (*ROPE_FIELDS, "head_dim"),
     **dict.fromkeys(("llama", "qwen3", "gemma", "gemma2"), (*ROPE_FIELDS, "original_max_position_embeddings")),
 }
-SIZE_FIELD_PARTS = (
-    "hidden",
-    "embd",
-    "d_model",
-    "d_ff",
-    "inner",
-    "interm",
-    "layer",
-    "vocab",
-    "ffn",
-    "num_exp",
-    "position",
-    "proj_d",
-)
-INERT_FIELD_PARTS = (
-    "label",
-    "summary",
-    "drop",
-    "_token_id",
-    "dtype",
-    "version",
-    "archi",
-    "problem",
-    "output_",
-    "chunk_size",
-    "range",
-)
-SKIPPED_FIELDS = {"return_dict", "use_cache", "is_decoder"}  # how the judge is called, not what it computes
+SIZE_FIELD_PARTS = (  # parts of the names of fields whose default makes a large model
+    "hidden", "embd", "d_model", "d_ff", "inner", "interm", "layer", "vocab", "ffn", "num_exp", "position", "proj_d",
+)  # fmt: skip
+INERT_FIELD_PARTS = (  # parts of the names of fields that do not change logits
+    "label", "summary", "drop", "_token_id", "dtype", "version", "archi", "problem", "output_", "chunk_size", "range",
+)  # fmt: skip
+SKIPPED_FIELDS = {
+    "return_dict",
+    "use_cache",
+    "is_decoder",
+}  # they control how transformers is called, not what it computes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A config, what was changed in it, and (for T5) whether the file has a head of its own."""
+    """A config, the names of its changed fields, and (for T5) whether the file stores a head."""
 
     config: dict[str, Any]
     changed: tuple[str, ...]
-    own_head: bool
+    has_stored_head: bool
 
 
 def fields_to_change(family: str) -> list[str]:
-    """Every field that a config of this family may have, those with more forms more often."""
+    """Return the fields of a family's configs; fields that may change logits are listed four times."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[family]
-    own = [field.name for field in dataclasses.fields(kind)]
-    every = [name for name in (*own, *kind.attribute_map, *EXTRA_FIELDS.get(family, ())) if name not in SKIPPED_FIELDS]
-    return every + 3 * [name for name in every if not any(part in name for part in INERT_FIELD_PARTS)]
+    config_class = CONFIG_MAPPING[family]
+    class_fields = [field.name for field in dataclasses.fields(config_class)]
+    fields = (*class_fields, *config_class.attribute_map, *EXTRA_FIELDS.get(family, ()))
+    names = [name for name in fields if name not in SKIPPED_FIELDS]
+    return names + 3 * [name for name in names if not any(part in name for part in INERT_FIELD_PARTS)]
 
 
 def make_sample(family: str, seed: int, number: int) -> Sample:
-    """The config of this number."""
+    """Return the sample of a family, seed and number."""
     rng = random.Random(f"{family} {seed} {number}")
     config, names = copy.deepcopy(BASE_CONFIGS[family]), fields_to_change(family)
     changed = [rng.choice(names) for _ in range(rng.choice(CHANGE_COUNTS))]
@@ -237,7 +226,7 @@ def make_sample(family: str, seed: int, number: int) -> Sample:
 
 
 def _change(config: dict[str, Any], name: str, rng: random.Random, family: str) -> None:
-    """Give a field another value, or leave it out unless a model of the default size would be large."""
+    """Change a field, or remove it, unless its default would make the model large."""
     if rng.random() < LEFT_OUT_SHARE and not any(part in name for part in SIZE_FIELD_PARTS):
         config.pop(name, None)
     elif rng.random() < WRONG_TYPE_SHARE:

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face checkpoints of every kind that the tests need, written without torch or transformers."""
+"""Tiny Hugging Face checkpoints of every family, written without torch or transformers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SMALL: dict[str, Any] = {
 }
 GROUPED_QUERY = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
 TOKEN_FIELDS = {key: value for key, value in SMALL.items() if key.endswith("_id") or key == "vocab_size"}
-FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one of each family that has no config above
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {  # one per family without a config above
     "gptj": TOKEN_FIELDS | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
     "gpt_neox": SMALL,
     "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
@@ -119,29 +119,39 @@ LEGACY_BUFFERS = {
 def checkpoint_tensors(
     config: dict[str, Any], dtype: str, tied: bool, legacy: bool, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Every tensor that a checkpoint of this config has, by its full name, with random finite values."""
-    family, rng = FAMILIES[config["model_type"]], np.random.default_rng(seed)
-    found: dict[str, np.ndarray] = {}
+    """Return random tensors, by their full names, of a checkpoint with this config.
 
-    def add(bare: str, kind: str, shape: tuple[int, ...]) -> None:
-        name = bare if bare in family.unprefixed else family.prefix + bare
+    Args:
+        config: Content of its config.json.
+        dtype: Dtype of the parameters.
+        tied: Whether the head is tied and has no tensor.
+        legacy: Whether buffers of old files are included.
+        seed: Seed of the values.
+    """
+    family, rng = FAMILIES[config["model_type"]], np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray] = {}
+
+    def add(bare_name: str, tensor_dtype: str, shape: tuple[int, ...]) -> None:
+        name = bare_name if bare_name in family.unprefixed else family.prefix + bare_name
         values = rng.standard_normal(math.prod(shape)) * 0.3
-        found[name] = (values > 0 if kind == "bool" else values).astype(numpy_dtype(kind)).reshape(shape)
+        tensors[name] = (
+            (values > 0 if tensor_dtype == "bool" else values).astype(numpy_dtype(tensor_dtype)).reshape(shape)
+        )
 
     for path, row in parameter_rows(family, config).items():
-        if path != family.tying.leaf or not tied:
+        if path != family.tying.head_leaf or not tied:
             bound = bind_row(row, family.sizes(config))
             for name, _ in bound.tensors():
                 add(name, dtype, bound.source_shape)
     layers = family.sizes(config)["layers"]
-    for pattern, (kind, shape) in LEGACY_BUFFERS[family.name].items() if legacy else ():
+    for pattern, (buffer_dtype, shape) in LEGACY_BUFFERS[family.name].items() if legacy else ():
         for layer in range(layers):
-            add(pattern.format(layer), kind, shape)
-    return found
+            add(pattern.format(layer), buffer_dtype, shape)
+    return tensors
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], files: int = 2) -> Path:
-    """A Hugging Face folder: config, tokenizer files, weights in about so many shards with an index."""
+    """Write a Hugging Face folder with config, tokenizer files, and about `files` shards with an index."""
     folder.mkdir(parents=True)
     entries = [(name, value.dtype.name, value.shape, value.nbytes) for name, value in tensors.items()]
     limit = -(-sum(e[3] for e in entries) // files)
@@ -166,8 +176,18 @@ def make_checkpoint(
     files: int = 2,
     **changes: Any,
 ) -> dict[str, np.ndarray]:
-    """Write a tiny checkpoint and return its tensors; `tied` as the family has it by default."""
-    default = FAMILIES[base["model_type"]].tying.default
+    """Write a tiny checkpoint and return its tensors.
+
+    Args:
+        folder: Folder to write.
+        base: Content of config.json.
+        dtype: Dtype of the parameters.
+        tied: Whether the head is tied; None for the default of the family.
+        legacy: Whether the file has buffers of old files.
+        files: Approximate number of shards.
+        **changes: Fields to change in the config.
+    """
+    default = FAMILIES[base["model_type"]].tying.tied_by_default
     is_tied = default if tied is None else tied
     config = {**base, "torch_dtype": dtype, **changes} | (
         {} if is_tied == default else {"tie_word_embeddings": is_tied}
@@ -178,19 +198,20 @@ def make_checkpoint(
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a Hugging Face folder by the real library's parser, bytes viewed as their own dtype."""
+    """Read every tensor of a Hugging Face folder with the parser of the safetensors library."""
     from safetensors import deserialize
 
     from prepcli.formats.safetensors import DTYPES
 
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, entry in deserialize(path.read_bytes()):
             dtype = DTYPES[entry["dtype"]]
             assert len(entry["data"]) == math.prod(entry["shape"]) * itemsize(dtype)
-            found[name] = np.frombuffer(bytes(entry["data"]), numpy_dtype(dtype)).reshape(entry["shape"])
-    return found
+            tensors[name] = np.frombuffer(bytes(entry["data"]), numpy_dtype(dtype)).reshape(entry["shape"])
+    return tensors
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two arrays have the same dtype, shape and bytes."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

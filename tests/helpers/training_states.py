@@ -1,4 +1,4 @@
-"""Training states for the tests: the parameters of an init as float32, random moments, and numbers of the run."""
+"""Training states for tests: the parameters of an init in float32, random Adam moments, and step counters."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ OPTIMIZER_SLOTS = ("opt_state.adam.mu", "opt_state.adam.nu")
 
 
 def read_leaves(reader: CheckpointReader, dtypes: Mapping[str, str] | None = None) -> TrainingState:
-    """Every leaf, in its own dtype or another."""
-    found: TrainingState = {}
+    """Read every leaf in its own dtype, or in the dtype that `dtypes` has for it."""
+    leaves: TrainingState = {}
     for name, leaf in reader.leaves.items():
-        found[name] = np.empty(leaf.shape, (dtypes or {}).get(name, leaf.dtype))
-        reader.read(name, {full_box(leaf.shape): found[name]})
-    return found
+        leaves[name] = np.empty(leaf.shape, (dtypes or {}).get(name, leaf.dtype))
+        reader.read(name, {full_box(leaf.shape): leaves[name]})
+    return leaves
 
 
 def read_params(start: Path) -> TrainingState:
-    """The parameters of an init as they are trained."""
+    """Read the parameters of an init in float32, as training uses them."""
     with open_reader(start) as reader:
         return read_leaves(reader, dict.fromkeys(reader.leaves, "float32"))
 
 
 def make_state(params: TrainingState, step: int, seed: int = 0) -> TrainingState:
-    """A state with these parameters."""
+    """Return a training state with these parameters and random moments."""
     rng = np.random.default_rng((seed, step))
     state = dict(params)
     for slot in OPTIMIZER_SLOTS:
@@ -48,19 +48,19 @@ def make_state(params: TrainingState, step: int, seed: int = 0) -> TrainingState
 
 
 def host_leaves(state: TrainingState) -> dict[str, HostLeaf]:
-    """The leaves as a trainer hands them over."""
+    """Return the leaves of a state as a trainer passes them to a checkpoint store."""
     return {name: HostLeaf(v.shape, v.dtype.name, partial(state.__getitem__, name)) for name, v in state.items()}
 
 
 def save_steps(run: Path, start: Path, steps: Mapping[int, TrainingState], **options: Any) -> None:
-    """Save these steps as a run called `tuned` does."""
+    """Save these steps as checkpoints of a run named `tuned`."""
     with RunFolder(run, start, "tuned", **options) as store:
         for step, state in steps.items():
             store.save(step, host_leaves(state), {"recipe": f"steps = {step}"})
 
 
 def same_state(a: TrainingState, b: TrainingState) -> bool:
-    """Whether two states are equal, bit for bit."""
+    """Return whether two states are bit-identical."""
     return a.keys() == b.keys() and all(
         (a[n].dtype, a[n].shape, a[n].tobytes()) == (b[n].dtype, b[n].shape, b[n].tobytes()) for n in a
     )

@@ -1,4 +1,7 @@
-"""What a family's layers compute, as choices by name; the same for every parameter and every mesh. Pure."""
+"""The architecture of a model: named choices for its layers, read from a Hugging Face config.
+
+The choices do not depend on parameter values or on the device mesh. No I/O, no jax.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainer.models.errors import PrepError
-from trainer.models.rope_config import Rope
+from trainer.models.rope_config import MAX_FLOAT32, Rope
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu")
-FULL_ATTENTION = 0  # a window without an edge
-MAX_WINDOW = 1 << 30  # window: wider ones see no more, and do not fit an int32
+FULL_ATTENTION = 0  # a sliding window without a limit
+MAX_WINDOW = 1 << 30  # wider windows fit no int32 and no sequence is that long
 NO_SOFTCAP = 0.0
-MAX_FLOAT32 = 3.4e38  # of float32
-MAX_RELATIVE_DISTANCE = (
-    1 << 20
-)  # of distances that are told apart: beyond any sequence; keeps a wrong config from asking for memory
-LAYER_TYPES = ("full_attention", "sliding_attention")  # in `layer_types`
+MAX_RELATIVE_DISTANCE = 1 << 20  # longer than any sequence; bounds the memory that an invalid config can ask for
+LAYER_TYPES = ("full_attention", "sliding_attention")  # values in `layer_types`
 
-ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")  # fields of a config
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn", "feed_forward_proj")
-EQUIVALENT_ACTIVATIONS = {
-    "gelu_pytorch_tanh": "gelu_new",
-    "gelu_fast": "gelu_new",
-    "swish": "silu",
-}  # activations by two names
+EQUIVALENT_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 
-# Fields that change what some decoder of transformers computes, and values of them that change nothing. Whoever reads
-# one says so; in a config of any other family it is an error.
+# Config fields with an effect on some decoder of transformers -> values without effect. A family lists the fields it
+# supports; another field of this table with another value is an error.
 SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -59,131 +55,209 @@ SEMANTIC_FIELDS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class RelativePositionBias:
-    """A bias of scores by how far a key is: one for each of `buckets`, near distances each by itself, those from
-    `farthest` on together. `both_ways`: keys after a query have half of the buckets."""
+    """T5's bias of attention scores by relative position (Raffel et al. 2020, https://arxiv.org/abs/1910.10683, 2.1).
+
+    Half of the buckets hold one distance each; the rest grow logarithmically up to `max_distance`.
+
+    Attributes:
+        num_buckets: Number of biases per head.
+        max_distance: Distance from which on all keys share the last bucket.
+        bidirectional: Whether keys after the query have half of the buckets (encoder), or none (decoder).
+
+    Raises:
+        PrepError: A size is out of range.
+    """
 
     num_buckets: int
     max_distance: int
     bidirectional: bool
 
     def __post_init__(self) -> None:
-        """PrepError where there is nothing to tell apart."""
         exact = self.num_buckets // 2
         if self.num_buckets < 4 or not exact < self.max_distance <= MAX_RELATIVE_DISTANCE:
-            why = f"{self.num_buckets} buckets of distances up to {self.max_distance}"
-            raise PrepError(
-                "config.json makes no sense", f"{why}: it takes 4 or more, and {exact + 1} to {MAX_RELATIVE_DISTANCE:,}"
-            )
+            why = f"it has {self.num_buckets} buckets of distances up to {self.max_distance}"
+            allowed = f"4 or more buckets, and a distance from {exact + 1} to {MAX_RELATIVE_DISTANCE:,}"
+            raise PrepError("config.json is invalid", f"{why}; a relative position bias needs {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
 class ArchConfig:
-    """The choices of a decoder, or of the encoder before it.
+    """The architecture of a decoder, or of the encoder before it.
 
-    windows: of each layer how many positions a token sees, itself included; ALL_BEFORE: all up to it. residual: what
-    the blocks add and where norms stand; each form is a case of `layers.block`. Caps bound by cap * tanh(x / cap).
+    Attributes:
+        norm: Type of the norms; "rms_offset" scales by 1 + weight, all of it in float32.
+        norm_eps: Epsilon of the norms.
+        activation: Activation of the MLP, one of ACTIVATIONS.
+        has_gated_mlp: Whether the MLP has a gate matrix.
+        attn_scale: Factor of the query-key products.
+        sliding_windows: Window of each layer: a number of positions, that of the token included, or FULL_ATTENTION.
+        rope: Rotary embedding. If it and `relative_position_bias` are None, the model has learned positions.
+        max_positions: Number of learned positions.
+        init_std: Standard deviation of the initial matrices and embeddings.
+        block_type: Residual connections and norms of a layer; `trainer.nn.block` has a case for each.
+        has_final_norm: Whether a norm follows the last layer.
+        local_rope: Rotary embedding of layers with a sliding window, if it differs from `rope`.
+        rotary_pairs: The elements of a head that rotate together: element i of each half, or neighbouring elements.
+        position_offset: Row of the first learned position.
+        embed_scale: Factor of the token embeddings.
+        attn_logit_softcap: Bound c of attention scores as c * tanh(x / c), or NO_SOFTCAP.
+        final_logit_softcap: Bound of the logits, in the same form.
+        experts_per_token: Number of experts per token; 0 for a dense MLP.
+        norm_topk_prob: Whether the weights of the selected experts are normalized to sum to one.
+        scale_attn_by_inverse_layer_idx: Whether attention scores of layer i, counted from 1, are divided by i.
+        relative_position_bias: Bias of attention scores by relative position.
+        lm_head_input_scale: Factor of the hidden states before the head.
+        encoder: Architecture of the encoder whose output the layers attend to; its attention is bidirectional.
     """
 
-    norm: Literal["layer", "rms", "rms_offset"]  # the last one scales by 1 + scale, all of it in float32
+    norm: Literal["layer", "rms", "rms_offset"]
     norm_eps: float
     activation: str
     has_gated_mlp: bool
-    attn_scale: float  # of query-key products
+    attn_scale: float
     sliding_windows: tuple[int, ...]
-    rope: Rope | None  # None, and no `distances`: learned positions
-    max_positions: int  # learned ones end there
+    rope: Rope | None
+    max_positions: int
     init_std: float
     block_type: Literal["pre", "post", "parallel", "parallel_one_norm", "sandwich"] = "pre"
     has_final_norm: bool = True
-    local_rope: Rope | None = None  # in layers with a window, where that is another one
-    rotary_pairs: Literal["halves", "neighbours"] = "halves"  # which elements of a head turn together
-    position_offset: int = 0  # the row of the first learned position
+    local_rope: Rope | None = None
+    rotary_pairs: Literal["half_split", "interleaved"] = "half_split"
+    position_offset: int = 0
     embed_scale: float = 1.0
     attn_logit_softcap: float = NO_SOFTCAP
     final_logit_softcap: float = NO_SOFTCAP
-    experts_per_token: int = 0  # 0: one feed-forward part for all
-    norm_topk_prob: bool = True  # the shares of those that a token has
-    scale_attn_by_inverse_layer_idx: bool = False  # scores of layer i, from 1 on, are divided by i
+    experts_per_token: int = 0
+    norm_topk_prob: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
     relative_position_bias: RelativePositionBias | None = None
-    lm_head_input_scale: float = 1.0  # of hidden states before the head
-    encoder: ArchConfig | None = None  # whose states the layers look at too; there each token sees all
+    lm_head_input_scale: float = 1.0
+    encoder: ArchConfig | None = None
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether a table has a row for each position."""
+        """Whether the model adds a learned embedding of each position."""
         return self.rope is None and self.relative_position_bias is None
 
     def rope_for(self, window: int) -> Rope | None:
-        """The rotation in layers with this window."""
+        """Return the rotary embedding of layers with this sliding window."""
         return self.local_rope if self.local_rope and window != FULL_ATTENTION else self.rope
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """All rotations that its layers use."""
+        """All rotary embeddings of the layers, without repetition."""
         return tuple(dict.fromkeys(rope for rope in map(self.rope_for, self.sliding_windows) if rope))
 
 
-def reject_unsupported_fields(config: Mapping[str, Any], *fields: str) -> None:
-    """PrepError where a config sets a field that changes what is computed and is not among those that are read."""
-    for field, harmless in SEMANTIC_FIELDS.items():
+def reject_unsupported_fields(config: Mapping[str, Any], *supported_fields: str) -> None:
+    """Raise PrepError if a config sets a semantic field without support in the family.
+
+    Args:
+        config: Content of a config.json.
+        supported_fields: Semantic fields of the family.
+
+    Raises:
+        PrepError: Another semantic field has a value with an effect.
+    """
+    for field, neutral_values in SEMANTIC_FIELDS.items():
         value = config.get(field)
-        same_layers = (
-            field == "layer_types" and isinstance(value, list) and all(kind == LAYER_TYPES[0] for kind in value)
+        is_full_attention = (
+            field == "layer_types"
+            and isinstance(value, list)
+            and all(layer_type == LAYER_TYPES[0] for layer_type in value)
         )
-        if field not in fields and not same_layers and not any(value == each for each in harmless):
-            why = f"config.json says {value!r:.60}; it changes what a model computes, and this family does not have it"
-            raise PrepError(f"`{field}` is not known", why)
+        if field not in supported_fields and not is_full_attention and not any(value == v for v in neutral_values):
+            why = f"config.json has {value!r:.60}, which changes what the model computes"
+            raise PrepError(f"`{field}` is not supported for this family", why)
 
 
 def read_activation(config: Mapping[str, Any], key: str, default: str) -> str:
-    """The activation that a config's field names; PrepError for one that is not known, and where the field that has it
-    in other families says another one."""
+    """Return the activation in a config field.
+
+    Args:
+        config: Content of a config.json.
+        key: Field of the family for the activation.
+        default: Activation if the field is absent or null.
+
+    Returns:
+        One of ACTIVATIONS.
+
+    Raises:
+        PrepError: The activation is not supported, or a field of other families names another activation.
+    """
     name = config.get(key) or default
     if name not in ACTIVATIONS:
-        raise PrepError(f"activation `{name}` is not known", f"{key} of config.json; known: {', '.join(ACTIVATIONS)}")
+        why = f"{key} of config.json; supported: {', '.join(ACTIVATIONS)}"
+        raise PrepError(f"activation `{name}` is not supported", why)
     for field in ACTIVATION_FIELDS:
-        said = config.get(field) or name
-        if said != name and (
-            not isinstance(said, str)
-            or EQUIVALENT_ACTIVATIONS.get(said, said) != EQUIVALENT_ACTIVATIONS.get(name, name)
+        value = config.get(field) or name
+        if value != name and (
+            not isinstance(value, str) or _canonical_activation(value) != _canonical_activation(name)
         ):
-            why = f"config.json says {said!r:.60}; this family reads `{key}`, which makes it {name}"
-            raise PrepError(f"`{field}` is not known", why)
+            why = f"config.json has {value!r:.60}; this family reads `{key}`, which is {name}"
+            raise PrepError(f"`{field}` is not supported for this family", why)
     return name
 
 
+def _canonical_activation(name: str) -> str:
+    return EQUIVALENT_ACTIVATIONS.get(name, name)
+
+
 def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A number above 0 that a config gives; PrepError for anything else."""
+    """Return the number in a config field, or the default if the field is absent or null.
+
+    Raises:
+        PrepError: The value is not a number above 0.
+    """
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_FLOAT32:
-        raise PrepError("config.json makes no sense", f"{key} is {value!r:.60}, it has to be a number above 0")
+        raise PrepError("config.json is invalid", f"{key} is {value!r:.60}, it must be a number above 0")
     return float(value)
 
 
 def read_softcap(config: Mapping[str, Any], key: str, default: float | None) -> float:
-    """A bound of scores or logits: null is none, an absent one is the default. PrepError unless it is above 0."""
+    """Return the softcap in a config field: NO_SOFTCAP if it is null, the default if the field is absent.
+
+    Raises:
+        PrepError: The value is not a number above 0.
+    """
     return NO_SOFTCAP if config.get(key, default) is None else read_positive(config, key, default or NO_SOFTCAP)
 
 
 def read_sliding_windows(
-    config: Mapping[str, Any], layers: int, window: int | None, slides: Callable[[int], bool]
+    config: Mapping[str, Any], layers: int, window: int | None, is_sliding: Callable[[int], bool]
 ) -> tuple[int, ...]:
-    """The window of each layer: that of the layers that slide, by `layer_types` or else by number; None: no window.
+    """Return the sliding window of each layer, from `layer_types` or from the layer's index.
 
-    PrepError for a window that is no size, other words, and another number of layers.
+    Args:
+        config: Content of a config.json.
+        layers: Number of layers.
+        window: Width of the layers with a sliding window, or None if no layer has one.
+        is_sliding: Whether the layer of an index has a sliding window, for configs without `layer_types`.
+
+    Returns:
+        For each layer a width or FULL_ATTENTION.
+
+    Raises:
+        PrepError: The width is not a positive integer, or `layer_types` is invalid.
     """
-    width, kinds = _read_window(window), config.get("layer_types")
-    if kinds is None:
-        kinds = [LAYER_TYPES[window is not None and slides(layer)] for layer in range(layers)]
-    elif window is None and isinstance(kinds, list) and LAYER_TYPES[1] in kinds:
-        raise PrepError("config.json makes no sense", f"layer_types has {LAYER_TYPES[1]}, sliding_window is off")
-    return windows_by_layer_type(kinds, LAYER_TYPES, layers, width, "layer_types")
+    width, layer_types = _read_window(window), config.get("layer_types")
+    if layer_types is None:
+        layer_types = [LAYER_TYPES[window is not None and is_sliding(layer)] for layer in range(layers)]
+    elif window is None and isinstance(layer_types, list) and LAYER_TYPES[1] in layer_types:
+        raise PrepError("config.json is invalid", f"layer_types has {LAYER_TYPES[1]}, but there is no sliding_window")
+    return windows_by_layer_type(layer_types, LAYER_TYPES, layers, width, "layer_types")
 
 
 def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
-    """Return the window of each layer of a family whose layers all have it, as transformers computes them whatever
-    `layer_types` says. None is no window. Raise PrepError for a window that is not a size."""
+    """Return the same sliding window for each layer.
+
+    Transformers computes some families so, whatever their `layer_types` contains.
+
+    Raises:
+        PrepError: The window is neither None (full attention) nor a positive integer.
+    """
     return (_read_window(window),) * layers
 
 
@@ -191,20 +265,36 @@ def _read_window(window: Any) -> int:
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise PrepError("config.json makes no sense", f"sliding_window is {window!r:.60}, not a number from 1 on")
+        raise PrepError("config.json is invalid", f"sliding_window is {window!r:.60}, it must be an integer from 1 on")
     return min(window, MAX_WINDOW)
 
 
-def windows_by_layer_type(kinds: Any, words: tuple[str, str], layers: int, window: int, field: str) -> tuple[int, ...]:
-    """The window of each layer: of the second of two kinds, by the words for them. PrepError names the field that has
-    other words, or another number of them."""
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in words for kind in kinds):
-        why = f"{field} makes layers of {kinds!r:.80}, it has to be {layers} of {' and '.join(words)}"
-        raise PrepError("config.json makes no sense", why)
-    return tuple(window if kind == words[1] else FULL_ATTENTION for kind in kinds)
+def windows_by_layer_type(
+    layer_types: Any, type_names: tuple[str, str], layers: int, window: int, field: str
+) -> tuple[int, ...]:
+    """Return the sliding window of each layer from a list of layer types.
+
+    Args:
+        layer_types: One name per layer, as the config has them.
+        type_names: Names of the types with full attention and with a sliding window.
+        layers: Number of layers.
+        window: Width of the sliding window.
+        field: Config field of the list, for the error.
+
+    Returns:
+        For each layer the width or FULL_ATTENTION.
+
+    Raises:
+        PrepError: The list has another length or other names.
+    """
+    is_list = isinstance(layer_types, list)
+    if not is_list or len(layer_types) != layers or any(name not in type_names for name in layer_types):
+        why = f"{field} gives the layers {layer_types!r:.80}, it must give {layers} of {' and '.join(type_names)}"
+        raise PrepError("config.json is invalid", why)
+    return tuple(window if name == type_names[1] else FULL_ATTENTION for name in layer_types)
 
 
 def window_period(windows: Sequence[int]) -> int:
-    """After how many layers the pattern of windows begins anew; a last part of it may be missing."""
+    """Return the period of the pattern of windows, in layers; the last period may be incomplete."""
     lengths = range(1, len(windows) + 1)
     return next(n for n in lengths if all(a == b for a, b in zip(windows, windows[n:])))

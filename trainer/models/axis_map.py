@@ -1,11 +1,19 @@
-"""Axis maps: a parameter as one row of text, its dims in the tree and in the source tensors spelled in the same atoms.
+"""Axis maps: where each element of a parameter lies in the source tensors, as one row of text per parameter.
 
     layers heads head_dim embed <- h.{layers}.attn.q_proj.weight: (heads head_dim) embed
 
-An *atom* is a named axis with an extent. On either side a dim is one atom, several merged `(a b)`, or `1`. On the right
-`{a}` chooses the tensor, `a=i` holds an atom at one index, and `(>a b | c b)` takes one of unequal parts of a dim.
-`{a b=1}` merges and holds atoms inside a name; `{a@list}` counts through a list of indices that the sizes name.
-An atom in braces that is absent from the left stands for one leaf per index. Pure.
+The left side lists the dims of the leaf in the parameter tree; the right side gives the tensor's name and its dims.
+An *atom* is a named axis with an extent. A dim on either side is one atom, several merged atoms `(a b)`, or `1`.
+
+On the right side:
+
+- `{a}` in a name: the index of `a` selects the tensor.
+- `{a b=1}` in a name: the merged index of several atoms, some of them fixed.
+- `{a@list}` in a name: `a` counts through the index list `list` of the sizes.
+- `a=i`: fixes an atom at one index.
+- `(>a b | c b)`: a dim of unequal parts, one after another; `>` marks the part of this row.
+
+If the left side lacks an atom in braces, there is one leaf per index of it. No I/O, no jax.
 """
 
 from __future__ import annotations
@@ -18,13 +26,13 @@ from dataclasses import dataclass
 
 from trainer.models.errors import PrepError
 
-AtomDims = tuple[tuple[str, ...], ...]
-Sizes = Mapping[str, int | Sequence[int]]
+AtomDims = tuple[tuple[str, ...], ...]  # the atoms of each dim
+Sizes = Mapping[str, int | Sequence[int]]  # atom -> extent, or name of an index list -> indices
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """An atom in a merged dim or in braces; `held` at one index, or free (None)."""
+    """An atom in a merged dim or in braces: `fixed` at one index, or free (None)."""
 
     atom: str
     fixed: int | None = None
@@ -32,7 +40,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class SourceDim:
-    """A dim of the source tensor: one part, or several one after another of which `taken` is this row's."""
+    """A parsed dim of the source tensor: consecutive parts; the row uses part number `selected`."""
 
     parts: tuple[tuple[Term, ...], ...]
     selected: int = 0
@@ -40,7 +48,7 @@ class SourceDim:
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """`{…}` in a tensor's name: merged terms, counted through the index list called `among` where that is given."""
+    """Braces in a tensor name: merged terms, and the name of their index list (or "")."""
 
     terms: tuple[Term, ...]
     index_list: str = ""
@@ -48,7 +56,7 @@ class NamePattern:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A parsed row; it has no sizes yet."""
+    """A parsed row without extents."""
 
     text: str
     leaf_dims: AtomDims
@@ -58,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """An atom of a tensor's dim, outermost first; `held` at an index or free (None)."""
+    """An atom of a dim with its extent: `fixed` at one index, or free (None). The outermost factor comes first."""
 
     atom: str
     extent: int
@@ -67,7 +75,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDim:
-    """A dim of the source tensor: `extent` elements, of which the row has those from `start`, spread over `factors`."""
+    """A dim of the source tensor with `extent` elements; the row uses `factors`, from `start` on."""
 
     extent: int
     start: int
@@ -75,18 +83,19 @@ class TensorDim:
 
     @property
     def selected_extent(self) -> int:
-        """Elements from `start` over which the factors count, held ones included."""
+        """Number of elements from `start` on, over all factors, fixed ones included."""
         return math.prod(f.extent for f in self.factors)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Braces in a tensor's name: the merged index of `factors`, looked up in `numbers` where those are given."""
+    """Braces in a tensor name with extents: the merged index of `factors`, mapped through `listed_indices` if any."""
 
     factors: tuple[Factor, ...]
     listed_indices: tuple[int, ...] = ()
 
     def resolve(self, atom_indices: Mapping[str, int]) -> int:
+        """Return the number that replaces the braces, given the index of each free atom."""
         index = 0
         for factor in self.factors:
             index = index * factor.extent + (atom_indices[factor.atom] if factor.fixed is None else factor.fixed)
@@ -95,133 +104,167 @@ class TensorIndex:
 
 @dataclass(frozen=True, slots=True)
 class AxisMap:
-    """A row with extents: which element of which tensor is which element of the leaf."""
+    """A row with extents: the correspondence between elements of a leaf and elements of source tensors."""
 
     text: str
-    leaf_dims: tuple[tuple[Factor, ...], ...]  # extents as in the tree, hence padded
+    leaf_dims: tuple[tuple[Factor, ...], ...]  # extents in the tree, padding included
     name_parts: tuple[str | TensorIndex, ...]
-    source_dims: tuple[TensorDim, ...]  # extents as in the tensor
+    source_dims: tuple[TensorDim, ...]  # extents in the tensor, without padding
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
+        """Shape of the leaf in the tree, padding included."""
         return tuple(math.prod(f.extent for f in dim) for dim in self.leaf_dims)
 
     @property
     def source_shape(self) -> tuple[int, ...]:
+        """Shape of each source tensor."""
         return tuple(dim.extent for dim in self.source_dims)
 
     @property
     def stacked_factors(self) -> tuple[Factor, ...]:
-        """The free atoms in braces: they choose the tensor."""
-        choices = [part for part in self.name_parts if isinstance(part, TensorIndex)]
-        return tuple(f for choice in choices for f in choice.factors if f.fixed is None)
+        """Free atoms in braces; their indices select the tensor."""
+        tensor_indices = [part for part in self.name_parts if isinstance(part, TensorIndex)]
+        return tuple(f for tensor_index in tensor_indices for f in tensor_index.factors if f.fixed is None)
 
     @property
     def unscanned_factors(self) -> tuple[Factor, ...]:
-        """Stacked atoms that the leaf lacks: each index of them is a leaf of its own."""
-        inside = {f.atom for dim in self.leaf_dims for f in dim}
-        return tuple(f for f in self.stacked_factors if f.atom not in inside)
+        """Stacked atoms without a dim of the leaf; each of their indices has a leaf of its own."""
+        leaf_atoms = {f.atom for dim in self.leaf_dims for f in dim}
+        return tuple(f for f in self.stacked_factors if f.atom not in leaf_atoms)
 
     def tensors(self) -> Iterator[tuple[str, dict[str, int]]]:
-        """Name of every source tensor, with the index of each stacked atom that the name stands for."""
-        for index in itertools.product(*(range(f.extent) for f in self.stacked_factors)):
-            at = {f.atom: i for f, i in zip(self.stacked_factors, index)}
-            yield self.tensor_name(at), at
+        """Yield the name of each source tensor with the index of each stacked atom."""
+        for indices in itertools.product(*(range(f.extent) for f in self.stacked_factors)):
+            atom_indices = {f.atom: i for f, i in zip(self.stacked_factors, indices)}
+            yield self.tensor_name(atom_indices), atom_indices
 
     def tensor_name(self, atom_indices: Mapping[str, int]) -> str:
-        """The tensor that holds the stacked atoms at these indices."""
+        """Return the name of the tensor at these indices of the stacked atoms."""
         return "".join(part if isinstance(part, str) else str(part.resolve(atom_indices)) for part in self.name_parts)
 
 
 def parse_row(text: str) -> Row:
-    """Parse `leaf dims <- name: tensor dims`; PrepError names the row and what is wrong with it."""
+    """Parse `leaf dims <- name: tensor dims`.
+
+    Args:
+        text: A row in the notation of this module.
+
+    Returns:
+        The row, without extents.
+
+    Raises:
+        PrepError: The row is malformed; the error quotes the row and the reason.
+    """
     if text.count("<-") != 1 or ":" not in text.partition("<-")[2]:
         raise _row_error(text, "it is not of the form `leaf dims <- name: tensor dims`")
     left, right = text.split("<-")
     name, dims = right.rsplit(":", 1)
     row = Row(
-        text,
-        _parse_leaf_dims(text, left),
-        _parse_name(text, name.strip()),
-        tuple(_parse_source_dim(text, d) for d in _split_dims(text, dims)),
+        text=text,
+        leaf_dims=_parse_leaf_dims(text, left),
+        name_parts=_parse_name(text, name.strip()),
+        source_dims=tuple(_parse_source_dim(text, d) for d in _split_dims(text, dims)),
     )
     _check_atoms(row)
     return row
 
 
 def bind_row(row: Row, sizes: Sizes, padded: Mapping[str, int] | None = None) -> AxisMap:
-    """Give a row its extents. `sizes`: atom -> extent, or name of an index list -> indices; `padded`: atom -> extent
-    in the tree where that is larger. PrepError names an atom without a size, or with one that does not fit."""
-    extent = _SizeLookup(row.text, sizes)
-    wider = {
-        a: extent.padded_extent(a, padded or {}) for dim in row.leaf_dims for a in dim if not _uses_index_list(row, a)
+    """Give the atoms of a row their extents.
+
+    Args:
+        row: A parsed row.
+        sizes: Atom -> extent, and name of an index list -> indices.
+        padded: Atom -> extent in the tree, for atoms with padding.
+
+    Returns:
+        The row with extents.
+
+    Raises:
+        PrepError: An atom has no size, its padded size is smaller than its size, or a fixed index is out of range.
+    """
+    lookup = _SizeLookup(row.text, sizes)
+    leaf_extents = {
+        a: lookup.padded_extent(a, padded or {}) for dim in row.leaf_dims for a in dim if not _uses_index_list(row, a)
     }
-    name = tuple(part if isinstance(part, str) else _tensor_index(part, extent) for part in row.name_parts)
-    listed = {
-        f.atom: f.extent for part in name if isinstance(part, TensorIndex) and part.listed_indices for f in part.factors
+    name_parts = tuple(part if isinstance(part, str) else _tensor_index(part, lookup) for part in row.name_parts)
+    leaf_extents |= {
+        f.atom: f.extent
+        for part in name_parts
+        if isinstance(part, TensorIndex) and part.listed_indices
+        for f in part.factors
     }
     return AxisMap(
-        row.text,
-        tuple(tuple(Factor(a, (wider | listed)[a]) for a in dim) for dim in row.leaf_dims),
-        name,
-        tuple(_tensor_dim(dim, extent) for dim in row.source_dims),
+        text=row.text,
+        leaf_dims=tuple(tuple(Factor(a, leaf_extents[a]) for a in dim) for dim in row.leaf_dims),
+        name_parts=name_parts,
+        source_dims=tuple(_tensor_dim(dim, lookup) for dim in row.source_dims),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _SizeLookup:
+    """The sizes for one row, with errors that quote the row."""
+
     row: str
     sizes: Sizes
 
     def extent(self, atom: str) -> int:
+        """Return the extent of an atom in the tensor."""
         size = self.sizes.get(atom)
         if not isinstance(size, int):
-            raise _row_error(self.row, f"there is no size for the atom `{atom}`")
+            raise _row_error(self.row, f"the atom `{atom}` has no size")
         return size
 
     def padded_extent(self, atom: str, padded: Mapping[str, int]) -> int:
+        """Return the extent of an atom in the tree."""
         size = self.extent(atom)
         if padded.get(atom, size) < size:
             raise _row_error(self.row, f"`{atom}` would be padded from {size} to {padded[atom]}")
         return padded.get(atom, size)
 
     def index_list(self, name: str) -> tuple[int, ...]:
-        numbers = self.sizes.get(name)
-        if numbers is None or isinstance(numbers, int):
-            raise _row_error(self.row, f"there is no index list called `{name}`")
-        return tuple(numbers)
+        """Return the index list of this name."""
+        indices = self.sizes.get(name)
+        if indices is None or isinstance(indices, int):
+            raise _row_error(self.row, f"the sizes have no index list `{name}`")
+        return tuple(indices)
 
     def factors(self, terms: Iterable[Term]) -> tuple[Factor, ...]:
-        found = tuple(Factor(t.atom, self.extent(t.atom), t.fixed) for t in terms)
-        for factor in found:
+        """Return the terms with their extents."""
+        factors = tuple(Factor(t.atom, self.extent(t.atom), t.fixed) for t in terms)
+        for factor in factors:
             if factor.fixed is not None and factor.fixed >= factor.extent:
-                raise _row_error(self.row, f"`{factor.atom}={factor.fixed}` is outside its extent {factor.extent}")
-        return found
+                raise _row_error(
+                    self.row, f"`{factor.atom}={factor.fixed}` is out of range: the size is {factor.extent}"
+                )
+        return factors
 
 
 def _uses_index_list(row: Row, atom: str) -> bool:
     return any(isinstance(p, NamePattern) and p.index_list and atom == p.terms[0].atom for p in row.name_parts)
 
 
-def _tensor_index(hole: NamePattern, extent: _SizeLookup) -> TensorIndex:
-    if not hole.index_list:
-        return TensorIndex(extent.factors(hole.terms))
-    numbers = extent.index_list(hole.index_list)
-    return TensorIndex((Factor(hole.terms[0].atom, len(numbers)),), numbers)
+def _tensor_index(pattern: NamePattern, lookup: _SizeLookup) -> TensorIndex:
+    if not pattern.index_list:
+        return TensorIndex(lookup.factors(pattern.terms))
+    indices = lookup.index_list(pattern.index_list)
+    return TensorIndex((Factor(pattern.terms[0].atom, len(indices)),), indices)
 
 
-def _tensor_dim(dim: SourceDim, extent: _SizeLookup) -> TensorDim:
-    parts = [extent.factors(terms) for terms in dim.parts]
+def _tensor_dim(dim: SourceDim, lookup: _SizeLookup) -> TensorDim:
+    parts = [lookup.factors(terms) for terms in dim.parts]
     lengths = [math.prod(f.extent for f in part) for part in parts]
-    return TensorDim(sum(lengths), sum(lengths[: dim.selected]), parts[dim.selected])
+    return TensorDim(extent=sum(lengths), start=sum(lengths[: dim.selected]), factors=parts[dim.selected])
 
 
 def _parse_leaf_dims(text: str, dims: str) -> AtomDims:
-    found = tuple(tuple(a for a in item.strip("()").split() if a != "1") for item in _split_dims(text, dims))
-    for atom in (a for dim in found for a in dim):
+    leaf_dims = tuple(tuple(a for a in item.strip("()").split() if a != "1") for item in _split_dims(text, dims))
+    for atom in (a for dim in leaf_dims for a in dim):
         if not atom.isidentifier():
-            raise _row_error(text, f"`{atom}` is not the name of an atom")
-    return found
+            raise _row_error(text, f"`{atom}` is not a valid atom name")
+    return leaf_dims
 
 
 def _split_dims(text: str, dims: str) -> list[str]:
@@ -235,51 +278,53 @@ def _parse_source_dim(text: str, item: str) -> SourceDim:
     parts = [part.strip() for part in item.strip("()").split("|")]
     marked = [i for i, part in enumerate(parts) if part.startswith(">")]
     if len(marked) != (len(parts) > 1):
-        raise _row_error(text, "of several parts of a dim exactly one is marked with `>`")
+        raise _row_error(text, "exactly one of several parts of a dim must be marked with `>`")
     if len(parts) > 1 and not all(part.strip("> ") for part in parts):
         raise _row_error(text, "a part of a dim is empty")
     return SourceDim(tuple(_parse_terms(text, part.lstrip(">")) for part in parts), marked[0] if marked else 0)
 
 
 def _parse_terms(text: str, words: str) -> tuple[Term, ...]:
-    found = []
+    terms = []
     for word in words.split():
         atom, equals, index = word.partition("=")
         if word == "1":
             continue
         if not atom.isidentifier() or (equals and not index.isdecimal()):
             raise _row_error(text, f"`{word}` is neither an atom nor `atom=index`")
-        found.append(Term(atom, int(index) if equals else None))
-    return tuple(found)
+        terms.append(Term(atom, int(index) if equals else None))
+    return tuple(terms)
 
 
 def _parse_name(text: str, name: str) -> tuple[str | NamePattern, ...]:
-    pieces = re.split(r"{([^{}]*)}", name)
+    pieces = re.split(r"{([^{}]*)}", name)  # plain text at even positions, the content of braces at odd ones
     if any(re.search(r"[{}\s]", piece) for piece in pieces[::2]) or not name:
-        raise _row_error(text, "its tensor's name is empty, has a space, or braces that do not match")
+        raise _row_error(text, "its tensor name is empty, has a space, or braces that do not match")
     return tuple(p if i % 2 == 0 else _parse_name_pattern(text, p) for i, p in enumerate(pieces) if p or i % 2)
 
 
-def _parse_name_pattern(text: str, inside: str) -> NamePattern:
-    words, _, among = inside.partition("@")
-    hole = NamePattern(_parse_terms(text, words), among.strip())
-    if not hole.terms or (hole.index_list and (len(hole.terms) != 1 or hole.terms[0].fixed is not None)):
-        raise _row_error(text, f"`{{{inside}}}` names no atom, or counts several through one list")
-    return hole
+def _parse_name_pattern(text: str, content: str) -> NamePattern:
+    words, _, index_list = content.partition("@")
+    pattern = NamePattern(_parse_terms(text, words), index_list.strip())
+    if not pattern.terms or (pattern.index_list and (len(pattern.terms) != 1 or pattern.terms[0].fixed is not None)):
+        raise _row_error(text, f"`{{{content}}}` has no atom, or an index list for anything but one free atom")
+    return pattern
 
 
 def _check_atoms(row: Row) -> None:
-    """Every atom once on each side, and the same ones; those in braces may be absent from the leaf."""
-    leaf = [a for dim in row.leaf_dims for a in dim]
-    braces = [t.atom for part in row.name_parts if isinstance(part, NamePattern) for t in part.terms if t.fixed is None]
-    inside = [t.atom for dim in row.source_dims for t in dim.parts[dim.selected] if t.fixed is None]
-    right = braces + inside
-    for side in (leaf, right):
-        if twice := {a for a in side if side.count(a) > 1}:
-            raise _row_error(row.text, f"`{min(twice)}` stands twice on one side")
-    if lost := set(leaf) ^ set(right) - (set(braces) - set(leaf)):
-        raise _row_error(row.text, f"`{min(lost)}` stands on one side only")
+    """Raise PrepError unless both sides have the same free atoms, once each; the leaf may lack atoms in braces."""
+    leaf_atoms = [a for dim in row.leaf_dims for a in dim]
+    name_atoms = [
+        t.atom for part in row.name_parts if isinstance(part, NamePattern) for t in part.terms if t.fixed is None
+    ]
+    dim_atoms = [t.atom for dim in row.source_dims for t in dim.parts[dim.selected] if t.fixed is None]
+    source_atoms = name_atoms + dim_atoms
+    for atoms in (leaf_atoms, source_atoms):
+        if repeated := {a for a in atoms if atoms.count(a) > 1}:
+            raise _row_error(row.text, f"`{min(repeated)}` appears twice on one side")
+    if unmatched := set(leaf_atoms) ^ set(source_atoms) - (set(name_atoms) - set(leaf_atoms)):
+        raise _row_error(row.text, f"`{min(unmatched)}` appears on one side only")
 
 
 def _row_error(row: str, why: str) -> PrepError:
-    return PrepError(f"the row `{row.strip()}` is not a mapping", why)
+    return PrepError(f"invalid row `{row.strip()}`", why)

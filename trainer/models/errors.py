@@ -1,4 +1,4 @@
-"""The one error type that reaches a user, and the exit codes."""
+"""The error type with a message for the user, and the exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ OK, FAILED, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
 @dataclass(eq=False)  # eq=True would make it unhashable, and tracebacks hash their exceptions
 class PrepError(Exception):
-    """What is wrong, why it is (both numbers where two disagree), and a hint: a command or an edit."""
+    """An error with a message for the user.
+
+    Attributes:
+        what: What failed.
+        why: The cause, with the value that caused it (both values if two disagree).
+        hint: The command or key that fixes it.
+        code: Exit code of the process.
+    """
 
     what: str
     why: str = ""
@@ -21,5 +28,5 @@ class PrepError(Exception):
 
 
 def usage_error(what: str, why: str = "", hint: str = "") -> PrepError:
-    """A PrepError for a request that makes no sense: nothing was read or written; exit code 2."""
+    """Return the error of an invalid request, found before anything was read or written; its exit code is 2."""
     return PrepError(what, why, hint, USAGE)

@@ -1,4 +1,4 @@
-"""What each host of a mesh must read of a checkpoint, and how much more that is than what it needs. Pure."""
+"""Bytes of a checkpoint needed by each host of a mesh, and bytes read for them. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.models.mesh import Box, Mesh, Spec, device_boxes, shard_shape
 
 @dataclass(frozen=True, slots=True)
 class HostReads:
-    """Of a host and a leaf: bytes that its devices hold (the same box once), and bytes of the chunks they lie in."""
+    """Bytes of a leaf for one host: the distinct shards of its devices, and the chunks with these shards."""
 
     needed_bytes: int
     read_bytes: int
@@ -21,31 +21,44 @@ class HostReads:
 def reads_per_host(
     shape: Sequence[int], chunk: Sequence[int], itemsize: int, spec: Spec, mesh: Mesh, devices_per_host: int
 ) -> list[HostReads]:
-    """What each host must read of a leaf stored in `chunk`s; consecutive devices of the mesh share a host.
+    """Return the bytes of a leaf that each host needs and reads.
 
-    The work grows with the devices, not with the chunks. Chunks at the edge count whole, as they are stored.
+    The time grows with the number of devices, not with the number of chunks.
+
+    Args:
+        shape: Shape of the leaf.
+        chunk: Shape of its stored chunks. Chunks at the edge have their full size.
+        itemsize: Bytes of an element.
+        spec: Sharding of the leaf.
+        mesh: Device mesh; consecutive devices share a host.
+        devices_per_host: Number of devices of a host.
+
+    Returns:
+        One entry per host, in the order of the devices.
     """
     boxes = device_boxes(spec, mesh, shape)
     box_bytes, chunk_bytes = math.prod(shard_shape(spec, shape)) * itemsize, math.prod(chunk) * itemsize
-    hosts = []
+    reads = []
     for first in range(0, len(boxes), devices_per_host):
-        held = set(boxes[first : first + devices_per_host])
-        touched = {tuple((low // c, -(-high // c)) for (low, high), c in zip(box, chunk)) for box in held}
-        hosts.append(HostReads(len(held) * box_bytes, _union_volume(touched) * chunk_bytes))
-    return hosts
+        host_boxes = set(boxes[first : first + devices_per_host])
+        # Ranges of chunk indices that overlap each box.
+        chunk_boxes = {tuple((low // c, -(-high // c)) for (low, high), c in zip(box, chunk)) for box in host_boxes}
+        reads.append(HostReads(len(host_boxes) * box_bytes, _union_volume(chunk_boxes) * chunk_bytes))
+    return reads
 
 
 def _union_volume(boxes: Collection[Box]) -> int:
-    """Cells of a grid that lie in any of the boxes."""
+    """Return the number of grid cells in the union of the boxes."""
     edges = [sorted({edge for ends in column for edge in ends}) for column in zip(*boxes)]
-    place = [{edge: i for i, edge in enumerate(line)} for line in edges]
+    edge_indices = [{edge: i for i, edge in enumerate(line)} for line in edges]
     covered: set[tuple[int, ...]] = set()
     for box in boxes:
-        covered.update(itertools.product(*(range(at[low], at[high]) for at, (low, high) in zip(place, box))))
+        ranges = (range(indices[low], indices[high]) for indices, (low, high) in zip(edge_indices, box))
+        covered.update(itertools.product(*ranges))
     return sum(math.prod(line[i + 1] - line[i] for line, i in zip(edges, cell)) for cell in covered)
 
 
 def read_amplification(leaves: Iterable[Sequence[HostReads]]) -> float:
-    """Bytes read for each byte held, over all leaves, of the host where that is worst."""
+    """Return the bytes read per byte needed, over all leaves, of the host with the highest ratio."""
     hosts = zip(*leaves, strict=True)
     return max(sum(r.read_bytes for r in host) / sum(r.needed_bytes for r in host) for host in hosts)

@@ -1,4 +1,4 @@
-"""The same tensors in the trees of other libraries, as rows made of a family's own. Pure."""
+"""Parameter trees of other libraries for the same tensors, derived from the rows of a family. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from trainer.models.parameters import EMBEDDING_PATH_PARTS, Condition, Parameter, TreeLayout, condition_holds
+from trainer.models.parameters import ALWAYS, EMBEDDING_PATH_PARTS, Condition, Parameter, TreeLayout, condition_holds
 from trainer.models.rows import split_dims, split_row
 
 NO_OVERRIDES: Mapping[Condition, bool] = MappingProxyType({})
@@ -21,37 +21,49 @@ def hf_flax_layout(
     condition_overrides: Mapping[Condition, bool] = NO_OVERRIDES,
     ignored_fields: tuple[str, ...] = (),
 ) -> dict[str, TreeLayout]:
-    """The tree of transformers' Flax classes by its name: tensors are called as in other files, matrices have their
-    dims the other way round, and fused ones are whole. `norm`: what a norm's weight is called; `fixed`: whether the
-    classes have what a family has only under a condition."""
-    found = {}
-    for path, row, when in _conditional_rows(parameters):
+    """Return the tree of the Flax classes in transformers 4, under its name.
+
+    Its paths are the tensor names of PyTorch files. Matrices are transposed, and fused tensors are one leaf.
+
+    Args:
+        parameters: Parameters of the family.
+        prefix: Prefix of the paths outside the head.
+        norm_name: Leaf name of a norm's weight.
+        allows_tied_head: Whether the tree of a model with a tied head has no leaf for the head.
+        condition_overrides: Condition of a parameter -> whether the Flax class has that parameter in every model.
+        ignored_fields: Config fields without effect in the Flax class.
+
+    Returns:
+        The layout, by its name.
+    """
+    flax_parameters = {}
+    for path, row, condition in _conditional_rows(parameters):
         _, tensor, dims = split_row(row)
         stem, _, last = tensor.rpartition(".")
-        kind = last if last == "bias" else _flax_leaf_name(path, norm_name)
-        whole = re.sub(r"=\d+", "", dims)
-        leaf = " ".join(reversed(split_dims(whole))) if kind == "kernel" else whole
-        if condition_overrides.get(when, True):
+        leaf_name = last if last == "bias" else _flax_leaf_name(path, norm_name)
+        whole_dims = re.sub(r"=\d+", "", dims)  # the leaf of a fused tensor has all of its parts
+        leaf = " ".join(reversed(split_dims(whole_dims))) if leaf_name == "kernel" else whole_dims
+        if condition_overrides.get(condition, True):
             base = "" if path.startswith("head.") else prefix
-            found[f"{base}{stem}.{kind}"] = Parameter(
-                f"{leaf} <- {tensor}: {whole}", "" if when in condition_overrides else when
+            flax_parameters[f"{base}{stem}.{leaf_name}"] = Parameter(
+                f"{leaf} <- {tensor}: {whole_dims}", ALWAYS if condition in condition_overrides else condition
             )
-    return {"hf-flax": TreeLayout(found, allows_tied_head=allows_tied_head, ignored_fields=ignored_fields)}
+    return {"hf-flax": TreeLayout(flax_parameters, allows_tied_head=allows_tied_head, ignored_fields=ignored_fields)}
 
 
-def _conditional_rows(table: Mapping[str, Parameter]) -> Iterator[tuple[str, str, Condition]]:
-    """Path, row and when it holds, of each row that a config may choose."""
-    for path, parameter in table.items():
-        when = parameter.condition
-        yield path, parameter.row, when
+def _conditional_rows(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, str, Condition]]:
+    """Yield path, row and condition of each row of the parameters; an alternate is not one of them."""
+    for path, parameter in parameters.items():
+        condition = parameter.condition
+        yield path, parameter.row, condition
         if parameter.else_row:
-            yield path, parameter.else_row, lambda config, when=when: not condition_holds(config, when)
+            yield path, parameter.else_row, lambda config, condition=condition: not condition_holds(config, condition)
 
 
-def _flax_leaf_name(path: str, norm: str) -> str:
+def _flax_leaf_name(path: str, norm_name: str) -> str:
     if not EMBEDDING_PATH_PARTS.isdisjoint(path.split(".")):
         return "embedding"
-    return norm if path.endswith(".scale") else "kernel"
+    return norm_name if path.endswith(".scale") else "kernel"
 
 
 _EASYLM_LAYER = {
@@ -76,5 +88,5 @@ EASYLM_LAYOUT = TreeLayout(
         "lm_head.kernel": Parameter("embed vocab <- lm_head.weight: vocab embed"),
     },
     stacked_name="scan_decoder",
-    path_aliases={"lm_head.lm_head.kernel": "lm_head.kernel"},  # with its head computed in chunks
+    path_aliases={"lm_head.lm_head.kernel": "lm_head.kernel"},  # trees of models with a chunked head
 )

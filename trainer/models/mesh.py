@@ -1,4 +1,4 @@
-"""Device meshes as text, logical dims -> mesh axes, and which box of a leaf a device holds. Pure."""
+"""Device meshes as text, sharding rules, and the shard of a leaf that each device holds. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from dataclasses import dataclass
 from trainer.models.errors import PrepError, usage_error
 
 MESH_AXES = ("dp", "fsdp", "mp", "sp")
-MAX_DEVICES = 1 << 20  # far above any machine; keeps a typing error from becoming a plan of a billion boxes
-UNSHARDED_CHUNK_BYTES = 4 << 20  # the chunk of a leaf that is written for no mesh in particular
+MAX_DEVICES = 1 << 20  # above the size of any machine; rejects typing errors early
+UNSHARDED_CHUNK_BYTES = 4 << 20  # largest chunk of a leaf that is written without a mesh
 
 MeshAxes = tuple[str, ...]
 AxisChoices = tuple[MeshAxes, ...]  # mesh axes to try in order; () keeps the dim whole
-Rules = Mapping[
-    str, AxisChoices
-]  # by logical dim; where two dims of a leaf want one mesh axis, the earlier entry has it
-Box = tuple[tuple[int, int], ...]  # a range per dim
-LeafDims = Sequence[tuple[str, ...]]  # the atoms of each dim of a leaf; the first one is its logical name
+# Logical dim -> choices. If two dims of a leaf want the same mesh axis, the dim with the earlier rule gets it.
+Rules = Mapping[str, AxisChoices]
+Box = tuple[tuple[int, int], ...]  # range of indices in each dim
+LeafDims = Sequence[tuple[str, ...]]  # the atoms of each dim of a leaf; the first atom is the logical name of the dim
 
-# LLaMA's usual split (heads, mlp and vocabulary over mp, the other side of each matrix over fsdp), and two decisions:
-# - k and v stay whole where their heads do not divide: grouped-query models have 8 or fewer, so mp 16 would be out of
-#   reach for them, padding heads is not exact in general, and k and v are some 2 % of such a model.
-# - experts stay whole and mp splits within each: any routing then loads all devices alike, and no token moves.
+# The usual sharding of LLaMA: heads, mlp and vocab over mp, the other dim of each matrix over fsdp. Two decisions:
+# - k and v are not split if their heads do not divide mp. Models with grouped-query attention have 8 or fewer, padding
+#   of heads is not exact in general, and k and v are about 2 % of the parameters.
+# - experts are not split, mp splits each expert: every routing then loads all devices equally, without all-to-all.
 DEFAULT_RULES: Rules = {
     "vocab": (("mp",),),
     "experts": ((),),
@@ -33,26 +32,25 @@ DEFAULT_RULES: Rules = {
     "kv_heads": (("mp",), ()),
     "mlp": (("mp",),),
     "embed": (("fsdp",),),
-    "word_embed": (("fsdp",), ()),  # embeddings that are narrower than the layers; beside `embed` it stays whole
-    "layers": ((),),  # a split stack would be gathered again at each step of the scan
+    "word_embed": (("fsdp",), ()),  # embeddings narrower than the layers; not split in a leaf where `embed` is
+    "layers": ((),),  # each step of a scan would gather a split stack
     "encoder_layers": ((),),
     "head_dim": ((),),
     "positions": ((),),
     "buckets": ((),),
     "norm": ((),),
 }
-RESIDUAL_SEQ_CHOICES: AxisChoices = (
-    ("sp", "mp"),
-    (),
-)  # of the residual stream's tokens, see `sharding.ACTIVATION_RULES`
+RESIDUAL_SEQ_CHOICES: AxisChoices = (("sp", "mp"), ())  # of the sequence dim of the residual stream
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A grid of devices, numbered row-major over its axes (outermost first). Made by `parse`.
+    """A grid of devices, numbered row-major over its axes. `parse_mesh` makes it.
 
-    One size may be -1, what is left of the devices, until `resolve`. `plain_order` takes the devices as the runtime
-    lists them, where otherwise they are placed by topology.
+    Attributes:
+        names: Axes, outermost first.
+        sizes: Size of each axis. One size may be -1, all remaining devices, until `resolve_mesh`.
+        plain_order: Whether the devices are in the order of the runtime instead of placed by topology.
     """
 
     names: MeshAxes
@@ -65,127 +63,153 @@ class Mesh:
         return "!" * self.plain_order + ",".join(texts)
 
     def size(self, axis: str) -> int:
-        """Devices along an axis, 1 for one that the mesh lacks; an axis that is still -1 is a usage error."""
+        """Return the size of an axis: 1 if the mesh lacks it; raise PrepError (usage) if it is still -1."""
         size = dict(zip(self.names, self.sizes)).get(axis, 1)
         if size == -1:
-            raise usage_error(
-                f"mesh {self} leaves {axis} open", "the devices are not known here", f"give {axis} a number"
-            )
+            what = f"mesh {self} has no size for {axis}"
+            raise usage_error(what, "the number of devices is not known here", f"give {axis} a number")
         return size
 
     @property
     def n_devices(self) -> int:
-        """All devices of the mesh; an axis that is still -1 is a usage error."""
+        """Number of devices. Raises PrepError (usage) if an axis is still -1."""
         return math.prod(map(self.size, self.names))
 
 
 def parse_mesh(text: str, origin: str = "--mesh") -> Mesh:
-    """Read `1,64,4` (dp,fsdp,mp) or `dp:1,fsdp:-1,mp:4,sp:2` (written order = device order); `!` first: plain order.
+    """Parse `1,64,4` (dp,fsdp,mp) or named axes such as `dp:1,fsdp:-1,mp:4,sp:2`.
 
-    Spellings of one mesh give equal objects: an axis of 1 has no place in the device order, so it goes to its usual
-    one (sp: away). Raises only PrepError (usage); `origin` is the flag or recipe key that the message names.
+    Axes of size 1 do not affect the device order, so they are moved to their usual place (and sp is removed). All
+    spellings of a mesh therefore give equal objects.
+
+    Args:
+        text: Sizes, in the order of the devices (outermost axis first). A leading `!` selects the plain order.
+        origin: Option or recipe key of the text, for the error.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        PrepError: The text is not a valid mesh (usage).
     """
     body = text.strip()
     entries = [entry.strip() for entry in body.removeprefix("!").split(",")]
-    shown = f"`{origin} {_truncate(text)}`"
+    option = f"`{origin} {_truncate(text)}`"
     if entries == [""]:
         raise usage_error(f"`{origin}` is empty", "it takes dp,fsdp,mp, or names", f"`{origin} 1,64,4`")
-    sizes = _parse_named(entries, shown) if ":" in body else _parse_positional(entries, shown)
-    _check_sizes(sizes, shown)
+    sizes = _parse_named(entries, option) if ":" in body else _parse_positional(entries, option)
+    _check_sizes(sizes, option)
     return _normalize_mesh(sizes, body.startswith("!"))
 
 
 def resolve_mesh(mesh: Mesh, n_devices: int, hardware: str = "") -> Mesh:
-    """The mesh with its -1 filled in so that it has `n_devices`; a usage error where it cannot.
+    """Replace the -1 of a mesh by the number of remaining devices.
 
-    `where` says what the devices are (`1 host with 8 × H100`), for the message.
+    Args:
+        mesh: The mesh.
+        n_devices: Number of devices.
+        hardware: Description of the devices (`1 host with 8 × H100`), for the error.
+
+    Returns:
+        A mesh of `n_devices` devices.
+
+    Raises:
+        PrepError: The sizes do not match the number of devices (usage).
     """
-    fixed = math.prod(size for size in mesh.sizes if size != -1)
+    known_devices = math.prod(size for size in mesh.sizes if size != -1)
     hint = f"`--set mesh=1,{n_devices},1`"
-    still_open = -1 in mesh.sizes
-    if n_devices < fixed or n_devices % fixed or (not still_open and n_devices != fixed):
-        needs = f"a multiple of {fixed} devices" if still_open else f"{fixed} devices"
-        known = [axis for axis, size in zip(mesh.names, mesh.sizes) if size != -1]
-        arithmetic = f"{_format_sizes(mesh, known)} = {fixed}"
+    is_open = -1 in mesh.sizes
+    if n_devices < known_devices or n_devices % known_devices or (not is_open and n_devices != known_devices):
+        needs = f"a multiple of {known_devices} devices" if is_open else f"{known_devices} devices"
+        known_axes = [axis for axis, size in zip(mesh.names, mesh.sizes) if size != -1]
+        arithmetic = f"{_format_sizes(mesh, known_axes)} = {known_devices}"
         raise usage_error(f"mesh {mesh} needs {needs}, there are {n_devices}", hardware or arithmetic, hint)
-    filled = (n_devices // fixed if size == -1 else size for size in mesh.sizes)
-    return _normalize_mesh(dict(zip(mesh.names, filled)), mesh.plain_order)
+    sizes = (n_devices // known_devices if size == -1 else size for size in mesh.sizes)
+    return _normalize_mesh(dict(zip(mesh.names, sizes)), mesh.plain_order)
 
 
 def folder_suffix(mesh: Mesh) -> str:
-    """The mesh in the name of an output: `1x64x4`, `1x64x4-sp2`, in another order `dp1-mp4-fsdp64`; one name a mesh."""
+    """Return the mesh for the name of an output folder: `1x64x4`, `1x64x4-sp2`, or, in another order, `dp1-mp4-fsdp64`.
+
+    Different meshes have different suffixes.
+    """
     parts = [f"{name}{mesh.size(name)}" for name in mesh.names]
     if mesh.names[:3] == MESH_AXES[:3]:
         parts[:3] = ["x".join(map(str, mesh.sizes[:3]))]
     return "-".join(parts + ["plain"] * mesh.plain_order)
 
 
-def _parse_positional(entries: list[str], shown: str) -> dict[str, int]:
+def _parse_positional(entries: list[str], option: str) -> dict[str, int]:
     if len(entries) == 3:
-        return {axis: _parse_axis_size(axis, entry, shown) for axis, entry in zip(MESH_AXES, entries)}
-    nearest = {1: "1,{},1", 2: "{},{},1", 4: "dp:{},fsdp:{},mp:{},sp:{}"}.get(len(entries))
-    numbers = all(re.fullmatch(r"-1|[1-9][0-9]{0,6}", entry) for entry in entries) and entries.count("-1") < 2
-    guess = f"did you mean `{nearest.format(*entries)}`?" if nearest and numbers else "three numbers, as in `1,64,4`"
+        return {axis: _parse_axis_size(axis, entry, option) for axis, entry in zip(MESH_AXES, entries)}
+    template = {1: "1,{},1", 2: "{},{},1", 4: "dp:{},fsdp:{},mp:{},sp:{}"}.get(len(entries))
+    are_sizes = all(re.fullmatch(r"-1|[1-9][0-9]{0,6}", entry) for entry in entries) and entries.count("-1") < 2
+    hint = f"did you mean `{template.format(*entries)}`?" if template and are_sizes else "three sizes, as in `1,64,4`"
     count = "1 axis" if len(entries) == 1 else f"{len(entries)} axes"
-    raise usage_error(f"{shown} has {count}", "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`", guess)
+    raise usage_error(f"{option} has {count}", "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`", hint)
 
 
-def _parse_named(entries: list[str], shown: str) -> dict[str, int]:
+def _parse_named(entries: list[str], option: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for entry in entries:
         axis, colon, number = (part.strip() for part in entry.partition(":"))
         if not colon:
             raise usage_error(
-                f"{shown} mixes names and bare numbers", f"`{_truncate(entry)}` has no name", "name every axis"
+                f"{option} mixes names and bare numbers", f"`{_truncate(entry)}` has no name", "name every axis"
             )
-        _check_axis_name(axis, shown)
+        _check_axis_name(axis, option)
         if axis in sizes:
             raise usage_error(
-                f"{shown} names {axis} twice", f"{sizes[axis]} and {_truncate(number)}", "each axis at most once"
+                f"{option} names {axis} twice", f"{sizes[axis]} and {_truncate(number)}", "each axis at most once"
             )
-        sizes[axis] = _parse_axis_size(axis, number, shown)
+        sizes[axis] = _parse_axis_size(axis, number, option)
     return sizes
 
 
-def _parse_axis_size(axis: str, text: str, shown: str) -> int:
+def _parse_axis_size(axis: str, text: str, option: str) -> int:
     if text == "-1":
         return -1
     number = re.fullmatch(r"0*([1-9][0-9]*)", text)
     if not number:
-        takes = "an axis is a number of devices, or -1 for what is left of them"
-        raise usage_error(f"{shown}: {axis} is `{_truncate(text)}`", takes, f"{axis} 1 where nothing is to be split")
+        why = "a size is a number of devices, or -1 for all remaining devices"
+        raise usage_error(
+            f"{option}: {axis} is `{_truncate(text)}`", why, f"{axis} 1 if nothing is to be split over it"
+        )
     if len(number[1]) > 7:
-        raise usage_error(f"{shown}: {axis} is {_truncate(number[1])}", f"a mesh has at most {MAX_DEVICES:,} devices")
+        raise usage_error(f"{option}: {axis} is {_truncate(number[1])}", f"a mesh has at most {MAX_DEVICES:,} devices")
     return int(number[1])
 
 
-def _check_sizes(sizes: Mapping[str, int], shown: str) -> None:
-    still_open = [axis for axis, size in sizes.items() if size == -1]
-    if len(still_open) > 1:
-        why = f"{' and '.join(still_open)} cannot both be what is left of the devices"
-        raise usage_error(f"{shown} has {len(still_open)} axes of -1", why, "-1 at most once")
+def _check_sizes(sizes: Mapping[str, int], option: str) -> None:
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        why = f"{' and '.join(open_axes)} cannot all take the remaining devices"
+        raise usage_error(f"{option} has {len(open_axes)} axes of -1", why, "-1 at most once")
     if (n_devices := abs(math.prod(sizes.values()))) > MAX_DEVICES:
-        raise usage_error(f"{shown} has {n_devices:,} devices", f"a mesh has at most {MAX_DEVICES:,}")
+        raise usage_error(f"{option} has {n_devices:,} devices", f"a mesh has at most {MAX_DEVICES:,}")
 
 
 def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
     names = [axis for axis, size in sizes.items() if size != 1]
     for i, axis in enumerate(MESH_AXES[:3]):
         if axis not in names:
-            later = (names.index(other) for other in MESH_AXES[i + 1 :] if other in names)
+            later = (names.index(later_axis) for later_axis in MESH_AXES[i + 1 :] if later_axis in names)
             names.insert(min(later, default=len(names)), axis)
     return Mesh(tuple(names), tuple(sizes.get(axis, 1) for axis in names), plain_order)
 
 
-def _check_axis_name(axis: str, shown: str) -> None:
-    elsewhere = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "cp": "sp", "context": "sp", "seq": "sp"}
+def _check_axis_name(axis: str, option: str) -> None:
+    standard_names = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "cp": "sp", "context": "sp", "seq": "sp"}
     if axis not in MESH_AXES:
-        hint = f"did you mean `{elsewhere[axis]}`?" if axis in elsewhere else _did_you_mean(axis, MESH_AXES)
-        raise usage_error(f"{shown} has no mesh axis `{_truncate(axis)}`", f"the axes are {', '.join(MESH_AXES)}", hint)
+        hint = f"did you mean `{standard_names[axis]}`?" if axis in standard_names else _did_you_mean(axis, MESH_AXES)
+        raise usage_error(
+            f"{option}: unknown mesh axis `{_truncate(axis)}`", f"the axes are {', '.join(MESH_AXES)}", hint
+        )
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    return "".join(f"did you mean `{near}`?" for near in difflib.get_close_matches(word[:60], known, n=1))
+def _did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word[:60], candidates, n=1)
+    return f"did you mean `{matches[0]}`?" if matches else ""
 
 
 def _truncate(text: str) -> str:
@@ -193,56 +217,75 @@ def _truncate(text: str) -> str:
 
 
 def parse_rule(text: str, dims: Collection[str] = tuple(DEFAULT_RULES)) -> tuple[str, AxisChoices]:
-    """Read `embed=fsdp+sp` or `kv_heads=mp|none`: a logical dim (one of `dims`) and its choices of mesh axes.
+    """Parse a sharding rule: `embed=fsdp+sp`, or `kv_heads=mp|none` with several choices.
 
-    Raises only PrepError (usage).
+    Args:
+        text: The rule.
+        dims: Known logical dims.
+
+    Returns:
+        The logical dim and its choices of mesh axes.
+
+    Raises:
+        PrepError: The text is not a valid rule (usage).
     """
-    shown = f"`--rule {_truncate(text)}`"
+    option = f"`--rule {_truncate(text)}`"
     dim, equals, right = (part.strip() for part in text.partition("="))
     if not equals or not right:
-        raise usage_error(f"{shown} is not a rule", "it takes DIM=AXIS[+AXIS][|…|none]", "`--rule 'kv_heads=mp|none'`")
+        raise usage_error(f"{option} is invalid", "a rule is DIM=AXIS[+AXIS][|…|none]", "`--rule 'kv_heads=mp|none'`")
     if dim not in dims:
         raise usage_error(
-            f"{shown}: no dim is called `{_truncate(dim)}`", f"the dims are {', '.join(dims)}", _did_you_mean(dim, dims)
+            f"{option}: unknown dim `{_truncate(dim)}`", f"the dims are {', '.join(dims)}", _did_you_mean(dim, dims)
         )
-    choices = tuple(_parse_choice(part.strip(), shown) for part in right.split("|"))
+    choices = tuple(_parse_choice(part.strip(), option) for part in right.split("|"))
     if () in choices[:-1]:
-        raise usage_error(
-            f"{shown} goes on after none", "none always fits: nothing after it is tried", "none comes last"
-        )
+        why = "none always fits, so later choices are never used"
+        raise usage_error(f"{option} has choices after none", why, "put none last")
     return dim, choices
 
 
-def _parse_choice(text: str, shown: str) -> MeshAxes:
+def _parse_choice(text: str, option: str) -> MeshAxes:
     if text == "none":
         return ()
     axes = tuple(axis.strip() for axis in text.split("+"))
     for axis in axes:
-        _check_axis_name(axis, shown)
+        _check_axis_name(axis, option)
     if len(set(axes)) < len(axes):
-        raise usage_error(f"{shown} names an axis twice", f"`{_truncate(text)}`", "each axis at most once")
+        raise usage_error(f"{option} names an axis twice", f"`{_truncate(text)}`", "each axis at most once")
     return axes
 
 
 def format_rule(dim: str, choices: AxisChoices) -> str:
-    """The rule as `parse_rule` reads it."""
+    """Return a rule in the notation of `parse_rule`."""
     return f"{dim}={'|'.join('+'.join(axes) or 'none' for axes in choices)}"
 
 
 def merge_rules(texts: Iterable[str], rules: Rules = DEFAULT_RULES) -> Rules:
-    """`rules` with those of `--rule` texts in their places; two for one dim are a usage error."""
-    given: dict[str, AxisChoices] = {}
+    """Return `rules` with the `--rule` options in place of the rules for the same dims.
+
+    Raises:
+        PrepError: A rule is invalid, or two rules are for the same dim (usage).
+    """
+    overrides: dict[str, AxisChoices] = {}
     for dim, choices in (parse_rule(text, rules) for text in texts):
-        if dim in given:
-            both = f"`{format_rule(dim, given[dim])}` and `{format_rule(dim, choices)}`"
-            raise usage_error(f"two rules for {dim}", both, f"choices of one rule are joined by |: `{dim}=mp|none`")
-        given[dim] = choices
-    return {**rules, **given}
+        if dim in overrides:
+            both = f"`{format_rule(dim, overrides[dim])}` and `{format_rule(dim, choices)}`"
+            raise usage_error(f"two rules for {dim}", both, f"join the choices of a rule by |: `{dim}=mp|none`")
+        overrides[dim] = choices
+    return {**rules, **overrides}
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A dim that is not split as its rule would have it first, and why; a plan prints each."""
+    """A dim without the split of its rule's first choice.
+
+    Attributes:
+        dim: Logical name of the dim.
+        extent: Its extent.
+        requested: Mesh axes of the first choice.
+        applied: Mesh axes that split it; () if it is not split.
+        why: The reason.
+    """
 
     dim: str
     extent: int
@@ -251,13 +294,20 @@ class Fallback:
     why: str
 
     def __str__(self) -> str:
-        got = f"is split over {' x '.join(self.applied)}" if self.applied else "stays whole"
-        return f"{self.dim} {self.extent} {got}, not split over {' x '.join(self.requested)}: {self.why}"
+        result = f"is split over {' x '.join(self.applied)}" if self.applied else "stays whole"
+        return f"{self.dim} {self.extent} {result}, not split over {' x '.join(self.requested)}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How a leaf is split: of each dim the logical name, the mesh axes (of more than 1) that cut it, and the parts."""
+    """The sharding of a leaf.
+
+    Attributes:
+        dim_names: Logical name of each dim.
+        mesh_axes: Mesh axes, of a size above 1, that split each dim.
+        shards_per_dim: Number of shards of each dim.
+        fallbacks: Dims without the split of their rule's first choice.
+    """
 
     dim_names: tuple[str, ...]
     mesh_axes: tuple[MeshAxes, ...]
@@ -272,29 +322,49 @@ class Spec:
 def partition_spec(
     dims: LeafDims, shape: Sequence[int], mesh: Mesh, rules: Rules, checkpoint: str = "CHECKPOINT"
 ) -> Spec:
-    """How `mesh` splits a leaf by `rules`; a dim without a rule stays whole.
+    """Return the sharding of a leaf.
 
-    A mesh axis cuts at most one dim of a leaf: the one whose rule comes first, so that q and o, with the same dims in
-    another order, are cut alike. A dim that its rule's choices do not divide is a usage error that names it;
-    `checkpoint` is what the user called the model.
+    A mesh axis splits at most one dim of a leaf: the dim whose rule comes first. Matrices with the same dims in another
+    order, such as q and o, are therefore split alike. Dims without a rule are not split.
+
+    Args:
+        dims: Atoms of each dim of the leaf.
+        shape: Shape of the leaf.
+        mesh: Device mesh.
+        rules: Logical dim -> choices of mesh axes.
+        checkpoint: The checkpoint as the user typed it, for the hint of an error.
+
+    Returns:
+        The sharding.
+
+    Raises:
+        PrepError: No choice of a dim's rule divides its extent (usage).
     """
     names = tuple(dim[0] if dim else "" for dim in dims)
-    rank = {name: i for i, name in enumerate(rules)}
-    used: dict[str, str] = {}
-    cuts: dict[int, tuple[MeshAxes, Fallback | None]] = {}
-    for i in sorted(range(len(names)), key=lambda i: rank.get(names[i], len(rank))):
+    priority = {name: i for i, name in enumerate(rules)}
+    used: dict[str, str] = {}  # mesh axis -> the dim that it splits
+    chosen: dict[int, tuple[MeshAxes, Fallback | None]] = {}
+    for i in sorted(range(len(names)), key=lambda i: priority.get(names[i], len(priority))):
         choices = rules.get(names[i], ((),))
-        cuts[i] = _choose_axes(names[i], shape[i], choices, mesh, used, checkpoint)
-        used |= dict.fromkeys(cuts[i][0], names[i])
-    axes = tuple(cuts[i][0] for i in range(len(names)))
-    fallbacks = tuple(fallback for _, fallback in cuts.values() if fallback)
-    return Spec(names, axes, tuple(_num_shards(mesh, each) for each in axes), fallbacks)
+        chosen[i] = _choose_axes(names[i], shape[i], choices, mesh, used, checkpoint)
+        used |= dict.fromkeys(chosen[i][0], names[i])
+    mesh_axes = tuple(chosen[i][0] for i in range(len(names)))
+    return Spec(
+        dim_names=names,
+        mesh_axes=mesh_axes,
+        shards_per_dim=tuple(_num_shards(mesh, axes) for axes in mesh_axes),
+        fallbacks=tuple(fallback for _, fallback in chosen.values() if fallback),
+    )
 
 
 def _choose_axes(
     name: str, extent: int, choices: AxisChoices, mesh: Mesh, used: Mapping[str, str], checkpoint: str
 ) -> tuple[MeshAxes, Fallback | None]:
-    """The first choice that divides, less the axes that other dims have; a choice with none left is passed over."""
+    """Return the axes that split a dim, and the fallback if they are not the rule's first choice.
+
+    They are the first choice that divides the extent, without axes that split other dims. A choice whose axes are all
+    used is skipped.
+    """
     reasons: list[str] = []
     undivided: MeshAxes = ()
     for choice in choices:
@@ -322,8 +392,8 @@ def _format_sizes(mesh: Mesh, axes: Collection[str]) -> str:
 
 def _indivisible_error(name: str, extent: int, axes: MeshAxes, mesh: Mesh, checkpoint: str) -> PrepError:
     parts = _num_shards(mesh, axes)
-    called = "vocabulary" if name == "vocab" else name
-    what = f"{called} {extent} cannot be split over {_format_sizes(mesh, axes)}"
+    shown_name = "vocabulary" if name == "vocab" else name
+    what = f"{shown_name} {extent} cannot be split over {_format_sizes(mesh, axes)}"
     hint = f"a mesh that divides {extent}, or `--rule '{format_rule(name, (axes, ()))}'` to keep {name} whole"
     if name == "vocab":
         padded = -(-extent // parts) * parts
@@ -332,7 +402,7 @@ def _indivisible_error(name: str, extent: int, axes: MeshAxes, mesh: Mesh, check
 
 
 def shard_shape(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what one device holds."""
+    """Return the shape of one shard of a leaf."""
     return tuple(extent // parts for extent, parts in zip(shape, spec.shards_per_dim, strict=True))
 
 
@@ -345,10 +415,25 @@ def chunk_shape(
     min_split_bytes: int = 1 << 20,
     stacked_dims: Collection[str] = ("layers", "encoder_layers", "experts"),
 ) -> tuple[int, ...]:
-    """The chunk that a leaf is stored in; it divides the leaf, and is 1 in `stacked` dims (each index is a tensor).
+    """Return the chunk shape of a stored leaf; it divides the shape of the leaf.
 
-    On a mesh: the shard, so that each host reads just its own bytes; but a leaf of fewer than `whole_below` bytes a
-    layer is not cut, as pieces of some bytes help nobody. For no mesh: a run of consecutive elements of at most 4 MiB.
+    With a mesh a chunk is a shard, so that each host reads only its own bytes. Without a mesh it is a run of
+    consecutive elements of at most UNSHARDED_CHUNK_BYTES.
+
+    Args:
+        dims: Atoms of each dim of the leaf.
+        shape: Shape of the leaf.
+        mesh: Device mesh, or None.
+        rules: Logical dim -> choices of mesh axes.
+        itemsize: Bytes of an element.
+        min_split_bytes: Size per layer below which a leaf is not split.
+        stacked_dims: Logical dims with one source tensor per index; chunks have extent 1 there.
+
+    Returns:
+        The shape of a chunk.
+
+    Raises:
+        PrepError: The mesh does not divide the leaf (usage).
     """
     one_layer = tuple(1 if {*dim[:1]} & {*stacked_dims} else extent for dim, extent in zip(dims, shape, strict=True))
     if mesh is None:
@@ -360,49 +445,49 @@ def chunk_shape(
 
 
 def _contiguous_chunk(shape: Sequence[int], n_elements: int) -> tuple[int, ...]:
-    """As many of the innermost dims as fit whole, then the largest part of the next that divides it, then ones."""
-    run: list[int] = []
-    room = n_elements
+    """Return the largest chunk of consecutive elements: whole inner dims, a divisor of the next dim, then ones."""
+    chunk: list[int] = []
+    remaining = n_elements
     for extent in reversed(shape):
-        part = _largest_divisor(extent, room)
-        run.append(part)
-        room = room // part if part == extent else 1
-    return tuple(reversed(run))
+        length = _largest_divisor(extent, remaining)
+        chunk.append(length)
+        remaining = remaining // length if length == extent else 1
+    return tuple(reversed(chunk))
 
 
 def _largest_divisor(extent: int, limit: int) -> int:
-    small = [i for i in range(1, math.isqrt(extent) + 1) if extent % i == 0]
-    return max(d for i in small for d in (i, extent // i) if d <= max(limit, 1))
+    small_divisors = [i for i in range(1, math.isqrt(extent) + 1) if extent % i == 0]
+    return max(d for i in small_divisors for d in (i, extent // i) if d <= max(limit, 1))
 
 
 def device_box(spec: Spec, mesh: Mesh, device: int, shape: Sequence[int]) -> Box:
-    """What device number `device` of the mesh holds of a leaf; IndexError where there is no such device."""
+    """Return the box of a leaf that a device of the mesh holds; raise IndexError if there is no such device."""
     if not 0 <= device < mesh.n_devices:
         raise IndexError(f"device {device} of {mesh.n_devices}")
-    at = dict(zip(mesh.names, _coordinates(device, mesh.sizes)))
+    coordinates = dict(zip(mesh.names, _coordinates(device, mesh.sizes)))
     box = []
     for axes, extent in zip(spec.mesh_axes, shard_shape(spec, shape)):
-        part = 0
+        shard = 0
         for axis in axes:
-            part = part * mesh.size(axis) + at[axis]
-        box.append((part * extent, (part + 1) * extent))
+            shard = shard * mesh.size(axis) + coordinates[axis]
+        box.append((shard * extent, (shard + 1) * extent))
     return tuple(box)
 
 
 def _coordinates(number: int, sizes: Sequence[int]) -> list[int]:
-    """Row-major coordinates of a number in a grid."""
-    digits = []
+    """Return the row-major coordinates of a number in a grid."""
+    coordinates = []
     for size in reversed(sizes):
-        number, digit = divmod(number, size)
-        digits.append(digit)
-    return digits[::-1]
+        number, coordinate = divmod(number, size)
+        coordinates.append(coordinate)
+    return coordinates[::-1]
 
 
 def device_boxes(spec: Spec, mesh: Mesh, shape: Sequence[int]) -> list[Box]:
-    """What each device holds, in device order."""
+    """Return the box of a leaf that each device holds, in device order."""
     return [device_box(spec, mesh, device, shape) for device in range(mesh.n_devices)]
 
 
 def num_replicas(spec: Spec, mesh: Mesh) -> int:
-    """How many devices hold each box of a leaf."""
+    """Return the number of devices that hold each shard of a leaf."""
     return mesh.n_devices // math.prod(spec.shards_per_dim)

@@ -1,4 +1,4 @@
-"""The tree of a model's parameters: each leaf's path, shape and logical dims, and what it is for. Pure."""
+"""The parameter tree of a model: path, shape, logical dims and role of each leaf. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from trainer.models.axis_map import AxisMap, bind_row
 from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, parameter_rows, stack_axis
 
 T = TypeVar("T")
-Tree = dict[str, Any]  # nested; a leaf is anything but a dict
+Tree = dict[str, Any]  # nested dicts; every other value is a leaf
 Role = Literal["embedding", "matrix", "scale", "bias"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamLeaf:
-    """A leaf of the tree. `layer`: its number, where layers are apart; `row`: its path with `{…}` for that."""
+    """A leaf of the parameter tree.
+
+    Attributes:
+        path: Dotted path in the tree.
+        path_pattern: The path with a placeholder in place of the layer index, if the leaf belongs to one layer.
+        shape: Shape of the leaf.
+        dims: Atoms of each dim; the first atom is the logical name of the dim.
+        layer_index: Index of the leaf's layer, or None if it stacks the layers or belongs to no layer.
+    """
 
     path: str
     path_pattern: str
     shape: tuple[int, ...]
-    dims: tuple[tuple[str, ...], ...]  # the atoms of each dim; the first one is its logical name
+    dims: tuple[tuple[str, ...], ...]
     layer_index: int | None = None
 
     @property
     def role(self) -> Role:
-        """What it is for: only matrices and embeddings decay, and each role has its own first values."""
+        """Role of the leaf; it decides the initial values and whether weight decay applies."""
         if not EMBEDDING_PATH_PARTS.isdisjoint(self.path.split(".")):
             return "embedding"
         last = self.path.rpartition(".")[2]
@@ -34,48 +42,60 @@ class ParamLeaf:
 
     @property
     def stack_axis(self) -> int | None:
-        """The axis over which layers are stacked."""
+        """Axis that stacks the layers, or None."""
         return stack_axis(self.dims)
 
 
 def param_leaves(
     family: Family, config: HFConfig, tied: bool, scan: bool = True, scan_axis: int = 0
 ) -> dict[str, ParamLeaf]:
-    """Path -> leaf of every parameter, in the table's order; without the head where that is the embedding."""
-    found: dict[str, ParamLeaf] = {}
+    """Return the leaves of a model's parameter tree.
+
+    Args:
+        family: Family of the model.
+        config: Content of its config.json.
+        tied: Whether the head is the token embedding; the tree then has no leaf for the head.
+        scan: Whether each leaf stacks all layers.
+        scan_axis: Axis of the stacked layers.
+
+    Returns:
+        Path -> leaf, in the order of the family's parameters.
+    """
+    leaves: dict[str, ParamLeaf] = {}
     sizes = family.sizes(config)
     for path, row in parameter_rows(family, config, scan, scan_axis).items():
         if path == family.tying.head_leaf and tied:
             continue
-        bound = bind_row(row, sizes)
-        found |= {leaf.path: leaf for leaf in _leaves_of_row(path, bound)}
-    return found
+        leaves |= {leaf.path: leaf for leaf in _leaves_of_row(path, bind_row(row, sizes))}
+    return leaves
 
 
-def _leaves_of_row(path: str, bound: AxisMap) -> Iterable[ParamLeaf]:
-    dims = tuple(tuple(factor.atom for factor in dim) for dim in bound.leaf_dims)
-    if not bound.unscanned_factors:
-        return [ParamLeaf(path, path, bound.leaf_shape, dims)]
-    stack = bound.unscanned_factors[0]
-    numbers = range(stack.extent)
-    return [ParamLeaf(path.format(**{stack.atom: i}), path, bound.leaf_shape, dims, i) for i in numbers]
+def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
+    dims = tuple(tuple(factor.atom for factor in dim) for dim in row.leaf_dims)
+    if not row.unscanned_factors:
+        return [ParamLeaf(path, path, shape=row.leaf_shape, dims=dims)]
+    layers = row.unscanned_factors[0]
+    return [
+        ParamLeaf(path.format(**{layers.atom: i}), path, shape=row.leaf_shape, dims=dims, layer_index=i)
+        for i in range(layers.extent)
+    ]
 
 
 def unflatten_tree(flat: Mapping[str, T]) -> Tree:
-    """Dotted paths as nested dicts."""
+    """Return nested dicts from a dict with dotted paths."""
     tree: Tree = {}
     for path, value in flat.items():
         *parts, last = path.split(".")
-        at = tree
+        node = tree
         for part in parts:
-            at = at.setdefault(part, {})
-        at[last] = value
+            node = node.setdefault(part, {})
+        node[last] = value
     return tree
 
 
 def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as dotted paths."""
-    found: dict[str, Any] = {}
+    """Return a dict with dotted paths, each after `prefix`, from nested dicts."""
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= flatten_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

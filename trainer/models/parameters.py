@@ -1,6 +1,7 @@
-"""Parameters and families: what a model's tree is made of, and where each leaf's elements are in Hugging Face tensors.
+"""Parameters and families: the parameter tree of a model and where each leaf lies in Hugging Face tensors.
 
-A family is data: rows of text, a function from its config to extents, and a few names. Pure.
+A family is data: rows of text, functions from a Hugging Face config to axis sizes and to an `ArchConfig`, and a few
+names. No I/O, no jax.
 """
 
 from __future__ import annotations
@@ -14,38 +15,48 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import AtomDims, Row, Sizes, bind_row, parse_row
 from trainer.models.errors import PrepError
 
-HFConfig = Mapping[str, Any]
-Condition = str | Callable[[HFConfig], bool]  # a field that has to be true in a config, none (""), or a question to it
-LAYERS = "layers"  # in a path; and the atom that counts a decoder's
-LAYER_PLACEHOLDER = f"{{{LAYERS}}}"  # of such a layer, in a name
-ENCODER_LAYERS = "encoder_layers"
-ENCODER, DECODER = "encoder", "decoder"  # in the paths of a model that has both
-LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)  # atoms each index of which is a layer; a leaf has one of them or none
-MAX_AXIS_SIZE = (1 << 31) - 1  # size of an axis
+HFConfig = Mapping[str, Any]  # the content of a config.json
+Condition = str | Callable[[HFConfig], bool]  # name of a field that must be true, ALWAYS, or a predicate of the config
+ALWAYS: Condition = ""
+NEVER = None  # in place of a condition: the parameter does not exist
+LAYERS = "layers"  # path part and atom of the layers (of the decoder, if the model has an encoder)
+LAYER_PLACEHOLDER = f"{{{LAYERS}}}"  # stands for the layer index in a name or path
+ENCODER_LAYERS = "encoder_layers"  # atom of the encoder's layers
+ENCODER, DECODER = "encoder", "decoder"  # path parts of a model with both
+LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)  # atoms that count layers; a leaf has at most one of them
+MAX_AXIS_SIZE = (1 << 31) - 1
 MAX_LAYERS = 1 << 16
-EMBEDDING_PATH_PARTS = {"embed", "relative_positions"}  # in a path: of tokens, positions, distances
+EMBEDDING_PATH_PARTS = {"embed", "relative_positions"}  # path parts of token, position and relative position embeddings
 
 
 def condition_holds(config: HFConfig, condition: Condition) -> bool:
-    """Whether a config says so."""
+    """Return whether a config fulfils a condition."""
     return condition(config) if callable(condition) else not condition or bool(config.get(condition))
+
+
+def if_set(config_field: str) -> Condition:
+    """Return the condition of a true config field."""
+    return config_field
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A leaf of the tree: `row` ties it to tensors named without the base prefix; it is there `when` the config says.
+    """A parameter of the tree and the rows that map it to tensors.
 
-    `other` ties it to tensors of another form that some files have; the row whose tensors exist is taken. `otherwise`
-    is its row where the config says no; without one it is not there.
+    Attributes:
+        row: The parameter's axis map. Tensor names are without the family's prefix.
+        condition: When the parameter exists with this row.
+        alternate: Row for files that store the tensors in another form, or "". The row whose tensors exist is used.
+        else_row: Row if the condition does not hold. If it is "", the parameter then does not exist.
     """
 
     row: str
-    condition: Condition = ""
+    condition: Condition = ALWAYS
     alternate: str = ""
     else_row: str = ""
 
     def resolve(self, config: HFConfig) -> Parameter | None:
-        """The parameter as a model with this config has it."""
+        """Return the parameter of a model with this config, or None if the model lacks it."""
         if condition_holds(config, self.condition):
             return self
         return Parameter(self.else_row) if self.else_row else None
@@ -53,30 +64,40 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """The tree that another library keeps the same tensors in: path -> parameter, its row without a dim of the layers.
+    """The parameter tree of another library for the same tensors.
 
-    `{layers}`, or another of STACKS, in a path is the number of a layer; in a tree with layers stacked `stacked` stands
-    there (empty: it never has them stacked). `spellings`: paths that some of its trees have -> those of the table.
+    Attributes:
+        parameters: Path -> parameter. A path holds the placeholder of a layer atom, such as `{layers}`; its row has
+            no dim of the layers.
+        stacked_name: Path part in place of the placeholder in trees with stacked layers, or "" if there are none.
+        allows_tied_head: Whether a tree with a tied head has no leaf for it.
+        path_aliases: Path that some trees use -> path in `parameters`.
+        ignored_fields: Config fields without effect in that library.
     """
 
     parameters: Mapping[str, Parameter]
     stacked_name: str = ""
-    allows_tied_head: bool = False  # whether the head may be the embedding there, without a leaf of its own
+    allows_tied_head: bool = False
     path_aliases: Mapping[str, str] = field(default_factory=dict)
-    ignored_fields: tuple[str, ...] = ()  # fields of a config that the other library computes nothing from
+    ignored_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTying:
-    """A head that may be the embedding: leaf and tensor of both, and what holds where the config does not say.
+    """The output head and the token embedding that may replace it.
 
-    `own`: whether a config that says so means it only where no head is stored. `untied`: what a config says besides,
-    once a head that was the embedding is its own.
+    Attributes:
+        head_leaf: Path of the head in the tree.
+        head_tensor: Tensor of the head.
+        embedding_tensor: Tensor of the token embedding.
+        tied_by_default: Whether the head is tied if the config has no `tie_word_embeddings`.
+        stored_head_unties: Whether, under this config, a stored head tensor overrides `tie_word_embeddings`.
+        untied_fields: Config fields to set when a tied head becomes a parameter of its own.
     """
 
     head_leaf: str
     head_tensor: str
-    embedding_tensor: str  # tensor
+    embedding_tensor: str
     tied_by_default: bool
     stored_head_unties: Callable[[HFConfig], bool] = lambda config: False
     untied_fields: Callable[[HFConfig], HFConfig] = lambda config: {}
@@ -84,99 +105,137 @@ class WeightTying:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: everything that conversion and training ask of it."""
+    """A model family: its parameters and its architecture, as functions of a Hugging Face config.
 
-    name: str  # as config.json's model_type says
-    prefix: str  # of tensors in a file that holds the model with its head
-    unprefixed: tuple[str, ...]  # tensors that never have the prefix
-    sizes: Callable[[HFConfig], dict[str, int]]  # atom -> extent; PrepError names a config that makes no sense
-    parameters: Mapping[str, Parameter]  # path in the tree -> parameter
-    dropped: Mapping[str, str]  # pattern of a tensor's name, `{i}` any number -> what it is
+    Attributes:
+        name: `model_type` of its config.json.
+        prefix: Prefix of tensor names in a file of the model with its head.
+        unprefixed: Tensors without the prefix.
+        sizes: Atom -> extent. Raises PrepError for an invalid config.
+        parameters: Path in the tree -> parameter.
+        dropped: Pattern of tensors to ignore, where `{i}` matches any number -> their description.
+        tying: The head and the embedding.
+        arch_config: The architecture. Raises PrepError for a config that prep does not support.
+        layouts: Trees of other libraries, by name.
+        duplicates: Tensor of some files -> the tensor with the same content.
+    """
+
+    name: str
+    prefix: str
+    unprefixed: tuple[str, ...]
+    sizes: Callable[[HFConfig], dict[str, int]]
+    parameters: Mapping[str, Parameter]
+    dropped: Mapping[str, str]
     tying: WeightTying
-    arch_config: Callable[[HFConfig], ArchConfig]  # PrepError for a config whose mathematics prep does not have
-    layouts: Mapping[str, TreeLayout] = field(default_factory=dict)  # other trees, by name
-    duplicates: Mapping[str, str] = field(
-        default_factory=dict
-    )  # tensor that some files have -> the one that it repeats
+    arch_config: Callable[[HFConfig], ArchConfig]
+    layouts: Mapping[str, TreeLayout] = field(default_factory=dict)
+    duplicates: Mapping[str, str] = field(default_factory=dict)
 
     def is_tied(self, config: HFConfig, tensors: Collection[str] = ()) -> bool:
-        """Whether a config, of a file with these tensors, says that the head is the embedding."""
-        said = config.get("tie_word_embeddings")
-        tied = bool(self.tying.tied_by_default if said is None else said)
+        """Return whether the head is the token embedding, for a config and the tensors of its file."""
+        tie_word_embeddings = config.get("tie_word_embeddings")
+        tied = bool(self.tying.tied_by_default if tie_word_embeddings is None else tie_word_embeddings)
         return tied and not (self.tying.head_tensor in tensors and self.tying.stored_head_unties(config))
 
 
 def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:
-    """A size that a config gives, `default` where it does not (null is not). PrepError unless it is 1 to `most`."""
-    found = config.get(key)
-    if found is None:
+    """Return the size in a config field, or the default if the field is absent or null.
+
+    Raises:
+        PrepError: The value is not an integer from 1 to `maximum`.
+    """
+    value = config.get(key)
+    if value is None:
         return default
-    if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= maximum:
-        why = f"{key} is {found!r:.60}, it has to be a whole number from 1 to {maximum:,}"
-        raise PrepError("config.json makes no sense", why)
-    return found
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+        why = f"{key} is {value!r:.60}, it must be an integer from 1 to {maximum:,}"
+        raise PrepError("config.json is invalid", why)
+    return value
 
 
 def parameter_rows(
     family: Family, config: HFConfig, scan: bool = True, scan_axis: int = 0, tensors: Collection[str] = ()
 ) -> dict[str, Row]:
-    """The parameters that a config has, parsed: path in the tree -> row; of two forms the one that `tensors` have.
+    """Return the parsed rows of the parameters of a model.
 
-    Stacked over layers (on axis `scan_axis`), or not: then a path has `{layers}`, or another of STACKS, and its row
-    stands for many leaves.
-    PrepError where the tensors of both forms are there.
+    Args:
+        family: Family of the model.
+        config: Content of its config.json.
+        scan: Whether each leaf stacks all layers. Otherwise the paths hold the placeholder of a layer atom, such as
+            `{layers}`, and such a row stands for one leaf per layer.
+        scan_axis: Axis of the stacked layers.
+        tensors: Names of the stored tensors, without prefix. They decide between a row and its alternate.
+
+    Returns:
+        Path in the tree -> row.
+
+    Raises:
+        PrepError: The config is invalid, or the tensors of a row and of its alternate both exist.
     """
     sizes = family.sizes(config)
-    found = {
+    rows = {
         path: _select_form(parameter, sizes, tensors)
         for path, parameter in active_parameters(family.parameters, config)
     }
     if not scan:
-        return dict(_unstack_row(path, row) for path, row in found.items())
-    return {path: _move_stack_axis(row, scan_axis) for path, row in found.items()}
+        return dict(_unstack_row(path, row) for path, row in rows.items())
+    return {path: _move_stack_axis(row, scan_axis) for path, row in rows.items()}
 
 
 def layout_rows(layout: TreeLayout, config: HFConfig, stack_axis_index: int | None = None) -> dict[str, Row]:
-    """The parameters of another tree that a config has, parsed: path -> row; layers apart, or stacked on an axis."""
-    found = {path: parse_row(parameter.row) for path, parameter in active_parameters(layout.parameters, config)}
+    """Return the parsed rows of a model in the tree of another library.
+
+    Args:
+        layout: The tree.
+        config: Content of the model's config.json.
+        stack_axis_index: Axis of the stacked layers, or None for a tree with one leaf per layer.
+
+    Returns:
+        Path in the tree -> row.
+    """
+    rows = {path: parse_row(parameter.row) for path, parameter in active_parameters(layout.parameters, config)}
     if stack_axis_index is None:
-        return found
-    return dict(_stack_row(path, row, stack_axis_index, layout.stacked_name) for path, row in found.items())
+        return rows
+    return dict(_stack_row(path, row, stack_axis_index, layout.stacked_name) for path, row in rows.items())
 
 
 def active_parameters(parameters: Mapping[str, Parameter], config: HFConfig) -> Iterator[tuple[str, Parameter]]:
-    """The parameters that a model with this config has, as it has them."""
+    """Yield path and parameter of each parameter of a model with this config."""
     for path, parameter in parameters.items():
-        if own := parameter.resolve(config):
-            yield path, own
+        if resolved := parameter.resolve(config):
+            yield path, resolved
 
 
 def layer_atom_in(path: str) -> str:
-    """Of STACKS the one whose number a path has; empty for none."""
-    return next((stack for stack in LAYER_ATOMS if f"{{{stack}}}" in path), "")
+    """Return the layer atom whose placeholder is in a path, or ""."""
+    return next((atom for atom in LAYER_ATOMS if f"{{{atom}}}" in path), "")
 
 
-def _stack_row(path: str, row: Row, axis: int, label: str) -> tuple[str, Row]:
-    stack = layer_atom_in(path)
-    if not stack:
+def _stack_row(path: str, row: Row, axis: int, stacked_name: str) -> tuple[str, Row]:
+    atom = layer_atom_in(path)
+    if not atom:
         return path, row
-    leaf = ((stack,), *row.leaf_dims)
-    return path.replace(f"{{{stack}}}", label), _move_stack_axis(dataclasses.replace(row, leaf_dims=leaf), axis)
+    stacked = dataclasses.replace(row, leaf_dims=((atom,), *row.leaf_dims))
+    return path.replace(f"{{{atom}}}", stacked_name), _move_stack_axis(stacked, axis)
 
 
 def _select_form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -> Row:
     row = parse_row(parameter.row)
     if not parameter.alternate:
         return row
-    other = parse_row(parameter.alternate)
-    here, there = (next(name for name, _ in bind_row(each, sizes).tensors()) for each in (row, other))
-    if here in tensors and there in tensors:
-        raise PrepError("a parameter is there in two forms", f"{here} and {there}", "keep one of them")
-    return other if there in tensors else row
+    alternate = parse_row(parameter.alternate)
+    row_tensor, alternate_tensor = (
+        next(name for name, _ in bind_row(form, sizes).tensors()) for form in (row, alternate)
+    )
+    if row_tensor in tensors and alternate_tensor in tensors:
+        raise PrepError(
+            "a parameter is stored in two forms", f"{row_tensor} and {alternate_tensor}", "keep one of them"
+        )
+    return alternate if alternate_tensor in tensors else row
 
 
 def stack_axis(dims: AtomDims) -> int | None:
-    """The dim of a leaf over which layers are stacked."""
+    """Return the axis of a leaf that stacks layers, or None."""
     return next((axis for axis, dim in enumerate(dims) if len(dim) == 1 and dim[0] in LAYER_ATOMS), None)
 
 
@@ -184,15 +243,15 @@ def _unstack_row(path: str, row: Row) -> tuple[str, Row]:
     axis = stack_axis(row.leaf_dims)
     if axis is None:
         return path, row
-    (stack,) = row.leaf_dims[axis]
-    apart = path.replace(f"{LAYERS}.", f"{LAYERS}.{{{stack}}}.", 1)
-    return apart, dataclasses.replace(row, leaf_dims=(*row.leaf_dims[:axis], *row.leaf_dims[axis + 1 :]))
+    (atom,) = row.leaf_dims[axis]
+    layer_path = path.replace(f"{LAYERS}.", f"{LAYERS}.{{{atom}}}.", 1)
+    return layer_path, dataclasses.replace(row, leaf_dims=(*row.leaf_dims[:axis], *row.leaf_dims[axis + 1 :]))
 
 
 def _move_stack_axis(row: Row, axis: int) -> Row:
-    now = stack_axis(row.leaf_dims)
-    if now is None:
+    old_axis = stack_axis(row.leaf_dims)
+    if old_axis is None:
         return row
-    dims = [*row.leaf_dims[:now], *row.leaf_dims[now + 1 :]]
-    dims.insert(min(axis, len(dims)), row.leaf_dims[now])
+    dims = [*row.leaf_dims[:old_axis], *row.leaf_dims[old_axis + 1 :]]
+    dims.insert(min(axis, len(dims)), row.leaf_dims[old_axis])
     return dataclasses.replace(row, leaf_dims=tuple(dims))

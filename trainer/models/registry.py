@@ -1,4 +1,4 @@
-"""Model families, one file each."""
+"""The registry of model families, and errors for configs of unsupported ones."""
 
 from __future__ import annotations
 
@@ -32,52 +32,67 @@ _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
-ADD_FAMILY_HINT = "to add a family takes one file and an hour: docs/add-a-family.md"
-NEW_LAYER_HINT = "a family file cannot add that: it takes a new layer in the trainer; `prep inspect` shows the tensors"
-MIN_SHARED_FIELDS = 5  # fields in common, from which on two configs are alike
-FAMILIES = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}
+ADD_FAMILY_HINT = "docs/add-a-family.md explains how to add a family in one file"
+NEW_LAYER_HINT = "a family file cannot add it: the trainer needs a new layer; `prep inspect` shows the tensors"
+MIN_SHARED_FIELDS = 5  # number of shared config fields that makes two families similar
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}
 
 
 def family_of(config: HFConfig) -> Family:
-    """The family that a config.json names; PrepError lists those that are known and guesses which is nearest."""
+    """Return the family of a config.json.
+
+    Args:
+        config: Content of the config.json.
+
+    Returns:
+        The family that its `model_type` names.
+
+    Raises:
+        PrepError: The family is not supported. The error lists the supported families and suggests a similar one.
+    """
     name = config.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    known = "known: " + ", ".join(FAMILIES)
-    what = f"no family for model_type `{name}`"
+    supported = "supported: " + ", ".join(FAMILIES)
+    what = f"model_type `{name}` is not supported"
     if mechanism := missing_mechanism(config):
-        raise PrepError(what, f"it needs {mechanism}; prep does not support that; {known}", NEW_LAYER_HINT)
-    raise PrepError(what, known, _nearest_family_hint(config))
+        raise PrepError(what, f"it needs {mechanism}, which prep does not support; {supported}", NEW_LAYER_HINT)
+    raise PrepError(what, supported, _nearest_family_hint(config))
 
 
 def _nearest_family_hint(config: HFConfig) -> str:
-    """The family whose name is most like what a config calls its model or its classes, else the one that reads most of
-    its fields; and where it is said how to add another."""
+    """Return a hint with the most similar family: by the name of the model or its classes, or by its config fields."""
     classes = config.get("architectures")
-    said = [config.get("model_type"), *(classes if isinstance(classes, list) else ())]
-    words = [word.lower().partition("forc")[0][:60] for word in said if isinstance(word, str)]
-    bare = {name.replace("_", ""): name for name in FAMILIES}
-    near = [bare[name] for word in words for name in difflib.get_close_matches(word.replace("_", ""), bare, 1, 0.7)]
-    shared = {name: len(_fields_read(family) & config.keys()) for name, family in FAMILIES.items()}
-    most = max(shared, key=lambda name: shared[name])
-    near += [most] if shared[most] >= MIN_SHARED_FIELDS else []
-    return (f"the nearest is {near[0]}; " if near else "") + ADD_FAMILY_HINT
+    names = [config.get("model_type"), *(classes if isinstance(classes, list) else ())]
+    words = [name.lower().partition("forc")[0][:60] for name in names if isinstance(name, str)]
+    families = {name.replace("_", ""): name for name in FAMILIES}
+    similar = [
+        families[match]
+        for word in words
+        for match in difflib.get_close_matches(word.replace("_", ""), families, n=1, cutoff=0.7)
+    ]
+    shared_fields = {name: len(_fields_read(family) & config.keys()) for name, family in FAMILIES.items()}
+    most_shared = max(shared_fields, key=lambda name: shared_fields[name])
+    if shared_fields[most_shared] >= MIN_SHARED_FIELDS:
+        similar.append(most_shared)
+    return (f"the most similar family is {similar[0]}; " if similar else "") + ADD_FAMILY_HINT
 
 
 def _fields_read(family: Family) -> set[str]:
-    """Fields of a config that a family asks for, apart from those that every family looks at."""
-    asked = _RecordingConfig()
-    family.arch_config(asked)
-    return asked.fields - SEMANTIC_FIELDS.keys()
+    """Return the config fields that a family reads, without the semantic fields."""
+    config = _RecordingConfig()
+    family.arch_config(config)
+    return config.fields - SEMANTIC_FIELDS.keys()
 
 
 class _RecordingConfig(dict[str, Any]):
-    """A config that says nothing, and remembers what it was asked for."""
+    """An empty config that records every access to a field."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fields: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Record a field and return the default."""
         self.fields.add(key)
         return default

@@ -1,4 +1,4 @@
-"""Rotary positions as a config describes them, in the spellings of transformers 4 and 5. Pure."""
+"""Rotary embeddings as a Hugging Face config describes them, in the forms of transformers 4 and 5. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -9,44 +9,61 @@ from typing import Any
 
 from trainer.models.errors import PrepError
 
-MAX_FLOAT32 = 3.4e38  # of float32
+MAX_FLOAT32 = 3.4e38
 DEFAULT_ROPE = {"rope_type": "default"}
-ROPE_TYPES = {kind: kind for kind in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
+ROPE_TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope")}
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions rotate queries and keys; fields beyond `factor` are those that its kind uses.
+    """The parameters of a rotary embedding, as in `modeling_rope_utils.py` of transformers.
 
-    Frequencies are transformers' (`modeling_rope_utils.py`).
+    Attributes:
+        rotary_dim: Number of rotated elements of a head; they are the first ones.
+        theta: Base of the frequencies.
+        original_max_positions: Sequence length of pretraining.
+        rope_type: One of ROPE_TYPES.
+        factor: Factor by which positions are stretched (all types but default and longrope).
+        low_freq_factor: llama3: low_freq_factor; yarn: beta_slow.
+        high_freq_factor: llama3: high_freq_factor; yarn: beta_fast.
+        attention_factor: Factor of cosine and sine (yarn, longrope).
+        truncate: Whether the bounds of yarn's ramp are rounded to integers.
+        short_factors: longrope: factor of each frequency in sequences of up to `original_max_positions` tokens.
+        long_factors: longrope: factor of each frequency in longer sequences.
+
+    Raises:
+        PrepError: A value is out of range.
     """
 
-    rotary_dim: int  # elements of a head that turn: the first ones
+    rotary_dim: int
     theta: float
-    original_max_positions: int  # that the model was made for
+    original_max_positions: int
     rope_type: str = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
-    high_freq_factor: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
-    attention_factor: float = 1.0  # of cosine and sine
-    truncate: bool = True  # yarn: whole corrections
-    short_factors: tuple[float, ...] = ()  # longrope: of each frequency, up to `positions` tokens
-    long_factors: tuple[float, ...] = ()  # longrope: beyond
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """PrepError where the rotation makes no sense."""
         if self.rotary_dim < 2 or self.rotary_dim % 2:
-            raise PrepError(
-                "config.json makes no sense", f"rotary positions turn pairs, of {self.rotary_dim} elements a head"
-            )
+            why = f"rotary embeddings rotate pairs, but {self.rotary_dim} elements of a head are to be rotated"
+            raise PrepError("config.json is invalid", why)
         if self.rope_type == "dynamic" and self.rotary_dim == 2:
-            raise PrepError("config.json makes no sense", "dynamic rotary positions need heads of 4 elements or more")
-        if (
-            min(self.factor, self.original_max_positions, self.low_freq_factor, self.high_freq_factor) <= 0
-            or self.theta <= 1
-        ):
-            above_0 = f"factor {self.factor:g}, {self.original_max_positions} positions, low {self.low_freq_factor:g}, high {self.high_freq_factor:g} above 0"
-            raise PrepError("config.json makes no sense", f"rope theta {self.theta:g} has to be above 1; {above_0}")
+            raise PrepError("config.json is invalid", "dynamic rotary embeddings need heads of 4 or more elements")
+        if self.theta <= 1:
+            raise PrepError("config.json is invalid", f"rope_theta is {self.theta:g}, it must be above 1")
+        positive = {
+            "factor": self.factor,
+            "original_max_position_embeddings": self.original_max_positions,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+        }
+        for key, value in positive.items():
+            if value <= 0:
+                raise PrepError("config.json is invalid", f"{key} of the rope scaling is {value:g}, it must be above 0")
 
 
 def read_rope(
@@ -57,119 +74,183 @@ def read_rope(
     allow_partial: bool = False,
     rope_types: Mapping[str, str] = ROPE_TYPES,
 ) -> Rope:
-    """The rotation that a config asks for; `theta` where it does not say. `partial`: it may turn a part of each head.
-    `kinds`: a config's word -> one of KINDS.
+    """Read the rotary embedding that all layers of a model share.
 
-    PrepError for kinds that prep, or a family, lacks.
+    Args:
+        config: Content of a config.json.
+        head_dim: Number of elements of a head.
+        max_positions: `max_position_embeddings` of the model.
+        default_theta: `rope_theta` if the config has none.
+        allow_partial: Whether the family supports `partial_rotary_factor`.
+        rope_types: Name in the config -> type, for the supported types.
+
+    Returns:
+        The rotary embedding.
+
+    Raises:
+        PrepError: The config is invalid or the family does not support the rotary embedding.
     """
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise PrepError("config.json makes no sense", f"its rope scaling is {found!r:.60}, not an object")
-    kind = found.get("rope_type", found.get("type", "default"))
-    if not isinstance(kind, str) or kind not in rope_types:
-        hint = "another family may have it; prep does not guess"
-        raise PrepError(f"rope type `{kind!s:.60}` is not known", f"known: {', '.join(rope_types)}", hint)
-    kind = rope_types[kind]
-    if nested := [key for key, value in found.items() if isinstance(value, Mapping)]:
-        why = f"`{nested[0]:.60}` has a rotation of its own; in this family all layers have the same"
-        raise PrepError("rotary positions by kind of layer are not supported for this family", why)
-    part = _read_number(found, "partial_rotary_factor", _read_number(config, "partial_rotary_factor", 1.0))
-    if part != 1 and not allow_partial:
-        raise PrepError("`partial_rotary_factor` is not known", f"it is {part:g}: this family turns heads whole")
-    head_dim = check_rotary_dim(int(head_dim * part), head_dim, f"partial_rotary_factor {part:g}")
-    base = _read_number(found, "rope_theta", _read_number(config, "rope_theta", default_theta))
-    if kind == "default":
-        return Rope(head_dim, base, max_positions)
-    factor = _read_number(found, "factor", 1.0 if kind == "longrope" else None)
-    if kind in ("linear", "dynamic"):
-        return Rope(head_dim, base, max_positions, kind, factor)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise PrepError("config.json is invalid", f"its rope scaling is {scaling!r:.60}, it must be an object")
+    type_name = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(type_name, str) or type_name not in rope_types:
+        what = f"rope type `{type_name!s:.60}` is not supported for this family"
+        raise PrepError(what, f"supported: {', '.join(rope_types)}")
+    rope_type = rope_types[type_name]
+    if nested := [key for key, value in scaling.items() if isinstance(value, Mapping)]:
+        why = f"config.json has a rotary embedding for `{nested[0]:.60}`"
+        raise PrepError("rotary embeddings per layer type are not supported for this family", why)
+    rotary_share = _read_number(scaling, "partial_rotary_factor", _read_number(config, "partial_rotary_factor", 1.0))
+    if rotary_share != 1 and not allow_partial:
+        why = f"config.json has {rotary_share:g}; this family rotates whole heads"
+        raise PrepError("`partial_rotary_factor` is not supported for this family", why)
+    rotary_dim = check_rotary_dim(int(head_dim * rotary_share), head_dim, f"partial_rotary_factor {rotary_share:g}")
+    theta = _read_number(scaling, "rope_theta", _read_number(config, "rope_theta", default_theta))
+    if rope_type == "default":
+        return Rope(rotary_dim, theta, max_positions)
+    factor = _read_number(scaling, "factor", 1.0 if rope_type == "longrope" else None)
+    if rope_type in ("linear", "dynamic"):
+        return Rope(rotary_dim, theta, max_positions, rope_type=rope_type, factor=factor)
     original = _read_position_count(
-        config, "original_max_position_embeddings", _original_positions(found, max_positions)
+        config, "original_max_position_embeddings", _original_positions(scaling, max_positions)
     )
-    if kind == "llama3":
-        low, high = _read_number(found, "low_freq_factor"), _read_number(found, "high_freq_factor")
-        return Rope(head_dim, base, original, kind, factor, low, high)
-    if kind == "longrope":
-        factors = (_read_factors(found, key, head_dim // 2) for key in ("short_factor", "long_factor"))
-        attention = _longrope_attention_factor(found, max_positions / original, original)
-        return Rope(head_dim, base, original, kind, 1.0, 1.0, 1.0, attention, True, *factors)
-    low, high = (
-        _read_number(found, key, default) or default for key, default in (("beta_slow", 1.0), ("beta_fast", 32.0))
+    if rope_type == "llama3":
+        return Rope(
+            rotary_dim,
+            theta,
+            original,
+            rope_type=rope_type,
+            factor=factor,
+            low_freq_factor=_read_number(scaling, "low_freq_factor"),
+            high_freq_factor=_read_number(scaling, "high_freq_factor"),
+        )
+    if rope_type == "longrope":
+        return Rope(
+            rotary_dim,
+            theta,
+            original,
+            rope_type=rope_type,
+            attention_factor=_longrope_attention_factor(scaling, max_positions / original, original),
+            short_factors=_read_factors(scaling, "short_factor", rotary_dim // 2),
+            long_factors=_read_factors(scaling, "long_factor", rotary_dim // 2),
+        )
+    return Rope(
+        rotary_dim,
+        theta,
+        original,
+        rope_type=rope_type,
+        factor=factor,
+        low_freq_factor=_read_number(scaling, "beta_slow", 1.0) or 1.0,
+        high_freq_factor=_read_number(scaling, "beta_fast", 32.0) or 32.0,
+        attention_factor=_yarn_attention_factor(scaling, factor),
+        truncate=bool(scaling.get("truncate", True)),
     )
-    attention, truncate = _yarn_attention_factor(found, factor), bool(found.get("truncate", True))
-    return Rope(head_dim, base, original, kind, factor, low, high, attention, truncate)
 
 
 def read_layer_rope(
-    config: Mapping[str, Any], kind: str, kinds: Sequence[str], theta: Any, head_dim: int, positions: int
+    config: Mapping[str, Any],
+    layer_type: str,
+    layer_types: Sequence[str],
+    theta: Any,
+    head_dim: int,
+    max_positions: int,
 ) -> Rope:
-    """The rotation in one of several kinds of layers, as `read_rope` reads it; the first kind is that which has what is
-    said for all. transformers 5 has a dict for each; before, scaling was of the first alone, thetas had own fields."""
-    each, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    own: Any = each.get(kind) if isinstance(each, dict) and {*each} <= {*kinds, "truncate"} else 0
-    own = DEFAULT_ROPE if own is None else own  # with a type, so that scaling which says `type` changes nothing
-    if not isinstance(own, dict) or not isinstance(scaling, dict):
-        why = f"rope_parameters is {each!r:.60}, it has to have an object for each of {' and '.join(kinds)}"
-        raise PrepError("config.json makes no sense", f"{why}; rope_scaling is {scaling!r:.60}, an object of its own")
-    merged = {**own, **scaling} if kind == kinds[0] else own
-    truncate = {"truncate": each.get("truncate", True)}  # transformers reads it from the outer object alone
-    return read_rope({"rope_theta": theta, "rope_parameters": merged | truncate}, head_dim, positions)
+    """Read the rotary embedding of one layer type, for a family with one per layer type.
+
+    In transformers 5 `rope_parameters` has an object per layer type. In transformers 4 `rope_scaling` belongs to the
+    first layer type, and each layer type has its own field for theta.
+
+    Args:
+        config: Content of a config.json.
+        layer_type: The layer type to read.
+        layer_types: All layer types of the family.
+        theta: `rope_theta` of this layer type if `rope_parameters` has none.
+        head_dim: Number of elements of a head.
+        max_positions: `max_position_embeddings` of the model.
+
+    Returns:
+        The rotary embedding.
+
+    Raises:
+        PrepError: The config is invalid or the family does not support the rotary embedding.
+    """
+    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    has_known_keys = isinstance(parameters, dict) and {*parameters} <= {*layer_types, "truncate"}
+    layer_parameters: Any = parameters.get(layer_type) if has_known_keys else 0
+    if layer_parameters is None:
+        layer_parameters = DEFAULT_ROPE  # has a type, so that a scaling with the old key `type` does not change it
+    if not isinstance(layer_parameters, dict) or not isinstance(scaling, dict):
+        why = f"rope_parameters is {parameters!r:.60}, it must have an object for each of {' and '.join(layer_types)}"
+        raise PrepError("config.json is invalid", f"{why}; rope_scaling is {scaling!r:.60}, it must be an object")
+    merged = {**layer_parameters, **scaling} if layer_type == layer_types[0] else layer_parameters
+    truncate = {"truncate": parameters.get("truncate", True)}  # transformers reads it from the outer object only
+    return read_rope({"rope_theta": theta, "rope_parameters": merged | truncate}, head_dim, max_positions)
 
 
-def check_rotary_dim(dim: int, head_dim: int, why: str) -> int:
-    """Return the number of elements of a head that turn. Raise PrepError if a head has fewer."""
-    if dim > head_dim:
-        raise PrepError("config.json makes no sense", f"{why} turns {dim} elements of a head, which has {head_dim}")
-    return dim
+def check_rotary_dim(rotary_dim: int, head_dim: int, source: str) -> int:
+    """Return the number of rotated elements of a head; raise PrepError if a head has fewer.
+
+    Args:
+        rotary_dim: Number of elements to rotate.
+        head_dim: Number of elements of a head.
+        source: Config field, for the error.
+    """
+    if rotary_dim > head_dim:
+        why = f"{source} rotates {rotary_dim} elements of a head, which has {head_dim}"
+        raise PrepError("config.json is invalid", why)
+    return rotary_dim
 
 
-def _original_positions(found: Mapping[str, Any], positions: int) -> float:
-    return _read_number(found, "original_max_position_embeddings", positions)
+def _original_positions(scaling: Mapping[str, Any], max_positions: int) -> float:
+    return _read_number(scaling, "original_max_position_embeddings", max_positions)
 
 
-def _read_position_count(found: Mapping[str, Any], key: str, default: float) -> int:
-    """A number of positions, from 1 on."""
-    value = _read_number(found, key, default)
+def _read_position_count(config: Mapping[str, Any], key: str, default: float) -> int:
+    value = _read_number(config, key, default)
     if value < 1:
-        raise PrepError("config.json makes no sense", f"{key} is {value:g}, it has to be a whole number from 1 on")
+        raise PrepError("config.json is invalid", f"{key} is {value:g}, it must be an integer from 1 on")
     return int(value)
 
 
-def _yarn_attention_factor(found: Mapping[str, Any], factor: float) -> float:
-    if found.get("attention_factor") is not None:
-        return _read_number(found, "attention_factor")
-    if found.get("mscale") and found.get("mscale_all_dim"):
-        return _mscale(factor, _read_number(found, "mscale")) / _mscale(factor, _read_number(found, "mscale_all_dim"))
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """Return the factor of cosine and sine in YaRN (https://arxiv.org/abs/2309.00071)."""
+    if scaling.get("attention_factor") is not None:
+        return _read_number(scaling, "attention_factor")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        mscale, mscale_all_dim = (_read_number(scaling, key) for key in ("mscale", "mscale_all_dim"))
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
     return _mscale(factor, 1.0)
 
 
-def _read_factors(found: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    values = found.get(key)
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _read_factors(scaling: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    values = scaling.get(key)
     if not isinstance(values, list) or len(values) != count:
-        why = f"{key} of its rope scaling is {values!r:.60}, it has to be {count} numbers, one for each pair that turns"
-        raise PrepError("config.json makes no sense", why)
-    numbers = tuple(_read_number({key: value}, key) for value in values)
-    if min(numbers) <= 0:
-        raise PrepError("config.json makes no sense", f"{key} of its rope scaling has {min(numbers):g}, not above 0")
-    return numbers
+        why = f"{key} of the rope scaling is {values!r:.60}, it must be {count} numbers, one per rotated pair"
+        raise PrepError("config.json is invalid", why)
+    factors = tuple(_read_number({key: value}, key) for value in values)
+    if min(factors) <= 0:
+        raise PrepError("config.json is invalid", f"{key} of the rope scaling has {min(factors):g}, it must be above 0")
+    return factors
 
 
-def _longrope_attention_factor(found: Mapping[str, Any], stretch: float, original: int) -> float:
-    if found.get("attention_factor") is not None:
-        return _read_number(found, "attention_factor")
-    factor = _read_number(found, "factor", stretch)
+def _longrope_attention_factor(scaling: Mapping[str, Any], stretch: float, original: int) -> float:
+    """Return the factor of cosine and sine in LongRoPE (https://arxiv.org/abs/2402.13753), as transformers has it."""
+    if scaling.get("attention_factor") is not None:
+        return _read_number(scaling, "attention_factor")
+    factor = _read_number(scaling, "factor", stretch)
     if factor > 1 and original == 1:
-        raise PrepError("config.json makes no sense", "a longrope made for 1 position cannot be stretched")
+        raise PrepError("config.json is invalid", "longrope cannot stretch a model with 1 original position")
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
-def _mscale(factor: float, by: float) -> float:
-    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _read_number(found: Mapping[str, Any], key: str, default: Any = None) -> float:
-    value = found.get(key)
+def _read_number(config: Mapping[str, Any], key: str, default: Any = None) -> float:
+    value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_FLOAT32:
-        raise PrepError("config.json makes no sense", f"{key} of its rope scaling is {value!r:.60}, not a number")
+        raise PrepError("config.json is invalid", f"{key} of the rope scaling is {value!r:.60}, it must be a number")
     return float(value)

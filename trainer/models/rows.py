@@ -1,4 +1,7 @@
-"""What families are put together from: the rows of matrices, norms and attention, of one layer and of all. Pure."""
+"""Builders of family tables: the rows of embeddings, matrices, norms, attention and stacked layers.
+
+A row ties a leaf of the parameter tree to source tensors; `axis_map` defines the notation. No I/O, no jax.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +10,49 @@ import re
 from collections.abc import Callable, Mapping
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.parameters import Condition, Family, HFConfig, Parameter, TreeLayout, WeightTying
+from trainer.models.parameters import ALWAYS, NEVER, Condition, Family, HFConfig, Parameter, TreeLayout, WeightTying
 
-Parameters = dict[str, Parameter]
+Parameters = dict[str, Parameter]  # path in the tree -> parameter
 
 
 def embedding(path: str, row: str) -> Parameters:
-    """`row` of the vectors of tokens or positions."""
+    """Return the parameter of an embedding of tokens or positions."""
     return {f"embed.{path}": Parameter(row)}
 
 
-def matrix(path: str, row: str, alternate: str = "", condition: Condition = "", else_row: str = "") -> Parameters:
-    """`row` of a weight without a bias, there `when` the config says, else `otherwise` where there is such a row;
-    `other`: of the form that some files have."""
-    return {f"{path}.weight": Parameter(row, condition, alternate, else_row)}
+def matrix(path: str, row: str, alternate: str = "", condition: Condition = ALWAYS, else_row: str = "") -> Parameters:
+    """Return the parameter of a weight without bias, with the options of `Parameter`."""
+    return {f"{path}.weight": Parameter(row, condition=condition, alternate=alternate, else_row=else_row)}
 
 
-def linear(path: str, row: str, bias: Condition | None = "") -> Parameters:
-    """`row` of a weight, stored [out, in] or [in, out], and that of its bias, which has the outputs: the dims that the
-    leaf begins with. `bias`: when it is there, None: never."""
+def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
+    """Return the parameters of a weight and its bias.
+
+    Args:
+        path: Path of both in the tree.
+        row: Row of the weight, stored as [out, in] or [in, out]. Its leaf begins with the output dims; they are
+            the dims of the bias.
+        bias: When the bias exists, or NEVER.
+    """
     leaf, name, dims = split_row(row)
-    out = next(dim for atom in leaf.split() for dim in split_dims(dims) if atom in _atoms_in(dim))
-    kept = " ".join(atom for atom in leaf.split() if atom in _atoms_in(out) or atom not in _atoms_in(dims))
-    biases = (
-        {} if bias is None else {f"{path}.bias": Parameter(f"{kept} <- {_sibling_tensor(name, 'bias')}: {out}", bias)}
-    )
-    return {f"{path}.weight": Parameter(row), **biases}
+    out_dim = next(dim for atom in leaf.split() for dim in split_dims(dims) if atom in _atoms_in(dim))
+    bias_leaf = " ".join(atom for atom in leaf.split() if atom in _atoms_in(out_dim) or atom not in _atoms_in(dims))
+    parameters = {f"{path}.weight": Parameter(row)}
+    if bias is not None:
+        bias_row = f"{bias_leaf} <- {_sibling_tensor(name, 'bias')}: {out_dim}"
+        parameters[f"{path}.bias"] = Parameter(bias_row, bias)
+    return parameters
 
 
-def layer_norm(path: str, row: str, condition: Condition = "") -> Parameters:
-    """`row` of a norm's weight and that of its bias, both there `when` the config says."""
+def layer_norm(path: str, row: str, condition: Condition = ALWAYS) -> Parameters:
+    """Return the parameters of a norm's weight, with this row, and of its bias; both exist under the condition."""
     leaf, name, dims = split_row(row)
-    bias = f"{leaf} <- {_sibling_tensor(name, 'bias')}: {dims}"
-    return {f"{path}.scale": Parameter(row, condition), f"{path}.bias": Parameter(bias, condition)}
+    bias_row = f"{leaf} <- {_sibling_tensor(name, 'bias')}: {dims}"
+    return {f"{path}.scale": Parameter(row, condition), f"{path}.bias": Parameter(bias_row, condition)}
 
 
 def rms_norm(path: str, row: str) -> Parameters:
-    """`row` of a norm's weight; it has no bias."""
+    """Return the parameter of a norm's weight; an RMS norm has no bias."""
     return {f"{path}.scale": Parameter(row)}
 
 
@@ -51,37 +60,56 @@ def attention(
     name_pattern: str,
     out_name: str,
     kv_heads: str = "heads",
-    bias: Condition | None = None,
-    out_bias: Condition | None = None,
+    bias: Condition | None = NEVER,
+    out_bias: Condition | None = NEVER,
 ) -> Parameters:
-    """Queries, keys, values and what is made of them, each a matrix of its own. `{}` in the modules' names is q, k, v,
-    or `out`; `bias`: when the first three have one, None: never."""
-    found = {}
-    for ours, heads in (("q", "heads"), ("k", kv_heads), ("v", kv_heads)):
-        row = f"{heads} head_dim embed <- {name_pattern.format(ours)}.weight: ({heads} head_dim) embed"
-        found |= linear(f"attn.{ours}", row, bias)
+    """Return the parameters of attention with one matrix each for queries, keys, values and output.
+
+    Args:
+        name_pattern: Name of the modules, with `{}` in place of q, k, v and `out_name`.
+        out_name: Name of the output projection in the pattern.
+        kv_heads: Atom of the key and value heads.
+        bias: When queries, keys and values have a bias.
+        out_bias: When the output projection has one.
+    """
+    parameters: Parameters = {}
+    for projection, heads in (("q", "heads"), ("k", kv_heads), ("v", kv_heads)):
+        row = f"{heads} head_dim embed <- {name_pattern.format(projection)}.weight: ({heads} head_dim) embed"
+        parameters |= linear(f"attn.{projection}", row, bias)
     row = f"embed heads head_dim <- {name_pattern.format(out_name)}.weight: embed (heads head_dim)"
-    return found | linear("attn.o", row, out_bias)
+    return parameters | linear("attn.o", row, out_bias)
 
 
-def fused_qkv(name: str, dims: str, bias: Condition = "") -> Parameters:
-    """Queries, keys and values as one tensor of equal parts; `{}` in its dims stands for which of the three."""
-    found = {}
-    for number, ours in enumerate("qkv"):
-        found |= linear(f"attn.{ours}", f"heads head_dim embed <- {name}.weight: {dims.format(number)}", bias)
-    return found
+def fused_qkv(name: str, dims: str, bias: Condition = ALWAYS) -> Parameters:
+    """Return the parameters of queries, keys and values stored as equal parts of one tensor.
+
+    Args:
+        name: Name of the module.
+        dims: Dims of its weight, with `{}` in place of the number of the part.
+        bias: When the module has a bias.
+    """
+    parameters: Parameters = {}
+    for number, projection in enumerate("qkv"):
+        row = f"heads head_dim embed <- {name}.weight: {dims.format(number)}"
+        parameters |= linear(f"attn.{projection}", row, bias)
+    return parameters
 
 
 def stack(path: str, name: str, layer: Mapping[str, Parameter]) -> Parameters:
-    """The rows of one layer as those of all of them: below `path` in the tree, their tensors below `name`, whose braces
-    number the layer and name the atom over which leaves are stacked, first."""
+    """Stack the parameters of one layer over all layers.
+
+    Args:
+        path: Path of the layers in the tree.
+        name: Prefix of a layer's tensors, with the layer atom in braces (`h.{layers}`); leaves get its dim first.
+        layer: Parameters of one layer, with paths and tensor names relative to `path` and `name`.
+    """
     (atom,) = re.findall(r"{(\w+)}", name)
 
-    def inside(row: str) -> str:
+    def stacked_row(row: str) -> str:
         leaf, tensor, dims = split_row(row)
         return f"{atom} {leaf} <- {name}.{tensor}: {dims}"
 
-    return {f"{path}.{below}": map_rows(parameter, inside) for below, parameter in layer.items()}
+    return {f"{path}.{relative_path}": map_rows(parameter, stacked_row) for relative_path, parameter in layer.items()}
 
 
 def build_family(
@@ -94,14 +122,18 @@ def build_family(
     dropped: Mapping[str, str],
     layouts: Mapping[str, TreeLayout] | None = None,
 ) -> Family:
-    """A family of these rows; `tied`: whether the head is the embedding where a config does not say. Files never have
-    the prefix before the head."""
-    heads = (parameter for path, parameter in parameters.items() if path.startswith("head."))
+    """Return a family whose head is `head.weight`; tensors of the head have no prefix in any file.
+
+    The arguments are the attributes of `Family` and `WeightTying`.
+    """
+    head_parameters = (parameter for path, parameter in parameters.items() if path.startswith("head."))
     head, tokens = (split_row(parameters[path].row)[1] for path in ("head.weight", "embed.tokens"))
     return Family(
         name=name,
         prefix=prefix,
-        unprefixed=tuple(split_row(row)[1] for each in heads for row in (each.row, each.alternate) if row),
+        unprefixed=tuple(
+            split_row(row)[1] for parameter in head_parameters for row in (parameter.row, parameter.alternate) if row
+        ),
         sizes=sizes,
         parameters=parameters,
         dropped=dropped,
@@ -114,25 +146,27 @@ def build_family(
 
 
 def split_row(row: str) -> tuple[str, str, str]:
-    """The text of a row's leaf, of its tensor's name, and of the tensor's dims."""
+    """Return the leaf dims, the tensor name and the tensor dims of a row, as text."""
     leaf, _, right = row.partition("<-")
     name, _, dims = right.rpartition(":")
     return leaf.strip(), name.strip(), dims.strip()
 
 
 def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
-    """A parameter with all of its rows changed."""
-    row, other, otherwise = (text and change(text) for text in (parameter.row, parameter.alternate, parameter.else_row))
-    return dataclasses.replace(parameter, row=row, alternate=other, else_row=otherwise)
+    """Return a parameter with a function applied to each of its rows."""
+    row, alternate, else_row = (
+        text and change(text) for text in (parameter.row, parameter.alternate, parameter.else_row)
+    )
+    return dataclasses.replace(parameter, row=row, alternate=alternate, else_row=else_row)
 
 
 def unless_false(field: str) -> Callable[[HFConfig], bool]:
-    """When a config sets a field or does not have it."""
+    """Return the condition of an absent or true config field."""
     return lambda config: bool(config.get(field, True))
 
 
 def split_dims(dims: str) -> list[str]:
-    """The text of each dim of a side of a row."""
+    """Return the text of each dim on one side of a row."""
     return re.findall(r"\([^()]*\)|[^\s()]+", dims)
 
 

@@ -1,13 +1,13 @@
-"""Did you mean: one guess or none."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from difflib import get_close_matches
 
-CUTOFF = 0.6
+CUTOFF = 0.6  # similarity from 0 to 1 that a suggestion needs
 
 
 def suggest(text: str, candidates: Collection[str]) -> str | None:
-    """The one candidate that was probably meant, None where nothing is near."""
+    """Return the most similar candidate to a text, or None if no candidate is similar."""
     return next(iter(get_close_matches(text, candidates, n=1, cutoff=CUTOFF)), None)

@@ -1,4 +1,4 @@
-"""Architectures that a family file alone cannot describe: the mechanism that each one needs. Data only."""
+"""Unsupported mechanisms, and the architectures that need them. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """What the trainer does not compute, and how a config.json tells that a model needs it.
+    """A mechanism without support in the trainer, and the configs of models that need it.
 
-    `model_types` name it for certain; any of `fields` does where its value is neither empty nor false.
+    Attributes:
+        name: The mechanism, as an error calls it.
+        model_types: Values of `model_type` that need it.
+        fields: Config fields that need it if their value is true and not empty.
     """
 
     name: str
@@ -23,7 +26,7 @@ def _mechanism(name: str, model_types: str, *fields: str) -> Mechanism:
     return Mechanism(name, frozenset(model_types.split()), fields)
 
 
-MECHANISMS = (  # the first that fits is named
+MECHANISMS = (  # an error names the first one that a config needs
     _mechanism(
         "an image, video or audio encoder",
         "aria blip-2 chameleon clip fuyu idefics idefics2 idefics3 instructblip internvl kosmos-2 llava llava_next "
@@ -72,8 +75,13 @@ MECHANISMS = (  # the first that fits is named
 
 
 def missing_mechanism(config: Mapping[str, Any]) -> str:
-    """The mechanism that a config needs and the trainer lacks; empty where none is known to be missing."""
+    """Return the name of an unsupported mechanism in a config, or "" if none is known."""
     model_type = config.get("model_type")
-    named = (each for each in MECHANISMS if model_type in each.model_types) if isinstance(model_type, str) else iter(())
-    told = (each for each in MECHANISMS if any(config.get(field) for field in each.fields))
-    return next((each.name for found in (named, told) for each in found), "")
+    if isinstance(model_type, str):
+        for mechanism in MECHANISMS:
+            if model_type in mechanism.model_types:
+                return mechanism.name
+    for mechanism in MECHANISMS:
+        if any(config.get(field) for field in mechanism.fields):
+            return mechanism.name
+    return ""

@@ -64,7 +64,7 @@ def _project_heads(
 
 def _rotate_heads(heads: Array, mask: AttentionMask, arch_config: ArchConfig) -> Array:
     return (
-        heads if mask.cos_sin is None else apply_rotary(heads, *mask.cos_sin, arch_config.rotary_pairs == "neighbours")
+        heads if mask.cos_sin is None else apply_rotary(heads, *mask.cos_sin, arch_config.rotary_pairs == "interleaved")
     )
 
 

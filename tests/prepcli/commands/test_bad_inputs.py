@@ -85,8 +85,8 @@ def test_an_unknown_family(capsys):
     make_checkpoint(Path("m"))
     edit_config("m", model_type="mamba")
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
-    assert (code, lines[0]) == (1, "error: no family for model_type `mamba`")
-    assert lines[1] == f"  why: it needs state-space layers; prep does not support that; known: {', '.join(FAMILIES)}"
+    assert (code, lines[0]) == (1, "error: model_type `mamba` is not supported")
+    assert lines[1] == f"  why: it needs state-space layers, which prep does not support; supported: {', '.join(FAMILIES)}"
 
 
 def test_tensors_without_a_place_are_all_named(capsys):

@@ -46,7 +46,7 @@ def test_conversion_notes_config_that_cannot_be_computed(
     words = (command, str(tmp_path / "odd"), "--out", str(tmp_path / "out"), "--dry-run")
     assert main([*words]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not trained" in line]
-    assert "`clip_qkv` is not known" in line
+    assert "`clip_qkv` is not supported" in line
     assert "clip_qkv" in run_json(capsys, *words)["not_computed"]
 
 

@@ -150,4 +150,4 @@ def test_both_forms_in_one_file_are_an_error(name: str, capsys: pytest.CaptureFi
     both = {**checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False), **other_form(name)}
     write_checkpoint(Path("m"), FAMILY_CONFIGS[name], both)
     assert main(["save-init", "./m", "-q"]) == 1
-    assert "a parameter is there in two forms" in capsys.readouterr().err
+    assert "a parameter is stored in two forms" in capsys.readouterr().err

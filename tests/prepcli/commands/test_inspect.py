@@ -155,7 +155,7 @@ def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"vocab_size": "many"})
     assert main(["inspect", "m"]) == 0
     captured = capsys.readouterr()
-    assert captured.err.startswith("warning: config.json makes no sense: vocab_size is 'many'")
+    assert captured.err.startswith("warning: config.json is invalid: vocab_size is 'many'")
     assert captured.err.count("\n") == 1
     assert captured.out.splitlines()[4].startswith("x ")
 

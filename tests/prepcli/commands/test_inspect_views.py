@@ -105,7 +105,7 @@ def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
     code, message = inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,2")
     assert (code, message.splitlines()[0]) == (2, "error: vocabulary 13 cannot be split over mp 2")
     code, message = inspect_failing(capsys, "model", "--shards", "final_norm.bias", "--mesh", "1,-1,2")
-    assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 leaves fsdp open")
+    assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 has no size for fsdp")
 
 
 def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
@@ -117,7 +117,7 @@ def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
     )
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
     code, message = inspect_failing(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
-    assert (code, message.splitlines()[0]) == (1, "error: no family for model_type `mamba`")
+    assert (code, message.splitlines()[0]) == (1, "error: model_type `mamba` is not supported")
 
 
 def test_a_config_of_another_model(capsys: Capture) -> None:

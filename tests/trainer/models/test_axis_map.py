@@ -1,4 +1,4 @@
-"""The notation of rows: every form with its shapes and names, every mistake with the row and the reason."""
+"""Parse and bind every form of row, and every invalid row with its error."""
 
 from __future__ import annotations
 
@@ -39,60 +39,60 @@ FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_forms(text: str):
+def test_bind_row_forms(text: str):
     leaf, source, names = FORMS[text]
     row = bind_row(parse_row(text), SIZES | {"local": [1, 4]})
     assert (row.leaf_shape, row.source_shape) == (leaf, source)
     assert [name for name, _ in row.tensors()] == names
-    assert all(row.tensor_name(at) == name for name, at in row.tensors())
+    assert all(row.tensor_name(indices) == name for name, indices in row.tensors())
 
 
 @pytest.mark.parametrize(
     ("parts", "start", "length"),
     [(">heads head_dim|kv_heads head_dim|1", 0, 24), ("heads head_dim|>kv_heads head_dim|1", 24, 12)],
 )
-def test_unequal_parts_follow_one_another_and_sum_to_the_dim(parts: str, start: int, length: int):
+def test_unequal_parts_are_consecutive_in_dim(parts: str, start: int, length: int):
     marked = parts.split(">")[1].split("|")[0]
     (dim,) = bind_row(parse_row(f"{marked} <- c: ({parts})"), SIZES).source_dims
     assert (dim.extent, dim.start, dim.selected_extent) == (24 + 12 + 1, start, length)
 
 
-def test_a_held_atom_is_one_of_equal_parts():
+def test_fixed_atom_selects_one_of_equal_parts():
     (_, dim) = bind_row(parse_row("heads head_dim embed <- c: embed (qkv=2 heads head_dim)"), SIZES).source_dims
     assert dim.factors == (Factor("qkv", 3, 2), Factor("heads", 4), Factor("head_dim", 6))
     assert (dim.extent, dim.start, dim.selected_extent) == (72, 0, 72)
 
 
-def test_a_larger_atom_of_the_leaf_is_padding():
+def test_bind_row_pads_leaf_only():
     row = bind_row(parse_row("vocab embed <- wte: vocab embed"), SIZES | {"vocab": 11}, {"vocab": 16})
     assert (row.leaf_shape, row.source_shape) == ((16, 8), (11, 8))
 
 
-def test_an_atom_in_braces_alone_is_unscanned():
+def test_atom_only_in_braces_is_unscanned():
     row = bind_row(parse_row("embed <- h.{layers}.e.{blocks slot=0}.n: embed"), SIZES)
     assert [f.atom for f in row.stacked_factors] == ["layers", "blocks"] == [f.atom for f in row.unscanned_factors]
     assert bind_row(parse_row("layers embed <- h.{layers}.n: embed"), SIZES).unscanned_factors == ()
 
 
-def test_braces_that_merge_count_the_last_atom_fastest():
-    choice = TensorIndex((Factor("blocks", 2), Factor("slot", 3, 1)))
-    assert [choice.resolve({"blocks": i}) for i in range(2)] == [1, 4]
+def test_tensor_index_counts_last_atom_fastest():
+    tensor_index = TensorIndex((Factor("blocks", 2), Factor("slot", 3, 1)))
+    assert [tensor_index.resolve({"blocks": i}) for i in range(2)] == [1, 4]
 
 
-WRONG = {  # row -> a piece of the reason
+INVALID_ROWS = {  # row -> part of the reason
     "embed embed": "not of the form",
     "embed <- a <- b: embed": "not of the form",
     "embed <- norm embed": "not of the form",
     "embed: a <- norm": "not of the form",
-    "a-b <- t: a": "`a-b` is not the name of an atom",
-    "a=1 <- t: a": "`a=1` is not the name of an atom",
-    "(>a | b) <- t: a b": "is not the name of an atom",
+    "a-b <- t: a": "`a-b` is not a valid atom name",
+    "a=1 <- t: a": "`a=1` is not a valid atom name",
+    "(>a | b) <- t: a b": "is not a valid atom name",
     "(a b <- t: a b": "parentheses do not match",
     "a b <- t: a b)": "parentheses do not match",
     "a b <- t: ((a) b)": "parentheses do not match",
-    "a <- t: (a | b)": "exactly one is marked",
-    "a <- t: (>a | >b)": "exactly one is marked",
-    "a <- t: >a": "exactly one is marked",
+    "a <- t: (a | b)": "exactly one of several parts",
+    "a <- t: (>a | >b)": "exactly one of several parts",
+    "a <- t: >a": "exactly one of several parts",
     "a <- t: (>a | )": "a part of a dim is empty",
     "a <- t: a=": "`a=` is neither an atom nor",
     "a <- t: a b=-1": "`b=-1` is neither an atom nor",
@@ -104,46 +104,46 @@ WRONG = {  # row -> a piece of the reason
     "a <- t.{a: a": "braces that do not match",
     "a <- t.a}: a": "braces that do not match",
     "a <- t.{a{b}}: a": "braces that do not match",
-    "a <- t.{}: a": "names no atom",
-    "a <- t.{@local}: a": "names no atom",
-    "a b <- t.{a b@local}:": "counts several through one list",
-    "a <- t.{a=1@local}: a": "counts several through one list",
-    "a a <- t: a": "`a` stands twice",
-    "a <- t: a a": "`a` stands twice",
-    "a <- t.{a}: a": "`a` stands twice",
-    "a b <- t: a": "`b` stands on one side only",
-    "a <- t: a b": "`b` stands on one side only",
-    "a b <- t: a b=1": "`b` stands on one side only",
-    "a b <- t: (>a | b)": "`b` stands on one side only",
+    "a <- t.{}: a": "has no atom",
+    "a <- t.{@local}: a": "has no atom",
+    "a b <- t.{a b@local}:": "an index list for anything but one free atom",
+    "a <- t.{a=1@local}: a": "an index list for anything but one free atom",
+    "a a <- t: a": "`a` appears twice",
+    "a <- t: a a": "`a` appears twice",
+    "a <- t.{a}: a": "`a` appears twice",
+    "a b <- t: a": "`b` appears on one side only",
+    "a <- t: a b": "`b` appears on one side only",
+    "a b <- t: a b=1": "`b` appears on one side only",
+    "a b <- t: (>a | b)": "`b` appears on one side only",
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_a_row_that_is_none_is_named_with_the_reason(text: str):
+@pytest.mark.parametrize("text", INVALID_ROWS)
+def test_parse_row_rejects_invalid_row(text: str):
     with pytest.raises(PrepError) as caught:
         parse_row(text)
-    assert caught.value.what == f"the row `{text.strip()}` is not a mapping"
-    assert WRONG[text] in caught.value.why
+    assert caught.value.what == f"invalid row `{text.strip()}`"
+    assert INVALID_ROWS[text] in caught.value.why
 
 
-MISFITS = {  # row -> (sizes, padded, a piece of the reason)
-    "vocab <- t: vocab": ({}, {}, "no size for the atom `vocab`"),
-    "embed <- t: (>embed | rest)": ({}, {}, "no size for the atom `rest`"),
-    "embed <- t.{vocab}: embed": ({}, {}, "no size for the atom `vocab`"),
-    "embed local <- t: embed local": ({"local": [1, 4]}, {}, "no size for the atom `local`"),
-    "layers <- t.{layers@local}:": ({}, {}, "no index list called `local`"),
-    "layers <- t.{layers@embed}:": ({}, {}, "no index list called `embed`"),
-    "heads <- t: (qkv=3 heads)": ({}, {}, "`qkv=3` is outside its extent 3"),
-    "heads <- t.{slot=2}: heads": ({}, {}, "`slot=2` is outside its extent 2"),
-    "heads <- t: (>heads | slot=2)": ({}, {}, "`slot=2` is outside its extent 2"),
+INVALID_SIZES = {  # row -> (sizes, padded, part of the reason)
+    "vocab <- t: vocab": ({}, {}, "the atom `vocab` has no size"),
+    "embed <- t: (>embed | rest)": ({}, {}, "the atom `rest` has no size"),
+    "embed <- t.{vocab}: embed": ({}, {}, "the atom `vocab` has no size"),
+    "embed local <- t: embed local": ({"local": [1, 4]}, {}, "the atom `local` has no size"),
+    "layers <- t.{layers@local}:": ({}, {}, "no index list `local`"),
+    "layers <- t.{layers@embed}:": ({}, {}, "no index list `embed`"),
+    "heads <- t: (qkv=3 heads)": ({}, {}, "`qkv=3` is out of range: the size is 3"),
+    "heads <- t.{slot=2}: heads": ({}, {}, "`slot=2` is out of range: the size is 2"),
+    "heads <- t: (>heads | slot=2)": ({}, {}, "`slot=2` is out of range: the size is 2"),
     "embed heads <- t: embed heads": ({}, {"heads": 3}, "`heads` would be padded from 4 to 3"),
 }
 
 
-@pytest.mark.parametrize("text", MISFITS)
-def test_sizes_that_do_not_fit_a_row_are_named(text: str):
-    sizes, padded, reason = MISFITS[text]
+@pytest.mark.parametrize("text", INVALID_SIZES)
+def test_bind_row_rejects_invalid_sizes(text: str):
+    sizes, padded, reason = INVALID_SIZES[text]
     with pytest.raises(PrepError) as caught:
         bind_row(parse_row(text), SIZES | sizes, padded)
-    assert caught.value.what == f"the row `{text}` is not a mapping"
+    assert caught.value.what == f"invalid row `{text}`"
     assert reason in caught.value.why

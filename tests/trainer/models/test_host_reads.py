@@ -1,4 +1,4 @@
-"""What hosts read of a leaf, against counting chunks one by one."""
+"""Bytes that hosts read of a leaf, compared with a count of elements and chunks."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ from trainer.models.mesh import DEFAULT_RULES, chunk_shape, device_boxes, parse_
 DIMS = [("heads",), ("head_dim",), ("embed",)]
 
 
-def counted(shape, chunk, found, mesh, devices_per_host) -> list[tuple[int, int]]:
-    """Elements that each host holds and elements of the chunks they are in, element by element."""
-    boxes = device_boxes(found, mesh, shape)
+def count_elements(shape, chunk, spec, mesh, devices_per_host) -> list[tuple[int, int]]:
+    """Count the elements needed by each host, and the elements of their chunks, one by one."""
+    boxes = device_boxes(spec, mesh, shape)
     hosts = []
     for first in range(0, len(boxes), devices_per_host):
         on_host = boxes[first : first + devices_per_host]
-        held = {cell for box in on_host for cell in itertools.product(*(range(*ends) for ends in box))}
-        chunks = {tuple(i // c for i, c in zip(cell, chunk)) for cell in held}
-        hosts.append((len(held), len(chunks) * math.prod(chunk)))
+        needed = {cell for box in on_host for cell in itertools.product(*(range(*ends) for ends in box))}
+        chunks = {tuple(i // c for i, c in zip(cell, chunk)) for cell in needed}
+        hosts.append((len(needed), len(chunks) * math.prod(chunk)))
     return hosts
 
 
 @given(st.data())
-def test_reads_are_what_counting_elements_gives(data):
+def test_reads_per_host_equal_element_count(data):
     sizes = [data.draw(st.integers(1, 3)) for _ in range(3)]
     mesh = parse_mesh(",".join(map(str, sizes)))
     shape = (sizes[2] * data.draw(st.integers(1, 3)), 2, sizes[1] * data.draw(st.integers(1, 4)))
     chunk = tuple(data.draw(st.integers(1, extent + 1)) for extent in shape)
     devices_per_host = data.draw(st.integers(1, 9))
-    found = partition_spec(DIMS, shape, mesh, DEFAULT_RULES)
-    reads = reads_per_host(shape, chunk, 2, found, mesh, devices_per_host)
-    expected = counted(shape, chunk, found, mesh, devices_per_host)
-    assert [(r.needed_bytes, r.read_bytes) for r in reads] == [(2 * held, 2 * read) for held, read in expected]
+    spec = partition_spec(DIMS, shape, mesh, DEFAULT_RULES)
+    reads = reads_per_host(shape, chunk, 2, spec, mesh, devices_per_host)
+    expected = count_elements(shape, chunk, spec, mesh, devices_per_host)
+    assert [(r.needed_bytes, r.read_bytes) for r in reads] == [(2 * needed, 2 * read) for needed, read in expected]
 
 
-def test_on_its_own_mesh_a_checkpoint_is_read_once():
+def test_checkpoint_is_read_once_on_its_own_mesh():
     mesh, leaves = parse_mesh("1,64,4"), []
     for dims, shape in [("vocab embed", (32000, 5120)), ("layers heads head_dim embed", (40, 40, 128, 5120))]:
-        named = [(name,) for name in dims.split()]
-        chunk = chunk_shape(named, shape, mesh, DEFAULT_RULES, itemsize=2)
-        leaves.append(reads_per_host(shape, chunk, 2, partition_spec(named, shape, mesh, DEFAULT_RULES), mesh, 4))
+        leaf_dims = [(name,) for name in dims.split()]
+        chunk = chunk_shape(leaf_dims, shape, mesh, DEFAULT_RULES, itemsize=2)
+        leaves.append(reads_per_host(shape, chunk, 2, partition_spec(leaf_dims, shape, mesh, DEFAULT_RULES), mesh, 4))
     assert len(leaves[0]) == 64
     assert sum(host.needed_bytes for host in leaves[0]) == 32000 * 5120 * 2
     assert read_amplification(leaves) == 1.0
 
 
-def test_whole_rows_cost_what_their_other_hosts_hold():
+def test_unsharded_chunks_amplify_reads():
     mesh, shape = parse_mesh("1,1,4"), (8, 2, 64)
-    found = partition_spec([("embed",), ("head_dim",), ("mlp",)], shape, mesh, DEFAULT_RULES)
-    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 1)]) == 4.0
-    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 2)]) == 2.0
-    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, found, mesh, 4)]) == 1.0
+    spec = partition_spec([("embed",), ("head_dim",), ("mlp",)], shape, mesh, DEFAULT_RULES)
+    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, spec, mesh, 1)]) == 4.0
+    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, spec, mesh, 2)]) == 2.0
+    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, spec, mesh, 4)]) == 1.0
 
 
-def test_amplification_is_of_the_worst_host_over_all_leaves():
+def test_read_amplification_is_that_of_worst_host():
     leaves = [[HostReads(100, 100), HostReads(100, 100)], [HostReads(100, 100), HostReads(100, 300)]]
     assert read_amplification(leaves) == pytest.approx(2.0)
 
 
-def test_a_leaf_without_dims_is_read_by_every_host():
+def test_scalar_leaf_is_read_by_every_host():
     mesh = parse_mesh("1,2,4")
     assert reads_per_host((), (), 4, partition_spec([], (), mesh, DEFAULT_RULES), mesh, 4) == [HostReads(4, 4)] * 2

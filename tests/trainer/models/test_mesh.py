@@ -1,4 +1,4 @@
-"""Mesh and rule grammar, how leaves are split, and which box each device holds."""
+"""Parse meshes and sharding rules, split leaves, and find the box of each device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUERY = [("layers",), ("heads",), ("head_dim",), ("embed",)]
 OUTPUT = [("layers",), ("embed",), ("heads",), ("head_dim",)]
 EMBEDDING = [("vocab",), ("embed",)]
 TAKES = "it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`"
-A_SIZE = "an axis is a number of devices, or -1 for what is left of them"
+SIZE_RANGE = "a size is a number of devices, or -1 for all remaining devices"
 
 
 def error_of(call, *args, **kwargs) -> PrepError:
@@ -44,7 +44,7 @@ def error_of(call, *args, **kwargs) -> PrepError:
 
 
 def read(call, text: str):
-    """What `call` makes of the text, or None where it refuses it with a usage error; anything else fails the test."""
+    """Return what `call` returns for the text, or None if it raises a usage error; fail the test for another error."""
     try:
         return call(text)
     except PrepError as error:
@@ -64,7 +64,7 @@ MESHES = mesh_texts().map(parse_mesh)
 
 @st.composite
 def split_leaves(draw):
-    """A mesh, rules, and a leaf that they divide: dims, shape."""
+    """Draw a mesh, rules, and the dims and shape of a divisible leaf."""
     mesh = draw(MESHES)
     dims = [(name,) for name in draw(st.permutations(list(DEFAULT_RULES)))[: draw(st.integers(0, 4))]]
     choices = st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=3).map(tuple)
@@ -88,18 +88,18 @@ def split_leaves(draw):
         ("!1,8,4", "!1,8,4", Mesh(("dp", "fsdp", "mp"), (1, 8, 4), plain_order=True)),
     ],
 )
-def test_parse_and_spelling(text, shown, mesh):
+def test_parse_mesh_normalizes_text(text, shown, mesh):
     assert parse_mesh(text) == mesh
     assert str(mesh) == shown
 
 
 @given(mesh_texts() | st.sampled_from(["1,-1,4", "mp:-1,dp:2", "sp:-1", "!-1,1,1"]))
-def test_a_mesh_reads_its_own_spelling(text):
+def test_parse_mesh_inverts_str(text):
     assert parse_mesh(str(parse_mesh(text))) == parse_mesh(text)
 
 
 @given(MESHES)
-def test_spelling_an_axis_of_one_or_not_is_the_same_mesh(mesh):
+def test_parse_mesh_ignores_axes_of_size_one(mesh):
     larger = [f"{axis}:{size}" for axis, size in zip(mesh.names, mesh.sizes) if size > 1]
     assert (
         parse_mesh("!" * mesh.plain_order + ",".join([*larger, *[f"{a}:1" for a in MESH_AXES if mesh.size(a) == 1]]))
@@ -110,7 +110,7 @@ def test_spelling_an_axis_of_one_or_not_is_the_same_mesh(mesh):
 @given(st.text(max_size=40) | st.text("0123456789-,:! dpfsm", max_size=30))
 @example("0" * 5000 + "1,1,1")
 @example("9" * 5000 + ",1,1")
-def test_arbitrary_text_is_a_mesh_or_a_usage_error(text):
+def test_parse_mesh_returns_mesh_or_usage_error(text):
     mesh = read(parse_mesh, text)
     assert mesh is None or parse_mesh(str(mesh)) == mesh
 
@@ -121,38 +121,38 @@ def test_arbitrary_text_is_a_mesh_or_a_usage_error(text):
         ("1,64", " has 2 axes", TAKES, "did you mean `1,64,1`?"),
         ("8", " has 1 axis", TAKES, "did you mean `1,8,1`?"),
         ("1,8,2,4", " has 4 axes", TAKES, "did you mean `dp:1,fsdp:8,mp:2,sp:4`?"),
-        ("1,x", " has 2 axes", TAKES, "three numbers, as in `1,64,4`"),
-        ("1,0", " has 2 axes", TAKES, "three numbers, as in `1,64,4`"),
-        ("-1,-1", " has 2 axes", TAKES, "three numbers, as in `1,64,4`"),
-        ("1,0,4", ": fsdp is `0`", A_SIZE, "fsdp 1 where nothing is to be split"),
-        ("1,-2,4", ": fsdp is `-2`", A_SIZE, "fsdp 1 where nothing is to be split"),
-        ("dp:two", ": dp is `two`", A_SIZE, "dp 1 where nothing is to be split"),
-        ("-1,-1,4", " has 2 axes of -1", "dp and fsdp cannot both be what is left of the devices", "-1 at most once"),
-        ("fsdq:2,mp:1", " has no mesh axis `fsdq`", "the axes are dp, fsdp, mp, sp", "did you mean `fsdp`?"),
-        ("tp:2", " has no mesh axis `tp`", "the axes are dp, fsdp, mp, sp", "did you mean `mp`?"),
+        ("1,x", " has 2 axes", TAKES, "three sizes, as in `1,64,4`"),
+        ("1,0", " has 2 axes", TAKES, "three sizes, as in `1,64,4`"),
+        ("-1,-1", " has 2 axes", TAKES, "three sizes, as in `1,64,4`"),
+        ("1,0,4", ": fsdp is `0`", SIZE_RANGE, "fsdp 1 if nothing is to be split over it"),
+        ("1,-2,4", ": fsdp is `-2`", SIZE_RANGE, "fsdp 1 if nothing is to be split over it"),
+        ("dp:two", ": dp is `two`", SIZE_RANGE, "dp 1 if nothing is to be split over it"),
+        ("-1,-1,4", " has 2 axes of -1", "dp and fsdp cannot all take the remaining devices", "-1 at most once"),
+        ("fsdq:2,mp:1", ": unknown mesh axis `fsdq`", "the axes are dp, fsdp, mp, sp", "did you mean `fsdp`?"),
+        ("tp:2", ": unknown mesh axis `tp`", "the axes are dp, fsdp, mp, sp", "did you mean `mp`?"),
         ("mp:2,mp:4", " names mp twice", "2 and 4", "each axis at most once"),
         ("1,fsdp:2", " mixes names and bare numbers", "`1` has no name", "name every axis"),
         ("1,99999999,1", ": fsdp is 99999999", "a mesh has at most 1,048,576 devices", ""),
         ("1,2048,1024", " has 2,097,152 devices", "a mesh has at most 1,048,576", ""),
     ],
 )
-def test_messages_for_a_mesh(text, what, why, hint):
+def test_parse_mesh_errors(text, what, why, hint):
     error = error_of(parse_mesh, text)
     assert (error.what, error.why, error.hint, error.code) == (f"`--mesh {text}`{what}", why, hint, USAGE)
 
 
-def test_an_empty_mesh_and_one_of_a_recipe():
+def test_parse_mesh_error_names_option_or_recipe_key():
     assert error_of(parse_mesh, " ! ").what == "`--mesh` is empty"
     assert error_of(parse_mesh, "1,64", origin="mesh").what == "`mesh 1,64` has 2 axes"
 
 
-def test_resolve_fills_what_is_left():
+def test_resolve_mesh_fills_open_axis():
     assert resolve_mesh(parse_mesh("1,-1,4"), 256) == parse_mesh("1,64,4")
     assert resolve_mesh(parse_mesh("dp:1,fsdp:8,sp:-1"), 8) == parse_mesh("1,8,1")
     assert resolve_mesh(parse_mesh("!1,64,4"), 256) == parse_mesh("!1,64,4")
 
 
-def test_resolve_names_both_numbers():
+def test_resolve_mesh_error_names_both_device_counts():
     error = error_of(resolve_mesh, parse_mesh("1,64,4"), 8, "1 host with 8 × H100")
     assert error.what == "mesh 1,64,4 needs 256 devices, there are 8"
     assert error.why == "1 host with 8 × H100"
@@ -161,15 +161,15 @@ def test_resolve_names_both_numbers():
 
 
 @pytest.mark.parametrize("n_devices", [0, 2, 6])
-def test_resolve_wants_a_multiple_of_the_given_axes(n_devices):
+def test_resolve_mesh_needs_multiple_of_known_axes(n_devices):
     error = error_of(resolve_mesh, parse_mesh("1,-1,4"), n_devices)
     assert error.what == f"mesh 1,-1,4 needs a multiple of 4 devices, there are {n_devices}"
     assert error.why == "dp 1 x mp 4 = 4"
 
 
-def test_an_open_mesh_cannot_split():
+def test_partition_spec_rejects_open_mesh():
     error = error_of(partition_spec, EMBEDDING, (64, 64), parse_mesh("1,-1,4"), DEFAULT_RULES)
-    assert (error.what, error.code) == ("mesh 1,-1,4 leaves fsdp open", USAGE)
+    assert (error.what, error.code) == ("mesh 1,-1,4 has no size for fsdp", USAGE)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_folder_suffix(text, suffix):
 
 
 @given(MESHES, MESHES)
-def test_meshes_share_a_folder_name_only_when_equal(a, b):
+def test_folder_suffix_is_unique_per_mesh(a, b):
     assert (folder_suffix(a) == folder_suffix(b)) == (a == b)
 
 
@@ -207,39 +207,39 @@ def test_parse_rule(text, rule):
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
-        ("embed", "`--rule embed` is not a rule", "`--rule 'kv_heads=mp|none'`"),
-        ("embed=", "`--rule embed=` is not a rule", "`--rule 'kv_heads=mp|none'`"),
-        ("embd=fsdp", "`--rule embd=fsdp`: no dim is called `embd`", "did you mean `embed`?"),
-        ("embed=fdsp", "`--rule embed=fdsp` has no mesh axis `fdsp`", "did you mean `fsdp`?"),
-        ("embed=|mp", "`--rule embed=|mp` has no mesh axis ``", ""),
+        ("embed", "`--rule embed` is invalid", "`--rule 'kv_heads=mp|none'`"),
+        ("embed=", "`--rule embed=` is invalid", "`--rule 'kv_heads=mp|none'`"),
+        ("embd=fsdp", "`--rule embd=fsdp`: unknown dim `embd`", "did you mean `embed`?"),
+        ("embed=fdsp", "`--rule embed=fdsp`: unknown mesh axis `fdsp`", "did you mean `fsdp`?"),
+        ("embed=|mp", "`--rule embed=|mp`: unknown mesh axis ``", ""),
         ("embed=mp+mp", "`--rule embed=mp+mp` names an axis twice", "each axis at most once"),
-        ("embed=none|mp", "`--rule embed=none|mp` goes on after none", "none comes last"),
+        ("embed=none|mp", "`--rule embed=none|mp` has choices after none", "put none last"),
     ],
 )
-def test_messages_for_a_rule(text, what, hint):
+def test_parse_rule_errors(text, what, hint):
     error = error_of(parse_rule, text)
     assert (error.what, error.hint, error.code) == (what, hint, USAGE)
 
 
 @given(st.text(max_size=30) | st.text("embdfsp=+|none ", max_size=30).map("embed=".__add__))
-def test_arbitrary_text_is_a_rule_or_a_usage_error(text):
+def test_parse_rule_returns_rule_or_usage_error(text):
     rule = read(parse_rule, text)
     assert rule is None or parse_rule(format_rule(*rule)) == rule
 
 
-def test_rules_keep_their_places():
+def test_merge_rules_keeps_order():
     rules = merge_rules(["embed=fsdp+sp", "positions=fsdp"])
     assert list(rules) == list(DEFAULT_RULES)
     assert rules["embed"] == (("fsdp", "sp"),)
     assert rules["vocab"] == DEFAULT_RULES["vocab"]
 
 
-def test_two_rules_for_a_dim_are_refused():
+def test_merge_rules_rejects_two_rules_for_one_dim():
     error = error_of(merge_rules, ["embed=mp", "embed=fsdp"])
     assert (error.what, error.why) == ("two rules for embed", "`embed=mp` and `embed=fsdp`")
 
 
-def test_spec_of_common_leaves():
+def test_partition_spec_of_common_leaves():
     mesh = parse_mesh("1,64,4")
     assert str(partition_spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES)) == "P(mp, fsdp)"
     assert str(partition_spec(QUERY, (40, 40, 128, 5120), mesh, DEFAULT_RULES)) == "P(None, mp, None, fsdp)"
@@ -249,12 +249,12 @@ def test_spec_of_common_leaves():
     assert partition_spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES).shards_per_dim == (4, 64)
 
 
-def test_a_merged_dim_goes_by_its_first_atom_and_an_unknown_or_empty_one_stays_whole():
+def test_partition_spec_uses_first_atom_of_merged_dim():
     dims = [(), ("half",), ("heads", "head_dim"), ("embed",)]
     assert str(partition_spec(dims, (1, 2, 512, 64), parse_mesh("1,2,8"), DEFAULT_RULES)) == "P(None, None, mp, fsdp)"
 
 
-def test_an_axis_cuts_the_dim_whose_rule_comes_first_whatever_the_order_of_dims():
+def test_partition_spec_gives_axis_to_earlier_rule():
     mesh, rules = parse_mesh("1,8,4"), merge_rules(["embed=mp+fsdp"])
     q, o = partition_spec(QUERY, (2, 8, 16, 128), mesh, rules), partition_spec(OUTPUT, (2, 128, 8, 16), mesh, rules)
     assert (str(q), str(o)) == ("P(None, mp, None, fsdp)", "P(None, fsdp, mp, None)")
@@ -262,32 +262,32 @@ def test_an_axis_cuts_the_dim_whose_rule_comes_first_whatever_the_order_of_dims(
     assert str(partition_spec([("embed",)], (128,), mesh, rules)) == "P((mp, fsdp))"
 
 
-def test_a_dim_whose_axes_are_all_taken_takes_its_next_choice_or_stays_whole_and_says_so():
+def test_partition_spec_reports_dim_without_free_axes():
     dims, shape, mesh = [("experts",), ("mlp",)], (8, 64), parse_mesh("1,2,4")
-    found = partition_spec(dims, shape, mesh, merge_rules(["experts=mp"]))
-    assert found.mesh_axes == (("mp",), ())
-    assert [str(f) for f in found.fallbacks] == ["mlp 64 stays whole, not split over mp: mp splits experts"]
+    spec = partition_spec(dims, shape, mesh, merge_rules(["experts=mp"]))
+    assert spec.mesh_axes == (("mp",), ())
+    assert [str(f) for f in spec.fallbacks] == ["mlp 64 stays whole, not split over mp: mp splits experts"]
     assert partition_spec(dims, shape, mesh, merge_rules(["experts=mp", "mlp=mp|fsdp"])).mesh_axes == (
         ("mp",),
         ("fsdp",),
     )
 
 
-def test_few_kv_heads_stay_whole_and_are_reported():
+def test_partition_spec_reports_unsplit_kv_heads():
     dims = [("layers",), ("kv_heads",), ("head_dim",), ("embed",)]
     assert partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,8"), DEFAULT_RULES).fallbacks == ()
-    found = partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,16"), DEFAULT_RULES)
-    assert str(found) == "P(None, None, None, fsdp)"
-    assert [str(f) for f in found.fallbacks] == ["kv_heads 8 stays whole, not split over mp: 8 mod 16 = 8"]
+    spec = partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,16"), DEFAULT_RULES)
+    assert str(spec) == "P(None, None, None, fsdp)"
+    assert [str(f) for f in spec.fallbacks] == ["kv_heads 8 stays whole, not split over mp: 8 mod 16 = 8"]
 
 
-def test_a_later_choice_is_a_fallback():
-    found = partition_spec([("mlp",)], (12,), parse_mesh("1,4,8"), merge_rules(["mlp=fsdp+mp|fsdp|none"]))
-    assert found.mesh_axes == (("fsdp",),)
-    assert [str(f) for f in found.fallbacks] == ["mlp 12 is split over fsdp, not split over fsdp x mp: 12 mod 32 = 12"]
+def test_partition_spec_reports_later_choice():
+    spec = partition_spec([("mlp",)], (12,), parse_mesh("1,4,8"), merge_rules(["mlp=fsdp+mp|fsdp|none"]))
+    assert spec.mesh_axes == (("fsdp",),)
+    assert [str(f) for f in spec.fallbacks] == ["mlp 12 is split over fsdp, not split over fsdp x mp: 12 mod 32 = 12"]
 
 
-def test_vocabulary_that_does_not_divide():
+def test_indivisible_vocabulary_error():
     error = error_of(partition_spec, EMBEDDING, (50257, 2048), parse_mesh("1,1,8"), DEFAULT_RULES, checkpoint="./m")
     assert error.what == "vocabulary 50257 cannot be split over mp 8"
     assert error.why == "50257 mod 8 = 1"
@@ -295,14 +295,14 @@ def test_vocabulary_that_does_not_divide():
     assert error.code == USAGE
 
 
-def test_another_dim_that_does_not_divide():
+def test_indivisible_dim_error():
     error = error_of(partition_spec, QUERY, (40, 40, 128, 5120), parse_mesh("1,1,16"), DEFAULT_RULES)
     assert error.what == "heads 40 cannot be split over mp 16"
     assert error.why == "40 mod 16 = 8"
     assert error.hint == "a mesh that divides 40, or `--rule 'heads=mp|none'` to keep heads whole"
 
 
-def test_the_first_choice_is_named_when_none_divides():
+def test_indivisible_dim_error_names_first_choice():
     error = error_of(
         partition_spec, [("embed",)], (10,), parse_mesh("dp:1,fsdp:4,sp:3"), merge_rules(["embed=fsdp+sp|sp"])
     )
@@ -314,60 +314,60 @@ def test_the_first_choice_is_named_when_none_divides():
 
 
 @given(split_leaves())
-def test_boxes_of_all_devices_tile_the_leaf_exactly_copies_times(leaf):
+def test_device_boxes_tile_leaf_once_per_replica(leaf):
     mesh, rules, dims, shape = leaf
-    found = partition_spec(dims, shape, mesh, rules)
-    counts = collections.Counter(device_boxes(found, mesh, shape))
-    assert set(counts.values()) == {num_replicas(found, mesh)}
-    shard = shard_shape(found, shape)
+    spec = partition_spec(dims, shape, mesh, rules)
+    counts = collections.Counter(device_boxes(spec, mesh, shape))
+    assert set(counts.values()) == {num_replicas(spec, mesh)}
+    shard = shard_shape(spec, shape)
     grid = itertools.product(*(range(0, extent, step) for extent, step in zip(shape, shard)))
     assert set(counts) == {tuple((low, low + step) for low, step in zip(lows, shard)) for lows in grid}
 
 
 @given(split_leaves())
-def test_a_mesh_axis_cuts_one_dim_of_a_leaf(leaf):
+def test_partition_spec_uses_each_axis_once(leaf):
     mesh, rules, dims, shape = leaf
     axes = [axis for cut in partition_spec(dims, shape, mesh, rules).mesh_axes for axis in cut]
     assert len(axes) == len(set(axes))
     assert all(mesh.size(axis) > 1 for axis in axes)
 
 
-def test_devices_are_numbered_in_written_order():
+def test_device_box_follows_written_axis_order():
     leaf = EMBEDDING, (8, 6)
     for text, box in [("1,3,2", ((0, 4), (2, 4))), ("mp:2,fsdp:3", ((0, 4), (4, 6)))]:
         mesh = parse_mesh(text)
         assert device_box(partition_spec(*leaf, mesh, DEFAULT_RULES), mesh, 2, (8, 6)) == box
 
 
-def test_axes_of_one_dim_count_row_major():
+def test_device_boxes_are_row_major_within_dim():
     mesh, rules = parse_mesh("fsdp:2,mp:2"), merge_rules(["embed=mp+fsdp"])
     boxes = device_boxes(partition_spec([("embed",)], (8,), mesh, rules), mesh, (8,))
     assert boxes == [((0, 2),), ((4, 6),), ((2, 4),), ((6, 8),)]
 
 
 @pytest.mark.parametrize("device", [-1, 8])
-def test_no_such_device(device):
+def test_device_box_rejects_unknown_device(device):
     mesh = parse_mesh("1,2,4")
     with pytest.raises(IndexError, match=f"device {device} of 8"):
         device_box(partition_spec([], (), mesh, DEFAULT_RULES), mesh, device, ())
 
 
 @given(split_leaves())
-def test_chunks_divide_the_shards(leaf):
+def test_chunk_shape_is_shard_on_mesh(leaf):
     mesh, rules, dims, shape = leaf
     chunk = chunk_shape(dims, shape, mesh, rules, itemsize=2, min_split_bytes=0)
     shard = shard_shape(partition_spec(dims, shape, mesh, rules), shape)
-    apart = (("layers",), ("encoder_layers",), ("experts",))  # each index of them is a tensor
-    assert chunk == tuple(1 if dim in apart else extent for dim, extent in zip(dims, shard))
+    stacked = (("layers",), ("encoder_layers",), ("experts",))  # one source tensor per index
+    assert chunk == tuple(1 if dim in stacked else extent for dim, extent in zip(dims, shard))
 
 
-def test_a_leaf_below_a_mebibyte_a_layer_is_not_cut():
+def test_chunk_shape_does_not_split_small_leaf():
     mesh, dims = parse_mesh("1,8,4"), [("layers",), ("mlp",), ("embed",)]
     assert chunk_shape(dims, (24, 512, 504), mesh, DEFAULT_RULES, itemsize=4) == (1, 512, 504)
     assert chunk_shape(dims, (24, 512, 512), mesh, DEFAULT_RULES, itemsize=4) == (1, 128, 64)
 
 
-def test_a_small_leaf_that_does_not_divide_is_still_an_error():
+def test_chunk_shape_rejects_indivisible_small_leaf():
     assert error_of(chunk_shape, EMBEDDING, (257, 64), parse_mesh("1,1,8"), DEFAULT_RULES, 4).why == "257 mod 8 = 1"
 
 
@@ -384,12 +384,12 @@ def test_a_small_leaf_that_does_not_divide_is_still_an_error():
         ("", (), ()),
     ],
 )
-def test_chunks_for_no_mesh_are_runs_of_whole_rows(dims, shape, chunk):
+def test_chunk_shape_without_mesh_has_whole_rows(dims, shape, chunk):
     assert chunk_shape([(name,) for name in dims.split()], shape, None, DEFAULT_RULES, itemsize=4) == chunk
 
 
 @given(st.lists(st.integers(1, 5000), max_size=4), st.sampled_from([1, 2, 4, 8]))
-def test_chunks_for_no_mesh_are_consecutive_divide_and_fit(shape, itemsize):
+def test_chunk_shape_without_mesh_is_contiguous(shape, itemsize):
     chunk = chunk_shape([("mlp",)] * len(shape), shape, None, DEFAULT_RULES, itemsize)
     assert math.prod(chunk) * itemsize <= 4 << 20
     assert all(extent % part == 0 for extent, part in zip(shape, chunk))
@@ -398,13 +398,17 @@ def test_chunks_for_no_mesh_are_consecutive_divide_and_fit(shape, itemsize):
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
-def test_a_run_has_as_many_rows_as_divide_and_fit(rows, columns):
+def test_chunk_shape_without_mesh_is_largest_that_fits(rows, columns):
     chunk = chunk_shape([("vocab",), ("embed",)], (rows, columns * 64), None, DEFAULT_RULES, 8)
     fitting = [k for k in range(1, rows + 1) if rows % k == 0 and k * columns * 512 <= 4 << 20]
     assert chunk == (max(fitting), columns * 64)
 
 
-def test_stacked_dims_can_be_named():
-    given = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
-    assert chunk_shape(*given, parse_mesh("1,1,4"), DEFAULT_RULES, 4, stacked_dims=("blocks",)) == (1, 8, 1 << 18)
-    assert chunk_shape(*given, None, DEFAULT_RULES, 4, stacked_dims=("blocks", "experts")) == (1, 1, 1 << 20)
+def test_chunk_shape_takes_stacked_dims():
+    dims_and_shape = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
+    assert chunk_shape(*dims_and_shape, parse_mesh("1,1,4"), DEFAULT_RULES, 4, stacked_dims=("blocks",)) == (
+        1,
+        8,
+        1 << 18,
+    )
+    assert chunk_shape(*dims_and_shape, None, DEFAULT_RULES, 4, stacked_dims=("blocks", "experts")) == (1, 1, 1 << 20)

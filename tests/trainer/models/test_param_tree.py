@@ -1,4 +1,4 @@
-"""The tree of parameters: paths, shapes, roles; stacked or apart."""
+"""The parameter tree: paths, shapes and roles, with stacked or separate layers."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ CONFIGS = {"gpt_neo": GPT_NEO, "llama": LLAMA, "biases": LLAMA | {"attention_bia
 
 
 @given(st.dictionaries(PATHS, st.integers(), max_size=6))
-def test_dotted_paths_and_nested_dicts_are_one(named: dict[str, int]):
-    inner = {path for path in named if any(other.startswith(f"{path}.") for other in named)}
-    whole = {path: value for path, value in named.items() if path not in inner}
-    assert flatten_tree(unflatten_tree(whole)) == whole
+def test_flatten_tree_inverts_unflatten_tree(values: dict[str, int]):
+    branches = {path for path in values if any(longer.startswith(f"{path}.") for longer in values)}
+    leaves = {path: value for path, value in values.items() if path not in branches}
+    assert flatten_tree(unflatten_tree(leaves)) == leaves
 
 
 def shapes(config: dict[str, Any], tied: bool, scan: bool = True, axis: int = 0) -> dict[str, tuple[int, ...]]:
-    found = param_leaves(FAMILIES[config["model_type"]], config, tied, scan, axis)
-    assert [*found] == [leaf.path for leaf in found.values()]
-    assert all(len(leaf.dims) == len(leaf.shape) for leaf in found.values())
-    return {path: leaf.shape for path, leaf in found.items()}
+    leaves = param_leaves(FAMILIES[config["model_type"]], config, tied, scan, axis)
+    assert [*leaves] == [leaf.path for leaf in leaves.values()]
+    assert all(len(leaf.dims) == len(leaf.shape) for leaf in leaves.values())
+    return {path: leaf.shape for path, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_stacked_leaves_are_those_of_each_layer(name: str):
+def test_param_leaves_stack_equals_each_layer(name: str):
     config = CONFIGS[name]
-    stacked, apart = shapes(config, False), shapes(config, False, scan=False)
+    stacked, separate = shapes(config, False), shapes(config, False, scan=False)
     count = FAMILIES[config["model_type"]].sizes(config)["layers"]
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for path, shape in stacked.items():
         if path.startswith("layers."):
             assert shape[0] == count
-            wanted |= {path.replace("layers.", f"layers.{i}."): shape[1:] for i in range(count)}
+            expected |= {path.replace("layers.", f"layers.{i}."): shape[1:] for i in range(count)}
         else:
-            wanted[path] = shape
-    assert apart == wanted
+            expected[path] = shape
+    assert separate == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_axis_of_layers_can_be_the_second(name: str):
+def test_param_leaves_stack_on_second_axis(name: str):
     first, second = shapes(CONFIGS[name], False), shapes(CONFIGS[name], False, axis=1)
     for path, shape in first.items():
         moved = (shape[1], shape[0], *shape[2:]) if path.startswith("layers.") else shape
         assert second[path] == moved
-    found = param_leaves(FAMILIES[CONFIGS[name]["model_type"]], CONFIGS[name], False, True, 1)
-    axes = {leaf.stack_axis for path, leaf in found.items() if path.startswith("layers.")}
+    leaves = param_leaves(FAMILIES[CONFIGS[name]["model_type"]], CONFIGS[name], False, True, 1)
+    axes = {leaf.stack_axis for path, leaf in leaves.items() if path.startswith("layers.")}
     assert axes == {1}
-    assert found["embed.tokens"].stack_axis is None
+    assert leaves["embed.tokens"].stack_axis is None
 
 
-def test_a_head_that_is_the_embedding_is_no_leaf():
+def test_tied_head_has_no_leaf():
     assert shapes(GPT_NEO, False).keys() - shapes(GPT_NEO, True).keys() == {"head.weight"}
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_roles(scan: bool):
-    found = param_leaves(FAMILIES["gpt_neo"], GPT_NEO, False, scan)
-    roles = {path.rpartition("layers.")[2].lstrip("012."): leaf.role for path, leaf in found.items()}
+def test_param_leaf_roles(scan: bool):
+    leaves = param_leaves(FAMILIES["gpt_neo"], GPT_NEO, False, scan)
+    roles = {path.rpartition("layers.")[2].lstrip("012."): leaf.role for path, leaf in leaves.items()}
     assert {path for path, role in roles.items() if role == "embedding"} == {"embed.tokens", "embed.positions"}
     scales = {"attn_norm.scale", "mlp_norm.scale", "final_norm.scale"}
     assert {path for path, role in roles.items() if role == "scale"} == scales
@@ -73,9 +73,9 @@ def test_roles(scan: bool):
     assert {path for path, role in roles.items() if role == "matrix"} == matrices
 
 
-def test_leaves_know_their_layer():
-    found = param_leaves(FAMILIES["llama"], LLAMA, False, False)
-    leaf = found["layers.1.attn.q.weight"]
+def test_separate_leaf_has_layer_index():
+    leaves = param_leaves(FAMILIES["llama"], LLAMA, False, False)
+    leaf = leaves["layers.1.attn.q.weight"]
     assert (leaf.layer_index, leaf.path_pattern, leaf.shape) == (1, "layers.{layers}.attn.q.weight", (2, 16, 16))
     assert leaf.dims == (("heads",), ("head_dim",), ("embed",))
-    assert found["head.weight"].layer_index is None
+    assert leaves["head.weight"].layer_index is None

@@ -1,4 +1,4 @@
-"""Tables: which parameters a config has, stacked on which axis, or one by one."""
+"""The rows of a model's parameters: conditions, stacked layers, and sizes from a config."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ FAMILY = Family(
         "decoder.layers.norm": Parameter("layers embed <- d.{layers}.norm: embed"),
     },
     dropped={},
-    tying=WeightTying("head", "head", "wte", False),
+    tying=WeightTying(head_leaf="head", head_tensor="head", embedding_tensor="wte", tied_by_default=False),
     arch_config=LLAMA.arch_config,
 )
 
 
 def shapes(scan: bool = True, axis: int = 0) -> dict[str, tuple[int, ...]]:
-    table = parameter_rows(FAMILY, {"mlp_bias": True}, scan, axis)
-    return {path: bind_row(row, SIZES).leaf_shape for path, row in table.items()}
+    table_rows = parameter_rows(FAMILY, {"mlp_bias": True}, scan, axis)
+    return {path: bind_row(row, SIZES).leaf_shape for path, row in table_rows.items()}
 
 
-@pytest.mark.parametrize(("config", "there"), [({}, False), ({"mlp_bias": False}, False), ({"mlp_bias": True}, True)])
-def test_a_parameter_that_hangs_on_the_config(config: dict[str, bool], there: bool):
-    assert ("layers.mlp.up.bias" in parameter_rows(FAMILY, config)) == there
+@pytest.mark.parametrize(("config", "exists"), [({}, False), ({"mlp_bias": False}, False), ({"mlp_bias": True}, True)])
+def test_parameter_exists_under_its_condition(config: dict[str, bool], exists: bool):
+    assert ("layers.mlp.up.bias" in parameter_rows(FAMILY, config)) == exists
 
 
-def test_layers_are_stacked_on_the_axis_that_is_asked_for():
+def test_parameter_rows_stack_layers_on_scan_axis():
     assert shapes()["layers.mlp.up.weight"] == (3, 5, 4)
     assert shapes(axis=1) == {
         "embed.tokens": (7, 4),
@@ -49,7 +49,7 @@ def test_layers_are_stacked_on_the_axis_that_is_asked_for():
     }
 
 
-def test_unstacked_every_layer_is_a_leaf_of_its_own_which_its_path_numbers():
+def test_parameter_rows_without_scan_have_layer_paths():
     assert shapes(scan=False) == {
         "embed.tokens": (7, 4),
         "layers.{layers}.mlp.up.weight": (5, 4),
@@ -59,11 +59,11 @@ def test_unstacked_every_layer_is_a_leaf_of_its_own_which_its_path_numbers():
     }
     for path, row in parameter_rows(FAMILY, {}, scan=False).items():
         bound = bind_row(row, SIZES)
-        paths = [path.format(**at) for _, at in bound.tensors()]
+        paths = [path.format(**indices) for _, indices in bound.tensors()]
         assert len(set(paths)) == len(paths) == (3 if "layers" in path else 1)
 
 
-def test_a_size_that_a_config_gives():
+def test_read_size_returns_value_default_or_error():
     config = {"n": 3, "null": None, "text": "3", "true": True, "zero": 0, "float": 2.0}
     assert (read_size(config, "n", 1), read_size(config, "null", 8), read_size(config, "absent", 9)) == (3, 8, 9)
     for key in ("text", "true", "zero", "float"):
@@ -71,6 +71,6 @@ def test_a_size_that_a_config_gives():
             read_size(config, key, 1)
 
 
-def test_a_parameter_may_ask_the_config():
+def test_parameter_condition_may_be_a_predicate():
     parameter = Parameter("embed <- b: embed", lambda config: config["size"] > 3)
     assert [parameter.resolve({"size": size}) for size in (3, 4)] == [None, parameter]

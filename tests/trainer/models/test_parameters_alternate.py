@@ -1,4 +1,4 @@
-"""A parameter that files spell in two forms: the row whose tensors exist is taken."""
+"""Parameters with an alternate row: the row whose tensors exist is used."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def tensors_of(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("form", [SPLIT, FUSED])
-def test_the_form_whose_tensors_exist_is_taken(form: str):
+def test_parameter_rows_use_form_whose_tensors_exist(form: str):
     assert parameter_rows(FAMILY, CONFIG, tensors=tensors_of(form))["layers.mlp.gate.weight"].text == form
 
 
-def test_the_first_form_where_neither_exists():
+def test_parameter_rows_use_first_form_by_default():
     assert parameter_rows(FAMILY, CONFIG)["layers.mlp.gate.weight"].text == SPLIT
 
 
-def test_both_forms_at_once_are_an_error():
+def test_parameter_rows_reject_both_forms():
     with pytest.raises(PrepError, match="two forms"):
         parameter_rows(FAMILY, CONFIG, tensors=tensors_of(SPLIT) | tensors_of(FUSED))

@@ -1,4 +1,4 @@
-"""What tables are put together from."""
+"""Builders of family tables."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from trainer.models.rows import attention, fused_qkv, layer_norm, linear, stack,
         ),
     ],
 )
-def test_a_bias_has_the_outputs_of_its_weight(row: str, bias: str):
+def test_linear_bias_has_output_dims(row: str, bias: str):
     assert linear("p", row, "biased") == {"p.weight": Parameter(row), "p.bias": Parameter(bias, "biased")}
     assert linear("p", row, None) == {"p.weight": Parameter(row)}
 
 
-def test_a_layer_norm_has_a_scale_and_a_bias_alike():
+def test_layer_norm_has_scale_and_bias():
     assert layer_norm("norm", "embed <- ln.weight: embed", "affine") == {
         "norm.scale": Parameter("embed <- ln.weight: embed", "affine"),
         "norm.bias": Parameter("embed <- ln.bias: embed", "affine"),
     }
 
 
-def test_heads_of_keys_and_values_may_be_fewer():
+def test_attention_with_grouped_kv_heads():
     assert {path: parameter.row for path, parameter in attention("a.{}_proj", "o", "kv_heads", bias="b").items()} == {
         "attn.q.weight": "heads head_dim embed <- a.q_proj.weight: (heads head_dim) embed",
         "attn.q.bias": "heads head_dim <- a.q_proj.bias: (heads head_dim)",
@@ -46,16 +46,16 @@ def test_heads_of_keys_and_values_may_be_fewer():
     }
 
 
-def test_three_parts_of_one_tensor():
-    found = fused_qkv("c_attn", "embed (qkv={} heads head_dim)")
-    assert list(found) == [f"attn.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")]
-    assert found["attn.v.weight"].row == "heads head_dim embed <- c_attn.weight: embed (qkv=2 heads head_dim)"
-    assert found["attn.v.bias"].row == "heads head_dim <- c_attn.bias: (qkv=2 heads head_dim)"
+def test_fused_qkv_splits_one_tensor():
+    parameters = fused_qkv("c_attn", "embed (qkv={} heads head_dim)")
+    assert list(parameters) == [f"attn.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+    assert parameters["attn.v.weight"].row == "heads head_dim embed <- c_attn.weight: embed (qkv=2 heads head_dim)"
+    assert parameters["attn.v.bias"].row == "heads head_dim <- c_attn.bias: (qkv=2 heads head_dim)"
 
 
-def test_rows_of_a_layer_become_those_of_all():
-    one = {"w": Parameter("a b <- w: a b", "when", alternate="a b <- x: a b", else_row="a b <- y: b a")}
-    assert stack("encoder.layers", "block.{depth}", one) == {
+def test_stack_adds_layer_dim_to_every_row():
+    layer = {"w": Parameter("a b <- w: a b", "when", alternate="a b <- x: a b", else_row="a b <- y: b a")}
+    assert stack("encoder.layers", "block.{depth}", layer) == {
         "encoder.layers.w": Parameter(
             "depth a b <- block.{depth}.w: a b",
             "when",
@@ -65,10 +65,10 @@ def test_rows_of_a_layer_become_those_of_all():
     }
 
 
-def test_what_is_there_unless_a_config_says_no():
+def test_unless_false_holds_for_absent_field():
     assert [unless_false("f")(config) for config in ({}, {"f": True}, {"f": False})] == [True, True, False]
 
 
-def test_tensors_of_the_head_have_no_prefix():
+def test_build_family_leaves_head_unprefixed():
     assert FAMILIES["gptj"].unprefixed == ("lm_head.weight", "lm_head.bias")
     assert FAMILIES["gpt_neox"].unprefixed == ("embed_out.weight", "lm_head.weight")

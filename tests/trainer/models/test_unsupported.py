@@ -1,4 +1,4 @@
-"""Mechanisms that are named where a family is not supported."""
+"""Errors that name the mechanism that an unsupported family needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.models.unsupported import MECHANISMS, missing_mechanism
         ({"model_type": ["mamba"], "ssm_state_size": 8}, "state-space layers"),
     ],
 )
-def test_missing_mechanism_is_named(config: dict[str, Any], mechanism: str) -> None:
+def test_error_names_missing_mechanism(config: dict[str, Any], mechanism: str) -> None:
     with pytest.raises(PrepError) as caught:
         family_of(config)
     assert caught.value.why.startswith(f"it needs {mechanism}")
@@ -45,11 +45,11 @@ def test_missing_mechanism_is_named(config: dict[str, Any], mechanism: str) -> N
         {},
     ],
 )
-def test_missing_mechanism_is_empty_where_none_is_known(config: dict[str, Any]) -> None:
+def test_missing_mechanism_is_empty_for_unknown_family(config: dict[str, Any]) -> None:
     assert missing_mechanism(config) == ""
 
 
-def test_mechanisms_name_no_supported_family() -> None:
-    named = [name for each in MECHANISMS for name in each.model_types]
-    assert len(named) == len(set(named))
-    assert not set(named) & set(FAMILIES)
+def test_mechanisms_exclude_supported_families() -> None:
+    model_types = [name for mechanism in MECHANISMS for name in mechanism.model_types]
+    assert len(model_types) == len(set(model_types))
+    assert not set(model_types) & set(FAMILIES)

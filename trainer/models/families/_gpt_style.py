@@ -1,4 +1,4 @@
-"""What the relatives of GPT-2 share: names of config fields, choices of layers, buffers of old files. Pure."""
+"""Parts that GPT-2 and similar families share: sizes, architecture, and buffers of old files. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -23,21 +23,35 @@ def sizes(
     mlp: int | None = None,
     field_names: Mapping[str, str] = GPT2_FIELD_NAMES,
 ) -> dict[str, int]:
-    """Atom -> extent, with a class's defaults where a field is absent; `names` are what the class calls the fields, of
-    two names the newer one wins. An `mlp` of None is four times the width. PrepError where heads do not divide it."""
+    """Return atom -> extent.
 
-    def own(atom: str, newer: str, default: int, most: int = MAX_AXIS_SIZE) -> int:
-        return read_size(config, newer, read_size(config, field_names.get(atom, newer), default, most), most)
+    A size is read from the common field name (`hidden_size`) or else from that of the config class (`n_embd`).
 
-    embed, heads = own("embed", "hidden_size", embed), own("heads", "num_attention_heads", heads)
+    Args:
+        config: Content of a config.json.
+        vocab: Default of the config class, like the following sizes.
+        positions: Maximum sequence length.
+        embed: Width of the layers.
+        layers: Number of layers.
+        heads: Number of attention heads.
+        mlp: Width of the MLP; None is four times `embed`.
+        field_names: Atom -> name of its field in the config class.
+
+    Raises:
+        PrepError: A size is invalid, or the heads do not divide the width.
+    """
+
+    def read(atom: str, common_name: str, default: int, maximum: int = MAX_AXIS_SIZE) -> int:
+        class_value = read_size(config, field_names.get(atom, common_name), default, maximum)
+        return read_size(config, common_name, class_value, maximum)
+
+    embed, heads = read("embed", "hidden_size", embed), read("heads", "num_attention_heads", heads)
     if embed % heads:
-        raise PrepError(
-            "config.json makes no sense", f"its width is {embed}, which {heads} attention heads do not divide"
-        )
+        raise PrepError("config.json is invalid", f"{heads} attention heads do not divide the width {embed}")
     return {
         "vocab": read_size(config, "vocab_size", vocab),
-        "positions": own("positions", "max_position_embeddings", positions),
-        "layers": own("layers", "num_hidden_layers", layers, MAX_LAYERS),
+        "positions": read("positions", "max_position_embeddings", positions),
+        "layers": read("layers", "num_hidden_layers", layers, MAX_LAYERS),
         "embed": embed,
         "qkv": 3,
         "heads": heads,
@@ -49,7 +63,13 @@ def sizes(
 def arch_config(
     config: HFConfig, axis_sizes: Mapping[str, int], activation: tuple[str, str] = ("activation_function", "gelu_new")
 ) -> ArchConfig:
-    """GPT-2's, for these sizes; `act`: the field that has the activation, and what it is where that does not say."""
+    """Return the architecture of GPT-2.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Atom -> extent.
+        activation: Config field of the activation, and its default.
+    """
     return ArchConfig(
         norm="layer",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-5),
@@ -64,5 +84,5 @@ def arch_config(
 
 
 def mask_buffers(attention: str) -> dict[str, str]:
-    """Buffers that old files keep in the module of attention."""
+    """Return the buffers of masks that old files store in the attention module of this name."""
     return {f"{attention}.bias": "causal mask", f"{attention}.masked_bias": "value of masked scores"}

@@ -1,4 +1,4 @@
-"""What LLaMA's many relatives share: sizes, rows of the table, buffers of old files. Pure."""
+"""Parts that LLaMA and similar families share: sizes, architecture, rows, and buffers of old files. No I/O, no jax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from trainer.models import rows
 from trainer.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive, read_sliding_windows
 from trainer.models.errors import PrepError
-from trainer.models.parameters import MAX_LAYERS, Condition, Family, HFConfig, TreeLayout, read_size
+from trainer.models.parameters import MAX_LAYERS, NEVER, Condition, Family, HFConfig, TreeLayout, read_size
 from trainer.models.rope_config import Rope, read_rope
 from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
 
@@ -21,17 +21,36 @@ def build_family(
     arch_config: Callable[[HFConfig], ArchConfig],
     layer: Parameters,
     tied_by_default: bool,
-    layouts: Callable[[Parameters], Mapping[str, TreeLayout]] = lambda table: {},
+    layouts: Callable[[Parameters], Mapping[str, TreeLayout]] = lambda parameters: {},
     dropped: Mapping[str, str] = LEGACY_BUFFERS,
 ) -> Family:
-    """A family whose files are named as LLaMA's are; `layer`: the rows of one."""
-    table = {
+    """Return a family whose files name their tensors as LLaMA's do.
+
+    Args:
+        name: `model_type` of its config.json.
+        sizes: Atom -> extent.
+        arch_config: The architecture.
+        layer: Parameters of one layer.
+        tied_by_default: Whether the head is tied if the config does not say.
+        layouts: Trees of other libraries, from the parameters of the model.
+        dropped: Pattern of tensors to ignore -> their description.
+    """
+    parameters = {
         **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
         **stack("layers", "layers.{layers}", layer),
         **rms_norm("final_norm", "embed <- norm.weight: embed"),
         **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
     }
-    return rows.build_family(name, TENSOR_PREFIX, sizes, arch_config, table, tied_by_default, dropped, layouts(table))
+    return rows.build_family(
+        name=name,
+        prefix=TENSOR_PREFIX,
+        sizes=sizes,
+        arch_config=arch_config,
+        parameters=parameters,
+        tied_by_default=tied_by_default,
+        dropped=dropped,
+        layouts=layouts(parameters),
+    )
 
 
 def sizes(
@@ -44,11 +63,25 @@ def sizes(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> dict[str, int]:
-    """Atom -> extent, with a class's defaults where a field is absent: as many kv_heads as heads, and as large heads as
-    these make of the embedding, where the class has no number either, or the config says null."""
+    """Return atom -> extent.
+
+    Args:
+        config: Content of a config.json.
+        vocab: Default of the config class, like the following sizes.
+        embed: Width of the layers.
+        mlp: Width of the MLP.
+        layers: Number of layers.
+        heads: Number of attention heads.
+        kv_heads: Number of key and value heads. If it is None, or the config has null, there are as many as heads.
+        head_dim: Width of a head. If it is None, or the config has null, it is `embed // heads`.
+
+    Raises:
+        PrepError: A size is invalid.
+    """
     embed, heads = read_size(config, "hidden_size", embed), read_size(config, "num_attention_heads", heads)
     if embed < heads and config.get("head_dim") is None:
-        raise PrepError("config.json makes no sense", f"hidden_size {embed} makes no {heads} num_attention_heads")
+        why = f"hidden_size {embed} is too small for {heads} num_attention_heads"
+        raise PrepError("config.json is invalid", why)
     kv_default = heads if kv_heads is None or "num_key_value_heads" in config else kv_heads
     dim_default = embed // heads if head_dim is None or "head_dim" in config else head_dim
     return {
@@ -70,12 +103,23 @@ def arch_config(
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> ArchConfig:
-    """LLaMA's, for these sizes; `positions`, `theta` and the last of `act`, after the field that has the activation,
-    where the config does not say. `rope`: read already. PrepError where heads do not share keys and values evenly."""
+    """Return the architecture of LLaMA.
+
+    Args:
+        config: Content of a config.json.
+        axis_sizes: Atom -> extent.
+        max_positions: Default of `max_position_embeddings`.
+        rope_theta: Default of the rotary base.
+        rope: Rotary embedding, if the family has read it already.
+        activation: Config field of the activation, and its default.
+
+    Raises:
+        PrepError: The config is invalid, or the key and value heads do not divide the query heads.
+    """
     heads, kv_heads = axis_sizes["heads"], axis_sizes["kv_heads"]
     if heads % kv_heads:
-        why = f"num_key_value_heads is {kv_heads}, it has to divide num_attention_heads, which is {heads}"
-        raise PrepError("config.json makes no sense", why)
+        why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
+        raise PrepError("config.json is invalid", why)
     max_positions = read_size(config, "max_position_embeddings", max_positions)
     return ArchConfig(
         norm="rms",
@@ -91,27 +135,34 @@ def arch_config(
 
 
 def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
-    """Qwen's windows: of the layers from `max_window_layers` on, where `use_sliding_window` is on."""
+    """Return the windows of a Qwen model: layers from `max_window_layers` on slide if `use_sliding_window` is true.
+
+    Raises:
+        PrepError: A field is invalid.
+    """
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or first < 0:
-        raise PrepError("config.json makes no sense", f"max_window_layers is {first!r:.60}, not a number of layers")
+        why = f"max_window_layers is {first!r:.60}, it must be an integer from 0 on"
+        raise PrepError("config.json is invalid", why)
     return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
 
 
 def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:
-    """How many experts a token has; PrepError for more than there are."""
-    found = read_size(config, "num_experts_per_tok", default)
-    if found > experts:
-        raise PrepError("config.json makes no sense", f"num_experts_per_tok is {found}, there are {experts} experts")
-    return found
+    """Return the number of experts per token; raise PrepError if the model has fewer experts."""
+    count = read_size(config, "num_experts_per_tok", default)
+    if count > experts:
+        why = f"num_experts_per_tok is {count}, but there are {experts} experts"
+        raise PrepError("config.json is invalid", why)
+    return count
 
 
-def rms_norms(**names: str) -> Parameters:
-    """The norms of a layer: ours -> the module's name."""
-    return {
-        path: p for ours, name in names.items() for path, p in rms_norm(ours, f"embed <- {name}.weight: embed").items()
-    }
+def rms_norms(**module_names: str) -> Parameters:
+    """Return the parameters of norms, from their paths in the tree and the names of their modules."""
+    parameters: Parameters = {}
+    for path, module_name in module_names.items():
+        parameters |= rms_norm(path, f"embed <- {module_name}.weight: embed")
+    return parameters
 
 
 PRE_NORMS = rms_norms(attn_norm="input_layernorm", mlp_norm="post_attention_layernorm")
@@ -127,13 +178,13 @@ QK_NORMS = {
 }
 
 
-def attention(bias: Condition | None = None, out_bias: Condition | None = None) -> Parameters:
-    """Queries, keys, values and what is made of them; `bias`: when the first three have one, None: never."""
-    return rows.attention("self_attn.{}_proj", "o", "kv_heads", bias, out_bias)
+def attention(bias: Condition | None = NEVER, out_bias: Condition | None = NEVER) -> Parameters:
+    """Return the parameters of attention, with the conditions of `rows.attention`."""
+    return rows.attention("self_attn.{}_proj", out_name="o", kv_heads="kv_heads", bias=bias, out_bias=out_bias)
 
 
-def gated_mlp(bias: Condition | None = None) -> Parameters:
-    """A gated feed-forward part; `bias`: when its matrices have one, None: never."""
+def gated_mlp(bias: Condition | None = NEVER) -> Parameters:
+    """Return the parameters of a gated MLP, whose matrices have a bias under the condition."""
     return {
         **linear("mlp.gate", "mlp embed <- mlp.gate_proj.weight: mlp embed", bias),
         **linear("mlp.up", "mlp embed <- mlp.up_proj.weight: mlp embed", bias),
@@ -142,12 +193,20 @@ def gated_mlp(bias: Condition | None = None) -> Parameters:
 
 
 def experts(gate: str, up: str, down: str, router: str) -> Parameters:
-    """A feed-forward part of many experts, each with tensors of these names, or fused for all as transformers 5 has
-    them in memory: gate and up one after the other."""
-    own_router, fused_router = (f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight"))
+    """Return the parameters of an MoE layer.
+
+    The alternates are the fused tensors of transformers 5: one per matrix for all experts, gate before up.
+
+    Args:
+        gate: Name of an expert's gate matrix, with `{experts}` in place of its index.
+        up: Name of its up matrix.
+        down: Name of its down matrix.
+        router: Name of the router's matrix.
+    """
+    row, fused_row = (f"experts embed <- {name}: experts embed" for name in (router, "mlp.gate.weight"))
     fused = "experts mlp embed <- mlp.experts.gate_up_proj: experts (gate_up={} mlp) embed"
     return {
-        **matrix("mlp.router", own_router, alternate="" if own_router == fused_router else fused_router),
+        **matrix("mlp.router", row, alternate="" if row == fused_row else fused_row),
         **matrix("mlp.gate", f"experts mlp embed <- {gate}: mlp embed", alternate=fused.format(0)),
         **matrix("mlp.up", f"experts mlp embed <- {up}: mlp embed", alternate=fused.format(1)),
         **matrix(

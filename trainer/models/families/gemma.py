@@ -1,4 +1,4 @@
-"""Gemma 1: LLaMA with scaled embeddings, norms that scale by 1 + weight, a tanh gelu, and a tied head."""
+"""Gemma 1: LLaMA with scaled embeddings, norms that scale by 1 + weight, tanh GELU, and a tied head."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import dataclasses
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
 from trainer.models.layouts import hf_flax_layout
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import HFConfig, if_set
 
 TANH_GELU = "gelu_pytorch_tanh"
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; GemmaConfig's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of GemmaConfig."""
     return _llama_style.sizes(
         config, vocab=256000, embed=3072, mlp=24576, layers=28, heads=16, kv_heads=16, head_dim=256
     )
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias")
-    found = sizes(config)
+    axis_sizes = sizes(config)
     if config.get("hidden_act") == "gelu":
-        config = {**config, "hidden_act": TANH_GELU}  # what its first configs meant
+        config = {**config, "hidden_act": TANH_GELU}  # the first Gemma configs have "gelu" but mean this
     return dataclasses.replace(
-        _llama_style.arch_config(config, found, max_positions=8192, activation=("hidden_act", TANH_GELU)),
+        _llama_style.arch_config(config, axis_sizes, max_positions=8192, activation=("hidden_act", TANH_GELU)),
         norm="rms_offset",
-        embed_scale=found["embed"] ** 0.5,
+        embed_scale=axis_sizes["embed"] ** 0.5,
     )
 
 
@@ -39,8 +39,10 @@ FAMILY = _llama_style.build_family(
     tied_by_default=True,
     layer={
         **_llama_style.PRE_NORMS,
-        **_llama_style.attention(bias="attention_bias", out_bias="attention_bias"),
+        **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.gated_mlp(),
     },
-    layouts=lambda table: hf_flax_layout(table, _llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True),
+    layouts=lambda parameters: hf_flax_layout(
+        parameters, _llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True
+    ),
 )

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms around each part, bounded scores and logits, and a window in every other layer."""
+"""Gemma 2: Gemma 1 with norms before and after each sublayer, softcaps, and a sliding window in every other layer."""
 
 from __future__ import annotations
 
@@ -13,31 +13,37 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.families import _llama_style
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; Gemma2Config's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of Gemma2Config."""
     return _llama_style.sizes(config, vocab=256000, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
-    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    softcap_fields = ("attn_logit_softcapping", "final_logit_softcapping")
     reject_unsupported_fields(
-        config, *ROPE_FIELDS, "attention_bias", "layer_types", "query_pre_attn_scalar", "sliding_window", *caps
+        config,
+        *ROPE_FIELDS,
+        "attention_bias",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        *softcap_fields,
     )
-    found = sizes(config)
+    axis_sizes = sizes(config)
     return dataclasses.replace(
         _llama_style.arch_config(
-            config, found, max_positions=8192, activation=("hidden_activation", "gelu_pytorch_tanh")
+            config, axis_sizes, max_positions=8192, activation=("hidden_activation", "gelu_pytorch_tanh")
         ),
         norm="rms_offset",
         block_type="sandwich",
-        embed_scale=found["embed"] ** 0.5,
+        embed_scale=axis_sizes["embed"] ** 0.5,
         attn_scale=read_positive(config, "query_pre_attn_scalar", 256) ** -0.5,
         sliding_windows=read_sliding_windows(
-            config, found["layers"], config.get("sliding_window", 4096), lambda layer: layer % 2 == 0
+            config, axis_sizes["layers"], config.get("sliding_window", 4096), lambda layer: layer % 2 == 0
         ),
         attn_logit_softcap=read_softcap(config, "attn_logit_softcapping", 50.0),
         final_logit_softcap=read_softcap(config, "final_logit_softcapping", 30.0),
@@ -51,7 +57,7 @@ FAMILY = _llama_style.build_family(
     tied_by_default=True,
     layer={
         **_llama_style.SANDWICH_NORMS,
-        **_llama_style.attention(bias="attention_bias", out_bias="attention_bias"),
+        **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.gated_mlp(),
     },
 )

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, biases everywhere; its matrices are stored [in, out], queries, keys and values as one."""
+"""GPT-2: learned positions, biases on all matrices, fused QKV; matrices are stored as [in, out]."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ INVERSE_LAYER_SCALE_FIELD = "scale_attn_by_inverse_layer_idx"
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; GPT2Config's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of GPT2Config."""
     return _gpt_style.sizes(config, vocab=50257, positions=1024, embed=768, layers=12, heads=12)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else.
+    """Return the architecture; raise PrepError if the config is invalid or not supported.
 
-    `reorder_and_upcast_attn` asks for scores in float32, which they always are here.
+    `reorder_and_upcast_attn` asks for attention scores in float32. The trainer always computes them so.
     """
     reject_unsupported_fields(config, INVERSE_LAYER_SCALE_FIELD)
-    found = dataclasses.replace(
+    arch = dataclasses.replace(
         _gpt_style.arch_config(config, sizes(config)),
         scale_attn_by_inverse_layer_idx=bool(config.get(INVERSE_LAYER_SCALE_FIELD)),
     )
-    return found if config.get("scale_attn_weights", True) else dataclasses.replace(found, attn_scale=1.0)
+    return arch if config.get("scale_attn_weights", True) else dataclasses.replace(arch, attn_scale=1.0)
 
 
 PARAMETERS = {
@@ -45,16 +45,14 @@ PARAMETERS = {
     **layer_norm("final_norm", "embed <- ln_f.weight: embed"),
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
-LEGACY_BUFFERS, LAYOUTS = (
-    _gpt_style.mask_buffers("h.{i}.attn"),
-    hf_flax_layout(PARAMETERS, "transformer.", allows_tied_head=True, ignored_fields=(INVERSE_LAYER_SCALE_FIELD,)),
-)
+LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn")
+LAYOUTS = hf_flax_layout(PARAMETERS, "transformer.", allows_tied_head=True, ignored_fields=(INVERSE_LAYER_SCALE_FIELD,))
 FAMILY = build_family(
-    "gpt2",
-    "transformer.",
-    sizes,
-    arch_config,
-    PARAMETERS,
+    name="gpt2",
+    prefix="transformer.",
+    sizes=sizes,
+    arch_config=arch_config,
+    parameters=PARAMETERS,
     tied_by_default=True,
     dropped=LEGACY_BUFFERS,
     layouts=LAYOUTS,

@@ -1,4 +1,4 @@
-"""GPT-Neo: learned positions, global and local attention in turn, no scale and no bias on queries, keys and values."""
+"""GPT-Neo: learned positions, alternating global and local attention, unscaled attention, no bias on QKV."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from typing import Any
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields, windows_by_layer_type
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
-from trainer.models.parameters import MAX_LAYERS, HFConfig, read_size
+from trainer.models.parameters import ALWAYS, MAX_LAYERS, HFConfig, read_size
 from trainer.models.rows import attention, build_family, embedding, layer_norm, linear, matrix, stack
 
 FIELD_NAMES = {"layers": "num_layers", "heads": "num_heads", "mlp": "intermediate_size"}
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; GPTNeoConfig's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of GPTNeoConfig."""
     return _gpt_style.sizes(
         config, vocab=50257, positions=2048, embed=2048, layers=24, heads=16, field_names=FIELD_NAMES
     )
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, "attention_layers", "attention_types")
-    window, found = read_size(config, "window_size", 256), sizes(config)
+    window, axis_sizes = read_size(config, "window_size", 256), sizes(config)
     windows = windows_by_layer_type(
-        _attention_kinds(config), ("global", "local"), found["layers"], window, "attention_types"
+        _attention_kinds(config), ("global", "local"), axis_sizes["layers"], window, "attention_types"
     )
-    return dataclasses.replace(_gpt_style.arch_config(config, found), attn_scale=1.0, sliding_windows=windows)
+    return dataclasses.replace(_gpt_style.arch_config(config, axis_sizes), attn_scale=1.0, sliding_windows=windows)
 
 
 def _attention_kinds(config: HFConfig) -> Any:
-    """Of each layer; `attention_layers` wins over `attention_types`, as in transformers."""
+    """Return the attention type of each layer; `attention_layers` overrides `attention_types`, as in transformers.
+
+    Return a malformed pattern as it is.
+    """
     pattern = config.get("attention_types") or [[["global", "local"], 12]]
     with contextlib.suppress(TypeError, ValueError):
-        kinds = (kind for kinds, times in pattern if kinds for _ in range(times) for kind in kinds)
-        return config.get("attention_layers") or list(islice(kinds, MAX_LAYERS + 1))
+        layer_kinds = (kind for kinds, repeats in pattern if kinds for _ in range(repeats) for kind in kinds)
+        return config.get("attention_layers") or list(islice(layer_kinds, MAX_LAYERS + 1))
     return pattern
 
 
@@ -47,7 +50,7 @@ PARAMETERS = {
     **embedding("positions", "positions embed <- wpe.weight: positions embed"),
     **stack("layers", "h.{layers}", {
         **layer_norm("attn_norm", "embed <- ln_1.weight: embed"),
-        **attention("attn.attention.{}_proj", out_name="out", out_bias=""),
+        **attention("attn.attention.{}_proj", out_name="out", out_bias=ALWAYS),
         **layer_norm("mlp_norm", "embed <- ln_2.weight: embed"),
         **linear("mlp.up", "mlp embed <- mlp.c_fc.weight: mlp embed"),
         **linear("mlp.down", "embed mlp <- mlp.c_proj.weight: embed mlp"),
@@ -55,16 +58,14 @@ PARAMETERS = {
     **layer_norm("final_norm", "embed <- ln_f.weight: embed"),
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
-LEGACY_BUFFERS, LAYOUTS = (
-    _gpt_style.mask_buffers("h.{i}.attn.attention"),
-    hf_flax_layout(PARAMETERS, "transformer.", allows_tied_head=True),
-)
+LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn.attention")
+LAYOUTS = hf_flax_layout(PARAMETERS, "transformer.", allows_tied_head=True)
 FAMILY = build_family(
-    "gpt_neo",
-    "transformer.",
-    sizes,
-    arch_config,
-    PARAMETERS,
+    name="gpt_neo",
+    prefix="transformer.",
+    sizes=sizes,
+    arch_config=arch_config,
+    parameters=PARAMETERS,
     tied_by_default=True,
     dropped=LEGACY_BUFFERS,
     layouts=LAYOUTS,

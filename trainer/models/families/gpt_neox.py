@@ -1,5 +1,4 @@
-"""GPT-NeoX and Pythia: attention and feed-forward side by side under a norm each, or in turn; a part of each head
-rotates; queries, keys and values of a head are stored together."""
+"""GPT-NeoX and Pythia: parallel or sequential blocks, partial rotary embedding, QKV fused per head."""
 
 from __future__ import annotations
 
@@ -12,32 +11,32 @@ from trainer.models.rope_config import read_rope
 from trainer.models.rows import build_family, embedding, fused_qkv, layer_norm, linear, matrix, stack, unless_false
 
 FIELD_NAMES = {"mlp": "intermediate_size"}
-HAS_ATTENTION_BIAS = unless_false("attention_bias")
+HAS_BIAS = unless_false("attention_bias")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; GPTNeoXConfig's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of GPTNeoXConfig."""
     return _gpt_style.sizes(
         config, vocab=50432, positions=2048, embed=6144, layers=44, heads=64, mlp=24576, field_names=FIELD_NAMES
     )  # fmt: skip
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else.
+    """Return the architecture; raise PrepError if the config is invalid or not supported.
 
-    `rotary_pct` and `rotary_emb_base` decide, not `partial_rotary_factor` and `rope_theta`, which transformers 4.57
-    writes beside them.
+    `rotary_pct` and `rotary_emb_base` override `partial_rotary_factor` and `rope_theta`, which transformers 4.57
+    writes as well.
     """
     reject_unsupported_fields(
         config, *ROPE_FIELDS, "attention_bias", "use_parallel_residual", "rotary_pct", "partial_rotary_factor"
     )
-    found = sizes(config)
+    axis_sizes = sizes(config)
     rotary = {"partial_rotary_factor": config.get("rotary_pct", 0.25), "rope_theta": config.get("rotary_emb_base", 1e4)}
     return dataclasses.replace(
-        _gpt_style.arch_config(config, found, activation=("hidden_act", "gelu")),
+        _gpt_style.arch_config(config, axis_sizes, activation=("hidden_act", "gelu")),
         norm_eps=read_positive(config, "layer_norm_eps", 1e-5),
         block_type="parallel" if config.get("use_parallel_residual", True) else "pre",
-        rope=read_rope({**config, **rotary}, found["head_dim"], found["positions"], allow_partial=True),
+        rope=read_rope({**config, **rotary}, axis_sizes["head_dim"], axis_sizes["positions"], allow_partial=True),
     )
 
 
@@ -45,19 +44,29 @@ PARAMETERS = {
     **embedding("tokens", "vocab embed <- embed_in.weight: vocab embed"),
     **stack("layers", "layers.{layers}", {
         **layer_norm("attn_norm", "embed <- input_layernorm.weight: embed"),
-        **fused_qkv("attention.query_key_value", "(heads qkv={} head_dim) embed", HAS_ATTENTION_BIAS),
-        **linear("attn.o", "embed heads head_dim <- attention.dense.weight: embed (heads head_dim)", HAS_ATTENTION_BIAS),
+        **fused_qkv("attention.query_key_value", "(heads qkv={} head_dim) embed", HAS_BIAS),
+        **linear("attn.o", "embed heads head_dim <- attention.dense.weight: embed (heads head_dim)", HAS_BIAS),
         **layer_norm("mlp_norm", "embed <- post_attention_layernorm.weight: embed"),
         **linear("mlp.up", "mlp embed <- mlp.dense_h_to_4h.weight: mlp embed"),
         **linear("mlp.down", "embed mlp <- mlp.dense_4h_to_h.weight: embed mlp"),
     }),
     **layer_norm("final_norm", "embed <- final_layer_norm.weight: embed"),
-    **matrix("head", "vocab embed <- embed_out.weight: vocab embed", "vocab embed <- lm_head.weight: vocab embed"),
+    **matrix(
+        "head",
+        "vocab embed <- embed_out.weight: vocab embed",
+        alternate="vocab embed <- lm_head.weight: vocab embed",
+    ),
 }  # fmt: skip
 LEGACY_BUFFERS = {
     **_gpt_style.mask_buffers("layers.{i}.attention"),
     "layers.{i}.attention.rotary_emb.inv_freq": "rotary frequencies, computed from the config",
 }
 FAMILY = build_family(
-    "gpt_neox", "gpt_neox.", sizes, arch_config, PARAMETERS, tied_by_default=False, dropped=LEGACY_BUFFERS
+    name="gpt_neox",
+    prefix="gpt_neox.",
+    sizes=sizes,
+    arch_config=arch_config,
+    parameters=PARAMETERS,
+    tied_by_default=False,
+    dropped=LEGACY_BUFFERS,
 )

@@ -1,4 +1,4 @@
-"""GPT-J: attention and feed-forward side by side under one norm, rotary positions of neighbours, a head with a bias."""
+"""GPT-J: parallel blocks with one norm, interleaved rotary embedding, and a head with a bias."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trainer.models.rows import attention, build_family, embedding, layer_norm, 
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; GPTJConfig's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of GPTJConfig."""
     return _gpt_style.sizes(config, vocab=50400, positions=2048, embed=4096, layers=28, heads=16)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config)
-    found = sizes(config)
-    rotary_dim = check_rotary_dim(read_size(config, "rotary_dim", 64), found["head_dim"], "rotary_dim")
+    axis_sizes = sizes(config)
+    rotary_dim = check_rotary_dim(read_size(config, "rotary_dim", 64), axis_sizes["head_dim"], "rotary_dim")
     return dataclasses.replace(
-        _gpt_style.arch_config(config, found),
+        _gpt_style.arch_config(config, axis_sizes),
         block_type="parallel_one_norm",
-        rope=Rope(rotary_dim, 10_000.0, found["positions"]),
-        rotary_pairs="neighbours",
+        rope=Rope(rotary_dim, 10_000.0, axis_sizes["positions"]),
+        rotary_pairs="interleaved",
     )
 
 
@@ -41,13 +41,14 @@ PARAMETERS = {
     **layer_norm("final_norm", "embed <- ln_f.weight: embed"),
     **linear("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
-LEGACY_BUFFERS, LAYOUTS = _gpt_style.mask_buffers("h.{i}.attn"), hf_flax_layout(PARAMETERS, "transformer.")
+LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn")
+LAYOUTS = hf_flax_layout(PARAMETERS, "transformer.")
 FAMILY = build_family(
-    "gptj",
-    "transformer.",
-    sizes,
-    arch_config,
-    PARAMETERS,
+    name="gptj",
+    prefix="transformer.",
+    sizes=sizes,
+    arch_config=arch_config,
+    parameters=PARAMETERS,
     tied_by_default=False,
     dropped=LEGACY_BUFFERS,
     layouts=LAYOUTS,

@@ -1,4 +1,4 @@
-"""LLaMA 1, 2, 3, 3.1 and 3.2: rotary positions, grouped key and value heads, a gated feed-forward."""
+"""LLaMA 1, 2, 3, 3.1 and 3.2: rotary embedding, grouped-query attention, gated MLP."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsuppor
 from trainer.models.families import _llama_style
 from trainer.models.families._llama_style import TENSOR_PREFIX
 from trainer.models.layouts import EASYLM_LAYOUT, hf_flax_layout
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; LlamaConfig's defaults where a field is absent."""
-    found = _llama_style.sizes(config)
-    # dims of a head that are turned together: HF has them `half` apart, EasyLM side by side
-    return {**found, "two": 2, "half": found["head_dim"] // 2}
+    """Return atom -> extent; absent fields have the defaults of LlamaConfig."""
+    axis_sizes = _llama_style.sizes(config)
+    # A rotated pair of elements is `half` apart in Hugging Face files and adjacent in EasyLM trees.
+    return {**axis_sizes, "two": 2, "half": axis_sizes["head_dim"] // 2}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", "mlp_bias")
     return _llama_style.arch_config(config, sizes(config), max_positions=2048)
 
@@ -29,15 +29,17 @@ FAMILY = _llama_style.build_family(
     tied_by_default=False,
     layer={
         **_llama_style.PRE_NORMS,
-        **_llama_style.attention(bias="attention_bias", out_bias="attention_bias"),
-        **_llama_style.gated_mlp(bias="mlp_bias"),
+        **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
+        **_llama_style.gated_mlp(bias=if_set("mlp_bias")),
     },
     dropped={
         **_llama_style.LEGACY_BUFFERS,
         "rope.freqs": "rotary frequencies of Meta's files, computed from the config",
     },
-    layouts=lambda table: {
-        **hf_flax_layout(table, TENSOR_PREFIX, "weight", condition_overrides={"mlp_bias": False}),
+    layouts=lambda parameters: {
+        **hf_flax_layout(
+            parameters, TENSOR_PREFIX, norm_name="weight", condition_overrides={if_set("mlp_bias"): False}
+        ),
         "easylm": EASYLM_LAYOUT,
     },
 )

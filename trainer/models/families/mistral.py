@@ -1,4 +1,4 @@
-"""Mistral: LLaMA with a window."""
+"""Mistral: LLaMA with a sliding window."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from trainer.models.parameters import HFConfig
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; MistralConfig's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of MistralConfig."""
     return _llama_style.sizes(config, mlp=14336, kv_heads=8)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else. A window that is null is none."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported.
+
+    A `sliding_window` of null means full attention.
+    """
     reject_unsupported_fields(config, *ROPE_FIELDS, "sliding_window", "layer_types")
-    found = sizes(config)
-    windows = uniform_windows(found["layers"], config.get("sliding_window", 4096))
-    return dataclasses.replace(_llama_style.arch_config(config, found, max_positions=131072), sliding_windows=windows)
+    axis_sizes = sizes(config)
+    windows = uniform_windows(axis_sizes["layers"], config.get("sliding_window", 4096))
+    return dataclasses.replace(
+        _llama_style.arch_config(config, axis_sizes, max_positions=131072), sliding_windows=windows
+    )
 
 
 FAMILY = _llama_style.build_family(
@@ -29,5 +34,5 @@ FAMILY = _llama_style.build_family(
     arch_config=arch_config,
     tied_by_default=False,
     layer={**_llama_style.PRE_NORMS, **_llama_style.attention(), **_llama_style.gated_mlp()},
-    layouts=lambda table: hf_flax_layout(table, _llama_style.TENSOR_PREFIX, norm_name="weight"),
+    layouts=lambda parameters: hf_flax_layout(parameters, _llama_style.TENSOR_PREFIX, norm_name="weight"),
 )

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a few large experts in each layer."""
+"""Mixtral: Mistral with a sparse MoE of a few large experts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trainer.models.parameters import HFConfig, read_size
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; MixtralConfig's defaults where a field is absent."""
-    experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 8))  # of both the alias wins
+    """Return atom -> extent; absent fields have the defaults of MixtralConfig."""
+    experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 8))  # the alias overrides
     return {**_llama_style.sizes(config, mlp=14336, kv_heads=8), "experts": experts, "gate_up": 2}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "sliding_window", "layer_types", "num_local_experts", "num_experts")
-    found = sizes(config)
+    axis_sizes = sizes(config)
     return dataclasses.replace(
-        _llama_style.arch_config(config, found, max_positions=131072, rope_theta=1e6),
+        _llama_style.arch_config(config, axis_sizes, max_positions=131072, rope_theta=1e6),
         norm_eps=read_positive(config, "rms_norm_eps", 1e-5),
-        sliding_windows=uniform_windows(found["layers"], config.get("sliding_window")),
-        experts_per_token=_llama_style.read_experts_per_token(config, found["experts"], default=2),
+        sliding_windows=uniform_windows(axis_sizes["layers"], config.get("sliding_window")),
+        experts_per_token=_llama_style.read_experts_per_token(config, axis_sizes["experts"], default=2),
     )
 
 

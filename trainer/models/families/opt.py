@@ -1,5 +1,4 @@
-"""OPT: learned positions of which two rows are unused; norms before each part, or after as in its 350M, whose
-embeddings are narrower than its layers."""
+"""OPT: learned positions with two unused rows; pre-norm, or post-norm with narrower embeddings (350M)."""
 
 from __future__ import annotations
 
@@ -12,32 +11,40 @@ from trainer.models.parameters import HFConfig, read_size
 from trainer.models.rows import attention, build_family, embedding, layer_norm, linear, matrix, stack, unless_false
 
 UNUSED_POSITIONS = 2
-NORM_EPS = 1e-5  # torch's, no field says it
+NORM_EPS = 1e-5  # the default of torch.nn.LayerNorm; no config field sets it
 HAS_PRE_NORM, HAS_BIAS = unless_false("do_layer_norm_before"), unless_false("enable_bias")
 HAS_NORM_WEIGHTS = unless_false("layer_norm_elementwise_affine")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; OPTConfig's defaults where a field is absent."""
-    names = {"mlp": "ffn_dim"}
-    found = _gpt_style.sizes(config, 50272, positions=2048, embed=768, layers=12, heads=12, mlp=3072, field_names=names)
-    positions, word_embed = (
-        found["positions"] + UNUSED_POSITIONS,
-        read_size(config, "word_embed_proj_dim", found["embed"]),
+    """Return atom -> extent; absent fields have the defaults of OPTConfig."""
+    axis_sizes = _gpt_style.sizes(
+        config,
+        vocab=50272,
+        positions=2048,
+        embed=768,
+        layers=12,
+        heads=12,
+        mlp=3072,
+        field_names={"mlp": "ffn_dim"},
     )
-    return {**found, "positions": positions, "word_embed": word_embed}
+    return {
+        **axis_sizes,
+        "positions": axis_sizes["positions"] + UNUSED_POSITIONS,
+        "word_embed": read_size(config, "word_embed_proj_dim", axis_sizes["embed"]),
+    }
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config)
-    found = sizes(config)
+    axis_sizes = sizes(config)
     return dataclasses.replace(
-        _gpt_style.arch_config(config, found, activation=("activation_function", "relu")),
+        _gpt_style.arch_config(config, axis_sizes, activation=("activation_function", "relu")),
         norm_eps=NORM_EPS,
         block_type="pre" if HAS_PRE_NORM(config) else "post",
         has_final_norm=_has_final_norm(config),
-        max_positions=found["positions"] - UNUSED_POSITIONS,
+        max_positions=axis_sizes["positions"] - UNUSED_POSITIONS,
         position_offset=UNUSED_POSITIONS,
         init_std=read_positive(config, "init_std", 0.02),
     )
@@ -52,14 +59,18 @@ def _final_norm_has_weights(config: HFConfig) -> bool:
 
 
 def _projects_embeddings(config: HFConfig) -> bool:
-    found = sizes(config)
-    return found["word_embed"] != found["embed"]
+    axis_sizes = sizes(config)
+    return axis_sizes["word_embed"] != axis_sizes["embed"]
 
 
 PARAMETERS = {
     **embedding("tokens", "vocab word_embed <- decoder.embed_tokens.weight: vocab word_embed"),
     **embedding("positions", "positions embed <- decoder.embed_positions.weight: positions embed"),
-    **matrix("project_in", "embed word_embed <- decoder.project_in.weight: embed word_embed", condition=_projects_embeddings),
+    **matrix(
+        "project_in",
+        "embed word_embed <- decoder.project_in.weight: embed word_embed",
+        condition=_projects_embeddings,
+    ),
     **stack("layers", "decoder.layers.{layers}", {
         **layer_norm("attn_norm", "embed <- self_attn_layer_norm.weight: embed", HAS_NORM_WEIGHTS),
         **attention("self_attn.{}_proj", out_name="out", bias=HAS_BIAS, out_bias=HAS_BIAS),
@@ -68,7 +79,11 @@ PARAMETERS = {
         **linear("mlp.down", "embed mlp <- fc2.weight: embed mlp", HAS_BIAS),
     }),
     **layer_norm("final_norm", "embed <- decoder.final_layer_norm.weight: embed", _final_norm_has_weights),
-    **matrix("project_out", "word_embed embed <- decoder.project_out.weight: word_embed embed", condition=_projects_embeddings),
+    **matrix(
+        "project_out",
+        "word_embed embed <- decoder.project_out.weight: word_embed embed",
+        condition=_projects_embeddings,
+    ),
     **matrix("head", "vocab word_embed <- lm_head.weight: vocab word_embed"),
 }  # fmt: skip
 LEGACY_BUFFERS = {"decoder.version": "version of the format"}
@@ -76,5 +91,12 @@ LAYOUTS = hf_flax_layout(
     PARAMETERS, "model.", allows_tied_head=True, condition_overrides={HAS_BIAS: True, HAS_NORM_WEIGHTS: True}
 )
 FAMILY = build_family(
-    "opt", "model.", sizes, arch_config, PARAMETERS, tied_by_default=True, dropped=LEGACY_BUFFERS, layouts=LAYOUTS
+    name="opt",
+    prefix="model.",
+    sizes=sizes,
+    arch_config=arch_config,
+    parameters=PARAMETERS,
+    tied_by_default=True,
+    dropped=LEGACY_BUFFERS,
+    layouts=LAYOUTS,
 )

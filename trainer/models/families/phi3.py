@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4-mini: LLaMA with queries, keys and values in one matrix, gate and up in another."""
+"""Phi-3, 3.5 and 4-mini: LLaMA with fused QKV, and gate and up fused in one matrix."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ ROPE_TYPE_ALIASES = {
     "longrope": "longrope",
     "su": "longrope",
     "yarn": "longrope",
-}  # the last two once were
+}  # "su" and "yarn" are names of longrope in older Phi-3 configs
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; Phi3Config's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of Phi3Config."""
     return {**_llama_style.sizes(config, vocab=32064, embed=3072, mlp=8192), "gate_up": 2}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "partial_rotary_factor", "sliding_window", "layer_types")
-    found, positions = sizes(config), read_size(config, "max_position_embeddings", 4096)
+    axis_sizes, max_positions = sizes(config), read_size(config, "max_position_embeddings", 4096)
     original = read_size(config, "original_max_position_embeddings", 4096)
     with_original = {**config, "original_max_position_embeddings": original}
-    rope = read_rope(with_original, found["head_dim"], positions, allow_partial=True, rope_types=ROPE_TYPE_ALIASES)
+    rope = read_rope(
+        with_original, axis_sizes["head_dim"], max_positions, allow_partial=True, rope_types=ROPE_TYPE_ALIASES
+    )
     return dataclasses.replace(
-        _llama_style.arch_config(config, found, positions, rope=rope),
+        _llama_style.arch_config(config, axis_sizes, max_positions, rope=rope),
         norm_eps=read_positive(config, "rms_norm_eps", 1e-5),
-        sliding_windows=uniform_windows(found["layers"], config.get("sliding_window")),
+        sliding_windows=uniform_windows(axis_sizes["layers"], config.get("sliding_window")),
     )
 
 

@@ -1,4 +1,4 @@
-"""Qwen3: LLaMA with a norm of each query and key, and large heads; upper layers may have a window."""
+"""Qwen3: LLaMA with QK norms and a head width of its own; upper layers may have a sliding window."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields
 from trainer.models.families import _llama_style
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; Qwen3Config's defaults where a field is absent."""
+    """Return atom -> extent; absent fields have the defaults of Qwen3Config."""
     return _llama_style.sizes(config, vocab=151936, mlp=22016, kv_heads=32, head_dim=128)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", "sliding_window", "layer_types")
-    found = sizes(config)
-    windows = _llama_style.read_upper_layer_windows(config, found["layers"])
-    return dataclasses.replace(_llama_style.arch_config(config, found, max_positions=32768), sliding_windows=windows)
+    axis_sizes = sizes(config)
+    windows = _llama_style.read_upper_layer_windows(config, axis_sizes["layers"])
+    return dataclasses.replace(
+        _llama_style.arch_config(config, axis_sizes, max_positions=32768), sliding_windows=windows
+    )
 
 
 FAMILY = _llama_style.build_family(
@@ -29,7 +31,7 @@ FAMILY = _llama_style.build_family(
     tied_by_default=False,
     layer={
         **_llama_style.PRE_NORMS,
-        **_llama_style.attention(bias="attention_bias", out_bias="attention_bias"),
+        **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.QK_NORMS,
         **_llama_style.gated_mlp(),
     },

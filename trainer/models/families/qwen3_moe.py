@@ -1,4 +1,4 @@
-"""Qwen3's mixtures: as Qwen3, with many small experts in each layer."""
+"""Qwen3-MoE: Qwen3 with a sparse MoE of many small experts."""
 
 from __future__ import annotations
 
@@ -7,46 +7,48 @@ import dataclasses
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields, uniform_windows
 from trainer.models.errors import PrepError
 from trainer.models.families import _llama_style
-from trainer.models.parameters import HFConfig, read_size
+from trainer.models.parameters import HFConfig, if_set, read_size
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; Qwen3MoeConfig's defaults where a field is absent. `intermediate_size` is of layers without
-    experts, which are refused."""
-    found = _llama_style.sizes(config, vocab=151936, embed=2048, layers=24, kv_heads=4)
-    _check_every_layer_has_experts(config, found["layers"])
+    """Return atom -> extent; absent fields have the defaults of Qwen3MoeConfig.
+
+    `intermediate_size` is not read: it belongs to dense layers, and prep does not support them here.
+    """
+    axis_sizes = _llama_style.sizes(config, vocab=151936, embed=2048, layers=24, kv_heads=4)
+    _check_every_layer_has_experts(config, axis_sizes["layers"])
+    experts = read_size(config, "num_local_experts", read_size(config, "num_experts", 128))  # the alias overrides
     return {
-        **found,
+        **axis_sizes,
         "mlp": read_size(config, "moe_intermediate_size", 768),
-        "experts": read_size(
-            config, "num_local_experts", read_size(config, "num_experts", 128)
-        ),  # of both the alias wins
+        "experts": experts,
         "gate_up": 2,
     }
 
 
 def _check_every_layer_has_experts(config: HFConfig, layers: int) -> None:
-    """Raise PrepError if a layer has one feed-forward part instead of experts."""
-    plain, step = config.get("mlp_only_layers") or [], read_size(config, "decoder_sparse_step", 1)
-    if not isinstance(plain, list):
-        raise PrepError("config.json makes no sense", f"mlp_only_layers is {plain!r:.60}, not a list of layers")
-    dense = [layer for layer in range(layers) if layer in plain or (layer + 1) % step]
+    """Raise PrepError if a layer has a dense MLP."""
+    dense_layers, step = config.get("mlp_only_layers") or [], read_size(config, "decoder_sparse_step", 1)
+    if not isinstance(dense_layers, list):
+        why = f"mlp_only_layers is {dense_layers!r:.60}, it must be a list of layers"
+        raise PrepError("config.json is invalid", why)
+    dense = [layer for layer in range(layers) if layer in dense_layers or (layer + 1) % step]
     if dense:
-        field = "mlp_only_layers" if dense[0] in plain else "decoder_sparse_step"
-        why = f"by `{field}` layer {dense[0]} of {layers} has none: layers of two kinds cannot be stacked"
-        raise PrepError("layers with and without experts in one model are not supported", why)
+        field = "mlp_only_layers" if dense[0] in dense_layers else "decoder_sparse_step"
+        why = f"by `{field}` layer {dense[0]} of {layers} has a dense MLP, which cannot be stacked with experts"
+        raise PrepError("models with both dense and MoE layers are not supported", why)
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
-    known = ("sliding_window", "layer_types", "num_experts", "num_local_experts", "mlp_only_layers")
-    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", *known)
-    found = sizes(config)
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
+    moe_fields = ("sliding_window", "layer_types", "num_experts", "num_local_experts", "mlp_only_layers")
+    reject_unsupported_fields(config, *ROPE_FIELDS, "attention_bias", *moe_fields)
+    axis_sizes = sizes(config)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     return dataclasses.replace(
-        _llama_style.arch_config(config, found, max_positions=32768),
-        sliding_windows=uniform_windows(found["layers"], window),
-        experts_per_token=_llama_style.read_experts_per_token(config, found["experts"], default=8),
+        _llama_style.arch_config(config, axis_sizes, max_positions=32768),
+        sliding_windows=uniform_windows(axis_sizes["layers"], window),
+        experts_per_token=_llama_style.read_experts_per_token(config, axis_sizes["experts"], default=8),
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
     )
 
@@ -58,7 +60,7 @@ FAMILY = _llama_style.build_family(
     tied_by_default=False,
     layer={
         **_llama_style.PRE_NORMS,
-        **_llama_style.attention(bias="attention_bias", out_bias="attention_bias"),
+        **_llama_style.attention(bias=if_set("attention_bias"), out_bias=if_set("attention_bias")),
         **_llama_style.QK_NORMS,
         **_llama_style.experts(
             gate="mlp.experts.{experts}.gate_proj.weight",

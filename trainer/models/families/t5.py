@@ -1,4 +1,4 @@
-"""T5, T5 v1.1 and Flan-T5: an encoder and a decoder, with a bias of scores by distance instead of positions."""
+"""T5, T5 v1.1 and Flan-T5: an encoder and a decoder, with relative position biases instead of position embeddings."""
 
 from __future__ import annotations
 
@@ -18,61 +18,65 @@ from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import MAX_LAYERS, Family, HFConfig, WeightTying, read_size
 from trainer.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
 
-FIELD_ALIASES = {  # of fields, which win over them; the decoder has as many layers as `num_layers` says by its own name
+FIELDS = {  # atom -> config field and its default
+    "vocab": ("vocab_size", 32128), "embed": ("d_model", 512), "mlp": ("d_ff", 2048), "heads": ("num_heads", 8),
+    "head_dim": ("d_kv", 64), "encoder_layers": ("num_layers", 6), "buckets": ("relative_attention_num_buckets", 32),
+}  # fmt: skip
+FIELD_ALIASES = {  # atom -> field that overrides the one above; the decoder's layers ignore `num_hidden_layers`
     "embed": "hidden_size", "heads": "num_attention_heads", "head_dim": "head_dim",
     "encoder_layers": "num_hidden_layers",
 }  # fmt: skip
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Atom -> extent; T5Config's defaults where a field is absent."""
-    fields = {
-        "vocab": ("vocab_size", 32128), "embed": ("d_model", 512), "mlp": ("d_ff", 2048), "heads": ("num_heads", 8),
-        "head_dim": ("d_kv", 64), "encoder_layers": ("num_layers", 6),
-        "buckets": ("relative_attention_num_buckets", 32),
-    }  # fmt: skip
-    own = {atom: read_size(config, field, default) for atom, (field, default) in fields.items()}
-    found = {atom: read_size(config, FIELD_ALIASES.get(atom, ""), default) for atom, default in own.items()}
-    read_size(found, "encoder_layers", 1, MAX_LAYERS)
-    return found | {"layers": read_size(config, "num_decoder_layers", own["encoder_layers"], MAX_LAYERS)}
+    """Return atom -> extent; absent fields have the defaults of T5Config."""
+    field_sizes = {atom: read_size(config, field, default) for atom, (field, default) in FIELDS.items()}
+    axis_sizes = {atom: read_size(config, FIELD_ALIASES.get(atom, ""), value) for atom, value in field_sizes.items()}
+    read_size(axis_sizes, "encoder_layers", 1, MAX_LAYERS)
+    layers = read_size(config, "num_decoder_layers", field_sizes["encoder_layers"], MAX_LAYERS)
+    return axis_sizes | {"layers": layers}
 
 
 def arch_config(config: HFConfig) -> ArchConfig:
-    """What its layers compute; PrepError where the config asks for something else."""
+    """Return the architecture; raise PrepError if the config is invalid or not supported."""
     reject_unsupported_fields(config, "is_encoder_decoder")
     if not config.get("is_encoder_decoder", True):
-        raise PrepError("`is_encoder_decoder` is false", "config.json says it; prep knows T5 with both of its halves")
-    found, key = sizes(config), "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
-    near = RelativePositionBias(
-        found["buckets"],
+        raise PrepError("`is_encoder_decoder` false is not supported for this family", "T5 needs its encoder")
+    axis_sizes = sizes(config)
+    activation_field = "dense_act_fn" if config.get("dense_act_fn") else "feed_forward_proj"
+    causal_bias = RelativePositionBias(
+        axis_sizes["buckets"],
         read_size(config, "relative_attention_max_distance", 128, MAX_RELATIVE_DISTANCE),
         bidirectional=False,
     )
-    common = ArchConfig(
+    decoder = ArchConfig(
         norm="rms",
         norm_eps=read_positive(config, "layer_norm_epsilon", 1e-6),
-        activation=read_activation({key: _read_feed_forward(config)[1]}, key, ""),
+        activation=read_activation({activation_field: _read_feed_forward(config)[1]}, activation_field, ""),
         has_gated_mlp=_is_gated(config),
         attn_scale=1.0,
-        sliding_windows=(FULL_ATTENTION,) * found["layers"],
+        sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
         rope=None,
-        relative_position_bias=near,
+        relative_position_bias=causal_bias,
         max_positions=0,
-        init_std=read_positive(config, "initializer_factor", 1.0) * found["embed"] ** -0.5,
+        init_std=read_positive(config, "initializer_factor", 1.0) * axis_sizes["embed"] ** -0.5,
     )
-    windows, both_ways = (FULL_ATTENTION,) * found["encoder_layers"], dataclasses.replace(near, bidirectional=True)
-    encoder = dataclasses.replace(common, sliding_windows=windows, relative_position_bias=both_ways)
-    return dataclasses.replace(
-        common, encoder=encoder, lm_head_input_scale=found["embed"] ** -0.5 if _scales_decoder_output(config) else 1.0
+    encoder = dataclasses.replace(
+        decoder,
+        sliding_windows=(FULL_ATTENTION,) * axis_sizes["encoder_layers"],
+        relative_position_bias=dataclasses.replace(causal_bias, bidirectional=True),
     )
+    scale = axis_sizes["embed"] ** -0.5 if _scales_decoder_output(config) else 1.0
+    return dataclasses.replace(decoder, encoder=encoder, lm_head_input_scale=scale)
 
 
 def _read_feed_forward(config: HFConfig) -> tuple[bool, str]:
-    """Whether the feed-forward part has a gate, unless another field says it, and its activation, where one may win."""
+    """Return whether `feed_forward_proj` asks for a gate, and the activation, which `dense_act_fn` overrides."""
     text = str(config.get("feed_forward_proj", "relu"))
     gate, _, name = text.rpartition("-")
     if gate not in ("", "gated"):
-        raise PrepError("config.json makes no sense", f"feed_forward_proj is {text!r:.60}, not `ACT` or `gated-ACT`")
+        why = f"feed_forward_proj is {text!r:.60}, it must be `ACT` or `gated-ACT`"
+        raise PrepError("config.json is invalid", why)
     return bool(gate), config.get("dense_act_fn") or ("gelu_new" if text == "gated-gelu" else name)
 
 
@@ -81,47 +85,63 @@ def _is_gated(config: HFConfig) -> bool:
 
 
 def _scales_decoder_output(config: HFConfig) -> bool:
-    """Whether hidden states are scaled before the head: where that is the embedding, unless the config says."""
+    """Return whether the hidden states are scaled before the head; by default a tied head needs it."""
     return bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings") is not False))
 
 
 def _stored_head_unties(config: HFConfig) -> bool:
-    """Whether the file alone says if the head is the embedding: transformers 5 writes of each T5 that it is tied, and
-    a null says nothing."""
+    """Return whether a stored head overrides `tie_word_embeddings`.
+
+    Transformers 5 writes true for every T5 model, so a model without scaled outputs has a head of its own. A null
+    has no effect.
+    """
     return not _scales_decoder_output(config) or config.get("tie_word_embeddings", True) is None
 
 
-def _attention_sublayer(ours: str, number: int, theirs: str) -> Parameters:
-    """Attention, part `number` of a layer, after its norm."""
-    rows = attention(f"{number}.{theirs}.{{}}", "o")
+def _attention_sublayer(path: str, number: int, module: str) -> Parameters:
+    """Return the parameters of an attention sublayer and of the norm before it.
+
+    Args:
+        path: Path of the attention in the tree.
+        number: Index of the sublayer in its layer.
+        module: Name of its module.
+    """
+    parameters = attention(f"{number}.{module}.{{}}", out_name="o")
     return {
-        **rms_norm(f"{ours}_norm", f"embed <- {number}.layer_norm.weight: embed"),
-        **{path.replace("attn.", f"{ours}."): row for path, row in rows.items()},
+        **rms_norm(f"{path}_norm", f"embed <- {number}.layer_norm.weight: embed"),
+        **{name.replace("attn.", f"{path}."): parameter for name, parameter in parameters.items()},
     }
 
 
-def _stack_parameters(half: str, layers: str, *looks: Parameters) -> Parameters:
-    """The encoder or the decoder; all of its layers use the bias of the first."""
-    last, bias = len(looks), f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    gate, up, both = (f"mlp embed <- {last}.DenseReluDense.{name}.weight: mlp embed" for name in ("wi_0", "wi_1", "wi"))
-    feed = {
-        **rms_norm("mlp_norm", f"embed <- {last}.layer_norm.weight: embed"),
+def _stack_parameters(stack_name: str, layers: str, *attention_sublayers: Parameters) -> Parameters:
+    """Return the parameters of the encoder or the decoder; all layers share the position bias of the first.
+
+    Args:
+        stack_name: "encoder" or "decoder", in paths and tensor names.
+        layers: Atom of its layers.
+        attention_sublayers: Parameters of the sublayers before the MLP.
+    """
+    mlp_index, first_attention = len(attention_sublayers), f"{stack_name}.block.0.layer.0.SelfAttention"
+    gate, up, ungated_up = (
+        f"mlp embed <- {mlp_index}.DenseReluDense.{name}.weight: mlp embed" for name in ("wi_0", "wi_1", "wi")
+    )
+    mlp = {
+        **rms_norm("mlp_norm", f"embed <- {mlp_index}.layer_norm.weight: embed"),
         **matrix("mlp.gate", gate, condition=_is_gated),
-        **matrix("mlp.up", up, condition=_is_gated, else_row=both),
-        **matrix("mlp.down", f"embed mlp <- {last}.DenseReluDense.wo.weight: embed mlp"),
+        **matrix("mlp.up", up, condition=_is_gated, else_row=ungated_up),
+        **matrix("mlp.down", f"embed mlp <- {mlp_index}.DenseReluDense.wo.weight: embed mlp"),
     }
-    layer = {path: row for part in (*looks, feed) for path, row in part.items()}
+    layer = {path: parameter for sublayer in (*attention_sublayers, mlp) for path, parameter in sublayer.items()}
+    bias = f"{first_attention}.relative_attention_bias.weight"
     return {
-        **stack(f"{half}.layers", f"{half}.block.{{{layers}}}.layer", layer),
-        **matrix(f"{half}.relative_positions", f"buckets heads <- {bias}: buckets heads"),
-        **rms_norm(f"{half}.final_norm", f"embed <- {half}.final_layer_norm.weight: embed"),
+        **stack(f"{stack_name}.layers", f"{stack_name}.block.{{{layers}}}.layer", layer),
+        **matrix(f"{stack_name}.relative_positions", f"buckets heads <- {bias}: buckets heads"),
+        **rms_norm(f"{stack_name}.final_norm", f"embed <- {stack_name}.final_layer_norm.weight: embed"),
     }
 
 
-SELF_ATTENTION, CROSS_ATTENTION = (
-    _attention_sublayer("attn", 0, "SelfAttention"),
-    _attention_sublayer("cross", 1, "EncDecAttention"),
-)
+SELF_ATTENTION = _attention_sublayer("attn", 0, "SelfAttention")
+CROSS_ATTENTION = _attention_sublayer("cross", 1, "EncDecAttention")
 PARAMETERS = {
     **embedding("tokens", "vocab embed <- shared.weight: vocab embed"),
     **_stack_parameters("encoder", "encoder_layers", SELF_ATTENTION),
@@ -147,5 +167,5 @@ FAMILY = Family(
     layouts=hf_flax_layout(
         PARAMETERS, prefix="", norm_name="weight", allows_tied_head=True, ignored_fields=("scale_decoder_outputs",)
     ),
-    duplicates={f"{half}.embed_tokens.weight": "shared.weight" for half in ("encoder", "decoder")},
+    duplicates={f"{stack_name}.embed_tokens.weight": "shared.weight" for stack_name in ("encoder", "decoder")},
 )

@@ -1,4 +1,4 @@
-"""The families' tables against transformers: by golden files always, live where it is installed."""
+"""Parameters of all families, compared with transformers: by golden files, and live if it is installed."""
 
 from __future__ import annotations
 
@@ -12,67 +12,68 @@ import pytest
 from tests.golden import make_families
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError
-from trainer.models.parameters import HFConfig, parameter_rows, stack_axis
+from trainer.models.parameters import Family, HFConfig, parameter_rows, stack_axis
 from trainer.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
 
 GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))}
 
 
-def tensors_of(config: HFConfig, scan: bool = True) -> dict[str, list[int]]:
-    """What the family's rows say that a checkpoint with this config holds: name -> shape."""
+def tensor_shapes(config: HFConfig, scan: bool = True) -> dict[str, list[int]]:
+    """Return name -> shape of the tensors of a checkpoint, by the rows of its family."""
     family = family_of(config)
-    found = {}
+    shapes = {}
     for path, row in parameter_rows(family, config, scan).items():
         if path == family.tying.head_leaf and family.is_tied(config):
             continue
         bound = bind_row(row, family.sizes(config))
         for bare, _ in bound.tensors():
-            found[bare if bare in family.unprefixed else family.prefix + bare] = list(bound.source_shape)
-    return found
+            shapes[bare if bare in family.unprefixed else family.prefix + bare] = list(bound.source_shape)
+    return shapes
 
 
-def test_there_is_a_golden_file_for_each_config():
+def test_every_config_has_a_golden_file():
     assert {name: golden["config"] for name, golden in GOLDEN.items()} == dict(make_families.CONFIGS)
     assert {golden["config"]["model_type"] for golden in GOLDEN.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("scan", [True, False])
-def test_names_and_shapes_are_those_of_transformers(name: str, scan: bool):
+def test_names_and_shapes_equal_golden_files(name: str, scan: bool):
     golden = GOLDEN[name]
-    assert tensors_of(golden["config"], scan) == golden["tensors"]
+    assert tensor_shapes(golden["config"], scan) == golden["tensors"]
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_transformers_still_says_so(name: str):
+def test_golden_files_equal_transformers(name: str):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     assert make_families.describe(GOLDEN[name]["config"]) == GOLDEN[name]
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_no_rule_drops_a_parameter(name: str):
+def test_dropped_patterns_match_no_parameter(name: str):
     family = family_of(GOLDEN[name]["config"])
     patterns = [re.escape(rule).replace(r"\{i\}", r"\d+") for rule in family.dropped]
     bare = [tensor.removeprefix(family.prefix) for tensor in GOLDEN[name]["tensors"]]
     assert not [tensor for tensor in bare for pattern in patterns if re.fullmatch(pattern, tensor)]
 
 
-WHOLE = {"word_embed_proj_dim": 24, "feed_forward_proj": "gated-gelu"}  # an OPT and a T5 with all that they may have
+OPTIONAL_PARAMETERS = {"word_embed_proj_dim": 24, "feed_forward_proj": "gated-gelu"}  # of OPT and T5
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_table_is_in_itself_consistent(family):
-    fields = {p.when: True for p in family.parameters.values() if p.when and isinstance(p.when, str)}
-    config = {"model_type": family.name, **WHOLE, **fields}
-    table = parameter_rows(family, config)
-    assert list(table) == list(family.parameters)
-    assert family.tying.leaf in table
-    bound = [bind_row(row, family.sizes(config)) for row in table.values()]
+def test_family_parameters_are_consistent(family: Family):
+    conditions = (parameter.condition for parameter in family.parameters.values())
+    fields = {condition: True for condition in conditions if condition and isinstance(condition, str)}
+    config = {"model_type": family.name, **OPTIONAL_PARAMETERS, **fields}
+    rows = parameter_rows(family, config)
+    assert list(rows) == list(family.parameters)
+    assert family.tying.head_leaf in rows
+    bound = [bind_row(row, family.sizes(config)) for row in rows.values()]
     names = [row.name_parts for row in bound]
     assert len({(row.name_parts, row.source_dims) for row in bound}) == len(bound)
-    assert {family.tying.tensor, family.tying.embedding} <= {name[0] for name in names}
-    for path, row in table.items():
+    assert {family.tying.head_tensor, family.tying.embedding_tensor} <= {name[0] for name in names}
+    for path, row in rows.items():
         assert ("layers" in path.split(".")) == (stack_axis(row.leaf_dims) is not None)
         assert all(part.isidentifier() for part in path.split("."))
 
@@ -98,15 +99,15 @@ def test_a_table_is_in_itself_consistent(family):
         ({"model_type": "t5", "num_decoder_layers": 0}, "num_decoder_layers is 0"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_named(config: dict[str, Any], reason: str):
+def test_sizes_reject_invalid_config(config: dict[str, Any], reason: str):
     with pytest.raises(PrepError, match=reason) as caught:
         family_of(config).sizes(config)
-    assert caught.value.what == "config.json makes no sense"
+    assert caught.value.what == "config.json is invalid"
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "bert"}, {"model_type": None}, {"model_type": ["llama"]}])
-def test_a_family_that_is_not_known_is_named_with_those_that_are(config: dict[str, Any]):
-    with pytest.raises(PrepError, match=f"known: {', '.join(FAMILIES)}") as caught:
+def test_family_of_error_lists_supported_families(config: dict[str, Any]):
+    with pytest.raises(PrepError, match=f"supported: {', '.join(FAMILIES)}") as caught:
         family_of(config)
     assert str(config.get("model_type")) in caught.value.what
 
@@ -130,22 +131,22 @@ COMMON = ("intermediate_size", "num_attention_heads", "num_hidden_layers", "voca
         ({"model_type": "x", "d_model": 8, "d_kv": 2, "d_ff": 2, "num_heads": 9, "vocab_size": 7}, "t5"),
     ],
 )
-def test_the_nearest_family_is_named(config: dict[str, Any], nearest: str):
+def test_family_of_error_names_most_similar_family(config: dict[str, Any], nearest: str):
     with pytest.raises(PrepError) as caught:
         family_of(config)
-    assert caught.value.hint == (f"the nearest is {nearest}; " if nearest else "") + ADD_FAMILY_HINT
+    assert caught.value.hint == (f"the most similar family is {nearest}; " if nearest else "") + ADD_FAMILY_HINT
     assert (Path(__file__).parents[4] / "docs" / "add-a-family.md").is_file()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize(("says", "tied"), [({}, None), ({"tie_word_embeddings": True}, True)])
-def test_what_a_config_says_of_tying_wins_over_the_class(family, says: dict[str, bool], tied: bool | None):
-    assert family.is_tied(says) == (family.tying.default if tied is None else tied)
+@pytest.mark.parametrize(("config", "tied"), [({}, None), ({"tie_word_embeddings": True}, True)])
+def test_tie_word_embeddings_overrides_default(family: Family, config: dict[str, bool], tied: bool | None):
+    assert family.is_tied(config) == (family.tying.tied_by_default if tied is None else tied)
     assert not family.is_tied({"tie_word_embeddings": False})
 
 
-def test_the_defaults_of_tying_are_those_of_the_classes():
-    assert {name: family.tying.default for name, family in FAMILIES.items()} == {
+def test_tied_by_default_equals_transformers():
+    assert {name: family.tying.tied_by_default for name, family in FAMILIES.items()} == {
         **dict.fromkeys(("gpt2", "gpt_neo", "opt", "gemma", "gemma2", "gemma3_text", "t5"), True),
         **dict.fromkeys(("gptj", "gpt_neox", "llama", "mistral", "mixtral", "phi3"), False),
         **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), False),
