@@ -30,11 +30,10 @@ from trainer.models.axis_map import bind_row, parse_row
 
 def dataclasses_in(hint: Any, found: set[type]) -> set[type]:
     """Return the dataclasses that a type refers to, directly or through fields."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if hint not in found:
-            found.add(hint)
-            for field_hint in typing.get_type_hints(hint).values():
-                dataclasses_in(field_hint, found)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint not in found:
+        found.add(hint)
+        for field_hint in typing.get_type_hints(hint).values():
+            dataclasses_in(field_hint, found)
     for argument in typing.get_args(hint):
         dataclasses_in(argument, found)
     return found
