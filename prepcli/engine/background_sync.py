@@ -20,7 +20,7 @@ class SyncPoint:
     Attributes:
         done_nbytes: Number of bytes written, over all streams.
         digests: Digests, by stream position, of streams that ended since the last point.
-        prefix: The stream that is partly written.
+        prefix: The partly written stream.
     """
 
     done_nbytes: int

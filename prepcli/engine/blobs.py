@@ -135,7 +135,7 @@ class FilesAndBlobs:
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy that is one run.
+        """Read a copy of a single run.
 
         Args:
             copy: The copy.

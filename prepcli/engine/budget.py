@@ -32,7 +32,7 @@ class Budget:
 
     @property
     def cache_nbytes(self) -> int:
-        """Memory for decoded chunks: what buffers and half of the bookkeeping reserve leave."""
+        """Memory for decoded chunks: the limit without buffers and half of the bookkeeping reserve."""
         free_nbytes = self.nbytes - self.buffer_count * (self.slab_nbytes + 2 * PAGE)
         return free_nbytes - min(free_nbytes, _bookkeeping_nbytes(self.nbytes)) // 2
 
@@ -63,7 +63,7 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0) -> Budget:
 
 
 def check_memory(nbytes: int, text: str) -> None:
-    """Raise a usage PrepError for a memory limit, given as `text`, that is too small for the engine."""
+    """Raise a usage PrepError if a memory limit, given as `text`, is too small for the engine."""
     if nbytes >= MIN_MEMORY_NBYTES:
         return
     needs = f"the engine needs at least four buffers of {MIN_MEMORY_NBYTES * 3 // 16 // MIB} MiB"
@@ -81,15 +81,15 @@ def parse_memory(text: str) -> int:
 
 
 def _bookkeeping_nbytes(nbytes: int) -> int:
-    """Return the part of a memory limit that is reserved for the plan and the index."""
+    """Return the part of a memory limit reserved for the plan and the index."""
     return min(nbytes // 4, 64 * MIB)
 
 
 class BufferPool:
     """A pool of equal buffers.
 
-    Buffers are allocated when they are first needed, and the latest released is reused first, so that memory that is
-    not needed is never touched.
+    Buffers are allocated when they are first needed, and the latest released is reused first, so that unneeded memory
+    is never touched.
     """
 
     def __init__(self, budget: Budget) -> None:

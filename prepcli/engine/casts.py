@@ -1,4 +1,4 @@
-"""Cast values from one float dtype to another, and count what the cast changes.
+"""Cast values from one float dtype to another, and count the changes.
 
 Each value is rounded once, to nearest even. NaN stays NaN. Only float dtypes of 16 to 64 bits are cast.
 """
@@ -29,11 +29,11 @@ class CastCounts:
 
     Attributes:
         values: Number of values.
-        changed: Values that are another number after the cast.
+        changed: Values with another number after the cast.
         overflowed: Finite values that became infinite.
         underflowed: Nonzero values that became 0.
-        nan: Values that are NaN.
-        worst: Largest relative error of values that are finite and nonzero after the cast.
+        nan: NaN values.
+        worst: Largest relative error over finite, nonzero cast values.
     """
 
     values: int = 0

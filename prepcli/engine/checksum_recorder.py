@@ -1,4 +1,4 @@
-"""Compute the XXH3-64 of checksum blocks from the bytes that a run writes, without reading files.
+"""Compute the XXH3-64 of checksum blocks while a run writes them, without reading files.
 
 A block may be written in several pieces. If the pieces are written in byte order, the block is hashed piece by piece.
 Otherwise its checksum stays 0, which means unknown, and is computed from the files when the output is complete.
@@ -32,7 +32,7 @@ ChecksumArray = npt.NDArray[np.uint64]
 
 
 class ChecksumRecorder:
-    """Records the checksums of an output's blocks from the slabs that a run writes.
+    """Records the checksums of an output's blocks while slabs are written.
 
     `sums` has the checksum of each block, by block number.
     """
@@ -59,7 +59,7 @@ class ChecksumRecorder:
             future.result()
 
     def record(self, copies: Sequence[StridedCopy], data: ByteArray) -> None:
-        """Record the runs of copies, which are packed one after another in `data`."""
+        """Record the runs of copies from `data`, where they are packed one after another."""
         data_offset = 0
         for copy in copies:
             run_nbytes = copy.run_nbytes
@@ -90,7 +90,7 @@ class ChecksumRecorder:
                 )
 
     def _record_in_block(self, number: int, block: ChecksumBlock, start: int, data: ByteArray) -> None:
-        """Hash a run inside a block if it continues the bytes that are hashed already."""
+        """Hash a run inside a block if it continues the hashed bytes."""
         if data.size == block.stop - block.start:
             self.sums[number] = checksum(data.data)
             return
@@ -116,7 +116,7 @@ class ChecksumRecorder:
 
 
 def load_checksums(path: Path, block_count: int) -> ChecksumArray:
-    """Load checksums that a recorder saved.
+    """Load the checksums saved by a recorder.
 
     Args:
         path: The file.

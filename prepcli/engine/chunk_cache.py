@@ -13,7 +13,7 @@ MAX_CHUNKS = 64  # each chunk may keep a file open
 
 
 class ChunkReader(Protocol):
-    """A reader of one chunk. `nbytes` is the memory that it takes."""
+    """A reader of one chunk. `nbytes` is its memory use."""
 
     nbytes: int
 

@@ -41,7 +41,7 @@ class RunReader(Protocol):
     """A reader of runs from numbered files, blobs or host arrays."""
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy that is one run.
+        """Read a copy of a single run.
 
         Args:
             copy: The copy.
@@ -112,7 +112,7 @@ class Files:
         self.close()
 
     def close(self) -> None:
-        """Close every descriptor. Data that was not synced may still be in the page cache."""
+        """Close every descriptor. Unsynced data may still be in the page cache."""
         for fd in self._descriptors:
             if fd >= 0:
                 os.close(fd)
@@ -129,7 +129,7 @@ class Files:
                 raise PrepError(f"{path} was changed by somebody else", "while it was written", "`--restart`")
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy that is one run.
+        """Read a copy of a single run.
 
         Args:
             copy: The copy.
@@ -172,7 +172,7 @@ class Files:
         return into[:filled]
 
     def write(self, copies: Sequence[StridedCopy], data: ByteArray) -> None:
-        """Write all runs of the copies, which are packed one after another in `data`. Raises PrepError."""
+        """Write all runs of the copies from `data`, where they are packed one after another. Raises PrepError."""
         try:
             with self.policy.writing(sum(copy.nbytes for copy in copies)) as mode:
                 self._write_runs(mode, copies, data)

@@ -101,7 +101,7 @@ class FillGenerator:
 
 
 def mean_source_number(streams: Sequence[Stream], stream_number: int) -> int:
-    """Return the number of the stream that has the true rows of the tensor that a stream pads."""
+    """Return the number of the stream with the true rows, for a stream of padding rows."""
     while streams[stream_number].rows[0]:
         stream_number -= 1
     return stream_number

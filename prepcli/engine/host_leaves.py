@@ -25,7 +25,7 @@ class HostLeafReader:
         self._read_nbytes = [0] * len(leaves)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy that is one run; return the part of `into` that contains it, with the same page offset."""
+        """Read a copy of a single run; return the part of `into` that contains it, with the same page offset."""
         page_offset = copy.file_offset % PAGE
         return self.read_runs((copy,), into[page_offset:])
 

@@ -78,7 +78,7 @@ class WritePolicy:
 
     @contextlib.contextmanager
     def writing(self, nbytes: int) -> Iterator[WriteMode]:
-        """Yield the mode of a write that the `with` block performs, and measure it. Raises OSError."""
+        """Yield the mode of the write in the `with` block, and measure it. Raises OSError."""
         if self._fixed or nbytes < TRIAL_NBYTES:
             yield self._fixed or WriteMode.DIRECT
             return

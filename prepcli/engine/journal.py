@@ -1,7 +1,7 @@
-"""The journal of a process: the streams that it has made durable, with their digests.
+"""The journal of a process: its durable streams, with their digests.
 
 Each line is a checksum, a space and a JSON object. Reading stops at the first line whose checksum does not match, such
-as a torn last line, or the first line of a journal of an earlier version, which has no checksums.
+as a torn last line. Journals of earlier versions have no checksums and count as empty.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class StreamPrefix:
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """The durable state that a journal records.
+    """The durable state recorded by a journal.
 
     Attributes:
         durable_nbytes: Number of durable bytes over all streams.
         digests: Digests of complete streams, by number in the plan.
-        prefix: The stream that is partly durable.
+        prefix: The partly durable stream.
         session: Identifies the processes that were at work when the journal was opened.
     """
 
@@ -56,11 +56,11 @@ EMPTY_JOURNAL_STATE = JournalState(0, {})
 
 
 def read_journal(path: Path, run_id: str, division: str = "") -> JournalState:
-    """Read the durable state that a journal records.
+    """Read the durable state recorded by a journal.
 
     Args:
         path: The journal.
-        run_id: The run that it must belong to.
+        run_id: The run of the expected journal.
         division: How the plan's streams are divided among processes.
 
     Returns:
@@ -112,7 +112,7 @@ def _check_run(path: Path, journal_run_id: str, run_id: str) -> None:
 class Journal:
     """An append-only journal file.
 
-    Its first line identifies the run. Each further line records what has become durable since. The file is rewritten
+    Its first line identifies the run. Each further line records new durable bytes. The file is rewritten
     when it is opened, because a line appended to a torn line would be lost.
     """
 
@@ -130,12 +130,11 @@ class Journal:
 
         Args:
             path: The journal.
-            run_id: The run that it belongs to.
+            run_id: The run of the journal.
             division: How the plan's streams are divided among processes.
-            stream_numbers: Numbers in the plan of this process's streams, in the order in which they are moved; None
-                for all streams.
+            stream_numbers: Numbers in the plan of this process's streams, in processing order; None for all streams.
             session: Identifies the processes that work together now.
-            state: The durable state to start from; None for the state that the existing journal records.
+            state: The durable state to start from; None for the state of the existing journal.
 
         Raises:
             PrepError: It belongs to another run, or cannot be read or written.
@@ -175,7 +174,7 @@ class Journal:
         Args:
             done_nbytes: Number of durable bytes over all streams.
             digests: Digests of streams that became complete, by position among this process's streams.
-            prefix: The stream that is partly durable.
+            prefix: The partly durable stream.
 
         Raises:
             PrepError: The journal cannot be written.
@@ -206,7 +205,7 @@ class Journal:
 
 
 def seal_line(content: bytes) -> bytes:
-    """Return a journal line: the checksum of the content, the content, which has no line break, and a line break."""
+    """Return a journal line: checksum, content and a line break. The content must not contain line breaks."""
     return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
 
 

@@ -34,7 +34,7 @@ def gather(slab: Slab, tensor: ByteArray, out: ByteArray, pool: Executor | None 
         pool: Threads that share the work; None to use the calling thread.
 
     Returns:
-        The part of `out` that was filled.
+        The filled part of `out`.
     """
     assignments, filled = [], 0
     for copy in slab.writes:
@@ -67,7 +67,7 @@ def scatter(slab: Slab, runs: ByteArray, out: ByteArray, pool: Executor | None =
 
 
 def threads() -> int:
-    """Return the number of threads that a `pool` should have on this machine."""
+    """Return the best number of threads for a `pool` on this machine."""
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 

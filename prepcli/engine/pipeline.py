@@ -76,13 +76,13 @@ def run(
 ) -> PipelineResult:
     """Move every stream from its source to the sink.
 
-    After an interruption at any point, the bytes that the journal records are durable. A later run with the same
+    After an interruption at any point, all bytes recorded in the journal are durable. A later run with the same
     journal resumes there and does not write complete streams again.
 
     Args:
         streams: The streams, in order.
-        source: Reader of the files that the streams are read from.
-        sink: Files that the streams are written to; None to digest the streams only.
+        source: Reader of the source files.
+        sink: Files to write; None to digest the streams only.
         budget: Memory budget.
         progress: Receives the number of moved bytes.
         journal: Records durable bytes; None to not resume.
@@ -104,7 +104,7 @@ class _SlabTask:
 
     Attributes:
         slab: The slab.
-        new_nbytes: Bytes that are not durable from an earlier run. If it is 0, the slab is not written.
+        new_nbytes: Bytes not durable from an earlier run. If it is 0, the slab is not written.
         needs_gather: Whether the bytes must be copied to the order and page offset of the sink.
         buffers: Buffers of the slab. The first one contains its bytes.
         data: The bytes.
@@ -198,7 +198,7 @@ class _PipelineRun:
                 stage.shutdown()
 
     def _streams_to_read(self) -> list[int]:
-        """Return the numbers of the streams to read: those that are not durable, and those whose mean fills them.
+        """Return the numbers of the streams to read: incomplete streams, and streams whose mean fills them.
 
         A partly durable stream is read from its first byte on, for its digest.
         """
@@ -219,7 +219,7 @@ class _PipelineRun:
                 yield _SlabTask(slab, self._new_nbytes(slab), needs_gather, buffers, np.empty(0, np.uint8))
 
     def _new_nbytes(self, slab: Slab) -> int:
-        """Return the number of a slab's bytes that are not durable from an earlier run."""
+        """Return the number of a slab's bytes not durable from an earlier run."""
         if slab.stream_number in self.durable_numbers:
             return 0
         durable_nbytes = (
@@ -338,7 +338,7 @@ class _PipelineRun:
         return not task.digests and any(copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in task.slab.writes)
 
     def _write_new(self, task: _SlabTask) -> None:
-        """Write a slab that is not durable, and advance the writer's position."""
+        """Write a slab, and advance the writer's position."""
         slab = task.slab
         if self.sink and slab.writes:
             self.sink.write(slab.writes, task.data)
@@ -374,7 +374,7 @@ def needs_permute(copies: tuple[StridedCopy, ...]) -> bool:
 
 
 def buffers_needed(slab: Slab, needs_gather: bool) -> int:
-    """Return the number of buffers that a slab needs: one, or two if its bytes are permuted, cast or gathered."""
+    """Return the number of buffers for a slab: one, or two if its bytes are permuted, cast or gathered."""
     return 1 + (needs_permute(slab.reads) or slab.is_cast or needs_gather)
 
 

@@ -24,7 +24,7 @@ def read_values(
     """Read a stream in runs of whole elements.
 
     Args:
-        files: Reader of the files that the stream is read from.
+        files: Reader of the source files.
         stream: The stream.
         buffers: Buffers from `allocate_run_buffers`.
 

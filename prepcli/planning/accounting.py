@@ -39,7 +39,7 @@ class TensorUse:
         path: Path of the leaf in the parameter tree.
         parameter: Path of the row in the family's table; differs from `path` if the row describes one leaf per layer.
         axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: (atom, index) of each stacked atom that the tensor's name selects.
+        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
     """
 
     path: str
@@ -55,7 +55,7 @@ class TensorNames:
     Attributes:
         family: The model family.
         is_prefixed: Whether any name in the source has the base prefix.
-        embedding_alias: Bare name of the tied head, or of a duplicate, that the source stores instead of the embedding.
+        embedding_alias: Bare name of the tied head, or of a duplicate, stored instead of the embedding.
             It is read as the embedding. Empty if the source stores the embedding itself.
         unprefixed_names: Names that lack the prefix in a source where other names have it.
     """
@@ -152,7 +152,7 @@ def detect_names(family: Family, config: HFConfig, full_names: Collection[str]) 
 
 
 def _find_embedding_alias(family: Family, config: HFConfig, bare_names: Collection[str]) -> str:
-    """Return the first stored tensor that equals an embedding that the source lacks, or an empty string."""
+    """Return the first stored duplicate of an embedding missing from the source, or an empty string."""
     tying = family.tying
     duplicates = [duplicate for duplicate, original in family.duplicates.items() if original == tying.embedding_tensor]
     candidates = [*duplicates, tying.head_tensor] if family.is_tied(config, bare_names) else duplicates
@@ -279,7 +279,7 @@ def _find_dropped(
     options: MatchOptions,
     duplicates: Mapping[str, str],
 ) -> Iterable[DroppedTensor]:
-    """Yield the unused tensors that a rule of the family, a duplicate or `--drop` allows to drop."""
+    """Yield the unused tensors dropped by a rule of the family, as a duplicate, or by `--drop`."""
     rules = {re.sub(r"\\{i\\}", r"\\d+", re.escape(pattern)): rule for pattern, rule in family.dropped.items()}
     for name, tensor in tensors.items():
         if name in used_names:
@@ -311,7 +311,7 @@ def _find_mismatches(
     tensors: Mapping[str, TensorInfo],
     dropped_names: Collection[str],
 ) -> _Mismatches:
-    """Collect the tensors that are missing, unexpected or of the wrong shape."""
+    """Collect the missing and unexpected tensors and the tensors of the wrong shape."""
     mismatches = _Mismatches()
     for name, uses in uses_by_name.items():
         expected = uses[0].axis_map.source_shape

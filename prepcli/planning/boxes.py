@@ -71,7 +71,7 @@ def split_merged_range(merged_range: Range, extents: Sequence[int]) -> Iterator[
 
 
 def _split_within_step(step: int, merged_range: Range, extents: Sequence[int]) -> Iterator[Box]:
-    """Split a range that lies inside one step of the outermost atom."""
+    """Split a range inside one step of the outermost atom."""
     start = step * math.prod(extents[1:])
     for inner_box in split_merged_range((merged_range[0] - start, merged_range[1] - start), extents[1:]):
         yield ((step, step + 1), *inner_box)

@@ -1,6 +1,6 @@
 """Checksum blocks: contiguous byte ranges of a leaf's chunks. Pure.
 
-A reader that needs part of a checkpoint verifies the blocks that it touches. A block's number depends only on the
+A reader of part of a checkpoint verifies only the blocks it touches. A block's number depends only on the
 shape, chunk shape and dtype of the leaves: leaves are numbered in order, the chunks of a leaf in C order of its grid,
 and the blocks of a chunk in byte order. File offsets and compression do not change it.
 """
@@ -31,7 +31,7 @@ class ChunkBlocks:
     """The division of a chunk into blocks.
 
     Attributes:
-        axis: Axis along which the chunk is split. A block covers the dims after it completely.
+        axis: Axis of the split. A block covers the dims after it completely.
         rows: Maximum number of indices of `axis` in a block.
         block_nbytes: Size of a full block.
         group_nbytes: Size of one index of the dim before `axis`. The last block of each group may be shorter.

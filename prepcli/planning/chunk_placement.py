@@ -28,7 +28,7 @@ class LeafPiece:
     Attributes:
         leaf_name: Dotted name of the leaf.
         axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: (atom, index) of each stacked atom that the tensor's name selects.
+        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
         grid: Chunk grid of the leaf.
         itemsize: Bytes per element.
         source_offset: Offset of the tensor in its source file; 0 if the tensor is not stored contiguously.
@@ -60,7 +60,7 @@ class ChunkLayout:
 def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
     """Lay out chunks in data files, in the order of the pieces.
 
-    A tensor that is copied in one contiguous run keeps its source's page offset, so that whole pages are copied with
+    A tensor copied in one contiguous run keeps its source's page offset, so that whole pages are copied with
     direct I/O. All other chunks start at a page boundary.
 
     Args:
@@ -81,7 +81,7 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
 
 
 def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the box of chunks that is placed together with a piece, as (first, stop) chunk indices.
+    """Return the box of chunks placed together with a piece, as (first, stop) chunk indices.
 
     The box covers the whole grid, except along dims of stacked atoms: there it covers the piece's own chunk.
     """
@@ -100,7 +100,7 @@ def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _place_group(
     layout: ChunkLayout, piece: LeafPiece, first: tuple[int, ...], stop: tuple[int, ...]
 ) -> StridedPlacement:
-    """Append a box of chunks to the last data file, or to a new one if that is full."""
+    """Append a box of chunks to the last data file, or to a new one if the last is full."""
     if layout.file_sizes[-1] >= FILE_NBYTES:
         layout.file_sizes.append(0)
     counts = [stop_index - start_index for start_index, stop_index in zip(first, stop)]

@@ -1,4 +1,4 @@
-"""Check that a plan covers its bytes: reads tile every tensor and writes tile every chunk exactly once. Pure."""
+"""Check a plan's coverage: reads tile every tensor and writes tile every chunk exactly once. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Repeats = tuple[tuple[int, int], ...]  # (count, stride) of a repeated run, oute
 
 
 def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
-    """Check that a plan reads and writes every byte exactly once.
+    """Check a plan: every byte must be read and written exactly once.
 
     Args:
         plan: The plan to check.
-        make_slabs: Returns a new iterator over the plan's slabs. It is called once for reads and once for writes, so
-            that the slabs are never all in memory.
+        make_slabs: Returns a new iterator over the plan's slabs. It is called once for reads and once for writes,
+            because the slabs do not fit in memory.
 
     Raises:
         PrepError: A byte is read or written twice or not at all, or tensors that must be equal are read in different
@@ -63,7 +63,7 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
 
 
 def stream_write_spans(stream: Stream) -> Iterator[FileSpan]:
-    """Yield the byte ranges of the data files that a stream writes."""
+    """Yield the byte ranges of the data files written by a stream."""
     return _declared_spans(stream, stream.writes, itemsize(stream.written_dtype))
 
 
@@ -81,7 +81,7 @@ def _check_stream(stream: Stream) -> None:
 
 
 def _row_indices(dim: TensorDim) -> set[int]:
-    """Return the indices of a tensor dim that a row maps."""
+    """Return the indices of a tensor dim mapped by a row."""
     indices = [dim.start]
     for factor, stride in zip(dim.factors, strides([f.extent for f in dim.factors])):
         factor_indices = range(factor.extent) if factor.fixed is None else (factor.fixed,)
@@ -104,7 +104,7 @@ def _slab_copies(plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", 
 
 
 def _expected_read_spans(plan: Plan) -> Iterator[FileSpan]:
-    """Yield the byte ranges that the streams must read."""
+    """Yield the byte ranges of all streams in their source files."""
     for stream in plan.streams:
         yield from _declared_spans(stream, stream.reads, itemsize(stream.dtype))
 

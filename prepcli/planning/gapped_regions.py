@@ -1,4 +1,4 @@
-"""Regions of leaves that a file stores in several runs with gaps between them, as Flax stores large arrays. Pure."""
+"""Regions of leaves stored in several runs with gaps between them, as Flax stores large arrays. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from prepcli.planning.strided_copies import Region, StridedCopy, region_copies
 
 @dataclass(frozen=True, slots=True)
 class GappedRegion:
-    """A region of a leaf that is one chunk, stored with gaps.
+    """A region of a single-chunk leaf, stored with gaps.
 
     Attributes:
         region: The region as if the file had no gaps.
-        gaps: (offset, nbytes) of each gap, ascending. Bytes from `offset` of the gapless file on lie `nbytes` further
-            back.
+        gaps: (offset, nbytes) of each gap, ascending. Bytes from `offset` of the gapless file on are stored `nbytes`
+            further back.
     """
 
     region: Region
@@ -50,7 +50,7 @@ def split_copy(copy: StridedCopy, boundary: int) -> tuple[list[StridedCopy], lis
         boundary: File offset.
 
     Returns:
-        The copies of the bytes before the boundary, and those of the bytes from it on.
+        The copies of the bytes before the boundary, and the copies of the bytes from it on.
     """
     end = copy.file_offset + sum((count - 1) * stride for count, _, stride in copy.dims) + copy.width
     if end <= boundary or copy.file_offset >= boundary:

@@ -30,7 +30,7 @@ class ChunkGrid:
 
 @dataclass(frozen=True, slots=True)
 class StridedPlacement:
-    """Chunks that are stored at regular offsets of one file.
+    """Chunks stored at regular offsets of one file.
 
     Attributes:
         file: Number of the file.
@@ -84,7 +84,7 @@ class AxisStep:
 
 @dataclass(frozen=True, slots=True)
 class DimPiece:
-    """A part of a leaf dim that is a nest of regular loops over the chunk grid.
+    """A part of a leaf dim, as a nest of regular loops over the chunk grid.
 
     Attributes:
         atom_starts: (atom, first index) of each atom of the dim.
@@ -143,7 +143,7 @@ def find_split_atom(extents: Sequence[int], chunk_length: int) -> int | None:
         chunk_length: Length of a chunk along the dim.
 
     Returns:
-        The position of the only atom that is split, at multiples of one step. None if chunk boundaries fall at
+        The position of the only split atom. None if chunk boundaries fall at
         different indices of the inner atoms.
     """
     if chunk_length >= math.prod(extents):
@@ -222,7 +222,7 @@ def free_atom_ranges(factors: Sequence[Factor], merged_range: Range) -> Iterator
         merged_range: Half-open range of the merged dim.
 
     Yields:
-        Ranges of the free atoms, by atom. Elements at which a fixed atom has another index are left out.
+        Ranges of the free atoms, by atom. Elements with another index of a fixed atom are excluded.
     """
     for box in split_merged_range(merged_range, [f.extent for f in factors]):
         fixed_ranges = [(f.fixed, atom_range) for f, atom_range in zip(factors, box) if f.fixed is not None]

@@ -1,6 +1,6 @@
 """A plan of a conversion, as pure data. Equal plans write the same bytes.
 
-A conversion streams each tensor in C order, from the locations that it is read from to those that it is written to. A
+A conversion streams each tensor in C order, from its locations in the source to its locations in the output. A
 location is contiguous in a file (`Contiguous`), a strided view (`Strided`), or the chunks of a leaf (`Region`,
 `GappedRegion`). A tensor's digest therefore does not depend on how it is stored, and one engine saves, exports and
 reshards. Padding rows are a stream of their own.
@@ -64,7 +64,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows of a tensor that are moved in order; the unit of digests.
+    """Rows of a tensor to move in order; the unit of digests.
 
     Attributes:
         name: Bare name of the tensor.
@@ -73,7 +73,7 @@ class Stream:
         rows: Range of rows to move.
         reads: Where the rows are read; empty if they are filled.
         writes: Where the rows are written; empty if they are only digested.
-        fill: How to generate rows that are not read.
+        fill: How to generate the rows instead of reading them.
         cast_to: Dtype of the written values; empty if they are not cast.
     """
 
@@ -221,7 +221,7 @@ class OutputLeaf:
 
 @dataclass(frozen=True, slots=True)
 class DroppedTensor:
-    """A source tensor, or rows of one, that the output does not contain.
+    """A source tensor, or rows of one, dropped from the output.
 
     Attributes:
         name: Bare name of the tensor.
@@ -246,7 +246,7 @@ class EqualityCheck:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a conversion does.
+    """A conversion: all files, streams and checks.
 
     Attributes:
         command: Name of the command.
@@ -257,7 +257,7 @@ class Plan:
         files: Data files to write.
         small_files: Configs and tokenizer files to write.
         leaves: Leaves to write; empty if tensors are written to files as they are.
-        dropped: Source tensors that the output does not contain.
+        dropped: Source tensors dropped from the output.
         checks: Pairs of tensors that must be equal.
         settings: The manifest's keys that describe the model.
         display_names: Full names of tensors, by bare name, where the two differ.
@@ -297,7 +297,7 @@ class Plan:
 
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """Yield the copies between a box of a stream's tensor and the files that it is read from.
+    """Yield the copies between a box of a stream's tensor and the source files.
 
     The box must be contiguous in the tensor's C order.
     """
@@ -305,7 +305,7 @@ def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
 
 
 def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """Yield the copies between a box of a stream's tensor and the files that it is written to.
+    """Yield the copies between a box of a stream's tensor and the output files.
 
     The box must be contiguous in the tensor's C order.
     """

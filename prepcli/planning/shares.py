@@ -62,7 +62,7 @@ def parse_share(text: str) -> Share:
 
 
 def launcher_share(environ: Mapping[str, str]) -> tuple[Share, str]:
-    """Return the share that a launcher's environment variables assign to this process.
+    """Return the share assigned to this process by a launcher's environment variables.
 
     SLURM_NTASKS is ignored: Slurm also sets it for the batch script, which runs once.
 
@@ -112,7 +112,7 @@ class Division:
 def divide_streams(plan: Plan, division: Division) -> tuple[tuple[int, ...], ...]:
     """Divide the streams of a plan among processes.
 
-    All streams of a tensor go to one process, together with tensors that it is compared with. The largest groups are
+    All streams of a tensor go to one process, together with the tensors to compare with it. The largest groups are
     assigned first, each to the process with the fewest bytes. Durable streams are divided separately in the same way.
 
     Args:
@@ -151,7 +151,7 @@ def _largest_first(sized_group: tuple[int, list[int]]) -> tuple[int, int]:
 
 
 def _stream_groups(plan: Plan) -> list[list[int]]:
-    """Return the groups of stream numbers that must stay together: those of one tensor, or of tensors to compare."""
+    """Return the groups of stream numbers to keep together: all streams of a tensor and of tensors equal to it."""
     parents: dict[str, str] = {}  # union-find: tensor name -> another tensor of the same group
 
     def root(name: str) -> str:

@@ -28,8 +28,8 @@ class Slab:
         stream_number: Number of the stream.
         start: Offset of the first byte in the tensor.
         nbytes: Size of the range.
-        reads: Copies from the files that are read.
-        writes: Copies to the files that are written. Their tensor offsets count bytes of the written dtype.
+        reads: Copies from the source files.
+        writes: Copies to the output files. Their tensor offsets count bytes of the written dtype.
         itemsizes: Bytes per element in the read and in the written dtype; (1, 1) without a cast.
     """
 
@@ -170,7 +170,7 @@ def _split_axis(stream: Stream, max_nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkBand:
-    """Rows `first` to `stop` of a region, of which every `rows` consecutive ones fill whole chunks."""
+    """Rows `first` to `stop` of a region. Every `rows` consecutive rows fill whole chunks."""
 
     first: int
     stop: int
@@ -192,7 +192,7 @@ class _SlabEdges:
     page_rows: int
 
     def end_after(self, start: int) -> int:
-        """Return the row at which a slab that starts at `start` ends.
+        """Return the end row of a slab with first row `start`.
 
         A band that does not align with the bands before it is split.
         """
@@ -234,7 +234,7 @@ def _band_rows(region: Region, axis: int) -> int:
 def _atom_lengths_in_chunk(region: Region) -> dict[str, int]:
     """Return the number of indices of each atom in one chunk.
 
-    Atoms whose chunk boundaries fall unevenly are left out: they count as split into single indices.
+    Atoms with uneven chunk boundaries are omitted: they count as split into single indices.
     """
     atom_lengths: dict[str, int] = {}
     for dim, length in zip(region.axis_map.leaf_dims, region.grid.chunk_shape):
@@ -295,7 +295,7 @@ def _stream_min_buffer_nbytes(stream: Stream) -> int:
 
 
 def _spread_nbytes(copy: StridedCopy) -> int:
-    """Return the number of tensor bytes over which a long run of the file is spread; 0 if it is not spread."""
+    """Return the span in the tensor, in bytes, of a long run of the file; 0 if the run is contiguous there."""
     if not copy.dims:
         return 0
     count, tensor_stride, file_stride = copy.dims[-1]

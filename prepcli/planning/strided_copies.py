@@ -26,7 +26,7 @@ class StridedCopy:
         tensor_offset: Offset of the first byte in the tensor.
         file: Number of the file.
         file_offset: Offset of the first byte in the file.
-        width: Bytes that are contiguous in both.
+        width: Number of bytes contiguous in both.
         dims: (count, tensor stride, file stride) of each repetition, by descending file stride.
     """
 
@@ -61,7 +61,7 @@ class StridedCopy:
         return tuple((count, file_stride) for count, _, file_stride in self.dims[:outer_dims])
 
     def run_offsets(self) -> Iterator[int]:
-        """Yield the file offset of each run, in the order in which the runs are packed in a buffer."""
+        """Yield the file offset of each run, in packing order."""
         for displacements in itertools.product(*(range(0, count * stride, stride) for count, stride in self.repeats)):
             yield self.file_offset + sum(displacements)
 
@@ -72,7 +72,7 @@ class Region:
 
     Attributes:
         axis_map: Maps the tensor's elements to the leaf's.
-        stacked_indices: (atom, index) of each stacked atom that the tensor's name selects.
+        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
         grid: Chunk grid of the leaf.
         placement: Where the chunks are stored.
         itemsize: Bytes per element.
@@ -90,7 +90,7 @@ def region_copies(region: Region, box: Box) -> Iterator[StridedCopy]:
 
     Args:
         region: The region.
-        box: Box of the tensor. Elements that other leaves take are left out.
+        box: Box of the tensor. Elements of other leaves are excluded.
 
     Yields:
         Copies whose tensor offsets count from the tensor's first byte.
@@ -162,7 +162,7 @@ def _atom_ranges_of_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range
 
 
 def _iterate_stacked(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
-    """Yield the index of each stacked atom, for every tensor that the ranges select."""
+    """Yield the index of each stacked atom, for every tensor in the ranges."""
     atoms = [f.atom for f in axis_map.stacked_factors]
     for index in itertools.product(*(range(*atom_ranges[atom]) for atom in atoms)):
         yield dict(zip(atoms, index))

@@ -38,5 +38,5 @@ def itemsize(dtype: str) -> int:
 
 
 def cast_dtype(dtype: str, requested_dtype: str | None) -> str:
-    """Return the dtype in which a tensor is written if `requested_dtype` is requested: only float tensors are cast."""
+    """Return the written dtype of a tensor: `requested_dtype` if it is given and the tensor is a float tensor."""
     return requested_dtype if requested_dtype and dtype in FLOAT_DTYPES else dtype

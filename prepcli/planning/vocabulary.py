@@ -17,7 +17,7 @@ class Vocabulary:
     """Vocabulary sizes of a model.
 
     Attributes:
-        true_size: Number of rows that the tokenizer uses.
+        true_size: Number of rows used by the tokenizer.
         stored_size: Number of rows in the tensors, including padding.
     """
 
@@ -25,7 +25,7 @@ class Vocabulary:
     stored_size: int
 
     def padded_size(self, multiple: int) -> int:
-        """Return the smallest multiple of `multiple` that is at least the true size."""
+        """Return the smallest multiple of `multiple` not below the true size."""
         return -(-self.true_size // multiple) * multiple
 
 
@@ -35,7 +35,7 @@ def read_vocabulary(config: Mapping[str, Any], default_size: int, true_size: int
     Args:
         config: The model's config.
         default_size: The family's default vocabulary size.
-        true_size: The true size given by the user (`--true-vocab`), for a model that is padded already.
+        true_size: The true size given by the user (`--true-vocab`), for a padded model.
 
     Returns:
         The sizes.
@@ -53,7 +53,7 @@ def read_vocabulary(config: Mapping[str, Any], default_size: int, true_size: int
 
 
 def with_vocabulary(config: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
-    """Return the config with the given vocabulary sizes. Without padding, the true size is left out."""
+    """Return the config with the given vocabulary sizes. Without padding, the config has no true size."""
     updated = {**config, VOCAB_SIZE_KEY: vocabulary.stored_size}
     updated.pop(TRUE_VOCAB_SIZE_KEY, None)
     return updated | (

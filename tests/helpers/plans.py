@@ -1,4 +1,4 @@
-"""Small plans that save tensors to chunks, and the files that they read and write.
+"""Small plans that save tensors to chunks, and their source and output files.
 
 Tensors are int32, or float32 if they are cast.
 """
@@ -36,13 +36,13 @@ class SavePlan:
     shift: int
 
     def write_source(self, folder: Path) -> Path:
-        """Write the file that the plan reads."""
+        """Write the plan's source file."""
         path = folder / "source"
         path.write_bytes(b"\1" * self.shift + b"".join(tensor.tobytes() for tensor in self.tensors.values()))
         return path
 
     def data_files(self, folder: Path) -> list[Path]:
-        """Return the paths of the files that the plan writes."""
+        """Return the paths of the plan's output files."""
         return [folder / f"d{i}" for i in range(len(self.layout.file_sizes))]
 
     def read_leaf(self, paths: Sequence[Path], number: int = 0) -> np.ndarray:
@@ -95,7 +95,7 @@ def make_save_plan(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int 
 
 
 def reverse_streams(streams: Sequence[Stream]) -> tuple[Stream, ...]:
-    """Return the streams that export what the given streams save."""
+    """Return streams in the opposite direction: exports of the saved tensors."""
     return tuple(replace(stream, reads=stream.writes, writes=stream.reads) for stream in streams)
 
 

@@ -136,7 +136,7 @@ def leaf_by_numpy(row: AxisMap, tensors: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Return a view of the part of a tensor that a row maps, with one dim per free atom, and the atoms."""
+    """Return a view of the mapped part of a tensor, with one dim per free atom, and the atoms."""
     part = tensor[tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)]
     factors: list[Factor] = [factor for dim in row.source_dims for factor in dim.factors]
     values = part.reshape([factor.extent for factor in factors])

@@ -29,7 +29,7 @@ class Sink:
 
 
 class Clock:
-    """A clock that the test sets."""
+    """A clock set by the test."""
 
     now_s = 0.0
 

@@ -1,4 +1,4 @@
-"""Checksum recorder: recorded and computed checksums are those of the written files, in any layout."""
+"""Checksum recorder: recorded and computed checksums match the written files, in any layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ NUMBERS = np.array([checksum(block.data) for block in DATA.reshape(3, -1)], np.u
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> ChecksumRecorder:
-    """A recorder of a leaf of three blocks that starts at byte 4096 of its file."""
+    """Return a recorder of a leaf of three blocks that starts at byte 4096 of its file."""
     shape = (DATA.size,)
     box = PlacedChunks((0,), (1,), StridedPlacement(0, 4096, (0,), (DATA.size,)))
     leaves = [OutputLeaf(("x",), "int8", ChunkGrid(shape, shape), (box,))]

@@ -92,7 +92,7 @@ def return_short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefer_writeback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a file system that is faster through the page cache."""
+    """Simulate a file system with faster writes through the page cache."""
     monkeypatch.setattr(files_module, "BLOCK_NBYTES", 2 * PAGE)
     monkeypatch.setattr(files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False))
 
@@ -108,7 +108,7 @@ FILE_SYSTEMS = {
 
 @pytest.fixture(params=FILE_SYSTEMS)
 def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a simulated file system."""
+    """Simulate each file system; return its name."""
     FILE_SYSTEMS[request.param](monkeypatch)
     return request.param
 

@@ -14,7 +14,7 @@ Call = tuple[str, int, int]  # started or finished, offset, bytes
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The writeback calls, recorded instead of made."""
+    """Record the writeback calls instead of making them."""
     recorded: list[Call] = []
     monkeypatch.setattr(io_policy, "start_writeback", lambda fd, offset, n: recorded.append(("start", offset, n)))
     monkeypatch.setattr(io_policy, "finish_writeback", lambda fd, offset, n: recorded.append(("finish", offset, n)))

@@ -117,7 +117,7 @@ def test_only_direct_writes_are_aligned_in_memory(tmp_path: Path, has_direct: bo
 
 
 class Killed(BaseException):
-    """Stands for a signal."""
+    """A simulated signal."""
 
 
 @QUIET
@@ -131,11 +131,11 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, rows: tuple[Axis
     stop = data.draw(st.integers(0, count))
 
     class Stopping(NullProgress):
-        reader = stop
+        remaining = stop
 
         def advance(self, written_bytes: int) -> None:
-            self.left -= 1
-            if self.left < 0:
+            self.remaining -= 1
+            if self.remaining < 0:
                 raise Killed
 
     journal = Journal(tmp / "journal", "run")

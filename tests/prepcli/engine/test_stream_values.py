@@ -1,4 +1,4 @@
-"""Stream values: bytes of tensors that are stored contiguously or in chunks."""
+"""Stream values: bytes of tensors in contiguous or chunked storage."""
 
 from __future__ import annotations
 

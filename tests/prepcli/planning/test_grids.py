@@ -51,7 +51,9 @@ def test_split_dim_puts_each_element_in_its_chunk(extents: list[int], data):
     }
     pieces = list(split_dim(factors, chunk, ranges))
     elements_found = [
-        (tuple(at[f.atom] for f in factors), (cell, inner)) for piece in pieces for at, cell, inner in elements(piece)
+        (tuple(index[f.atom] for f in factors), (chunk, offset))
+        for piece in pieces
+        for index, chunk, offset in elements(piece)
     ]
     assert dict(elements_found) == expected
     assert len(elements_found) == len(expected)
@@ -91,8 +93,8 @@ def test_free_atom_ranges_cover_a_merged_range(extents: list[int], data):
     total = math.prod(extents)
     start, stop = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     expected = []
-    for at, index in enumerate(itertools.product(*(range(n) for n in extents))):
-        if start <= at < stop and all(h is None or h == i for h, i in zip(fixed_indices, index)):
+    for position, index in enumerate(itertools.product(*(range(n) for n in extents))):
+        if start <= position < stop and all(h is None or h == i for h, i in zip(fixed_indices, index)):
             expected.append(tuple(i for h, i in zip(fixed_indices, index) if h is None))
     free = [f.atom for f in factors if f.fixed is None]
     elements_found = []

@@ -29,7 +29,7 @@ from trainer.models.axis_map import bind_row, parse_row
 
 
 def dataclasses_in(hint: Any, found: set[type]) -> set[type]:
-    """Return the dataclasses that a type refers to, directly or through fields."""
+    """Return the dataclasses in a type, directly or through fields."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint not in found:
         found.add(hint)
         for field_hint in typing.get_type_hints(hint).values():
@@ -57,7 +57,7 @@ def make_plan() -> Plan:
     row = "layers vocab <- h.{layers@list}.w: (two=1 vocab)"
     axis_map = bind_row(parse_row(row), {"layers": 2, "list": (3, 5), "vocab": 3, "two": 2})
     grid = ChunkGrid((2, 3), (1, 3))
-    pieces = [LeafPiece("w", axis_map, tuple(at.items()), grid, 4) for _, at in axis_map.tensors()]
+    pieces = [LeafPiece("w", axis_map, tuple(stacked.items()), grid, 4) for _, stacked in axis_map.tensors()]
     layout = place_chunks(pieces)
     explicit = dataclasses.replace(layout.regions[0], placement=ExplicitPlacement({(0, 0): (1, 8)}))
     gapped = GappedRegion(layout.regions[1], ((16, 4),))

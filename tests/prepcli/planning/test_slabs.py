@@ -203,10 +203,10 @@ def test_slabs_of_0d_tensor():
 @settings(max_examples=40, deadline=None)
 def test_even_slabs_do_not_depend_on_locations(limit: int, data):
     text, sizes = "heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 4, "embed": 7}
-    one, other = (region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2))
+    region_a, region_b = (region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2))
     boundaries = [
         [(s.start, s.nbytes) for s in split_stream_evenly(0, stream_into(region_part), limit)]
-        for region_part in (one, other)
+        for region_part in (region_a, region_b)
     ]
     flat = Stream("w", "float32", (24, 7), (0, 24), (Contiguous(0, 0),), (Contiguous(3, 77),))
     assert boundaries[0] == boundaries[1] == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, limit)]

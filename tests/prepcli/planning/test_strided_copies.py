@@ -175,5 +175,7 @@ def test_split_merged_range_tiles_a_range_in_order(extents: list[int], data):
     total = math.prod(extents)
     low, high = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     flat = np.arange(total).reshape(extents)
-    found = [i for box in split_merged_range((low, high), extents) for i in flat[tuple(slice(*r) for r in box)].ravel()]
-    assert found == list(range(low, high))
+    indices = [
+        i for box in split_merged_range((low, high), extents) for i in flat[tuple(slice(*r) for r in box)].ravel()
+    ]
+    assert indices == list(range(low, high))
