@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -183,4 +183,4 @@ def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> Bl
 
 def _with_file(copy: StridedCopy, number: int) -> StridedCopy:
     """Return the same copy in another file."""
-    return replace(copy, file=number)
+    return StridedCopy(copy.tensor_offset, number, copy.file_offset, copy.width, copy.dims)

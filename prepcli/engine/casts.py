@@ -82,7 +82,16 @@ def parse_stream_digest(text: str) -> StreamDigest:
     if not cast_fields:
         return StreamDigest(read, read)
     written, *numbers, worst = cast_fields
-    return StreamDigest(read, written, CastCounts(*map(int, numbers), worst=float.fromhex(worst)))
+    values, changed, overflowed, underflowed, nan = map(int, numbers)
+    counts = CastCounts(
+        values=values,
+        changed=changed,
+        overflowed=overflowed,
+        underflowed=underflowed,
+        nan=nan,
+        worst=float.fromhex(worst),
+    )
+    return StreamDigest(read, written, counts)
 
 
 class StreamCast:

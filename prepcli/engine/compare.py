@@ -64,14 +64,14 @@ def compare_streams(
                 index = tuple(
                     int(axis_index) for axis_index in np.unravel_index(start // item_nbytes + position, stream_a.shape)
                 )
-                texts = [
+                value_a, value_b = (
                     str(
                         data[position * item_nbytes : (position + 1) * item_nbytes]
                         .copy()
                         .view(numpy_dtype(stream_a.dtype))[0]
                     )
                     for data in (data_a, data_b)
-                ]
-                first = Difference(0, index, *texts)
+                )
+                first = Difference(0, index, value_a, value_b)
             count += int(differs.size)
     return Difference(count, first.index, first.value_a, first.value_b)

@@ -66,7 +66,7 @@ class TensorNames:
     unprefixed_names: frozenset[str] = frozenset()
 
     def full_name(self, bare: str) -> str:
-        """Return a tensor's name with the base prefix, as prep writes it to files."""
+        """Return a tensor's name as prep writes it to files, with the base prefix if the source has it."""
         with_prefix = self.is_prefixed and bare not in self.family.unprefixed
         return self.family.prefix + bare if with_prefix else bare
 

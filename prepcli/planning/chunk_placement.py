@@ -31,7 +31,7 @@ class LeafPiece:
         stacked_indices: (atom, index) of each stacked atom in the tensor's name.
         grid: Chunk grid of the leaf.
         itemsize: Bytes per element.
-        source_offset: Offset of the tensor in its source file; 0 if the tensor is not stored contiguously.
+        source_offset: Offset of the tensor in its source file; 0 if it has none.
     """
 
     leaf_name: str
@@ -61,7 +61,7 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
     """Lay out chunks in data files, in the order of the pieces.
 
     A tensor copied in one contiguous run keeps its source's page offset, so that whole pages are copied with
-    direct I/O. All other chunks start at a page boundary.
+    direct I/O. Other groups of chunks, and all large chunks, start at a page boundary.
 
     Args:
         pieces: The parts of output leaves, in the order in which their tensors are streamed.

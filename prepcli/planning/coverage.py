@@ -25,7 +25,7 @@ def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
     Args:
         plan: The plan to check.
         make_slabs: Returns a new iterator over the plan's slabs. It is called once for reads and once for writes,
-            because the slabs do not fit in memory.
+            because a plan may have too many slabs for memory.
 
     Raises:
         PrepError: A byte is read or written twice or not at all, or tensors that must be equal are read in different

@@ -128,10 +128,10 @@ def split_dim(factors: Sequence[Factor], chunk_length: int, atom_ranges: Mapping
         yield _aligned_piece(
             factors,
             [*ranges[:split_atom], split_range, *ranges[split_atom + 1 :]],
-            split_atom,
-            chunk_length // inner_extent,
-            chunk_steps,
-            element_steps,
+            split_atom=split_atom,
+            steps_per_chunk=chunk_length // inner_extent,
+            chunk_steps=chunk_steps,
+            element_steps=element_steps,
         )
 
 
@@ -167,6 +167,7 @@ def _split_at_multiples(split_range: Range, step: int) -> Iterator[Range]:
 def _aligned_piece(
     factors: Sequence[Factor],
     ranges: Sequence[Range],
+    *,
     split_atom: int,
     steps_per_chunk: int,
     chunk_steps: Sequence[int],

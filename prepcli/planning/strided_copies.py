@@ -144,7 +144,15 @@ def leaf_box_copies(
             for dim_pieces in itertools.product(*pieces_per_dim):
                 yield (
                     axis_map.tensor_name(stacked),
-                    _make_copy(axis_map, fixed_ranges, dim_pieces, box_strides, 0, origin, itemsize),
+                    _make_copy(
+                        axis_map,
+                        fixed_ranges,
+                        dim_pieces=dim_pieces,
+                        element_strides=box_strides,
+                        file=0,
+                        file_offset=origin,
+                        itemsize=itemsize,
+                    ),
                 )
 
 
@@ -187,12 +195,12 @@ def _copies_to_chunks(region: Region, atom_ranges: Mapping[str, Range]) -> Itera
             yield _make_copy(
                 axis_map,
                 atom_ranges,
-                dim_pieces,
-                element_strides,
-                file,
-                file_offset,
-                region.itemsize,
-                region.placement.strides,
+                dim_pieces=dim_pieces,
+                element_strides=element_strides,
+                file=file,
+                file_offset=file_offset,
+                itemsize=region.itemsize,
+                chunk_strides=region.placement.strides,
             )
         else:
             yield from _copies_by_chunk(region, atom_ranges, dim_pieces, element_strides)
@@ -206,7 +214,13 @@ def _copies_by_chunk(
     for chunk_pieces in itertools.product(*pieces_by_chunk):
         file, file_offset = region.placement.find([piece.chunk_index for piece in chunk_pieces])
         yield _make_copy(
-            region.axis_map, atom_ranges, chunk_pieces, element_strides, file, file_offset, region.itemsize
+            region.axis_map,
+            atom_ranges,
+            dim_pieces=chunk_pieces,
+            element_strides=element_strides,
+            file=file,
+            file_offset=file_offset,
+            itemsize=region.itemsize,
         )
 
 
@@ -225,6 +239,7 @@ def _split_by_chunk(piece: DimPiece) -> Iterator[DimPiece]:
 def _make_copy(
     axis_map: AxisMap,
     atom_ranges: Mapping[str, Range],
+    *,
     dim_pieces: Sequence[DimPiece],
     element_strides: Sequence[int],
     file: int,
