@@ -37,14 +37,14 @@ class ChunkCache:
     """Chunk readers that take at most `max_nbytes` of memory together; the least recently used are closed first."""
 
     def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
-        self.max_nbytes = max_nbytes
-        self._readers: OrderedDict[tuple[int, int], ChunkReader] = OrderedDict()
+        self.most_nbytes = max_nbytes
+        self._held: OrderedDict[tuple[int, int], ChunkReader] = OrderedDict()
 
     def get(self, key: tuple[int, int]) -> ChunkReader | None:
         """Return the reader of a chunk, or None if it is not cached."""
-        if key in self._readers:
-            self._readers.move_to_end(key)
-        return self._readers.get(key)
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key)
 
     def make_room(self, nbytes: int) -> None:
         """Close the least recently used readers until `nbytes` are free.
@@ -52,26 +52,26 @@ class ChunkCache:
         Raises:
             ValueError: The limit is below `nbytes`.
         """
-        if nbytes > self.max_nbytes:
-            needed, limit = format_bytes(nbytes), format_bytes(self.max_nbytes)
+        if nbytes > self.most_nbytes:
+            needed, limit = format_bytes(nbytes), format_bytes(self.most_nbytes)
             raise ValueError(f"decoding it takes {needed}, `--memory` leaves {limit} for it")
-        readers = self._readers
+        readers = self._held
         while readers and (
-            sum(reader.nbytes for reader in readers.values()) + nbytes > self.max_nbytes or len(readers) >= MAX_CHUNKS
+            sum(reader.nbytes for reader in readers.values()) + nbytes > self.most_nbytes or len(readers) >= MAX_CHUNKS
         ):
             readers.popitem(last=False)[1].close()
 
     def put(self, key: tuple[int, int], reader: ChunkReader) -> ChunkReader:
         """Add the reader of a chunk, and return it."""
-        self._readers[key] = reader
+        self._held[key] = reader
         return reader
 
     def drop(self, key: tuple[int, int]) -> None:
         """Close the reader of a chunk if it is cached."""
-        if reader := self._readers.pop(key, None):
+        if reader := self._held.pop(key, None):
             reader.close()
 
     def close(self) -> None:
         """Close all readers."""
-        while self._readers:
-            self._readers.popitem()[1].close()
+        while self._held:
+            self._held.popitem()[1].close()

@@ -242,10 +242,9 @@ class Files:
             try:
                 count = call(fd, [view[done:]], offset + done)
             except OSError as error:
-                if (
-                    error.errno == errno.EINVAL and fd != self._buffered[file]
-                ):  # some file systems reject direct I/O only here
-                    # The direct descriptor stays open: another thread may be using it.
+                if error.errno == errno.EINVAL and fd != self._buffered[file]:
+                    # Some file systems reject direct I/O only now. The direct descriptor stays open: another thread
+                    # may be using it.
                     fd = self._direct[file] = self._buffered[file]
                     continue
                 raise io_error(self.paths[file], error) from error
