@@ -1,4 +1,4 @@
-"""What was written becomes durable, and is then recorded in the journal, beside the thread that writes."""
+"""Sync written data in a background thread, and then record it as durable in the journal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from prepcli.engine.files import Files
 from prepcli.engine.journal import Journal, StreamPrefix
 
-SYNC_INTERVAL_S = 1.0  # what a kill can cost, besides the time that one sync takes
+SYNC_INTERVAL_S = 1.0  # a kill loses at most this much work, plus the duration of one sync
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPoint:
-    """How far the writer is: bytes of all streams, digests of streams that ended since the last point, and the stream
-    that it is in."""
+    """A position of the writer.
+
+    Attributes:
+        done_nbytes: Number of bytes written, over all streams.
+        digests: Digests, by stream position, of streams that ended since the last point.
+        prefix: The partly written stream.
+    """
 
     done_nbytes: int
     digests: dict[int, str] = field(default_factory=dict)
@@ -24,7 +29,10 @@ class SyncPoint:
 
 
 class BackgroundSync:
-    """Points that become durable one after another. The writer waits only where too much is not durable yet."""
+    """A background thread that makes sync points durable one after another.
+
+    The writer waits only if too many written bytes are not durable yet.
+    """
 
     def __init__(
         self,
@@ -35,36 +43,36 @@ class BackgroundSync:
         before_record: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start nothing before the first point.
+        """Create the sync. Its thread starts with the first point.
 
         Args:
-            sink: The files that are written.
+            sink: The files to sync.
             journal: Records each point once it is durable.
-            most_nbytes: Bytes written since the last point from which on the writer waits.
-            before_mark: Called before the journal records a point: another process that reads there that everything is
-                durable may finish the output.
-            clock: Seconds.
+            max_unsynced_nbytes: The writer waits for a sync once it has written this many bytes since the last point.
+            before_record: Called before the journal records a point. After the last record another process may finish
+                the output.
+            clock: Returns the current time in seconds.
         """
-        self._sink, self._journal, self._most_nbytes, self._clock = sink, journal, max_unsynced_nbytes, clock
-        self._before_mark = before_record
-        self._thread = ThreadPoolExecutor(1, "prep-marks")
+        self._sink, self._journal, self._max_unsynced_nbytes, self._clock = sink, journal, max_unsynced_nbytes, clock
+        self._before_record = before_record
+        self._thread = ThreadPoolExecutor(1, "prep-sync")
         self._running: Future[None] | None = None
         self._ended_s = clock()
 
     def is_due(self, unsynced_nbytes: int) -> bool:
-        """Whether to mark a point now, with so many bytes written since the last one."""
-        if unsynced_nbytes >= self._most_nbytes:
+        """Whether to submit a point now, with `unsynced_nbytes` bytes written since the last one."""
+        if unsynced_nbytes >= self._max_unsynced_nbytes:
             return True
         is_idle = self._running is None or self._running.done()
         return bool(unsynced_nbytes) and is_idle and self._clock() - self._ended_s >= SYNC_INTERVAL_S
 
     def submit(self, point: SyncPoint) -> None:
-        """Make everything up to a point durable, once the point before it is. Raises what stopped that one."""
+        """Start to sync a point after the previous point is durable. Raises the error of the previous sync."""
         self._wait()
         self._running = self._thread.submit(self._sync_and_record, point)
 
     def finish(self, point: SyncPoint) -> None:
-        """Make the last point durable, and wait for it."""
+        """Sync the last point, wait for it, and stop the thread."""
         try:
             self.submit(point)
             self._wait()
@@ -72,13 +80,15 @@ class BackgroundSync:
             self._thread.shutdown()
 
     def _wait(self) -> None:
+        """Wait for the running sync, and raise its error."""
         running, self._running = self._running, None
         if running:
             running.result()
 
     def _sync_and_record(self, point: SyncPoint) -> None:
+        """Make a point durable and record it."""
         self._sink.sync()
         self._sink.check_unchanged()
-        self._before_mark()
+        self._before_record()
         self._journal.record(point.done_nbytes, point.digests, point.prefix)
         self._ended_s = self._clock()

@@ -1,4 +1,4 @@
-"""What tensors are read from where that is no file as it stands: pieces joined, chunks decoded, a file far away."""
+"""Blobs: byte sequences other than plain local files, such as joined pieces, decoded chunks and remote files."""
 
 from __future__ import annotations
 
@@ -17,36 +17,42 @@ from prepcli.planning.strided_copies import StridedCopy
 
 
 class BlobReader(Protocol):
-    """A blob while it is read from, by one thread."""
+    """An open blob. It is used by one thread at a time."""
 
     def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` from byte `offset` on. PrepError where that cannot be."""
+        """Fill `into` with the bytes from `offset` on. Raises PrepError if they cannot be read."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the reader's resources."""
+        ...
 
 
 class Blob(Protocol):
-    """Numbered bytes, as those of a file."""
+    """A byte sequence that can be read at any offset."""
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """Name in messages."""
         ...
 
-    def open(self) -> BlobReader: ...
+    def open(self) -> BlobReader:
+        """Return a reader of the bytes."""
+        ...
 
 
 @runtime_checkable
 class CachedBlob(Blob, Protocol):
-    """A blob that is decoded, within memory that it shares with others."""
+    """A blob whose chunks are decoded into a cache that several blobs share."""
 
-    def open_with_cache(self, cache: ChunkCache) -> BlobReader: ...
+    def open_with_cache(self, cache: ChunkCache) -> BlobReader:
+        """Return a reader that decodes chunks into `cache`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A run of a file."""
+    """A byte range of a file."""
 
     path: Path
     offset: int
@@ -55,100 +61,126 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedBlob:
-    """Runs of files, one after another."""
+    """A blob that concatenates byte ranges of files."""
 
     name: str
     ranges: tuple[FileRange, ...]
 
     def open(self) -> BlobReader:
+        """Return a reader of the concatenation."""
         return _ConcatenatedReader(self.ranges)
 
 
 class _ConcatenatedReader:
-    def __init__(self, parts: Sequence[FileRange]) -> None:
-        self._parts = parts
-        self._starts = list(itertools.accumulate((part.nbytes for part in parts), initial=0))
-        paths = list(dict.fromkeys(part.path for part in parts))
+    """A reader of concatenated byte ranges."""
+
+    def __init__(self, ranges: Sequence[FileRange]) -> None:
+        self._parts = ranges
+        self._starts = list(itertools.accumulate((file_range.nbytes for file_range in ranges), initial=0))
+        paths = list(dict.fromkeys(file_range.path for file_range in ranges))
         self._numbers = {path: number for number, path in enumerate(paths)}
         self._files = Files(paths)
 
     def read_at(self, offset: int, into: ByteArray) -> None:
-        done = 0
+        """Fill `into` with the bytes from `offset` on."""
+        filled = 0
         number = bisect.bisect_right(self._starts, offset) - 1
-        while done < into.size:
-            part, skipped = self._parts[number], offset + done - self._starts[number]
-            count = min(part.nbytes - skipped, into.size - done)
-            self._files.read_at(self._numbers[part.path], part.offset + skipped, into[done : done + count])
-            done, number = done + count, number + 1
+        while filled < into.size:
+            file_range, range_offset = self._parts[number], offset + filled - self._starts[number]
+            count = min(file_range.nbytes - range_offset, into.size - filled)
+            self._files.read_at(
+                self._numbers[file_range.path], file_range.offset + range_offset, into[filled : filled + count]
+            )
+            filled, number = filled + count, number + 1
 
     def close(self) -> None:
+        """Close the files."""
         self._files.close()
 
 
 def open_blobs(blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES) -> Files | FilesAndBlobs:
-    """Files and blobs to read from, by their number; to be closed as a context manager. Those that are decoded take at
-    most `cache_nbytes` together."""
+    """Open files and blobs for reading by number.
+
+    Args:
+        blobs: Paths of files, and blobs.
+        cache_nbytes: Maximum memory for decoded chunks, over all blobs.
+
+    Returns:
+        A reader, to be closed as a context manager.
+    """
     paths = [blob for blob in blobs if isinstance(blob, Path)]
     return Files(paths) if len(paths) == len(blobs) else FilesAndBlobs(blobs, cache_nbytes)
 
 
 class FilesAndBlobs:
-    """Numbered files and blobs, read in runs."""
+    """A reader of numbered files and blobs."""
 
     def __init__(self, blobs: Sequence[Path | Blob], cache_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
         self._stack, cache = contextlib.ExitStack(), ChunkCache(cache_nbytes)
-        self._places: list[int | BlobReader] = []  # a number of a file, or the blob itself
+        self._readers: list[int | BlobReader] = []  # the number in `_files`, or the reader of a blob
         paths = [blob for blob in blobs if isinstance(blob, Path)]
         with contextlib.ExitStack() as stack:
             self._files = stack.enter_context(Files(paths))
             numbers = itertools.count()
             for blob in blobs:
-                self._places.append(next(numbers) if isinstance(blob, Path) else _open_blob(blob, cache, stack))
+                self._readers.append(next(numbers) if isinstance(blob, Path) else _open_blob(blob, cache, stack))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> FilesAndBlobs:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, filled: TracebackType | None
+    ) -> None:
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy that is one run; it comes back as deep in a page as it lies in the file."""
-        place = self._places[copy.file]
-        if isinstance(place, int):
-            return self._files.read_run(_with_file(copy, place), into)
-        lead = copy.file_offset % PAGE
-        found = into[lead : lead + copy.width]
-        place.read_at(copy.file_offset, found)
-        return found
+        """Read a copy of a single run.
+
+        Args:
+            copy: The copy.
+            into: Page-aligned buffer with room for the run and a page.
+
+        Returns:
+            The part of `into` that contains the run. Its page offset is that of the run in the file.
+        """
+        reader = self._readers[copy.file]
+        if isinstance(reader, int):
+            return self._files.read_run(_with_file(copy, reader), into)
+        page_offset = copy.file_offset % PAGE
+        view = into[page_offset : page_offset + copy.width]
+        reader.read_at(copy.file_offset, view)
+        return view
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another."""
-        at = 0
-        for place, group in itertools.groupby(copies, lambda copy: self._places[copy.file]):
-            if isinstance(place, int):
-                at += self._files.read_runs([_with_file(copy, place) for copy in group], into[at:]).size
+        """Read all runs of the copies one after another; return the filled part of `into`."""
+        filled = 0
+        for reader, group in itertools.groupby(copies, lambda copy: self._readers[copy.file]):
+            if isinstance(reader, int):
+                filled += self._files.read_runs([_with_file(copy, reader) for copy in group], into[filled:]).size
                 continue
             for copy in group:
                 for offset in copy.run_offsets():
-                    place.read_at(offset, into[at : at + copy.run_nbytes])
-                    at += copy.run_nbytes
-        return into[:at]
+                    reader.read_at(offset, into[filled : filled + copy.run_nbytes])
+                    filled += copy.run_nbytes
+        return into[:filled]
 
     def read_at(self, number: int, offset: int, into: ByteArray) -> None:
-        """Fill `into` from byte `offset` of a file or blob."""
-        place = self._places[number]
-        if isinstance(place, int):
-            self._files.read_at(place, offset, into)
+        """Fill `into` with the bytes of a file or blob from `offset` on."""
+        reader = self._readers[number]
+        if isinstance(reader, int):
+            self._files.read_at(reader, offset, into)
         else:
-            place.read_at(offset, into)
+            reader.read_at(offset, into)
 
 
 def _open_blob(blob: Blob, cache: ChunkCache, stack: contextlib.ExitStack) -> BlobReader:
-    opened = blob.open_with_cache(cache) if isinstance(blob, CachedBlob) else blob.open()
-    stack.callback(opened.close)
-    return opened
+    """Open a blob, and close it with the stack."""
+    reader = blob.open_with_cache(cache) if isinstance(blob, CachedBlob) else blob.open()
+    stack.callback(reader.close)
+    return reader
 
 
 def _with_file(copy: StridedCopy, number: int) -> StridedCopy:
+    """Return the same copy in another file."""
     return StridedCopy(copy.tensor_offset, number, copy.file_offset, copy.width, copy.dims)

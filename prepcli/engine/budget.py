@@ -1,4 +1,4 @@
-"""Memory: how `--memory` becomes buffers, and what the process holds."""
+"""Memory budget: divide `--memory` into buffers, and measure the memory of the process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from prepcli.errors import usage_error
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
-MAX_SLAB_NBYTES = 32 * MIB  # enough for runs of whole chunks; more only costs the first touch of its pages
+MAX_SLAB_NBYTES = 32 * MIB  # larger slabs are not faster: their pages must be faulted in first
 MAX_BUFFERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How a number of bytes is spent: `count` buffers that hold slabs of `slab_nbytes`; the rest is for bookkeeping."""
+    """The division of a memory limit.
+
+    Attributes:
+        nbytes: The limit.
+        slab_nbytes: Maximum size of a slab. A buffer is two pages larger.
+        buffer_count: Number of buffers. The rest of the memory is for decoding and bookkeeping.
+    """
 
     nbytes: int
     slab_nbytes: int
@@ -26,74 +32,93 @@ class Budget:
 
     @property
     def cache_nbytes(self) -> int:
-        """What decoding may hold: half of what buffers leave, and all that is beyond the bookkeeping."""
-        left = self.nbytes - self.buffer_count * (self.slab_nbytes + 2 * PAGE)
-        return left - min(left, _bookkeeping_nbytes(self.nbytes)) // 2
+        """Memory for decoded chunks: the limit without buffers and half of the bookkeeping reserve."""
+        free_nbytes = self.nbytes - self.buffer_count * (self.slab_nbytes + 2 * PAGE)
+        return free_nbytes - min(free_nbytes, _bookkeeping_nbytes(self.nbytes)) // 2
 
 
 def make_budget(nbytes: int, min_buffer_nbytes: int = 0) -> Budget:
-    """Spend `nbytes`: a quarter, at most 64 MiB, is kept for plan and index; the rest makes 4 to 8 buffers.
+    """Divide a memory limit into buffers.
 
-    `wide_nbytes`: a slab that should fit one of them, for which there may be as few as two: the engine takes no more at
-    once.
+    A quarter, at most 64 MiB, is reserved for the plan and the index. The rest becomes 4 to 8 buffers.
+
+    Args:
+        nbytes: The limit.
+        min_buffer_nbytes: Slab size that should fit a buffer. There may be as few as two buffers for it, the most that
+            the engine acquires at once.
+
+    Returns:
+        The budget.
+
+    Raises:
+        PrepError: The limit is too small (a usage error).
     """
     check_memory(nbytes, f"{nbytes // MIB}MiB")
-    usable = nbytes - _bookkeeping_nbytes(nbytes)
-    half, quarter = ((usable // parts - 2 * PAGE) // PAGE * PAGE for parts in (2, 4))
-    slab = min(MAX_SLAB_NBYTES, quarter)
-    if min_buffer_nbytes > slab:
-        slab = -(-min_buffer_nbytes // PAGE) * PAGE if min_buffer_nbytes <= half else quarter
-    return Budget(nbytes, slab, min(MAX_BUFFERS, usable // (slab + 2 * PAGE)))
+    usable_nbytes = nbytes - _bookkeeping_nbytes(nbytes)
+    half_nbytes, quarter_nbytes = ((usable_nbytes // count - 2 * PAGE) // PAGE * PAGE for count in (2, 4))
+    slab_nbytes = min(MAX_SLAB_NBYTES, quarter_nbytes)
+    if min_buffer_nbytes > slab_nbytes:
+        slab_nbytes = -(-min_buffer_nbytes // PAGE) * PAGE if min_buffer_nbytes <= half_nbytes else quarter_nbytes
+    return Budget(nbytes, slab_nbytes, min(MAX_BUFFERS, usable_nbytes // (slab_nbytes + 2 * PAGE)))
 
 
 def check_memory(nbytes: int, text: str) -> None:
-    """Raise a usage PrepError where a budget, written as `text`, is too small for the engine."""
+    """Raise a usage PrepError if a memory limit, given as `text`, is too small for the engine."""
     if nbytes >= MIN_MEMORY_NBYTES:
         return
     needs = f"the engine needs at least four buffers of {MIN_MEMORY_NBYTES * 3 // 16 // MIB} MiB"
     why = f"it is {format_bytes(nbytes)}; {needs}" if text.strip().isdecimal() else needs
-    raise usage_error(f"`--memory {text}` is below the floor", why, f"`--memory {MIN_MEMORY_NBYTES // MIB}MiB` or more")
+    raise usage_error(
+        f"`--memory {text}` is below the minimum", why, f"`--memory {MIN_MEMORY_NBYTES // MIB}MiB` or more"
+    )
 
 
 def parse_memory(text: str) -> int:
-    """Read a budget as `--memory` takes it. Raises a usage PrepError for one below the floor."""
+    """Parse the value of `--memory`. Raises a usage PrepError if it is invalid or too small."""
     nbytes = parse_bytes(text)
     check_memory(nbytes, text)
     return nbytes
 
 
 def _bookkeeping_nbytes(nbytes: int) -> int:
-    """Of so many bytes, those for plan and index."""
+    """Return the part of a memory limit reserved for the plan and the index."""
     return min(nbytes // 4, 64 * MIB)
 
 
 class BufferPool:
-    """Buffers, made when first needed and reused, the latest first: memory that is not needed is never touched."""
+    """A pool of equal buffers.
+
+    Buffers are allocated when they are first needed, and the latest released is reused first, so that unneeded memory
+    is never touched.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self._nbytes = budget.slab_nbytes + 2 * PAGE
         self._free: list[ByteArray] = []
-        self._left = budget.buffer_count
+        self._available = budget.buffer_count
         self._change = threading.Condition()
 
     def acquire(self, count: int) -> list[ByteArray]:
-        """Wait for `count` buffers and take them at once, so that no slab ever waits for its second one."""
+        """Wait until `count` buffers are free and acquire all of them at once.
+
+        A slab that acquired its buffers one by one could wait for the second one forever.
+        """
         with self._change:
-            self._change.wait_for(lambda: self._left >= count)
-            self._left -= count
+            self._change.wait_for(lambda: self._available >= count)
+            self._available -= count
             reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
         return reused + [allocate_buffer(self._nbytes) for _ in range(count - len(reused))]
 
     def release(self, buffers: list[ByteArray]) -> None:
-        """Give buffers back."""
+        """Return buffers to the pool."""
         with self._change:
             self._free.extend(buffers)
-            self._left += len(buffers)
+            self._available += len(buffers)
             self._change.notify_all()
 
 
 def anonymous_nbytes() -> int:
-    """Anonymous and shared memory that this process holds now; 0 where the system does not say."""
+    """Return the resident anonymous and shared memory of this process; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Values from one floating dtype into another, each rounded once, to the nearest or in a tie to the even, and counted.
+"""Cast values from one float dtype to another, and count the changes.
 
-What is not a floating number of 16 to 64 bits is never cast. NaN stays NaN.
+Each value is rounded once, to nearest even. NaN stays NaN. Only float dtypes of 16 to 64 bits are cast.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.planning.plan import Stream
 from prepcli.planning.tensors import itemsize
 
-BLOCK_VALUES = 1 << 14  # values at a time: all that is made of them on the way stays in a core's cache
+BLOCK_VALUES = 1 << 14  # values per step: the temporary arrays of a step fit a core's cache
 SMALLEST_SUBNORMAL = {"f": np.float32(1e-45), "d": np.float64(5e-324)}
 
 
 @dataclass(frozen=True, slots=True)
 class CastCounts:
-    """Of values that were cast: how many there are, are another number, became infinite or 0 though they were not, and
-    are no number; and the largest relative error of those that are still finite and not 0."""
+    """Counts over cast values.
+
+    Attributes:
+        values: Number of values.
+        changed: Values with another number after the cast.
+        overflowed: Finite values that became infinite.
+        underflowed: Nonzero values that became 0.
+        nan: NaN values.
+        worst: Largest relative error over finite, nonzero cast values.
+    """
 
     values: int = 0
     changed: int = 0
@@ -48,15 +56,20 @@ class CastCounts:
 
 @dataclass(frozen=True, slots=True)
 class StreamDigest:
-    """What is known of a stream once it is whole: the digest of the bytes that were read, and where they were cast that
-    of what was written, and counts."""
+    """The digests of a completed stream.
+
+    Attributes:
+        read: Digest of the bytes that were read.
+        written: Digest of the bytes that were written; it differs from `read` only after a cast.
+        counts: Counts of the cast; None without a cast.
+    """
 
     read: str
     written: str
     counts: CastCounts | None = None
 
     def __str__(self) -> str:
-        """As one word, as a journal keeps it; `moved` reads it."""
+        """Return the digests as one word, as journals store them. `parse_stream_digest` parses it."""
         if self.counts is None:
             return self.read
         *numbers, worst = dataclasses.astuple(self.counts)
@@ -64,16 +77,25 @@ class StreamDigest:
 
 
 def parse_stream_digest(text: str) -> StreamDigest:
-    """What `str(Moved)` made; a digest alone of what was not cast."""
-    read, *rest = text.split(":")
-    if not rest:
+    """Parse the text of a `StreamDigest`. Without a cast it is a single digest."""
+    read, *cast_fields = text.split(":")
+    if not cast_fields:
         return StreamDigest(read, read)
-    written, *numbers, worst = rest
-    return StreamDigest(read, written, CastCounts(*map(int, numbers), worst=float.fromhex(worst)))
+    written, *numbers, worst = cast_fields
+    values, changed, overflowed, underflowed, nan = map(int, numbers)
+    counts = CastCounts(
+        values=values,
+        changed=changed,
+        overflowed=overflowed,
+        underflowed=underflowed,
+        nan=nan,
+        worst=float.fromhex(worst),
+    )
+    return StreamDigest(read, written, counts)
 
 
 class StreamCast:
-    """A tensor on its way into another dtype: counts, and the digest of what comes out."""
+    """The cast of a stream's values to another dtype, with counts and the digest of the result."""
 
     def __init__(self, source: str, target: str) -> None:
         self._source, self._target = numpy_dtype(source), numpy_dtype(target)
@@ -83,21 +105,32 @@ class StreamCast:
         self.counts = CastCounts()
 
     def cast(self, data: ByteArray, out: ByteArray) -> ByteArray:
-        """Cast whole values, which go on those before them, into the first bytes of `out`; returns these."""
+        """Cast the stream's next values.
+
+        Args:
+            data: Bytes of whole values.
+            out: Buffer for the result.
+
+        Returns:
+            The part of `out` that contains the result.
+        """
         values = data.view(self._source)
-        made = out[: values.size * self._target.itemsize]
-        cast = made.view(self._target)
+        cast_bytes = out[: values.size * self._target.itemsize]
+        cast_values = cast_bytes.view(self._target)
         with np.errstate(all="ignore"):
-            for low in range(0, values.size, BLOCK_VALUES):
-                self.counts += self._block(values[low : low + BLOCK_VALUES], cast[low : low + BLOCK_VALUES])
-        self._state.update(made.data)
-        return made
+            for start in range(0, values.size, BLOCK_VALUES):
+                self.counts += self._block(
+                    values[start : start + BLOCK_VALUES], cast_values[start : start + BLOCK_VALUES]
+                )
+        self._state.update(cast_bytes.data)
+        return cast_bytes
 
     def digest(self) -> str:
-        """That of all bytes that came out so far."""
+        """Return the digest of all cast bytes so far."""
         return self._state.hexdigest()
 
     def _block(self, values: np.ndarray, out: np.ndarray) -> CastCounts:
+        """Cast one block of values into `out`, and count the changes."""
         wide = values.astype(self._wide, copy=False)
         out[...] = round_to_dtype(wide, self._target)
         if self._is_exact:
@@ -106,14 +139,22 @@ class StreamCast:
 
 
 def max_finite(dtype: str) -> float:
-    """The largest number that a dtype has; beyond half a step from there values become infinite."""
+    """Return the largest finite value of a dtype. Values more than half a spacing above it become infinite."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(numpy_dtype(dtype)).max)
 
 
 def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
-    """What became of values, both in one dtype that holds them exactly."""
+    """Count the changes between values before and after a cast.
+
+    Args:
+        before: The original values.
+        after: The cast values, in the dtype of `before`, which represents them exactly.
+
+    Returns:
+        The counts.
+    """
     nan = int(np.count_nonzero(np.isnan(before)))
     changed = int(np.count_nonzero(before != after)) - nan
     if not changed:
@@ -122,35 +163,44 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
     underflowed = int(np.count_nonzero(after == 0)) - int(np.count_nonzero(before == 0))
     values = before.size
     if nan or overflowed or underflowed or not np.isfinite(before).all():
-        kept = np.isfinite(after) & (after != 0)
-        before, after = before[kept], after[kept]
+        is_comparable = np.isfinite(after) & (after != 0)
+        before, after = before[is_comparable], after[is_comparable]
     errors = np.abs(after - before) / np.maximum(np.abs(before), SMALLEST_SUBNORMAL[before.dtype.char])
     worst = float(errors.max(initial=0.0))
     return CastCounts(values, changed, overflowed, underflowed, nan, worst)
 
 
 def report_casts(streams: Sequence[Stream], digests: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
-    """What is cast from which dtype into which, tensors and values, and their counts where `seen` has the streams."""
+    """Summarize the casts of a plan by pair of dtypes.
+
+    Args:
+        streams: The plan's streams.
+        digests: Text of each completed stream's `StreamDigest`, by stream number.
+
+    Returns:
+        One entry per pair of dtypes, with the numbers of tensors and values. With `digests` also the cast counts.
+    """
     groups: dict[tuple[str, str], list[int]] = {}
     for number, stream in enumerate(streams):
         if stream.cast_to:
             groups.setdefault((stream.dtype, stream.cast_to), []).append(number)
-    found = []
+    entries = []
     for (source, target), numbers in groups.items():
         names = {streams[number].name for number in numbers}
         values = sum(streams[number].nbytes for number in numbers) // itemsize(source)
         counts = dataclasses.asdict(_total_counts(digests, numbers)) if digests else {}
-        found.append({"from": source, "to": target, "tensors": len(names), **counts, "values": values})
-    return found
+        entries.append({"from": source, "to": target, "tensors": len(names), **counts, "values": values})
+    return entries
 
 
 def _total_counts(digests: Mapping[int, str], numbers: Sequence[int]) -> CastCounts:
-    each = (parse_stream_digest(digests[number]).counts or CastCounts() for number in numbers)
-    return functools.reduce(CastCounts.__add__, each, CastCounts())
+    """Return the sum of the counts of some streams."""
+    counts = (parse_stream_digest(digests[number]).counts or CastCounts() for number in numbers)
+    return functools.reduce(CastCounts.__add__, counts, CastCounts())
 
 
 def format_cast(entry: Mapping[str, Any]) -> str:
-    """An entry of a report, for people."""
+    """Return an entry of `report_casts` as a line of text."""
     kinds = ("changed", "changed"), ("overflowed", "overflowed"), ("underflowed", "became 0"), ("nan", "are nan")
     counts = ", ".join(f"{entry[key]:,} {text}" for key, text in kinds)
     head = f"{entry['from']} -> {entry['to']}: {entry['tensors']} tensors, {entry['values']:,} values"

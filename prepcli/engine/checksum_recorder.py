@@ -1,7 +1,7 @@
-"""XXH3-64 of checksum blocks, taken from the bytes that a run writes: nothing is read for them.
+"""Compute the XXH3-64 of checksum blocks while a run writes them, without reading files.
 
-Slabs reach a block in pieces. A block whose pieces come in the order of its bytes is hashed as they pass; any other
-keeps the sum 0, which stands for unknown, and is read back once the output is whole.
+A block may be written in several pieces. If the pieces are written in byte order, the block is hashed piece by piece.
+Otherwise its checksum stays 0, which means unknown, and is computed from the files when the output is complete.
 """
 
 from __future__ import annotations
@@ -25,54 +25,63 @@ from prepcli.planning.chunk_extents import ChunkExtent
 from prepcli.planning.strided_copies import StridedCopy
 
 UNKNOWN = 0
-SHORTEST_RUN = 4 << 10  # of a copy that repeats: following shorter runs takes longer than reading the block back
-MAX_OPEN_BLOCKS = 4096  # blocks that are hashed at once, some 700 bytes each
+MIN_RUN_NBYTES = 4 << 10  # hashing shorter runs takes longer than reading the block back
+MAX_OPEN_BLOCKS = 4096  # blocks that are hashed at the same time, about 700 bytes each
 
 ChecksumArray = npt.NDArray[np.uint64]
 
 
 class ChecksumRecorder:
-    """The sums of a run's blocks, by number. `observe` follows what is written, one slab after the other."""
+    """Records the checksums of an output's blocks while slabs are written.
+
+    `sums` has the checksum of each block, by block number.
+    """
 
     def __init__(self, path: Path, extents: Sequence[ChunkExtent]) -> None:
-        """Go on from the sums that an earlier run saved in `path`, as far as they are whole."""
+        """Load the checksums that an earlier run saved in `path`, if the file is intact.
+
+        Args:
+            path: File in which checksums are saved.
+            extents: Extents of the output's chunks, sorted by file and offset.
+        """
         self._path, self._extents = path, extents
         self._starts = [(extent.file, extent.offset) for extent in extents]
         self.sums = load_checksums(path, max((extent.blocks.stop_number for extent in extents), default=0))
-        self._open: dict[
-            int, tuple[xxhash.xxh3_64, int]
-        ] = {}  # of each block that is begun, the next byte of its chunk
+        # Number of a partly hashed block -> hash state, next byte of the chunk
+        self._open: dict[int, tuple[xxhash.xxh3_64, int]] = {}
 
     @contextlib.contextmanager
     def recording(self, copies: Sequence[StridedCopy], data: ByteArray) -> Iterator[None]:
-        """Take in the runs of copies, beside what is done within."""
-        with ThreadPoolExecutor(1) as beside:
-            observed = beside.submit(self.record, copies, data)
+        """Record the runs of copies in a thread while the block of the `with` statement runs."""
+        with ThreadPoolExecutor(1) as executor:
+            future = executor.submit(self.record, copies, data)
             yield
-            observed.result()
+            future.result()
 
     def record(self, copies: Sequence[StridedCopy], data: ByteArray) -> None:
-        """Take in the runs of copies, which follow each other in `data`."""
-        at = 0
+        """Record the runs of copies from `data`, where they are packed one after another."""
+        data_offset = 0
         for copy in copies:
-            run = copy.run_nbytes
-            if copy.repeats and run < SHORTEST_RUN:
-                at += copy.nbytes
+            run_nbytes = copy.run_nbytes
+            if copy.repeats and run_nbytes < MIN_RUN_NBYTES:
+                data_offset += copy.nbytes
                 continue
-            for offset in copy.run_offsets():
-                self._record_run(copy.file, offset, data[at : at + run])
-                at += run
+            for file_offset in copy.run_offsets():
+                self._record_run(copy.file, file_offset, data[data_offset : data_offset + run_nbytes])
+                data_offset += run_nbytes
 
     def _record_run(self, file: int, offset: int, data: ByteArray) -> None:
-        at = 0
-        while at < data.size:
-            extent = self._extents[bisect.bisect_right(self._starts, (file, offset + at)) - 1]
-            chunk, start = divmod(offset + at - extent.offset, extent.stride_nbytes)
-            size = min(data.size - at, extent.blocks.per_chunk.chunk_nbytes - start)
-            self._record_in_chunk(extent, extent.first_block(chunk), start, data[at : at + size])
-            at += size
+        """Record a run that may cover several chunks."""
+        done = 0
+        while done < data.size:
+            extent = self._extents[bisect.bisect_right(self._starts, (file, offset + done)) - 1]
+            chunk, start = divmod(offset + done - extent.offset, extent.stride_nbytes)
+            piece_nbytes = min(data.size - done, extent.blocks.per_chunk.chunk_nbytes - start)
+            self._record_in_chunk(extent, extent.first_block(chunk), start, data[done : done + piece_nbytes])
+            done += piece_nbytes
 
     def _record_in_chunk(self, extent: ChunkExtent, first: int, start: int, data: ByteArray) -> None:
+        """Record a run inside a chunk whose first block has number `first`."""
         for block in extent.blocks.per_chunk.overlapping(start, start + data.size):
             number = first + block.number
             if self.sums[number] == UNKNOWN:
@@ -81,11 +90,12 @@ class ChecksumRecorder:
                 )
 
     def _record_in_block(self, number: int, block: ChecksumBlock, start: int, data: ByteArray) -> None:
+        """Hash a run inside a block if it continues the hashed bytes."""
         if data.size == block.stop - block.start:
             self.sums[number] = checksum(data.data)
             return
-        state, following = self._open.pop(number, (None, block.start))
-        if start != following:
+        state, next_start = self._open.pop(number, (None, block.start))
+        if start != next_start:
             return
         state = state or xxhash.xxh3_64()
         state.update(data.data)
@@ -95,45 +105,59 @@ class ChecksumRecorder:
             self._open[number] = state, start + data.size
 
     def save(self) -> None:
-        """Write the sums, so that a later run, or the process that finishes the output, has them."""
-        fresh = self._path.with_name(f"{self._path.name}.new")
+        """Save the checksums for a later run, or for the process that finishes the output."""
+        temporary = self._path.with_name(f"{self._path.name}.new")
         data = self.sums.astype(CHECKSUM_DTYPE).tobytes()
         try:
-            write_no_follow(fresh, data + xxhash.xxh3_128_digest(data))
-            os.replace(fresh, self._path)
+            write_no_follow(temporary, data + xxhash.xxh3_128_digest(data))
+            os.replace(temporary, self._path)
         except OSError as error:
             raise io_error(self._path, error) from error
 
 
 def load_checksums(path: Path, block_count: int) -> ChecksumArray:
-    """Sums that `Recorder.save` wrote; all unknown where the file is missing, torn or of another size."""
-    found = np.zeros(block_count, np.uint64)
+    """Load the checksums saved by a recorder.
+
+    Args:
+        path: The file.
+        block_count: Number of blocks.
+
+    Returns:
+        The checksums by block number. All are unknown if the file is missing, damaged or of another size.
+    """
+    checksums = np.zeros(block_count, np.uint64)
     with contextlib.suppress(OSError):
         data = read_no_follow(path)
-        size = block_count * found.itemsize
+        size = block_count * checksums.itemsize
         if len(data) == size + 16 and xxhash.xxh3_128_digest(data[:size]) == data[size:]:
-            found[:] = np.frombuffer(data[:size], CHECKSUM_DTYPE)
-    return found
+            checksums[:] = np.frombuffer(data[:size], CHECKSUM_DTYPE)
+    return checksums
 
 
 def compute_unknown(checksums: ChecksumArray, extents: Sequence[ChunkExtent], files: Sequence[Path]) -> None:
-    """Compute the sums that are unknown from the files that were written."""
+    """Compute unknown checksums from the files, in place.
+
+    Args:
+        checksums: Checksums by block number.
+        extents: Extents of the output's chunks.
+        files: Paths of the output's data files.
+    """
     if checksums.all():
         return
-    room = allocate_buffer(BLOCK_NBYTES + 2 * PAGE)
-    with Files(files) as opened:
+    scratch = allocate_buffer(BLOCK_NBYTES + 2 * PAGE)
+    with Files(files) as reader:
         for extent in extents:
             for start, number, block in _unknown_blocks(checksums, extent):
                 run = StridedCopy(0, extent.file, start + block.start, block.stop - block.start)
-                checksums[number] = checksum(opened.read_run(run, room).data)
+                checksums[number] = checksum(reader.read_run(run, scratch).data)
 
 
 def _unknown_blocks(checksums: ChecksumArray, extent: ChunkExtent) -> Iterator[tuple[int, int, ChecksumBlock]]:
-    """Where a chunk begins, and number and place in it, of each block whose sum is unknown."""
+    """Yield the chunk offset, the number and the block, for each block with an unknown checksum."""
     chunk = extent.blocks.per_chunk
-    for at in range(extent.chunk_count):
-        first = extent.first_block(at)
+    for position in range(extent.chunk_count):
+        first = extent.first_block(position)
         if not checksums[first : first + chunk.block_count].all():
             for block in chunk.overlapping(0, chunk.chunk_nbytes):
                 if checksums[first + block.number] == UNKNOWN:
-                    yield extent.offset + at * extent.stride_nbytes, first + block.number, block
+                    yield extent.offset + position * extent.stride_nbytes, first + block.number, block

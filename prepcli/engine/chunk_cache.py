@@ -1,4 +1,4 @@
-"""Chunks that are being read, kept within a number of bytes that all of a checkpoint's arrays share."""
+"""A cache of partly read chunks, with a memory limit that all arrays of a checkpoint share."""
 
 from __future__ import annotations
 
@@ -8,57 +8,70 @@ from typing import Protocol
 from prepcli.console.formatting import format_bytes
 from prepcli.engine.files import ByteArray
 
-DEFAULT_CACHE_NBYTES = 16 << 20  # where nobody says how much memory there is
-MAX_CHUNKS = 64  # chunks, each of which may have a file open
+DEFAULT_CACHE_NBYTES = 16 << 20
+MAX_CHUNKS = 64  # each chunk may keep a file open
 
 
 class ChunkReader(Protocol):
-    """A chunk that is being read, and the memory that it takes."""
+    """A reader of one chunk. `nbytes` is its memory use."""
 
     nbytes: int
 
     def read(self, start: int, into: ByteArray) -> bool:
-        """Fill `into` from byte `start` on; False where that is not ahead any more. ValueError for a broken chunk."""
+        """Fill `into` with the chunk's bytes from `start` on.
+
+        Returns:
+            False if the reader, which may only read forward, has passed `start` already.
+
+        Raises:
+            ValueError: The chunk is damaged.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the reader's resources."""
+        ...
 
 
 class ChunkCache:
-    """Chunks that are being read, the latest last; together they take at most `most_nbytes`."""
+    """Chunk readers that take at most `max_nbytes` of memory together; the least recently used are closed first."""
 
     def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
         self.most_nbytes = max_nbytes
         self._held: OrderedDict[tuple[int, int], ChunkReader] = OrderedDict()
 
     def get(self, key: tuple[int, int]) -> ChunkReader | None:
-        """What is held of a chunk."""
+        """Return the reader of a chunk, or None if it is not cached."""
         if key in self._held:
             self._held.move_to_end(key)
         return self._held.get(key)
 
     def make_room(self, nbytes: int) -> None:
-        """Let go of the oldest until so much is free. ValueError where there will never be so much."""
+        """Close the least recently used readers until `nbytes` are free.
+
+        Raises:
+            ValueError: The limit is below `nbytes`.
+        """
         if nbytes > self.most_nbytes:
-            why = (
-                f"decoding it takes {format_bytes(nbytes)}, of `--memory` {format_bytes(self.most_nbytes)} are for that"
-            )
-            raise ValueError(why)
-        held = self._held
-        while held and (sum(h.nbytes for h in held.values()) + nbytes > self.most_nbytes or len(held) >= MAX_CHUNKS):
-            held.popitem(last=False)[1].close()
+            needed, limit = format_bytes(nbytes), format_bytes(self.most_nbytes)
+            raise ValueError(f"decoding it takes {needed}, `--memory` leaves {limit} for it")
+        readers = self._held
+        while readers and (
+            sum(reader.nbytes for reader in readers.values()) + nbytes > self.most_nbytes or len(readers) >= MAX_CHUNKS
+        ):
+            readers.popitem(last=False)[1].close()
 
     def put(self, key: tuple[int, int], reader: ChunkReader) -> ChunkReader:
-        """Take in what is held of a chunk."""
+        """Add the reader of a chunk, and return it."""
         self._held[key] = reader
         return reader
 
     def drop(self, key: tuple[int, int]) -> None:
-        """Let go of a chunk."""
-        if old := self._held.pop(key, None):
-            old.close()
+        """Close the reader of a chunk if it is cached."""
+        if reader := self._held.pop(key, None):
+            reader.close()
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all readers."""
         while self._held:
             self._held.popitem()[1].close()

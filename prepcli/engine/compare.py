@@ -1,4 +1,4 @@
-"""Two streams of tensors compared value by value: where they differ first, and in how many places."""
+"""Compare two tensors value by value: count the differences and locate the first one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from prepcli.planning.tensors import itemsize
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How many values differ, and the first that does: its index in the tensor, and both values as text."""
+    """The difference between two tensors.
+
+    Attributes:
+        count: Number of values that differ.
+        index: Index of the first difference in the tensor.
+        value_a: The first tensor's value there, as text.
+        value_b: The second tensor's value there, as text.
+    """
 
     count: int
     index: tuple[int, ...] = ()
@@ -26,27 +33,45 @@ class Difference:
 
     @property
     def row(self) -> int:
+        """Row of the first difference."""
         return self.index[0] if self.index else 0
 
 
 def compare_streams(
     blobs_a: Sequence[Path | Blob], stream_a: Stream, blobs_b: Sequence[Path | Blob], stream_b: Stream
 ) -> Difference:
-    """Compare the left sides of two streams of the same rows, shape and dtype, bit by bit."""
-    count, first, item = 0, Difference(0), itemsize(stream_a.dtype)
-    with open_blobs(blobs_a) as left, open_blobs(blobs_b) as right:
-        for (start, x), (_, y) in zip(
-            read_values(left, stream_a, allocate_run_buffers()),
-            read_values(right, stream_b, allocate_run_buffers()),
+    """Compare the values that two streams read, bit by bit.
+
+    Args:
+        blobs_a: Files and blobs of the first stream.
+        stream_a: The first stream.
+        blobs_b: Files and blobs of the second stream.
+        stream_b: The second stream, with the same rows, shape and dtype.
+
+    Returns:
+        The difference; its count is 0 if the values are equal.
+    """
+    count, first, item_nbytes = 0, Difference(0), itemsize(stream_a.dtype)
+    with open_blobs(blobs_a) as reader_a, open_blobs(blobs_b) as reader_b:
+        for (start, data_a), (_, data_b) in zip(
+            read_values(reader_a, stream_a, allocate_run_buffers()),
+            read_values(reader_b, stream_b, allocate_run_buffers()),
             strict=True,
         ):
-            differs = np.flatnonzero((x.reshape(-1, item) != y.reshape(-1, item)).any(axis=1))
+            differs = np.flatnonzero((data_a.reshape(-1, item_nbytes) != data_b.reshape(-1, item_nbytes)).any(axis=1))
             if differs.size and not count:
-                at = int(differs[0])
-                index = tuple(int(i) for i in np.unravel_index(start // item + at, stream_a.shape))
-                shown = [
-                    str(v[at * item : (at + 1) * item].copy().view(numpy_dtype(stream_a.dtype))[0]) for v in (x, y)
-                ]
-                first = Difference(0, index, *shown)
+                position = int(differs[0])
+                index = tuple(
+                    int(axis_index) for axis_index in np.unravel_index(start // item_nbytes + position, stream_a.shape)
+                )
+                value_a, value_b = (
+                    str(
+                        data[position * item_nbytes : (position + 1) * item_nbytes]
+                        .copy()
+                        .view(numpy_dtype(stream_a.dtype))[0]
+                    )
+                    for data in (data_a, data_b)
+                )
+                first = Difference(0, index, value_a, value_b)
             count += int(differs.size)
     return Difference(count, first.index, first.value_a, first.value_b)

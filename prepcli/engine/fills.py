@@ -1,4 +1,4 @@
-"""Rows that are made rather than read: the padding of a vocabulary."""
+"""Generate padding rows of a vocabulary: zeros, the mean of the true rows, or normal values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from prepcli.engine.files import ByteArray
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import Slab
 
-GROUP_ROWS = 64  # rows summed at a time: a number of its own, so that a mean does not depend on how slabs were cut
+GROUP_ROWS = 64  # rows per partial sum; fixed, so that a mean does not depend on slab boundaries
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """NumPy's dtype of a name, ml_dtypes' where NumPy has none."""
+    """Return the dtype of a name, from ml_dtypes if NumPy does not have it."""
     try:
         return np.dtype(dtype)
     except TypeError:
@@ -25,18 +25,26 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def round_to_dtype(values: npt.NDArray[np.floating], dtype: np.dtype) -> np.ndarray:
-    """float32 or float64 in a dtype, each value rounded once, to the nearest or in a tie to the even one."""
+    """Cast values to a dtype, each rounded once, to nearest even.
+
+    Args:
+        values: float32 or float64 values.
+        dtype: A float dtype.
+
+    Returns:
+        The cast values.
+    """
     if dtype.kind != "V" or values.dtype == np.float32:
         return values.astype(dtype)
-    # ml_dtypes rounds to float32 first. Where that step is not exact it goes to the odd neighbour, so that it never
-    # ends in a tie that the second step would break in its own way.
-    near = values.astype(np.float32)
-    towards_zero = near.view(np.uint32) - (np.abs(near) > np.abs(values))
-    return (towards_zero | (near != values)).view(np.float32).astype(dtype)
+    # ml_dtypes casts float64 through float32, which would round twice. Rounding the first step to odd prevents that
+    # (Boldo and Melquiond 2008, "Emulation of FMA and Correctly Rounded Sums").
+    nearest = values.astype(np.float32)
+    towards_zero = nearest.view(np.uint32) - (np.abs(nearest) > np.abs(values))
+    return (towards_zero | (nearest != values)).view(np.float32).astype(dtype)
 
 
 class FillGenerator:
-    """Makes the rows of streams that have a fill, and sees all bytes on the way, since a mean is made of them."""
+    """Generates the rows of filled streams. For means it needs the slabs of the true rows first."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
@@ -46,7 +54,7 @@ class FillGenerator:
         }
 
     def add_slab(self, slab: Slab, data: ByteArray) -> None:
-        """Take in a slab of a stream whose mean other rows are filled with."""
+        """Add a slab's rows to the mean of its stream, if filled rows need that mean."""
         if slab.stream_number not in self._averaged:
             return
         stream = self._streams[slab.stream_number]
@@ -56,37 +64,59 @@ class FillGenerator:
             self._mean.add(data)
 
     def make_rows(self, slab: Slab, out: ByteArray) -> ByteArray:
-        """The bytes of a slab of a filled stream."""
+        """Generate a slab of a filled stream.
+
+        Args:
+            slab: The slab.
+            out: Buffer of the slab's size.
+
+        Returns:
+            `out`.
+
+        Raises:
+            ValueError: The stream has no fill, or its mean is needed before its true rows were added.
+        """
         stream = self._streams[slab.stream_number]
         if stream.fill is None:
-            raise ValueError(f"{stream.name}: nothing to read and nothing to fill it with")
+            raise ValueError(f"{stream.name} is neither read nor filled")
         if stream.fill.kind == "zeros":
             out[...] = 0
             return out
-        low, size = slab.start, stream.row_nbytes
-        for row in range(low // size, -(-(low + slab.nbytes) // size)):
+        start, row_nbytes = slab.start, stream.row_nbytes
+        for row in range(start // row_nbytes, -(-(start + slab.nbytes) // row_nbytes)):
             values = self._make_row(stream, row).view(np.uint8)
-            first, last = max(low, row * size), min(low + slab.nbytes, (row + 1) * size)
-            out[first - low : last - low] = values[first - row * size : last - row * size]
+            row_start, row_stop = max(start, row * row_nbytes), min(start + slab.nbytes, (row + 1) * row_nbytes)
+            out[row_start - start : row_stop - start] = values[
+                row_start - row * row_nbytes : row_stop - row * row_nbytes
+            ]
         return out
 
     def _make_row(self, stream: Stream, row: int) -> np.ndarray:
+        """Generate a row of a stream."""
         if stream.fill and stream.fill.kind == "normal":
             return normal_row(stream, row)
         if self._mean is None:
-            raise ValueError(f"{stream.name}: its mean is wanted before its rows were seen")
+            raise ValueError(f"{stream.name}: its mean is needed before its rows were added")
         return self._mean.value(numpy_dtype(stream.dtype))
 
 
 def mean_source_number(streams: Sequence[Stream], stream_number: int) -> int:
-    """The stream of the true rows of the tensor that stream `number` pads."""
+    """Return the number of the stream with the true rows, for a stream of padding rows."""
     while streams[stream_number].rows[0]:
         stream_number -= 1
     return stream_number
 
 
 def normal_row(stream: Stream, row_number: int) -> np.ndarray:
-    """A row of normal values by seed and row number alone, rounded once from float64."""
+    """Generate a row of normal values from the fill's seed and the row number.
+
+    Args:
+        stream: A stream with a normal fill.
+        row_number: Number of the row in the tensor.
+
+    Returns:
+        The row, rounded once from float64.
+    """
     fill = stream.fill
     if fill is None:
         raise ValueError(f"{stream.name} has no fill")
@@ -96,34 +126,36 @@ def normal_row(stream: Stream, row_number: int) -> np.ndarray:
 
 
 class _RowMean:
-    """The mean of a stream's rows in float64, rounded once; rows are added in groups of a fixed size."""
+    """The mean of a stream's rows: summed in float64 in groups of `GROUP_ROWS` rows, rounded once."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._dtype = numpy_dtype(stream.dtype)
         self._sum = np.zeros(stream.row_nbytes // self._dtype.itemsize)
-        self._rest = np.empty(0, np.uint8)
+        self._partial_group = np.empty(0, np.uint8)
 
     def add(self, data: ByteArray) -> None:
-        size = GROUP_ROWS * self._stream.row_nbytes
-        first = min(data.size, -self._rest.size % size)  # what completes the group that was begun
-        self._rest = np.concatenate([self._rest, data[:first]])
-        if self._rest.size == size:
-            self._add_rows(self._rest)
-            self._rest = self._rest[:0]
-        last = first + (data.size - first) // size * size
-        for low in range(first, last, size):
-            self._add_rows(data[low : low + size])
-        if last < data.size:
-            self._rest = data[last:].copy()
+        """Add the stream's next bytes."""
+        group_nbytes = GROUP_ROWS * self._stream.row_nbytes
+        head_nbytes = min(data.size, -self._partial_group.size % group_nbytes)  # completes the partial group
+        self._partial_group = np.concatenate([self._partial_group, data[:head_nbytes]])
+        if self._partial_group.size == group_nbytes:
+            self._add_rows(self._partial_group)
+            self._partial_group = self._partial_group[:0]
+        tail_start = head_nbytes + (data.size - head_nbytes) // group_nbytes * group_nbytes
+        for start in range(head_nbytes, tail_start, group_nbytes):
+            self._add_rows(data[start : start + group_nbytes])
+        if tail_start < data.size:
+            self._partial_group = data[tail_start:].copy()
 
     def _add_rows(self, data: ByteArray) -> None:
+        """Add whole rows to the sum."""
         self._sum += data.view(self._dtype).reshape(-1, self._sum.size).astype(np.float64).sum(axis=0)
 
     def value(self, dtype: np.dtype) -> np.ndarray:
-        """The mean in a dtype, once all the rows of the stream were added."""
-        if self._rest.size:
-            self._add_rows(self._rest)
-            self._rest = np.empty(0, np.uint8)
-        low, high = self._stream.rows
-        return round_to_dtype(self._sum / (high - low), dtype)
+        """Return the mean in a dtype, after all rows of the stream were added."""
+        if self._partial_group.size:
+            self._add_rows(self._partial_group)
+            self._partial_group = np.empty(0, np.uint8)
+        start, stop = self._stream.rows
+        return round_to_dtype(self._sum / (stop - start), dtype)

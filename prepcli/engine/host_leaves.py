@@ -1,4 +1,4 @@
-"""Leaves in memory, read by the engine as files are: fetched for their first byte, let go after their last."""
+"""Read leaves from host memory through the engine's reader interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from trainer.models.checkpoint_store import HostLeaf
 
 
 class HostLeafReader:
-    """`file` of a copy is the number of a leaf, `offset` a byte of it in C order. Every byte is to be read once."""
+    """A reader of leaves in host memory.
+
+    A copy's file number is the number of a leaf, its file offset counts bytes of the leaf in C order. A leaf is fetched
+    when its first byte is read, and released after its last byte. Every byte must be read exactly once.
+    """
 
     def __init__(self, leaves: Sequence[HostLeaf]) -> None:
         self._leaves = leaves
@@ -21,24 +25,25 @@ class HostLeafReader:
         self._read_nbytes = [0] * len(leaves)
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:
-        """Read a copy that is one run; it comes back as deep in a page as `copy.offset` is."""
-        lead = copy.file_offset % PAGE
-        return self.read_runs((copy,), into[lead:])
+        """Read a copy of a single run; return the part of `into` that contains it, with the same page offset."""
+        page_offset = copy.file_offset % PAGE
+        return self.read_runs((copy,), into[page_offset:])
 
     def read_runs(self, copies: Sequence[StridedCopy], into: ByteArray) -> ByteArray:
-        """Read all runs of the copies one after another."""
-        at = 0
+        """Read all runs of the copies one after another; return the filled part of `into`."""
+        filled = 0
         for copy in copies:
             data = self._leaf_bytes(copy.file)
             shape = (*(count for count, _ in copy.repeats), copy.run_nbytes)
-            steps = (*(step for _, step in copy.repeats), 1)
-            runs = np.lib.stride_tricks.as_strided(data[copy.file_offset :], shape, steps, writeable=False)
-            into[at : at + copy.nbytes].reshape(shape)[...] = runs
-            at += copy.nbytes
+            strides = (*(step for _, step in copy.repeats), 1)
+            runs = np.lib.stride_tricks.as_strided(data[copy.file_offset :], shape, strides, writeable=False)
+            into[filled : filled + copy.nbytes].reshape(shape)[...] = runs
+            filled += copy.nbytes
             self._release_when_read(copy)
-        return into[:at]
+        return into[:filled]
 
     def _leaf_bytes(self, number: int) -> ByteArray:
+        """Return the bytes of a leaf; fetch it if necessary."""
         if number not in self._fetched:
             leaf = self._leaves[number]
             array = np.ascontiguousarray(leaf.fetch())
@@ -48,6 +53,7 @@ class HostLeafReader:
         return self._fetched[number]
 
     def _release_when_read(self, copy: StridedCopy) -> None:
+        """Release a leaf if the copy was its last."""
         self._read_nbytes[copy.file] += copy.nbytes
         if self._read_nbytes[copy.file] == self._fetched[copy.file].size:
             del self._fetched[copy.file]

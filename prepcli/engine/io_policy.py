@@ -1,6 +1,6 @@
-"""How large writes reach the disk: direct I/O, or the page cache with paced writeback, whichever the disk does faster.
+"""Choose how large writes reach the disk: direct I/O, or the page cache with paced writeback.
 
-The choice changes when bytes are written, never which bytes.
+The faster mode is measured. The mode never changes the written bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from prepcli.engine.linux import HAS_WRITEBACK, finish_writeback, start_writebac
 from prepcli.planning.slabs import PAGE
 
 MIB = 1 << 20
-WINDOW_NBYTES = 64 * MIB  # most bytes of an output in the page cache
-MIN_MEASURED_NBYTES = 1 << 30  # smaller outputs are written direct: to measure costs more than it gains
+WINDOW_NBYTES = 64 * MIB  # maximum bytes of an output in the page cache
+MIN_MEASURED_NBYTES = 1 << 30  # smaller outputs use direct I/O: measuring would cost more than it gains
 TRIAL_NBYTES = 8 * MIB  # shorter writes are not measured
-TRIALS = 3  # writes measured in each mode
-CLEAR_GAIN = 0.9  # direct I/O takes less CPU time, so writeback must take less than this share of its wall time
-CLEAR_LOSS = 2.0  # writeback that takes longer than so many times direct I/O is not tried again
+TRIALS = 3  # number of measured writes in each mode
+MAX_WRITEBACK_RATIO = 0.9  # writeback is used below this ratio of its time to direct I/O's, which takes less CPU time
+STOP_TRIALS_RATIO = 2.0  # above this ratio writeback is not measured again
 
 
 class WriteMode(Enum):
@@ -31,7 +31,7 @@ class WriteMode(Enum):
 
 
 class Writeback:
-    """Byte ranges whose writeback was started, at most `window_nbytes` of them."""
+    """A window of byte ranges whose writeback has started, of at most `window_nbytes` bytes."""
 
     def __init__(self, window_nbytes: int = WINDOW_NBYTES) -> None:
         self._window_nbytes = window_nbytes
@@ -39,13 +39,13 @@ class Writeback:
         self._nbytes = 0
 
     def start(self, fd: int, offset: int, nbytes: int) -> None:
-        """Start writeback of the whole pages of a range; wait for older ranges beyond the window. Raises OSError."""
-        low, high = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
-        if low >= high:
+        """Start writeback of a range's whole pages, and wait for older ranges beyond the window. Raises OSError."""
+        start, stop = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
+        if start >= stop:
             return
-        start_writeback(fd, low, high - low)
-        self._started.append((fd, low, high - low))
-        self._nbytes += high - low
+        start_writeback(fd, start, stop - start)
+        self._started.append((fd, start, stop - start))
+        self._nbytes += stop - start
         self._finish(self._window_nbytes)
 
     def drain(self) -> None:
@@ -53,6 +53,7 @@ class Writeback:
         self._finish(0)
 
     def _finish(self, max_nbytes: int) -> None:
+        """Wait for the oldest ranges until at most `max_nbytes` bytes are in the window."""
         while self._nbytes > max_nbytes:
             fd, offset, nbytes = self._started.popleft()
             self._nbytes -= nbytes
@@ -60,11 +61,11 @@ class Writeback:
 
 
 class WritePolicy:
-    """The mode of each write of an output: measured over its first large writes, then fixed."""
+    """Chooses the mode of each write of an output: measured over its first large writes, then fixed."""
 
     def __init__(self, total_nbytes: int, has_direct: bool = True) -> None:
         self.writeback = Writeback()
-        self._paces: dict[WriteMode, list[float]] = {mode: [] for mode in WriteMode}  # seconds a byte
+        self._seconds_per_byte: dict[WriteMode, list[float]] = {mode: [] for mode in WriteMode}
         is_measured = HAS_WRITEBACK and has_direct and total_nbytes >= MIN_MEASURED_NBYTES
         self._fixed = (
             None if is_measured else WriteMode.DIRECT if has_direct or not HAS_WRITEBACK else WriteMode.WRITEBACK
@@ -72,26 +73,28 @@ class WritePolicy:
 
     @property
     def needs_alignment(self) -> bool:
-        """Whether a write may be direct, and then needs bytes with the page offset that they have in the file."""
+        """Whether writes may use direct I/O, which needs buffers with the page offset of the file."""
         return self._fixed is not WriteMode.WRITEBACK
 
     @contextlib.contextmanager
     def writing(self, nbytes: int) -> Iterator[WriteMode]:
-        """Give the mode of a write, which the block does. Raises OSError."""
+        """Yield the mode of the write in the `with` block, and measure it. Raises OSError."""
         if self._fixed or nbytes < TRIAL_NBYTES:
             yield self._fixed or WriteMode.DIRECT
             return
-        mode = min(WriteMode, key=lambda mode: len(self._paces[mode]))
-        began = time.perf_counter()
+        mode = min(WriteMode, key=lambda mode: len(self._seconds_per_byte[mode]))
+        start_s = time.perf_counter()
         yield mode
         self.writeback.drain()
-        self.add_measurement(mode, (time.perf_counter() - began) / nbytes)
+        self.add_measurement(mode, (time.perf_counter() - start_s) / nbytes)
 
     def add_measurement(self, mode: WriteMode, seconds_per_byte: float) -> None:
-        """Add a measurement, in seconds a byte; after the last one the mode is fixed."""
-        self._paces[mode].append(seconds_per_byte)
-        directs, writebacks = (self._paces[mode] for mode in (WriteMode.DIRECT, WriteMode.WRITEBACK))
-        if len(directs) == len(writebacks):
-            share = min(writebacks) / min(directs)
-            if len(directs) == TRIALS or share > CLEAR_LOSS:
-                self._fixed = WriteMode.WRITEBACK if share < CLEAR_GAIN else WriteMode.DIRECT
+        """Add a measurement. After the last one the mode is fixed."""
+        self._seconds_per_byte[mode].append(seconds_per_byte)
+        direct_times, writeback_times = (
+            self._seconds_per_byte[mode] for mode in (WriteMode.DIRECT, WriteMode.WRITEBACK)
+        )
+        if len(direct_times) == len(writeback_times):
+            ratio = min(writeback_times) / min(direct_times)
+            if len(direct_times) == TRIALS or ratio > STOP_TRIALS_RATIO:
+                self._fixed = WriteMode.WRITEBACK if ratio < MAX_WRITEBACK_RATIO else WriteMode.DIRECT

@@ -1,7 +1,7 @@
-"""The journal of a process: which of its streams are durable, with their digests.
+"""The journal of a process: its durable streams, with their digests.
 
-Each line is a checksum, a space and a JSON object. A line whose checksum does not fit ends the journal: it and what
-follows it promise nothing. So do journals of earlier versions, whose lines have no checksum.
+Each line is a checksum, a space and a JSON object. Reading stops at the first line whose checksum does not match, such
+as a torn last line. Journals of earlier versions have no checksums and count as empty.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from prepcli.errors import PrepError
 
 @dataclass(frozen=True, slots=True)
 class StreamPrefix:
-    """The durable first bytes of the stream that was cut short: how many on its left side, and the digest of what was
-    written of them, in the tensor's order."""
+    """The durable first bytes of a partly written stream.
+
+    Attributes:
+        stream_number: Number of the stream in the plan; in a process's own journal its position among the streams.
+        nbytes: Number of bytes, as they are read.
+        digest: Digest of the bytes as they are written, in the tensor's order.
+    """
 
     stream_number: int
     nbytes: int
@@ -32,8 +37,14 @@ class StreamPrefix:
 
 @dataclass(frozen=True, slots=True)
 class JournalState:
-    """What a journal promises: the bytes that are durable, digests of whole streams by their number in the plan, and
-    the stream cut short. `session` names the processes at work when the journal was opened."""
+    """The durable state recorded by a journal.
+
+    Attributes:
+        durable_nbytes: Number of durable bytes over all streams.
+        digests: Digests of complete streams, by number in the plan.
+        prefix: The partly durable stream.
+        session: Identifies the processes that were at work when the journal was opened.
+    """
 
     durable_nbytes: int
     digests: Mapping[int, str]
@@ -45,37 +56,46 @@ EMPTY_JOURNAL_STATE = JournalState(0, {})
 
 
 def read_journal(path: Path, run_id: str, division: str = "") -> JournalState:
-    """Read what a journal promises: nothing if it does not exist or is of another division of the plan's streams.
+    """Read the durable state recorded by a journal.
+
+    Args:
+        path: The journal.
+        run_id: The run of the expected journal.
+        division: How the plan's streams are divided among processes.
+
+    Returns:
+        The state; empty if the journal does not exist or is of another division.
 
     Raises:
         PrepError: It belongs to another run, or is a link.
         OSError: It cannot be read.
     """
-    found = EMPTY_JOURNAL_STATE
+    state = EMPTY_JOURNAL_STATE
     try:
         lines = read_no_follow(path).split(b"\n")[:-1]
     except FileNotFoundError:
         lines = []
-    for at, line in enumerate(lines):
+    for line_number, line in enumerate(lines):
         match _parse_line(line):
-            case {"run": str(run), "division": str(of), "session": str(session)} if at == 0:
+            case {"run": str(run), "division": str(journal_division), "session": str(session)} if line_number == 0:
                 _check_run(path, run, run_id)
-                if of != division:
+                if journal_division != division:
                     break
-                found = JournalState(0, {}, session=session)
+                state = JournalState(0, {}, session=session)
             case {
-                "done": int(done),
-                "digests": dict(new),
-                "prefix": cut,
-            } if at > 0 and all(map(str.isdecimal, new)):
-                digests = {**found.digests, **{int(number): digest for number, digest in new.items()}}
-                found = JournalState(done, digests, _parse_prefix(cut), found.session)
+                "done": int(done_nbytes),
+                "digests": dict(new_digests),
+                "prefix": prefix,
+            } if line_number > 0 and all(map(str.isdecimal, new_digests)):
+                digests = {**state.digests, **{int(number): digest for number, digest in new_digests.items()}}
+                state = JournalState(done_nbytes, digests, _parse_prefix(prefix), state.session)
             case _:
                 break
-    return found
+    return state
 
 
 def _parse_prefix(value: object) -> StreamPrefix | None:
+    """Parse the `prefix` of a journal line; None if it has another form."""
     match value:
         case [int(number), int(nbytes), str(digest)]:
             return StreamPrefix(number, nbytes, digest)
@@ -83,15 +103,17 @@ def _parse_prefix(value: object) -> StreamPrefix | None:
 
 
 def _check_run(path: Path, journal_run_id: str, run_id: str) -> None:
+    """Raise PrepError if a journal belongs to another run."""
     if journal_run_id != run_id:
         folder = path.parent.parent
         raise PrepError(f"{folder} belongs to another run", "its plan or its source differs", "`--restart` drops it")
 
 
 class Journal:
-    """An append-only file: its first line says to what run it belongs, each further one what has become durable since.
+    """An append-only journal file.
 
-    It is written anew when it is opened, since an append after a torn line would spoil both.
+    Its first line identifies the run. Each further line records new durable bytes. The file is rewritten
+    when it is opened, because a line appended to a torn line would be lost.
     """
 
     def __init__(
@@ -107,56 +129,67 @@ class Journal:
         """Open or create the journal.
 
         Args:
-            path: Where it is.
-            identity: The run that it belongs to.
+            path: The journal.
+            run_id: The run of the journal.
             division: How the plan's streams are divided among processes.
-            numbers: This process's streams by their number in the plan, in the order in which they are moved; None for
-                all streams.
-            session: The processes that work together now.
-            kept: What stays durable; None for all that the journal promises.
+            stream_numbers: Numbers in the plan of this process's streams, in processing order; None for all streams.
+            session: Identifies the processes that work together now.
+            state: The durable state to start from; None for the state of the existing journal.
 
         Raises:
             PrepError: It belongs to another run, or cannot be read or written.
         """
         self._path, self._numbers = path, stream_numbers
-        fresh = path.with_suffix(path.suffix + ".new")
+        temporary = path.with_suffix(path.suffix + ".new")
         try:
-            marked = read_journal(path, run_id, division) if state is None else state
-            self.done_nbytes = marked.durable_nbytes
-            self.digests = self._by_position(marked.digests)
-            self.prefix = self._prefix_by_position(marked.prefix)
-            self._fd = open_no_follow(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-            with contextlib.ExitStack() as on_error:
-                on_error.callback(self.close)
+            initial_state = read_journal(path, run_id, division) if state is None else state
+            self.done_nbytes = initial_state.durable_nbytes
+            self.digests = self._by_position(initial_state.digests)
+            self.prefix = self._prefix_by_position(initial_state.prefix)
+            self._fd = open_no_follow(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            with contextlib.ExitStack() as cleanup:
+                cleanup.callback(self.close)
                 self._append({"run": run_id, "division": division, "session": session})
                 self.record(self.done_nbytes, self.digests, self.prefix)
-                fresh.rename(path)
-                on_error.pop_all()
+                temporary.rename(path)
+                cleanup.pop_all()
         except OSError as error:
             raise io_error(path, error) from error
 
     def _by_position(self, digests: Mapping[int, str]) -> dict[int, str]:
+        """Return digests by position among this process's streams instead of by number in the plan."""
         if self._numbers is None:
             return dict(digests)
-        return {at: digests[number] for at, number in enumerate(self._numbers) if number in digests}
+        return {position: digests[number] for position, number in enumerate(self._numbers) if number in digests}
 
     def _prefix_by_position(self, prefix: StreamPrefix | None) -> StreamPrefix | None:
+        """Return a prefix with its stream's position instead of its number in the plan."""
         if prefix is None or self._numbers is None:
             return prefix
         return StreamPrefix(self._numbers.index(prefix.stream_number), prefix.nbytes, prefix.digest)
 
     def record(self, done_nbytes: int, digests: dict[int, str], prefix: StreamPrefix | None = None) -> None:
-        """Record that these bytes of the streams are durable, streams counted by position in `numbers`."""
+        """Record durable bytes.
+
+        Args:
+            done_nbytes: Number of durable bytes over all streams.
+            digests: Digests of streams that became complete, by position among this process's streams.
+            prefix: The partly durable stream.
+
+        Raises:
+            PrepError: The journal cannot be written.
+        """
         self.done_nbytes = done_nbytes
         self.digests = self.digests | digests
         self.prefix = prefix
-        last = max([*digests, prefix.stream_number if prefix else -1], default=-1)
-        of = self._numbers or range(last + 1)
-        cut = [of[prefix.stream_number], prefix.nbytes, prefix.digest] if prefix else None
-        named = {of[at]: digest for at, digest in digests.items()}
-        self._append({"done": done_nbytes, "digests": named, "prefix": cut})
+        last_position = max([*digests, prefix.stream_number if prefix else -1], default=-1)
+        numbers = self._numbers or range(last_position + 1)
+        prefix_entry = [numbers[prefix.stream_number], prefix.nbytes, prefix.digest] if prefix else None
+        digests_by_number = {numbers[position]: digest for position, digest in digests.items()}
+        self._append({"done": done_nbytes, "digests": digests_by_number, "prefix": prefix_entry})
 
     def _append(self, entry: dict[str, object]) -> None:
+        """Append a line, and make it durable."""
         data = seal_line(json.dumps(entry).encode())
         try:
             while data:
@@ -166,23 +199,24 @@ class Journal:
             raise io_error(self._path, error) from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with contextlib.suppress(OSError):
             os.close(self._fd)
 
 
 def seal_line(content: bytes) -> bytes:
-    """A line of a journal: a checksum and the content, which has no line break."""
+    """Return a journal line: checksum, content and a line break. The content must not contain line breaks."""
     return xxhash.xxh3_64_hexdigest(content).encode() + b" " + content + b"\n"
 
 
 def unseal_line(line: bytes) -> bytes | None:
-    """The content of a line that `sealed` made, without its line break; None where the checksum does not fit."""
+    """Return the content of a journal line without its line break; None if the checksum does not match."""
     checksum, _, content = line.partition(b" ")
     return content if checksum == xxhash.xxh3_64_hexdigest(content).encode() else None
 
 
 def _parse_line(line: bytes) -> object:
+    """Return the JSON value of a journal line; None if the line is damaged."""
     content = unseal_line(line)
     try:
         return None if content is None else json.loads(content)

@@ -1,4 +1,4 @@
-"""System calls of Linux that `os` lacks. Each releases the GIL while it runs."""
+"""Linux system calls that `os` lacks. Each call releases the GIL."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import errno
 import os
 from collections.abc import Callable
 
-_START, _WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE; with WAIT_BEFORE and WAIT_AFTER
+_START, _WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE; the same with WAIT_BEFORE and WAIT_AFTER
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ESPIPE)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _function(name: str, *kinds: type) -> Callable[..., int] | None:
+def _function(name: str, *argument_types: type) -> Callable[..., int] | None:
+    """Return a function of the C library; None if it does not exist."""
     function = getattr(_LIBC, name, None)
     if function is not None:
-        function.argtypes, function.restype = kinds, ctypes.c_int
+        function.argtypes, function.restype = argument_types, ctypes.c_int
     return function
 
 
@@ -25,22 +26,22 @@ HAS_WRITEBACK = _sync_file_range is not None
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Start to write the dirty pages of a byte range to the disk. Raises OSError."""
+    """Start to write the dirty pages of a byte range to disk. Raises OSError."""
     _call(_sync_file_range, fd, offset, nbytes, _START)
 
 
 def finish_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Wait until the dirty pages of a byte range are on the disk, and drop them from the page cache.
+    """Wait until the dirty pages of a byte range are on disk, and drop them from the page cache.
 
     Metadata may still be in memory: only `fdatasync` makes the range durable. Raises OSError for a failed write, which
-    the system does not report a second time.
+    the system does not report again.
     """
     _call(_sync_file_range, fd, offset, nbytes, _WAIT)
     os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Make a file `nbytes` long, with its disk space allocated where the file system can do that. Raises OSError."""
+    """Set a file's size and allocate its disk space if the file system supports that. Raises OSError."""
     if os.fstat(fd).st_size > nbytes:
         os.ftruncate(fd, nbytes)
     try:
@@ -53,6 +54,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def _call(function: Callable[..., int] | None, *arguments: int) -> None:
+    """Call a function of the C library, again after a signal interrupted it. Raises OSError."""
     if function is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     while function(*arguments):

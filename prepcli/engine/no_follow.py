@@ -1,4 +1,4 @@
-"""Files of an output, opened and written without following links that somebody laid into its folder."""
+"""Open, read and write files of an output without following links that another user put into its folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def open_no_follow(path: Path, flags: int) -> int:
     """Open a regular file of an output, or create it with `O_CREAT`.
 
     Args:
-        path: The file. Its last component is never followed; `check_no_links` covers the folders above it.
-        flags: Flags of `os.open`. `O_TRUNC` takes effect only after the file was checked.
+        path: The file. Its last component is never followed; `check_no_symlinks` checks the folders above it.
+        flags: Flags of `os.open`. `O_TRUNC` takes effect only after the file is checked.
 
     Returns:
         The file descriptor.
@@ -43,6 +43,7 @@ def open_no_follow(path: Path, flags: int) -> int:
 
 
 def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool) -> None:
+    """Raise PrepError if an open file is not a regular file, or is written and has several hard links."""
     if not stat.S_ISREG(file_stat.st_mode):
         raise _unsafe_file_error(path, "is not a regular file")
     if is_written and file_stat.st_nlink > 1:
@@ -50,11 +51,12 @@ def _check_regular_file(path: Path, file_stat: os.stat_result, is_written: bool)
 
 
 def _unsafe_file_error(path: Path, why: str) -> PrepError:
+    """Return the error for a path that must not be opened."""
     return PrepError(f"{path} is not used", f"it {why}, and writing to it could change another file", "remove it")
 
 
 def write_no_follow(path: Path, data: bytes) -> None:
-    """Write a whole file of an output; raises as `open_own` does."""
+    """Write a whole file of an output. Raises the errors of `open_no_follow`."""
     fd = open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         view = memoryview(data)
@@ -65,7 +67,7 @@ def write_no_follow(path: Path, data: bytes) -> None:
 
 
 def read_no_follow(path: Path) -> bytes:
-    """Read a whole file of an output; raises as `open_own` does."""
+    """Read a whole file of an output. Raises the errors of `open_no_follow`."""
     with open(open_no_follow(path, os.O_RDONLY), "rb") as file:
         return file.read()
 

@@ -1,7 +1,7 @@
-"""The engine: read | digest and permute | write, each a thread, each first in, first out, within a budget.
+"""The engine: a pipeline of three stages, read, move (permute, digest, cast) and write, within a memory budget.
 
-It moves bytes as a Plan's slabs say and knows neither models nor formats. Since slabs pass each stage in order, what is
-durable is one position, and a tensor's digest streams over its bytes in the tensor's own order.
+Each stage is a thread that processes slabs in order. The durable state of a run is therefore a single position, and a
+tensor's digest is computed over its bytes in C order as they pass. The engine does not depend on models or formats.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
 from prepcli.planning.strided_copies import StridedCopy
 
-MOST_UNSYNCED_NBYTES = 256 << 20  # written and not yet durable, besides what is being synced
-EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")  # the digest of a tensor without elements, of which no slab passes by
+MOST_UNSYNCED_NBYTES = 256 << 20  # maximum bytes written since the last sync point
+EMPTY_DIGEST = xxhash.xxh3_128_hexdigest(b"")  # the digest of an empty tensor, which has no slabs
 
 
 @dataclass(slots=True)
 class StageSeconds:
-    """Time that each stage spent working."""
+    """Busy time of each stage in seconds."""
 
     read: float = 0.0
     move: float = 0.0
@@ -43,13 +43,22 @@ class StageSeconds:
 
 @dataclass(slots=True)
 class PipelineResult:
-    """What a run did: of every stream by number its digest, or what `casts.Moved` makes of it; bytes, seconds, and the
-    most memory seen."""
+    """The result of a run.
+
+    Attributes:
+        digests: Text of each stream's `StreamDigest`, by stream number.
+        read_nbytes: Bytes read.
+        written_nbytes: Bytes written.
+        copied_nbytes: Bytes copied in memory, to another order or dtype.
+        resumed_nbytes: Bytes that were durable from an earlier run.
+        peak_nbytes: Largest resident memory seen.
+        seconds: Busy time of each stage.
+    """
 
     digests: dict[int, str] = field(default_factory=dict)
     read_nbytes: int = 0
     written_nbytes: int = 0
-    copied_nbytes: int = 0  # in memory, into another order or dtype
+    copied_nbytes: int = 0
     resumed_nbytes: int = 0
     peak_nbytes: int = 0
     seconds: StageSeconds = field(default_factory=StageSeconds)
@@ -65,35 +74,61 @@ def run(
     on_digest: Callable[[int, str], None] = lambda number, digest: None,
     checksums: ChecksumRecorder | None = None,
 ) -> PipelineResult:
-    """Move every stream; without a sink they are only digested. `on_digest`, which is told what `Outcome.digests` has
-    of a stream, may raise to stop the run. `checksums` takes in what is written.
+    """Move every stream from its source to the sink.
 
-    Whatever ends it early, what the journal names is durable and a later run with the same journal goes on from there:
-    streams that the journal has whole are not written again.
+    After an interruption at any point, all bytes recorded in the journal are durable. A later run with the same
+    journal resumes there and does not write complete streams again.
+
+    Args:
+        streams: The streams, in order.
+        source: Reader of the source files.
+        sink: Files to write; None to digest the streams only.
+        budget: Memory budget.
+        progress: Receives the number of moved bytes.
+        journal: Records durable bytes; None to not resume.
+        on_digest: Called with the number and the digest of each completed stream. It may raise to stop the run.
+        checksums: Records the checksums of written blocks.
+
+    Returns:
+        The result.
+
+    Raises:
+        PrepError: Reading or writing failed.
     """
-    task = _PipelineRun(streams, source, sink, budget, progress, journal, on_digest, checksums)
-    return task.run()
+    return _PipelineRun(streams, source, sink, budget, progress, journal, on_digest, checksums).run()
 
 
 @dataclass(slots=True)
 class _SlabTask:
-    """A slab on its way: its buffers, of which the first has its bytes, and the digests of streams that end with it."""
+    """A slab in the pipeline.
+
+    Attributes:
+        slab: The slab.
+        new_nbytes: Bytes not durable from an earlier run. If it is 0, the slab is not written.
+        needs_gather: Whether the bytes must be copied to the order and page offset of the sink.
+        buffers: Buffers of the slab. The first one contains its bytes.
+        data: The bytes.
+        digests: Digest of the stream that ends with this slab.
+        prefix: The stream's state after this slab, if it does not end here.
+    """
 
     slab: Slab
-    new_nbytes: int  # of the slab, that are not durable from an earlier run; 0: it is not written
-    needs_gather: bool  # copied into the order and alignment of the sink
+    new_nbytes: int
+    needs_gather: bool
     buffers: list[ByteArray]
     data: ByteArray
     digests: dict[int, str] = field(default_factory=dict)
-    prefix: StreamPrefix | None = None  # of a stream that goes on after this slab
+    prefix: StreamPrefix | None = None
 
     def swap_buffers(self) -> ByteArray:
-        """The buffer that does not have the bytes, to bring them to in another order or dtype."""
+        """Make the other buffer the first one, and return it as the target of a copy."""
         self.buffers.reverse()
         return self.buffers[0]
 
 
 class _PipelineRun:
+    """A run of the pipeline and its state."""
+
     def __init__(
         self,
         streams: Sequence[Stream],
@@ -106,84 +141,103 @@ class _PipelineRun:
         checksums: ChecksumRecorder | None,
     ) -> None:
         self.streams, self.source, self.sink = streams, source, sink
-        self.spend, self.progress, self.journal, self.on_digest = budget, progress, journal, on_digest
+        self.budget, self.progress, self.on_digest = budget, progress, on_digest
         self.checksums = checksums
         self.buffers = BufferPool(budget)
-        self.helpers = ThreadPoolExecutor(threads())  # they start with the first slab that is permuted
+        self.permute_pool = ThreadPoolExecutor(threads())  # its threads start with the first permuted slab
         self.fills = FillGenerator(streams)
-        self.outcome = PipelineResult(
+        self.result = PipelineResult(
             {number: EMPTY_DIGEST for number, stream in enumerate(streams) if not stream.nbytes}
         )
-        self.outcome.digests |= journal.digests if journal else {}
-        self.whole = frozenset(journal.digests if journal else ())  # streams that are durable from an earlier run
-        self.prefix = journal.prefix if journal else None  # of the stream that the writer is in
-        self.kept = self.prefix
+        self.result.digests |= journal.digests if journal else {}
+        self.durable_numbers = frozenset(journal.digests if journal else ())  # streams from an earlier run
+        self.prefix = journal.prefix if journal else None  # of the stream that is being written
+        self.resumed_prefix = self.prefix
         self.done_nbytes = journal.done_nbytes if journal else 0
-        self.marks = _make_background_sync(sink, journal, budget, checksums)
-        self.dirty = 0  # bytes written since the last point was marked
-        self.fresh: dict[int, str] = {}  # digests since then
-        self.state = xxhash.xxh3_128()
-        self.cast: StreamCast | None = None  # of the stream that passes by
+        self.background_sync = _make_background_sync(sink, journal, budget, checksums)
+        self.unsynced_nbytes = 0  # bytes written since the last sync point
+        self.unsynced_digests: dict[int, str] = {}  # digests completed since the last sync point
+        self.hash_state = xxhash.xxh3_128()
+        self.cast: StreamCast | None = None  # of the stream that is being moved
         self.error: BaseException | None = None
 
     def run(self) -> PipelineResult:
-        """Feed the stages from this thread, which also reads; an error of any stage ends all and is raised here."""
-        todo = self._streams_to_read()
-        self.outcome.resumed_nbytes = self.done_nbytes
-        for number in sorted(self.whole.difference(todo)):
-            self.on_digest(number, self.outcome.digests[number])
+        """Run the pipeline. The calling thread is the read stage.
+
+        Returns:
+            The result.
+
+        Raises:
+            BaseException: The first error of any stage.
+        """
+        stream_numbers = self._streams_to_read()
+        self.result.resumed_nbytes = self.done_nbytes
+        for number in sorted(self.durable_numbers.difference(stream_numbers)):
+            self.on_digest(number, self.result.digests[number])
         mover, writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         try:
-            for step in self._make_tasks(todo):
-                self._run_read(step, mover, writer)
+            for task in self._make_tasks(stream_numbers):
+                self._run_read(task, mover, writer)
                 if self.error:
                     break
         finally:
-            self._wait_for(mover, self.helpers, writer)
-            if self.marks:
-                self.marks.finish(self._take_sync_point())
+            self._wait_for(mover, self.permute_pool, writer)
+            if self.background_sync:
+                self.background_sync.finish(self._take_sync_point())
         if self.error:
             raise self.error
-        return self.outcome
+        return self.result
 
     def _wait_for(self, *stages: ThreadPoolExecutor) -> None:
-        """Let the stages end, also when a signal interrupts the waiting: no file is closed under a writer's hands."""
+        """Wait for the stages to end, even if a signal interrupts the wait: their files must not be closed earlier."""
         for stage in stages:
             try:
                 stage.shutdown()
             except BaseException as error:
-                self.error = self.error or error  # what waits in the queues is not begun any more
+                self.error = self.error or error  # queued slabs are skipped
                 stage.shutdown()
 
     def _streams_to_read(self) -> list[int]:
-        """The streams to read: those that are not whole, from their first byte on for their digest, and those whose
-        mean fills them."""
-        left = [number for number in range(len(self.streams)) if number not in self.whole]
-        means = {
-            mean_source_number(self.streams, n) for n in left if (fill := self.streams[n].fill) and fill.kind == "mean"
+        """Return the numbers of the streams to read: incomplete streams, and streams whose mean fills them.
+
+        A partly durable stream is read from its first byte on, for its digest.
+        """
+        pending = [number for number in range(len(self.streams)) if number not in self.durable_numbers]
+        mean_sources = {
+            mean_source_number(self.streams, number)
+            for number in pending
+            if (fill := self.streams[number].fill) and fill.kind == "mean"
         }
-        return sorted({*left, *means})
+        return sorted({*pending, *mean_sources})
 
     def _make_tasks(self, stream_numbers: Sequence[int]) -> Iterator[_SlabTask]:
+        """Yield the slabs of streams, each with buffers from the pool."""
         for number in stream_numbers:
-            for slab in split_stream(number, self.streams[number], self.spend.slab_nbytes):
-                is_gathered = _needs_gather(slab, is_aligned=self.sink is None or self.sink.policy.needs_alignment)
-                taken = self.buffers.acquire(buffers_needed(slab, is_gathered))
-                yield _SlabTask(slab, self._new_nbytes(slab), is_gathered, taken, np.empty(0, np.uint8))
+            for slab in split_stream(number, self.streams[number], self.budget.slab_nbytes):
+                needs_gather = _needs_gather(slab, is_aligned=self.sink is None or self.sink.policy.needs_alignment)
+                buffers = self.buffers.acquire(buffers_needed(slab, needs_gather))
+                yield _SlabTask(slab, self._new_nbytes(slab), needs_gather, buffers, np.empty(0, np.uint8))
 
     def _new_nbytes(self, slab: Slab) -> int:
-        """Bytes of a slab that are not durable from an earlier run."""
-        if slab.stream_number in self.whole:
+        """Return the number of a slab's bytes not durable from an earlier run."""
+        if slab.stream_number in self.durable_numbers:
             return 0
-        kept = self.kept.nbytes if self.kept and self.kept.stream_number == slab.stream_number else 0
-        return max(0, min(slab.nbytes, self._stream_nbytes_through(slab) - kept))
+        durable_nbytes = (
+            self.resumed_prefix.nbytes
+            if self.resumed_prefix and self.resumed_prefix.stream_number == slab.stream_number
+            else 0
+        )
+        return max(0, min(slab.nbytes, self._stream_nbytes_through(slab) - durable_nbytes))
 
     def _stream_nbytes_through(self, slab: Slab) -> int:
-        """Bytes of the slab's stream up to its end."""
+        """Return the number of the stream's bytes up to the end of a slab."""
         return slab.start + slab.nbytes - self.streams[slab.stream_number].byte_range[0]
 
     def _run_stage(self, task: _SlabTask, work: Callable[[], None], next_stage: Callable[[], object] | None) -> None:
-        """One stage of one slab: after an error nothing is done any more, but buffers always go back."""
+        """Run one stage of a slab, and submit the next one.
+
+        After an error in any stage the work is skipped. Buffers are always released.
+        """
         passed_on = False
         try:
             if self.error is None:
@@ -198,131 +252,148 @@ class _PipelineRun:
                 self.buffers.release(task.buffers)
 
     def _run_read(self, task: _SlabTask, mover: ThreadPoolExecutor, writer: ThreadPoolExecutor) -> None:
+        """Run the read stage of a slab."""
         self._run_stage(task, lambda: self._read(task), lambda: mover.submit(self._run_move, task, writer))
 
     def _run_move(self, task: _SlabTask, writer: ThreadPoolExecutor) -> None:
+        """Run the move stage of a slab."""
         self._run_stage(task, lambda: self._move(task), lambda: writer.submit(self._run_write, task))
 
     def _run_write(self, task: _SlabTask) -> None:
+        """Run the write stage of a slab."""
         self._run_stage(task, lambda: self._write(task), None)
 
     def _read(self, task: _SlabTask) -> None:
-        began, slab = time.perf_counter(), task.slab
+        """Read a slab's runs into its first buffer."""
+        start_s, slab = time.perf_counter(), task.slab
         if len(slab.reads) == 1 and not slab.reads[0].repeats:
             task.data = self.source.read_run(_as_single_run(slab.reads[0]), task.buffers[0])
         elif slab.reads:
             task.data = self.source.read_runs(slab.reads, task.buffers[0])
-        self.outcome.read_nbytes += task.data.size
-        self.outcome.seconds.read += time.perf_counter() - began
+        self.result.read_nbytes += task.data.size
+        self.result.seconds.read += time.perf_counter() - start_s
 
     def _move(self, task: _SlabTask) -> None:
-        """Bring the bytes into the tensor's order, digest and cast them, bring them into the order of the sink."""
-        began, slab = time.perf_counter(), task.slab
+        """Bring a slab into the tensor's order, digest and cast it, and bring it into the sink's order."""
+        start_s, slab = time.perf_counter(), task.slab
         if not slab.reads:
             task.data = self.fills.make_rows(slab, _page_offset_view(slab, task.buffers[0], slab.nbytes))
         elif needs_permute(slab.reads):
             task.data = scatter(
-                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.nbytes), self.helpers
+                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.nbytes), self.permute_pool
             )
-            self.outcome.copied_nbytes += slab.nbytes
+            self.result.copied_nbytes += slab.nbytes
         self.fills.add_slab(slab, task.data)
         self._digest(task)
         if task.needs_gather:
             task.data = gather(
-                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.written_nbytes), self.helpers
+                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.written_nbytes), self.permute_pool
             )
-            self.outcome.copied_nbytes += slab.written_nbytes
-        self.outcome.seconds.move += time.perf_counter() - began
+            self.result.copied_nbytes += slab.written_nbytes
+        self.result.seconds.move += time.perf_counter() - start_s
 
     def _digest(self, task: _SlabTask) -> None:
+        """Update the stream's digest with a slab, cast the slab, and finish the digest after the last one."""
         number, slab, stream = task.slab.stream_number, task.slab, self.streams[task.slab.stream_number]
-        self.state.update(task.data.data)
+        self.hash_state.update(task.data.data)
         if slab.start == stream.byte_range[0]:
             self.cast = StreamCast(stream.dtype, stream.cast_to) if stream.cast_to else None
         if self.cast:
             task.data = self.cast.cast(task.data, _page_offset_view(slab, task.swap_buffers(), slab.written_nbytes))
-            self.outcome.copied_nbytes += slab.written_nbytes
+            self.result.copied_nbytes += slab.written_nbytes
         if slab.start + slab.nbytes == stream.byte_range[1]:
             task.digests = {number: str(self._finish_stream_digest())}
-            self.outcome.digests |= task.digests
+            self.result.digests |= task.digests
             self.on_digest(number, task.digests[number])
-        elif self.marks and slab.writes:
-            digest = self.cast.digest() if self.cast else self.state.hexdigest()
+        elif self.background_sync and slab.writes:
+            digest = self.cast.digest() if self.cast else self.hash_state.hexdigest()
             task.prefix = StreamPrefix(number, self._stream_nbytes_through(slab), digest)
 
     def _finish_stream_digest(self) -> StreamDigest:
-        """The stream that ended, as `Outcome.digests` has it."""
-        read = self.state.hexdigest()
-        self.state.reset()
+        """Return the digests of the stream that ended, and reset the hash state."""
+        read = self.hash_state.hexdigest()
+        self.hash_state.reset()
         return StreamDigest(read, self.cast.digest(), self.cast.counts) if self.cast else StreamDigest(read, read)
 
     def _write(self, task: _SlabTask) -> None:
-        began, slab = time.perf_counter(), task.slab
+        """Record a slab's checksums, write it, and submit a sync point if one is due."""
+        start_s, slab = time.perf_counter(), task.slab
         with self.checksums.recording(slab.writes, task.data) if self.checksums else contextlib.nullcontext():
             if task.new_nbytes:
                 self._write_new(task)
-        if self.marks and self.marks.is_due(self.dirty) and not self._shares_pages_with_next(task):
-            self.marks.submit(self._take_sync_point())
-        self.outcome.peak_nbytes = max(self.outcome.peak_nbytes, anonymous_nbytes())
-        self.outcome.seconds.write += time.perf_counter() - began
+        if (
+            self.background_sync
+            and self.background_sync.is_due(self.unsynced_nbytes)
+            and not self._shares_pages_with_next(task)
+        ):
+            self.background_sync.submit(self._take_sync_point())
+        self.result.peak_nbytes = max(self.result.peak_nbytes, anonymous_nbytes())
+        self.result.seconds.write += time.perf_counter() - start_s
 
     def _shares_pages_with_next(self, task: _SlabTask) -> bool:
-        """Whether later slabs write to the same pages as this one, in short runs each: were they on the disk already,
-        each page would have to be read again."""
+        """Whether later slabs write short runs to the pages of this slab.
+
+        A sync between them would write each page to disk several times and read it back.
+        """
         return not task.digests and any(copy.repeats and copy.run_nbytes < LONG_RUN_NBYTES for copy in task.slab.writes)
 
     def _write_new(self, task: _SlabTask) -> None:
+        """Write a slab, and advance the writer's position."""
         slab = task.slab
         if self.sink and slab.writes:
             self.sink.write(slab.writes, task.data)
-            self.outcome.written_nbytes += slab.written_nbytes
-            self.dirty += slab.written_nbytes
+            self.result.written_nbytes += slab.written_nbytes
+            self.unsynced_nbytes += slab.written_nbytes
         self.progress.advance(task.new_nbytes)
         self.done_nbytes += task.new_nbytes
         self.prefix = task.prefix
-        self.fresh |= task.digests
+        self.unsynced_digests |= task.digests
 
     def _take_sync_point(self) -> SyncPoint:
-        """How far the writer is; what it writes from now on belongs to the next point."""
-        point = SyncPoint(self.done_nbytes, self.fresh, self.prefix)
-        self.fresh, self.dirty = {}, 0
+        """Return the writer's position, and start collecting the next sync point."""
+        point = SyncPoint(self.done_nbytes, self.unsynced_digests, self.prefix)
+        self.unsynced_digests, self.unsynced_nbytes = {}, 0
         return point
 
 
 def _make_background_sync(
     sink: Files | None, journal: Journal | None, budget: Budget, checksums: ChecksumRecorder | None
 ) -> BackgroundSync | None:
+    """Create the background sync of a run; None without a sink or a journal."""
     if sink is None or journal is None:
         return None
-    most_nbytes = min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2)
-    return BackgroundSync(sink, journal, most_nbytes, before_record=checksums.save if checksums else lambda: None)
+    max_unsynced_nbytes = min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2)
+    return BackgroundSync(
+        sink, journal, max_unsynced_nbytes, before_record=checksums.save if checksums else lambda: None
+    )
 
 
 def needs_permute(copies: tuple[StridedCopy, ...]) -> bool:
-    """Whether the runs of a side are not the tensor's own bytes in order."""
+    """Whether the packed runs of copies differ from the tensor's byte order."""
     return len(copies) > 1 or any(copy.dims for copy in copies)
 
 
-def buffers_needed(slab: Slab, is_gathered: bool) -> int:
-    """One to read into, and one more where bytes are brought into another order or dtype, in turns."""
-    return 1 + (needs_permute(slab.reads) or slab.is_cast or is_gathered)
+def buffers_needed(slab: Slab, needs_gather: bool) -> int:
+    """Return the number of buffers for a slab: one, or two if its bytes are permuted, cast or gathered."""
+    return 1 + (needs_permute(slab.reads) or slab.is_cast or needs_gather)
 
 
 def _needs_gather(slab: Slab, is_aligned: bool) -> bool:
-    """Whether the sink needs the bytes in another order or, for `aligned` writes, with another page offset."""
+    """Whether the sink needs a slab's bytes in another order or, for aligned writes, at another page offset."""
     if not slab.writes or needs_permute(slab.writes):
         return bool(slab.writes)
     if not is_aligned:
         return False
-    one_run = slab.reads and not needs_permute(slab.reads) and not slab.is_cast
-    return bool(one_run and (slab.reads[0].file_offset - slab.writes[0].file_offset) % PAGE)
+    is_single_run = slab.reads and not needs_permute(slab.reads) and not slab.is_cast
+    return bool(is_single_run and (slab.reads[0].file_offset - slab.writes[0].file_offset) % PAGE)
 
 
 def _page_offset_view(slab: Slab, into: ByteArray, nbytes: int) -> ByteArray:
-    """Bytes of a buffer from as deep in a page as the first one to be written lies."""
-    lead = slab.writes[0].file_offset % PAGE if slab.writes else 0
-    return into[lead : lead + nbytes]
+    """Return a view of a buffer with the page offset of the first byte to write."""
+    page_offset = slab.writes[0].file_offset % PAGE if slab.writes else 0
+    return into[page_offset : page_offset + nbytes]
 
 
 def _as_single_run(copy: StridedCopy) -> StridedCopy:
+    """Return a copy of one run without dims."""
     return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, copy.run_nbytes)

@@ -1,4 +1,4 @@
-"""The bytes of a tensor in its own order, wherever they lie, within two small buffers."""
+"""Read the bytes of a tensor in C order, however they are stored, within two small buffers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ RUN_NBYTES = 4 << 20
 
 
 def allocate_run_buffers(run_nbytes: int = RUN_NBYTES) -> tuple[ByteArray, ByteArray]:
-    """What `values` needs for runs of this length; to be used again for the next stream."""
+    """Allocate the buffers that `read_values` needs for runs of this length. They can be reused for other streams."""
     return allocate_buffer(run_nbytes), allocate_buffer(run_nbytes)
 
 
 def read_values(
     files: RunReader, stream: Stream, buffers: tuple[ByteArray, ByteArray]
 ) -> Iterator[tuple[int, ByteArray]]:
-    """The left side of a stream in runs of whole elements, with the byte of the tensor where each begins.
+    """Read a stream in runs of whole elements.
 
-    Where they are cut depends on the shape and the buffers alone. A run is overwritten by the next.
+    Args:
+        files: Reader of the source files.
+        stream: The stream.
+        buffers: Buffers from `allocate_run_buffers`.
+
+    Yields:
+        (offset of the run in the tensor, bytes). A run is overwritten by the next one. Run boundaries depend on the
+        tensor's shape and the buffers alone.
     """
-    read, ordered = buffers
-    for slab in split_stream_evenly(0, stream, read.size):
+    read_buffer, ordered_buffer = buffers
+    for slab in split_stream_evenly(0, stream, read_buffer.size):
         if needs_permute(slab.reads):
-            yield slab.start, scatter(slab, files.read_runs(slab.reads, read), ordered[: slab.nbytes])
+            yield slab.start, scatter(slab, files.read_runs(slab.reads, read_buffer), ordered_buffer[: slab.nbytes])
         else:
-            yield slab.start, files.read_runs(slab.reads, read)
+            yield slab.start, files.read_runs(slab.reads, read_buffer)

@@ -1,1 +1,1 @@
-"""Index algebra, chunk grids, plans and coverage proofs. Pure data and arithmetic."""
+"""Plan conversions: index algebra, chunk grids, slabs, plans and coverage checks. Pure data and arithmetic."""

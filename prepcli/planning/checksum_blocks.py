@@ -1,7 +1,8 @@
-"""Checksum blocks: contiguous parts of a leaf's chunks, numbered by shape, chunk and dtype alone. Pure.
+"""Checksum blocks: contiguous byte ranges of a leaf's chunks. Pure.
 
-A block is the unit of checking where a reader takes parts of a checkpoint. Its number does not depend on where chunks
-lie in files, nor on compression: leaves in their order, chunks in C order of the grid, blocks in order of their bytes.
+A reader of part of a checkpoint verifies only the blocks it touches. A block's number depends only on the
+shape, chunk shape and dtype of the leaves: leaves are numbered in order, the chunks of a leaf in C order of its grid,
+and the blocks of a chunk in byte order. File offsets and compression do not change it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from prepcli.planning.boxes import strides
 from prepcli.planning.tensors import itemsize
 
-BLOCK_NBYTES = 1 << 20  # most bytes of a block
+BLOCK_NBYTES = 1 << 20  # maximum size of a block
 
 
 @dataclass(frozen=True, slots=True)
 class ChecksumBlock:
-    """Bytes `low` to `high` of a chunk; `number` counts from the chunk's first block."""
+    """Bytes `start` to `stop` of a chunk. `number` counts from the chunk's first block."""
 
     number: int
     start: int
@@ -27,17 +28,25 @@ class ChecksumBlock:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlocks:
-    """How a chunk is cut: runs of at most `rows` steps along `axis`, whole along the dims after it."""
+    """The division of a chunk into blocks.
+
+    Attributes:
+        axis: Axis of the split. A block covers the dims after it completely.
+        rows: Maximum number of indices of `axis` in a block.
+        block_nbytes: Size of a full block.
+        group_nbytes: Size of one index of the dim before `axis`. The last block of each group may be shorter.
+        chunk_nbytes: Size of the chunk.
+    """
 
     axis: int
     rows: int
-    block_nbytes: int  # of a whole block
-    group_nbytes: int  # of one step of the dim before `axis`: its last block may be shorter
+    block_nbytes: int
+    group_nbytes: int
     chunk_nbytes: int
 
     @property
     def block_count(self) -> int:
-        """Blocks of the chunk."""
+        """Number of blocks in the chunk."""
         return self.chunk_nbytes // self.group_nbytes * self._blocks_per_group if self.group_nbytes else 0
 
     @property
@@ -45,30 +54,44 @@ class ChunkBlocks:
         return -(-self.group_nbytes // self.block_nbytes)
 
     def overlapping(self, start: int, stop: int) -> Iterator[ChecksumBlock]:
-        """The blocks that hold bytes `start` to `stop` of the chunk, in order."""
+        """Yield the blocks that overlap bytes `start` to `stop` of the chunk, in order."""
         while start < stop:
-            group, within = divmod(start, self.group_nbytes)
-            at = within // self.block_nbytes
-            low = group * self.group_nbytes + at * self.block_nbytes
-            high = min(low + self.block_nbytes, (group + 1) * self.group_nbytes)
-            yield ChecksumBlock(group * self._blocks_per_group + at, low, high)
-            start = high
+            group, offset_in_group = divmod(start, self.group_nbytes)
+            block_in_group = offset_in_group // self.block_nbytes
+            block_start = group * self.group_nbytes + block_in_group * self.block_nbytes
+            block_stop = min(block_start + self.block_nbytes, (group + 1) * self.group_nbytes)
+            yield ChecksumBlock(group * self._blocks_per_group + block_in_group, block_start, block_stop)
+            start = block_stop
 
 
 def chunk_blocks(chunk_shape: Sequence[int], dtype: str) -> ChunkBlocks:
-    """Cut a chunk into blocks."""
-    item = itemsize(dtype)
-    steps, nbytes = strides(chunk_shape, item), math.prod(chunk_shape) * item
+    """Return the division of a chunk into blocks of at most `BLOCK_NBYTES` where its shape allows that.
+
+    Args:
+        chunk_shape: Shape of the chunk.
+        dtype: Dtype of its elements.
+
+    Returns:
+        The division. It depends on the arguments alone.
+    """
+    item_nbytes = itemsize(dtype)
+    byte_strides, nbytes = strides(chunk_shape, item_nbytes), math.prod(chunk_shape) * item_nbytes
     if not chunk_shape:
         return ChunkBlocks(0, 1, nbytes, nbytes, nbytes)
-    axis = next((n for n, step in enumerate(steps) if step <= BLOCK_NBYTES), len(chunk_shape) - 1)
-    rows = max(1, BLOCK_NBYTES // steps[axis])
-    return ChunkBlocks(axis, rows, rows * steps[axis], chunk_shape[axis] * steps[axis], nbytes)
+    axis = next((n for n, stride in enumerate(byte_strides) if stride <= BLOCK_NBYTES), len(chunk_shape) - 1)
+    rows = max(1, BLOCK_NBYTES // byte_strides[axis])
+    return ChunkBlocks(axis, rows, rows * byte_strides[axis], chunk_shape[axis] * byte_strides[axis], nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class LeafBlocks:
-    """The blocks of a leaf: each chunk of `grid` has `chunk.count`, from number `first` on."""
+    """The numbered blocks of a leaf.
+
+    Attributes:
+        first_number: Number of the leaf's first block.
+        chunk_counts: Number of chunks along each dim.
+        per_chunk: The division of each chunk.
+    """
 
     first_number: int
     chunk_counts: tuple[int, ...]
@@ -76,24 +99,31 @@ class LeafBlocks:
 
     @property
     def stop_number(self) -> int:
-        """One past the last number."""
+        """Number of the last block, plus one."""
         return self.first_number + math.prod(self.chunk_counts) * self.per_chunk.block_count
 
     def first_in_chunk(self, chunk_index: Sequence[int]) -> int:
-        """Number of the first block of a chunk."""
-        flat = sum(i * step for i, step in zip(chunk_index, strides(self.chunk_counts)))
-        return self.first_number + flat * self.per_chunk.block_count
+        """Return the number of a chunk's first block."""
+        flat_index = sum(i * stride for i, stride in zip(chunk_index, strides(self.chunk_counts)))
+        return self.first_number + flat_index * self.per_chunk.block_count
 
 
-LeafShape = tuple[str, Sequence[int], Sequence[int], str]  # name, shape, chunk, dtype
+LeafShape = tuple[str, Sequence[int], Sequence[int], str]  # name, shape, chunk shape, dtype
 
 
 def number_blocks(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
-    """Number the blocks of leaves, in their order."""
-    found: dict[str, LeafBlocks] = {}
+    """Number the blocks of leaves, in the order of the leaves.
+
+    Args:
+        leaves: Name, shape, chunk shape and dtype of each leaf.
+
+    Returns:
+        The numbered blocks, by leaf name.
+    """
+    blocks: dict[str, LeafBlocks] = {}
     first = 0
-    for name, shape, chunk, dtype in leaves:
-        grid = tuple(-(-extent // length) for extent, length in zip(shape, chunk))
-        found[name] = LeafBlocks(first, grid, chunk_blocks(chunk, dtype))
-        first = found[name].stop_number
-    return found
+    for name, shape, chunk_shape, dtype in leaves:
+        chunk_counts = tuple(-(-extent // length) for extent, length in zip(shape, chunk_shape))
+        blocks[name] = LeafBlocks(first, chunk_counts, chunk_blocks(chunk_shape, dtype))
+        first = blocks[name].stop_number
+    return blocks

@@ -1,4 +1,4 @@
-"""Where the chunks of an output lie in its files, and which checksum blocks they have. Pure."""
+"""Extents of an output's data files: consecutive chunks with their checksum blocks. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from prepcli.planning.plan import OutputLeaf, PlacedChunks
 
 @dataclass(frozen=True, slots=True)
 class ChunkExtent:
-    """Chunks that lie one after another in a file, `slot_nbytes` from one to the next."""
+    """Consecutive chunks of a leaf in a file.
+
+    Attributes:
+        file: Number of the file.
+        offset: Offset of the first chunk.
+        stride_nbytes: Bytes from one chunk to the next.
+        placed_chunks: Indices of the chunks, in C order.
+        blocks: Checksum blocks of the leaf.
+    """
 
     file: int
     offset: int
@@ -23,7 +31,7 @@ class ChunkExtent:
 
     @property
     def chunk_count(self) -> int:
-        """Chunks."""
+        """Number of chunks."""
         return math.prod(self._chunk_counts)
 
     @property
@@ -31,25 +39,33 @@ class ChunkExtent:
         return [stop - first for first, stop in zip(self.placed_chunks.first, self.placed_chunks.stop)]
 
     def first_block(self, position: int) -> int:
-        """Number of the first block of chunk `at` of the extent."""
+        """Return the number of the first checksum block of the extent's chunk `position`."""
         index = []
-        for first, step in zip(self.placed_chunks.first, strides(self._chunk_counts)):
-            index.append(first + position // step)
-            position %= step
+        for first, stride in zip(self.placed_chunks.first, strides(self._chunk_counts)):
+            index.append(first + position // stride)
+            position %= stride
         return self.blocks.first_in_chunk(index)
 
 
 def leaf_blocks(leaves: Iterable[OutputLeaf]) -> dict[str, LeafBlocks]:
-    """The numbered blocks of leaves that are written."""
+    """Return the numbered checksum blocks of output leaves, by leaf name."""
     return number_blocks((leaf.name, leaf.grid.shape, leaf.grid.chunk_shape, leaf.dtype) for leaf in leaves)
 
 
 def chunk_extents(leaves: Sequence[OutputLeaf], blocks: Mapping[str, LeafBlocks]) -> list[ChunkExtent]:
-    """Where the chunks of leaves lie in files, in the order of files and offsets."""
-    found = []
+    """Return the extents of output leaves, sorted by file and offset.
+
+    Args:
+        leaves: The output's leaves.
+        blocks: Checksum blocks, by leaf name.
+
+    Returns:
+        One extent per box of placed chunks.
+    """
+    extents = []
     for leaf in leaves:
-        for placed in leaf.placed_chunks:
-            lattice = placed.placement
-            slot = lattice.strides[-1] if lattice.strides else leaf.chunk_nbytes
-            found.append(ChunkExtent(lattice.file, lattice.offset, slot, placed, blocks[leaf.name]))
-    return sorted(found, key=lambda extent: (extent.file, extent.offset))
+        for box in leaf.placed_chunks:
+            placement = box.placement
+            stride_nbytes = placement.strides[-1] if placement.strides else leaf.chunk_nbytes
+            extents.append(ChunkExtent(placement.file, placement.offset, stride_nbytes, box, blocks[leaf.name]))
+    return sorted(extents, key=lambda extent: (extent.file, extent.offset))

@@ -1,4 +1,7 @@
-"""Where a leaf's chunks go in data files: a function of what is saved alone, never of the run. Pure."""
+"""Assign file offsets to the chunks of output leaves. Pure.
+
+The layout depends on the saved tensors alone, not on the run.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,22 @@ from prepcli.planning.slabs import PAGE
 from prepcli.planning.strided_copies import Region, region_copies
 from trainer.models.axis_map import AxisMap
 
-FILE_NBYTES = 1 << 30  # a data file is closed once it is this long
-MIN_ALIGNED_CHUNK_NBYTES = (
-    16 * PAGE
-)  # chunks from this size on begin at a page: below, the gaps would cost more than they help
+FILE_NBYTES = 1 << 30  # a data file of at least this size takes no more chunks
+MIN_ALIGNED_CHUNK_NBYTES = 16 * PAGE  # smaller chunks are not page-aligned: the padding would cost more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class LeafPiece:
-    """A tensor that a leaf takes in: its row, the indices it stands for, and where its bytes are now (0: nowhere)."""
+    """The part of a leaf that comes from one source tensor.
+
+    Attributes:
+        leaf_name: Dotted name of the leaf.
+        axis_map: Maps the tensor's elements to the leaf's.
+        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
+        grid: Chunk grid of the leaf.
+        itemsize: Bytes per element.
+        source_offset: Offset of the tensor in its source file; 0 if it has none.
+    """
 
     leaf_name: str
     axis_map: AxisMap
@@ -34,7 +44,13 @@ class LeafPiece:
 
 @dataclass(slots=True)
 class ChunkLayout:
-    """The outcome: a region a want, the placed boxes of every leaf, and the size of each data file."""
+    """The file layout of an output's chunks.
+
+    Attributes:
+        regions: Region of each placed piece, in order.
+        placed_chunks: Boxes of placed chunks, by leaf name.
+        file_sizes: Size of each data file in bytes.
+    """
 
     regions: list[Region] = field(default_factory=list)
     placed_chunks: dict[str, list[PlacedChunks]] = field(default_factory=dict)
@@ -42,55 +58,66 @@ class ChunkLayout:
 
 
 def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
-    """Lay chunks out in the order in which their tensors come.
+    """Lay out chunks in data files, in the order of the pieces.
 
-    A tensor whose bytes need no other order is put as deep into a page as it lies in its source, so that whole pages
-    move from file to file untouched; others begin at a page.
+    A tensor copied in one contiguous run keeps its source's page offset, so that whole pages are copied with
+    direct I/O. Other groups of chunks, and all large chunks, start at a page boundary.
+
+    Args:
+        pieces: The parts of output leaves, in the order in which their tensors are streamed.
+
+    Returns:
+        The layout. Chunks never overlap.
     """
-    layout, lattices = ChunkLayout(), {}
-    for want in pieces:
-        first, stop = chunk_group(want)
-        key = (want.leaf_name, first)
-        if key not in lattices:
-            lattices[key] = _place_group(layout, want, first, stop)
-            layout.placed_chunks.setdefault(want.leaf_name, []).append(PlacedChunks(first, stop, lattices[key]))
-        layout.regions.append(_make_region(want, lattices[key]))
+    layout, placements = ChunkLayout(), {}
+    for piece in pieces:
+        first, stop = chunk_group(piece)
+        key = (piece.leaf_name, first)
+        if key not in placements:
+            placements[key] = _place_group(layout, piece, first, stop)
+            layout.placed_chunks.setdefault(piece.leaf_name, []).append(PlacedChunks(first, stop, placements[key]))
+        layout.regions.append(_make_region(piece, placements[key]))
     return layout
 
 
 def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The chunks that are laid out together: all, but for dims of stacked atoms, which are laid out one by one."""
-    at = dict(piece.stacked_indices)
+    """Return the box of chunks placed together with a piece, as (first, stop) chunk indices.
+
+    The box covers the whole grid, except along dims of stacked atoms: there it covers the piece's own chunk.
+    """
+    stacked = dict(piece.stacked_indices)
     first, stop = [], []
     for dim, length, count in zip(piece.axis_map.leaf_dims, piece.grid.chunk_shape, piece.grid.chunk_counts):
-        alone = dim and all(f.atom in at for f in dim)
+        is_stacked = dim and all(f.atom in stacked for f in dim)
         index = 0
-        for factor in dim if alone else ():
-            index = index * factor.extent + at[factor.atom]
-        first.append(index // length if alone else 0)
-        stop.append(index // length + 1 if alone else count)
+        for factor in dim if is_stacked else ():
+            index = index * factor.extent + stacked[factor.atom]
+        first.append(index // length if is_stacked else 0)
+        stop.append(index // length + 1 if is_stacked else count)
     return tuple(first), tuple(stop)
 
 
 def _place_group(
     layout: ChunkLayout, piece: LeafPiece, first: tuple[int, ...], stop: tuple[int, ...]
 ) -> StridedPlacement:
+    """Append a box of chunks to the last data file, or to a new one if the last is full."""
     if layout.file_sizes[-1] >= FILE_NBYTES:
         layout.file_sizes.append(0)
-    counts = [high - low for low, high in zip(first, stop)]
+    counts = [stop_index - start_index for start_index, stop_index in zip(first, stop)]
     nbytes = math.prod(piece.grid.chunk_shape) * piece.itemsize
     file, start = len(layout.file_sizes) - 1, -(-layout.file_sizes[-1] // PAGE) * PAGE
-    lattice = StridedPlacement(file, start + piece.source_offset % PAGE, first, strides(counts, nbytes))
-    if not _is_contiguous(piece, lattice):
+    placement = StridedPlacement(file, start + piece.source_offset % PAGE, first, strides(counts, nbytes))
+    if not _is_contiguous(piece, placement):
         nbytes = -(-nbytes // PAGE) * PAGE if nbytes >= MIN_ALIGNED_CHUNK_NBYTES else nbytes
-        lattice = StridedPlacement(file, start, first, strides(counts, nbytes))
-    layout.file_sizes[-1] = lattice.offset + math.prod(counts) * nbytes
-    return lattice
+        placement = StridedPlacement(file, start, first, strides(counts, nbytes))
+    layout.file_sizes[-1] = placement.offset + math.prod(counts) * nbytes
+    return placement
 
 
 def _is_contiguous(piece: LeafPiece, placement: StridedPlacement) -> bool:
-    found = itertools.islice(region_copies(_make_region(piece, placement), full_box(piece.axis_map.source_shape)), 2)
-    return [copy.width for copy in found] == [math.prod(piece.axis_map.source_shape) * piece.itemsize]
+    """Whether the whole tensor is one contiguous run at its placement."""
+    copies = itertools.islice(region_copies(_make_region(piece, placement), full_box(piece.axis_map.source_shape)), 2)
+    return [copy.width for copy in copies] == [math.prod(piece.axis_map.source_shape) * piece.itemsize]
 
 
 def _make_region(piece: LeafPiece, placement: StridedPlacement) -> Region:

@@ -1,4 +1,4 @@
-"""Coverage as an equation, on bytes: reads tile every tensor, writes tile every chunk, exactly once. Pure."""
+"""Check a plan's coverage: reads tile every tensor and writes tile every chunk exactly once. Pure."""
 
 from __future__ import annotations
 
@@ -15,92 +15,102 @@ from prepcli.planning.strided_copies import Region, StridedCopy
 from prepcli.planning.tensors import itemsize
 from trainer.models.axis_map import TensorDim
 
-FileSpan = tuple[int, int, int]  # file, first byte, one past the last
-Repeats = tuple[tuple[int, int], ...]  # of a run: (count, step), outermost first
+FileSpan = tuple[int, int, int]  # file number, start byte, stop byte
+Repeats = tuple[tuple[int, int], ...]  # (count, stride) of a repeated run, outermost first
 
 
 def check(plan: Plan, make_slabs: Callable[[], Iterable[Slab]]) -> None:
-    """PrepError unless the slabs read each streamed byte once and write each byte of every tensor and chunk once, each
-    byte of a slab comes from one place and goes to one, and what has to be equal is read in the same pieces.
+    """Check a plan: every byte must be read and written exactly once.
 
-    `slabs` makes them anew each time it is called: they are never all in memory.
+    Args:
+        plan: The plan to check.
+        make_slabs: Returns a new iterator over the plan's slabs. It is called once for reads and once for writes,
+            because a plan may have too many slabs for memory.
+
+    Raises:
+        PrepError: A byte is read or written twice or not at all, or tensors that must be equal are read in different
+            pieces.
     """
     for stream in plan.streams:
         _check_stream(stream)
-    for same in plan.checks:
+    for equality in plan.checks:
         pieces = [
-            {s.rows for s in plan.streams if s.name == name and s.reads} for name in (same.name, same.duplicate_of)
+            {stream.rows for stream in plan.streams if stream.name == name and stream.reads}
+            for name in (equality.name, equality.duplicate_of)
         ]
         if not pieces[1] or not pieces[1] <= pieces[0]:
-            raise _coverage_error(f"{same.name} and {same.duplicate_of} would not be compared")
-    _check_equal_spans("read", _copy_spans(_slab_copies(plan, make_slabs(), "left")), _expected_read_spans(plan))
-    _check_equal_spans("written", _copy_spans(_slab_copies(plan, make_slabs(), "right")), _expected_write_spans(plan))
+            raise _coverage_error(f"{equality.name} and {equality.duplicate_of} would not be compared")
+    _check_equal_spans("read", _copy_spans(_slab_copies(plan, make_slabs(), "reads")), _expected_read_spans(plan))
+    _check_equal_spans("written", _copy_spans(_slab_copies(plan, make_slabs(), "writes")), _expected_write_spans(plan))
 
 
 def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
-    """The bytes of each data file that neither streams nor the plan itself write: they are zeros."""
-    fixed = (
-        (i, at, at + len(data))
-        for i, file in enumerate(plan.files)
-        for at, data in ((0, file.header), *file.constant_ranges)
+    """Yield the byte ranges of the data files that neither streams nor constants write. They must be zero."""
+    constant_spans = (
+        (number, offset, offset + len(data))
+        for number, file in enumerate(plan.files)
+        for offset, data in ((0, file.header), *file.constant_ranges)
     )
-    ends = ((number, file.size, file.size) for number, file in enumerate(plan.files))
-    at = 0, 0  # file, and the first byte that is not accounted for
-    for number, low, high in sorted(
-        [*_merge_spans("written", itertools.chain(_expected_write_spans(plan), fixed)), *ends]
+    file_ends = ((number, file.size, file.size) for number, file in enumerate(plan.files))
+    last_file, last_stop = 0, 0
+    for number, start, stop in sorted(
+        [*_merge_spans("written", itertools.chain(_expected_write_spans(plan), constant_spans)), *file_ends]
     ):
-        start = at[1] if at[0] == number else 0
-        if start < low:
-            yield number, start, low
-        at = number, high
+        gap_start = last_stop if last_file == number else 0
+        if gap_start < start:
+            yield number, gap_start, start
+        last_file, last_stop = number, stop
 
 
 def stream_write_spans(stream: Stream) -> Iterator[FileSpan]:
-    """The bytes of the data files that a stream writes."""
+    """Yield the byte ranges of the data files written by a stream."""
     return _declared_spans(stream, stream.writes, itemsize(stream.written_dtype))
 
 
 def _check_stream(stream: Stream) -> None:
-    """Something makes its bytes, and no two regions of a side have an element of it in common."""
+    """Raise PrepError if a stream has no bytes to read or generate, or if two of its regions share an element."""
     if not stream.reads and stream.fill is None:
-        raise _coverage_error(f"nothing to make {stream.name} of")
-    for side in (stream.reads, stream.writes):
-        for a, b in itertools.combinations([part for part in side if isinstance(part, Region)], 2):
-            pairs = zip(a.axis_map.source_dims, b.axis_map.source_dims)
-            if not any(_row_indices(x).isdisjoint(_row_indices(y)) for x, y in pairs):
+        raise _coverage_error(f"{stream.name} is neither read nor filled")
+    for locations in (stream.reads, stream.writes):
+        for a, b in itertools.combinations([location for location in locations if isinstance(location, Region)], 2):
+            dim_pairs = zip(a.axis_map.source_dims, b.axis_map.source_dims)
+            if not any(_row_indices(dim_a).isdisjoint(_row_indices(dim_b)) for dim_a, dim_b in dim_pairs):
                 raise _coverage_error(
-                    f"two rows have a part of {stream.name}: `{a.axis_map.text}` and `{b.axis_map.text}`"
+                    f"two rows map the same part of {stream.name}: `{a.axis_map.text}` and `{b.axis_map.text}`"
                 )
 
 
 def _row_indices(dim: TensorDim) -> set[int]:
-    """Of a dim of a tensor, the indices that a row has."""
-    found = [dim.start]
-    for factor, step in zip(dim.factors, strides([f.extent for f in dim.factors])):
-        taken = range(factor.extent) if factor.fixed is None else (factor.fixed,)
-        found = [start + index * step for start in found for index in taken]
-    return set(found)
+    """Return the indices of a tensor dim mapped by a row."""
+    indices = [dim.start]
+    for factor, stride in zip(dim.factors, strides([f.extent for f in dim.factors])):
+        factor_indices = range(factor.extent) if factor.fixed is None else (factor.fixed,)
+        indices = [start + index * stride for start in indices for index in factor_indices]
+    return set(indices)
 
 
-def _slab_copies(plan: Plan, slabs: Iterable[Slab], side: Literal["left", "right"]) -> Iterator[StridedCopy]:
+def _slab_copies(plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", "writes"]) -> Iterator[StridedCopy]:
+    """Yield the copies of all slabs in one direction; raise PrepError if a slab's copies do not add up to its size."""
+    is_read = direction == "reads"
     for slab in slabs:
         stream = plan.streams[slab.stream_number]
-        copies, parts = (slab.reads, stream.reads) if side == "left" else (slab.writes, stream.writes)
-        moved, due = sum(copy.nbytes for copy in copies), slab.nbytes if side == "left" else slab.written_nbytes
-        if parts and moved != due:
-            missing = f"{due:,} bytes from byte {slab.start:,} on, {moved:,} of them on the {side}"
-            raise _coverage_error(f"{stream.name}: {missing}")
+        copies, locations = (slab.reads, stream.reads) if is_read else (slab.writes, stream.writes)
+        copied_nbytes = sum(copy.nbytes for copy in copies)
+        expected_nbytes = slab.nbytes if is_read else slab.written_nbytes
+        if locations and copied_nbytes != expected_nbytes:
+            why = f"has {expected_nbytes:,} bytes, its {direction} have {copied_nbytes:,}"
+            raise _coverage_error(f"{stream.name}: the slab at byte {slab.start:,} {why}")
         yield from copies
 
 
 def _expected_read_spans(plan: Plan) -> Iterator[FileSpan]:
-    """What the streams should read: Flat sides as they are declared, regions by the bytes of their whole box."""
+    """Yield the byte ranges of all streams in their source files."""
     for stream in plan.streams:
         yield from _declared_spans(stream, stream.reads, itemsize(stream.dtype))
 
 
 def _expected_write_spans(plan: Plan) -> Iterator[FileSpan]:
-    """What should be written: every chunk of every leaf, or each tensor's own place."""
+    """Yield the byte ranges that must be written: every chunk of every leaf, or every tensor if there are no leaves."""
     for leaf in plan.leaves:
         yield from _chunk_spans(leaf)
     if not plan.leaves:
@@ -109,73 +119,82 @@ def _expected_write_spans(plan: Plan) -> Iterator[FileSpan]:
 
 
 def _declared_spans(stream: Stream, locations: Locations, item_nbytes: int) -> Iterator[FileSpan]:
-    for part in locations if stream.nbytes else ():
-        if isinstance(part, Contiguous):
-            low, high = (edge // itemsize(stream.dtype) * item_nbytes for edge in stream.byte_range)
-            yield part.file, part.offset + low, part.offset + high
+    """Yield the byte ranges of a stream's rows at its locations."""
+    for location in locations if stream.nbytes else ():
+        if isinstance(location, Contiguous):
+            start, stop = (byte // itemsize(stream.dtype) * item_nbytes for byte in stream.byte_range)
+            yield location.file, location.offset + start, location.offset + stop
         else:
-            yield from _copy_spans(location_copies((part,), stream.shape, item_nbytes, stream.box))
+            yield from _copy_spans(location_copies((location,), stream.shape, item_nbytes, stream.box))
 
 
 def _chunk_spans(leaf: OutputLeaf) -> Iterator[FileSpan]:
-    size = leaf.chunk_nbytes
-    found = 0
+    """Yield the byte range of each chunk of a leaf; raise PrepError if the plan places too few or too many."""
+    chunk_nbytes = leaf.chunk_nbytes
+    placed_count = 0
     for box in leaf.placed_chunks:
         counts = [stop - first for first, stop in zip(box.first, box.stop)]
-        found += math.prod(counts)
+        placed_count += math.prod(counts)
         for index in box.indices():
             file, offset = box.placement.find(index)
-            yield file, offset, offset + size
-    if found != math.prod(leaf.grid.chunk_counts):
+            yield file, offset, offset + chunk_nbytes
+    if placed_count != math.prod(leaf.grid.chunk_counts):
         raise _coverage_error(
-            f"{leaf.name} has {math.prod(leaf.grid.chunk_counts):,} chunks, the plan places {found:,}"
+            f"{leaf.name} has {math.prod(leaf.grid.chunk_counts):,} chunks, the plan places {placed_count:,}"
         )
 
 
 def _copy_spans(copies: Iterable[StridedCopy]) -> Iterator[FileSpan]:
-    """The bytes of all copies on the other side.
+    """Yield the byte ranges of copies in the files.
 
-    A band of a transpose is a run in each of a thousand rows, and the next band goes on there: such copies become one
-    with longer runs before any run is told apart, else there would be millions.
+    One slab of a transpose writes a short run in each of many rows, and the next slab continues these runs. Such copies
+    are joined to longer runs before they are expanded; otherwise there would be millions of ranges.
     """
-    ends: dict[tuple[int, int, Repeats], tuple[int, int]] = {}  # file, end of the first run, repeats -> its start, run
+    # (file, end of the first run, repeats) -> (start of the first run, bytes per run)
+    runs_by_end: dict[tuple[int, int, Repeats], tuple[int, int]] = {}
     for copy in copies:
-        run, repeats = copy.run_nbytes, copy.repeats
-        start, before = ends.pop((copy.file, copy.file_offset, repeats), (copy.file_offset, 0))
-        end = copy.file, copy.file_offset + run, repeats
-        if end in ends:  # the same bytes once more
-            yield from _run_spans(copy.file, *ends[end], repeats)
-        ends[end] = start, before + run
-    for (file, _, repeats), (start, run) in ends.items():
-        yield from _run_spans(file, start, run, repeats)
+        run_nbytes, repeats = copy.run_nbytes, copy.repeats
+        start, preceding_nbytes = runs_by_end.pop((copy.file, copy.file_offset, repeats), (copy.file_offset, 0))
+        end = copy.file, copy.file_offset + run_nbytes, repeats
+        if end in runs_by_end:  # the same bytes are copied twice
+            yield from _run_spans(copy.file, *runs_by_end[end], repeats)
+        runs_by_end[end] = start, preceding_nbytes + run_nbytes
+    for (file, _, repeats), (start, run_nbytes) in runs_by_end.items():
+        yield from _run_spans(file, start, run_nbytes, repeats)
 
 
 def _run_spans(file: int, first_offset: int, run_nbytes: int, repeats: Repeats) -> Iterator[FileSpan]:
+    """Yield the byte range of each repetition of a run."""
     while repeats and repeats[-1][1] == run_nbytes:
         run_nbytes, repeats = run_nbytes * repeats[-1][0], repeats[:-1]
-    for steps in itertools.product(*(range(0, count * step, step) for count, step in repeats)):
-        low = first_offset + sum(steps)
-        yield file, low, low + run_nbytes
+    for displacements in itertools.product(*(range(0, count * stride, stride) for count, stride in repeats)):
+        start = first_offset + sum(displacements)
+        yield file, start, start + run_nbytes
 
 
 def _check_equal_spans(verb: str, actual_spans: Iterable[FileSpan], expected_spans: Iterable[FileSpan]) -> None:
-    have, want = _merge_spans(verb, actual_spans), _merge_spans(verb, expected_spans)
-    for a, b in itertools.zip_longest(have, want):
-        if a != b:
-            raise _coverage_error(f"bytes {verb}: {_span_text(a)} where {_span_text(b)} should be")
+    """Raise PrepError unless two sets of byte ranges cover the same bytes, each once."""
+    actual, expected = _merge_spans(verb, actual_spans), _merge_spans(verb, expected_spans)
+    for actual_span, expected_span in itertools.zip_longest(actual, expected):
+        if actual_span != expected_span:
+            raise _coverage_error(
+                f"bytes {verb}: {_span_text(actual_span)} where {_span_text(expected_span)} should be"
+            )
 
 
 def _merge_spans(verb: str, spans: Iterable[FileSpan]) -> list[FileSpan]:
-    """Sorted spans, neighbours joined; PrepError where two overlap."""
-    out: list[FileSpan] = []
-    for file, low, high in sorted(span for span in spans if span[1] < span[2]):
-        if out and out[-1][0] == file and out[-1][2] > low:
-            raise _coverage_error(f"bytes {low:,} to {min(high, out[-1][2]):,} of file {file} would be {verb} twice")
-        if out and out[-1][0] == file and out[-1][2] == low:
-            out[-1] = (file, out[-1][1], high)
+    """Sort spans and join adjacent ones; raise PrepError if two overlap."""
+    merged: list[FileSpan] = []
+    for file, start, stop in sorted(span for span in spans if span[1] < span[2]):
+        if merged and merged[-1][0] == file and merged[-1][2] > start:
+            raise _coverage_error(
+                f"bytes {start:,} to {min(stop, merged[-1][2]):,} of file {file} would be {verb} twice"
+            )
+        if merged and merged[-1][0] == file and merged[-1][2] == start:
+            merged[-1] = (file, merged[-1][1], stop)
         else:
-            out.append((file, low, high))
-    return out
+            merged.append((file, start, stop))
+    return merged
 
 
 def _span_text(span: FileSpan | None) -> str:
@@ -183,4 +202,4 @@ def _span_text(span: FileSpan | None) -> str:
 
 
 def _coverage_error(why: str) -> PrepError:
-    return PrepError("the plan does not add up", why, "this is a bug in prep: nothing was written")
+    return PrepError("the plan is inconsistent", why, "this is a bug in prep: nothing was written")

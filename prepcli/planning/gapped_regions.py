@@ -1,4 +1,4 @@
-"""A leaf whose bytes lie in several runs of a file, as Flax stores a large one: copies that no run's end cuts. Pure."""
+"""Regions of leaves stored in several runs with gaps between them, as Flax stores large arrays. Pure."""
 
 from __future__ import annotations
 
@@ -12,70 +12,83 @@ from prepcli.planning.strided_copies import Region, StridedCopy, region_copies
 
 @dataclass(frozen=True, slots=True)
 class GappedRegion:
-    """A region of a leaf in one chunk that has gaps: from byte `edge` of the file on, as the region counts it, all lies
-    `nbytes` further back."""
+    """A region of a single-chunk leaf, stored with gaps.
+
+    Attributes:
+        region: The region as if the file had no gaps.
+        gaps: (offset, nbytes) of each gap, ascending. Bytes from `offset` of the gapless file on are stored `nbytes`
+            further back.
+    """
 
     region: Region
-    gaps: tuple[tuple[int, int], ...]  # (edge, nbytes), ascending
+    gaps: tuple[tuple[int, int], ...]
 
     def copies(self, box: Box) -> Iterator[StridedCopy]:
-        """The copies that tie a box of the tensor to the runs."""
-        rest, back = list(region_copies(self.region, box)), 0
-        for edge, nbytes in self.gaps:
-            halves = [split_copy(copy, edge) for copy in rest]
-            yield from (_shift_file_offset(copy, back) for before, _ in halves for copy in before)
-            rest, back = [copy for _, after in halves for copy in after], back + nbytes
-        yield from (_shift_file_offset(copy, back) for copy in rest)
+        """Yield the copies between a box of the tensor and the file. No copy crosses a gap."""
+        remaining, shift_nbytes = list(region_copies(self.region, box)), 0
+        for boundary, nbytes in self.gaps:
+            split_copies = [split_copy(copy, boundary) for copy in remaining]
+            yield from (_shift_file_offset(copy, shift_nbytes) for before, _ in split_copies for copy in before)
+            remaining, shift_nbytes = [copy for _, after in split_copies for copy in after], shift_nbytes + nbytes
+        yield from (_shift_file_offset(copy, shift_nbytes) for copy in remaining)
 
 
 def gaps_between(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The gaps of a leaf in runs (offset, nbytes), for a region that begins where the first run does."""
-    found, edge = [], runs[0][0]
-    for (offset, nbytes), (following, _) in itertools.pairwise(runs):
-        edge += nbytes
-        found.append((edge, following - offset - nbytes))
-    return tuple(found)
+    """Return the gaps between runs (offset, nbytes) of a leaf, for a region that starts at the first run."""
+    gaps, gapless_offset = [], runs[0][0]
+    for (offset, nbytes), (next_offset, _) in itertools.pairwise(runs):
+        gapless_offset += nbytes
+        gaps.append((gapless_offset, next_offset - offset - nbytes))
+    return tuple(gaps)
 
 
-def split_copy(copy: StridedCopy, edge: int) -> tuple[list[StridedCopy], list[StridedCopy]]:
-    """What of a copy lies before a byte of the file on its other side, and what does not."""
-    end = copy.file_offset + sum((count - 1) * step for count, _, step in copy.dims) + copy.width
-    if end <= edge or copy.file_offset >= edge:
-        return ([copy], []) if end <= edge else ([], [copy])
+def split_copy(copy: StridedCopy, boundary: int) -> tuple[list[StridedCopy], list[StridedCopy]]:
+    """Split a copy at a byte of the file.
+
+    Args:
+        copy: The copy to split.
+        boundary: File offset.
+
+    Returns:
+        The copies of the bytes before the boundary, and the copies of the bytes from it on.
+    """
+    end = copy.file_offset + sum((count - 1) * stride for count, _, stride in copy.dims) + copy.width
+    if end <= boundary or copy.file_offset >= boundary:
+        return ([copy], []) if end <= boundary else ([], [copy])
     if not copy.dims:
-        width = edge - copy.file_offset
-        rest = replace(copy, tensor_offset=copy.tensor_offset + width, file_offset=edge, width=copy.width - width)
+        width = boundary - copy.file_offset
+        rest = replace(copy, tensor_offset=copy.tensor_offset + width, file_offset=boundary, width=copy.width - width)
         return [replace(copy, width=width)], [rest]
-    (count, here, there), *inner = copy.dims
-    span = sum((n - 1) * step for n, _, step in inner) + copy.width
-    low, high = (
-        max(0, (edge - copy.file_offset - span) // there + 1),
-        min(count, -(-(edge - copy.file_offset) // there)),
+    (count, tensor_stride, file_stride), *inner = copy.dims
+    inner_span = sum((n - 1) * stride for n, _, stride in inner) + copy.width
+    first_crossing, stop_crossing = (
+        max(0, (boundary - copy.file_offset - inner_span) // file_stride + 1),
+        min(count, -(-(boundary - copy.file_offset) // file_stride)),
     )
-    before, after = _slice_outer_dim(copy, 0, low), _slice_outer_dim(copy, high, count)
-    for i in range(low, high):
+    before, after = _slice_outer_dim(copy, 0, first_crossing), _slice_outer_dim(copy, stop_crossing, count)
+    for index in range(first_crossing, stop_crossing):
         crossed = replace(
             copy,
-            tensor_offset=copy.tensor_offset + i * here,
-            file_offset=copy.file_offset + i * there,
+            tensor_offset=copy.tensor_offset + index * tensor_stride,
+            file_offset=copy.file_offset + index * file_stride,
             dims=tuple(inner),
         )
-        first, second = split_copy(crossed, edge)
-        before, after = before + first, second + after
+        head, tail = split_copy(crossed, boundary)
+        before, after = before + head, tail + after
     return before, after
 
 
 def _slice_outer_dim(copy: StridedCopy, start: int, stop: int) -> list[StridedCopy]:
-    """The steps from `low` to `high` of a copy's outermost dim."""
+    """Return the indices from `start` to `stop` of a copy's outermost dim, as a list of at most one copy."""
     if start >= stop:
         return []
-    _, here, there = copy.dims[0]
-    dims = ((stop - start, here, there), *copy.dims[1:])
+    _, tensor_stride, file_stride = copy.dims[0]
+    dims = ((stop - start, tensor_stride, file_stride), *copy.dims[1:])
     return [
         replace(
             copy,
-            tensor_offset=copy.tensor_offset + start * here,
-            file_offset=copy.file_offset + start * there,
+            tensor_offset=copy.tensor_offset + start * tensor_stride,
+            file_offset=copy.file_offset + start * file_stride,
             dims=dims,
         )
     ]

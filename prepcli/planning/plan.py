@@ -1,8 +1,9 @@
-"""A Plan: what a conversion will do, as pure data. Two equal plans write the same bytes.
+"""A plan of a conversion, as pure data. Equal plans write the same bytes.
 
-A conversion streams tensors. Each is moved in its own (C) order, whatever lies left and right of it: a file that has
-it as it is (`Flat`), or leaves that have its elements in chunks (`Region`). So one digest fits every layout; saving,
-exporting and laying out anew are one thing. Padding is rows of a tensor with a stream of their own. Pure.
+A conversion streams each tensor in C order, from its locations in the source to its locations in the output. A
+location is contiguous in a file (`Contiguous`), a strided view (`Strided`), or the chunks of a leaf (`Region`,
+`GappedRegion`). A tensor's digest therefore does not depend on how it is stored, and one engine saves, exports and
+reshards. Padding rows are a stream of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from prepcli.planning.tensors import itemsize
 
 @dataclass(frozen=True, slots=True)
 class Contiguous:
-    """A side on which the whole tensor lies in C order, from `offset` of a file."""
+    """A location that stores a whole tensor in C order, starting at `offset` of a file."""
 
     file: int
     offset: int
@@ -30,8 +31,13 @@ class Contiguous:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A side on which the whole tensor lies with `steps` bytes, above 0, from element to element along each dim: a view
-    of a PyTorch storage."""
+    """A location that stores a whole tensor as a strided view of a PyTorch storage.
+
+    Attributes:
+        file: Number of the file.
+        offset: Offset of the first element.
+        strides: Bytes between neighbouring elements along each dim, above 0.
+    """
 
     file: int
     offset: int
@@ -43,19 +49,32 @@ Locations = tuple[Contiguous | Strided | Region | GappedRegion, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Rows made rather than read: zeros, the mean of the true rows of the stream before it, or normal values."""
+    """How to generate padding rows.
 
-    kind: str  # zeros | mean | normal
+    Attributes:
+        kind: `zeros`, `mean` (of the tensor's true rows) or `normal`.
+        seed: Seed of normal values.
+        std: Standard deviation of normal values.
+    """
+
+    kind: str
     seed: int = 0
     std: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows `rows` of a tensor of `shape` (0-d: one row), moved in order; the unit of digests.
+    """Rows of a tensor to move in order; the unit of digests.
 
-    left: where they are read (nothing: they are filled); right: where they are written (nothing: digested only), and
-    there `cast` is their dtype where it is not that of the left. Bytes are counted as on the left.
+    Attributes:
+        name: Bare name of the tensor.
+        dtype: Dtype of the tensor where it is read. Sizes and offsets count bytes of this dtype.
+        shape: Shape of the tensor. A 0-d tensor has one row.
+        rows: Range of rows to move.
+        reads: Where the rows are read; empty if they are filled.
+        writes: Where the rows are written; empty if they are only digested.
+        fill: How to generate the rows instead of reading them.
+        cast_to: Dtype of the written values; empty if they are not cast.
     """
 
     name: str
@@ -69,47 +88,62 @@ class Stream:
 
     @property
     def written_dtype(self) -> str:
-        """The dtype on the right."""
+        """Dtype of the written values."""
         return self.cast_to or self.dtype
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes on the right."""
+        """Number of bytes to write."""
         return self.nbytes // itemsize(self.dtype) * itemsize(self.cast_to) if self.cast_to else self.nbytes
 
     @property
     def row_nbytes(self) -> int:
+        """Bytes per row."""
         return math.prod(self.shape[1:]) * itemsize(self.dtype)
 
     @property
     def byte_range(self) -> Range:
-        """Bytes of the tensor that are streamed."""
+        """Byte range of the rows in the tensor."""
         return self.rows[0] * self.row_nbytes, self.rows[1] * self.row_nbytes
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes in the rows."""
         return self.byte_range[1] - self.byte_range[0]
 
     @property
     def box(self) -> Box:
-        """The elements that are streamed."""
+        """Box of the streamed elements."""
         return (self.rows, *full_box(self.shape[1:])) if self.shape else ()
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that is read, and what tells whether it is still the same; `path` is relative to the source."""
+    """A source file and the facts that reveal a change of it.
+
+    Attributes:
+        path: Path relative to the source.
+        size: Size in bytes.
+        mtime_ns: Modification time.
+        digest: XXH3-128 of its header, or of the index that points into it.
+    """
 
     path: str
     size: int
     mtime_ns: int
-    digest: str  # XXH3-128 of its header, or of the index that points into it
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file that is written: `head` is its first bytes (a header), `fixed` are others (offset, bytes) that do not hang
-    on tensors, the streams write the rest."""
+    """A data file to write.
+
+    Attributes:
+        path: Path relative to the output.
+        size: Size in bytes.
+        header: First bytes of the file.
+        constant_ranges: (offset, bytes) of other parts that do not come from tensors. Streams write the rest.
+    """
 
     path: str
     size: int
@@ -119,30 +153,50 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A file of settings: its content, or where it is copied from (a tokenizer)."""
+    """A small file to write: a config or a tokenizer.
+
+    Attributes:
+        path: Path relative to the output.
+        content: Content of the file, if it is not copied.
+        copied_from: Path of the file to copy. It does not affect the plan's digest.
+        stamp: Size and modification time of the copied file, so that another file is another plan.
+    """
 
     path: str
     content: bytes = b""
-    copied_from: str = field(default="", repr=False)  # where it lies is no part of what the plan makes
-    stamp: tuple[int, int] = (0, 0)  # size and time of what is copied: another tokenizer is another plan
+    copied_from: str = field(default="", repr=False)
+    stamp: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedChunks:
-    """A box of a leaf's chunks that lies regularly: chunk indices from `first` up to, not including, `stop`."""
+    """A box of a leaf's chunks at regular offsets.
+
+    Attributes:
+        first: Index of the first chunk.
+        stop: Exclusive upper bound of the chunk indices, per dim.
+        placement: Where the chunks are stored.
+    """
 
     first: tuple[int, ...]
     stop: tuple[int, ...]
     placement: StridedPlacement
 
     def indices(self) -> Iterator[tuple[int, ...]]:
-        """The index of every chunk."""
-        return itertools.product(*(range(low, high) for low, high in zip(self.first, self.stop)))
+        """Return the index of every chunk, in C order."""
+        return itertools.product(*(range(first, stop) for first, stop in zip(self.first, self.stop)))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLeaf:
-    """A leaf that is written: its path in the tree, its chunks and where they lie."""
+    """A leaf to write.
+
+    Attributes:
+        path: Keys from the tree's root to the leaf.
+        dtype: Dtype of the written values.
+        grid: Chunk grid.
+        placed_chunks: Where the chunks are stored.
+    """
 
     path: tuple[str, ...]
     dtype: str
@@ -151,20 +205,30 @@ class OutputLeaf:
 
     @property
     def name(self) -> str:
+        """Dotted name of the leaf."""
         return ".".join(self.path)
 
     @property
     def chunk_nbytes(self) -> int:
+        """Size of a chunk in bytes."""
         return math.prod(self.grid.chunk_shape) * itemsize(self.dtype)
 
     @property
     def nbytes(self) -> int:
+        """Size of the leaf in bytes, without the padding of edge chunks."""
         return math.prod(self.grid.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedTensor:
-    """A tensor of the source, or some rows of one, that is not carried over, and by which rule."""
+    """A source tensor, or rows of one, dropped from the output.
+
+    Attributes:
+        name: Bare name of the tensor.
+        nbytes: Size in bytes.
+        rule: The rule that drops it.
+        rows: Range of dropped rows; None for the whole tensor.
+    """
 
     name: str
     nbytes: int
@@ -174,7 +238,7 @@ class DroppedTensor:
 
 @dataclass(frozen=True, slots=True)
 class EqualityCheck:
-    """Two tensors that must be equal bit for bit (tied weights), else the conversion stops."""
+    """Two tensors, such as tied weights, that must be equal bit for bit; otherwise the conversion stops."""
 
     name: str
     duplicate_of: str
@@ -182,14 +246,27 @@ class EqualityCheck:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a conversion does; `settings` is what the manifest says of the model.
+    """A conversion: all files, streams and checks.
 
-    `names`: how a tensor is called outside of prep, where that differs from its name in rows. `item`: the folder in the
-    output that its files are in, but for the manifest.
+    Attributes:
+        command: Name of the command.
+        request: The command line, without options at their defaults.
+        source_name: The source as the user named it.
+        source_files: Files to read.
+        streams: Tensors to move, in order.
+        files: Data files to write.
+        small_files: Configs and tokenizer files to write.
+        leaves: Leaves to write; empty if tensors are written to files as they are.
+        dropped: Source tensors dropped from the output.
+        checks: Pairs of tensors that must be equal.
+        settings: The manifest's keys that describe the model.
+        display_names: Full names of tensors, by bare name, where the two differ.
+        item: Folder in the output that contains all files except the manifest; empty for the output itself.
+        zstd_level: Level at which chunks are compressed at the end; None for no compression.
     """
 
     command: str
-    request: str  # the command line that asks for this, defaults left out
+    request: str
     source_name: str
     source_files: tuple[SourceFile, ...]
     streams: tuple[Stream, ...]
@@ -201,48 +278,72 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     display_names: Mapping[str, str] = field(default_factory=dict)
     item: str = ""
-    zstd_level: int | None = None  # of chunks that are compressed in the end
+    zstd_level: int | None = None
 
     @property
     def read_nbytes(self) -> int:
-        return sum(s.nbytes for s in self.streams if s.reads)
+        """Number of tensor bytes to read."""
+        return sum(stream.nbytes for stream in self.streams if stream.reads)
 
     @property
     def write_nbytes(self) -> int:
-        return sum(s.written_nbytes for s in self.streams if s.writes)
+        """Number of tensor bytes to write."""
+        return sum(stream.written_nbytes for stream in self.streams if stream.writes)
 
     @property
     def chunk_count(self) -> int:
+        """Number of chunks of all leaves."""
         return sum(math.prod(leaf.grid.chunk_counts) for leaf in self.leaves)
 
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """The copies that tie a box of a stream's tensor, contiguous in C order, to where it is read."""
+    """Yield the copies between a box of a stream's tensor and the source files.
+
+    The box must be contiguous in the tensor's C order.
+    """
     return location_copies(stream.reads, stream.shape, itemsize(stream.dtype), box)
 
 
 def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
-    """The copies that tie a box of a stream's tensor, contiguous in C order, to where it is written."""
+    """Yield the copies between a box of a stream's tensor and the output files.
+
+    The box must be contiguous in the tensor's C order.
+    """
     return location_copies(stream.writes, stream.shape, itemsize(stream.written_dtype), box)
 
 
 def location_copies(locations: Locations, shape: Sequence[int], item_nbytes: int, box: Box) -> Iterator[StridedCopy]:
-    """The copies that tie a box of a tensor, contiguous in C order, to a side; `item`: bytes an element."""
-    for part in locations:
-        if isinstance(part, Contiguous):
-            low = sum(first * step for (first, _), step in zip(box, strides(shape, item_nbytes)))
-            yield StridedCopy(low, part.file, part.offset + low, volume(box) * item_nbytes)
-        elif isinstance(part, Strided):
-            yield _strided_copy(part, shape, item_nbytes, box)
-        elif isinstance(part, GappedRegion):
-            yield from part.copies(box)
+    """Yield the copies between a box of a tensor and its locations.
+
+    Args:
+        locations: Where the tensor is stored.
+        shape: Shape of the tensor.
+        item_nbytes: Bytes per element.
+        box: The box. It must be contiguous in the tensor's C order.
+
+    Yields:
+        Copies whose tensor offsets count from the tensor's first byte.
+    """
+    for location in locations:
+        if isinstance(location, Contiguous):
+            tensor_offset = sum(start * stride for (start, _), stride in zip(box, strides(shape, item_nbytes)))
+            yield StridedCopy(tensor_offset, location.file, location.offset + tensor_offset, volume(box) * item_nbytes)
+        elif isinstance(location, Strided):
+            yield _strided_copy(location, shape, item_nbytes, box)
+        elif isinstance(location, GappedRegion):
+            yield from location.copies(box)
         else:
-            yield from region_copies(part, box)
+            yield from region_copies(location, box)
 
 
 def _strided_copy(location: Strided, shape: Sequence[int], item_nbytes: int, box: Box) -> StridedCopy:
-    steps = strides(shape, item_nbytes)
-    low = sum(first * step for (first, _), step in zip(box, steps))
-    offset = location.offset + sum(first * step for (first, _), step in zip(box, location.strides))
-    counts = (stop - first for first, stop in box)
-    return merge_dims(StridedCopy(low, location.file, offset, item_nbytes, tuple(zip(counts, steps, location.strides))))
+    """Return the copy between a box of a tensor and a strided view."""
+    tensor_strides = strides(shape, item_nbytes)
+    tensor_offset = sum(start * stride for (start, _), stride in zip(box, tensor_strides))
+    file_offset = location.offset + sum(start * stride for (start, _), stride in zip(box, location.strides))
+    counts = (stop - start for start, stop in box)
+    return merge_dims(
+        StridedCopy(
+            tensor_offset, location.file, file_offset, item_nbytes, tuple(zip(counts, tensor_strides, location.strides))
+        )
+    )

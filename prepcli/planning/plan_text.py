@@ -1,7 +1,7 @@
-"""Encode a plan as text, for its digest. Pure.
+"""Encode a plan as text for its digest. Pure.
 
-Manifests, journals and uploads record the digest of this text, so its class and field names are part of the formats on
-disk. They are fixed here and differ from the names in code, which may change.
+Manifests, journals and uploads record the digest of this text. Its class and field names are therefore part of the
+formats on disk: they are fixed here and may differ from the names in code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
 
 
 def _labels(cls: type) -> Iterator[tuple[str, str]]:
-    """Yield each encoded field's name in code, and its name in the text with the equals sign."""
+    """Yield the name of each encoded field in code, and its name in the text with an equals sign."""
     names = NAMES[cls][1]
     return ((field.name, f"{names.get(field.name, field.name)}=") for field in fields(cls) if field.repr)
 

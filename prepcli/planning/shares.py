@@ -1,4 +1,4 @@
-"""Several processes on one output: which of them has which streams of the plan. Pure."""
+"""Divide the streams of a plan among the processes that write one output. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from prepcli.errors import usage_error
 from prepcli.planning.plan import Plan
 
-MAX_PROCESSES = 1 << 16  # processes
-LAUNCHERS = (  # of variables that are set only where the very same command runs several times: their count and number
+MAX_PROCESSES = 1 << 16
+# Name, and variables of the process count and index. Launchers set these only for commands that they run several times.
+LAUNCHERS = (
     ("SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("JAX_NUM_PROCESSES", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
 )
@@ -20,7 +21,7 @@ LAUNCHERS = (  # of variables that are set only where the very same command runs
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Process `index`, from 0, of `count` that write one output."""
+    """Process number `index`, from 0, of `count` processes that write one output."""
 
     count: int = 1
     index: int = 0
@@ -29,42 +30,54 @@ class Share:
         return f"{self.count}/{self.index}"
 
     def split(self, workers: int) -> tuple[Share, ...]:
-        """The shares of so many processes that stand for this one."""
-        return tuple(Share(self.count * workers, self.index * workers + at) for at in range(workers))
+        """Return the shares of `workers` processes that replace this one."""
+        return tuple(Share(self.count * workers, self.index * workers + worker) for worker in range(workers))
 
 
 SINGLE_PROCESS = Share()
 
 
 def parse_share(text: str) -> Share:
-    """`N/I`: process I, from 0, of N. A usage PrepError for anything else."""
+    """Parse the value of `--processes`.
+
+    Args:
+        text: `N/I`: process I, from 0, of N.
+
+    Returns:
+        The share.
+
+    Raises:
+        PrepError: The text has another form, or I is not below N (a usage error).
+    """
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip(), re.ASCII)
     if match is None:
-        raise usage_error(
-            f"`--processes {text}` is not understood", "it takes N/I: process I, from 0, of N", "`--processes 4/0`"
-        )
+        why = "the expected form is N/I: process I, from 0, of N"
+        raise usage_error(f"`--processes {text}` is invalid", why, "`--processes 4/0`")
     count, index = int(match[1]), int(match[2])
     if not 0 <= index < count <= MAX_PROCESSES:
         hint = f"`--processes {index}/{count}`" if count < index else "`--processes 4/0` to `--processes 4/3`"
-        raise usage_error(
-            f"`--processes {text}` names no process", f"{count} processes have the numbers from 0 on", hint
-        )
+        why = f"N is at most {MAX_PROCESSES:,}, and I is at least 0 and below N"
+        raise usage_error(f"`--processes {text}` is out of range", why, hint)
     return Share(count, index)
 
 
 def launcher_share(environ: Mapping[str, str]) -> tuple[Share, str]:
-    """The share that a launcher gave this process, and who that was; ALONE where none did.
+    """Return the share assigned to this process by a launcher's environment variables.
 
-    SLURM_NTASKS is not asked: the script of a batch job has it too, and that runs once.
+    SLURM_NTASKS is ignored: Slurm also sets it for the batch script, which runs once.
+
+    Args:
+        environ: Environment variables.
+
+    Returns:
+        The share and the launcher's name; a single process and an empty name without a launcher.
     """
-    for launcher, count, index in LAUNCHERS:
-        found = environ.get(count, ""), environ.get(index, "")
-        if (
-            all(map(_is_small_decimal, found))
-            and int(found[1]) < int(found[0])
-            and int(found[0]) in range(2, MAX_PROCESSES + 1)
-        ):
-            return Share(int(found[0]), int(found[1])), launcher
+    for launcher, count_variable, index_variable in LAUNCHERS:
+        count_text, index_text = environ.get(count_variable, ""), environ.get(index_variable, "")
+        if _is_small_decimal(count_text) and _is_small_decimal(index_text):
+            count, index = int(count_text), int(index_text)
+            if index < count and 2 <= count <= MAX_PROCESSES:
+                return Share(count, index), launcher
     return SINGLE_PROCESS, ""
 
 
@@ -73,63 +86,81 @@ def _is_small_decimal(text: str) -> bool:
 
 
 def requested_share(text: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
-    """What `--processes` says, else a launcher, which is named then."""
+    """Return the share given by `--processes`, or else by a launcher, and the launcher's name."""
     return launcher_share(environ) if text is None else (parse_share(text), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Among how many processes the streams of a plan are divided, and the digests by number of those that were durable
-    before it was made: these are only read back."""
+    """How the streams of a plan are divided among processes.
+
+    Attributes:
+        count: Number of processes.
+        durable_digests: Digests, by stream number, of streams that were durable before the division was made. These
+            streams are only read back.
+    """
 
     count: int = 1
     durable_digests: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """What tells two divisions of a plan apart."""
+        """Text that identifies the division in journals."""
         return f"{self.count} without {','.join(map(str, sorted(self.durable_digests)))}"
 
 
 def divide_streams(plan: Plan, division: Division) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the streams of each process, ascending: a function of the plan and the division alone.
+    """Divide the streams of a plan among processes.
 
-    Whole tensors, those that are compared or filled from each other together, the largest first to who has least. Those
-    that are durable already are divided alike, apart from the others.
+    All streams of a tensor go to one process, together with the tensors to compare with it. The largest groups are
+    assigned first, each to the process with the fewest bytes. Durable streams are divided separately in the same way.
+
+    Args:
+        plan: The plan.
+        division: The number of processes and the durable streams.
+
+    Returns:
+        The stream numbers of each process, ascending. They depend on the arguments alone.
     """
-    durable: tuple[list[list[int]], list[list[int]]] = [], []  # groups that are not, and those that are
+    groups_by_durability: tuple[list[list[int]], list[list[int]]] = [], []  # pending groups, durable groups
     for group in _stream_groups(plan):
-        durable[all(number in division.durable_digests for number in group)].append(group)
-    left, kept = (_balance_groups(plan, groups, division.count) for groups in durable)
-    return tuple(tuple(sorted([*share, *more])) for share, more in zip(left, kept))
+        groups_by_durability[all(number in division.durable_digests for number in group)].append(group)
+    pending_shares, durable_shares = (_balance_groups(plan, groups, division.count) for groups in groups_by_durability)
+    return tuple(
+        tuple(sorted([*pending_share, *durable_share]))
+        for pending_share, durable_share in zip(pending_shares, durable_shares)
+    )
 
 
 def _balance_groups(plan: Plan, groups: Iterable[list[int]], count: int) -> list[list[int]]:
-    sized = sorted(((sum(plan.streams[n].nbytes for n in group), group) for group in groups), key=_largest_first)
+    """Assign groups of streams to `count` processes, the largest first, each to the process with the fewest bytes."""
+    sized_groups = sorted(((sum(plan.streams[n].nbytes for n in group), group) for group in groups), key=_largest_first)
     shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, at) for at in range(count)]
-    for nbytes, group in sized:
-        load, at = heapq.heappop(loads)
-        shares[at] += group
-        heapq.heappush(loads, (load + nbytes, at))
+    loads = [(0, process) for process in range(count)]
+    for nbytes, group in sized_groups:
+        load, process = heapq.heappop(loads)
+        shares[process] += group
+        heapq.heappush(loads, (load + nbytes, process))
     return shares
 
 
-def _largest_first(group: tuple[int, list[int]]) -> tuple[int, int]:
-    return -group[0], group[1][0]
+def _largest_first(sized_group: tuple[int, list[int]]) -> tuple[int, int]:
+    """Return a sort key of (nbytes, stream numbers): by descending size, then by the first stream number."""
+    nbytes, stream_numbers = sized_group
+    return -nbytes, stream_numbers[0]
 
 
 def _stream_groups(plan: Plan) -> list[list[int]]:
-    """The numbers of streams that stay together: of one tensor, and of tensors that have to be equal."""
-    first: dict[str, str] = {}  # of tensors that have to be equal, one stands for all
+    """Return the groups of stream numbers to keep together: all streams of a tensor and of tensors equal to it."""
+    parents: dict[str, str] = {}  # union-find: tensor name -> another tensor of the same group
 
     def root(name: str) -> str:
-        while first.get(name, name) != name:
-            name = first[name]
+        while parents.get(name, name) != name:
+            name = parents[name]
         return name
 
     for check in plan.checks:
-        first[root(check.name)] = root(check.duplicate_of)
+        parents[root(check.name)] = root(check.duplicate_of)
     groups: dict[str, list[int]] = {}
     for number, stream in enumerate(plan.streams):
         groups.setdefault(root(stream.name), []).append(number)
@@ -137,7 +168,7 @@ def _stream_groups(plan: Plan) -> list[list[int]]:
 
 
 def subplan(plan: Plan, stream_numbers: Container[int]) -> Plan:
-    """A plan of some of a plan's streams, with the checks that they are for; its files and leaves stay."""
+    """Return a plan with some of a plan's streams and the checks of their tensors; files and leaves stay the same."""
     streams = tuple(stream for number, stream in enumerate(plan.streams) if number in stream_numbers)
     names = {stream.name for stream in streams}
     return dataclasses.replace(plan, streams=streams, checks=tuple(c for c in plan.checks if c.name in names))

@@ -1,4 +1,7 @@
-"""Cut streams into slabs that fit a buffer, so that both sides see long runs of whole chunks and whole pages. Pure."""
+"""Split streams into slabs that fit a buffer. Pure.
+
+Slab boundaries are chosen so that reads and writes have long runs of whole chunks and whole pages.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,21 @@ from prepcli.planning.plan import Stream, read_copies, write_copies
 from prepcli.planning.strided_copies import Region, StridedCopy
 from prepcli.planning.tensors import itemsize
 
-PAGE = 4096  # bytes: what direct I/O moves at a time
-LONG_RUN_NBYTES = 64 << 10  # bytes that a disk moves about as fast together as any more
+PAGE = 4096  # bytes; unit of direct I/O
+LONG_RUN_NBYTES = 64 << 10  # longer runs are hardly faster
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A run of a tensor's bytes: the unit of work. `Copy.at` counts from the tensor's first byte, as `start` does.
+    """A contiguous byte range of a tensor in C order; the unit of work.
 
-    Where values are cast, `items` are the bytes of one as it is read and as it is written; `right` counts those.
+    Attributes:
+        stream_number: Number of the stream.
+        start: Offset of the first byte in the tensor.
+        nbytes: Size of the range.
+        reads: Copies from the source files.
+        writes: Copies to the output files. Their tensor offsets count bytes of the written dtype.
+        itemsizes: Bytes per element in the read and in the written dtype; (1, 1) without a cast.
     """
 
     stream_number: int
@@ -33,105 +42,135 @@ class Slab:
 
     @property
     def is_cast(self) -> bool:
-        """Whether values come out in another dtype."""
+        """Whether values are written in another dtype."""
         return self.itemsizes != (1, 1)
 
     @property
     def written_start(self) -> int:
-        """`start` in bytes as they are written."""
+        """`start` in bytes of the written dtype."""
         return self.start // self.itemsizes[0] * self.itemsizes[1]
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes that are written."""
+        """`nbytes` in bytes of the written dtype."""
         return self.nbytes // self.itemsizes[0] * self.itemsizes[1]
 
     @property
     def is_contiguous(self) -> bool:
-        """Either side is one run of all its bytes, or nothing: they need no other order."""
-        return all(not side or [copy.width for copy in side] == [self.nbytes] for side in (self.reads, self.writes))
+        """Whether reads and writes are each a single run of all bytes, or empty."""
+        return all(
+            not copies or [copy.width for copy in copies] == [self.nbytes] for copies in (self.reads, self.writes)
+        )
 
 
 def split_stream(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[Slab]:
-    """Slabs of stream `number`, each of at most `limit` bytes, in the order of the tensor's bytes."""
+    """Split a stream into slabs.
+
+    Args:
+        stream_number: Number of the stream in its plan.
+        stream: The stream.
+        max_nbytes: Maximum size of a slab, both as read and as written.
+
+    Yields:
+        Slabs in the order of the tensor's bytes.
+    """
     if not stream.nbytes:
         return
-    left, right = (tuple(itertools.islice(copies, 2)) for copies in _stream_copies(stream, stream.box))
-    if not stream.cast_to and Slab(stream_number, stream.byte_range[0], stream.nbytes, left, right).is_contiguous:
-        yield from _contiguous_slabs(stream_number, stream, left, right, max_nbytes)
+    reads, writes = (tuple(itertools.islice(copies, 2)) for copies in _stream_copies(stream, stream.box))
+    if not stream.cast_to and Slab(stream_number, stream.byte_range[0], stream.nbytes, reads, writes).is_contiguous:
+        yield from _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
     else:
-        read, written = _itemsizes(stream)
-        yield from _row_slabs(stream_number, stream, max_nbytes * read // max(read, written))
+        read_itemsize, written_itemsize = _itemsizes(stream)
+        yield from _row_slabs(stream_number, stream, max_nbytes * read_itemsize // max(read_itemsize, written_itemsize))
 
 
 def _stream_copies(stream: Stream, box: Box) -> tuple[Iterator[StridedCopy], Iterator[StridedCopy]]:
+    """Return the read copies and the write copies of a box."""
     return read_copies(stream, box), write_copies(stream, box)
 
 
 def _itemsizes(stream: Stream) -> tuple[int, int]:
+    """Return the read and the written bytes per element; (1, 1) without a cast."""
     return (itemsize(stream.dtype), itemsize(stream.cast_to)) if stream.cast_to else (1, 1)
 
 
 def _contiguous_slabs(
     stream_number: int, stream: Stream, reads: tuple[StridedCopy, ...], writes: tuple[StridedCopy, ...], max_nbytes: int
 ) -> Iterator[Slab]:
-    """Cut anywhere; each cut where a page of the file that is written begins."""
-    low, stop = stream.byte_range
-    shift = next((c.file_offset - c.tensor_offset for c in (*writes, *reads)), 0)
-    while low < stop:
-        page = (low + shift + max_nbytes) // PAGE * PAGE - shift
-        high = min(stop, page if page > low else low + max_nbytes)
-        yield Slab(stream_number, low, high - low, _clip_copies(reads, low, high), _clip_copies(writes, low, high))
-        low = high
+    """Split a stream that needs no reordering, at page boundaries of the written file."""
+    start, stop = stream.byte_range
+    shift = next((copy.file_offset - copy.tensor_offset for copy in (*writes, *reads)), 0)
+    while start < stop:
+        page_start = (start + shift + max_nbytes) // PAGE * PAGE - shift
+        slab_stop = min(stop, page_start if page_start > start else start + max_nbytes)
+        yield Slab(
+            stream_number,
+            start,
+            slab_stop - start,
+            _clip_copies(reads, start, slab_stop),
+            _clip_copies(writes, start, slab_stop),
+        )
+        start = slab_stop
 
 
 def _clip_copies(copies: tuple[StridedCopy, ...], start: int, stop: int) -> tuple[StridedCopy, ...]:
-    return tuple(StridedCopy(start, c.file, c.file_offset + start - c.tensor_offset, stop - start) for c in copies)
+    """Clip copies without dims to a byte range of the tensor."""
+    return tuple(
+        StridedCopy(start, copy.file, copy.file_offset + start - copy.tensor_offset, stop - start) for copy in copies
+    )
 
 
 def _row_slabs(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[Slab]:
-    """Cut along one axis, at the edges of bands of whole chunks where those fit the limit."""
+    """Split a stream along one axis, where possible at boundaries of bands of whole chunks."""
     axis = _split_axis(stream, max_nbytes)
-    bands, pages = (tuple(_chunk_bands(stream, axis)), _page_rows(stream, axis)) if stream.shape else ((), 1)
-    yield from _slabs_along_axis(stream_number, stream, max_nbytes, axis, bands, pages)
+    bands, page_rows = (tuple(_chunk_bands(stream, axis)), _page_rows(stream, axis)) if stream.shape else ((), 1)
+    yield from _slabs_along_axis(stream_number, stream, max_nbytes, axis, bands, page_rows)
 
 
 def split_stream_evenly(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[Slab]:
-    """Slabs that depend on the tensor's shape alone, not on what lies left and right of it."""
-    return (
-        _slabs_along_axis(stream_number, stream, max_nbytes, _split_axis(stream, max_nbytes), (), 1)
-        if stream.nbytes
-        else iter(())
-    )
+    """Split a stream into slabs whose boundaries depend on the tensor's shape alone, not on how it is stored.
+
+    Args:
+        stream_number: Number of the stream in its plan.
+        stream: The stream.
+        max_nbytes: Maximum size of a slab.
+
+    Returns:
+        Slabs in the order of the tensor's bytes.
+    """
+    if not stream.nbytes:
+        return iter(())
+    return _slabs_along_axis(stream_number, stream, max_nbytes, _split_axis(stream, max_nbytes), (), 1)
 
 
 def _slabs_along_axis(
     stream_number: int, stream: Stream, max_nbytes: int, axis: int, bands: tuple[_ChunkBand, ...], page_rows: int
 ) -> Iterator[Slab]:
-    steps = strides(stream.shape, itemsize(stream.dtype)) or (stream.nbytes,)
-    inner, extent = steps[axis], stream.shape[axis] if axis else stream.rows[1]
-    edges = _SlabEdges(bands, max(1, max_nbytes // inner), page_rows)
-    for outer in itertools.product(*(range(*span) for span in stream.box[:axis])):
-        low = 0 if axis else stream.rows[0]
-        while low < extent:
-            high = min(extent, edges.end_after(low))
-            box = (*((i, i + 1) for i in outer), (low, high), *full_box(stream.shape[axis + 1 :]))
+    """Split a stream along an axis, for every index of the dims before it."""
+    byte_strides = strides(stream.shape, itemsize(stream.dtype)) or (stream.nbytes,)
+    row_nbytes, extent = byte_strides[axis], stream.shape[axis] if axis else stream.rows[1]
+    edges = _SlabEdges(bands, max(1, max_nbytes // row_nbytes), page_rows)
+    for outer_index in itertools.product(*(range(*dim_range) for dim_range in stream.box[:axis])):
+        row = 0 if axis else stream.rows[0]
+        while row < extent:
+            row_stop = min(extent, edges.end_after(row))
+            box = (*((index, index + 1) for index in outer_index), (row, row_stop), *full_box(stream.shape[axis + 1 :]))
             box = box if stream.shape else ()
-            left, right = map(tuple, _stream_copies(stream, box))
-            start = sum(span[0] * step for span, step in zip(box, steps))
-            yield Slab(stream_number, start, (high - low) * inner, left, right, _itemsizes(stream))
-            low = high
+            reads, writes = map(tuple, _stream_copies(stream, box))
+            start = sum(dim_range[0] * stride for dim_range, stride in zip(box, byte_strides))
+            yield Slab(stream_number, start, (row_stop - row) * row_nbytes, reads, writes, _itemsizes(stream))
+            row = row_stop
 
 
 def _split_axis(stream: Stream, max_nbytes: int) -> int:
-    """The outermost axis of which one step fits the limit."""
+    """Return the outermost axis at which one index has at most `max_nbytes` bytes."""
     sizes = strides(stream.shape, itemsize(stream.dtype))
     return next((axis for axis, nbytes in enumerate(sizes) if nbytes <= max_nbytes), max(0, len(sizes) - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkBand:
-    """Of the rows from `first` to `stop`, which a region has, each `rows` fill whole chunks."""
+    """Rows `first` to `stop` of a region. Every `rows` consecutive rows fill whole chunks."""
 
     first: int
     stop: int
@@ -140,95 +179,124 @@ class _ChunkBand:
 
 @dataclass(frozen=True, slots=True)
 class _SlabEdges:
-    """Where slabs may end: after whole bands of chunks, else after rows that fill whole pages of a chunk."""
+    """Rows at which slabs may end: after whole bands of chunks, or else after whole pages of every chunk.
 
-    bands: tuple[_ChunkBand, ...]  # those written first: they matter more
-    max_rows: int  # rows that fit a slab
-    page_rows: int  # rows that fill whole pages in every chunk
+    Attributes:
+        bands: Bands of chunks, written ones first. Earlier bands have priority.
+        max_rows: Number of rows that fit a slab.
+        page_rows: Number of rows that fill whole pages in every chunk.
+    """
+
+    bands: tuple[_ChunkBand, ...]
+    max_rows: int
+    page_rows: int
 
     def end_after(self, start: int) -> int:
-        """The row at which a slab that begins at `low` ends; bands that do not fit with those before them are cut."""
-        high = start + self.max_rows
-        crossed = [band for band in self.bands if band.first < high < band.stop]
+        """Return the end row of a slab with first row `start`.
+
+        A band that does not align with the bands before it is split.
+        """
+        max_stop = start + self.max_rows
+        crossed = [band for band in self.bands if band.first < max_stop < band.stop]
         if not crossed:
-            return high
-        found, unit = start, 1
+            return max_stop
+        best_stop, rows = start, 1
         for band in crossed:
-            together = math.lcm(unit, band.rows)
-            edge = band.first + (high - band.first) // together * together
-            if edge > start and band.first == crossed[0].first:
-                found, unit = edge, together
-        return found if found > start else start + (self.max_rows // self.page_rows * self.page_rows or self.max_rows)
+            common_rows = math.lcm(rows, band.rows)
+            stop = band.first + (max_stop - band.first) // common_rows * common_rows
+            if stop > start and band.first == crossed[0].first:
+                best_stop, rows = stop, common_rows
+        if best_stop > start:
+            return best_stop
+        return start + (self.max_rows // self.page_rows * self.page_rows or self.max_rows)
 
 
 def _chunk_bands(stream: Stream, axis: int) -> Iterator[_ChunkBand]:
-    """The bands of whole chunks along an axis, of the regions written and then of those read."""
-    for part in (*stream.writes, *stream.reads):
-        if isinstance(part, Region) and (rows := _band_rows(part, axis)) > 1:
-            dim = part.axis_map.source_dims[axis]
+    """Yield the bands of whole chunks along an axis, first of written and then of read regions."""
+    for location in (*stream.writes, *stream.reads):
+        if isinstance(location, Region) and (rows := _band_rows(location, axis)) > 1:
+            dim = location.axis_map.source_dims[axis]
             yield _ChunkBand(dim.start, dim.start + dim.selected_extent, rows)
 
 
 def _band_rows(region: Region, axis: int) -> int:
-    """Rows along an axis of the tensor that fill whole chunks."""
-    taken = _atom_lengths_in_chunk(region)
+    """Return the number of rows along an axis of the tensor that fill whole chunks."""
+    atom_lengths = _atom_lengths_in_chunk(region)
     rows = 1
-    found = 1
+    band_rows = 1
     for factor in reversed(region.axis_map.source_dims[axis].factors):
-        if taken.get(factor.atom, 1) > 1:
-            found = rows * taken[factor.atom]
+        if atom_lengths.get(factor.atom, 1) > 1:
+            band_rows = rows * atom_lengths[factor.atom]
         rows *= factor.extent
-    return found
+    return band_rows
 
 
 def _atom_lengths_in_chunk(region: Region) -> dict[str, int]:
-    """How much of each atom one chunk holds; an atom that chunk edges cut unevenly counts as cut to single steps."""
-    found: dict[str, int] = {}
+    """Return the number of indices of each atom in one chunk.
+
+    Atoms with uneven chunk boundaries are omitted: they count as split into single indices.
+    """
+    atom_lengths: dict[str, int] = {}
     for dim, length in zip(region.axis_map.leaf_dims, region.grid.chunk_shape):
         extents = [f.extent for f in dim]
-        at = find_split_atom(extents, length)
-        for i, factor in enumerate(dim):
-            if at is not None and i >= at:
-                found[factor.atom] = factor.extent if i > at else length // math.prod(extents[at + 1 :])
-    return found
+        split_atom = find_split_atom(extents, length)
+        for number, factor in enumerate(dim):
+            if split_atom is not None and number >= split_atom:
+                atom_lengths[factor.atom] = (
+                    factor.extent if number > split_atom else length // math.prod(extents[split_atom + 1 :])
+                )
+    return atom_lengths
 
 
 def _page_rows(stream: Stream, axis: int) -> int:
-    """Rows along an axis whose bytes in one chunk are whole pages."""
+    """Return the number of rows along an axis whose bytes fill whole pages in every chunk."""
     rows = 1
-    for part in (*stream.writes, *stream.reads):
-        if isinstance(part, Region):
-            taken = _atom_lengths_in_chunk(part)
-            inner = [f.atom for dim in part.axis_map.source_dims[axis + 1 :] for f in dim.factors if f.fixed is None]
-            nbytes = math.prod(taken.get(atom, 1) for atom in inner) * part.itemsize
-            rows = math.lcm(rows, PAGE // math.gcd(PAGE, nbytes))
+    for location in (*stream.writes, *stream.reads):
+        if isinstance(location, Region):
+            atom_lengths = _atom_lengths_in_chunk(location)
+            inner_atoms = [
+                f.atom for dim in location.axis_map.source_dims[axis + 1 :] for f in dim.factors if f.fixed is None
+            ]
+            row_nbytes = math.prod(atom_lengths.get(atom, 1) for atom in inner_atoms) * location.itemsize
+            rows = math.lcm(rows, PAGE // math.gcd(PAGE, row_nbytes))
     return rows
 
 
 def split_streams(streams: Sequence[Stream], max_nbytes: int, first: int = 0) -> Iterator[Slab]:
-    """The slabs of the streams from number `first` on, in order."""
-    for number in range(first, len(streams)):
-        yield from split_stream(number, streams[number], max_nbytes)
+    """Yield the slabs of all streams from number `first` on, in order."""
+    for stream_number in range(first, len(streams)):
+        yield from split_stream(stream_number, streams[stream_number], max_nbytes)
 
 
 def min_buffer_nbytes(streams: Sequence[Stream]) -> int:
-    """Bytes of the largest slab that some stream needs for long runs on both of its sides.
+    """Return the slab size that gives every stream long runs in both reads and writes.
 
-    Where what is adjacent on one side lies apart on the other, a run there is only as long as a slab is wide here.
+    In a transpose, the length of a written run is proportional to the number of rows in a slab.
+
+    Args:
+        streams: The streams of a plan.
+
+    Returns:
+        Size in bytes; 0 if any slab size has long runs.
     """
     return max((_stream_min_buffer_nbytes(stream) for stream in streams if stream.nbytes), default=0)
 
 
 def _stream_min_buffer_nbytes(stream: Stream) -> int:
-    items = _itemsizes(stream)
-    sides = zip(_stream_copies(stream, stream.box), items)
-    found = (_spread_nbytes(copy) // item for side, item in sides for copy in itertools.islice(side, 4))
-    return max(found, default=0) * max(items)
+    """Return the slab size that gives a stream long runs in both reads and writes."""
+    itemsizes = _itemsizes(stream)
+    copies_and_itemsizes = zip(_stream_copies(stream, stream.box), itemsizes)
+    spreads = (
+        _spread_nbytes(copy) // item_nbytes
+        for copies, item_nbytes in copies_and_itemsizes
+        for copy in itertools.islice(copies, 4)
+    )
+    return max(spreads, default=0) * max(itemsizes)
 
 
 def _spread_nbytes(copy: StridedCopy) -> int:
-    """Bytes of the tensor over which a long run of the other side is spread; 0 where they lie together, or nowhere."""
+    """Return the span in the tensor, in bytes, of a long run of the file; 0 if the run is contiguous there."""
     if not copy.dims:
         return 0
-    count, here, there = copy.dims[-1]
-    return min(count, -(-LONG_RUN_NBYTES // copy.width)) * here if there == copy.width else 0
+    count, tensor_stride, file_stride = copy.dims[-1]
+    return min(count, -(-LONG_RUN_NBYTES // copy.width)) * tensor_stride if file_stride == copy.width else 0

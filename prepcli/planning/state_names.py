@@ -1,7 +1,7 @@
-"""Names in a training state: parameters, what the optimizer keeps of each of them, and leaves that stand alone. Pure.
+"""Tensor names in a training state: parameters, optimizer slots, and other leaves. Pure.
 
-A slot is a subtree of the optimizer state with a leaf for each parameter, as `opt_state.adam.mu`. What it holds is
-tensors as the parameters are, called `SLOT/TENSOR`; a leaf that belongs to no parameter is a tensor called `/LEAF`.
+A slot is a subtree of the optimizer state with one leaf per parameter, such as `opt_state.adam.mu`. Its tensors are
+named `SLOT/TENSOR` after the parameters' tensors. A leaf that belongs to no parameter is a tensor named `/LEAF`.
 """
 
 from __future__ import annotations
@@ -12,33 +12,43 @@ from trainer.models.axis_map import AxisMap, Factor, TensorDim
 
 PARAMS = "params"
 OPT_STATE = "opt_state"
-OPT_STATE_RULE, TRAINING_STATE_RULE = "optimizer state", "training state"  # by which such leaves are left out
+OPT_STATE_RULE, TRAINING_STATE_RULE = "optimizer state", "training state"  # rules that drop such leaves
 SEPARATOR = "/"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def qualify(slot: str, tensor: str) -> str:
-    """What a tensor of a slot is called; a parameter by its own name, a leaf that stands alone has no slot."""
+    """Return the name of a tensor in a slot. A parameter keeps its name; the slot of other leaves is empty."""
     return tensor if slot == PARAMS else f"{slot}{SEPARATOR}{tensor}"
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Slot and tensor of a name that `joined` made."""
-    slot, found, tensor = name.partition(SEPARATOR)
-    return (slot, tensor) if found else (PARAMS, name)
+    """Split a name that `qualify` returned into slot and tensor."""
+    slot, separator, tensor = name.partition(SEPARATOR)
+    return (slot, tensor) if separator else (PARAMS, name)
 
 
 def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
-    """The slots among the leaves, by dotted name: those that have each parameter, by path, in its shape."""
-    first = next(iter(parameters), "")
-    found = {name.removesuffix(f".{first}") for name in leaves if name.endswith(f".{first}")}
-    whole = (slot for slot in found if all(leaves.get(f"{slot}.{path}") == s for path, s in parameters.items()))
-    return tuple(sorted(slot for slot in whole if slot.split(".")[0] == OPT_STATE))
+    """Return the dotted names of the slots in an optimizer state.
+
+    Args:
+        leaves: Shapes of all leaves of the state, by dotted name.
+        parameters: Shapes of the parameters, by dotted path.
+
+    Returns:
+        The subtrees of `opt_state` that contain every parameter in its shape, sorted.
+    """
+    first_path = next(iter(parameters), "")
+    candidates = {name.removesuffix(f".{first_path}") for name in leaves if name.endswith(f".{first_path}")}
+    slots = (
+        slot for slot in candidates if all(leaves.get(f"{slot}.{path}") == shape for path, shape in parameters.items())
+    )
+    return tuple(sorted(slot for slot in slots if slot.split(".")[0] == OPT_STATE))
 
 
 def identity_axis_map(name: str, shape: tuple[int, ...]) -> AxisMap:
-    """The row of a leaf that is one tensor, dim by dim."""
-    dims = tuple(Factor(f"d{i}", extent) for i, extent in enumerate(shape))
-    tensor = tuple(TensorDim(dim.extent, 0, (dim,)) for dim in dims)
-    return AxisMap(name, tuple((dim,) for dim in dims), (name,), tensor)
+    """Return the axis map of a leaf that equals one tensor, dim by dim."""
+    factors = tuple(Factor(f"d{axis}", extent) for axis, extent in enumerate(shape))
+    source_dims = tuple(TensorDim(factor.extent, 0, (factor,)) for factor in factors)
+    return AxisMap(name, tuple((factor,) for factor in factors), (name,), source_dims)

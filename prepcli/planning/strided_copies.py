@@ -1,7 +1,7 @@
-"""The index algebra: which bytes of a leaf's chunks are which bytes of a tensor, for any box of either. Pure.
+"""Index algebra: which bytes of a leaf's chunks are which bytes of a source tensor, for any box of either. Pure.
 
-Both sides are plain memory: a tensor in C order, a leaf in chunks. A `Copy` is a rectangle with a step on each side;
-read left to right it saves, right to left it exports. Nothing here knows a file format or touches a value.
+A tensor is bytes in C order, a leaf is bytes in chunks. A `StridedCopy` relates strided bytes of one to strided bytes
+of the other. The same copies save a tensor to chunks and export chunks to a tensor.
 """
 
 from __future__ import annotations
@@ -20,46 +20,63 @@ NO_INDICES: Mapping[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """`width` bytes, repeated over `dims` = (count, step in the tensor, step opposite), outermost opposite first."""
+    """A strided copy between a tensor and a file, in either direction.
 
-    tensor_offset: int  # bytes from the start of the tensor
+    Attributes:
+        tensor_offset: Offset of the first byte in the tensor.
+        file: Number of the file.
+        file_offset: Offset of the first byte in the file.
+        width: Number of bytes contiguous in both.
+        dims: (count, tensor stride, file stride) of each repetition, by descending file stride.
+    """
+
+    tensor_offset: int
     file: int
-    file_offset: int  # bytes from the start of the file on the other side
+    file_offset: int
     width: int
     dims: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return self.width * math.prod(n for n, _, _ in self.dims)
+        """Number of bytes to copy."""
+        return self.width * math.prod(count for count, _, _ in self.dims)
 
     @property
     def run_nbytes(self) -> int:
-        """Bytes that lie together on the other side."""
+        """Length of a contiguous run in the file."""
         length = self.width
-        for count, _, step in reversed(self.dims):
-            if step != length:
+        for count, _, file_stride in reversed(self.dims):
+            if file_stride != length:
                 break
             length *= count
         return length
 
     @property
     def repeats(self) -> tuple[tuple[int, int], ...]:
-        """(count, step) of the runs on the other side, outermost first."""
-        length, kept = self.width, len(self.dims)
-        while kept and self.dims[kept - 1][2] == length:
-            length *= self.dims[kept - 1][0]
-            kept -= 1
-        return tuple((count, step) for count, _, step in self.dims[:kept])
+        """(count, file stride) of the repetitions of a run, outermost first."""
+        length, outer_dims = self.width, len(self.dims)
+        while outer_dims and self.dims[outer_dims - 1][2] == length:
+            length *= self.dims[outer_dims - 1][0]
+            outer_dims -= 1
+        return tuple((count, file_stride) for count, _, file_stride in self.dims[:outer_dims])
 
     def run_offsets(self) -> Iterator[int]:
-        """Where each run begins on the other side, in the order in which their bytes follow each other."""
-        for steps in itertools.product(*(range(0, n * step, step) for n, step in self.repeats)):
-            yield self.file_offset + sum(steps)
+        """Yield the file offset of each run, in packing order."""
+        for displacements in itertools.product(*(range(0, count * stride, stride) for count, stride in self.repeats)):
+            yield self.file_offset + sum(displacements)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What one row has of one tensor, and where that lies: `at` is the index of each stacked atom."""
+    """The part of a tensor that one leaf takes, and where the leaf's chunks are stored.
+
+    Attributes:
+        axis_map: Maps the tensor's elements to the leaf's.
+        stacked_indices: (atom, index) of each stacked atom in the tensor's name.
+        grid: Chunk grid of the leaf.
+        placement: Where the chunks are stored.
+        itemsize: Bytes per element.
+    """
 
     axis_map: AxisMap
     stacked_indices: tuple[tuple[str, int], ...]
@@ -69,98 +86,160 @@ class Region:
 
 
 def region_copies(region: Region, box: Box) -> Iterator[StridedCopy]:
-    """The copies that tie a box of the tensor to the leaf's chunks; what other rows have of the box is left out."""
-    row = region.axis_map
-    cuts = [
-        list(free_atom_ranges(dim.factors, _clip_range(span, dim.start, dim.selected_extent)))
-        for span, dim in zip(box, row.source_dims)
+    """Yield the copies between a box of a tensor and a leaf's chunks.
+
+    Args:
+        region: The region.
+        box: Box of the tensor. Elements of other leaves are excluded.
+
+    Yields:
+        Copies whose tensor offsets count from the tensor's first byte.
+    """
+    axis_map = region.axis_map
+    ranges_per_dim = [
+        list(free_atom_ranges(dim.factors, _clip_range(dim_range, dim.start, dim.selected_extent)))
+        for dim_range, dim in zip(box, axis_map.source_dims)
     ]
-    stacked = {atom: (i, i + 1) for atom, i in region.stacked_indices}
-    for choice in itertools.product(*cuts):
-        ranges: dict[str, Range] = dict(stacked)
-        for part in choice:
-            ranges |= part
-        yield from _copies_to_chunks(region, ranges)
+    stacked = {atom: (index, index + 1) for atom, index in region.stacked_indices}
+    for dim_ranges in itertools.product(*ranges_per_dim):
+        atom_ranges: dict[str, Range] = dict(stacked)
+        for free_ranges in dim_ranges:
+            atom_ranges |= free_ranges
+        yield from _copies_to_chunks(region, atom_ranges)
 
 
 def leaf_box_copies(
     axis_map: AxisMap, box: Box, itemsize: int = 1, unscanned_indices: Mapping[str, int] = NO_INDICES
 ) -> Iterator[tuple[str, StridedCopy]]:
-    """What fills a box of a leaf: (tensor, copy), the other side being the box itself in C order.
+    """Yield the copies that fill a box of a leaf from its source tensors.
 
-    What they leave over is padding. `leaf` gives the index of the atoms that tell unscanned leaves apart.
+    Args:
+        axis_map: Maps the tensors' elements to the leaf's.
+        box: Box of the leaf.
+        itemsize: Bytes per element.
+        unscanned_indices: Index of each atom that selects one of several unscanned leaves.
+
+    Yields:
+        (tensor name, copy). File offsets count from the start of the box in C order, file numbers are 0. Elements that
+        no copy fills are padding.
     """
-    apart = {atom: (i, i + 1) for atom, i in unscanned_indices.items()}
-    corner = [low for low, _ in box]
-    steps = strides([high - low for low, high in box], itemsize)
-    origin = -sum(low * step for low, step in zip(corner, steps))
-    true = {
+    unscanned_ranges = {atom: (index, index + 1) for atom, index in unscanned_indices.items()}
+    starts = [start for start, _ in box]
+    box_strides = strides([stop - start for start, stop in box], itemsize)
+    origin = -sum(start * stride for start, stride in zip(starts, box_strides))
+    true_extents = {
         f.atom: f.extent
         for f in (*axis_map.stacked_factors, *(f for dim in axis_map.source_dims for f in dim.factors))
         if f.fixed is None
     }
-    for ranges in _atom_ranges_of_box(axis_map, box):
-        clipped = apart | {a: intersect(r, (0, true[a])) for a, r in ranges.items()}
-        for at in _iterate_stacked(axis_map, clipped):
-            fixed = clipped | {a: (i, i + 1) for a, i in at.items()}
-            cuts = [list(split_dim(dim, math.prod(f.extent for f in dim), fixed)) for dim in axis_map.leaf_dims]
-            for choice in itertools.product(*cuts):
-                yield axis_map.tensor_name(at), _make_copy(axis_map, fixed, choice, steps, 0, origin, itemsize)
+    for atom_ranges in _atom_ranges_of_box(axis_map, box):
+        clipped = unscanned_ranges | {
+            atom: intersect(atom_range, (0, true_extents[atom])) for atom, atom_range in atom_ranges.items()
+        }
+        for stacked in _iterate_stacked(axis_map, clipped):
+            fixed_ranges = clipped | {atom: (index, index + 1) for atom, index in stacked.items()}
+            pieces_per_dim = [
+                list(split_dim(dim, math.prod(f.extent for f in dim), fixed_ranges)) for dim in axis_map.leaf_dims
+            ]
+            for dim_pieces in itertools.product(*pieces_per_dim):
+                yield (
+                    axis_map.tensor_name(stacked),
+                    _make_copy(
+                        axis_map,
+                        fixed_ranges,
+                        dim_pieces=dim_pieces,
+                        element_strides=box_strides,
+                        file=0,
+                        file_offset=origin,
+                        itemsize=itemsize,
+                    ),
+                )
 
 
 def _atom_ranges_of_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
-    cuts = [list(split_merged_range(span, [f.extent for f in dim])) for span, dim in zip(box, axis_map.leaf_dims)]
-    for choice in itertools.product(*cuts):
-        yield {f.atom: r for dim, part in zip(axis_map.leaf_dims, choice) for f, r in zip(dim, part)}
+    """Split a box of a leaf into boxes over its atoms; yield the range of each atom."""
+    boxes_per_dim = [
+        list(split_merged_range(dim_range, [f.extent for f in dim])) for dim_range, dim in zip(box, axis_map.leaf_dims)
+    ]
+    for atom_boxes in itertools.product(*boxes_per_dim):
+        yield {
+            f.atom: atom_range
+            for dim, atom_box in zip(axis_map.leaf_dims, atom_boxes)
+            for f, atom_range in zip(dim, atom_box)
+        }
 
 
 def _iterate_stacked(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
+    """Yield the index of each stacked atom, for every tensor in the ranges."""
     atoms = [f.atom for f in axis_map.stacked_factors]
-    for index in itertools.product(*(range(*atom_ranges[a]) for a in atoms)):
+    for index in itertools.product(*(range(*atom_ranges[atom]) for atom in atoms)):
         yield dict(zip(atoms, index))
 
 
 def _clip_range(index_range: Range, start: int, length: int) -> Range:
-    low, high = intersect(index_range, (start, start + length))
-    return low - start, high - start
+    """Return the part of a range inside `length` indices from `start` on, counted from `start`."""
+    clipped_start, clipped_stop = intersect(index_range, (start, start + length))
+    return clipped_start - start, clipped_stop - start
 
 
 def _copies_to_chunks(region: Region, atom_ranges: Mapping[str, Range]) -> Iterator[StridedCopy]:
-    row, grid = region.axis_map, region.grid
-    steps = strides(grid.chunk_shape, region.itemsize)
-    cuts = [list(split_dim(dim, length, atom_ranges)) for dim, length in zip(row.leaf_dims, grid.chunk_shape)]
-    for choice in itertools.product(*cuts):
+    """Yield the copies of a box of atoms to the leaf's chunks."""
+    axis_map, grid = region.axis_map, region.grid
+    element_strides = strides(grid.chunk_shape, region.itemsize)
+    pieces_per_dim = [
+        list(split_dim(dim, length, atom_ranges)) for dim, length in zip(axis_map.leaf_dims, grid.chunk_shape)
+    ]
+    for dim_pieces in itertools.product(*pieces_per_dim):
         if isinstance(region.placement, StridedPlacement):
-            file, offset = region.placement.find([cut.chunk_index for cut in choice])
-            yield _make_copy(row, atom_ranges, choice, steps, file, offset, region.itemsize, region.placement.strides)
+            file, file_offset = region.placement.find([piece.chunk_index for piece in dim_pieces])
+            yield _make_copy(
+                axis_map,
+                atom_ranges,
+                dim_pieces=dim_pieces,
+                element_strides=element_strides,
+                file=file,
+                file_offset=file_offset,
+                itemsize=region.itemsize,
+                chunk_strides=region.placement.strides,
+            )
         else:
-            yield from _copies_by_chunk(region, atom_ranges, choice, steps)
+            yield from _copies_by_chunk(region, atom_ranges, dim_pieces, element_strides)
 
 
 def _copies_by_chunk(
-    region: Region, atom_ranges: Mapping[str, Range], dim_pieces: Sequence[DimPiece], steps: Sequence[int]
+    region: Region, atom_ranges: Mapping[str, Range], dim_pieces: Sequence[DimPiece], element_strides: Sequence[int]
 ) -> Iterator[StridedCopy]:
-    """Where chunks lie anywhere: every digit that counts chunks is counted here."""
-    singles = [list(_split_by_chunk(cut)) for cut in dim_pieces]
-    for parts in itertools.product(*singles):
-        file, offset = region.placement.find([cut.chunk_index for cut in parts])
-        yield _make_copy(region.axis_map, atom_ranges, parts, steps, file, offset, region.itemsize)
+    """Yield the copies of a box of atoms to chunks with individual offsets: at least one copy per chunk."""
+    pieces_by_chunk = [list(_split_by_chunk(piece)) for piece in dim_pieces]
+    for chunk_pieces in itertools.product(*pieces_by_chunk):
+        file, file_offset = region.placement.find([piece.chunk_index for piece in chunk_pieces])
+        yield _make_copy(
+            region.axis_map,
+            atom_ranges,
+            dim_pieces=chunk_pieces,
+            element_strides=element_strides,
+            file=file,
+            file_offset=file_offset,
+            itemsize=region.itemsize,
+        )
 
 
 def _split_by_chunk(piece: DimPiece) -> Iterator[DimPiece]:
-    counting = [d for d in piece.steps if d.chunk_step]
-    rest = tuple(d for d in piece.steps if not d.chunk_step)
-    for index in itertools.product(*(range(d.count) for d in counting)):
-        lows, cell = dict(piece.atom_starts), piece.chunk_index
-        for i, digit in zip(index, counting):
-            lows[digit.atom] += i * digit.atom_step
-            cell += i * digit.chunk_step
-        yield DimPiece(tuple(lows.items()), cell, piece.element_offset, rest)
+    """Split a piece of a dim into pieces that touch one chunk each."""
+    chunk_loops = [step for step in piece.steps if step.chunk_step]
+    element_loops = tuple(step for step in piece.steps if not step.chunk_step)
+    for index in itertools.product(*(range(step.count) for step in chunk_loops)):
+        atom_starts, chunk_index = dict(piece.atom_starts), piece.chunk_index
+        for iteration, step in zip(index, chunk_loops):
+            atom_starts[step.atom] += iteration * step.atom_step
+            chunk_index += iteration * step.chunk_step
+        yield DimPiece(tuple(atom_starts.items()), chunk_index, piece.element_offset, element_loops)
 
 
 def _make_copy(
     axis_map: AxisMap,
     atom_ranges: Mapping[str, Range],
+    *,
     dim_pieces: Sequence[DimPiece],
     element_strides: Sequence[int],
     file: int,
@@ -168,42 +247,65 @@ def _make_copy(
     itemsize: int,
     chunk_strides: Sequence[int] = (),
 ) -> StridedCopy:
-    lows = {atom: low for atom, (low, _) in atom_ranges.items()} | {
-        a: low for cut in dim_pieces for a, low in cut.atom_starts
+    """Return the copy of one regular piece per leaf dim.
+
+    Args:
+        axis_map: Maps the tensor's elements to the leaf's.
+        atom_ranges: Range of each atom that no dim piece covers.
+        dim_pieces: One piece per leaf dim.
+        element_strides: Bytes between elements of a chunk, per leaf dim.
+        file: Number of the file.
+        file_offset: Offset of the first chunk.
+        itemsize: Bytes per element.
+        chunk_strides: Bytes between chunks, per leaf dim; empty if the pieces touch one chunk.
+
+    Returns:
+        The copy.
+    """
+    atom_starts = {atom: start for atom, (start, _) in atom_ranges.items()} | {
+        atom: start for piece in dim_pieces for atom, start in piece.atom_starts
     }
-    at, tensor = _tensor_offset_and_strides(axis_map, lows, itemsize)
-    file_offset += sum(cut.element_offset * step for cut, step in zip(dim_pieces, element_strides))
+    tensor_offset, tensor_strides = _tensor_offset_and_strides(axis_map, atom_starts, itemsize)
+    file_offset += sum(
+        piece.element_offset * element_stride for piece, element_stride in zip(dim_pieces, element_strides)
+    )
     dims = [
-        (d.count, tensor.get(d.atom, 0) * d.atom_step, d.chunk_step * cell + d.element_step * step)
-        for cut, step, cell in zip(dim_pieces, element_strides, chunk_strides or (0,) * len(dim_pieces))
-        for d in cut.steps
+        (
+            step.count,
+            tensor_strides.get(step.atom, 0) * step.atom_step,
+            step.chunk_step * chunk_stride + step.element_step * element_stride,
+        )
+        for piece, element_stride, chunk_stride in zip(
+            dim_pieces, element_strides, chunk_strides or (0,) * len(dim_pieces)
+        )
+        for step in piece.steps
     ]
-    return merge_dims(StridedCopy(at, file, file_offset, itemsize, tuple(dims)))
+    return merge_dims(StridedCopy(tensor_offset, file, file_offset, itemsize, tuple(dims)))
 
 
 def _tensor_offset_and_strides(
     axis_map: AxisMap, atom_starts: Mapping[str, int], itemsize: int
 ) -> tuple[int, dict[str, int]]:
-    """Byte of the tensor at which the atoms' lows lie, and the step of each free atom."""
-    at, found = 0, {}
-    for dim, step in zip(axis_map.source_dims, strides(axis_map.source_shape, itemsize)):
-        at += dim.start * step
-        for factor, inner in zip(dim.factors, strides([f.extent for f in dim.factors], step)):
-            at += (atom_starts[factor.atom] if factor.fixed is None else factor.fixed) * inner
+    """Return the tensor offset of the atoms' first indices, and the tensor stride of each free atom."""
+    tensor_offset, atom_strides = 0, {}
+    for dim, dim_stride in zip(axis_map.source_dims, strides(axis_map.source_shape, itemsize)):
+        tensor_offset += dim.start * dim_stride
+        for factor, atom_stride in zip(dim.factors, strides([f.extent for f in dim.factors], dim_stride)):
+            tensor_offset += (atom_starts[factor.atom] if factor.fixed is None else factor.fixed) * atom_stride
             if factor.fixed is None:
-                found[factor.atom] = inner
-    return at, found
+                atom_strides[factor.atom] = atom_stride
+    return tensor_offset, atom_strides
 
 
 def merge_dims(copy: StridedCopy) -> StridedCopy:
-    """The same copy with as few dims as there can be, in the order of the other side."""
-    dims = sorted((d for d in copy.dims if d[0] > 1), key=lambda d: -d[2])
-    width, kept = copy.width, []
-    for count, here, there in reversed(dims):
-        if not kept and here == there == width:
+    """Return an equal copy with as few dims as possible, sorted by descending file stride."""
+    dims = sorted((dim for dim in copy.dims if dim[0] > 1), key=lambda dim: -dim[2])
+    width, merged = copy.width, []
+    for count, tensor_stride, file_stride in reversed(dims):
+        if not merged and tensor_stride == file_stride == width:
             width *= count
-        elif kept and (here, there) == (kept[-1][0] * kept[-1][1], kept[-1][0] * kept[-1][2]):
-            kept[-1] = (kept[-1][0] * count, kept[-1][1], kept[-1][2])
+        elif merged and (tensor_stride, file_stride) == (merged[-1][0] * merged[-1][1], merged[-1][0] * merged[-1][2]):
+            merged[-1] = (merged[-1][0] * count, merged[-1][1], merged[-1][2])
         else:
-            kept.append((count, here, there))
-    return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, width, tuple(reversed(kept)))
+            merged.append((count, tensor_stride, file_stride))
+    return StridedCopy(copy.tensor_offset, copy.file, copy.file_offset, width, tuple(reversed(merged)))

@@ -1,4 +1,4 @@
-"""What a source says of one tensor, and the dtypes that prep carries. Pure."""
+"""Dtypes that prep reads and writes, and tensors in files. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ ITEM_BITS = {
     "float8_e4m3fn": 8, "float8_e5m2": 8, "float8_e8m0fnu": 8, "float8_e4m3fnuz": 8, "float8_e5m2fnuz": 8,
     "float6_e2m3fn": 6, "float6_e3m2fn": 6, "float4_e2m1fn": 4,
 }  # fmt: skip
-FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # what may be cast
-CAST_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # dtypes that can be cast
+CAST_DTYPES = ("float32", "bfloat16", "float16")  # dtypes to cast to
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor as its file holds it: C order, little endian, `nbytes` bytes from `offset` of file number `file`."""
+    """A tensor in a file: C order, little endian, `nbytes` bytes from `offset` of file number `file` on."""
 
     name: str
-    dtype: str  # a key of ITEM_BITS: NumPy's and ml_dtypes' names
+    dtype: str  # a key of ITEM_BITS: NumPy's or ml_dtypes' name
     shape: tuple[int, ...]
     file: int
     offset: int
@@ -28,15 +28,15 @@ class FileTensor:
 
 
 def array_bits(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bits of an array; a dtype below 8 bits is packed."""
+    """Return the number of bits in an array. Dtypes below 8 bits are packed."""
     return math.prod(shape) * ITEM_BITS[dtype]
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of a dtype of whole bytes."""
+    """Return the bytes per element of a dtype of at least 8 bits."""
     return ITEM_BITS[dtype] // 8
 
 
 def cast_dtype(dtype: str, requested_dtype: str | None) -> str:
-    """What a tensor of `dtype` is written as where `wanted` is asked for: only floating numbers are cast."""
+    """Return the written dtype of a tensor: `requested_dtype` if it is given and the tensor is a float tensor."""
     return requested_dtype if requested_dtype and dtype in FLOAT_DTYPES else dtype

@@ -1,4 +1,4 @@
-"""The vocabulary: how many of its rows are true, how many there are, and what a config says of both. Pure."""
+"""Vocabulary sizes: the true and the padded number of rows, and their keys in a config. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,48 @@ VOCAB_SIZE_KEY, TRUE_VOCAB_SIZE_KEY = "vocab_size", "true_vocab_size"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`true` rows that a tokenizer knows, of `stored` rows in the tensors."""
+    """Vocabulary sizes of a model.
+
+    Attributes:
+        true_size: Number of rows used by the tokenizer.
+        stored_size: Number of rows in the tensors, including padding.
+    """
 
     true_size: int
     stored_size: int
 
     def padded_size(self, multiple: int) -> int:
-        """The smallest multiple that holds the true rows."""
+        """Return the smallest multiple of `multiple` not below the true size."""
         return -(-self.true_size // multiple) * multiple
 
 
 def read_vocabulary(config: Mapping[str, Any], default_size: int, true_size: int | None = None) -> Vocabulary:
-    """What a config says; `true` is what the user says, who knows it where a model came padded."""
-    stored = read_size(config, VOCAB_SIZE_KEY, default_size)
-    known = true_size if true_size is not None else read_size(config, TRUE_VOCAB_SIZE_KEY, stored)
-    if not 1 <= known <= stored:
+    """Read the vocabulary sizes from a config.
+
+    Args:
+        config: The model's config.
+        default_size: The family's default vocabulary size.
+        true_size: The true size given by the user (`--true-vocab`), for a padded model.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        PrepError: A size is not a positive integer, or the true size is larger than the stored size.
+    """
+    stored_size = read_size(config, VOCAB_SIZE_KEY, default_size)
+    size = true_size if true_size is not None else read_size(config, TRUE_VOCAB_SIZE_KEY, stored_size)
+    if not 1 <= size <= stored_size:
         origin = "--true-vocab" if true_size is not None else f"config.json's {TRUE_VOCAB_SIZE_KEY}"
-        make = usage_error if true_size is not None else PrepError
-        raise make(f"{origin} {known} is not within the vocabulary", f"the tensors have {stored} rows")
-    return Vocabulary(known, stored)
+        make_error = usage_error if true_size is not None else PrepError
+        raise make_error(f"{origin} {size} is out of range", f"the vocabulary has {stored_size} rows")
+    return Vocabulary(size, stored_size)
 
 
 def with_vocabulary(config: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
-    """The config for tensors of that many rows; unpadded, it says nothing of padding."""
-    changed = {**config, VOCAB_SIZE_KEY: vocabulary.stored_size}
-    changed.pop(TRUE_VOCAB_SIZE_KEY, None)
-    return changed | (
+    """Return the config with the given vocabulary sizes. Without padding, the config has no true size."""
+    updated = {**config, VOCAB_SIZE_KEY: vocabulary.stored_size}
+    updated.pop(TRUE_VOCAB_SIZE_KEY, None)
+    return updated | (
         {TRUE_VOCAB_SIZE_KEY: vocabulary.true_size} if vocabulary.true_size != vocabulary.stored_size else {}
     )

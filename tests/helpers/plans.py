@@ -1,6 +1,6 @@
-"""Small plans that save rows into chunks, and the files that they read and write.
+"""Small plans that save tensors to chunks, and their source and output files.
 
-Tensors are int32, or float32 where they are cast.
+Tensors are int32, or float32 if they are cast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Chunk = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """A plan that saves tensors which lie one after another in a file after `shift` bytes."""
+    """A plan that saves tensors from a file that contains `shift` bytes and then the tensors, one after another."""
 
     plan: Plan
     tensors: dict[str, np.ndarray]
@@ -36,63 +36,72 @@ class SavePlan:
     shift: int
 
     def write_source(self, folder: Path) -> Path:
-        """Write the file that the plan reads."""
+        """Write the plan's source file."""
         path = folder / "source"
-        path.write_bytes(b"\1" * self.shift + b"".join(t.tobytes() for t in self.tensors.values()))
+        path.write_bytes(b"\1" * self.shift + b"".join(tensor.tobytes() for tensor in self.tensors.values()))
         return path
 
     def data_files(self, folder: Path) -> list[Path]:
-        """The files that the plan writes."""
+        """Return the paths of the plan's output files."""
         return [folder / f"d{i}" for i in range(len(self.layout.file_sizes))]
 
     def read_leaf(self, paths: Sequence[Path], number: int = 0) -> np.ndarray:
-        """Put the chunks of a leaf together again, each found where the plan says it is."""
-        leaf, data = self.plan.leaves[number], [p.read_bytes() for p in paths]
-        shape, chunk = leaf.grid.shape, leaf.grid.chunk_shape
+        """Assemble a leaf from its chunks."""
+        leaf, data = self.plan.leaves[number], [path.read_bytes() for path in paths]
+        shape, chunk_shape = leaf.grid.shape, leaf.grid.chunk_shape
         dtype = numpy_dtype(leaf.dtype)
-        out = np.zeros([n * c for n, c in zip(leaf.grid.chunk_counts, chunk)], dtype)
+        out = np.zeros([count * length for count, length in zip(leaf.grid.chunk_counts, chunk_shape)], dtype)
         for box in leaf.placed_chunks:
-            for index in itertools.product(*(range(a, b) for a, b in zip(box.first, box.stop))):
+            for index in itertools.product(*(range(first, stop) for first, stop in zip(box.first, box.stop))):
                 file, offset = box.placement.find(index)
-                cell = np.frombuffer(data[file], dtype, math.prod(chunk), offset).reshape(chunk)
-                out[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk))] = cell
-        return out[tuple(slice(0, n) for n in shape)]
+                values = np.frombuffer(data[file], dtype, math.prod(chunk_shape), offset).reshape(chunk_shape)
+                out[tuple(slice(i * length, (i + 1) * length) for i, length in zip(index, chunk_shape))] = values
+        return out[tuple(slice(0, count) for count in shape)]
 
 
 def make_save_plan(rows: Sequence[AxisMap], chunks: Sequence[Chunk], shift: int = 0, cast: str = "") -> SavePlan:
-    """A leaf for each of the rows, which are over the same tensors."""
+    """Return a plan that saves the same tensors to one leaf per axis map.
+
+    Args:
+        rows: Axis maps of the leaves, over the same tensors.
+        chunks: Chunk shape of each leaf.
+        shift: Offset of the first tensor in the source file.
+        cast: Dtype to cast to; empty for none.
+    """
     dtype = "float32" if cast else "int32"
     tensors = {name: values.astype(dtype) for name, values in random_tensors(rows[0]).items()}
-    item = itemsize(cast or dtype)
+    item_nbytes = itemsize(cast or dtype)
     shape = rows[0].source_shape
     starts = [shift + i * math.prod(shape) * ITEM_NBYTES for i in range(len(tensors))]
     grids = [ChunkGrid(row.leaf_shape, chunk) for row, chunk in zip(rows, chunks)]
-    wants = [
-        LeafPiece(f"leaf{n}", row, tuple(at.items()), grid, item, start)
-        for (_, at), start in zip(rows[0].tensors(), starts)
+    pieces = [
+        LeafPiece(f"leaf{n}", row, tuple(stacked.items()), grid, item_nbytes, start)
+        for (_, stacked), start in zip(rows[0].tensors(), starts)
         for n, (row, grid) in enumerate(zip(rows, grids))
     ]
-    layout = place_chunks(wants)
+    layout = place_chunks(pieces)
     count = len(rows)
-    sides = [tuple(layout.regions[i : i + count]) for i in range(0, len(wants), count)]
-    span = (0, shape[0] if shape else 1)
+    regions_per_tensor = [tuple(layout.regions[i : i + count]) for i in range(0, len(pieces), count)]
+    row_range = (0, shape[0] if shape else 1)
     streams = tuple(
-        Stream(name, dtype, shape, span, (Contiguous(0, start),), regions, cast_to=cast)
-        for name, start, regions in zip(tensors, starts, sides)
+        Stream(name, dtype, shape, row_range, (Contiguous(0, start),), regions, cast_to=cast)
+        for name, start, regions in zip(tensors, starts, regions_per_tensor)
     )
     leaves = tuple(
-        OutputLeaf((f"leaf{n}",), cast or dtype, g, tuple(layout.placed_chunks[f"leaf{n}"]))
-        for n, g in enumerate(grids)
+        OutputLeaf((f"leaf{n}",), cast or dtype, grid, tuple(layout.placed_chunks[f"leaf{n}"]))
+        for n, grid in enumerate(grids)
     )
     return SavePlan(Plan("test", "test", "test", (), streams, (), leaves=leaves), tensors, layout, shift)
 
 
 def reverse_streams(streams: Sequence[Stream]) -> tuple[Stream, ...]:
-    """The streams that bring everything back."""
-    return tuple(replace(s, reads=s.writes, writes=s.reads) for s in streams)
+    """Return streams in the opposite direction: exports of the saved tensors."""
+    return tuple(replace(stream, reads=stream.writes, writes=stream.reads) for stream in streams)
 
 
 @st.composite
 def dividing_chunks(draw, shape: tuple[int, ...]) -> Chunk:
-    """A chunk that divides a leaf."""
-    return tuple(draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0])) for n in shape)
+    """Draw a chunk shape that divides a shape."""
+    return tuple(
+        draw(st.sampled_from([length for length in range(1, extent + 1) if extent % length == 0])) for extent in shape
+    )

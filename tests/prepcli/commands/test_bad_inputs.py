@@ -93,11 +93,11 @@ def test_tensors_without_a_place_are_all_named(capsys):
     make_checkpoint(Path("m"), LLAMA, attention_bias=True)
     edit_config("m", attention_bias=False)
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
-    assert (code, lines[0]) == (1, "error: 12 tensors of ./m have no place in family llama")
+    assert (code, lines[0]) == (1, "error: 12 tensors of ./m are not part of family llama")
     for layer in range(3):
         for part, rows in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
             assert f"model.layers.{layer}.self_attn.{part}_proj.bias [{rows}]" in lines[1]
-    assert lines[2] == " hint: if they may be lost: `--drop 'model.layers.*.self_attn.q_proj.bias'`"
+    assert lines[2] == " hint: `--drop 'model.layers.*.self_attn.q_proj.bias'` ignores them"
     assert main(["save-init", "./m", "--drop", "model.layers.*.self_attn.*.bias", "-q"]) == 0
 
 
@@ -115,9 +115,9 @@ def test_tensors_of_another_shape_are_all_named(capsys):
     make_checkpoint(Path("m"), LLAMA)
     edit_config("m", intermediate_size=64)
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
-    assert (code, lines[0]) == (1, "error: 9 tensors of ./m are not as config.json says")
+    assert (code, lines[0]) == (1, "error: 9 tensors of ./m do not match config.json")
     assert "model.layers.2.mlp.up_proj.weight has shape [48, 32], expected [64, 32] (mlp 64 x embed 32)" in lines[1]
-    assert lines[2] == " hint: are config.json and the weights of one model?"
+    assert lines[2] == " hint: check that config.json and the weights belong to the same model"
 
 
 def test_missing_unexpected_and_misshapen_at_once(capsys):
@@ -125,10 +125,10 @@ def test_missing_unexpected_and_misshapen_at_once(capsys):
     tensors["model.norm.extra"] = tensors.pop("model.norm.weight")
     write_checkpoint(Path("odd"), {**LLAMA, "intermediate_size": 64}, tensors)
     code, lines = run_failing_unchanged(capsys, "pad-vocab", "./odd")
-    assert (code, lines[0]) == (1, "error: ./odd does not add up as family llama")
+    assert (code, lines[0]) == (1, "error: ./odd does not match family llama")
     assert "missing: model.norm.weight [32]" in lines[1]
-    assert "without a place: model.norm.extra [32]" in lines[1]
-    assert "misshapen: " in lines[1]
+    assert "unexpected: model.norm.extra [32]" in lines[1]
+    assert "wrong shape: " in lines[1]
 
 
 def test_a_vocabulary_that_the_mesh_does_not_divide(capsys):
@@ -159,7 +159,7 @@ def test_the_grammar_of_meshes(capsys):
 def test_a_budget_below_the_floor(capsys):
     make_checkpoint(Path("m"))
     code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--memory", "8MiB")
-    assert (code, lines[0]) == (2, "error: `--memory 8MiB` is below the floor")
+    assert (code, lines[0]) == (2, "error: `--memory 8MiB` is below the minimum")
     assert lines[2] == " hint: `--memory 32MiB` or more"
 
 

@@ -144,7 +144,7 @@ SPOILED = {
     ),
     "a tensor without a place": (
         lambda: [part(i, lambda state: state.update(x=state["norm.weight"]))() for i in range(4)],
-        "1 tensor of ./meta has no place", "x [64]",
+        "1 tensor of ./meta is not part of family", "x [64]",
     ),
     "a tensor less in all files": (
         lambda: [part(i, lambda state: state.pop(WQ))() for i in range(4)],

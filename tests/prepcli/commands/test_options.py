@@ -135,7 +135,7 @@ def test_shard_sizes_with_a_unit_may_be_small(text: str, nbytes: int) -> None:
 def test_a_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     with pytest.raises(PrepError) as caught:
         parse_memory(text)
-    assert caught.value.what == f"`--memory {text}` is below the floor"
+    assert caught.value.what == f"`--memory {text}` is below the minimum"
     assert caught.value.why.startswith(f"{why}the engine needs")
     assert caught.value.hint == "`--memory 32MiB` or more"
 

@@ -1,4 +1,4 @@
-"""Casts against an oracle that only compares: every 16-bit pattern, every midpoint and its neighbours, any bits."""
+"""Casts compared with a nearest-value search: every 16-bit pattern, every midpoint and its neighbours, any bits."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from prepcli.engine.fills import numpy_dtype
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.tensors import CAST_DTYPES, FLOAT_DTYPES, ITEM_BITS, cast_dtype
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the oracle works on nan, too
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the reference computes with NaN
 HALVES = ("float16", "bfloat16")
 PAIRS = [(source, target) for source in FLOAT_DTYPES for target in CAST_DTYPES if source != target]
 
 
 def patterns(dtype: str) -> np.ndarray:
-    """All values of a 16-bit dtype."""
+    """Return all values of a 16-bit dtype."""
     return np.arange(1 << 16, dtype=np.uint16).view(numpy_dtype(dtype))
 
 
 def midpoints(dtype: str) -> np.ndarray:
-    """float64, from 0 up: between each value of a 16-bit dtype that is not negative and the next; after the largest
-    comes what would be next if there were no infinity."""
+    """Return the midpoints, in float64, between neighbouring nonnegative values of a 16-bit dtype.
+
+    The last midpoint is the one above the largest finite value, from which on values overflow.
+    """
     values = np.arange(1 << 15, dtype=np.uint16).view(numpy_dtype(dtype)).astype(np.float64)
     values = values[np.isfinite(values)]
     beyond = 2 * values[-1] - values[-2]
@@ -45,16 +47,16 @@ def midpoints(dtype: str) -> np.ndarray:
 
 
 def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Bits of the nearest value of a 16-bit dtype, of two the even one, by comparing alone; for numbers."""
-    middles, size = midpoints(dtype), np.abs(values.astype(np.float64))
-    found = np.searchsorted(middles, size, side="left")
-    tie = (found < middles.size) & (middles[np.minimum(found, middles.size - 1)] == size)
-    found += tie & (found % 2 == 1)
-    return (found | np.signbit(values).astype(np.int64) << 15).astype(np.uint16)
+    """Return the bits of the nearest value of a 16-bit dtype, ties to even, by comparison alone. NaN is not allowed."""
+    boundaries, size = midpoints(dtype), np.abs(values.astype(np.float64))
+    result = np.searchsorted(boundaries, size, side="left")
+    tie = (result < boundaries.size) & (boundaries[np.minimum(result, boundaries.size - 1)] == size)
+    result += tie & (result % 2 == 1)
+    return (result | np.signbit(values).astype(np.int64) << 15).astype(np.uint16)
 
 
-def run(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[np.ndarray, CastCounts]:
-    """What comes out of a cast, and its counts."""
+def cast_values(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[np.ndarray, CastCounts]:
+    """Cast values in several pieces; return the result and the counts."""
     cast = StreamCast(source, target)
     out = [cast.cast(part.view(np.uint8), np.empty(part.size * 4, np.uint8)) for part in np.array_split(values, pieces)]
     joined = np.concatenate(out)
@@ -62,28 +64,28 @@ def run(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[
     return joined.view(numpy_dtype(target)), cast.counts
 
 
-def check(values: np.ndarray, source: str, target: str) -> None:
-    """Each number becomes the nearest one, what is no number stays none, and all is counted."""
-    found, counts = run(values, source, target)
-    wide, after = values.astype(np.float64), found.astype(np.float64)
+def check_cast(values: np.ndarray, source: str, target: str) -> None:
+    """Check that each number becomes the nearest one, NaN stays NaN, and the counts are right."""
+    result, counts = cast_values(values, source, target)
+    wide, after = values.astype(np.float64), result.astype(np.float64)
     number = ~np.isnan(wide)
     assert np.array_equal(np.isnan(after), ~number)
     if ITEM_BITS[target] == 16:
-        assert np.array_equal(found.view(np.uint16)[number], nearest(values[number], target))
+        assert np.array_equal(result.view(np.uint16)[number], nearest(values[number], target))
     else:
         assert np.array_equal(np.signbit(after), np.signbit(wide)) or not number.all()
-        for step in (np.inf, -np.inf):  # no neighbour is nearer
+        for step in (np.inf, -np.inf):  # neither neighbour is nearer
             with np.errstate(over="ignore"):
-                beside = np.nextafter(found, np.float32(step)).astype(np.float64)
+                beside = np.nextafter(result, np.float32(step)).astype(np.float64)
             kept = number & np.isfinite(after) & np.isfinite(beside)
             assert (np.abs(after - wide)[kept] <= np.abs(beside - wide)[kept]).all()
-    expected = truth(wide, after)
+    expected = expected_counts(wide, after)
     assert counts == replace(expected, worst=counts.worst)
     assert counts.worst == pytest.approx(expected.worst, rel=1e-6, abs=1e-12)
 
 
-def truth(before: np.ndarray, after: np.ndarray) -> CastCounts:
-    """The counts by float64 and masks."""
+def expected_counts(before: np.ndarray, after: np.ndarray) -> CastCounts:
+    """Return the counts, computed with masks in float64."""
     number = ~np.isnan(before)
     changed = number & (before != after)
     kept = changed & np.isfinite(after) & (after != 0)
@@ -100,15 +102,15 @@ def truth(before: np.ndarray, after: np.ndarray) -> CastCounts:
 
 
 @pytest.mark.parametrize(("source", "target"), [pair for pair in PAIRS if pair[0] in HALVES])
-def test_every_16_bit_pattern(source: str, target: str):
-    check(patterns(source), source, target)
+def test_cast_every_16_bit_pattern(source: str, target: str):
+    check_cast(patterns(source), source, target)
 
 
 @pytest.mark.parametrize("source", HALVES)
-def test_every_16_bit_number_comes_back_from_float32(source: str):
-    wide, counts = run(patterns(source), source, "float32")
+def test_cast_round_trips_16_bit_through_float32(source: str):
+    wide, counts = cast_values(patterns(source), source, "float32")
     assert (counts.changed, counts.nan) == (0, int(np.isnan(wide).sum()))
-    back, again = run(wide, "float32", source)
+    back, again = cast_values(wide, "float32", source)
     number = ~np.isnan(wide)
     assert np.array_equal(back.view(np.uint16)[number], patterns(source).view(np.uint16)[number])
     assert again.changed == again.overflowed == again.underflowed == 0
@@ -116,16 +118,20 @@ def test_every_16_bit_number_comes_back_from_float32(source: str):
 
 @pytest.mark.parametrize("target", HALVES)
 @pytest.mark.parametrize("source", ["float32", "float64"])
-def test_around_every_midpoint(source: str, target: str):
-    """There a second rounding, or a tie that goes the wrong way, would be seen."""
-    kind = np.dtype(source)
+def test_cast_around_every_midpoint(source: str, target: str):
+    """Double rounding and wrong tie breaking would show at midpoints."""
+    numpy_type = np.dtype(source)
     with np.errstate(over="ignore", under="ignore"):
-        middles = midpoints(target).astype(kind)
-        near = [middles, np.nextafter(middles, kind.type(0)), np.nextafter(middles, kind.type(np.inf))]
-        if source == "float64":  # a float32 away: what rounds to the midpoint on the way
-            near += [middles * (1 + sign * 2.0**-power) for power in (24, 25, 26, 40) for sign in (1, -1)]
-    values = np.concatenate(near)
-    check(np.concatenate([values, -values]), source, target)
+        boundaries = midpoints(target).astype(numpy_type)
+        values_near = [
+            boundaries,
+            np.nextafter(boundaries, numpy_type.type(0)),
+            np.nextafter(boundaries, numpy_type.type(np.inf)),
+        ]
+        if source == "float64":  # values that round to the midpoint in float32
+            values_near += [boundaries * (1 + sign * 2.0**-power) for power in (24, 25, 26, 40) for sign in (1, -1)]
+    values = np.concatenate(values_near)
+    check_cast(np.concatenate([values, -values]), source, target)
 
 
 EDGES = [
@@ -147,54 +153,54 @@ EDGES += [3.4028235677973366e38, 3.4028235677973362e38, 1e300, math.inf, math.na
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_the_ends_of_what_dtypes_hold(source: str, target: str):
+def test_cast_at_the_limits_of_dtypes(source: str, target: str):
     with np.errstate(all="ignore"):
         values = np.array([sign * edge for edge in EDGES for sign in (1, -1)]).astype(numpy_dtype(source))
-    check(values, source, target)
+    check_cast(values, source, target)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(PAIRS), st.binary(min_size=8, max_size=800), st.integers(1, 5))
-def test_any_bits(pair: tuple[str, str], data: bytes, pieces: int):
+def test_cast_any_bits(pair: tuple[str, str], data: bytes, pieces: int):
     source, target = pair
     values = np.frombuffer(data[: len(data) // 8 * 8], numpy_dtype(source))
-    check(values, source, target)
-    whole, parts = run(values, source, target), run(values, source, target, pieces)
+    check_cast(values, source, target)
+    whole, parts = cast_values(values, source, target), cast_values(values, source, target, pieces)
     assert whole[0].tobytes() == parts[0].tobytes()
     assert whole[1] == parts[1]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_more_than_a_block_at_any_depth(source: str, target: str):
+def test_cast_several_blocks_at_unaligned_offset(source: str, target: str):
     values = (np.random.default_rng(0).standard_normal(2 * BLOCK_VALUES + 77) * 1e-3).astype(numpy_dtype(source))
-    check(values, source, target)
+    check_cast(values, source, target)
     lead, size = 3, numpy_dtype(target).itemsize
     data = np.concatenate([np.zeros(lead, np.uint8), values.view(np.uint8)])
     out = np.zeros(values.size * size + lead, np.uint8)
-    made = StreamCast(source, target).cast(data[lead:], out[lead:])
-    assert made.tobytes() == run(values, source, target)[0].tobytes() == out[lead:].tobytes()
+    cast_bytes = StreamCast(source, target).cast(data[lead:], out[lead:])
+    assert cast_bytes.tobytes() == cast_values(values, source, target)[0].tobytes() == out[lead:].tobytes()
 
 
-def test_counts_tell_what_became_of_values():
+def test_cast_counts_changed_values():
     values = np.array([1.0, 1.0001, 70000, -70000, 1e-9, -1e-9, 0, math.nan, math.inf, 0.5], np.float32)
-    found, counts = run(values, "float32", "float16")
+    result, counts = cast_values(values, "float32", "float16")
     assert (counts.values, counts.changed, counts.overflowed, counts.underflowed, counts.nan) == (10, 5, 2, 2, 1)
     assert counts.worst == pytest.approx(1e-4, rel=0.01)
-    assert [float(v) for v in found[2:7]] == [math.inf, -math.inf, 0, 0, 0]
-    assert np.signbit(found[5])
+    assert [float(v) for v in result[2:7]] == [math.inf, -math.inf, 0, 0, 0]
+    assert np.signbit(result[5])
     assert counts + counts == CastCounts(20, 10, 4, 4, 2, counts.worst)
 
 
 @pytest.mark.parametrize("worst", [0.0, 0.1, 2.0**-9, 5e-324])
-def test_what_is_known_of_a_stream_is_one_word(worst: float):
-    known = StreamDigest("ab" * 16, "cd" * 16, CastCounts(9, 8, 7, 6, 5, worst))
-    assert parse_stream_digest(str(known)) == known
-    assert len(str(known).split()) == 1
+def test_stream_digest_round_trips_as_text(worst: float):
+    digest = StreamDigest("ab" * 16, "cd" * 16, CastCounts(9, 8, 7, 6, 5, worst))
+    assert parse_stream_digest(str(digest)) == digest
+    assert len(str(digest).split()) == 1
     assert parse_stream_digest(str(StreamDigest("ef" * 16, "ef" * 16))) == StreamDigest("ef" * 16, "ef" * 16)
     assert str(StreamDigest("ef" * 16, "ef" * 16)) == "ef" * 16
 
 
-def test_only_floating_numbers_are_cast():
+def test_cast_dtype_applies_to_floats_only():
     assert {dtype for dtype in ITEM_BITS if cast_dtype(dtype, "bfloat16") != dtype} == {*FLOAT_DTYPES} - {"bfloat16"}
     assert all(cast_dtype(dtype, None) == dtype for dtype in ITEM_BITS)
 
@@ -202,11 +208,11 @@ def test_only_floating_numbers_are_cast():
 @pytest.mark.parametrize(
     ("dtype", "value"), [("float16", 65504), ("bfloat16", 3.38953139e38), ("float32", 3.40282347e38)]
 )
-def test_the_largest_number(dtype: str, value: float):
+def test_max_finite(dtype: str, value: float):
     assert max_finite(dtype) == pytest.approx(value)
 
 
-def test_a_report_adds_up_the_streams_of_a_pair_of_dtypes():
+def test_report_casts_sums_streams_by_dtype_pair():
     def stream(name: str, dtype: str, cast: str, rows: tuple[int, int] = (0, 6)) -> Stream:
         return Stream(name, dtype, (9, 5), rows, (Contiguous(0, 0),), (Contiguous(0, 0),), cast_to=cast)
 
@@ -224,11 +230,11 @@ def test_a_report_adds_up_the_streams_of_a_pair_of_dtypes():
         3: CastCounts(30),
         4: CastCounts(30, nan=9),
     }
-    seen = {
+    digests = {
         n: str(StreamDigest("a", "b", numbers.get(n)) if n in numbers else StreamDigest("a", "a"))
         for n in range(len(streams))
     }
-    first, second = report_casts(streams, seen)
+    first, second = report_casts(streams, digests)
     assert first == {
         "from": "float32", "to": "bfloat16", "tensors": 2, "values": 75,
         "changed": 6, "overflowed": 2, "underflowed": 3, "nan": 4, "worst": 0.5,

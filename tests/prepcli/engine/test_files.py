@@ -1,4 +1,4 @@
-"""Runs of bytes to and from files: ragged ends, file systems without direct I/O, short counts, full disks."""
+"""Files: runs with partial pages, file systems without direct I/O, short counts, full disks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that says at once that it has no direct I/O, as tmpfs once did."""
+def reject_direct_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a file system that rejects direct I/O in `open`, as tmpfs did before Linux 6.6."""
     real = os.open
 
     def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -49,65 +49,67 @@ def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refuse)
 
 
-def no_direct_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that says so only when it is asked to read or write."""
+def reject_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a file system that rejects direct I/O only in reads and writes."""
     for name in ("preadv", "pwritev"):
         real = getattr(os, name)
 
-        def refuse(fd: int, buffers: list[memoryview], at: int, real: Callable[..., int] = real) -> int:
-            if fd in directs():
+        def refuse(fd: int, buffers: list[memoryview], offset: int, real: Callable[..., int] = real) -> int:
+            if fd in direct_descriptors():
                 raise OSError(errno.EINVAL, "no direct I/O")
-            return real(fd, buffers, at)
+            return real(fd, buffers, offset)
 
         monkeypatch.setattr(os, name, refuse)
 
 
-def directs() -> set[int]:
-    """The descriptors of this process that are past the page cache."""
-    found = set()
+def direct_descriptors() -> set[int]:
+    """Return this process's descriptors with O_DIRECT."""
+    data_read = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_DIRECT:
-                found.add(int(name))
+                data_read.add(int(name))
         except OSError:
             continue
-    return found
+    return data_read
 
 
-def short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that moves some of the bytes at a time: a page, then odd numbers of them."""
+def return_short_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a file system that transfers part of the bytes per call: a page, then odd counts."""
     for name in ("preadv", "pwritev"):
         real, counts = getattr(os, name), iter([PAGE, 1, 1000, PAGE, 7] * 10_000)
 
-        def some(fd: int, buffers: list[memoryview], at: int, real: Callable[..., int] = real, counts=counts) -> int:
+        def short_call(
+            fd: int, buffers: list[memoryview], offset: int, real: Callable[..., int] = real, counts=counts
+        ) -> int:
             (view,) = buffers
             count = next(counts)
-            if fd in directs():
+            if fd in direct_descriptors():
                 count = max(PAGE, count // PAGE * PAGE)
-            return real(fd, [view[:count]], at)
+            return real(fd, [view[:count]], offset)
 
-        monkeypatch.setattr(os, name, some)
+        monkeypatch.setattr(os, name, short_call)
 
 
-def writeback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is faster through the page cache."""
+def prefer_writeback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a file system with faster writes through the page cache."""
     monkeypatch.setattr(files_module, "BLOCK_NBYTES", 2 * PAGE)
     monkeypatch.setattr(files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False))
 
 
-WAYS = {
+FILE_SYSTEMS = {
     "direct": lambda monkeypatch: None,
-    "writeback": writeback,
-    "none": no_direct,
-    "none, said late": no_direct_later,
-    "short": short_counts,
+    "writeback": prefer_writeback,
+    "none": reject_direct_open,
+    "none, rejected late": reject_direct_io,
+    "short": return_short_counts,
 }
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each kind of file system."""
-    WAYS[request.param](monkeypatch)
+@pytest.fixture(params=FILE_SYSTEMS)
+def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Simulate each file system; return its name."""
+    FILE_SYSTEMS[request.param](monkeypatch)
     return request.param
 
 
@@ -124,17 +126,19 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         (PAGE + 8, SIZE - PAGE - 8),
     ],
 )
-def test_a_run_is_read_as_deep_in_a_page_as_it_lies(way: str, source: Path, offset: int, width: int):
+def test_read_run_keeps_page_offset(file_system: str, source: Path, offset: int, width: int):
     with Files([source]) as files:
-        found = files.read_run(StridedCopy(0, 0, offset, width), allocate_buffer(SIZE + 2 * PAGE))
-        assert found.tobytes() == some_bytes(SIZE)[offset : offset + width].tobytes()
-        assert found.ctypes.data % PAGE == offset % PAGE
+        data_read = files.read_run(StridedCopy(0, 0, offset, width), allocate_buffer(SIZE + 2 * PAGE))
+        assert data_read.tobytes() == some_bytes(SIZE)[offset : offset + width].tobytes()
+        assert data_read.ctypes.data % PAGE == offset % PAGE
 
 
-def test_runs_are_read_one_after_another(way: str, source: Path):
+def test_read_runs_packs_runs(file_system: str, source: Path):
     copies = [StridedCopy(0, 0, 0, PAGE, ((2, 0, 2 * PAGE),)), StridedCopy(0, 0, 7, 5, ((3, 0, 1000), (2, 0, 10)))]
     expected = b"".join(
-        some_bytes(SIZE)[at : at + copy.run_nbytes].tobytes() for copy in copies for at in copy.run_offsets()
+        some_bytes(SIZE)[offset : offset + copy.run_nbytes].tobytes()
+        for copy in copies
+        for offset in copy.run_offsets()
     )
     with Files([source]) as files:
         assert files.read_runs(copies, allocate_buffer(SIZE)).tobytes() == expected
@@ -142,7 +146,7 @@ def test_runs_are_read_one_after_another(way: str, source: Path):
 
 @pytest.mark.parametrize("lead", [0, 5, PAGE - 1])
 @pytest.mark.parametrize(("offset", "width"), [(0, SIZE), (5, SIZE - 5), (PAGE, 2 * PAGE), (PAGE - 3, 7), (9, PAGE)])
-def test_what_is_written_is_there_and_nothing_else(way: str, tmp_path: Path, lead: int, offset: int, width: int):
+def test_write_changes_only_its_bytes(file_system: str, tmp_path: Path, lead: int, offset: int, width: int):
     old, new = some_bytes(SIZE, 1), some_bytes(SIZE, 2)
     path = tmp_path / "out"
     path.write_bytes(old.tobytes())
@@ -159,7 +163,7 @@ def test_what_is_written_is_there_and_nothing_else(way: str, tmp_path: Path, lea
 
 @QUIET
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 2 * PAGE)), max_size=5), st.integers(0, PAGE))
-def test_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lead: int):
+def test_write_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lead: int):
     expected = np.zeros(SIZE, np.uint8)
     path = tmp_path / "out"
     path.unlink(missing_ok=True)
@@ -174,12 +178,12 @@ def test_any_runs_in_any_order(tmp_path: Path, spans: list[tuple[int, int]], lea
     with Files([path]) as files:
         for low, length in spans:
             if width := min(length, SIZE - low):
-                found = files.read_run(StridedCopy(0, 0, low, width), allocate_buffer(4 * PAGE))
-                assert np.array_equal(found, expected[low : low + width])
+                data_read = files.read_run(StridedCopy(0, 0, low, width), allocate_buffer(4 * PAGE))
+                assert np.array_equal(data_read, expected[low : low + width])
     assert path.read_bytes() == expected.tobytes()
 
 
-def test_a_file_that_has_its_size_is_kept_another_is_cut_or_grown(tmp_path: Path):
+def test_files_resize_only_files_of_another_size(tmp_path: Path):
     sizes = {"kept": 10, "cut": 12, "grown": 3}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(b"x" * size)
@@ -191,7 +195,7 @@ def test_a_file_that_has_its_size_is_kept_another_is_cut_or_grown(tmp_path: Path
     assert (tmp_path / "new").read_bytes() == b"\0" * 10
 
 
-def test_all_descriptors_are_closed_in_the_end(way: str, source: Path, tmp_path: Path):
+def test_close_closes_all_descriptors(file_system: str, source: Path, tmp_path: Path):
     before = os.listdir("/proc/self/fd")
     with Files([source, source]) as files:
         files.read_run(StridedCopy(0, 0, 0, 2 * PAGE), allocate_buffer(4 * PAGE))
@@ -200,7 +204,7 @@ def test_all_descriptors_are_closed_in_the_end(way: str, source: Path, tmp_path:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_more_files_than_a_process_may_have_open_unless_it_asks_for_more(tmp_path: Path):
+def test_files_raise_the_soft_open_file_limit(tmp_path: Path):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, before[1]))
     try:
@@ -211,38 +215,38 @@ def test_more_files_than_a_process_may_have_open_unless_it_asks_for_more(tmp_pat
     assert (tmp_path / "99").read_bytes() == b"x" * 10
 
 
-def test_more_files_than_the_system_lets_a_process_have_open(monkeypatch, source: Path):
-    failing(monkeypatch, "open", errno.EMFILE, after=3)
-    with pytest.raises(PrepError, match="cannot read or write") as caught:
+def test_files_report_the_hard_open_file_limit(monkeypatch, source: Path):
+    fail_from_call(monkeypatch, "open", errno.EMFILE, after=3)
+    with pytest.raises(PrepError, match="cannot read or write") as raised:
         Files([source] * 9)
-    assert "ulimit -n" in caught.value.hint
+    assert "ulimit -n" in raised.value.hint
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path):
-    with pytest.raises(PrepError, match=r"cannot read or write .*absent") as caught:
+def test_files_name_a_file_that_cannot_be_opened(tmp_path: Path):
+    with pytest.raises(PrepError, match=r"cannot read or write .*absent") as raised:
         Files([tmp_path / "absent"])
-    assert caught.value.why == "No such file or directory"
+    assert raised.value.why == "No such file or directory"
     with pytest.raises(PrepError, match="cannot read or write"):
         Files([tmp_path], [10])
 
 
 @pytest.mark.parametrize("width", [2 * PAGE, SIZE])
-def test_a_file_that_is_cut_short_while_it_is_read(source: Path, width: int):
+def test_read_reports_a_truncated_file(source: Path, width: int):
     with Files([source]) as files:
         os.truncate(source, PAGE)
-        with pytest.raises(PrepError, match="source is cut short") as caught:
+        with pytest.raises(PrepError, match="source is cut short") as raised:
             files.read_run(StridedCopy(0, 0, 0, width), allocate_buffer(SIZE + 2 * PAGE))
-        assert caught.value.why == f"{width - PAGE:,} bytes are missing at byte 4,096"
+        assert raised.value.why == f"{width - PAGE:,} bytes are missing at byte 4,096"
         with pytest.raises(PrepError, match="source is cut short"):
             files.read_runs([StridedCopy(0, 0, PAGE, 10)], allocate_buffer(PAGE))
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int = 0) -> None:
-    """From call `after` on, the system says so."""
-    real, left = getattr(os, name), iter([True] * after)
+def fail_from_call(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int = 0) -> None:
+    """Make a system call fail with an error number from call `after` on."""
+    real, remaining = getattr(os, name), iter([True] * after)
 
     def fail(*args: object) -> object:
-        if next(left, False):
+        if next(remaining, False):
             return real(*args)
         raise OSError(number, os.strerror(number))
 
@@ -251,53 +255,55 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_full_disk_is_said_so_and_what_to_do(monkeypatch, tmp_path: Path, number: int, after: int):
+def test_write_reports_a_full_disk_with_hint(monkeypatch, tmp_path: Path, number: int, after: int):
     with Files([tmp_path / "out"], [SIZE]) as files:
-        failing(monkeypatch, "pwritev", number, after)
-        with pytest.raises(PrepError, match="the disk that holds out is full") as caught:
+        fail_from_call(monkeypatch, "pwritev", number, after)
+        with pytest.raises(PrepError, match="the disk that holds out is full") as raised:
             files.write([StridedCopy(0, 0, 5, SIZE - 5)], allocate_buffer(SIZE + PAGE)[5:SIZE])
-    assert "goes on from where it stopped" in caught.value.hint
+    assert "it resumes where it stopped" in raised.value.hint
 
 
-def test_an_error_of_the_disk_is_named(monkeypatch, source: Path):
+def test_read_reports_io_errors(monkeypatch, source: Path):
     with Files([source]) as files:
-        failing(monkeypatch, "preadv", errno.EIO)
-        with pytest.raises(PrepError, match=r"cannot read or write .*source") as caught:
+        fail_from_call(monkeypatch, "preadv", errno.EIO)
+        with pytest.raises(PrepError, match=r"cannot read or write .*source") as raised:
             files.read_run(StridedCopy(0, 0, 0, PAGE), allocate_buffer(2 * PAGE))
-    assert caught.value.why == "Input/output error"
+    assert raised.value.why == "Input/output error"
 
 
-def test_what_could_not_be_made_durable_is_never_taken_for_durable(monkeypatch, tmp_path: Path):
+def test_sync_repeats_an_earlier_error(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "a", tmp_path / "b"], [PAGE, PAGE]) as files:
         files.write([StridedCopy(0, 0, 0, PAGE), StridedCopy(0, 1, 0, PAGE)], allocate_buffer(2 * PAGE))
         with monkeypatch.context() as patched:
-            failing(patched, "fdatasync", errno.EIO, after=1)
+            fail_from_call(patched, "fdatasync", errno.EIO, after=1)
             with pytest.raises(PrepError, match=r"cannot read or write .*b"):
                 files.sync()
-        with pytest.raises(PrepError, match=r"cannot read or write .*b"):  # though the system would now say yes
+        with pytest.raises(PrepError, match=r"cannot read or write .*b"):  # although the system call would now succeed
             files.sync()
 
 
-def test_a_failed_writeback_is_never_durable(monkeypatch, tmp_path: Path):
+def test_sync_repeats_a_writeback_error(monkeypatch, tmp_path: Path):
     def fail(*_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    writeback(monkeypatch)
+    prefer_writeback(monkeypatch)
     monkeypatch.setattr(io_policy, "start_writeback", fail)
     with Files([tmp_path / "out"], [64 * PAGE]) as files:
         files.policy.writeback = io_policy.Writeback(0)
         monkeypatch.setattr(files_module, "BLOCK_NBYTES", 64 * PAGE)
         for call in (lambda: files.write([StridedCopy(0, 0, 0, 64 * PAGE)], allocate_buffer(64 * PAGE)), files.sync):
-            with pytest.raises(PrepError, match=r"cannot read or write .*out") as caught:
+            with pytest.raises(PrepError, match=r"cannot read or write .*out") as raised:
                 call()
-            assert caught.value.why == "Input/output error"
+            assert raised.value.why == "Input/output error"
 
 
 def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(files_module, "WritePolicy", lambda *_, **__: WritePolicy(0, has_direct=False))
     monkeypatch.setattr(files_module, "BLOCK_NBYTES", 32 * PAGE)
     started: list[tuple[int, int]] = []
-    monkeypatch.setattr(io_policy, "start_writeback", lambda fd, at, nbytes: started.append((at, at + nbytes)))
+    monkeypatch.setattr(
+        io_policy, "start_writeback", lambda fd, offset, nbytes: started.append((offset, offset + nbytes))
+    )
     with Files([tmp_path / "out"], [100 * PAGE]) as files:
         files.write([StridedCopy(0, 0, 5, 99 * PAGE)], allocate_buffer(99 * PAGE))
     assert started[0][0] == PAGE
@@ -306,22 +312,22 @@ def test_writeback_covers_each_whole_page_once(monkeypatch, tmp_path: Path):
 
 
 def test_writeback_leaves_short_runs_to_sync(monkeypatch, tmp_path: Path):
-    writeback(monkeypatch)
+    prefer_writeback(monkeypatch)
     monkeypatch.setattr(io_policy, "start_writeback", lambda *_: pytest.fail("started"))
     with Files([tmp_path / "out"], [100 * PAGE]) as files:
         files.write([StridedCopy(0, 0, 0, PAGE, ((9, PAGE, 2 * PAGE),))], allocate_buffer(9 * PAGE))
 
 
-def test_sync_asks_only_for_files_that_were_written(monkeypatch, tmp_path: Path):
+def test_sync_includes_written_files_only(monkeypatch, tmp_path: Path):
     with Files([tmp_path / "a", tmp_path / "b"], [PAGE, PAGE]) as files:
         files.write([StridedCopy(0, 1, 0, PAGE)], allocate_buffer(PAGE))
-        asked: list[int] = []
-        monkeypatch.setattr(os, "fdatasync", asked.append)
+        synced: list[int] = []
+        monkeypatch.setattr(os, "fdatasync", synced.append)
         files.sync()
         files.sync()
-        assert [os.readlink(f"/proc/self/fd/{fd}") for fd in asked] == [str(tmp_path / "b")]
+        assert [os.readlink(f"/proc/self/fd/{fd}") for fd in synced] == [str(tmp_path / "b")]
 
 
-def test_errors_say_what_the_system_says():
+def test_io_error_states_the_system_error():
     assert io_error(Path("x/y"), OSError(errno.EACCES, "Permission denied")).why == "Permission denied"
     assert io_error(Path("x/y"), OSError("odd")).why == "odd"

@@ -1,4 +1,4 @@
-"""Rows that are made: zeros, the mean in float64 rounded once, normal values by seed and row; however slabs are cut."""
+"""Padding rows: zeros, means in float64 rounded once, and seeded normal values, independent of slab boundaries."""
 
 from __future__ import annotations
 
@@ -20,52 +20,54 @@ FLAT = (Contiguous(0, 0),)
 
 
 def nearest(value: float, dtype: str) -> float:
-    """The value of a 16-bit dtype that is next to an exact one, in a tie the one whose last bit is 0."""
+    """Return the value of a 16-bit dtype nearest to a value, ties to even, computed with exact fractions."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
     infinity = int(np.array(np.inf, numpy_dtype(dtype)).view(np.uint16))
     patterns = patterns[patterns & 0x7FFF < infinity]
     values = patterns.view(numpy_dtype(dtype)).astype(np.float64)
-    near = np.argsort(np.abs(values - value), kind="stable")[:4]
-    best = min(near, key=lambda i: (abs(Fraction(float(values[i])) - Fraction(value)), int(patterns[i]) & 1))
+    candidates = np.argsort(np.abs(values - value), kind="stable")[:4]
+    best = min(candidates, key=lambda i: (abs(Fraction(float(values[i])) - Fraction(value)), int(patterns[i]) & 1))
     return float(values[best])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["float16", "bfloat16"]), st.data())
-def test_rounded_once(dtype: str, data):
-    kind = numpy_dtype(dtype)
+def test_round_to_dtype_rounds_once(dtype: str, data):
+    numpy_type = numpy_dtype(dtype)
     low = data.draw(st.integers(0, 0x7000)).to_bytes(2, "little")
-    a = float(np.frombuffer(low, kind).astype(np.float64)[0])
-    b = float((np.frombuffer(low, np.uint16) + 1).view(kind).astype(np.float64)[0])
+    a = float(np.frombuffer(low, numpy_type).astype(np.float64)[0])
+    b = float((np.frombuffer(low, np.uint16) + 1).view(numpy_type).astype(np.float64)[0])
     middle = (a + b) / 2  # exact
-    off = data.draw(st.sampled_from([0.0, 2.0**-52, -(2.0**-52), 2.0**-30, -(2.0**-30), 0.1, -0.1]))
-    value = (middle + off * (b - a)) * data.draw(st.sampled_from([1, -1]))
-    assert float(round_to_dtype(np.array([value]), kind).astype(np.float64)[0]) == nearest(value, dtype)
+    offset = data.draw(st.sampled_from([0.0, 2.0**-52, -(2.0**-52), 2.0**-30, -(2.0**-30), 0.1, -0.1]))
+    value = (middle + offset * (b - a)) * data.draw(st.sampled_from([1, -1]))
+    assert float(round_to_dtype(np.array([value]), numpy_type).astype(np.float64)[0]) == nearest(value, dtype)
 
 
-def test_a_tie_of_float32_is_not_taken_for_one_of_bfloat16():
+def test_round_to_dtype_avoids_double_rounding():
     values = np.array([1 + 2**-8 + 2**-40, 1 + 2**-8, 1 + 2**-8 - 2**-40, 1 + 3 * 2**-8 - 2**-40])
-    found = round_to_dtype(values, numpy_dtype("bfloat16")).astype(np.float64)
-    assert found.tolist() == [1 + 2**-7, 1.0, 1.0, 1 + 2**-7]
+    rows = round_to_dtype(values, numpy_dtype("bfloat16")).astype(np.float64)
+    assert rows.tolist() == [1 + 2**-7, 1.0, 1.0, 1 + 2**-7]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_dtype_has_stays_as_it_is(dtype: str):
+def test_round_to_dtype_keeps_exact_values(dtype: str):
     values = np.array([0.0, -0.0, 1.5, -2.25, np.inf, -np.inf, np.nan, float(np.finfo(np.float32).tiny)])
     exact = values.astype(numpy_dtype(dtype))
     assert round_to_dtype(exact.astype(np.float64), exact.dtype).tobytes() == exact.tobytes()
 
 
-def padded(dtype: str, true: int, rows: int, columns: int, fill: Fill) -> tuple[Stream, Stream]:
+def padded_streams(dtype: str, true_rows: int, rows: int, columns: int, fill: Fill) -> tuple[Stream, Stream]:
     shape = (rows, columns)
     return (
-        Stream("w", dtype, shape, (0, true), FLAT, FLAT),
-        Stream("w", dtype, shape, (true, rows), (), FLAT, fill),
+        Stream("w", dtype, shape, (0, true_rows), FLAT, FLAT),
+        Stream("w", dtype, shape, (true_rows, rows), (), FLAT, fill),
     )
 
 
-def made(streams: Sequence[Stream], table: np.ndarray, cuts: Sequence[int], out_cuts: Sequence[int] = ()) -> np.ndarray:
-    """The rows of the last stream, the first having been seen in pieces cut at these bytes."""
+def generate_rows(
+    streams: Sequence[Stream], table: np.ndarray, cuts: Sequence[int], out_cuts: Sequence[int] = ()
+) -> np.ndarray:
+    """Generate the rows of the last stream after adding the first stream in pieces that end at `cuts`."""
     fills, data = FillGenerator(streams), table.reshape(-1).view(np.uint8)
     for low, high in itertools.pairwise([0, *sorted(cuts), data.size]):
         if low < high:
@@ -83,40 +85,45 @@ def made(streams: Sequence[Stream], table: np.ndarray, cuts: Sequence[int], out_
     st.sampled_from([1, 5, GROUP_ROWS - 1, GROUP_ROWS, GROUP_ROWS + 1, 3 * GROUP_ROWS + 7]),
     st.data(),
 )
-def test_a_mean_is_that_of_float64_rounded_once_however_it_was_cut(dtype: str, true: int, data):
-    kind, columns = numpy_dtype(dtype), 3
-    table = (np.random.default_rng(true).integers(-64, 64, (true, columns)) / 32).astype(kind)  # sums are exact
-    streams = padded(dtype, true, true + 4, columns, Fill("mean"))
+def test_mean_is_exact_for_any_slab_boundaries(dtype: str, true_rows: int, data):
+    numpy_type, columns = numpy_dtype(dtype), 3
+    table = (np.random.default_rng(true_rows).integers(-64, 64, (true_rows, columns)) / 32).astype(
+        numpy_type
+    )  # sums are exact
+    streams = padded_streams(dtype, true_rows, true_rows + 4, columns, Fill("mean"))
     low, high = streams[1].byte_range
     cuts = data.draw(st.lists(st.integers(0, table.nbytes), max_size=6))
     out_cuts = data.draw(st.lists(st.integers(low, high), max_size=3, unique=True))
-    found = made(streams, table, cuts, [cut for cut in out_cuts if low < cut < high])
-    mean = table.astype(np.float64).sum(axis=0) / true
-    expected = round_to_dtype(mean, kind) if dtype == "float32" else [nearest(value, dtype) for value in mean]
-    assert np.array_equal(found.astype(np.float64), np.tile(np.asarray(expected, np.float64), (4, 1)))
+    rows = generate_rows(streams, table, cuts, [cut for cut in out_cuts if low < cut < high])
+    mean = table.astype(np.float64).sum(axis=0) / true_rows
+    expected = round_to_dtype(mean, numpy_type) if dtype == "float32" else [nearest(value, dtype) for value in mean]
+    assert np.array_equal(rows.astype(np.float64), np.tile(np.asarray(expected, np.float64), (4, 1)))
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 200 * 14), max_size=8))
-def test_a_mean_of_any_values_does_not_depend_on_cuts(dtype: str, cuts: list[int]):
+def test_mean_does_not_depend_on_slab_boundaries(dtype: str, cuts: list[int]):
     table = (np.random.default_rng(3).standard_normal((200, 7)) * 1e3).astype(numpy_dtype(dtype))
-    streams = padded(dtype, 200, 203, 7, Fill("mean"))
-    whole = made(streams, table, [])
-    assert made(streams, table, cuts).tobytes() == whole.tobytes()
+    streams = padded_streams(dtype, 200, 203, 7, Fill("mean"))
+    whole = generate_rows(streams, table, [])
+    assert generate_rows(streams, table, cuts).tobytes() == whole.tobytes()
     np.testing.assert_allclose(
         whole[0].astype(np.float64), table.astype(np.float64).mean(0), rtol=2**-8 if dtype == "bfloat16" else 2**-10
     )
 
 
-def test_a_mean_of_float16_sums_beyond_its_range():
+def test_mean_of_float16_does_not_overflow():
     table = np.full((70, 2), 60_000, np.float16)
-    assert made(padded("float16", 70, 72, 2, Fill("mean")), table, [101]).tolist() == [[60_000, 60_000]] * 2
+    assert (
+        generate_rows(padded_streams("float16", 70, 72, 2, Fill("mean")), table, [101]).tolist()
+        == [[60_000, 60_000]] * 2
+    )
 
 
-def test_each_tensor_has_a_mean_of_its_own():
+def test_mean_is_computed_per_tensor():
     streams = [
-        *padded("float32", 2, 3, 2, Fill("mean")),
-        *padded("float32", 2, 3, 2, Fill("mean")),
+        *padded_streams("float32", 2, 3, 2, Fill("mean")),
+        *padded_streams("float32", 2, 3, 2, Fill("mean")),
     ]
     fills, size = FillGenerator(streams), 16
     for number, value in ((0, 1.0), (2, 5.0)):
@@ -125,27 +132,27 @@ def test_each_tensor_has_a_mean_of_its_own():
         assert row.view(np.float32).tolist() == [value, value]
 
 
-def test_the_rows_before_padding_that_was_there_are_the_ones_that_count():
-    true, rest = padded("float32", 4, 9, 2, Fill("mean"))
-    there = Stream("w", "float32", (9, 2), (4, 6), FLAT, FLAT)
-    more = Stream("w", "float32", (9, 2), (6, 9), (), FLAT, Fill("mean"))
-    assert mean_source_number([true, there, more], 2) == 0
-    assert mean_source_number([true, rest, true, rest], 3) == 2
+def test_mean_source_skips_stored_padding():
+    true_rows, padding = padded_streams("float32", 4, 9, 2, Fill("mean"))
+    stored_padding = Stream("w", "float32", (9, 2), (4, 6), FLAT, FLAT)
+    new_padding = Stream("w", "float32", (9, 2), (6, 9), (), FLAT, Fill("mean"))
+    assert mean_source_number([true_rows, stored_padding, new_padding], 2) == 0
+    assert mean_source_number([true_rows, padding, true_rows, padding], 3) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros(dtype: str):
+def test_fill_with_zeros(dtype: str):
     table = np.ones((3, 5), numpy_dtype(dtype))
-    found = made(padded(dtype, 3, 6, 5, Fill("zeros")), table, [], [3 * 5 * table.itemsize + 7])
-    assert found.shape == (3, 5)
-    assert not found.view(np.uint8).any()
+    rows = generate_rows(padded_streams(dtype, 3, 6, 5, Fill("zeros")), table, [], [3 * 5 * table.itemsize + 7])
+    assert rows.shape == (3, 5)
+    assert not rows.view(np.uint8).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_normal_rows_hang_on_seed_and_row_alone(dtype: str):
-    def rows(true: int, seed: int, out_cuts: Sequence[int] = ()) -> np.ndarray:
-        table = np.zeros((true, 8), numpy_dtype(dtype))
-        return made(padded(dtype, true, 20, 8, Fill("normal", seed, 0.5)), table, [], out_cuts)
+def test_normal_rows_depend_on_seed_and_row_only(dtype: str):
+    def rows(true_rows: int, seed: int, out_cuts: Sequence[int] = ()) -> np.ndarray:
+        table = np.zeros((true_rows, 8), numpy_dtype(dtype))
+        return generate_rows(padded_streams(dtype, true_rows, 20, 8, Fill("normal", seed, 0.5)), table, [], out_cuts)
 
     first = rows(10, 7)
     row_nbytes = 8 * first.itemsize
@@ -156,22 +163,22 @@ def test_normal_rows_hang_on_seed_and_row_alone(dtype: str):
     assert 0.3 < first.astype(np.float64).std() < 0.7
 
 
-def test_normal_rows_are_philox_and_stay_so():
-    (_, padding) = padded("float32", 2, 4, 3, Fill("normal", 5, 0.02))
+def test_normal_rows_use_philox():
+    (_, padding) = padded_streams("float32", 2, 4, 3, Fill("normal", 5, 0.02))
     generator = np.random.Generator(np.random.Philox(key=[5, 3]))
     assert normal_row(padding, 3).tolist() == (generator.standard_normal(3) * 0.02).astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
-def test_any_seed_of_64_bits_makes_its_own_rows(seed: int):
-    (_, padding) = padded("float32", 2, 4, 3, Fill("normal", seed, 1.0))
-    other = padded("float32", 2, 4, 3, Fill("normal", seed ^ 1, 1.0))[1]
+def test_normal_rows_differ_for_64_bit_seeds(seed: int):
+    (_, padding) = padded_streams("float32", 2, 4, 3, Fill("normal", seed, 1.0))
+    other = padded_streams("float32", 2, 4, 3, Fill("normal", seed ^ 1, 1.0))[1]
     assert normal_row(padding, 3).tolist() != normal_row(other, 3).tolist()
 
 
-def test_rows_that_nothing_makes_are_an_error():
-    streams = padded("float32", 2, 4, 2, Fill("mean"))
-    with pytest.raises(ValueError, match="before its rows were seen"):
+def test_make_rows_rejects_missing_fill_or_mean():
+    streams = padded_streams("float32", 2, 4, 2, Fill("mean"))
+    with pytest.raises(ValueError, match="before its rows were added"):
         FillGenerator(streams).make_rows(Slab(1, 16, 8, (), ()), np.empty(8, np.uint8))
-    with pytest.raises(ValueError, match="nothing to fill it with"):
+    with pytest.raises(ValueError, match="neither read nor filled"):
         FillGenerator(streams).make_rows(Slab(0, 0, 8, (), ()), np.empty(8, np.uint8))

@@ -1,4 +1,4 @@
-"""Leaves in memory as the engine reads files."""
+"""Host leaves: arrays in memory are read through the engine's reader interface."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def leaf(array: np.ndarray) -> HostLeaf:
 
 
 @given(st.integers(0, 9000), st.integers(1, 3000))
-def test_a_run_comes_back_as_deep_in_a_page_as_it_lies(offset: int, width: int):
+def test_read_run_keeps_page_offset(offset: int, width: int):
     array = np.arange(12000, dtype=np.uint8)
     into = allocate_buffer(4 * PAGE)
-    found = HostLeafReader([leaf(array)]).read_run(StridedCopy(0, 0, offset, width), into)
-    assert found.tobytes() == array[offset : offset + width].tobytes()
-    assert (found.ctypes.data - offset) % PAGE == 0
+    data_read = HostLeafReader([leaf(array)]).read_run(StridedCopy(0, 0, offset, width), into)
+    assert data_read.tobytes() == array[offset : offset + width].tobytes()
+    assert (data_read.ctypes.data - offset) % PAGE == 0
 
 
-def test_runs_follow_each_other():
+def test_read_runs_packs_runs():
     array = np.arange(4 * 5 * 6, dtype=np.int32).reshape(4, 5, 6)
     copies = [StridedCopy(0, 0, 24, 8, ((4, 48, 120), (2, 24, 24))), StridedCopy(0, 0, 0, 24)]
-    found = HostLeafReader([leaf(array)]).read_runs(copies, allocate_buffer(PAGE)).view(np.int32)
-    assert found.tolist() == [*array[:, 1:3, :2].reshape(-1).tolist(), *array[0, 0].tolist()]
+    data_read = HostLeafReader([leaf(array)]).read_runs(copies, allocate_buffer(PAGE)).view(np.int32)
+    assert data_read.tolist() == [*array[:, 1:3, :2].reshape(-1).tolist(), *array[0, 0].tolist()]
 
 
-def test_a_leaf_is_fetched_once_and_let_go_after_its_last_byte():
+def test_leaf_is_fetched_once_and_released_at_its_end():
     class Array(np.ndarray):
         pass
 
@@ -62,17 +62,17 @@ def test_a_leaf_is_fetched_once_and_let_go_after_its_last_byte():
     assert fetched[0]() is None
 
 
-def test_arrays_of_any_order_and_dtype_are_taken():
+def test_read_run_accepts_any_memory_order_and_dtype():
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    found = HostLeafReader([leaf(array)]).read_run(StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE))
-    assert found.view(np.float32).tolist() == [0, 3, 1, 4, 2, 5]
+    data_read = HostLeafReader([leaf(array)]).read_run(StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE))
+    assert data_read.view(np.float32).tolist() == [0, 3, 1, 4, 2, 5]
     assert HostLeafReader([leaf(np.array([True, False]))]).read_run(
         StridedCopy(0, 0, 0, 2), allocate_buffer(PAGE)
     ).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("fetched", [np.zeros((2, 3), np.float32), np.zeros((3, 2), np.float16)])
-def test_what_is_not_what_was_promised_is_an_error(fetched: np.ndarray):
+def test_read_run_rejects_other_shape_or_dtype(fetched: np.ndarray):
     leaves = HostLeafReader([HostLeaf((3, 2), "float32", lambda: fetched)])
     with pytest.raises(ValueError, match=r"a leaf of \(3, 2\) float32 was fetched as"):
         leaves.read_run(StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE))

@@ -1,4 +1,4 @@
-"""The choice between direct I/O and writeback, and the bound on what writeback keeps in the page cache."""
+"""I/O policy: the choice between direct I/O and writeback, and the limit of writeback in the page cache."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ Call = tuple[str, int, int]  # started or finished, offset, bytes
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """The calls of writeback, recorded instead of made."""
-    made: list[Call] = []
-    monkeypatch.setattr(io_policy, "start_writeback", lambda fd, offset, n: made.append(("start", offset, n)))
-    monkeypatch.setattr(io_policy, "finish_writeback", lambda fd, offset, n: made.append(("finish", offset, n)))
-    return made
+    """Record the writeback calls instead of making them."""
+    recorded: list[Call] = []
+    monkeypatch.setattr(io_policy, "start_writeback", lambda fd, offset, n: recorded.append(("start", offset, n)))
+    monkeypatch.setattr(io_policy, "finish_writeback", lambda fd, offset, n: recorded.append(("finish", offset, n)))
+    return recorded
 
 
 def modes(policy: WritePolicy, count: int, nbytes: int = TRIAL_NBYTES) -> list[WriteMode]:
-    """The modes of the next writes."""
-    given = []
+    """Return the modes of the next writes."""
+    modes_chosen = []
     for _ in range(count):
         with policy.writing(nbytes) as mode:
-            given.append(mode)
-    return given
+            modes_chosen.append(mode)
+    return modes_chosen
 
 
-def measured(direct: list[float], writeback: list[float]) -> WritePolicy:
-    """A policy after its measurements, in seconds a byte."""
+def measured_policy(direct: list[float], writeback: list[float]) -> WritePolicy:
+    """Return a policy after measurements in seconds per byte."""
     policy = WritePolicy(MIN_MEASURED_NBYTES)
-    for paces in zip(direct, writeback):
-        for mode, pace in zip(WriteMode, paces):
-            policy.add_measurement(mode, pace)
+    for seconds in zip(direct, writeback):
+        for mode, seconds_per_byte in zip(WriteMode, seconds):
+            policy.add_measurement(mode, seconds_per_byte)
     return policy
 
 
-def test_small_outputs_are_written_direct_unmeasured():
+def test_small_outputs_use_direct_io_unmeasured():
     policy = WritePolicy(MIN_MEASURED_NBYTES - 1)
     assert set(modes(policy, 3 * TRIALS)) == {WriteMode.DIRECT}
     assert policy.needs_alignment
 
 
 def test_large_outputs_try_both_modes_in_turn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(io_policy, "CLEAR_LOSS", float("inf"))
+    monkeypatch.setattr(io_policy, "STOP_TRIALS_RATIO", float("inf"))
     policy = WritePolicy(MIN_MEASURED_NBYTES)
     assert modes(policy, 2 * TRIALS) == [WriteMode.DIRECT, WriteMode.WRITEBACK] * TRIALS
     assert len(set(modes(policy, 5))) == 1
@@ -66,31 +66,35 @@ def test_a_failed_write_is_not_measured():
 
 
 @pytest.mark.parametrize(
-    ("direct", "writeback", "chosen"),
+    ("direct", "writeback", "expected"),
     [
-        ([2.0, 2.0, 2.0], [3.0, 9.0, 1.0], WriteMode.WRITEBACK),  # neighbours only ever make a disk slower
+        (
+            [2.0, 2.0, 2.0],
+            [3.0, 9.0, 1.0],
+            WriteMode.WRITEBACK,
+        ),  # other load only makes a disk slower, so the minimum counts
         ([9.0, 9.0, 2.0], [2.1, 2.1, 2.1], WriteMode.DIRECT),
         ([2.0, 2.0, 2.0], [1.9, 1.9, 1.9], WriteMode.DIRECT),  # not clearly faster
     ],
 )
-def test_the_faster_mode_is_kept(direct: list[float], writeback: list[float], chosen: WriteMode):
-    policy = measured(direct, writeback)
-    assert set(modes(policy, 3)) == {chosen}
-    assert policy.needs_alignment is (chosen is WriteMode.DIRECT)
+def test_policy_keeps_the_faster_mode(direct: list[float], writeback: list[float], expected: WriteMode):
+    policy = measured_policy(direct, writeback)
+    assert set(modes(policy, 3)) == {expected}
+    assert policy.needs_alignment is (expected is WriteMode.DIRECT)
 
 
-def test_slow_writeback_is_tried_once():
-    policy = measured([1.0], [2.1])
+def test_policy_tries_slow_writeback_once():
+    policy = measured_policy([1.0], [2.1])
     assert set(modes(policy, 3)) == {WriteMode.DIRECT}
-    assert modes(measured([1.0], [1.9]), 2) == [WriteMode.DIRECT, WriteMode.WRITEBACK]
+    assert modes(measured_policy([1.0], [1.9]), 2) == [WriteMode.DIRECT, WriteMode.WRITEBACK]
 
 
-def test_without_direct_io_all_is_paced():
+def test_policy_without_direct_io_uses_writeback():
     policy = WritePolicy(0, has_direct=False)
     assert set(modes(policy, 3, 1)) == {WriteMode.WRITEBACK}
 
 
-def test_without_writeback_all_is_direct(monkeypatch: pytest.MonkeyPatch):
+def test_policy_without_writeback_uses_direct_io(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(io_policy, "HAS_WRITEBACK", False)
     assert set(modes(WritePolicy(MIN_MEASURED_NBYTES), 9)) == {WriteMode.DIRECT}
 
@@ -105,11 +109,11 @@ def test_writeback_keeps_a_window(calls: list[Call]):
     assert calls[-2:] == [("finish", RUN, RUN), ("finish", 2 * RUN, RUN)]
 
 
-def test_writeback_takes_whole_pages(calls: list[Call]):
+def test_writeback_starts_whole_pages_only(calls: list[Call]):
     Writeback().start(3, PAGE + 1, RUN)
     assert calls == [("start", 2 * PAGE, RUN - PAGE)]
 
 
-def test_writeback_leaves_parts_of_pages(calls: list[Call]):
+def test_writeback_skips_partial_pages(calls: list[Call]):
     Writeback().start(3, 1, 2 * PAGE - 2)
     assert not calls

@@ -1,4 +1,4 @@
-"""System calls through ctypes: what they do, what they fall back to, what they report."""
+"""Linux system calls: effects, fallbacks and errors."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_allocate_reserves_disk_space(fd: int):
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, MIB])
-def test_allocate_cuts_a_longer_file(fd: int, nbytes: int):
+def test_allocate_truncates_a_longer_file(fd: int, nbytes: int):
     os.pwrite(fd, b"x" * 2 * MIB, 0)
     allocate(fd, nbytes)
     assert os.pread(fd, 3 * MIB, 0) == b"x" * nbytes
 
 
 @pytest.mark.parametrize("call", [None, failing(errno.EOPNOTSUPP), failing(errno.ENOSYS)])
-def test_allocate_needs_no_support_for_it(fd: int, call, monkeypatch: pytest.MonkeyPatch):
+def test_allocate_falls_back_without_support(fd: int, call, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linux, "_fallocate", call)
     allocate(fd, MIB)
     assert os.fstat(fd).st_size == MIB
@@ -56,9 +56,9 @@ def test_allocate_needs_no_support_for_it(fd: int, call, monkeypatch: pytest.Mon
 
 def test_allocate_reports_a_full_disk(fd: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linux, "_fallocate", failing(errno.ENOSPC))
-    with pytest.raises(OSError, match="No space left") as caught:
+    with pytest.raises(OSError, match="No space left") as raised:
         allocate(fd, MIB)
-    assert caught.value.errno == errno.ENOSPC
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_writeback_cleans_a_byte_range(fd: int):

@@ -1,4 +1,4 @@
-"""Gather and scatter against NumPy's own transpose: any width, any page offset, tiled, and over threads."""
+"""Gather and scatter compared with NumPy's transpose: any width, any page offset, tiled, and over threads."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WIDTHS = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles() -> Iterator[None]:
-    """Tiles and parts of threads so small that small arrays have several."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(permute, "TILE_NBYTES", 4 * SIDE**2)
-        patched.setattr(permute, "PART_NBYTES", 1000)
-        patched.setattr(permute, "threads", lambda: 3)
+    """Make tiles and thread parts so small that small arrays have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(permute, "TILE_NBYTES", 4 * SIDE**2)
+        patch.setattr(permute, "MIN_PART_NBYTES", 1000)
+        patch.setattr(permute, "threads", lambda: 3)
         yield
 
 
@@ -40,44 +40,54 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def in_order(shape: list[int], order: list[int], width: int, at: int) -> StridedCopy:
-    """All elements of an array that begins at byte `at` of a tensor, in the order of its transpose."""
-    here, there = strides(shape, width), strides([shape[axis] for axis in order], width)
-    return merge_dims(StridedCopy(at, 0, 0, width, tuple((shape[a], here[a], step) for a, step in zip(order, there))))
+def transpose_copy(shape: list[int], order: list[int], width: int, tensor_offset: int) -> StridedCopy:
+    """Return the copy of a whole array, at a byte offset of a tensor, in the order of its transpose."""
+    tensor_strides, reordered_strides = strides(shape, width), strides([shape[axis] for axis in order], width)
+    return merge_dims(
+        StridedCopy(
+            tensor_offset,
+            0,
+            0,
+            width,
+            tuple((shape[a], tensor_strides[a], stride) for a, stride in zip(order, reordered_strides)),
+        )
+    )
 
 
-def placed(data: np.ndarray, lead: int) -> np.ndarray:
-    """The bytes, `lead` bytes deep in a buffer."""
-    buffer = np.zeros(lead + data.size, np.uint8)
-    buffer[lead:] = data
-    return buffer[lead:]
+def at_page_offset(data: np.ndarray, page_offset: int) -> np.ndarray:
+    """Return a copy of the bytes that starts at a page offset of its buffer."""
+    buffer = np.zeros(page_offset + data.size, np.uint8)
+    buffer[page_offset:] = data
+    return buffer[page_offset:]
 
 
 @settings(deadline=None)
 @given(SHAPES, WIDTHS, st.integers(0, 9), st.booleans(), st.data())
-def test_any_order_there_and_back(pool, shape: list[int], width: int, lead: int, is_shared: bool, data):
-    helpers = pool if is_shared else None
+def test_gather_and_scatter_any_transpose(pool, shape: list[int], width: int, page_offset: int, is_shared: bool, data):
+    threads = pool if is_shared else None
     order = data.draw(st.permutations(range(len(shape))))
     start = data.draw(st.sampled_from([0, 24, 1000]))
     values = np.random.default_rng(0).integers(0, 256, [*shape, width], np.uint8)
-    tensor = placed(values.reshape(-1), lead)
-    moved = values.transpose([*order, len(shape)]).reshape(-1)
-    copy = in_order(shape, order, width, start)
+    tensor = at_page_offset(values.reshape(-1), page_offset)
+    transposed = values.transpose([*order, len(shape)]).reshape(-1)
+    copy = transpose_copy(shape, order, width, start)
     slab = Slab(0, start, tensor.size, (copy,), (copy,))
-    out = gather(slab, tensor, placed(np.zeros_like(moved), lead), helpers)
-    assert np.array_equal(out, moved)
-    back = scatter(slab, placed(moved, lead), np.zeros_like(tensor), helpers)
-    assert np.array_equal(back, tensor)
+    out = gather(slab, tensor, at_page_offset(np.zeros_like(transposed), page_offset), threads)
+    assert np.array_equal(out, transposed)
+    restored = scatter(slab, at_page_offset(transposed, page_offset), np.zeros_like(tensor), threads)
+    assert np.array_equal(restored, tensor)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 30), st.data())
-def test_several_copies_follow_one_another(rows: int, columns: int, data):
+def test_gather_packs_several_copies(rows: int, columns: int, data):
     cut = data.draw(st.integers(0, rows))
     values = np.random.default_rng(1).integers(0, 2**31, (rows, columns), np.int32)
     tensor = values.reshape(-1).view(np.uint8)
     parts = [(0, cut), (cut, rows)]
-    copies = tuple(in_order([high - low, columns], [1, 0], 4, low * columns * 4) for low, high in parts if low < high)
+    copies = tuple(
+        transpose_copy([high - low, columns], [1, 0], 4, low * columns * 4) for low, high in parts if low < high
+    )
     slab = Slab(0, 0, tensor.size, copies, copies)
     expected = np.concatenate([values[low:high].T.reshape(-1) for low, high in parts])
     out = gather(slab, tensor, np.zeros(tensor.size + 40, np.uint8))
@@ -85,7 +95,7 @@ def test_several_copies_follow_one_another(rows: int, columns: int, data):
     assert np.array_equal(scatter(slab, out, np.zeros_like(tensor)), tensor)
 
 
-def test_nothing_beside_the_runs_is_touched():
+def test_scatter_changes_only_its_runs():
     copy = StridedCopy(8, 0, 0, 4, ((3, 16, 4),))  # one of four columns
     tensor = np.full(48, 7, np.uint8)
     scatter(Slab(0, 0, 48, (copy,), ()), np.arange(12, dtype=np.uint8), tensor)
@@ -97,15 +107,15 @@ def test_gather_splits_long_copies_over_threads(pool: ThreadPoolExecutor, monkey
     shapes: list[tuple[int, ...]] = []
     real = permute._assign
     monkeypatch.setattr(permute, "_assign", lambda part: (shapes.append(part[0].shape), real(part)))
-    copy = in_order([100, 20], [1, 0], 4, 0)
+    copy = transpose_copy([100, 20], [1, 0], 4, 0)
     tensor = np.arange(2000, dtype=np.int32).view(np.uint8)
     out = gather(Slab(0, 0, 8000, (copy,), (copy,)), tensor, np.zeros(8000, np.uint8), pool)
     assert sorted(shapes) == [(20, 32), (20, 34), (20, 34)]
     assert np.array_equal(out.view(np.int32).reshape(20, 100), np.arange(2000).reshape(100, 20).T)
 
 
-def test_gather_raises_what_a_thread_raised(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch):
+def test_gather_raises_errors_of_threads(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(permute, "_assign", lambda part: 1 / 0)
-    copy = in_order([100, 20], [1, 0], 4, 0)
+    copy = transpose_copy([100, 20], [1, 0], 4, 0)
     with pytest.raises(ZeroDivisionError):
         gather(Slab(0, 0, 8000, (copy,), (copy,)), np.zeros(8000, np.uint8), np.zeros(8000, np.uint8), pool)

@@ -1,4 +1,4 @@
-"""The bytes of tensors that lie flat or in chunks."""
+"""Stream values: bytes of tensors in contiguous or chunked storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
 
 @pytest.mark.parametrize("run_nbytes", [32, 100, 1 << 20])
-def test_runs_are_the_tensor_in_its_own_order_wherever_it_lies(tmp_path: Path, run_nbytes: int) -> None:
+def test_read_values_returns_tensors_in_c_order(tmp_path: Path, run_nbytes: int) -> None:
     tensors = make_checkpoint(tmp_path / "llama", LLAMA, "float16", vocab_size=12)
     assert main(["save-init", str(tmp_path / "llama"), "--out", str(tmp_path / "init"), "--mesh", "1,2,2", "-q"]) == 0
     for folder in ("llama", "init"):
@@ -27,7 +27,7 @@ def test_runs_are_the_tensor_in_its_own_order_wherever_it_lies(tmp_path: Path, r
                 runs = [
                     (start, bytes(data)) for start, data in read_values(files, stream, allocate_run_buffers(run_nbytes))
                 ]
-                whole = b"".join(data for _, data in runs)
-                assert whole == tensors[source.names.full_name(tensor.name)].tobytes()
+                content = b"".join(data for _, data in runs)
+                assert content == tensors[source.names.full_name(tensor.name)].tobytes()
                 assert [start for start, _ in runs] == [sum(len(d) for _, d in runs[:i]) for i in range(len(runs))]
                 assert all(0 < len(data) <= run_nbytes for _, data in runs)

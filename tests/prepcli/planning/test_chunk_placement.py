@@ -1,4 +1,4 @@
-"""Where chunks go: apart from each other, as deep in a page as they come from, and always the same."""
+"""Chunk placement: chunks never overlap, keep their source's page offset, and are placed deterministically."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ITEM = 4
 
 
 def chunks_of(layout: ChunkLayout, grids: dict[str, ChunkGrid]) -> list[tuple[int, int, int]]:
-    """File, first byte and one past the last of every chunk of every leaf."""
-    found = []
+    """Return file, start and stop of every chunk of every leaf, sorted."""
+    copies = []
     for leaf, boxes in layout.placed_chunks.items():
         nbytes = math.prod(grids[leaf].chunk_shape) * ITEM
         indices = [index for box in boxes for index in box.indices()]
@@ -39,63 +39,63 @@ def chunks_of(layout: ChunkLayout, grids: dict[str, ChunkGrid]) -> list[tuple[in
         for box in boxes:
             for index in box.indices():
                 file, offset = box.placement.find(index)
-                found.append((file, offset, offset + nbytes))
-    return sorted(found)
+                copies.append((file, offset, offset + nbytes))
+    return sorted(copies)
 
 
 def check(layout: ChunkLayout, grids: dict[str, ChunkGrid]) -> None:
     chunks = chunks_of(layout, grids)
-    for (file, _, stop), (other, start, _) in itertools.pairwise(chunks):
-        assert file != other or stop <= start
+    for (file, _, stop), (next_file, start, _) in itertools.pairwise(chunks):
+        assert file != next_file or stop <= start
     for number, size in enumerate(layout.file_sizes):
         assert max((stop for file, _, stop in chunks if file == number), default=0) <= size
 
 
-def wants_of(rows: Sequence[AxisMap], grids: dict[str, ChunkGrid], shift: int) -> list[LeafPiece]:
+def pieces_of(rows: Sequence[AxisMap], grids: dict[str, ChunkGrid], shift: int) -> list[LeafPiece]:
     size = math.prod(rows[0].source_shape) * ITEM
     return [
-        LeafPiece(leaf, row, tuple(at.items()), grids[leaf], ITEM, shift + i * size)
-        for i, (_, at) in enumerate(rows[0].tensors())
+        LeafPiece(leaf, row, tuple(stacked.items()), grids[leaf], ITEM, shift + i * size)
+        for i, (_, stacked) in enumerate(rows[0].tensors())
         for leaf, row in zip(grids, rows)
     ]
 
 
 @settings(max_examples=100, deadline=None)
 @given(complete_tables(), st.data())
-def test_every_chunk_has_a_place_of_its_own(rows: tuple[AxisMap, ...], data):
+def test_place_chunks_never_overlaps_chunks(rows: tuple[AxisMap, ...], data):
     grids = {
         f"leaf{i}": ChunkGrid(row.leaf_shape, data.draw(dividing_chunks(row.leaf_shape))) for i, row in enumerate(rows)
     }
-    wants = wants_of(rows, grids, data.draw(st.integers(0, 2 * PAGE)))
-    layout = place_chunks(wants)
+    pieces = pieces_of(rows, grids, data.draw(st.integers(0, 2 * PAGE)))
+    layout = place_chunks(pieces)
     check(layout, grids)
-    assert layout == place_chunks(wants)
-    for want, region in zip(wants, layout.regions, strict=True):
-        found, nbytes = (
-            list(region_copies(region, full_box(want.axis_map.source_shape))),
-            math.prod(want.axis_map.source_shape) * ITEM,
+    assert layout == place_chunks(pieces)
+    for piece, region in zip(pieces, layout.regions, strict=True):
+        copies, nbytes = (
+            list(region_copies(region, full_box(piece.axis_map.source_shape))),
+            math.prod(piece.axis_map.source_shape) * ITEM,
         )
-        chunks = math.prod(stop - first for first, stop in zip(*chunk_group(want)))
-        if [copy.width for copy in found] == [nbytes] == [chunks * math.prod(want.grid.chunk_shape) * ITEM]:
-            assert (found[0].file_offset - want.source_offset) % PAGE == 0
+        chunks = math.prod(stop - first for first, stop in zip(*chunk_group(piece)))
+        if [copy.width for copy in copies] == [nbytes] == [chunks * math.prod(piece.grid.chunk_shape) * ITEM]:
+            assert (copies[0].file_offset - piece.source_offset) % PAGE == 0
 
 
-def one(text: str, sizes: dict[str, int], chunk: tuple[int, ...], offset: int) -> ChunkLayout:
+def place_one(text: str, sizes: dict[str, int], chunk: tuple[int, ...], offset: int) -> ChunkLayout:
     row = bind_row(parse_row(text), sizes)
     return place_chunks([LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, chunk), ITEM, offset)])
 
 
 @pytest.mark.parametrize("offset", [0, 8, 4095, 4096, 123_456])
-def test_bytes_in_their_own_order_lie_as_deep_in_a_page_as_in_their_source(offset: int):
-    layout = one("mlp embed <- w: mlp embed", {"mlp": 30, "embed": 50}, (10, 50), offset)
+def test_place_chunks_keeps_page_offset_of_contiguous(offset: int):
+    layout = place_one("mlp embed <- w: mlp embed", {"mlp": 30, "embed": 50}, (10, 50), offset)
     (box,) = layout.placed_chunks["w"]
     assert [box.placement.find(index)[1] for index in box.indices()] == [offset % PAGE + i * 2000 for i in range(3)]
     assert layout.file_sizes == [offset % PAGE + 6000]
 
 
 @pytest.mark.parametrize("columns", [16, 128, 130])
-def test_large_chunks_in_another_order_begin_at_pages(columns: int):
-    layout = one("embed mlp <- w: mlp embed", {"mlp": 2 * columns, "embed": 512}, (128, columns), 8)
+def test_place_chunks_aligns_large_reordered_chunks(columns: int):
+    layout = place_one("embed mlp <- w: mlp embed", {"mlp": 2 * columns, "embed": 512}, (128, columns), 8)
     (box,) = layout.placed_chunks["w"]
     offsets = [box.placement.find(index)[1] for index in box.indices()]
     nbytes = 128 * columns * ITEM
@@ -106,21 +106,21 @@ def test_large_chunks_in_another_order_begin_at_pages(columns: int):
         assert offsets == [i * nbytes for i in range(len(offsets))]
 
 
-def test_a_file_that_is_full_is_followed_by_another(monkeypatch):
+def test_place_chunks_starts_new_file_when_full(monkeypatch):
     monkeypatch.setattr(chunk_placement, "FILE_NBYTES", 10_000)
     row = bind_row(parse_row("layers embed <- h.{layers}.n: embed"), {"layers": 8, "embed": 1000})
     grid = ChunkGrid(row.leaf_shape, (1, 1000))
-    layout = place_chunks(LeafPiece("n", row, tuple(at.items()), grid, ITEM) for _, at in row.tensors())
+    layout = place_chunks(LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors())
     check(layout, {"n": grid})
     assert [box.placement.file for box in layout.placed_chunks["n"]] == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
-def test_parts_that_share_their_chunks_share_their_place():
+def test_place_chunks_places_shared_chunks_once():
     row = bind_row(parse_row("layers embed <- h.{layers}.n: embed"), {"layers": 4, "embed": 6})
     grid = ChunkGrid(row.leaf_shape, (2, 6))
-    wants = [LeafPiece("n", row, tuple(at.items()), grid, ITEM) for _, at in row.tensors()]
-    assert [chunk_group(want) for want in wants] == [((0, 0), (1, 1))] * 2 + [((1, 0), (2, 1))] * 2
-    layout = place_chunks(wants)
+    pieces = [LeafPiece("n", row, tuple(stacked.items()), grid, ITEM) for _, stacked in row.tensors()]
+    assert [chunk_group(piece) for piece in pieces] == [((0, 0), (1, 1))] * 2 + [((1, 0), (2, 1))] * 2
+    layout = place_chunks(pieces)
     assert len(layout.placed_chunks["n"]) == 2
     assert layout.regions[0].placement == layout.regions[1].placement != layout.regions[2].placement
 
@@ -135,23 +135,23 @@ def test_parts_that_share_their_chunks_share_their_place():
         ("layers experts 1 embed <- h.{layers}.e.{experts}.n: embed", (1, 2, 0, 0), (2, 3, 1, 3)),
     ],
 )
-def test_dims_of_stacked_atoms_are_laid_out_one_by_one(text: str, first: tuple[int, ...], stop: tuple[int, ...]):
+def test_chunk_group_separates_stacked_indices(text: str, first: tuple[int, ...], stop: tuple[int, ...]):
     row = bind_row(parse_row(text), {"layers": 2, "experts": 3, "embed": 3})
-    want = LeafPiece(
+    piece = LeafPiece(
         "n", row, (("layers", 1), ("experts", 2)), ChunkGrid(row.leaf_shape, (1,) * len(row.leaf_dims)), ITEM
     )
-    assert chunk_group(want) == (first, stop)
+    assert chunk_group(piece) == (first, stop)
 
 
-def test_a_0d_leaf_has_one_chunk():
-    layout = one("<- s:", {}, (), 12)
+def test_place_chunks_of_0d_leaf():
+    layout = place_one("<- s:", {}, (), 12)
     assert [list(box.indices()) for box in layout.placed_chunks["w"]] == [[()]]
     assert layout.placed_chunks["w"][0].placement.find(()) == (0, 12)
     assert layout.file_sizes == [16]
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
-def test_a_leaf_without_elements_takes_no_room(shape: tuple[int, int]):
-    layout = one("mlp embed <- w: mlp embed", {"mlp": shape[0], "embed": shape[1]}, (1, 1), 0)
+def test_place_chunks_of_empty_leaf(shape: tuple[int, int]):
+    layout = place_one("mlp embed <- w: mlp embed", {"mlp": shape[0], "embed": shape[1]}, (1, 1), 0)
     assert layout.file_sizes == [0]
     assert [list(box.indices()) for box in layout.placed_chunks["w"]] == [[]]

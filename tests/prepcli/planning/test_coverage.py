@@ -1,4 +1,4 @@
-"""Coverage: a plan that loses, doubles or invents a byte is refused, whatever it is that it gets wrong."""
+"""Coverage: a plan that omits, repeats or invents a byte is rejected."""
 
 from __future__ import annotations
 
@@ -27,50 +27,52 @@ def check(plan: Plan, limit: int = LIMIT) -> None:
     coverage.check(plan, lambda: split_streams(plan.streams, limit))
 
 
-def refused(plan: Plan, reason: str) -> None:
-    with pytest.raises(PrepError, match="does not add up") as caught:
+def check_fails(plan: Plan, reason: str) -> None:
+    with pytest.raises(PrepError, match="the plan is inconsistent") as raised:
         check(plan)
-    assert reason in caught.value.why
-    assert "nothing was written" in caught.value.hint
+    assert reason in raised.value.why
+    assert "nothing was written" in raised.value.hint
 
 
 @settings(max_examples=60, deadline=None)
 @given(complete_tables(), st.data())
-def test_a_table_that_takes_all_adds_up_there_and_back(rows: tuple[AxisMap, ...], data):
-    made = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])
+def test_check_accepts_complete_plans_in_both_directions(rows: tuple[AxisMap, ...], data):
+    save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])
     limit = data.draw(st.integers(4, 200))
-    check(made.plan, limit)
-    check(replace(made.plan, streams=reverse_streams(made.plan.streams), leaves=()), limit)
+    check(save_plan.plan, limit)
+    check(replace(save_plan.plan, streams=reverse_streams(save_plan.plan.streams), leaves=()), limit)
 
 
-def vocabulary(rows: int = 12) -> Plan:
-    """An embedding of 9 true rows in a leaf of 12, the last 3 filled."""
+def padded_vocab_plan(rows: int = 12) -> Plan:
+    """Return a plan that saves an embedding of 9 rows to a leaf of 12 rows, the last 3 of them filled."""
     row = bind_row(parse_row("vocab embed <- wte: vocab embed"), SIZES)
     grid = ChunkGrid((12, 4), (4, 2))
-    lattice = StridedPlacement(0, 0, (0, 0), (64, 32))
-    part = Region(row, (), grid, lattice, 4)
-    true = Stream("wte", "float32", (12, 4), (0, 9), (Contiguous(0, 0),), (part,))
-    padding = replace(true, rows=(9, rows), reads=(), fill=Fill("zeros"))
-    leaves = (OutputLeaf(("wte",), "float32", grid, (PlacedChunks((0, 0), (3, 2), lattice),)),)
-    return Plan("test", "test", "test", (), (true, padding), (), leaves=leaves)
+    placement = StridedPlacement(0, 0, (0, 0), (64, 32))
+    region = Region(row, (), grid, placement, 4)
+    true_rows = Stream("wte", "float32", (12, 4), (0, 9), (Contiguous(0, 0),), (region,))
+    padding = replace(true_rows, rows=(9, rows), reads=(), fill=Fill("zeros"))
+    leaves = (OutputLeaf(("wte",), "float32", grid, (PlacedChunks((0, 0), (3, 2), placement),)),)
+    return Plan("test", "test", "test", (), (true_rows, padding), (), leaves=leaves)
 
 
-def test_padding_adds_up_to_whole_chunks():
-    check(vocabulary())
-    refused(vocabulary(11), "bytes written: file 0")
+def test_check_accepts_padding_to_whole_chunks():
+    check(padded_vocab_plan())
+    check_fails(padded_vocab_plan(11), "bytes written: file 0")
 
 
-def test_padding_of_a_flat_tensor_adds_up():
-    true = Stream("wte", "float32", (12, 4), (0, 9), (Contiguous(0, 0),), (Contiguous(0, 0),))
-    padding = replace(true, rows=(9, 12), reads=(), fill=Fill("zeros"))
-    check(Plan("test", "test", "test", (), (true, padding), ()))
-    refused(Plan("test", "test", "test", (), (true, replace(padding, rows=(8, 12))), ()), "would be written twice")
+def test_check_accepts_padding_of_contiguous_tensor():
+    true_rows = Stream("wte", "float32", (12, 4), (0, 9), (Contiguous(0, 0),), (Contiguous(0, 0),))
+    padding = replace(true_rows, rows=(9, 12), reads=(), fill=Fill("zeros"))
+    check(Plan("test", "test", "test", (), (true_rows, padding), ()))
+    check_fails(
+        Plan("test", "test", "test", (), (true_rows, replace(padding, rows=(8, 12))), ()), "would be written twice"
+    )
 
 
-def test_a_stream_that_nothing_makes_is_refused():
-    plan = vocabulary()
-    unmade = replace(plan.streams[1], fill=None)
-    refused(replace(plan, streams=(plan.streams[0], unmade)), "nothing to make wte of")
+def test_check_rejects_stream_without_source():
+    plan = padded_vocab_plan()
+    unfilled = replace(plan.streams[1], fill=None)
+    check_fails(replace(plan, streams=(plan.streams[0], unfilled)), "wte is neither read nor filled")
 
 
 def two_leaves() -> Plan:
@@ -116,60 +118,62 @@ def read_twice(plan: Plan) -> Plan:
     return replace(plan, streams=(*plan.streams, replace(plan.streams[0], writes=())))
 
 
-WRONG: dict[Callable[[Plan], Plan], str] = {
+DAMAGES: dict[Callable[[Plan], Plan], str] = {
     without_a_chunk: "leaf0 has 2 chunks, the plan places 1",
     with_a_chunk_twice: "leaf0 has 2 chunks, the plan places 3",
     with_overlapping_leaves: "would be written twice",
     without_a_leaf: "bytes written: file 0",
-    without_a_region: "w: 64 bytes from byte 48 on, 48 of them on the right",
+    without_a_region: "w: the slab at byte 48 has 64 bytes, its writes have 48",
     without_a_stream: "bytes written: nothing where file 0",
     read_twice: "would be read twice",
 }
 
 
-@pytest.mark.parametrize("spoil", WRONG, ids=lambda spoil: spoil.__name__)
-def test_two_leaves_of_one_tensor(spoil: Callable[[Plan], Plan]):
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_check_rejects_damaged_plan(damage: Callable[[Plan], Plan]):
     check(two_leaves())
-    refused(spoil(two_leaves()), WRONG[spoil])
+    check_fails(damage(two_leaves()), DAMAGES[damage])
 
 
-def test_a_part_that_no_row_has_would_come_back_as_garbage():
+def test_check_rejects_partial_export():
     plan = two_leaves()
     (stream,) = reverse_streams(plan.streams)
     check(replace(plan, streams=(stream,), leaves=()))
-    partly = replace(stream, reads=stream.reads[1:])
-    refused(replace(plan, streams=(partly,), leaves=()), "w: 64 bytes from byte 0 on")
+    partial = replace(stream, reads=stream.reads[1:])
+    check_fails(replace(plan, streams=(partial,), leaves=()), "w: the slab at byte 0 has 64 bytes, its reads have")
 
 
-@pytest.mark.parametrize("held", [(0, 0), (2, 2)])
-def test_two_rows_over_one_part_are_refused_though_the_bytes_add_up(held: tuple[int, int]):
-    rows = [bind_row(parse_row(f"q <- w: (qkv={i} q)"), SIZES | {"qkv": 2 if held == (0, 0) else 3}) for i in (0, 1)]
+@pytest.mark.parametrize("fixed_range", [(0, 0), (2, 2)])
+def test_check_rejects_two_rows_over_the_same_part(fixed_range: tuple[int, int]):
+    rows = [
+        bind_row(parse_row(f"q <- w: (qkv={i} q)"), SIZES | {"qkv": 2 if fixed_range == (0, 0) else 3}) for i in (0, 1)
+    ]
     twice = make_save_plan(rows, [(6,), (6,)]).plan
     (stream,) = twice.streams
-    same = tuple(replace(part, axis_map=rows[0]) for part in stream.writes)
-    refused(replace(twice, streams=(replace(stream, writes=same),)), "two rows have a part of w")
+    same = tuple(replace(region, axis_map=rows[0]) for region in stream.writes)
+    check_fails(replace(twice, streams=(replace(stream, writes=same),)), "two rows map the same part of w")
 
 
-@pytest.mark.parametrize(("rows", "adds_up"), [([(0, 9), (9, 12)], True), ([(0, 12)], False), ([(0, 9)], False)])
-def test_what_has_to_be_equal_is_read_in_the_same_pieces(rows: list[tuple[int, int]], adds_up: bool):
+@pytest.mark.parametrize(("rows", "is_valid"), [([(0, 9), (9, 12)], True), ([(0, 12)], False), ([(0, 9)], False)])
+def test_check_requires_equal_tensors_in_same_pieces(rows: list[tuple[int, int]], is_valid: bool):
     def read(name: str, offset: int, pieces: list[tuple[int, int]]) -> list[Stream]:
         return [Stream(name, "float32", (12, 4), piece, (Contiguous(0, offset),), ()) for piece in pieces]
 
     streams = (*read("wte", 0, [(0, 9), (9, 12)]), *read("head", 192, rows))
     plan = Plan("test", "test", "test", (), streams, (), checks=(EqualityCheck("head", "wte"),))
-    if adds_up:
+    if is_valid:
         check(plan)
     else:
-        refused(plan, "head and wte would not be compared")
+        check_fails(plan, "head and wte would not be compared")
 
 
-def test_digests_alone_write_nothing():
+def test_check_accepts_plan_that_only_digests():
     stream = Stream("w", "float32", (3, 4), (0, 3), (Contiguous(0, 8),), ())
     check(Plan("test", "test", "test", (), (stream,), ()))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
-def test_tensors_without_elements_add_up(shape: tuple[int, ...]):
+def test_check_accepts_empty_tensors(shape: tuple[int, ...]):
     empty = Stream("e", "float32", shape, (0, shape[0]), (Contiguous(0, 0),), (Contiguous(0, 48),))
     full = Stream("w", "float32", (3, 4), (0, 3), (Contiguous(0, 0),), (Contiguous(0, 0),))
     check(Plan("test", "test", "test", (), (empty, full), ()))

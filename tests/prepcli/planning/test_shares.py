@@ -1,4 +1,4 @@
-"""Shares: every stream has one process, what belongs together stays together, and nobody has much more than others."""
+"""Shares: every stream has one process, groups stay together, and the shares are balanced."""
 
 from __future__ import annotations
 
@@ -40,73 +40,75 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan_of(streams, tuple(EqualityCheck(*pair) for pair in pairs) if len(sizes) > 1 else ())
 
 
-def kin(plan: Plan) -> list[set[str]]:
-    """Names that have to stay together, by repeated merging."""
+def name_groups(plan: Plan) -> list[set[str]]:
+    """Return the groups of names that must stay together, by repeated merging."""
     groups = [{s.name} for s in plan.streams]
     for check in plan.checks:
-        joined = [g for g in groups if g & {check.name, check.duplicate_of}]
-        groups = [g for g in groups if g not in joined] + [set().union(*joined)]
+        merged = [names for names in groups if names & {check.name, check.duplicate_of}]
+        groups = [names for names in groups if names not in merged] + [set().union(*merged)]
     return groups
 
 
 @given(plans(), st.integers(1, 6), st.data())
-def test_every_stream_has_one_process_and_kin_stay_together(plan: Plan, count: int, data):
-    done = data.draw(st.sets(st.integers(0, len(plan.streams) - 1)))
-    shares = divide_streams(plan, Division(count, dict.fromkeys(done, "digest")))
+def test_divide_streams_keeps_groups_together(plan: Plan, count: int, data):
+    durable = data.draw(st.sets(st.integers(0, len(plan.streams) - 1)))
+    shares = divide_streams(plan, Division(count, dict.fromkeys(durable, "digest")))
     assert len(shares) == count
     numbers = [number for share in shares for number in share]
     assert len(numbers) == len(set(numbers))
-    for group in kin(plan):
+    for group in name_groups(plan):
         members = {number for number, s in enumerate(plan.streams) if s.name in group}
-        owners = [at for at, share in enumerate(shares) if members & set(share)]
+        owners = [process for process, share in enumerate(shares) if members & set(share)]
         assert len(owners) == 1
         assert not owners or members <= set(shares[owners[0]])
     assert all(list(share) == sorted(share) for share in shares)
 
 
 @given(plans(), st.integers(1, 6))
-def test_no_share_is_larger_than_the_mean_and_the_largest_group(plan: Plan, count: int):
+def test_divide_streams_bounds_the_largest_share(plan: Plan, count: int):
     sizes = [sum(plan.streams[n].nbytes for n in share) for share in divide_streams(plan, Division(count))]
-    largest = max(sum(s.nbytes for s in plan.streams if s.name in group) for group in kin(plan))
+    largest = max(sum(s.nbytes for s in plan.streams if s.name in group) for group in name_groups(plan))
     assert max(sizes) <= sum(sizes) / count + largest
 
 
-def test_large_tensors_are_spread_evenly():
+def test_divide_streams_balances_large_tensors():
     sizes = [100, 90, 80, 70, 60, 50, 40, 30, 20, 10]
     plan = plan_of([stream(f"t{i}", (0, size)) for i, size in enumerate(sizes)])
     loads = [sum(sizes[n] for n in share) for share in divide_streams(plan, Division(3))]
     assert max(loads) - min(loads) <= 10
 
 
-def test_a_part_has_the_checks_of_its_tensors():
+def test_subplan_keeps_checks_of_its_tensors():
     plan = plan_of([stream("a"), stream("b"), stream("c")], (EqualityCheck("a", "b"),))
     assert subplan(plan, {0, 1}).checks == plan.checks
     assert subplan(plan, {2}).checks == ()
     assert [s.name for s in subplan(plan, {0, 2}).streams] == ["a", "c"]
 
 
-def test_divisions_have_names_of_their_own():
-    names = {Division(count, done).label for count in (1, 2, 12) for done in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})}
+def test_division_labels_are_unique():
+    names = {
+        Division(count, durable).label for count in (1, 2, 12) for durable in ({}, {1: "a"}, {2: "a"}, {1: "a", 2: "b"})
+    }
     assert len(names) == 12
 
 
 @pytest.mark.parametrize(("text", "share"), [("1/0", SINGLE_PROCESS), ("4/3", Share(4, 3)), (" 64/0 ", Share(64, 0))])
-def test_shares_as_they_are_spelled(text: str, share: Share):
+def test_parse_share_reads_count_and_index(text: str, share: Share):
     assert parse_share(text) == share
     assert parse_share(str(share)) == share
 
 
 @pytest.mark.parametrize("text", ["", "4", "4/4", "0/4", "1/4", "0/0", "-1/0", "4/x", "4/1/1", "99999999/1", "٤/١"])
-def test_anything_else_is_refused(text: str):
-    with pytest.raises(PrepError) as caught:
+def test_parse_share_rejects_invalid_text(text: str):
+    with pytest.raises(PrepError) as raised:
         parse_share(text)
-    assert caught.value.code == USAGE
+    assert raised.value.code == USAGE
 
 
-def test_a_share_the_wrong_way_round_is_told_the_right_one():
-    with pytest.raises(PrepError) as caught:
+def test_parse_share_suggests_swapped_order():
+    with pytest.raises(PrepError) as raised:
         parse_share("1/4")
-    assert caught.value.hint == "`--processes 4/1`"
+    assert raised.value.hint == "`--processes 4/1`"
 
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
@@ -114,7 +116,7 @@ JAX = {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "0"}
 
 
 @pytest.mark.parametrize(
-    ("text", "environ", "found"),
+    ("text", "environ", "expected"),
     [
         (None, {}, (SINGLE_PROCESS, "")),
         (None, SLURM, (Share(4, 2), "SLURM")),
@@ -122,17 +124,21 @@ JAX = {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "0"}
         (None, {**JAX, **SLURM}, (Share(4, 2), "SLURM")),
         ("2/1", SLURM, (Share(2, 1), "")),
         ("1/0", SLURM, (SINGLE_PROCESS, "")),
-        (None, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (SINGLE_PROCESS, "")),  # the script of a batch job
+        (
+            None,
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+            (SINGLE_PROCESS, ""),
+        ),  # set in a batch script, which runs once
         (None, {"SLURM_STEP_NUM_TASKS": "4"}, (SINGLE_PROCESS, "")),
         (None, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "4"}, (SINGLE_PROCESS, "")),
         (None, {"JAX_NUM_PROCESSES": "many", "JAX_PROCESS_ID": "0"}, (SINGLE_PROCESS, "")),
         (None, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (SINGLE_PROCESS, "")),
     ],
 )
-def test_what_the_launcher_says_holds_where_the_command_line_says_nothing(text, environ, found):
-    assert requested_share(text, environ) == found
+def test_requested_share_prefers_the_command_line(text, environ, expected):
+    assert requested_share(text, environ) == expected
 
 
-def test_workers_of_a_process_are_shares_of_a_finer_division():
+def test_share_split_among_workers():
     shares = [share for index in range(3) for share in Share(3, index).split(2)]
     assert shares == [Share(6, index) for index in range(6)]

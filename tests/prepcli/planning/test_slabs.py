@@ -1,4 +1,4 @@
-"""Slabs: they fit, they tile their stream, and where there is room they hold whole bands of chunks or whole pages."""
+"""Slabs: they fit the limit, tile their stream, and keep bands of chunks or pages whole where possible."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from tests.helpers.strategies import complete_tables
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
 
 
-def check_tiling(found: Sequence[Slab], stream: Stream, limit: int) -> None:
+def check_tiling(slabs: Sequence[Slab], stream: Stream, limit: int) -> None:
     low, high = stream.byte_range
-    edges = [low, *(slab.start + slab.nbytes for slab in found)]
-    assert [slab.start for slab in found] == edges[:-1]
+    edges = [low, *(slab.start + slab.nbytes for slab in slabs)]
+    assert [slab.start for slab in slabs] == edges[:-1]
     assert edges[-1] == high
-    assert all(0 < slab.nbytes <= limit for slab in found)
-    for slab, side in itertools.product(found, ("left", "right")):
-        copies: tuple[StridedCopy, ...] = getattr(slab, side)
-        assert sum(c.nbytes for c in copies) == (slab.nbytes if getattr(stream, side) else 0)
+    assert all(0 < slab.nbytes <= limit for slab in slabs)
+    for slab, direction in itertools.product(slabs, ("reads", "writes")):
+        copies: tuple[StridedCopy, ...] = getattr(slab, direction)
+        assert sum(c.nbytes for c in copies) == (slab.nbytes if getattr(stream, direction) else 0)
 
 
 @settings(max_examples=150, deadline=None)
 @given(complete_tables(), st.data())
-def test_slabs_fit_and_tile_their_stream(rows: tuple[AxisMap, ...], data):
-    made = make_save_plan(
+def test_slabs_tile_their_stream_within_the_limit(rows: tuple[AxisMap, ...], data):
+    save_plan = make_save_plan(
         rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift=data.draw(st.integers(0, 20))
     )
     limit = data.draw(st.integers(4, 200))
-    streams = data.draw(st.sampled_from([made.plan.streams, reverse_streams(made.plan.streams)]))
+    streams = data.draw(st.sampled_from([save_plan.plan.streams, reverse_streams(save_plan.plan.streams)]))
     for number, stream in enumerate(streams):
         check_tiling(list(split_stream(number, stream, limit)), stream, limit)
         check_tiling(list(split_stream_evenly(number, stream, limit)), stream, limit)
@@ -60,26 +60,26 @@ def test_slabs_fit_and_tile_their_stream(rows: tuple[AxisMap, ...], data):
 
 
 def region(text: str, sizes: dict[str, int], chunk: tuple[int, ...], itemsize: int = 4, **at: int) -> Region:
-    """A row's chunks one after another, in file 0."""
+    """Return a region whose chunks are stored one after another in file 0."""
     row = bind_row(parse_row(text), sizes)
     grid = ChunkGrid(row.leaf_shape, chunk)
     steps = strides(grid.chunk_counts, math.prod(chunk) * itemsize)
     return Region(row, tuple(at.items()), grid, StridedPlacement(0, 0, (0,) * len(chunk), steps), itemsize)
 
 
-def into(*regions: Region, left: tuple[Contiguous | Region, ...] = (Contiguous(0, 0),)) -> Stream:
+def stream_into(*regions: Region, reads: tuple[Contiguous | Region, ...] = (Contiguous(0, 0),)) -> Stream:
     shape = regions[0].axis_map.source_shape
     dtype = {2: "bfloat16", 4: "float32"}[regions[0].itemsize]
-    return Stream("w", dtype, shape, (0, shape[0]), left, regions)
+    return Stream("w", dtype, shape, (0, shape[0]), reads, regions)
 
 
-def chunks_cut(found: Iterable[Slab], side: str, chunk_nbytes: int) -> int:
-    """How many chunks are touched by more than one slab."""
+def split_chunk_count(slabs: Iterable[Slab], direction: str, chunk_nbytes: int) -> int:
+    """Return the number of chunks that more than one slab touches."""
     touched: dict[tuple[int, int], set[int]] = {}
-    for number, slab in enumerate(found):
-        for copy in getattr(slab, side):
-            for offset in copy.offsets():
-                for chunk in range(offset // chunk_nbytes, (offset + copy.run - 1) // chunk_nbytes + 1):
+    for number, slab in enumerate(slabs):
+        for copy in getattr(slab, direction):
+            for offset in copy.run_offsets():
+                for chunk in range(offset // chunk_nbytes, (offset + copy.run_nbytes - 1) // chunk_nbytes + 1):
                     touched.setdefault((copy.file, chunk), set()).add(number)
     return sum(len(numbers) > 1 for numbers in touched.values())
 
@@ -95,76 +95,76 @@ CUTS = {  # row, sizes, chunk, rows of the tensor that fill whole chunks
 
 
 @pytest.mark.parametrize("case", CUTS)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_bands_of_chunks_stay_whole_where_they_fit(case: str, side: str):
+@pytest.mark.parametrize("direction", ["reads", "writes"])
+def test_slabs_keep_chunk_bands_whole_where_they_fit(case: str, direction: str):
     text, sizes, chunk, band = CUTS[case]
-    part = region(text, sizes, chunk)
-    stream = into(part) if side == "right" else reverse_streams([into(part)])[0]
+    region_part = region(text, sizes, chunk)
+    stream = stream_into(region_part) if direction == "writes" else reverse_streams([stream_into(region_part)])[0]
     band_nbytes, chunk_nbytes = band * stream.row_nbytes, math.prod(chunk) * 4
     for limit in (band_nbytes, band_nbytes + 4, 2 * band_nbytes + stream.row_nbytes, 10**6):
-        found = list(split_stream(0, stream, limit))
-        check_tiling(found, stream, limit)
-        assert not chunks_cut(found, side, chunk_nbytes)
-        assert len(found) == math.ceil(math.ceil(stream.shape[0] / band) / (limit // band_nbytes))
-    assert chunks_cut(split_stream(0, stream, band_nbytes - stream.row_nbytes), side, chunk_nbytes)
+        slabs = list(split_stream(0, stream, limit))
+        check_tiling(slabs, stream, limit)
+        assert not split_chunk_count(slabs, direction, chunk_nbytes)
+        assert len(slabs) == math.ceil(math.ceil(stream.shape[0] / band) / (limit // band_nbytes))
+    assert split_chunk_count(split_stream(0, stream, band_nbytes - stream.row_nbytes), direction, chunk_nbytes)
 
 
 @pytest.mark.parametrize(("written", "read"), [(4, 6), (6, 4), (4, 60), (10, 4), (12, 5)])
-def test_bands_that_are_written_come_before_those_that_are_read(written: int, read: int):
+def test_slabs_prefer_written_bands_to_read_bands(written: int, read: int):
     text, sizes = "mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}
-    stream = into(region(text, sizes, (written, 4)), left=(region(text, sizes, (read, 2)),))
-    found = list(split_stream(0, stream, 13 * stream.row_nbytes))
-    check_tiling(found, stream, 13 * stream.row_nbytes)
-    assert not chunks_cut(found, "right", written * 4 * 4)
+    stream = stream_into(region(text, sizes, (written, 4)), reads=(region(text, sizes, (read, 2)),))
+    slabs = list(split_stream(0, stream, 13 * stream.row_nbytes))
+    check_tiling(slabs, stream, 13 * stream.row_nbytes)
+    assert not split_chunk_count(slabs, "writes", written * 4 * 4)
 
 
-def test_parts_of_a_fused_tensor_have_their_bands_each():
+def test_slabs_follow_bands_of_each_fused_part():
     sizes = {"q": 24, "kv": 10, "embed": 4}
-    parts = [
+    region_parts = [
         region("q embed <- w: (>q | kv) embed", sizes, (8, 2)),
         region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
     ]
-    stream = into(parts[0], replace(parts[1], placement=StridedPlacement(1, 0, (0, 0), (80, 40))))
-    found = list(split_stream(0, stream, 11 * stream.row_nbytes))
-    check_tiling(found, stream, 11 * stream.row_nbytes)
-    assert [slab.nbytes // stream.row_nbytes for slab in found] == [8, 8, 8, 10]
+    stream = stream_into(region_parts[0], replace(region_parts[1], placement=StridedPlacement(1, 0, (0, 0), (80, 40))))
+    slabs = list(split_stream(0, stream, 11 * stream.row_nbytes))
+    check_tiling(slabs, stream, 11 * stream.row_nbytes)
+    assert [slab.nbytes // stream.row_nbytes for slab in slabs] == [8, 8, 8, 10]
 
 
-def test_bands_that_begin_elsewhere_do_not_shift_those_that_are_written():
+def test_slabs_keep_written_bands_with_shifted_reads():
     sizes = {"q": 24, "kv": 10, "all": 34, "embed": 4}
-    parts = [
+    region_parts = [
         region("q embed <- w: (>q | kv) embed", sizes, (3, 2)),
         region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
     ]
-    stream = into(*parts, left=(region("all embed <- w: all embed", sizes, (2, 2)),))
-    found = list(split_stream(0, stream, 7 * stream.row_nbytes))
-    check_tiling(found, stream, 7 * stream.row_nbytes)
-    assert [slab.nbytes // stream.row_nbytes for slab in found] == [6, 6, 6, 6, 5, 5]
+    stream = stream_into(*region_parts, reads=(region("all embed <- w: all embed", sizes, (2, 2)),))
+    slabs = list(split_stream(0, stream, 7 * stream.row_nbytes))
+    check_tiling(slabs, stream, 7 * stream.row_nbytes)
+    assert [slab.nbytes // stream.row_nbytes for slab in slabs] == [6, 6, 6, 6, 5, 5]
 
 
 @pytest.mark.parametrize("columns", [256, 384, 1024])
 @pytest.mark.parametrize("rows", [200, 205])
-def test_strips_of_a_chunk_that_does_not_fit_are_whole_pages(columns: int, rows: int):
+def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
     row = bind_row(parse_row("mlp embed <- w: mlp embed"), {"mlp": 2 * rows, "embed": 2 * columns})
     layout = place_chunks([LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, (rows, columns)), 4)])
-    (stream,) = [into(part) for part in layout.regions]
+    (stream,) = [stream_into(region_part) for region_part in layout.regions]
     limit = 64 * 2 * columns * 4
-    found = list(split_stream(0, stream, limit))
-    check_tiling(found, stream, limit)
+    slabs = list(split_stream(0, stream, limit))
+    check_tiling(slabs, stream, limit)
     ends = {layout.regions[0].placement.find(index)[1] + rows * columns * 4 for index in np.ndindex(2, 2)}
-    for copy in (copy for slab in found for copy in slab.writes):
+    for copy in (copy for slab in slabs for copy in slab.writes):
         for offset in copy.run_offsets():
             assert offset % PAGE == 0
             assert copy.run_nbytes % PAGE == 0 or offset + copy.run_nbytes in ends
 
 
-def test_plain_bytes_are_cut_where_pages_of_the_file_that_is_written_begin():
+def test_slabs_split_contiguous_bytes_at_written_pages():
     stream = Stream("w", "uint8", (20_000,), (0, 20_000), (Contiguous(0, 5),), (Contiguous(0, 123),))
-    found = list(split_stream(0, stream, 2 * PAGE))
-    check_tiling(found, stream, 2 * PAGE)
-    assert all(slab.is_contiguous for slab in found)
-    assert [slab.writes[0].file_offset for slab in found] == [123, 2 * PAGE, 4 * PAGE]
-    assert [slab.reads[0].file_offset - slab.writes[0].file_offset for slab in found] == [-118] * 3
+    slabs = list(split_stream(0, stream, 2 * PAGE))
+    check_tiling(slabs, stream, 2 * PAGE)
+    assert all(slab.is_contiguous for slab in slabs)
+    assert [slab.writes[0].file_offset for slab in slabs] == [123, 2 * PAGE, 4 * PAGE]
+    assert [slab.reads[0].file_offset - slab.writes[0].file_offset for slab in slabs] == [-118] * 3
     assert [slab.nbytes for slab in split_stream(0, stream, 9_999)] == [
         2 * PAGE - 123,
         2 * PAGE,
@@ -172,27 +172,27 @@ def test_plain_bytes_are_cut_where_pages_of_the_file_that_is_written_begin():
     ]
 
 
-def test_a_limit_below_a_page_still_moves_on_by_the_limit():
+def test_slabs_smaller_than_a_page():
     stream = Stream("w", "uint8", (10_000,), (0, 10_000), (Contiguous(0, 0),), (Contiguous(0, 10),))
     assert [slab.nbytes for slab in split_stream(0, stream, 3000)] == [3000, 1086, 3000, 1096, 1818]
 
 
-def test_rows_that_are_made_are_slabs_without_a_left_side():
+def test_slabs_of_filled_rows_have_no_reads():
     stream = Stream("w", "float32", (12, 5), (9, 12), (), (Contiguous(0, 40),), Fill("zeros"))
-    found = list(split_stream(0, stream, 24))
-    check_tiling(found, stream, 24)
-    assert [copy.file_offset for slab in found for copy in slab.writes] == [40 + slab.start for slab in found]
+    slabs = list(split_stream(0, stream, 24))
+    check_tiling(slabs, stream, 24)
+    assert [copy.file_offset for slab in slabs for copy in slab.writes] == [40 + slab.start for slab in slabs]
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((0, 5), (0, 0)), ((5, 0), (0, 5)), ((0,), (0, 0)), ((7, 5), (3, 3))])
-def test_a_stream_without_bytes_has_no_slabs(shape: tuple[int, ...], rows: tuple[int, int]):
+def test_slabs_of_empty_stream(shape: tuple[int, ...], rows: tuple[int, int]):
     stream = Stream("w", "float32", shape, rows, (Contiguous(0, 8),), (Contiguous(0, 16),))
     assert list(split_stream(0, stream, 64)) == list(split_stream_evenly(0, stream, 64)) == []
 
 
-def test_a_0d_tensor_is_one_slab():
-    part = region("layers <- s.{layers}:", {"layers": 3}, (1,), layers=2)
-    stream = Stream("s.2", "float32", (), (0, 1), (Contiguous(0, 4),), (part,))
+def test_slabs_of_0d_tensor():
+    region_part = region("layers <- s.{layers}:", {"layers": 3}, (1,), layers=2)
+    stream = Stream("s.2", "float32", (), (0, 1), (Contiguous(0, 4),), (region_part,))
     (slab,) = split_stream(0, stream, 64)
     assert (slab.start, slab.nbytes, slab.writes[0].file_offset) == (0, 4, 8)
     (even,) = split_stream_evenly(0, stream, 64)
@@ -201,20 +201,23 @@ def test_a_0d_tensor_is_one_slab():
 
 @given(st.integers(4, 400), st.data())
 @settings(max_examples=40, deadline=None)
-def test_even_slabs_do_not_depend_on_what_lies_left_and_right(limit: int, data):
+def test_even_slabs_do_not_depend_on_locations(limit: int, data):
     text, sizes = "heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 4, "embed": 7}
-    one, other = (region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2))
-    cut = [[(s.start, s.nbytes) for s in split_stream_evenly(0, into(part), limit)] for part in (one, other)]
+    region_a, region_b = (region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2))
+    boundaries = [
+        [(s.start, s.nbytes) for s in split_stream_evenly(0, stream_into(region_part), limit)]
+        for region_part in (region_a, region_b)
+    ]
     flat = Stream("w", "float32", (24, 7), (0, 24), (Contiguous(0, 0),), (Contiguous(3, 77),))
-    assert cut[0] == cut[1] == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, limit)]
+    assert boundaries[0] == boundaries[1] == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, limit)]
 
 
 SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of whole chunks
     "in order": ("mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}, (60, 8), 0),
     "in strips": ("mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}, (12, 4), 12 * 8 * 4),
-    "turned": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), 60 * 8 * 4),
-    "turned in bands": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 20), 20 * 8 * 4),
-    "turned in chunks": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (4, 20), 20 * 8 * 4),
+    "transposed": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), 60 * 8 * 4),
+    "transposed in bands": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 20), 20 * 8 * 4),
+    "transposed in chunks": ("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (4, 20), 20 * 8 * 4),
     "each expert": ("n embed mlp <- w: n mlp embed", {"n": 5, "mlp": 60, "embed": 8}, (5, 8, 60), 60 * 8 * 4),
     "a part": ("mlp embed <- w: embed (qkv=1 mlp)", {"qkv": 3, "mlp": 6, "embed": 9}, (6, 9), 9 * 18 * 4),
     "long": (
@@ -228,23 +231,24 @@ SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of who
 
 
 @pytest.mark.parametrize("case", SPREADS)
-def test_how_wide_a_slab_has_to_be_for_long_runs(case: str):
+def test_min_buffer_gives_long_runs(case: str):
     text, sizes, chunk, nbytes = SPREADS[case]
-    part = region(text, sizes, chunk, layers=1) if case == "0-d" else region(text, sizes, chunk)
-    shape = part.axis_map.source_shape
-    stream = Stream("w", "float32", shape, (0, shape[0] if shape else 1), (Contiguous(0, 0),), (part,))
+    region_part = region(text, sizes, chunk, layers=1) if case == "0-d" else region(text, sizes, chunk)
+    shape = region_part.axis_map.source_shape
+    stream = Stream("w", "float32", shape, (0, shape[0] if shape else 1), (Contiguous(0, 0),), (region_part,))
     assert min_buffer_nbytes([stream]) == min_buffer_nbytes(reverse_streams([stream])) == nbytes
     assert min_buffer_nbytes([]) == 0
     for slab in split_stream(0, stream, nbytes) if nbytes else ():
         assert slab.nbytes <= nbytes
         assert all(
-            copy.run_nbytes >= min(LONG_RUN_NBYTES, math.prod(part.grid.chunk_shape[1:]) * 4) for copy in slab.writes
+            copy.run_nbytes >= min(LONG_RUN_NBYTES, math.prod(region_part.grid.chunk_shape[1:]) * 4)
+            for copy in slab.writes
         )
 
 
-def test_a_wide_slab_has_room_in_either_dtype():
-    part = region("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), itemsize=2)
-    stream = replace(into(part), dtype="float32", cast_to="bfloat16")
+def test_min_buffer_fits_either_dtype():
+    region_part = region("embed mlp <- w: mlp embed", {"mlp": 60, "embed": 8}, (8, 60), itemsize=2)
+    stream = replace(stream_into(region_part), dtype="float32", cast_to="bfloat16")
     assert min_buffer_nbytes([stream]) == 60 * 8 * 4
     assert min_buffer_nbytes([replace(reverse_streams([stream])[0], dtype="bfloat16", cast_to="float32")]) == 60 * 8 * 4
     (slab,) = split_stream(0, stream, 60 * 8 * 4)
@@ -253,16 +257,16 @@ def test_a_wide_slab_has_room_in_either_dtype():
 
 @given(st.sampled_from([("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")]), st.data())
 @settings(max_examples=60, deadline=None)
-def test_slabs_of_values_that_are_cast_fit_in_either_dtype(pair: tuple[str, str], data):
+def test_slabs_of_casts_fit_in_either_dtype(pair: tuple[str, str], data):
     dtype, cast = pair
     items = [itemsize(dtype), itemsize(cast)]
     shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30)))
     stream = Stream("w", dtype, shape, (0, shape[0]), (Contiguous(0, 3),), (Contiguous(0, 5),), cast_to=cast)
     limit = data.draw(st.integers(max(items), 2000))
-    found = list(split_stream(0, stream, limit))
-    assert [slab.start for slab in found] == [0, *itertools.accumulate(slab.nbytes for slab in found)][:-1]
-    assert sum(slab.nbytes for slab in found) == stream.nbytes
-    for slab in found:
+    slabs = list(split_stream(0, stream, limit))
+    assert [slab.start for slab in slabs] == [0, *itertools.accumulate(slab.nbytes for slab in slabs)][:-1]
+    assert sum(slab.nbytes for slab in slabs) == stream.nbytes
+    for slab in slabs:
         assert slab.nbytes <= limit
         assert slab.written_nbytes <= limit
         assert slab.is_cast

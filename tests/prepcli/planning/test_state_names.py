@@ -1,4 +1,4 @@
-"""Names in a training state: parameters, slots of the optimizer, and what stands alone."""
+"""Tensor names in a training state: parameters, optimizer slots, and other leaves."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ def leaves(*roots: str) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("slot", [PARAMS, "opt_state.adam.mu", ""])
-def test_what_was_joined_is_parted(slot: str):
+def test_split_name_reverses_qualify(slot: str):
     assert split_name(qualify(slot, "h.0.attn.q.weight")) == (slot, "h.0.attn.q.weight")
 
 
-def test_a_parameter_keeps_its_name():
+def test_qualify_keeps_parameter_names():
     assert qualify(PARAMS, "wte.weight") == "wte.weight"
 
 
-def test_slots_have_a_leaf_for_each_parameter():
-    found = leaves("params", "opt_state.adam.nu", "opt_state.adam.mu", "opt_state") | {"opt_state.adam.count": ()}
-    assert find_slots(found, SHAPES) == ("opt_state", "opt_state.adam.mu", "opt_state.adam.nu")
+def test_find_slots_requires_every_parameter():
+    state = leaves("params", "opt_state.adam.nu", "opt_state.adam.mu", "opt_state") | {"opt_state.adam.count": ()}
+    assert find_slots(state, SHAPES) == ("opt_state", "opt_state.adam.mu", "opt_state.adam.nu")
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage",
     [
-        lambda found: found.pop("opt_state.mu.norm.scale"),
-        lambda found: found.update({"opt_state.mu.norm.scale": (1,)}),
+        lambda state: state.pop("opt_state.mu.norm.scale"),
+        lambda state: state.update({"opt_state.mu.norm.scale": (1,)}),
     ],
 )
-def test_a_subtree_of_other_leaves_is_no_slot(spoil):
-    found = leaves("params", "opt_state.mu", "opt_state.nu")
-    spoil(found)
-    assert find_slots(found, SHAPES) == ("opt_state.nu",)
+def test_find_slots_ignores_incomplete_subtrees(damage):
+    state = leaves("params", "opt_state.mu", "opt_state.nu")
+    damage(state)
+    assert find_slots(state, SHAPES) == ("opt_state.nu",)
 
 
-def test_only_the_optimizer_has_slots():
+def test_find_slots_searches_the_optimizer_state_only():
     assert find_slots(leaves("params", "ema"), SHAPES) == ()
     assert find_slots({"opt_state.x": (3,)}, {}) == ()
 
 
 @given(st.lists(st.integers(1, 4), max_size=4).map(tuple))
-def test_a_leaf_that_stands_alone_is_its_own_tensor(shape: tuple[int, ...]):
-    row = identity_axis_map("opt_state.count", shape)
-    assert (row.leaf_shape, row.source_shape) == (shape, shape)
-    assert list(row.tensors()) == [("opt_state.count", {})]
-    flat = (0,) * len(shape)
+def test_identity_axis_map_copies_the_whole_leaf(shape: tuple[int, ...]):
+    axis_map = identity_axis_map("opt_state.count", shape)
+    assert (axis_map.leaf_shape, axis_map.source_shape) == (shape, shape)
+    assert list(axis_map.tensors()) == [("opt_state.count", {})]
+    zeros = (0,) * len(shape)
     (copy,) = region_copies(
-        Region(row, (), ChunkGrid(shape, shape), StridedPlacement(0, 0, flat, flat), 4), full_box(shape)
+        Region(axis_map, (), ChunkGrid(shape, shape), StridedPlacement(0, 0, zeros, zeros), 4), full_box(shape)
     )
     nbytes = 4
     for extent in shape:

@@ -1,4 +1,4 @@
-"""The index algebra against whole-array NumPy: any box, either direction, any chunk grid."""
+"""Index algebra compared with whole-array NumPy: any box, either direction, any chunk grid."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainer.models.axis_map import AxisMap, bind_row, parse_row
 ITEM = 4
 
 
-def move(copy: StridedCopy, tensor: np.ndarray, other: np.ndarray, back: bool = False) -> int:
-    """Run a copy on byte arrays, element by element; `back` reads it right to left. Returns the bytes moved."""
+def move(copy: StridedCopy, tensor: np.ndarray, file_data: np.ndarray, is_reversed: bool = False) -> int:
+    """Run a copy on byte arrays, element by element, from tensor to file or reversed; return the bytes copied."""
     for index in itertools.product(*(range(n) for n, _, _ in copy.dims)):
-        here = copy.tensor_offset + sum(i * step for i, (_, step, _) in zip(index, copy.dims))
-        there = copy.file_offset + sum(i * step for i, (_, _, step) in zip(index, copy.dims))
-        assert min(here, there) >= 0
-        if back:
-            tensor[here : here + copy.width] = other[there : there + copy.width]
+        tensor_byte = copy.tensor_offset + sum(i * step for i, (_, step, _) in zip(index, copy.dims))
+        file_byte = copy.file_offset + sum(i * step for i, (_, _, step) in zip(index, copy.dims))
+        assert min(tensor_byte, file_byte) >= 0
+        if is_reversed:
+            tensor[tensor_byte : tensor_byte + copy.width] = file_data[file_byte : file_byte + copy.width]
         else:
-            other[there : there + copy.width] = tensor[here : here + copy.width]
+            file_data[file_byte : file_byte + copy.width] = tensor[tensor_byte : tensor_byte + copy.width]
     return copy.nbytes
 
 
@@ -37,7 +37,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 
 @given(axis_maps(), st.data())
-def test_any_box_of_a_leaf_is_what_numpy_says(row: AxisMap, data):
+def test_leaf_box_copies_match_numpy(row: AxisMap, data):
     tensors, box = random_tensors(row), data.draw(boxes(row.leaf_shape))
     expected = leaf_by_numpy(row, tensors)[tuple(slice(*r) for r in box)]
     out = np.zeros(expected.size * ITEM, np.uint8)
@@ -46,48 +46,48 @@ def test_any_box_of_a_leaf_is_what_numpy_says(row: AxisMap, data):
     assert np.array_equal(out, as_bytes(expected))
 
 
-def in_chunks(whole_leaf: np.ndarray, grid: ChunkGrid, slot: int, where: dict) -> np.ndarray:
-    out = np.zeros(max(where.values(), default=0) + slot, np.uint8)
-    for index, offset in where.items():
-        cell = np.zeros(grid.chunk_shape, np.int32)
+def in_chunks(whole_leaf: np.ndarray, grid: ChunkGrid, chunk_stride: int, offsets: dict) -> np.ndarray:
+    out = np.zeros(max(offsets.values(), default=0) + chunk_stride, np.uint8)
+    for index, offset in offsets.items():
+        chunk = np.zeros(grid.chunk_shape, np.int32)
         part = whole_leaf[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, grid.chunk_shape))]
-        cell[tuple(slice(0, n) for n in part.shape)] = part
-        out[offset : offset + cell.size * ITEM] = as_bytes(cell)
+        chunk[tuple(slice(0, n) for n in part.shape)] = part
+        out[offset : offset + chunk.size * ITEM] = as_bytes(chunk)
     return out
 
 
 @settings(max_examples=150)
 @given(axis_maps(), st.data())
-def test_boxes_of_tensors_fill_any_chunk_grid_and_come_back(row: AxisMap, data):
+def test_region_copies_round_trip_on_any_chunk_grid(row: AxisMap, data):
     grid = ChunkGrid(row.leaf_shape, tuple(data.draw(st.integers(1, n)) for n in row.leaf_shape))
-    slot = math.prod(grid.chunk_shape) * ITEM + data.draw(st.integers(0, 3))
+    chunk_stride = math.prod(grid.chunk_shape) * ITEM + data.draw(st.integers(0, 3))
     indices = list(itertools.product(*(range(n) for n in grid.chunk_counts)))
     if data.draw(st.booleans()):
-        places = StridedPlacement(0, 0, (0,) * len(grid.chunk_counts), strides(grid.chunk_counts, slot))
-        where = {index: places.find(index)[1] for index in indices}
+        placement = StridedPlacement(0, 0, (0,) * len(grid.chunk_counts), strides(grid.chunk_counts, chunk_stride))
+        offsets = {index: placement.find(index)[1] for index in indices}
     else:
         order = data.draw(st.permutations(range(len(indices))))
-        where = {index: i * slot for i, index in zip(order, indices)}
-        places = ExplicitPlacement({index: (0, offset) for index, offset in where.items()})
+        offsets = {index: i * chunk_stride for i, index in zip(order, indices)}
+        placement = ExplicitPlacement({index: (0, offset) for index, offset in offsets.items()})
     tensors = random_tensors(row)
-    expected = in_chunks(leaf_by_numpy(row, tensors), grid, slot, where)
-    out, moved = np.zeros_like(expected), 0
-    for name, at in row.tensors():
-        region = Region(row, tuple(at.items()), grid, places, ITEM)
-        cut = data.draw(st.integers(0, row.source_shape[0])) if row.source_shape else 0
-        rows = [(0, cut), (cut, row.source_shape[0])] if row.source_shape else [None]
-        back = np.zeros_like(as_bytes(tensors[name]))
-        for span in rows:
+    expected = in_chunks(leaf_by_numpy(row, tensors), grid, chunk_stride, offsets)
+    out, copied_nbytes = np.zeros_like(expected), 0
+    for name, stacked in row.tensors():
+        region = Region(row, tuple(stacked.items()), grid, placement, ITEM)
+        middle = data.draw(st.integers(0, row.source_shape[0])) if row.source_shape else 0
+        spans = [(0, middle), (middle, row.source_shape[0])] if row.source_shape else [None]
+        restored = np.zeros_like(as_bytes(tensors[name]))
+        for span in spans:
             for copy in region_copies(region, (span, *full_box(row.source_shape[1:])) if span else ()):
-                moved += move(copy, as_bytes(tensors[name]), out)
-                move(copy, back, out, back=True)
-        taken = back.view(np.int32).reshape(row.source_shape)
-        assert np.array_equal(taken[taken != 0], tensors[name][taken != 0])
+                copied_nbytes += move(copy, as_bytes(tensors[name]), out)
+                move(copy, restored, out, is_reversed=True)
+        values = restored.view(np.int32).reshape(row.source_shape)
+        assert np.array_equal(values[values != 0], tensors[name][values != 0])
     assert np.array_equal(out, expected)
-    assert moved == np.count_nonzero(leaf_by_numpy(row, tensors)) * ITEM
+    assert copied_nbytes == np.count_nonzero(leaf_by_numpy(row, tensors)) * ITEM
 
 
-CASES = {  # text -> (sizes, the leaf by hand from its tensors)
+CASES = {  # name -> (row, the leaf computed from its tensors with NumPy)
     "stack": (
         "layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed",
         lambda t: np.stack([t[f"h.{i}.q"].reshape(2, 6, 4) for i in range(3)]),
@@ -131,7 +131,7 @@ SIZES |= {"experts": 2, "blocks": 3, "slot": 2}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_forms_that_families_need(case: str):
+def test_leaf_box_copies_match_forms_of_families(case: str):
     text, by_hand = CASES[case]
     row = bind_row(parse_row(text), SIZES | {"local": (1, 4, 5)})
     tensors = random_tensors(row)
@@ -141,7 +141,7 @@ def test_the_forms_that_families_need(case: str):
     assert np.array_equal(out.view(np.int32).reshape(row.leaf_shape), by_hand(tensors))
 
 
-def test_an_atom_in_braces_that_the_leaf_lacks_is_one_leaf_per_index():
+def test_leaf_box_copies_of_unscanned_leaves():
     row = bind_row(parse_row("heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES)
     assert [f.atom for f in row.unscanned_factors] == ["layers"]
     tensors = random_tensors(row)
@@ -152,13 +152,13 @@ def test_an_atom_in_braces_that_the_leaf_lacks_is_one_leaf_per_index():
         assert np.array_equal(out, as_bytes(tensors[f"h.{layer}.q"]))
 
 
-def test_a_box_that_is_padding_only_needs_nothing():
+def test_leaf_box_copies_skip_padding():
     row = bind_row(parse_row("vocab embed <- wte: vocab embed"), {"vocab": 11, "embed": 4}, {"vocab": 16})
     assert list(leaf_box_copies(row, ((11, 16), (0, 4)))) == []
     assert sum(c.nbytes for _, c in leaf_box_copies(row, ((9, 16), (0, 4)))) == 8
 
 
-def test_a_chunk_grid_is_arithmetic():
+def test_region_copies_of_many_chunks_are_one_copy():
     row = bind_row(
         parse_row("layers heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"),
         {"layers": 40, "heads": 40, "head_dim": 128, "embed": 5120},
@@ -171,9 +171,11 @@ def test_a_chunk_grid_is_arithmetic():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_cut_merged_tiles_a_range_in_order(extents: list[int], data):
+def test_split_merged_range_tiles_a_range_in_order(extents: list[int], data):
     total = math.prod(extents)
     low, high = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     flat = np.arange(total).reshape(extents)
-    found = [i for box in split_merged_range((low, high), extents) for i in flat[tuple(slice(*r) for r in box)].ravel()]
-    assert found == list(range(low, high))
+    indices = [
+        i for box in split_merged_range((low, high), extents) for i in flat[tuple(slice(*r) for r in box)].ravel()
+    ]
+    assert indices == list(range(low, high))

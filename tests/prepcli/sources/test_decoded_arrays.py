@@ -174,7 +174,7 @@ def test_a_window_beyond_memory_is_refused_with_both_numbers(tmp_path: Path):
     data = np.zeros(80 << 20, np.uint8)
     frame = zstandard.ZstdCompressor(compression_params=parameters).compress(data.tobytes())
     error = refused(one_chunk(tmp_path / "item", np.zeros(data.size, np.uint8), frame), 10, 16 << 20)
-    assert error.why == "frame: decoding it takes 64.5 MiB, of `--memory` 16.0 MiB are for that"
+    assert error.why == "frame: decoding it takes 64.5 MiB, `--memory` leaves 16.0 MiB for it"
 
 
 @pytest.mark.parametrize("kept", [0, 3, 10, -20])

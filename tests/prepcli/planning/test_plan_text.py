@@ -1,0 +1,142 @@
+"""Plan texts: the encoding that plan digests are computed from is complete and does not change."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+
+from prepcli.planning.chunk_placement import LeafPiece, place_chunks
+from prepcli.planning.gapped_regions import GappedRegion
+from prepcli.planning.grids import ChunkGrid, ExplicitPlacement
+from prepcli.planning.plan import (
+    Contiguous,
+    DroppedTensor,
+    EqualityCheck,
+    Fill,
+    OutputFile,
+    OutputLeaf,
+    Plan,
+    SmallFile,
+    SourceFile,
+    Stream,
+    Strided,
+)
+from prepcli.planning.plan_text import NAMES, encode_text
+from trainer.models.axis_map import bind_row, parse_row
+
+
+def dataclasses_in(hint: Any, found: set[type]) -> set[type]:
+    """Return the dataclasses in a type, directly or through fields."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint not in found:
+        found.add(hint)
+        for field_hint in typing.get_type_hints(hint).values():
+            dataclasses_in(field_hint, found)
+    for argument in typing.get_args(hint):
+        dataclasses_in(argument, found)
+    return found
+
+
+def test_every_dataclass_in_a_plan_has_a_name():
+    assert dataclasses_in(Plan, set()) == set(NAMES)
+
+
+@pytest.mark.parametrize("cls", NAMES, ids=lambda cls: cls.__name__)
+def test_renamed_fields_exist(cls: Any):
+    encoded = [field.name for field in dataclasses.fields(cls) if field.repr]
+    renames = NAMES[cls][1]
+    assert set(renames) <= set(encoded)
+    names = [renames.get(name, name) for name in encoded]
+    assert len(names) == len(set(names))
+
+
+def make_plan() -> Plan:
+    """Return a plan that contains every class of the encoding."""
+    row = "layers vocab <- h.{layers@list}.w: (two=1 vocab)"
+    axis_map = bind_row(parse_row(row), {"layers": 2, "list": (3, 5), "vocab": 3, "two": 2})
+    grid = ChunkGrid((2, 3), (1, 3))
+    pieces = [LeafPiece("w", axis_map, tuple(stacked.items()), grid, 4) for _, stacked in axis_map.tensors()]
+    layout = place_chunks(pieces)
+    explicit = dataclasses.replace(layout.regions[0], placement=ExplicitPlacement({(0, 0): (1, 8)}))
+    gapped = GappedRegion(layout.regions[1], ((16, 4),))
+    streams = (
+        Stream("h.3.w", "float32", (6,), (0, 6), (Contiguous(0, 8),), (layout.regions[0],), cast_to="bfloat16"),
+        Stream("h.5.w", "float32", (6,), (0, 6), (Strided(0, 8, (4,)), explicit), (gapped,), Fill("normal", 7, 0.5)),
+    )
+    return Plan(
+        command="save-init",
+        request="prep save-init m",
+        source_name="m",
+        source_files=(SourceFile("model.safetensors", 100, 5, "ab"),),
+        streams=streams,
+        files=(OutputFile("d0", 64, b"header", ((60, b"end"),)),),
+        small_files=(SmallFile("config.json", b"{}", "elsewhere", (2, 3)),),
+        leaves=(OutputLeaf(("w",), "float32", grid, tuple(layout.placed_chunks["w"])),),
+        dropped=(DroppedTensor("mask", 4, "--drop", (0, 1)),),
+        checks=(EqualityCheck("head", "wte"),),
+        settings={"config": {"vocab_size": 3}},
+        display_names={"wte": "transformer.wte"},
+        item="params",
+        zstd_level=1,
+    )
+
+
+def test_text_of_a_plan_is_stable():
+    assert encode_text(make_plan()).split(", ") == GOLDEN.split(", ")
+
+
+def test_text_omits_headers_and_copied_paths():
+    plan = make_plan()
+    files = (dataclasses.replace(plan.files[0], header=b"other"),)
+    small_files = (dataclasses.replace(plan.small_files[0], copied_from="other"),)
+    assert encode_text(dataclasses.replace(plan, files=files, small_files=small_files)) == encode_text(plan)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((), "()"),
+        ((1,), "(1,)"),
+        ((Contiguous(0, 1), "a"), "(Flat(file=0, offset=1), 'a')"),
+        ({"a": None}, "{'a': None}"),
+    ],
+)
+def test_text_of_tuples_and_plain_values(value: object, text: str):
+    assert encode_text(value) == text
+
+
+# The text of `make_plan()`. Outputs record digests of such texts: it must never change.
+GOLDEN = (
+    "Plan(command='save-init', request='prep save-init m', source_name='m', "
+    "sources=(SourceFile(path='model.safetensors', size=100, mtime_ns=5, digest='ab'),), "
+    "streams=(Stream(name='h.3.w', dtype='float32', shape=(6,), rows=(0, 6), left=(Flat(file=0, offset=8),), "
+    "right=(Region(row=AxisMap(text='layers vocab <- h.{layers@list}.w: (two=1 vocab)', "
+    "leaf=((Factor(atom='layers', extent=2, held=None),), (Factor(atom='vocab', extent=3, held=None),)), "
+    "name=('h.', Choice(factors=(Factor(atom='layers', extent=2, held=None),), numbers=(3, 5)), '.w'), "
+    "source=(TensorDim(extent=6, start=0, factors=(Factor(atom='two', extent=2, held=1), Factor(atom='vocab', "
+    "extent=3, held=None))),)), at=(('layers', 0),), grid=Grid(shape=(2, 3), chunk=(1, 3)), "
+    "places=Lattice(file=0, offset=0, first=(0, 0), strides=(12, 12)), itemsize=4),), fill=None, "
+    "cast='bfloat16'), Stream(name='h.5.w', dtype='float32', shape=(6,), rows=(0, 6), left=(Strided(file=0, "
+    "offset=8, steps=(4,)), Region(row=AxisMap(text='layers vocab <- h.{layers@list}.w: (two=1 vocab)', "
+    "leaf=((Factor(atom='layers', extent=2, held=None),), (Factor(atom='vocab', extent=3, held=None),)), "
+    "name=('h.', Choice(factors=(Factor(atom='layers', extent=2, held=None),), numbers=(3, 5)), '.w'), "
+    "source=(TensorDim(extent=6, start=0, factors=(Factor(atom='two', extent=2, held=1), Factor(atom='vocab', "
+    "extent=3, held=None))),)), at=(('layers', 0),), grid=Grid(shape=(2, 3), chunk=(1, 3)), "
+    "places=Scatter(chunks={(0, 0): (1, 8)}), itemsize=4)), "
+    "right=(Gapped(region=Region(row=AxisMap(text='layers vocab <- h.{layers@list}.w: (two=1 vocab)', "
+    "leaf=((Factor(atom='layers', extent=2, held=None),), (Factor(atom='vocab', extent=3, held=None),)), "
+    "name=('h.', Choice(factors=(Factor(atom='layers', extent=2, held=None),), numbers=(3, 5)), '.w'), "
+    "source=(TensorDim(extent=6, start=0, factors=(Factor(atom='two', extent=2, held=1), Factor(atom='vocab', "
+    "extent=3, held=None))),)), at=(('layers', 1),), grid=Grid(shape=(2, 3), chunk=(1, 3)), "
+    "places=Lattice(file=0, offset=4096, first=(1, 0), strides=(12, 12)), itemsize=4), gaps=((16, 4),)),), "
+    "fill=Fill(kind='normal', seed=7, std=0.5), cast='')), files=(OutFile(path='d0', size=64, fixed=((60, "
+    "b'end'),)),), small_files=(SmallFile(path='config.json', content=b'{}', stamp=(2, 3)),), "
+    "leaves=(Leaf(path=('w',), dtype='float32', grid=Grid(shape=(2, 3), chunk=(1, 3)), placed=(Placed(first=(0, "
+    "0), stop=(1, 1), places=Lattice(file=0, offset=0, first=(0, 0), strides=(12, 12))), Placed(first=(1, 0), "
+    "stop=(2, 1), places=Lattice(file=0, offset=4096, first=(1, 0), strides=(12, 12))))),), "
+    "dropped=(Dropped(name='mask', nbytes=4, rule='--drop', rows=(0, 1)),), checks=(Same(name='head', "
+    "other='wte'),), settings={'config': {'vocab_size': 3}}, names={'wte': 'transformer.wte'}, item='params', "
+    "zstd_level=1)"
+)
