@@ -20,9 +20,7 @@ TEXT_CHUNK_NBYTES = 1 << 18
 BYTE_ORDER_MARK = "\ufeff"
 WIDE_SPACES = rb"\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"  # UTF-8 spaces of 3 bytes
 AFTER_VISIBLE = rb"(?<!\s)(?<!\xc2[\x85\xa0])(?<!" + WIDE_SPACES + rb")"
-VISIBLE = (
-    rb"(?!\s|\xc2[\x85\xa0]|" + WIDE_SPACES + rb")...."
-)  # 4 bytes, so that the whole first character is in the buffer
+VISIBLE = rb"(?!\s|\xc2[\x85\xa0]|" + WIDE_SPACES + rb")...."  # 4 bytes hold the whole first character
 CUT_PATTERNS = (  # places where a text may be cut, best first
     re.compile(AFTER_VISIBLE + rb"\n(?=" + VISIBLE + rb")|\n(?= " + VISIBLE + rb")", re.DOTALL),
     re.compile(rb"\n"),
@@ -166,10 +164,8 @@ def _source_and_target(place: str, line: str, fields: TextFields) -> tuple[str, 
         columns = ", ".join(f"`{name}`" for name in record) or "none"
         hint = "`--set data.fields='[SOURCE], TARGET'`" if fields.source else "`--set data.fields=COLUMN`"
         raise PrepError(f"{place}: no column `{missing[0]}`", f"its columns: {columns}", hint)
-    source, target = (
-        " ".join(_column_text(place, record, column) for column in columns)
-        for columns in (fields.source, fields.target)
-    )
+    source = " ".join(_column_text(place, record, column) for column in fields.source)
+    target = " ".join(_column_text(place, record, column) for column in fields.target)
     return source, target
 
 
