@@ -42,7 +42,7 @@ def write_json(path: Path, documents: Sequence[Any], column: str = "text") -> Pa
 
 
 def make_config(folder: Path, *paths: Path | str, **changes: Any) -> TokenizeConfig:
-    """Return a config for text files with the tokenizer `folder/tokenizer.json`, which is written if missing."""
+    """Return a config for text files with the tokenizer `folder/tokenizer.json`; write it if it is missing."""
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
         make_tokenizer(tokenizer)

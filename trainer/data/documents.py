@@ -1,4 +1,4 @@
-"""Read documents from data files in bounded memory. Invalid input is an error with its location; nothing is skipped."""
+"""Read documents from data files in bounded memory. Invalid input is an error with its location, never skipped."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CUT_PATTERNS = (  # places where a text may be cut, best first
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Text that is encoded by itself: a document, or a part of one.
+    """A separately encoded text: a document, or a part of one.
 
     Attributes:
         text: The text.
-        nbytes: Bytes of the file that it accounts for in the progress.
+        nbytes: Its share of the file's bytes, for the progress.
         ends_document: Whether it is the end of its document.
     """
 
@@ -48,8 +48,8 @@ def read_text_chunks(file: DataFile, file_type: FileType, fields: TextFields, pr
 
     Args:
         file: The file, with its digest.
-        file_type: `text`: the file is one document, cut by `split_text` if it is long. `json`: each line that is not
-            blank is an object with one document, never cut, or with a source and a target, two documents.
+        file_type: `text`: the file is one document, cut by `split_text` if it is long. `json`: each
+            non-blank line is an object with one document, never cut, or with a source and a target, two documents.
         fields: Columns of the object that form the text.
         prefix: Text that is put before each source.
 
@@ -83,7 +83,7 @@ def split_text(path: Path, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
     The text is cut, in order of preference, in the second half of a chunk
 
     1. after a newline between two visible characters, or before one space and a visible character. The pre-tokenizers
-       of GPT-2 and Llama 3 also split there, so the tokens are those of the whole text;
+       of GPT-2 and Llama 3 also split there, so the tokens equal the tokens of the whole text;
     2. after any newline;
     3. before a space;
     4. between two characters.
@@ -129,7 +129,7 @@ def _decode(path: Path, data: bytes, offset: int) -> str:
 
 
 def read_json_lines(path: Path, lines: Iterable[bytes], fields: TextFields, prefix: str = "") -> Iterator[TextChunk]:
-    """Yield one document for each line that is not blank, or two (source, target) if `fields` has a source.
+    """Yield one document per non-blank line, or two (source, target) if `fields` has a source.
 
     Args:
         path: The file, for error messages.

@@ -30,16 +30,16 @@ class DataFile:
 def find_files(paths: Sequence[str], file_type: FileType) -> tuple[Path, ...]:
     """Return the data files of paths, each once, in the order of the paths.
 
-    A folder stands for all its *.txt (`text`) or *.jsonl (`json`) files at any depth, sorted, without hidden files and
-    without following linked folders. A glob (`*`, `?`, `[…]`, `**`) stands for the files and folders that match,
-    sorted. A path to a file stands for that file, whatever its suffix.
+    A folder gives all its *.txt (`text`) or *.jsonl (`json`) files at any depth, sorted, without hidden files and
+    without following linked folders. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and folders, sorted. A
+    path to a file gives that file, whatever its suffix.
 
     Args:
         paths: Files, folders or globs.
         file_type: Selects the suffix of files in folders.
 
     Raises:
-        PrepError: A path stands for no file, or a folder cannot be read.
+        PrepError: A path gives no file, or a folder cannot be read.
     """
     files: dict[Path, Path] = {}  # resolved path -> path as found
     for path in paths:
@@ -100,7 +100,7 @@ def hash_file(path: Path) -> DataFile:
 
 
 def check_readable(path: Path) -> None:
-    """Check that a file can be opened and is not empty, without reading it; raise PrepError otherwise."""
+    """Raise PrepError unless a file can be opened and has content; the content is not read."""
     try:
         with path.open("rb") as handle:
             is_empty = not handle.read(1)

@@ -33,7 +33,7 @@ class Dataset(Protocol):
 
     @property
     def seq_length(self) -> int:
-        """Tokens per row that the model learns to predict."""
+        """Predicted tokens per row."""
         ...
 
     @property

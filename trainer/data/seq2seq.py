@@ -102,6 +102,6 @@ def seq2seq_dataset(
 
 
 def count_truncated(tokens: MappedTokens, source_length: int) -> tuple[int, int]:
-    """Return the number of sources and the number of targets that are too long and will be truncated."""
+    """Return the numbers of sources and of targets to be truncated."""
     lengths = np.diff(tokens.ends.astype(np.int64), prepend=0)
     return int((lengths[::2] > source_length).sum()), int((lengths[1::2] > tokens.seq_length).sum())

@@ -35,7 +35,7 @@ class StoreMeta:
     """Metadata of a token store, as written to `meta.json`.
 
     Attributes:
-        identity: Digest of everything that the tokens depend on; also the store's folder name.
+        identity: Digest of all inputs of tokenization; also the store's folder name.
         dtype: Dtype of the ids, "uint16" or "uint32".
         n_tokens: Number of ids.
         n_documents: Number of documents.
@@ -116,7 +116,7 @@ class TokenWriter:
 
 
 class _HashingFile:
-    """A file that is written sequentially, with a running digest."""
+    """A sequentially written file with a running digest."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._state = file, xxhash.xxh3_128()
@@ -216,7 +216,7 @@ def _fsync(path: Path) -> None:
 def read_meta(folder: Path) -> StoreMeta:
     """Read the metadata of a store and check the sizes and digests of its files.
 
-    This reads all of the files, which are smaller than the texts that they were made from.
+    This reads all of the files. They are smaller than the original texts.
 
     Raises:
         DamagedStoreError: The files differ from the metadata.
@@ -267,7 +267,7 @@ def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
 
 
 class DamagedStoreError(PrepError):
-    """Error for a store whose files differ from what was written."""
+    """Error for a store with missing, changed or malformed files."""
 
 
 def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
@@ -277,7 +277,7 @@ def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
 
 
 def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
-    """Map the files of a store that is not empty into memory, without reading them."""
+    """Map the files of a nonempty store into memory, without reading them."""
     ids = np.memmap(folder / TOKENS_FILE, _little_endian(meta.dtype), "r", shape=(meta.n_tokens,))
     ends = np.memmap(folder / DOCUMENTS_FILE, "<u8", "r", shape=(meta.n_documents,))
     return MappedTokens(ids=ids, ends=ends, identity=meta.identity, seq_length=seq_length)

@@ -104,7 +104,7 @@ def _check_eos_id(config: TokenizeConfig) -> None:
 
 
 def _store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer) -> str:
-    """Return a digest of everything that the ids depend on; file paths and `seq_length` are not part of it."""
+    """Return a digest of all inputs of the ids; file paths and `seq_length` are not among them."""
     inputs = {
         "version": TOKENS_VERSION,
         "type": config.type,

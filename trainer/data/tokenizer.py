@@ -1,4 +1,4 @@
-"""A tokenizer.json, loaded so that a text always encodes to the same ids."""
+"""A tokenizer.json with deterministic encoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TextTokenizer:
     Attributes:
         path: Its tokenizer.json.
         digest: XXH3-128 of the file.
-        max_id: Largest token id that it can produce.
+        max_id: Its largest token id.
         tokenizer: The library's tokenizer, without truncation and padding.
     """
 
@@ -38,7 +38,7 @@ class TextTokenizer:
         """Encode each text by itself, without adding special tokens.
 
         Texts are spread over threads. Order and ids do not depend on the number of threads, nor on
-        TOKENIZERS_PARALLELISM. A special token that is spelled out in a text becomes its id.
+        TOKENIZERS_PARALLELISM. A special token spelled out in a text becomes its id.
 
         Args:
             texts: The texts.
@@ -56,7 +56,7 @@ class TextTokenizer:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt with the special tokens that the tokenizer adds; raise PrepError if the tokenizer fails."""
+        """Encode a prompt, with added special tokens; raise PrepError if the tokenizer fails."""
         try:
             return self.tokenizer.encode(text).ids
         except Exception as error:  # the library has no exception type of its own
@@ -65,7 +65,7 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.
 
-        Tokenizers strip a leading space. To keep it, the ids are decoded together with those before them.
+        Tokenizers strip a leading space. To keep it, the ids are decoded together with the preceding ids.
 
         Args:
             ids: The ids.

@@ -1,4 +1,4 @@
-"""Checks of a valid recipe for values that are out of range and for keys that conflict."""
+"""Checks of a recipe for values out of range and for conflicting keys."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A conflict of keys, or a value that is out of range.
+    """A conflict of keys, or a value out of range.
 
     Attributes:
-        keys: Keys that cause it; the error is reported at the first one that the user set.
+        keys: Keys at fault; the error is reported at the first key set by the user.
         what: What is wrong.
         why: The values that cause it.
         hint: How to fix it.

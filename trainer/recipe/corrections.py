@@ -32,7 +32,7 @@ def suggest_value(value: Any, key_schema: Mapping[str, Any]) -> str:
 
 
 def correct_value(value: Any, key_schema: Mapping[str, Any]) -> str:
-    """Return a value as TOML in a form that a key accepts.
+    """Return a value as TOML in a form accepted by a key.
 
     Args:
         value: The value that the user gave.

@@ -38,7 +38,7 @@ class Diagnostic:
 def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
     """Return one usage error that reports all diagnostics.
 
-    Diagnostics of the file come first, by line, then those of `--set`, then missing keys.
+    The order is: diagnostics of the file by line, of `--set`, of missing keys.
 
     Args:
         path: The recipe.

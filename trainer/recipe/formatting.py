@@ -54,7 +54,7 @@ def format_value(value: object) -> str:
 
 
 def alternatives(key_schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schemas of the types that a key accepts, without null, which stands for an absent key."""
+    """Return the schemas of a key's accepted types, without null, the value of an absent key."""
     return [schema for schema in key_schema.get("anyOf", [key_schema]) if schema.get("type") != "null"]
 
 

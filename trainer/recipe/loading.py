@@ -83,7 +83,7 @@ def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
 
 
 def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
-    """Return the diagnostics of unknown keys, and the keys and tables that they probably stand for."""
+    """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
     diagnostics, intended_keys = [], set()
     for path, value in find_unknown_keys(raw.tables):
         diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`", hint=unknown_key_hint(path, value)))
@@ -104,7 +104,7 @@ def _validate(raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[s
     Args:
         raw: The recipe with expanded paths.
         unexpanded: The recipe as the user wrote it, for messages.
-        intended_keys: Keys that unknown keys stand for; they are not reported as missing.
+        intended_keys: Keys probably meant by unknown keys; they are not reported as missing.
     """
     try:
         return Recipe.model_validate(_with_dependent_defaults(raw))

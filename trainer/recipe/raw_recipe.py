@@ -1,4 +1,4 @@
-"""Read a recipe file and `--set` options into raw values, with the line of each key. Nothing is validated here."""
+"""Read a recipe file and `--set` options into raw values, with the line of each key, before validation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RawRecipe:
         return {name: dict(value) if isinstance(value, dict) else value for name, value in self.tables.items()}
 
     def line_number(self, key: str) -> int:
-        """Return the line of a key, else of its table; 0 for an overridden key and for keys that the file lacks."""
+        """Return the line of a key, else of its table; 0 for overridden keys and keys absent from the file."""
         if key in self.overridden_keys:
             return 0
         path = tuple(key.split("."))

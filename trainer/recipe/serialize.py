@@ -15,7 +15,7 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
     Args:
         recipe: The recipe.
-        origins: Origin of each value that is not from the file, by dotted key; written as a comment.
+        origins: Origins of values from outside the file, by dotted key; written as comments.
     """
     return "\n".join(_lines(recipe, origins)) + "\n"
 

@@ -311,7 +311,7 @@ def schema() -> dict[str, Any]:
 
 
 def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield dotted key and JSON schema of every key that is not a table."""
+    """Yield dotted key and JSON schema of every key; tables are not keys."""
     for name, key_schema in recipe_schema["properties"].items():
         if "$ref" not in key_schema:
             yield name, key_schema

@@ -22,7 +22,7 @@ class TextFields:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All columns, those of the source first."""
+        """All columns, source columns first."""
         return *self.source, *self.target
 
 

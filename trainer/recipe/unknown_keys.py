@@ -43,7 +43,7 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def guess_key(path: str) -> str:
-    """Return the recipe key that an unknown key stands for; empty if none is close."""
+    """Return the recipe key probably meant by an unknown key; empty if none is close."""
     return key_for_synonym(path) or _closest_key_in_table(path) or _same_name_in_any_table(path)
 
 

@@ -24,7 +24,7 @@ OPT_STATE = "opt_state"
 
 
 def restore_state(reader: CheckpointReader, setup: StepSetup) -> TrainState:
-    """Restore a training state onto the mesh of `setup`, independent of the mesh that it was saved on.
+    """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
     Host memory holds one leaf's shards for the devices of this host at a time.
 

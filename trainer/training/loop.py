@@ -62,7 +62,7 @@ class Job:
 
     @property
     def eval_batch_size(self) -> int:
-        """Sequences of an evaluation batch: those of one training micro-batch."""
+        """Sequences of an evaluation batch, as many as in a training micro-batch."""
         return self.order.batch_size // self.setup.accumulate
 
     @property
@@ -73,10 +73,10 @@ class Job:
 
 
 class Callbacks(Protocol):
-    """Functions that the loop calls to report its progress."""
+    """Progress reports of the loop."""
 
     def on_compile(self, seconds: float) -> None:
-        """Report that the step is compiled, and the seconds that it took."""
+        """Report the seconds of compiling the step."""
         ...
 
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
@@ -88,16 +88,16 @@ class Callbacks(Protocol):
         ...
 
     def on_save(self, step: int, seconds: float) -> None:
-        """Report that the checkpoint of a step is durable, and the seconds that saving took."""
+        """Report a durable checkpoint, its step, and the seconds of saving it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Step at which a run stopped, and why it stopped before its last step.
+    """The last step of a run, and the reason of an early stop.
 
     Attributes:
-        step: The last step that was taken.
+        step: The last step taken.
         stop_reason: Why the run stopped early; empty if all steps were taken.
     """
 
@@ -123,7 +123,7 @@ class Loop:
         """Create a loop that starts at the step of `state`.
 
         Args:
-            job: What to run.
+            job: The job to run.
             state: Training state to start from.
             store: Receives the checkpoints.
             metrics: Receives the log lines.
@@ -250,7 +250,7 @@ class Loop:
         self.timer.resume()
 
     def _save(self) -> None:
-        """Save this step unless it is saved already; raise PrepError and save nothing if the state is not finite."""
+        """Save this step unless it is saved already; raise PrepError if the state is not finite."""
         if self.last_saved_step == self.step:
             return
         self._drain_metrics(0)

@@ -18,7 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file; empty if it does not exist.
 
-    Lines that are not complete JSON objects, such as one cut short by a kill, are skipped.
+    Incomplete lines, such as one cut short by a kill, are skipped.
 
     Raises:
         PrepError: The file cannot be read.
@@ -46,11 +46,11 @@ class MetricsWriter:
     def __init__(self, path: Path, step: int) -> None:
         """Open a metrics file to continue after a step.
 
-        Lines of later steps are removed, since those steps are taken again. At step 0 all lines are removed.
+        Lines of later steps are removed, since the run takes these steps again. At step 0 all lines are removed.
 
         Args:
             path: The file.
-            step: Step that the run starts from.
+            step: Start step of the run.
 
         Raises:
             PrepError: The file cannot be written.

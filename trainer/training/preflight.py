@@ -71,7 +71,7 @@ def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:
 
     Args:
         recipe: The recipe.
-        job: The job that was built from it.
+        job: Its job.
     """
     n_rows, batch_size, steps = job.train.n_rows, job.order.batch_size, job.steps
     if n_rows < batch_size:

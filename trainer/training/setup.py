@@ -75,13 +75,13 @@ class Datasets:
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
-    """Build the model that a checkpoint's manifest describes, with leaves shaped as they are stored."""
+    """Build the model of a checkpoint's manifest, with leaves in their stored layout."""
     config = manifest["config"]
     return build_model(family_of(config), config, manifest["tied"], manifest["scan"], manifest["scan_axis"])
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
-    """Check that the model can run as the recipe asks: scanned layers and a mesh that divides its parameters.
+    """Check the model against the recipe: scanned layers must be stacked, the mesh must divide all parameters.
 
     Raises:
         PrepError: `scan_layers` is set but the layers are not stacked, or the mesh does not divide a parameter (usage
@@ -108,7 +108,7 @@ def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
 
 
 def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
-    """Return the partition rules that a checkpoint was laid out with."""
+    """Return the partition rules of a checkpoint."""
     return merge_rules(manifest["rules"])
 
 
@@ -125,7 +125,7 @@ def build_datasets(
     Args:
         recipe: The recipe.
         model: The model to train.
-        manifest: Manifest of the checkpoint that the run starts from.
+        manifest: Manifest of the start checkpoint.
         folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
             tokens that the cache lacks, if the cache must not be written to.
         progress: Called with the bytes tokenized so far and the total bytes.
@@ -312,11 +312,11 @@ def build_optimizer(config: Optimizer, steps: int) -> AdamW:
 
 
 def check_resumable(manifest: Mapping[str, Any], job: Job, changed: Mapping[str, tuple[Any, Any]], step: int) -> None:
-    """Check that a job may resume from a checkpoint.
+    """Check whether a job may resume from a checkpoint.
 
     Args:
         manifest: Manifest of the checkpoint.
-        job: The job that is about to resume.
+        job: The resuming job.
         changed: Recipe keys whose values differ, as (value when the run began, value now).
         step: Step of the checkpoint.
 

@@ -28,7 +28,7 @@ LINES = st.lists(st.text(st.sampled_from("ab1.'\n\n  \r\t\u3000\u00a0\u2028\u030
 
 
 def chunks_of_text(text: bytes, block_nbytes: int = 7) -> list[TextChunk]:
-    """Split a text that is read in blocks of `block_nbytes`."""
+    """Split a text, read in blocks of `block_nbytes`."""
     blocks = (text[low : low + block_nbytes] for low in range(0, len(text), block_nbytes))
     return list(split_text(Path("t.txt"), blocks))
 

@@ -161,10 +161,10 @@ def test_store_identity_depends_on_all_inputs(tmp_path: Path):
     path = write_json(tmp_path / "a.jsonl", [TEXT, TEXT])
     text = tmp_path / "a.txt"
     text.write_text(TEXT)
-    other = make_tokenizer(tmp_path / "other.json", vocab=280)
+    other_tokenizer = make_tokenizer(tmp_path / "other.json", vocab=280)
     config = make_config(tmp_path, path, type="json")
-    both = tmp_path / "b.jsonl"
-    both.write_text(
+    two_columns = tmp_path / "b.jsonl"
+    two_columns.write_text(
         '{"text": "the cat sat on the mat, the cat, the hat", "body": "the hat sat on the cat, the mat, the hat"}\n'
     )
     variants = [
@@ -172,12 +172,12 @@ def test_store_identity_depends_on_all_inputs(tmp_path: Path):
         replace(config, type="text"),
         replace(config, eos_id=None),
         replace(config, eos_id=1),
-        replace(config, tokenizer=other),
+        replace(config, tokenizer=other_tokenizer),
         replace(config, paths=(str(text),), type="text"),
-        replace(config, paths=(str(path), str(both))),
-        replace(config, paths=(str(both), str(path))),
-        replace(config, paths=(str(both),)),
-        replace(config, paths=(str(both),), fields="body"),
+        replace(config, paths=(str(path), str(two_columns))),
+        replace(config, paths=(str(two_columns), str(path))),
+        replace(config, paths=(str(two_columns),)),
+        replace(config, paths=(str(two_columns),), fields="body"),
     ]
     assert len({tokenize_quietly(variant).identity for variant in variants}) == len(variants)
     same = [replace(config, seq_length=3), replace(config, vocab=400), replace(config, paths=(str(path), str(path)))]
@@ -209,9 +209,9 @@ def test_store_does_not_depend_on_threads(tmp_path: Path, switch: str):
     environment = os.environ | {"TOKENIZERS_PARALLELISM": switch, "RAYON_NUM_THREADS": "3"}
     command = [sys.executable, "-c", KILL_SCRIPT, "never", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, env=environment)
-    other = replace(config, cache=tmp_path / "other")
-    tokenize_quietly(other)
-    assert read_files(stores(config)[0]) == read_files(stores(other)[0])
+    other_config = replace(config, cache=tmp_path / "other")
+    tokenize_quietly(other_config)
+    assert read_files(stores(config)[0]) == read_files(stores(other_config)[0])
 
 
 def test_ids_beyond_the_vocabulary_are_rejected(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The tokenizer: nothing is added, truncated or padded, and encoding is deterministic."""
+"""The tokenizer: encoding is deterministic and does not add, truncate or pad."""
 
 from __future__ import annotations
 

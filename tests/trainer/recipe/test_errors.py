@@ -81,11 +81,13 @@ FILES = {
     ),
     "number in quotes": (
         replaced("lr = 1e-3", 'lr = "1e-3"'),
-        'x.toml:11: `optimizer.lr` is "1e-3" - it takes a number > 0: peak learning rate, reached after warm-up - `lr = 1e-3`',
+        'x.toml:11: `optimizer.lr` is "1e-3" - it takes a number > 0: peak learning rate, reached after warm-up'
+        " - `lr = 1e-3`",
     ),
     "infinity": (
         replaced("lr = 1e-3", "lr = inf"),
-        "x.toml:11: `optimizer.lr` is inf - it takes a number > 0: peak learning rate, reached after warm-up - `lr = 2e-5`",
+        "x.toml:11: `optimizer.lr` is inf - it takes a number > 0: peak learning rate, reached after warm-up"
+        " - `lr = 2e-5`",
     ),
     "integer written as a float": (
         replaced("steps = 20", "steps = 20.0"),
@@ -131,7 +133,8 @@ FILES = {
     ),
     "table instead of a value": (
         replaced("lr = 1e-3", "lr.a = 1"),
-        "x.toml:11: `optimizer.lr` is a table - it takes a number > 0: peak learning rate, reached after warm-up - `lr = 2e-5`",
+        "x.toml:11: `optimizer.lr` is a table - it takes a number > 0: peak learning rate, reached after warm-up"
+        " - `lr = 2e-5`",
     ),
     "missing key": (
         replaced("lr = 1e-3", ""),
@@ -244,7 +247,8 @@ FILES = {
     ),
     "unset environment variable": (
         replaced('path = "train.txt"', 'path = "${NOT_SET_ANYWHERE}/train.txt"'),
-        'x.toml:6: `data.path` needs the environment variable NOT_SET_ANYWHERE - it is "${NOT_SET_ANYWHERE}/train.txt", and '
+        "x.toml:6: `data.path` needs the environment variable NOT_SET_ANYWHERE - it is "
+        '"${NOT_SET_ANYWHERE}/train.txt", and '
         "NOT_SET_ANYWHERE is not set - `export NOT_SET_ANYWHERE=...`",
     ),
     "shell expression": (
@@ -285,7 +289,7 @@ SETS = {
     "no value": ("optimizer.lr", "--set optimizer.lr: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`"),
     "whole table": (
         "optimizer={lr=1}",
-        "--set optimizer={lr=1}: a whole table - it overrides one key - `--set optimizer.KEY=VALUE`",
+        "--set optimizer={lr=1}: a whole table - it sets one key - `--set optimizer.KEY=VALUE`",
     ),
     "two lines": (
         "seed=1\nname='x'",

@@ -172,12 +172,12 @@ VALUES_BY_KEY = {
 
 
 def accepted_values(key_schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    """Generate values that a key accepts."""
+    """Generate accepted values of a key."""
     return st.one_of(*map(values_of_type, alternatives(key_schema)))
 
 
 def values_of_type(alternative: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-    """Generate values of one type that a key accepts."""
+    """Generate values of one accepted type."""
     if "const" in alternative or "enum" in alternative:
         return st.sampled_from(alternative.get("enum") or [alternative["const"]])
     low = alternative.get("minimum", alternative.get("exclusiveMinimum", 0))

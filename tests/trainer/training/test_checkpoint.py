@@ -46,8 +46,8 @@ def test_restore_state_reads_each_shard_once():
 def test_init_state_widens_half_precision_to_float32():
     import ml_dtypes
 
-    whole = reader_of(runs.make_state(runs.make_setup())).arrays
-    half = {name: array.astype(ml_dtypes.bfloat16) for name, array in whole.items() if name.startswith("params.")}
+    arrays = reader_of(runs.make_state(runs.make_setup())).arrays
+    half = {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items() if name.startswith("params.")}
     after = init_state(runs.MemoryReader(half), runs.make_setup(mesh="1,2,4"))
     leaf = after["params"]["embed"]["tokens"]
     assert leaf.dtype == np.float32

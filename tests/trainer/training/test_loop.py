@@ -113,7 +113,7 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
 
 
 def test_loop_logs_steps_after_last_checkpoint_again(setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path):
-    """A kill between two checkpoints leaves lines of steps that are repeated, and an incomplete line."""
+    """A kill between two checkpoints leaves lines of repeated steps, and an incomplete line."""
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=9, save_every=5))
     del first.store.saved[9]
     with first.metrics_path.open("a") as file:

@@ -55,7 +55,7 @@ def test_step_timer_lap_without_steps_is_none():
 
 
 def test_metrics_writer_at_step_0_drops_all_lines(tmp_path: Path):
-    """A run that was killed before its first checkpoint evaluates again before its first step."""
+    """After a kill before the first checkpoint, the run evaluates again before its first step."""
     path = tmp_path / "m"
     path.write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 1.0}\n')
     MetricsWriter(path, 0)
