@@ -42,6 +42,6 @@ def parse_fields(text: str) -> TextFields:
     source = tuple(item[1:-1].strip() for item in items if re.fullmatch(r"\[[^\[\]]+\]", item))
     target = tuple(item for item in items if re.fullmatch(r"[^\[\]]+", item))
     if not source or not target or len(source) + len(target) < len(items) or not all(source):
-        why = "it needs source columns in brackets and target columns without"
+        why = "it needs source columns in brackets, and target columns outside brackets"
         raise usage_error(f'`data.fields` is "{text:.60}"', why, '`fields = "[article], summary"`')
     return TextFields(target, source)

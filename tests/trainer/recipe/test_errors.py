@@ -168,8 +168,8 @@ FILES = {
     ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
-        'x.toml:6: `data.fields` is "[a], [b]" - it needs source columns in brackets and target columns without - '
-        '`fields = "[article], summary"`',
+        'x.toml:6: `data.fields` is "[a], [b]" - it needs source columns in brackets, and target columns outside '
+        'brackets - `fields = "[article], summary"`',
     ),
     "two kinds of evaluation data": (
         replaced("seq_length = 8", 'seq_length = 8\nholdout = 0.5\neval_path = "e.txt"'),
