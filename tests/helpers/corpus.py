@@ -1,4 +1,4 @@
-"""A tiny real tokenizer, files of text, and requests for their tokens."""
+"""A tiny trained tokenizer, JSON files, and configs that tokenize them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = "the cat sat on the mat.\n\nAnd then\n  the cat ate the hat, didn't it? 1
 
 
 def make_tokenizer(path: Path, vocab: int = 300) -> Path:
-    """A byte-level BPE as GPT-2's is, trained on TEXT; id 0 is its end of text. Gives `path`."""
+    """Write a byte-level BPE tokenizer like GPT-2's, trained on TEXT, with end-of-text id 0; return its path."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,16 +31,18 @@ def make_tokenizer(path: Path, vocab: int = 300) -> Path:
 
 
 def encode(tokenizer: Path, text: str) -> list[int]:
+    """Return the ids of a text, without special tokens."""
     return Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids
 
 
 def write_json(path: Path, documents: Sequence[Any], column: str = "text") -> Path:
+    """Write one JSON object per document; return the path."""
     path.write_text("".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(documents)))
     return path
 
 
 def make_config(folder: Path, *paths: Path | str, **changes: Any) -> TokenizeConfig:
-    """A request for text files with the tokenizer `folder/tokenizer.json`, made if it is not there."""
+    """Return a config for text files with the tokenizer `folder/tokenizer.json`; write it if it is missing."""
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
         make_tokenizer(tokenizer)
@@ -57,4 +59,5 @@ def make_config(folder: Path, *paths: Path | str, **changes: Any) -> TokenizeCon
 
 
 def tokenize_quietly(config: TokenizeConfig) -> MappedTokens:
+    """Tokenize without progress and notes."""
     return tokenize_files(config, lambda done, total: None, lambda text: None)

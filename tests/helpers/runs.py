@@ -1,4 +1,4 @@
-"""Tiny runs: a model, data in memory, and a store in memory that behaves as one on disk does."""
+"""Tiny training runs: a small model, data in memory, and a checkpoint store in memory."""
 
 from __future__ import annotations
 
@@ -47,53 +47,63 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32,
 }
-ADAMW = AdamW(LRSchedule(1e-2, 1e-3, "cosine", 3, 20), 0.9, 0.95, 1e-8, 0.1, True, 1.0)
+ADAMW = AdamW(
+    lr_schedule=LRSchedule(peak=1e-2, end=1e-3, kind="cosine", warmup=3, decay=20),
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    weight_decay=0.1,
+    decay_embeddings=True,
+    clip_norm=1.0,
+)
 
 
 def make_setup(
     config: Mapping[str, Any] = GPT_NEO, mesh: str = "", accumulate: int = 1, **forward_options: Any
 ) -> StepSetup:
-    """Of a tiny model, on a mesh of CPU devices or on one."""
-    on = make_sharding_context(parse_mesh(mesh)) if mesh else ShardingContext()
+    """Return the setup of a tiny model, on a mesh of CPU devices or on one device."""
+    sharding = make_sharding_context(parse_mesh(mesh)) if mesh else ShardingContext()
     family = FAMILIES[config["model_type"]]
     model = build_model(family, config, family.is_tied(config))
-    return StepSetup(model, ForwardConfig(sharding=on, head_chunk_size=5, **forward_options), ADAMW, accumulate)
+    forward_config = ForwardConfig(sharding=sharding, head_chunk_size=5, **forward_options)
+    return StepSetup(model, forward_config, ADAMW, accumulate)
 
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
-    """Before the first step, with random parameters."""
-    kind = GPT_NEO if setup.model.family.name == "gpt_neo" else LLAMA
-    whole = init_train_state(jax.tree.map(jnp.asarray, _params(kind["model_type"], seed)), setup)
+    """Return the state before the first step, with random parameters."""
+    config = GPT_NEO if setup.model.family.name == "gpt_neo" else LLAMA
+    state = init_train_state(jax.tree.map(jnp.asarray, _params(config["model_type"], seed)), setup)
     if setup.forward_config.sharding.device_mesh is None:
-        return whole
-    return jax.device_put(whole, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup)))
+        return state
+    return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup)))
 
 
 @lru_cache
 def _params(name: str, seed: int) -> Tree:
-    """On the host, made once: compiling takes longer than all that a test does."""
+    """Return random parameters on the host; cached, because compiling takes longer than a test."""
     config, family = GPT_NEO if name == "gpt_neo" else LLAMA, FAMILIES[name]
     model = build_model(family, config, family.is_tied(config))
     return jax.device_get(jax.jit(lambda: init_params(model, seed))())
 
 
 def make_tokens(seed: int = 0) -> MappedTokens:
-    """So many blocks of a text with a pattern: what comes next depends on what was there two before."""
+    """Return N_BLOCKS blocks of a learnable sequence: each id is the previous one plus 0, 1 or 2."""
     random = np.random.default_rng(seed)
     ids = np.cumsum(random.integers(0, 3, N_BLOCKS * LENGTH)) % VOCAB
-    return MappedTokens(ids.astype("<u2"), np.array([ids.size], "<u8"), f"identity {seed}", LENGTH)
+    ends = np.array([ids.size], "<u8")
+    return MappedTokens(ids=ids.astype("<u2"), ends=ends, identity=f"identity {seed}", seq_length=LENGTH)
 
 
-def make_job(setup: StepSetup, size: int = 8, steps: int = 20, **changes: Any) -> Job:
-    """A run over those blocks, the last five to evaluate on."""
-    text = make_tokens()
-    train = PackedDataset(text, 0, N_BLOCKS - 5)
-    whole = Job(
+def make_job(setup: StepSetup, batch_size: int = 8, steps: int = 20, **changes: Any) -> Job:
+    """Return a job over the blocks of `make_tokens`, the last five of them for evaluation."""
+    tokens = make_tokens()
+    train = PackedDataset(tokens, first_row=0, n_rows=N_BLOCKS - 5)
+    job = Job(
         setup=setup,
         steps=steps,
-        order=SampleOrder(train.n_rows, size, 1, True),
+        order=SampleOrder(n_rows=train.n_rows, batch_size=batch_size, seed=1, shuffle=True),
         train=train,
-        evaluation=PackedDataset(text, train.n_rows, 5),
+        evaluation=PackedDataset(tokens, first_row=train.n_rows, n_rows=5),
         eval_limit=0,
         log_every=1,
         eval_every=0,
@@ -102,11 +112,13 @@ def make_job(setup: StepSetup, size: int = 8, steps: int = 20, **changes: Any) -
         max_skipped=3,
         manifest_fields={},
     )
-    return replace(whole, **changes)
+    return replace(job, **changes)
 
 
 @dataclass
 class MemoryReader:
+    """A CheckpointReader of arrays in memory."""
+
     arrays: Mapping[str, np.ndarray]
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
@@ -121,6 +133,8 @@ class MemoryReader:
 
 @dataclass
 class MemoryStore:
+    """A CheckpointStore in memory."""
+
     saved: dict[int, MemoryReader] = field(default_factory=dict)
 
     def steps(self) -> list[int]:
@@ -138,7 +152,7 @@ class MemoryStore:
 
 @dataclass
 class RecordingCallbacks:
-    """A Watcher that keeps what it is told."""
+    """Callbacks that record all reports."""
 
     lines: list[Mapping[str, Any]] = field(default_factory=list)
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
@@ -158,11 +172,11 @@ class RecordingCallbacks:
 
 
 def state_bytes(state: TrainState) -> dict[str, bytes]:
-    """Every leaf of a state by name, as bytes."""
+    """Return the bytes of every leaf of a state, by name."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return {leaf_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
 
 
 def never_stop() -> str:
-    """A `stop` that says nothing."""
+    """Return no stop reason."""
     return ""

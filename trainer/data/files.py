@@ -1,4 +1,4 @@
-"""The files that hold the text: found in a fixed order, and known by their content."""
+"""Data files: find them in a fixed order and identify them by their content."""
 
 from __future__ import annotations
 
@@ -20,39 +20,46 @@ FILE_READ_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file as it was when it was looked at; `digest` is the XXH3-128 of its bytes."""
+    """A data file, its size, and the XXH3-128 digest of its bytes when it was hashed."""
 
     path: Path
     nbytes: int
     digest: str
 
 
-def find_files(paths: Sequence[str], type: FileType) -> tuple[Path, ...]:
-    """The files that paths name, each once: the paths in their order, what a folder or a glob stands for sorted.
+def find_files(paths: Sequence[str], file_type: FileType) -> tuple[Path, ...]:
+    """Return the data files of paths, each once, in the order of the paths.
 
-    A file is taken whatever it is called. A folder gives all its *.txt (`text`) or *.jsonl (`json`), at any depth, but
-    nothing hidden and nothing behind a linked folder. A glob (`*`, `?`, `[…]`, `**`) gives the files and folders that
-    it matches. PrepError for a path that gives no file.
+    A folder gives all its *.txt (`text`) or *.jsonl (`json`) files at any depth, sorted, without hidden files and
+    without following linked folders. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and folders, sorted. A
+    path to a file gives that file, whatever its suffix.
+
+    Args:
+        paths: Files, folders or globs.
+        file_type: Selects the suffix of files in folders.
+
+    Raises:
+        PrepError: A path gives no file, or a folder cannot be read.
     """
-    found: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}  # resolved path -> path as found
     for path in paths:
-        named = [file for each in _expand_glob(path) for file in _files_under(each, type)]
-        if not named:
-            raise _no_data_error(path, type)
-        for file in named:
-            found.setdefault(file.resolve(), file)
-    return tuple(found.values())
+        matches = [file for match in _expand_glob(path) for file in _files_under(match, file_type)]
+        if not matches:
+            raise _no_data_error(path, file_type)
+        for file in matches:
+            files.setdefault(file.resolve(), file)
+    return tuple(files.values())
 
 
 def _expand_glob(path: str) -> list[Path]:
-    if os.path.exists(path):  # a name may have brackets in it
+    if os.path.exists(path):  # a file name may contain brackets
         return [Path(path)]
-    return sorted(Path(each) for each in glob.glob(path, recursive=True))
+    return sorted(Path(match) for match in glob.glob(path, recursive=True))
 
 
-def _files_under(path: Path, type: FileType) -> list[Path]:
+def _files_under(path: Path, file_type: FileType) -> list[Path]:
     if path.is_dir():
-        return sorted(each for each in _walk_visible(path) if each.suffix == SUFFIXES[type] and each.is_file())
+        return sorted(file for file in _walk_visible(path) if file.suffix == SUFFIXES[file_type] and file.is_file())
     return [path] if path.is_file() else []
 
 
@@ -66,23 +73,25 @@ def _raise_io_error(error: OSError) -> None:
     raise io_error(Path(error.filename), error)
 
 
-def _no_data_error(path: str, type: FileType) -> PrepError:
-    looked = f"looked for a file of that name, *{SUFFIXES[type]} in a folder of that name, or matches of it as a glob"
+def _no_data_error(path: str, file_type: FileType) -> PrepError:
+    suffix = SUFFIXES[file_type]
+    why = f"looked for a file of that name, *{suffix} in a folder of that name, or matches of it as a glob"
     if os.path.isdir(path):
-        found = sorted(each.name for each in _walk_visible(Path(path)))
-        names = f"{', '.join(found[:3])}{' …' if len(found) > 3 else ''}" or "nothing"
-        looked = f"looked for *{SUFFIXES[type]}; found {names}"
-    return PrepError(f"no data in `{path}`", looked, f"type `{type}` reads *{SUFFIXES[type]}, or a file that is named")
+        names = sorted(file.name for file in _walk_visible(Path(path)))
+        listing = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}" or "nothing"
+        why = f"looked for *{suffix}; found {listing}"
+    hint = f"type `{file_type}` reads *{suffix} files of folders; give the path of any other file"
+    return PrepError(f"no data in `{path}`", why, hint)
 
 
 def hash_file(path: Path) -> DataFile:
-    """Read a file for its size and digest. PrepError if that fails, or if there is nothing in it."""
+    """Read a file to get its size and digest; raise PrepError if it is empty or cannot be read."""
     state, nbytes = xxhash.xxh3_128(), 0
     try:
         with path.open("rb") as handle:
-            while chunk := handle.read(FILE_READ_NBYTES):
-                state.update(chunk)
-                nbytes += len(chunk)
+            while block := handle.read(FILE_READ_NBYTES):
+                state.update(block)
+                nbytes += len(block)
     except OSError as error:
         raise io_error(path, error) from error
     if not nbytes:
@@ -91,13 +100,13 @@ def hash_file(path: Path) -> DataFile:
 
 
 def check_readable(path: Path) -> None:
-    """Check that a file can be opened and has content, without reading it. Raises PrepError."""
+    """Raise PrepError unless a file can be opened and has content; the content is not read."""
     try:
         with path.open("rb") as handle:
-            has_content = bool(handle.read(1))
+            is_empty = not handle.read(1)
     except OSError as error:
         raise io_error(path, error) from error
-    if not has_content:
+    if is_empty:
         raise _empty_file_error(path)
 
 
@@ -106,5 +115,5 @@ def _empty_file_error(path: Path) -> PrepError:
 
 
 def io_error(path: Path, error: OSError) -> PrepError:
-    """What the system said of a file, as an error that names it."""
+    """Return an operating system error as a PrepError that names the file."""
     return PrepError(f"cannot read or write {path}", error.strerror or str(error))

@@ -1,4 +1,4 @@
-"""Which rows a step takes: a function of the step and the seed, with no memory of what came before."""
+"""The order of training rows: a pure function of step and seed, so a resumed run needs no iterator state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ FEISTEL_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The rows of each step: `size` of them, epoch after epoch; a step may begin in one epoch and end in the next.
+    """Rows of each training step, epoch after epoch; a step may span two epochs.
 
-    An epoch has each of `n_rows` rows once, in an order of its own (`shuffle`) or in that of the data.
+    Attributes:
+        n_rows: Rows of the dataset. Each epoch has every row once.
+        batch_size: Rows of a step.
+        seed: Seed of the permutations.
+        shuffle: Permute the rows of each epoch; otherwise rows keep the order of the data.
     """
 
     n_rows: int
@@ -29,39 +33,53 @@ class SampleOrder:
     shuffle: bool
 
     def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
-        """The rows of a step's sequences `low` to `high` (all of them), whoever asks."""
-        places = step * self.batch_size + np.arange(start, self.batch_size if stop is None else stop, dtype=np.int64)
-        epochs, rows = np.divmod(places, self.n_rows)
+        """Return the rows of a step.
+
+        Args:
+            step: The step, from 0.
+            start: First position in the batch.
+            stop: End position in the batch; None for the whole batch.
+        """
+        stop = self.batch_size if stop is None else stop
+        positions = step * self.batch_size + np.arange(start, stop, dtype=np.int64)
+        epochs, rows = np.divmod(positions, self.n_rows)
         if self.shuffle:
             for epoch in np.unique(epochs):
-                inside = epochs == epoch
-                rows[inside] = permute(rows[inside], self.n_rows, _round_keys(self.seed, int(epoch)))
+                in_epoch = epochs == epoch
+                rows[in_epoch] = permute(rows[in_epoch], self.n_rows, _round_keys(self.seed, int(epoch)))
         return rows
 
     @property
     def steps_per_epoch(self) -> float:
+        """Steps of one pass over the rows."""
         return self.n_rows / self.batch_size
 
     def steps_for_epochs(self, epochs: float) -> int:
-        """How many steps it takes to see so many epochs, at least 1."""
+        """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
         exact = Fraction(epochs).limit_denominator(1_000_000) * self.n_rows / self.batch_size
         return max(1, math.ceil(exact))
 
 
 def _round_keys(seed: int, epoch: int) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(f"order {seed} {epoch} {number}".encode()) for number in range(FEISTEL_ROUNDS)]
+    return [xxhash.xxh3_64_intdigest(f"order {seed} {epoch} {i}".encode()) for i in range(FEISTEL_ROUNDS)]
 
 
 def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:
-    """Where a permutation of 0 to n puts each place; `keys` (64 bits each) choose the permutation.
+    """Return the images of indices under a pseudorandom permutation of 0 to n - 1.
 
-    A Feistel network permutes the numbers of an even count of bits, at most 4 n of them; a place that it puts outside
-    goes through it again until it is inside, which it will be, as the place itself lies on its cycle.
+    A Feistel network permutes all numbers of an even number of bits, at most 4 n of them. Results of n or more go
+    through the network again until they are in range (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002). This ends, since the cycle of an index contains the index itself.
+
+    Args:
+        indices: Indices in 0 to n - 1.
+        n: Size of the permutation.
+        keys: 64-bit round keys, which choose the permutation.
     """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    values = _feistel(indices.astype(np.uint64), half, keys)
-    while (outside := values >= n).any():
-        values[outside] = _feistel(values[outside], half, keys)
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    values = _feistel(indices.astype(np.uint64), half_bits, keys)
+    while (out_of_range := values >= n).any():
+        values[out_of_range] = _feistel(values[out_of_range], half_bits, keys)
     return values.astype(np.int64)
 
 
@@ -73,14 +91,14 @@ def _feistel(values: UInt64Array, half_bits: int, keys: list[int]) -> UInt64Arra
 
 
 def _splitmix64(values: UInt64Array) -> UInt64Array:
-    """The finaliser of SplitMix64: every bit of the result depends on every bit of the value."""
+    """Apply the finalizer of SplitMix64: every bit of the result depends on every bit of the value."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def eval_batches(n_rows: int, batch_size: int, limit: int) -> Iterator[Int64Array]:
-    """The first `limit` rows (0: all) in their order, `size` at a time; -1 fills up the last batch."""
+    """Yield the first `limit` rows (0: all) in order, `batch_size` at a time; -1 pads the last batch."""
     count = min(n_rows, limit) if limit else n_rows
     for low in range(0, count, batch_size):
         rows = np.arange(low, low + batch_size, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a run learns from, row by row; and blocks of tokens: all documents one after another, cut into equal rows."""
+"""The dataset protocol, and packed datasets: all documents concatenated and cut into blocks of equal length."""
 
 from __future__ import annotations
 
@@ -19,23 +19,30 @@ ColumnSpecs: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
 
 
 class Dataset(Protocol):
-    """Rows to learn from, those `first` to `first + n` of a store. `columns`: length and dtype of what a row has, by
-    name; `seq_length`: tokens a row that are learned."""
+    """A range of training rows in a token store. Rows are indexed from 0 to `n_rows`."""
 
     @property
-    def first_row(self) -> int: ...
+    def first_row(self) -> int:
+        """Index in the store of the dataset's first row."""
+        ...
 
     @property
-    def n_rows(self) -> int: ...
+    def n_rows(self) -> int:
+        """Number of rows."""
+        ...
 
     @property
-    def seq_length(self) -> int: ...
+    def seq_length(self) -> int:
+        """Predicted tokens per row."""
+        ...
 
     @property
-    def columns(self) -> ColumnSpecs: ...
+    def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
+        ...
 
     def get_batch(self, rows: RowIndices) -> Arrays:
-        """What a step takes of rows, each [len(rows), length]; a row of -1 is padding: zeros, of weight 0."""
+        """Return the columns of rows, each [len(rows), length]; row -1 is padding: zeros with loss weight 0."""
         ...
 
 
@@ -44,7 +51,13 @@ DatasetT = TypeVar("DatasetT", bound=Dataset)
 
 @dataclass(frozen=True, slots=True)
 class PackedDataset:
-    """The blocks `first` to `first + n` of a store; rows are counted from `first`."""
+    """Blocks of concatenated documents.
+
+    Attributes:
+        tokens: The token store.
+        first_row: Index in the store of the first block.
+        n_rows: Number of blocks.
+    """
 
     tokens: MappedTokens
     first_row: int
@@ -52,53 +65,71 @@ class PackedDataset:
 
     @property
     def seq_length(self) -> int:
+        """Tokens per block."""
         return self.tokens.seq_length
 
     @property
     def columns(self) -> ColumnSpecs:
-        kinds = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
-        return {name: (self.seq_length, np.dtype(kind)) for name, kind in kinds.items()}
+        """Length and dtype of each array of a row, by name."""
+        dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+        return {name: (self.seq_length, np.dtype(dtype)) for name, dtype in dtypes.items()}
 
     def get_batch(self, rows: RowIndices) -> Arrays:
-        """What a step takes of rows, each [len(rows), seq_length].
+        """Return a batch of blocks.
 
-        `tokens` int32; `targets` int32, the token after each, 0 after the last; `weights` float32, 1 where there is a
-        target. A row of -1 is padding: zeros, of weight 0. IndexError for a row that is not there.
+        Args:
+            rows: Indices of B blocks; -1 for padding.
+
+        Returns:
+            `tokens`, int32 [B, seq_length]; `targets`, int32 [B, seq_length]: the next token, 0 after the last;
+            `weights`, float32 [B, seq_length]: 1 where there is a target. All are 0 in padding rows.
+
+        Raises:
+            IndexError: A row is out of range.
         """
-        wanted = check_rows(rows, self.n_rows)
-        table = self.tokens.ids[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
-        tokens = np.zeros((len(wanted), self.seq_length), np.int32)
-        tokens[wanted >= 0] = table[self.first_row + wanted[wanted >= 0]]
+        indices = check_rows(rows, self.n_rows)
+        blocks = self.tokens.ids[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
+        tokens = np.zeros((len(indices), self.seq_length), np.int32)
+        tokens[indices >= 0] = blocks[self.first_row + indices[indices >= 0]]
         targets = np.zeros_like(tokens)
         targets[:, :-1] = tokens[:, 1:]
         weights = np.zeros(tokens.shape, np.float32)
-        weights[wanted >= 0, :-1] = 1
+        weights[indices >= 0, :-1] = 1
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
 
 def check_rows(rows: RowIndices, n_rows: int) -> npt.NDArray[np.int64]:
-    """Rows as numbers, -1 for padding; IndexError for one that is not among `n`."""
-    wanted = np.asarray(rows, np.int64)
-    if ((wanted < -1) | (wanted >= n_rows)).any():
+    """Return rows as an int64 array; raise IndexError if one is not in -1 (padding) to `n_rows - 1`."""
+    indices = np.asarray(rows, np.int64)
+    if ((indices < -1) | (indices >= n_rows)).any():
         raise IndexError(f"rows {rows} of {n_rows}")
-    return wanted
+    return indices
 
 
 def split_holdout(dataset: DatasetT, holdout: float) -> tuple[DatasetT, DatasetT | None]:
-    """Rows to train on, and the last part of them, `holdout` of 1 (0: none), to evaluate on.
+    """Split off the last rows of a dataset for evaluation.
 
-    PrepError if one of the two would have no row.
+    Args:
+        dataset: All rows.
+        holdout: Fraction of the rows to evaluate on, rounded to whole rows; 0 for none.
+
+    Returns:
+        The training rows, and the evaluation rows or None.
+
+    Raises:
+        PrepError: One of the two parts would be empty.
     """
-    n = dataset.n_rows
-    held = round(n * holdout)
+    n_rows = dataset.n_rows
+    n_held_out = round(n_rows * holdout)
     if not holdout:
         return dataset, None
-    if not 0 < held < n:
-        lacks = "evaluate" if held < 1 else "train"
-        why = f"holdout {holdout:g} of {n:,} sequences is {held:,}"
-        raise PrepError(f"no sequence is left to {lacks} on", why, "another `data.holdout`, or `data.eval_path`")
-    return _slice_rows(dataset, 0, n - held), _slice_rows(dataset, n - held, held)
+    if not 0 < n_held_out < n_rows:
+        purpose = "evaluate" if n_held_out < 1 else "train"
+        why = f"holdout {holdout:g} of {n_rows:,} sequences is {n_held_out:,}"
+        raise PrepError(f"no sequence is left to {purpose} on", why, "another `data.holdout`, or `data.eval_path`")
+    n_train = n_rows - n_held_out
+    return _slice_rows(dataset, 0, n_train), _slice_rows(dataset, n_train, n_held_out)
 
 
-def _slice_rows(dataset: Any, first: int, n_rows: int) -> Any:
-    return dataclasses.replace(dataset, first=dataset.first + first, n_rows=n_rows)
+def _slice_rows(dataset: Any, start: int, n_rows: int) -> Any:
+    return dataclasses.replace(dataset, first_row=dataset.first_row + start, n_rows=n_rows)

@@ -1,4 +1,4 @@
-"""Pairs of a source and a target: each is a row by itself, cut where it is too long, filled up where it is short."""
+"""Datasets of (source, target) pairs for encoder-decoder models: one pair per row, truncated and padded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from trainer.data.store import MappedTokens
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqDataset:
-    """The pairs `first` to `first + n` of a store that has the source of each before its target; rows are counted from
-    `first`. `start`: what a decoder is given before the first token; `end`: what a text that was cut ends with."""
+    """Pairs of a token store that holds the source of each pair before its target.
+
+    Attributes:
+        tokens: The token store.
+        source_length: Maximum tokens of a source.
+        decoder_start_id: First decoder input token.
+        eos_id: Last token of a truncated source or target; None to leave it as it is.
+        first_row: Index in the store of the first pair.
+        n_rows: Number of pairs.
+    """
 
     tokens: MappedTokens
     source_length: int
@@ -25,11 +33,12 @@ class Seq2SeqDataset:
 
     @property
     def seq_length(self) -> int:
-        """Of targets."""
+        """Maximum tokens of a target."""
         return self.tokens.seq_length
 
     @property
     def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
         return {
             "source": (self.source_length, np.dtype(np.int32)),
             "present": (self.source_length, np.dtype(np.bool_)),
@@ -39,27 +48,34 @@ class Seq2SeqDataset:
         }
 
     def get_batch(self, rows: RowIndices) -> Arrays:
-        """What a step takes of rows.
+        """Return a batch of pairs.
 
-        `source` int32 and `present`, where it is no padding, each [len(rows), source_length]; `tokens` int32, those
-        before each target; `targets` int32; `weights` float32, 1 where there is a target, each [len(rows), seq_length].
-        A row of -1 is padding, all of it. IndexError for a row that is not there.
+        Args:
+            rows: Indices of B pairs; -1 for padding.
+
+        Returns:
+            `source`, int32 [B, source_length]; `present`, bool [B, source_length]: True where `source` is not padding;
+            `tokens`, int32 [B, seq_length]: decoder inputs, the targets shifted right; `targets`, int32
+            [B, seq_length]; `weights`, float32 [B, seq_length]: 1 where there is a target. All are 0 in padding rows.
+
+        Raises:
+            IndexError: A row is out of range.
         """
-        wanted = check_rows(rows, self.n_rows)
-        found = {name: np.zeros((len(wanted), length), kind) for name, (length, kind) in self.columns.items()}
-        for at, row in enumerate(wanted):
+        indices = check_rows(rows, self.n_rows)
+        batch = {name: np.zeros((len(indices), length), dtype) for name, (length, dtype) in self.columns.items()}
+        for i, row in enumerate(indices):
             if row >= 0:
                 source = self._truncated_ids(2 * (self.first_row + row), self.source_length)
                 target = self._truncated_ids(2 * (self.first_row + row) + 1, self.seq_length)
-                found["source"][at, : len(source)] = source
-                found["present"][at, : len(source)] = True
-                found["tokens"][at, : len(target)] = [self.decoder_start_id, *target[:-1]][: len(target)]
-                found["targets"][at, : len(target)] = target
-                found["weights"][at, : len(target)] = 1
-        return found
+                batch["source"][i, : len(source)] = source
+                batch["present"][i, : len(source)] = True
+                batch["tokens"][i, : len(target)] = [self.decoder_start_id, *target[:-1]][: len(target)]
+                batch["targets"][i, : len(target)] = target
+                batch["weights"][i, : len(target)] = 1
+        return batch
 
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
-        """The ids of a document, the first of them where it has more than `most`."""
+        """Return the ids of a document; a longer one is cut to `max_length` and ends with `eos_id`."""
         low, high = self._document_span(document)
         ids = np.array(self.tokens.ids[low : min(high, low + max_length)], np.int32)
         if high - low > max_length and self.eos_id is not None:
@@ -72,13 +88,20 @@ class Seq2SeqDataset:
 
 
 def seq2seq_dataset(
-    tokens: MappedTokens, source_length: int, decoder_start_id: int, eos_id: int | None
+    tokens: MappedTokens, source_length: int, *, decoder_start_id: int, eos_id: int | None
 ) -> Seq2SeqDataset:
-    """All pairs of a store."""
-    return Seq2SeqDataset(tokens, source_length, decoder_start_id, eos_id, 0, tokens.n_documents // 2)
+    """Return the dataset of all pairs of a token store."""
+    return Seq2SeqDataset(
+        tokens=tokens,
+        source_length=source_length,
+        decoder_start_id=decoder_start_id,
+        eos_id=eos_id,
+        first_row=0,
+        n_rows=tokens.n_documents // 2,
+    )
 
 
 def count_truncated(tokens: MappedTokens, source_length: int) -> tuple[int, int]:
-    """How many sources, and how many targets, are too long."""
+    """Return the numbers of sources and of targets to be truncated."""
     lengths = np.diff(tokens.ends.astype(np.int64), prepend=0)
     return int((lengths[::2] > source_length).sum()), int((lengths[1::2] > tokens.seq_length).sum())

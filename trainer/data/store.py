@@ -1,7 +1,8 @@
-"""The token store: a folder that has its name only when it is whole and on disk.
+"""The token store: a folder with the token ids of all documents. It gets its final name once it is complete on disk.
 
-`tokens.bin` has the ids of all documents one after another, `documents.bin` where each document ends (uint64, in
-tokens), `meta.json` the rest, with the XXH3-128 of both files. Numbers are little-endian.
+- `tokens.bin`: ids of all documents, concatenated; uint16 or uint32, little-endian.
+- `documents.bin`: end of each document in `tokens.bin`, in tokens; uint64, little-endian.
+- `meta.json`: `StoreMeta`, with the XXH3-128 digests of both files.
 """
 
 from __future__ import annotations
@@ -24,15 +25,23 @@ from trainer.data.files import io_error
 from trainer.models.errors import PrepError
 
 TOKENS_FILE, DOCUMENTS_FILE, META_FILE, LOCK_FILE = "tokens.bin", "documents.bin", "meta.json", "lock"
-PARTIAL_GLOB = "[0-9a-f]" * 32 + ".partial"  # stores that are not whole: named by identity, 32 hex digits
+PARTIAL_GLOB = "[0-9a-f]" * 32 + ".partial"  # incomplete stores; a store is named by its identity, 32 hex digits
 DOCUMENT_END_NBYTES = 8
-DIGEST_READ_NBYTES = 4 << 20  # at a time, for a digest
+DIGEST_READ_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StoreMeta:
-    """What a store says of itself. `dtype`: "uint16" or "uint32"; `max_id`: the largest id in it, -1 for none;
-    `digests`: by file, empty in stores that earlier versions wrote."""
+    """Metadata of a token store, as written to `meta.json`.
+
+    Attributes:
+        identity: Digest of all inputs of tokenization; also the store's folder name.
+        dtype: Dtype of the ids, "uint16" or "uint32".
+        n_tokens: Number of ids.
+        n_documents: Number of documents.
+        max_id: Largest id; -1 for an empty store.
+        digests: XXH3-128 by file name; empty in stores of earlier versions.
+    """
 
     identity: str
     dtype: str
@@ -44,9 +53,13 @@ class StoreMeta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedTokens:
-    """The ids of all documents, end-of-text ids included, memory-mapped, and how long a block of them is.
+    """A memory-mapped token store.
 
-    `ids`: [n_tokens] uint16 or uint32; `ends`: [n_documents] uint64, where each document ends in `ids`.
+    Attributes:
+        ids: [n_tokens] uint16 or uint32, ids of all documents, end-of-sequence ids included.
+        ends: [n_documents] uint64, end of each document in `ids`.
+        identity: Identity of the store.
+        seq_length: Tokens of a block, or maximum tokens of a target.
     """
 
     ids: npt.NDArray[np.unsignedinteger[Any]]
@@ -56,19 +69,22 @@ class MappedTokens:
 
     @property
     def n_tokens(self) -> int:
+        """Number of ids."""
         return len(self.ids)
 
     @property
     def n_documents(self) -> int:
+        """Number of documents."""
         return len(self.ends)
 
     @property
     def n_blocks(self) -> int:
+        """Number of complete blocks."""
         return self.n_tokens // self.seq_length
 
 
 class TokenWriter:
-    """The files of a store that comes to be."""
+    """Writer of the files of a new store."""
 
     def __init__(self, tokens: BinaryIO, documents: BinaryIO, dtype: str) -> None:
         self._tokens, self._documents = _HashingFile(tokens), _HashingFile(documents)
@@ -76,23 +92,31 @@ class TokenWriter:
         self.n_tokens, self.n_documents, self.max_id = 0, 0, -1
 
     def append(self, ids: npt.NDArray[np.uint32]) -> None:
-        """Append ids to the document that is being written."""
+        """Append ids to the current document."""
         self._tokens.write(ids.astype(_little_endian(self.dtype)).tobytes())
         self.n_tokens += len(ids)
         self.max_id = max(self.max_id, int(ids.max(initial=0))) if len(ids) else self.max_id
 
     def end_document(self) -> None:
+        """End the current document."""
         self._documents.write(self.n_tokens.to_bytes(DOCUMENT_END_NBYTES, "little"))
         self.n_documents += 1
 
     def meta(self, identity: str) -> StoreMeta:
-        """Return what the store says of itself, once all is added."""
+        """Return the metadata of the store, after all ids were appended."""
         digests = {TOKENS_FILE: self._tokens.digest(), DOCUMENTS_FILE: self._documents.digest()}
-        return StoreMeta(identity, self.dtype, self.n_tokens, self.n_documents, self.max_id, digests)
+        return StoreMeta(
+            identity=identity,
+            dtype=self.dtype,
+            n_tokens=self.n_tokens,
+            n_documents=self.n_documents,
+            max_id=self.max_id,
+            digests=digests,
+        )
 
 
 class _HashingFile:
-    """A file that is written from end to end, and the digest of what was written."""
+    """A sequentially written file with a running digest."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._state = file, xxhash.xxh3_128()
@@ -106,7 +130,7 @@ class _HashingFile:
 
 
 def dtype_for(max_id: int) -> str:
-    """The smallest dtype of a store that holds ids up to this one."""
+    """Return the smallest store dtype that holds ids up to `max_id`."""
     return "uint16" if max_id < 1 << 16 else "uint32"
 
 
@@ -116,7 +140,15 @@ def _little_endian(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
 
 @contextlib.contextmanager
 def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Make the folder of stores, and be the only process that writes to it; the lock goes with the process."""
+    """Create the folder of stores and lock it for writing; the lock is released when the process ends.
+
+    Args:
+        cache: The folder of stores.
+        note: Called with a message if another process holds the lock.
+
+    Raises:
+        PrepError: The folder cannot be created or locked.
+    """
     with contextlib.ExitStack() as stack:
         try:
             cache.mkdir(parents=True, exist_ok=True)
@@ -136,15 +168,22 @@ def _acquire_lock(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
 
 
 def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None]) -> None:
-    """Make a store: written as `NAME.partial`, then durable, then under its name, in place of a damaged one. Call it
-    with the cache locked.
+    """Build a store as `NAME.partial`, sync it, then rename it; a damaged store of that name is replaced.
 
-    What runs that were killed left in the cache is dropped. PrepError if the disk refuses.
+    The cache must be locked. Incomplete stores that killed runs left in it are removed.
+
+    Args:
+        folder: Folder of the store; its name is the identity.
+        dtype: Dtype of the ids.
+        fill: Appends all ids to the writer.
+
+    Raises:
+        PrepError: The store cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
     try:
-        for left in folder.parent.glob(PARTIAL_GLOB):
-            shutil.rmtree(left)
+        for leftover in folder.parent.glob(PARTIAL_GLOB):
+            shutil.rmtree(leftover)
         partial.mkdir()
         _write_store(partial, folder.name, dtype, fill)
         if folder.exists():
@@ -175,25 +214,26 @@ def _fsync(path: Path) -> None:
 
 
 def read_meta(folder: Path) -> StoreMeta:
-    """Return what a store says of itself, checked against the sizes and digests of its files.
+    """Read the metadata of a store and check the sizes and digests of its files.
 
-    All of the files is read, at the speed of the disk: less than the texts that they were made of.
+    This reads all of the files. They are smaller than the original texts.
 
     Raises:
-        Damaged: The files are not what was written.
+        DamagedStoreError: The files differ from the metadata.
+        PrepError: A file cannot be read.
     """
     try:
         meta = _parse_meta(folder, (folder / META_FILE).read_bytes())
         sizes = {name: (folder / name).stat().st_size for name in (TOKENS_FILE, DOCUMENTS_FILE)}
     except OSError as error:
         raise _damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
-    promised = {
+    expected_nbytes = {
         TOKENS_FILE: meta.n_tokens * np.dtype(meta.dtype).itemsize,
         DOCUMENTS_FILE: meta.n_documents * DOCUMENT_END_NBYTES,
     }
-    for name, nbytes in promised.items():
+    for name, nbytes in expected_nbytes.items():
         if sizes[name] != nbytes:
-            raise _damaged_store_error(folder, f"{name} has {sizes[name]:,} bytes, {META_FILE} promises {nbytes:,}")
+            raise _damaged_store_error(folder, f"{name} has {sizes[name]:,} bytes, {META_FILE} records {nbytes:,}")
     for name, digest in meta.digests.items():
         if _file_digest(folder / name) != digest:
             raise _damaged_store_error(folder, f"{name} differs from the digest that {META_FILE} records")
@@ -201,7 +241,7 @@ def read_meta(folder: Path) -> StoreMeta:
 
 
 def _file_digest(path: Path) -> str:
-    """XXH3-128 of a file."""
+    """Return the XXH3-128 digest of a file."""
     state = xxhash.xxh3_128()
     try:
         with path.open("rb") as file:
@@ -214,30 +254,30 @@ def _file_digest(path: Path) -> str:
 
 def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
     try:
-        found = {"digests": {}} | json.loads(data)
-        meta = StoreMeta(**{each.name: found[each.name] for each in fields(StoreMeta)})
+        values = {"digests": {}} | json.loads(data)
+        meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
-        is_sound = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)
-        is_sound &= isinstance(meta.digests, dict) and {*meta.digests} in (set(), {TOKENS_FILE, DOCUMENTS_FILE})
+        is_valid = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)
+        is_valid &= isinstance(meta.digests, dict) and {*meta.digests} in (set(), {TOKENS_FILE, DOCUMENTS_FILE})
     except (ValueError, TypeError, KeyError):
-        raise _damaged_store_error(folder, f"{META_FILE} is not what was written") from None
-    if not is_sound or meta.identity != folder.name:
-        raise _damaged_store_error(folder, f"{META_FILE} is that of another store, or not what was written")
+        raise _damaged_store_error(folder, f"{META_FILE} is malformed") from None
+    if not is_valid or meta.identity != folder.name:
+        raise _damaged_store_error(folder, f"{META_FILE} has invalid values or belongs to another store")
     return meta
 
 
 class DamagedStoreError(PrepError):
-    """The files of a store are not what was written."""
+    """Error for a store with missing, changed or malformed files."""
 
 
 def _damaged_store_error(folder: Path, why: str) -> DamagedStoreError:
     return DamagedStoreError(
-        f"the tokens in {folder} are broken", why, f"`rm -r {folder}`: the next run makes them again"
+        f"the tokens in {folder} are damaged", why, f"`rm -r {folder}`: the next run makes them again"
     )
 
 
 def map_tokens(folder: Path, meta: StoreMeta, seq_length: int) -> MappedTokens:
-    """Map a store that has at least one block; nothing is read yet."""
+    """Map the files of a nonempty store into memory, without reading them."""
     ids = np.memmap(folder / TOKENS_FILE, _little_endian(meta.dtype), "r", shape=(meta.n_tokens,))
     ends = np.memmap(folder / DOCUMENTS_FILE, "<u8", "r", shape=(meta.n_documents,))
-    return MappedTokens(ids, ends, meta.identity, seq_length)
+    return MappedTokens(ids=ids, ends=ends, identity=meta.identity, seq_length=seq_length)

@@ -1,4 +1,4 @@
-"""From files to tokens: made once for what they are made from, and used again by whoever asks for the same."""
+"""Tokenize data files into a token store, once per content, fields and tokenizer; later runs use the store again."""
 
 from __future__ import annotations
 
@@ -19,24 +19,30 @@ from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import TextFields, parse_fields
 
-TOKENS_VERSION = 1  # of the tokens that a request gives; another number, and none is used again
-ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(
-    max(os.cpu_count() or 1, 8), 64
-)  # pieces for every core; takes 100 times that
+TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
+# Bytes of text that are encoded at once: a chunk for every core. Encoding takes about 100 times as much memory.
+ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 8), 64)
 
-TokenizeProgress = Callable[[int, int], None]
+TokenizeProgress = Callable[[int, int], None]  # bytes done, total bytes
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeConfig:
-    """What tokens are wanted.
+    """Everything that determines the tokens of a dataset, and where they are stored.
 
-    `paths`: files, folders and globs (`files.find` says what they stand for); `fields`: for `json` what holds the text,
-    or a source and a target (`fields.parse`), `prefix`: put before each source; `source_length`: tokens of a source at
-    most, of a target `seq_length`; `tokenizer`: a tokenizer.json, or a folder that has one; `eos_id`: appended to each
-    document; `vocab`: the model's true vocabulary, padding apart; `cache`: the folder of stores; `spare`: another one,
-    where tokens are made that the cache lacks, so that nothing is written to it.
+    Attributes:
+        type: Type of the data files.
+        paths: Files, folders and globs, as `files.find_files` takes them.
+        fields: For `json`: the columns of the text, or of a source and a target, as `parse_fields` takes them.
+        seq_length: Tokens of a block, or maximum tokens of a target.
+        tokenizer: A tokenizer.json, or a folder that contains one.
+        eos_id: Token appended to each document; None for none.
+        vocab: Size of the model's vocabulary without padding.
+        cache: Folder of token stores.
+        scratch_dir: Folder for a new store, if `cache` must not be written to.
+        source_length: Maximum tokens of a source.
+        prefix: Text put before each source.
     """
 
     type: FileType
@@ -53,46 +59,53 @@ class TokenizeConfig:
 
     @property
     def parsed_fields(self) -> TextFields:
-        """What is read of each object."""
+        """The columns to read from each object; empty for `text`."""
         return parse_fields(self.fields) if self.type == "json" else TextFields(())
 
 
 def tokenize_files(config: TokenizeConfig, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
-    """The tokens of a request, made in bounded memory, or mapped at once if the cache has them already.
+    """Return the tokens of the configured files, from the cache or freshly tokenized in bounded memory.
 
-    The files are read once for their digests in any case, and tokens that the cache has for theirs: damaged ones are
-    made again. `progress`: bytes tokenised, of how many; `note` is told
-    what is used, how much it is, and what the last block leaves over, or what of pairs is cut. PrepError for files that
-    are missing, empty or not what their type says; for a tokenizer that does not fit; for fewer tokens than one block.
+    All files are read once for their digests. Tokens in the cache are read once for theirs; damaged ones are made
+    again.
+
+    Args:
+        config: Files, tokenizer and cache.
+        progress: Called with the bytes tokenized so far and the total bytes.
+        note: Called with messages for the user: which store is used, its size, and how many tokens are dropped.
+
+    Raises:
+        PrepError: Files are missing, empty or invalid, the tokenizer does not fit the model, or the tokens do not fill
+            one block.
     """
-    encoder = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
     files = [hash_file(path) for path in find_files(config.paths, config.type)]
-    identity = _store_identity(config, files, encoder)
+    identity = _store_identity(config, files, tokenizer)
     folder = config.cache / identity
     meta = _read_valid_meta(folder, note)
     if meta is not None:
-        note(f"tokens of an earlier run are used: {folder}")
+        note(f"using the tokens of an earlier run: {folder}")
     else:
         folder = (config.scratch_dir or config.cache) / identity
-        meta = _build_store(folder, config, files, encoder, progress, note)
-    encoder.check_in_vocab(meta.max_id, config.vocab)
-    has_pairs = bool(config.parsed_fields.source)
-    _check_has_pairs(meta) if has_pairs else _check_has_block(meta, config.seq_length)
+        meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
+    tokenizer.check_in_vocab(meta.max_id, config.vocab)
+    has_source = bool(config.parsed_fields.source)
+    _check_has_pairs(meta) if has_source else _check_has_block(meta, config.seq_length)
     tokens = store.map_tokens(folder, meta, config.seq_length)
-    note(_seq2seq_summary(tokens, config.source_length) if has_pairs else _packed_summary(tokens))
+    note(_seq2seq_summary(tokens, config.source_length) if has_source else _packed_summary(tokens))
     return tokens
 
 
 def _check_eos_id(config: TokenizeConfig) -> None:
     if config.eos_id is not None and not 0 <= config.eos_id < config.vocab:
-        why = f"the true vocabulary, padding apart, is {config.vocab:,}"
-        raise PrepError(f"end-of-text id {config.eos_id:,} is not in the model's vocabulary", why)
+        why = f"the vocabulary without padding has {config.vocab:,} tokens"
+        raise PrepError(f"eos_token_id {config.eos_id:,} is out of range", why)
 
 
 def _store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer) -> str:
-    """What the ids depend on: neither where the files are, nor how the ids are grouped."""
-    facts = {
+    """Return a digest of all inputs of the ids; file paths and `seq_length` are not among them."""
+    inputs = {
         "version": TOKENS_VERSION,
         "type": config.type,
         "fields": config.fields if config.type == "json" else None,
@@ -100,8 +113,8 @@ def _store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer
         "tokenizer": tokenizer.digest,
         "files": [[file.nbytes, file.digest] for file in files],
     }
-    facts |= {"prefix": config.prefix} if config.prefix else {}
-    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+    inputs |= {"prefix": config.prefix} if config.prefix else {}
+    return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
 def _build_store(
@@ -109,11 +122,12 @@ def _build_store(
     config: TokenizeConfig,
     files: Sequence[DataFile],
     tokenizer: TextTokenizer,
+    *,
     progress: TokenizeProgress,
     note: Note,
 ) -> store.StoreMeta:
     with store.lock_cache(folder.parent, note):
-        if (meta := _read_valid_meta(folder)) is not None:  # another process has just made it
+        if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
             return meta
         dtype = store.dtype_for(max(tokenizer.max_id, config.eos_id or 0))
         store.build_store(folder, dtype, lambda writer: _write_tokens(writer, config, files, tokenizer, progress))
@@ -121,7 +135,7 @@ def _build_store(
 
 
 def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
-    """Read what a store says of itself; None where it is missing or damaged, which `note` is told."""
+    """Return a store's metadata; None if the store is missing, or damaged, which is reported to `note`."""
     try:
         return store.read_meta(folder) if folder.exists() else None
     except store.DamagedStoreError as error:
@@ -136,18 +150,18 @@ def _write_tokens(
     tokenizer: TextTokenizer,
     progress: TokenizeProgress,
 ) -> None:
-    done, total = 0, sum(file.nbytes for file in files)
-    found = (
-        piece for file in files for piece in read_text_chunks(file, config.type, config.parsed_fields, config.prefix)
+    done_nbytes, total_nbytes = 0, sum(file.nbytes for file in files)
+    chunks = (
+        chunk for file in files for chunk in read_text_chunks(file, config.type, config.parsed_fields, config.prefix)
     )
-    for batch in batch_chunks(found):
-        for piece, ids in zip(batch, tokenizer.encode([piece.text for piece in batch])):
+    for batch in batch_chunks(chunks):
+        for chunk, ids in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):
             writer.append(ids)
-            if piece.ends_document:
+            if chunk.ends_document:
                 _end_document(writer, config.eos_id)
         tokenizer.check_in_vocab(writer.max_id, config.vocab)
-        done += sum(piece.nbytes for piece in batch)
-        progress(done, total)
+        done_nbytes += sum(chunk.nbytes for chunk in batch)
+        progress(done_nbytes, total_nbytes)
 
 
 def _end_document(writer: store.TokenWriter, eos_id: int | None) -> None:
@@ -157,43 +171,44 @@ def _end_document(writer: store.TokenWriter, eos_id: int | None) -> None:
 
 
 def batch_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Pieces in order, in groups of at most BATCH_NBYTES; one that is larger is a group by itself."""
+    """Group chunks in order, up to ENCODE_BATCH_NBYTES per group; a larger chunk is a group by itself."""
     batch: list[TextChunk] = []
     nbytes = 0
-    for piece in chunks:
-        if batch and nbytes + piece.nbytes > ENCODE_BATCH_NBYTES:
+    for chunk in chunks:
+        if batch and nbytes + chunk.nbytes > ENCODE_BATCH_NBYTES:
             yield batch
             batch, nbytes = [], 0
-        batch.append(piece)
-        nbytes += piece.nbytes
+        batch.append(chunk)
+        nbytes += chunk.nbytes
     if batch:
         yield batch
 
 
 def _check_has_pairs(meta: store.StoreMeta) -> None:
     if not meta.n_tokens:
-        raise PrepError("the data has no pair", "looked for objects, found blank lines")
+        raise PrepError("the data has no source-target pair", "all lines are blank, or all their texts are empty")
 
 
 def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
     if meta.n_tokens < seq_length:
-        why = f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}, a block has {seq_length:,}"
+        size = f"{_count_text(meta.n_tokens, 'token')} in {_count_text(meta.n_documents, 'document')}"
         hint = f"more text, or `--set data.seq_length={meta.n_tokens}`" if meta.n_tokens > 1 else "more text"
-        raise PrepError("the data is shorter than one block", why, hint)
+        raise PrepError("the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint)
 
 
 def _packed_summary(tokens: store.MappedTokens) -> str:
-    left = tokens.n_tokens % tokens.seq_length
-    held = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
+    n_dropped = tokens.n_tokens % tokens.seq_length
+    size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
     blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{held}: {blocks}, {_count_text(left, 'token')} left over and dropped"
+    return f"{size}: {blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
 
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:
-    sources, targets = count_truncated(tokens, source_length)
-    held = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents // 2, 'pair')}"
-    cut = f"{_count_text(sources, 'source')} of more than {source_length:,}, {_count_text(targets, 'target')} of more than"
-    return f"{held}: {cut} {tokens.seq_length:,} tokens are cut"
+    n_sources, n_targets = count_truncated(tokens, source_length)
+    size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents // 2, 'pair')}"
+    sources = f"{_count_text(n_sources, 'source')} of more than {source_length:,}"
+    targets = f"{_count_text(n_targets, 'target')} of more than {tokens.seq_length:,} tokens"
+    return f"{size}: {sources}, {targets} are cut"
 
 
 def _count_text(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""A tokenizer.json, read so that a text always gives the same ids."""
+"""A tokenizer.json with deterministic encoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ TokenIds = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer; `digest` is the XXH3-128 of its file, `max_id` the largest id that it can give."""
+    """A tokenizer of the `tokenizers` library.
+
+    Attributes:
+        path: Its tokenizer.json.
+        digest: XXH3-128 of the file.
+        max_id: Its largest token id.
+        tokenizer: The library's tokenizer, without truncation and padding.
+    """
 
     path: Path
     digest: str
@@ -28,45 +35,64 @@ class TextTokenizer:
     tokenizer: Tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
-        """The ids of each text by itself, nothing put before or after it. PrepError if the tokenizer gives up.
+        """Encode each text by itself, without adding special tokens.
 
-        Texts are spread over threads; order and ids are the same with any number of them, and with
-        TOKENIZERS_PARALLELISM=false. A special token that a text spells out becomes its id.
+        Texts are spread over threads. Order and ids do not depend on the number of threads, nor on
+        TOKENIZERS_PARALLELISM. A special token spelled out in a text becomes its id.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            The ids of each text, uint32.
+
+        Raises:
+            PrepError: The tokenizer fails.
         """
         try:
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library has no type of its own
+        except Exception as error:  # the library has no exception type of its own
             raise PrepError(f"{self.path} cannot encode the data", str(error), "`--set data.tokenizer=PATH`") from error
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that a model goes on from, with what the tokenizer puts before and after one. PrepError if
-        the tokenizer gives up."""
+        """Encode a prompt, with added special tokens; raise PrepError if the tokenizer fails."""
         try:
             return self.tokenizer.encode(text).ids
-        except Exception as error:  # the library has no type of its own
+        except Exception as error:  # the library has no exception type of its own
             raise PrepError(f"{self.path} cannot encode a prompt", str(error), "`--tokens 1,2,3` needs none") from error
 
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
-        """What ids say, special ones left out, where those of `after` come before them: tokenizers take off the space
-        that a text begins with."""
-        before = self.tokenizer.decode(list(preceding_ids))
-        whole = self.tokenizer.decode([*preceding_ids, *ids])
-        return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(list(ids))
+        """Decode ids to text, without special tokens.
+
+        Tokenizers strip a leading space. To keep it, the ids are decoded together with the preceding ids.
+
+        Args:
+            ids: The ids.
+            preceding_ids: Ids that come before them, not part of the result.
+        """
+        prefix = self.tokenizer.decode(list(preceding_ids))
+        text = self.tokenizer.decode([*preceding_ids, *ids])
+        return text[len(prefix) :] if text.startswith(prefix) else self.tokenizer.decode(list(ids))
 
     def check_in_vocab(self, token_id: int, vocab_size: int) -> None:
-        """PrepError if `top`, an id of the data, is none of the model's true vocabulary."""
+        """Raise PrepError unless an id of the data is below the model's vocabulary size without padding."""
         if token_id < vocab_size:
             return
-        what = f"id {token_id:,} ({self.tokenizer.id_to_token(token_id)!r}) of {self.path} is not in the model's vocabulary"
-        why = f"the true vocabulary, padding apart, is {vocab_size:,}; the tokenizer has ids up to {self.max_id:,}"
+        token = self.tokenizer.id_to_token(token_id)
+        what = f"id {token_id:,} ({token!r}) of {self.path} is not in the model's vocabulary"
+        why = f"the vocabulary without padding has {vocab_size:,} tokens; the tokenizer has ids up to {self.max_id:,}"
         raise PrepError(what, why, "`--set data.tokenizer=PATH` with the tokenizer of the model")
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """Read a tokenizer.json, or the one of a folder. PrepError if it is missing, broken, or random.
+    """Load a tokenizer.json; its truncation and padding are turned off, so that documents are encoded whole.
 
-    Truncation and padding that the file asks for are turned off: a document is encoded as a whole.
+    Args:
+        path: The file, or a folder that contains a tokenizer.json.
+
+    Raises:
+        PrepError: The file is missing, invalid, or encodes nondeterministically.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
@@ -80,11 +106,11 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     max_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    return TextTokenizer(file, xxhash.xxh3_128_hexdigest(data), max_id, tokenizer)
+    return TextTokenizer(path=file, digest=xxhash.xxh3_128_hexdigest(data), max_id=max_id, tokenizer=tokenizer)
 
 
 def check_tokenizer_exists(path: Path) -> None:
-    """Check that a tokenizer.json, or a folder that has one, exists. Raises PrepError."""
+    """Raise PrepError unless the path is a file or a folder that contains a tokenizer.json."""
     if not (path / TOKENIZER_FILE if path.is_dir() else path).is_file():
         raise _missing_tokenizer_error(path)
 
@@ -92,21 +118,22 @@ def check_tokenizer_exists(path: Path) -> None:
 def _parse_tokenizer(file: Path, data: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(data)
-    except Exception as error:  # the library has no type of its own
-        raise PrepError(f"{file} is no tokenizer", str(error), "`--set data.tokenizer=PATH`") from error
+    except Exception as error:  # the library has no exception type of its own
+        raise PrepError(f"{file} is not a valid tokenizer", str(error), "`--set data.tokenizer=PATH`") from error
 
 
 def _check_deterministic(file: Path, tokenizer: Tokenizer) -> None:
     dropout = getattr(tokenizer.model, "dropout", None)
     if dropout:
         why = f"its model has dropout {dropout:g}, so that ids would differ from run to run"
-        raise PrepError(f"{file} encodes at random", why, f"set `model.dropout` to null in {file}")
+        raise PrepError(f"{file} is not deterministic", why, f"set `model.dropout` to null in {file}")
 
 
 def _missing_tokenizer_error(path: Path) -> PrepError:
+    hint = "`--set data.tokenizer=PATH`"
     if not path.is_dir():
         why = f"looked for a {TOKENIZER_FILE}, or a folder that has one"
-        return PrepError(f"no tokenizer at {path}", why, "`--set data.tokenizer=PATH`")
-    found = sorted(each.name for each in path.glob("*token*"))
-    why = f"looked for {TOKENIZER_FILE}; found {', '.join(found)}" if found else f"looked for {TOKENIZER_FILE}"
-    return PrepError(f"{path} has no {TOKENIZER_FILE}", why, "`--set data.tokenizer=PATH`")
+        return PrepError(f"no tokenizer at {path}", why, hint)
+    names = sorted(file.name for file in path.glob("*token*"))
+    why = f"looked for {TOKENIZER_FILE}" + (f"; found {', '.join(names)}" if names else "")
+    return PrepError(f"{path} has no {TOKENIZER_FILE}", why, hint)

@@ -1,7 +1,7 @@
-"""Checkpoints as training sees them: leaves by dotted name, without a word of how they are stored.
+"""Interfaces of the checkpoints that training reads and writes. Independent of the storage format.
 
-A run's state is one flat mapping: `params.embed.tokens`, `opt_state.adam.mu.embed.tokens`, `step` … What stores it is
-handed in.
+A training state is one flat mapping from dotted name to leaf: `params.embed.tokens`,
+`opt_state.adam.mu.embed.tokens`, `step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.models.mesh import Box
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """A leaf as a checkpoint holds it."""
+    """Shape and dtype of a leaf in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -25,7 +25,13 @@ class LeafSpec:
 
 @dataclass(frozen=True, slots=True)
 class HostLeaf:
-    """A leaf to be saved; `fetch` brings all of it to the host (C order), once, when its turn comes."""
+    """A leaf to be saved.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        fetch: Copies the whole leaf to the host, in C order. Called once, right before the leaf is written.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,13 +39,17 @@ class HostLeaf:
 
 
 class CheckpointReader(Protocol):
-    """An opened checkpoint. `facts`: its manifest."""
+    """An open checkpoint."""
 
     @property
-    def manifest(self) -> Mapping[str, Any]: ...
+    def manifest(self) -> Mapping[str, Any]:
+        """Entries of its manifest."""
+        ...
 
     @property
-    def leaves(self) -> Mapping[str, LeafSpec]: ...
+    def leaves(self) -> Mapping[str, LeafSpec]:
+        """Its leaves by dotted name."""
+        ...
 
     def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
         """Fill each array with its box of the leaf, cast to the array's dtype; no stored byte is read twice."""
@@ -50,13 +60,22 @@ class CheckpointStore(Protocol):
     """The checkpoints of one run, by step."""
 
     def steps(self) -> list[int]:
-        """Steps of which a whole checkpoint is there, ascending."""
+        """Return the steps with a complete checkpoint, ascending."""
         ...
 
     def open(self, step: int) -> CheckpointReader:
-        """The checkpoint of a step; PrepError if it is broken."""
+        """Open the checkpoint of a step; raise PrepError if it is damaged."""
         ...
 
     def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
-        """Store a checkpoint: afterwards it is whole and durable under its name. PrepError if it cannot be."""
+        """Save a checkpoint; on return it is complete and durable.
+
+        Args:
+            step: Step of the state.
+            leaves: The state's leaves by dotted name.
+            manifest_fields: Extra entries for the manifest.
+
+        Raises:
+            PrepError: The checkpoint cannot be written.
+        """
         ...

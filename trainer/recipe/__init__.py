@@ -1,4 +1,4 @@
-"""Recipes: what `prep train` does, as one TOML file in which every key is known."""
+"""Recipes: the TOML files that configure `prep train`."""
 
 from __future__ import annotations
 

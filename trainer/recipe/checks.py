@@ -1,4 +1,4 @@
-"""What the keys of a recipe say about one another."""
+"""Checks of a recipe for values out of range and for conflicting keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, value_of
 from trainer.recipe.text_fields import parse_fields
 
-MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3.4e38  # steps and lengths are int32 on devices, numbers of the optimizer float32
+# Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
+MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3.4e38
 INT32_KEYS = ("train.steps", "train.max_skipped", "data.seq_length", "data.source_length", "model.head_chunk_size")
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a recipe. `keys`: those at fault; the first one that was given is shown."""
+    """A conflict of keys, or a value out of range.
+
+    Attributes:
+        keys: Keys at fault; the error is reported at the first key set by the user.
+        what: What is wrong.
+        why: The values that cause it.
+        hint: How to fix it.
+    """
 
     keys: tuple[str, ...]
     what: str
@@ -28,7 +36,7 @@ class Problem:
 
 
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
-    """All that is wrong with a recipe whose keys are each right by themselves."""
+    """Yield the problems of a recipe whose keys have valid types."""
     yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
     yield from _overflow_problems(recipe)
     yield from _field_problems(recipe)
@@ -40,17 +48,15 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Numbers that the dtypes of a step cannot hold."""
+    """Yield numbers that int32 or float32 cannot hold."""
     for key in KEY_SCHEMAS:
         value = value_of(recipe, key)
         if not isinstance(value, int | float) or not (key in INT32_KEYS or key.startswith(("batch.", "optimizer."))):
             continue
-        most = MAX_INT32 if isinstance(value, int) else MAX_FLOAT32
-        if value > most:
-            what = f"`{key}` is {format_value(value)}"
-            yield Problem(
-                (key,), what, f"it is too large: the most is {most:,}", f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
-            )
+        maximum = MAX_INT32 if isinstance(value, int) else MAX_FLOAT32
+        if value > maximum:
+            why, hint = f"out of range: the maximum is {maximum:,}", f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
+            yield Problem((key,), f"`{key}` is {format_value(value)}", why, hint)
 
 
 def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Problem]:
@@ -61,75 +67,78 @@ def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Prob
 
 
 def _field_problems(recipe: Recipe) -> Iterator[Problem]:
+    key = "data.fields"
     if recipe.data.type == "text" and recipe.data.fields is not None:
-        what = f"`data.fields` is {format_value(recipe.data.fields)}"
-        yield Problem(
-            ("data.fields",), what, "it names the text in an object, and `data.type` is text", '`type = "json"`'
-        )
+        what = f"`{key}` is {format_value(recipe.data.fields)}"
+        why = "it names a column of json objects, but `data.type` is text"
+        yield Problem((key,), what, why, '`type = "json"`')
         return
-    yield from _problem_if_raised(lambda: parse_fields(recipe.data.fields or ""), "data.fields")
+    yield from _problem_if_raised(lambda: parse_fields(recipe.data.fields or ""), key)
 
 
 def _source_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Lengths and prefixes of sources that there are, and of no others."""
-    data, given = recipe.data, [key for key in SOURCE_KEYS if value_of(recipe, key) is not None]
+    """Yield a source without a length, and source keys without a source."""
+    data = recipe.data
     try:
         has_source = data.type == "json" and bool(parse_fields(data.fields or "").source)
     except PrepError:
+        return  # reported by _field_problems
+    if has_source:
+        if data.source_length is None:
+            why = f"`data.fields` has a source: {format_value(data.fields)}"
+            hint = "`source_length = 512` in [data]"
+            yield Problem(("data.fields",), "`data.source_length` is missing", why, hint)
         return
-    if has_source and data.source_length is None:
-        why = f"`data.fields` has a source: {format_value(data.fields)}"
-        yield Problem(("data.fields",), "`data.source_length` is missing", why, "`source_length = 512` in [data]")
-    for key in given if not has_source else ():
-        why = "nothing in `data.fields` stands in brackets, which would be read by an encoder"
-        yield Problem(
-            (key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, '`fields = "[article], summary"`'
-        )
+    for key in SOURCE_KEYS:
+        if value_of(recipe, key) is not None:
+            what, why = f"`{key}` is {format_value(value_of(recipe, key))}", "`data.fields` has no source in brackets"
+            yield Problem((key,), what, why, '`fields = "[article], summary"`')
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
     batch = recipe.batch
-    micro = [key for key in ("batch.per_device", "batch.per_replica") if value_of(recipe, key)]
-    if len(micro) == 2:
-        yield _exclusive_keys(recipe, "batch.per_device", "batch.per_replica", "each says what a micro-batch is")
-    elif not micro and not batch.size:
-        why = "none of size, per_device and per_replica is given"
-        yield Problem(("batch",), "`batch` does not say how many sequences a step has", why, "`size = 32` in [batch]")
-    elif micro and batch.size and batch.accumulate:
-        why = f"size and {micro[0].partition('.')[2]} say it already"
-        yield Problem(("batch.accumulate",), f"`batch.accumulate` is {batch.accumulate}", why, "two of the three")
+    micro_keys = [key for key in ("batch.per_device", "batch.per_replica") if value_of(recipe, key)]
+    if len(micro_keys) == 2:
+        yield _exclusive_keys(recipe, "batch.per_device", "batch.per_replica", "both set the size of a micro-batch")
+    elif not micro_keys and not batch.size:
+        why = "none of `size`, `per_device` and `per_replica` is set"
+        yield Problem(("batch",), "`batch` does not set the sequences per step", why, "`size = 32` in [batch]")
+    elif micro_keys and batch.size and batch.accumulate:
+        why = f"`size` and `{micro_keys[0].partition('.')[2]}` already determine it"
+        what = f"`batch.accumulate` is {batch.accumulate}"
+        yield Problem(("batch.accumulate",), what, why, "remove one of the three")
 
 
 def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.steps and recipe.train.epochs:
-        yield _exclusive_keys(recipe, "train.steps", "train.epochs", "each says how long the run is")
+        yield _exclusive_keys(recipe, "train.steps", "train.epochs", "both set the length of the run")
     elif not recipe.train.steps and not recipe.train.epochs:
-        why = "neither steps nor epochs is given"
-        yield Problem(("train",), "`train` does not say how long the run is", why, "`steps = 1000` in [train]")
+        why = "neither `steps` nor `epochs` is set"
+        yield Problem(("train",), "`train` does not set the length of the run", why, "`steps = 1000` in [train]")
 
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.data.holdout and recipe.data.eval_path:
-        yield _exclusive_keys(recipe, "data.holdout", "data.eval_path", "each says what validates")
+    data = recipe.data
+    if data.holdout and data.eval_path:
+        yield _exclusive_keys(recipe, "data.holdout", "data.eval_path", "both set the evaluation data")
     for key in ("train.eval_every", "eval.limit"):
-        if value_of(recipe, key) and not recipe.data.holdout and not recipe.data.eval_path:
-            what = f"`{key}` is {value_of(recipe, key)}"
-            yield Problem((key,), what, "nothing validates: no holdout and no eval_path", "`holdout = 0.05` in [data]")
+        if value_of(recipe, key) and not data.holdout and not data.eval_path:
+            why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
+            yield Problem((key,), f"`{key}` is {value_of(recipe, key)}", why, "`holdout = 0.05` in [data]")
 
 
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
     optimizer = recipe.optimizer
+    warmup_keys = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
     if optimizer.warmup_steps is not None and optimizer.warmup_ratio is not None:
-        yield _exclusive_keys(
-            recipe, "optimizer.warmup_steps", "optimizer.warmup_ratio", "each says how long warm-up is"
-        )
+        yield _exclusive_keys(recipe, *warmup_keys, "both set the length of warm-up")
         return
+    # The number of steps of a run by epochs is unknown here: that schedule is checked again when the data is known.
     n_steps = recipe.train.steps or (optimizer.decay_steps if optimizer.warmup_ratio is None else None)
-    if n_steps:  # a run of epochs may have to be asked again when the data is known
-        warmup = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
-        yield from _problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup)
+    if n_steps:
+        yield from _problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
 
 
 def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Problem:
-    values = " and ".join(f"`{key}` is {format_value(value_of(recipe, key))}" for key in (first, second))
-    return Problem((second, first), values, f"{why}, and only one can", "take one of them out")
+    what = " and ".join(f"`{key}` is {format_value(value_of(recipe, key))}" for key in (first, second))
+    return Problem((second, first), what, why, "remove one of them")

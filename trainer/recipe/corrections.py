@@ -1,4 +1,4 @@
-"""A value that a key does not take, rewritten in the form that it takes, for the hint of an error."""
+"""Corrections of invalid recipe values, for the hints of errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.recipe.formatting import alternatives, example_value, to_toml
 
-# Other names of values that are known from other trainers, by our value
+# Names that other trainers use for a value, by the recipe's value
 VALUE_SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "bfloat16": ("bf16",),
     "float32": ("fp32", "f32", "float", "single"),
@@ -27,29 +27,38 @@ _PYTHON_TYPES = {"integer": int, "number": (int, float), "boolean": bool, "strin
 
 
 def suggest_value(value: Any, key_schema: Mapping[str, Any]) -> str:
-    """Return a value for a key as TOML: the given one where it fits in some form, else the key's example."""
+    """Return the corrected value as TOML, or the key's example if it cannot be corrected."""
     return correct_value(value, key_schema) or example_value(key_schema)
 
 
 def correct_value(value: Any, key_schema: Mapping[str, Any]) -> str:
-    """Return the given value as TOML in the form that a key takes; empty where there is no such form."""
-    fitting = (to_toml(each) for each in (value, *_candidate_values(value)) if is_accepted(each, key_schema))
-    return next(fitting, "")
+    """Return a value as TOML in a form accepted by a key.
+
+    Args:
+        value: The value that the user gave.
+        key_schema: JSON schema of the key.
+
+    Returns:
+        The first accepted candidate; empty if there is none.
+    """
+    candidates = (value, *_candidate_values(value))
+    accepted = (to_toml(candidate) for candidate in candidates if is_accepted(candidate, key_schema))
+    return next(accepted, "")
 
 
 def _candidate_values(value: Any) -> Iterator[Any]:
-    """Yield what a value may have been meant as: text as a number, 20.0 as 20, bf16 as bfloat16, a list as `1,8,1`."""
+    """Yield likely meanings of a value: text as a number, 20.0 as 20, bf16 as bfloat16, a list as `1,8,1`."""
     if isinstance(value, str):
         yield value.lower()
         yield VALUE_BY_SYNONYM.get(value.lower())
         for text in (value.strip(), value.strip().lower()):
-            read = _parse_toml_value(text)
-            if not isinstance(read, str):
-                yield read
-                yield from _candidate_values(read)
+            parsed = _parse_toml_value(text)
+            if not isinstance(parsed, str):
+                yield parsed
+                yield from _candidate_values(parsed)
     elif isinstance(value, float) and value.is_integer():
         yield int(value)
-    elif isinstance(value, list) and value and all(type(each) is int for each in value):
+    elif isinstance(value, list) and value and all(type(item) is int for item in value):
         yield ",".join(map(str, value))
 
 
@@ -61,8 +70,8 @@ def _parse_toml_value(text: str) -> Any:
 
 
 def is_accepted(value: Any, key_schema: Mapping[str, Any]) -> bool:
-    """Return whether a key takes a value, by its part of the schema."""
-    return any(_is_accepted_by(value, option) for option in alternatives(key_schema))
+    """Return whether a key accepts a value, by the key's JSON schema."""
+    return any(_is_accepted_by(value, alternative) for alternative in alternatives(key_schema))
 
 
 def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
@@ -71,11 +80,8 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
     if "enum" in alternative:
         return isinstance(value, str) and value in alternative["enum"]
     if alternative["type"] == "array":
-        return (
-            isinstance(value, list)
-            and bool(value)
-            and all(_is_accepted_by(each, alternative["items"]) for each in value)
-        )
+        items = alternative["items"]
+        return isinstance(value, list) and bool(value) and all(_is_accepted_by(item, items) for item in value)
     if isinstance(value, bool) != (alternative["type"] == "boolean"):
         return False
     if not isinstance(value, _PYTHON_TYPES.get(alternative["type"], ())):

@@ -1,4 +1,4 @@
-"""Faults of a recipe, collected so that one error reports all of them."""
+"""Diagnostics of a recipe, collected so that one error reports all of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pathlib import Path
 
 from trainer.models.errors import PrepError, usage_error
 
-MAX_SHOWN = 20  # faults that are listed; the rest are counted
+MAX_SHOWN = 20  # diagnostics that are listed; the rest are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One thing that is wrong with a recipe.
+    """One error of a recipe, with its place.
 
     Attributes:
-        place: `FILE:LINE`, `--set`, or the file for what is missing.
-        what, why, hint: As in `PrepError`.
-        line: The line in the file; 0 for `--set` and for what is missing.
+        place: `FILE:LINE`, `--set`, or the file for a missing key.
+        what: What is wrong, as in `PrepError`.
+        why: The value that causes it.
+        hint: How to fix it.
+        line: The line in the file; 0 for `--set` and missing keys.
     """
 
     place: str
@@ -29,21 +31,23 @@ class Diagnostic:
 
     @property
     def text(self) -> str:
-        """The fault as one line of a list."""
+        """The diagnostic as one line of a list."""
         return " - ".join(part for part in (f"{self.place}: {self.what}", self.why, self.hint) if part)
 
 
 def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
-    """Return one usage error that reports every fault: by line, then those of `--set`, then what is missing.
+    """Return one usage error that reports all diagnostics.
+
+    The order is: diagnostics of the file by line, of `--set`, of missing keys.
 
     Args:
         path: The recipe.
-        faults: At least one.
+        diagnostics: At least one diagnostic.
     """
-    ordered = sorted(diagnostics, key=lambda fault: (not fault.line, fault.line, not fault.place.startswith("--")))
+    ordered = sorted(diagnostics, key=lambda item: (not item.line, item.line, not item.place.startswith("--")))
     if len(ordered) == 1:
         only = ordered[0]
         return usage_error(f"{only.place}: {only.what}", only.why, only.hint)
-    lines = [fault.text for fault in ordered[:MAX_SHOWN]]
+    lines = [diagnostic.text for diagnostic in ordered[:MAX_SHOWN]]
     lines += [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
-    return usage_error(f"{path} has {len(ordered):,} errors", "\n".join(lines), "docs/recipes.md has every key")
+    return usage_error(f"{path} has {len(ordered):,} errors", "\n".join(lines), "docs/recipes.md lists all keys")

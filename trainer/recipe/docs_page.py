@@ -1,4 +1,4 @@
-"""The page on recipes, docs/recipes.md, from the keys: `python -m trainer.recipe.docs_page > docs/recipes.md`."""
+"""Generate the reference page of recipes: `python -m trainer.recipe.docs_page > docs/recipes.md`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from trainer.recipe.tables import KEY_SCHEMAS, schema
 INTRO = """\
 # Recipes
 
-`prep train RECIPE` carries out what one TOML file says. [recipes/](../recipes) has some to begin with; the checkpoints
-that they name are made by conversions:
+This page is for users of `prep train`. It lists every key of a recipe, the TOML file that describes a run. The folder
+[recipes/](../recipes) has examples; the checkpoints that they name are made by conversions:
 
 ```console
 $ prep pad-vocab gpt-neo-1.3B --multiple 8
@@ -19,52 +19,52 @@ $ prep save-init gpt-neo-1.3B-padded --mesh 1,1,8
 gpt-neo-1.3B-padded-init
 ```
 
-Every key is known and of one type: an unknown key, a number in quotes or two keys that say the same are errors. One
-message lists all of them with their lines. There are no other files of settings. `--set optimizer.lr=1e-5` takes the
-place of one value: what stands behind `=` is TOML, and text where it is not or where the key takes text
-(`--set mesh=1,8,1`). The complete recipe, with all defaults and what came from `--set`, is kept in the run as
-`recipe.toml`, and is a recipe itself.
+Unknown keys, values of the wrong type and conflicting keys are errors. One message lists all errors with their lines.
+A recipe does not include other files. `--set optimizer.lr=1e-5` overrides one value. The value after `=` is TOML; it is
+taken as text if it is not valid TOML or if the key takes text (`--set mesh=1,8,1`). The run keeps the complete recipe,
+with all defaults and overrides, as `recipe.toml`, which is a valid recipe itself.
 
-Paths are relative to the working directory. In them, and nowhere else, `~` is your home and `${NAME}` a variable of the
-environment, which must be set.
+Paths are relative to the working directory. In paths, and only there, `~` stands for the home folder and `${NAME}` for
+an environment variable, which must be set.
 """
 
 OUTRO = """
-## Sequences a step
+## Sequences per step
 
-A step takes `size` sequences, in `accumulate` micro-batches of which each goes through the model at once. A micro-batch
-is `per_device` x all devices, or `per_replica` x the replicas of the model (dp x fsdp): with mp 8 on 8 devices,
-`per_device = 3` is 24 sequences and `per_replica = 3` is 3. Of `size`, one of these two, and `accumulate` give one or
-two; the third follows, and must be whole. A micro-batch must divide among the replicas.
+A step takes `size` sequences, divided into `accumulate` micro-batches. The model processes one micro-batch at a time. A
+micro-batch has `per_device` sequences for each device, or `per_replica` sequences for each replica of the model (dp x
+fsdp). For example, with mp 8 on 8 devices, `per_device = 3` gives 24 sequences and `per_replica = 3` gives 3. Set one
+or two of `size`, the micro-batch (`per_device` or `per_replica`) and `accumulate`. The third is computed and must be a
+whole number. The number of replicas must divide the micro-batch.
 
 ## The learning rate
 
-It rises from 0 for `warmup_steps`, then goes to `end_lr`, which it reaches at `decay_steps`, and stays there. Steps
-count from 0, and warm-up is part of them. With `schedule = "constant"` it stays at `lr`, and `end_lr` and `decay_steps`
-say nothing.
+The learning rate rises linearly from 0 for `warmup_steps`, then decays to `end_lr`, which it reaches at step
+`decay_steps`, and stays there. Steps count from 0 and include warm-up. With `schedule = "constant"` it stays at `lr`,
+and `end_lr` and `decay_steps` have no effect.
 
 ## Names from other trainers
 
-An unknown key or option that another trainer has is answered with the key here, and the value that it takes.
+An unknown key or option that another trainer uses is an error whose hint names the recipe key and its value.
 
-| here | elsewhere |
+| recipe key | names in other trainers |
 |---|---|
 """
 
 
 def render_page() -> str:
-    """The page as Markdown."""
-    whole = schema()
-    tables = whole["$defs"]
+    """Return the page as Markdown."""
+    recipe_schema = schema()
+    table_schemas = recipe_schema["$defs"]
     parts = [INTRO]
-    above = None
+    current_table = None
     for key in KEY_SCHEMAS:
         table, _, name = key.rpartition(".")
-        if table != above:
+        if table != current_table:
             title = f"`[{table}]`" if table else "Above the first table"
-            meaning = (tables[table.title()] if table else whole)["description"]
-            parts.append(f"\n## {title}\n\n{meaning}\n\n| key | takes | default | meaning |\n|---|---|---|---|\n")
-            above = table
+            description = (table_schemas[table.title()] if table else recipe_schema)["description"]
+            parts.append(f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
+            current_table = table
         parts.append(_key_row(key, name))
     return "".join([*parts, OUTRO, *map(_synonym_row, SYNONYMS.items())])
 
@@ -75,9 +75,10 @@ def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
 
 
 def _key_row(key: str, name: str) -> str:
-    part = KEY_SCHEMAS[key]
-    default = part.get("absent") or (f"`{to_toml(part['default'])}`" if "default" in part else "must be given")
-    return f"| {' | '.join((f'`{name}`', describe_type(part), default, part['description']))} |\n"
+    key_schema = KEY_SCHEMAS[key]
+    default = f"`{to_toml(key_schema['default'])}`" if "default" in key_schema else "required"
+    default = key_schema.get("absent") or default
+    return f"| `{name}` | {describe_type(key_schema)} | {default} | {key_schema['description']} |\n"
 
 
 if __name__ == "__main__":

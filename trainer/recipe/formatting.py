@@ -1,4 +1,4 @@
-"""Values and what keys take, as text."""
+"""Recipe values and the types of recipe keys as text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MAX_VALUE_CHARS = 60
 
 
 def to_toml(value: object) -> str:
-    """A value as TOML has it; tables in lists, dates and times only as a reader would."""
-    if isinstance(value, str):  # of what TOML refuses in a string, JSON lets this one character pass
+    """Return a value as TOML; a table becomes the words "a table", dates and times use Python's format."""
+    if isinstance(value, str):  # JSON escapes all characters that TOML requires to be escaped, except DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
@@ -35,7 +35,7 @@ def to_toml(value: object) -> str:
 
 
 def _scientific(value: float) -> str:
-    """The same number with an exponent and no padding: 3e-4."""
+    """Return a number in scientific notation without padding: 3e-4."""
     sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
     first, *rest = map(str, digits)
     fraction = f".{''.join(rest)}" if rest else ""
@@ -43,23 +43,23 @@ def _scientific(value: float) -> str:
 
 
 def unquote(text: str) -> str:
-    """TOML text without its quotes where a shell and `--set` read it alike without them."""
+    """Remove the quotes of a TOML string if a shell and `--set` read it alike without them."""
     return text[1:-1] if re.fullmatch(r'"[\w./,:+-]+"', text) else text
 
 
 def format_value(value: object) -> str:
-    """A value for a message: not longer than a line has room for."""
-    text = to_toml(value).encode("utf-8", "backslashreplace").decode()  # a command line can hold what is not UTF-8
+    """Return a value for a message, cut to MAX_VALUE_CHARS."""
+    text = to_toml(value).encode("utf-8", "backslashreplace").decode()  # an argument may not be UTF-8
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
 def alternatives(key_schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The kinds of values that a part of a schema allows, without null: a key that is not given."""
-    return [each for each in key_schema.get("anyOf", [key_schema]) if each.get("type") != "null"]
+    """Return the schemas of a key's accepted types, without null, the value of an absent key."""
+    return [schema for schema in key_schema.get("anyOf", [key_schema]) if schema.get("type") != "null"]
 
 
 def describe_type(key_schema: Mapping[str, Any]) -> str:
-    """What a key takes: `an integer >= 1 or "all"`."""
+    """Return the type of a key as text: `an integer >= 1 or "all"`."""
     return " or ".join(map(_describe_alternative, alternatives(key_schema)))
 
 
@@ -76,10 +76,10 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
 
 
 def example_value(key_schema: Mapping[str, Any]) -> str:
-    """A value that a key takes, as TOML has it."""
+    """Return an example of a key's value, or its default, as TOML."""
     return to_toml(key_schema["examples"][0] if "examples" in key_schema else key_schema["default"])
 
 
 def suggest(word: str, known: Collection[str]) -> str:
-    """The one that was probably meant, empty where none is near."""
+    """Return the known word closest to a misspelled one; empty if none is close."""
     return next(iter(difflib.get_close_matches(word[:MAX_VALUE_CHARS], known, n=1)), "")

@@ -1,4 +1,4 @@
-"""On which line a key stands: neither tomllib nor pydantic says."""
+"""Line numbers of the keys of a TOML document, which neither tomllib nor pydantic reports."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ KeyPath = tuple[str, ...]
 
 
 def key_line_numbers(text: str) -> dict[KeyPath, int]:
-    """The line, from 1, on which each key and each table of a TOML document first stands.
+    """Return the line, from 1, of the first occurrence of each key and table.
 
-    What is inside a value of several lines stands where the value begins. The document must be whole, with `\\n` only.
+    Keys inside a value of several lines get the line on which the value begins.
+
+    Args:
+        text: A valid TOML document without carriage returns.
     """
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
-    for number, statement, found in _statements(text):
+    for number, statement, values in _statements(text):
         if statement.lstrip().startswith("["):
-            table = max(_key_paths(found), key=len)
+            table = max(_key_paths(values), key=len)
             lines.setdefault(table, number)
         else:
-            for key in _key_paths(found):
+            for key in _key_paths(values):
                 lines.setdefault(table + key, number)
     return lines
 
 
 def _statements(text: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    """Each statement with its first line and what it says by itself: the fewest lines that tomllib can read."""
-    waiting: list[str] = []
+    """Yield (first line, text, parsed values) of each statement: the fewest lines that tomllib can parse."""
+    pending: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
-        waiting.append(line)
-        statement = "\n".join(waiting)
+        pending.append(line)
+        statement = "\n".join(pending)
         try:
-            found = tomllib.loads(statement)
+            values = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:
             continue
-        yield number - len(waiting) + 1, statement, found
-        waiting = []
+        yield number - len(pending) + 1, statement, values
+        pending = []
 
 
 def _key_paths(tree: Mapping[str, Any], parent: KeyPath = ()) -> Iterator[KeyPath]:

@@ -1,4 +1,4 @@
-"""From a file and `--set` options to a recipe, or to one error that lists all faults with their lines."""
+"""Load a recipe from a file and `--set` options; one error lists all diagnostics with their lines."""
 
 from __future__ import annotations
 
@@ -25,34 +25,48 @@ ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class LoadedRecipe:
-    """A complete recipe. `origins`, by dotted key: `default` or `--set KEY`; of what the file gives, nothing."""
+    """A complete recipe and the origins of its values.
+
+    Attributes:
+        recipe: The recipe.
+        origins: `default` or `--set KEY` by dotted key; keys of the file are absent.
+    """
 
     recipe: Recipe
     origins: Mapping[str, str]
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """The recipe of a file, with values of `--set` (`a.b=v`) in place of the file's, and defaults for all that is left.
+    """Load a recipe: values of the file, overridden by `--set`, and defaults for all other keys.
 
-    In paths `~` and `${NAME}` are expanded. All that is wrong is one usage error, with file:line where there is a line.
+    In paths `~` and `${NAME}` are expanded.
+
+    Args:
+        path: The TOML file.
+        overrides: `KEY=VALUE` texts of `--set`.
+
+    Raises:
+        PrepError: The file cannot be read, or the recipe is invalid. One usage error lists all diagnostics with their
+            lines.
     """
-    given, faults = apply_overrides(read_recipe(path), overrides)
-    unknown, answered = _check_unknown_keys(given)
-    expanded, not_expanded = _expand_paths(given)
-    faults += [*unknown, *not_expanded]
-    recipe = _validate(expanded, given, answered)
+    raw, diagnostics = apply_overrides(read_recipe(path), overrides)
+    unknown_key_diagnostics, intended_keys = _check_unknown_keys(raw)
+    expanded, path_diagnostics = _expand_paths(raw)
+    diagnostics += [*unknown_key_diagnostics, *path_diagnostics]
+    recipe = _validate(expanded, raw, intended_keys)
     if isinstance(recipe, Recipe):
-        touched = {_table_name(key) for key in answered}
-        faults += [
-            _locate_problem(problem, given)
+        # An unknown key may be the cause of a conflict in the table of the key that it stands for.
+        affected_tables = {_table_name(key) for key in intended_keys}
+        diagnostics += [
+            _locate_problem(problem, raw)
             for problem in find_problems(recipe)
-            if touched.isdisjoint(_problem_tables(problem))
+            if affected_tables.isdisjoint(_problem_tables(problem))
         ]
     else:
-        faults += recipe
-    if faults or not isinstance(recipe, Recipe):
-        raise diagnostics_error(path, faults)
-    return LoadedRecipe(recipe, _origins(given))
+        diagnostics += recipe
+    if diagnostics or not isinstance(recipe, Recipe):
+        raise diagnostics_error(path, diagnostics)
+    return LoadedRecipe(recipe, _origins(raw))
 
 
 def _table_name(key: str) -> str:
@@ -64,19 +78,19 @@ def _problem_tables(problem: Problem) -> set[str]:
 
 
 def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
-    at_fault = next(filter(raw.has, problem.keys), problem.keys[0])
-    return raw.diagnostic(at_fault, problem.what, problem.why, problem.hint)
+    key = next(filter(raw.has, problem.keys), problem.keys[0])
+    return raw.diagnostic(key, problem.what, problem.why, problem.hint)
 
 
 def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
-    """The faults of unknown keys; and the keys and tables that they were meant to give, or stand in."""
-    faults, answered = [], set()
+    """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
+    diagnostics, intended_keys = [], set()
     for path, value in find_unknown_keys(raw.tables):
-        faults.append(raw.diagnostic(path, f"unknown key `{path}`", hint=unknown_key_hint(path, value)))
-        answered |= {path, guess_key(path)}
+        diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`", hint=unknown_key_hint(path, value)))
+        intended_keys |= {path, guess_key(path)}
         if isinstance(value, dict):
-            answered |= {f"{suggest(path, TABLE_NAMES)}.{key}" for key in value}
-    return faults, answered - {""}
+            intended_keys |= {f"{suggest(path, TABLE_NAMES)}.{key}" for key in value}
+    return diagnostics, intended_keys - {""}
 
 
 def _origins(raw: RawRecipe) -> dict[str, str]:
@@ -85,27 +99,35 @@ def _origins(raw: RawRecipe) -> dict[str, str]:
 
 
 def _validate(raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[str]) -> Recipe | list[Diagnostic]:
-    """The recipe, or what is wrong with its values, unknown keys apart. `answered`: keys that are not told as missing,
-    since an unknown one was meant for them."""
+    """Return the recipe, or the diagnostics of its values. Unknown keys are ignored.
+
+    Args:
+        raw: The recipe with expanded paths.
+        unexpanded: The recipe as the user wrote it, for messages.
+        intended_keys: Keys probably meant by unknown keys; they are not reported as missing.
+    """
     try:
         return Recipe.model_validate(_with_dependent_defaults(raw))
     except ValidationError as error:
-        kinds = {_schema_key(found["loc"]): found["type"] for found in error.errors(include_url=False)}
-    kinds = {key: kind for key, kind in kinds.items() if kind != "missing" or key not in intended_keys}
+        error_types = {_schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)}
     return [
-        _missing_key(key, unexpanded) if kind == "missing" else _invalid_value(key, unexpanded)
-        for key, kind in kinds.items()
+        _missing_key(key, unexpanded) if error_type == "missing" else _invalid_value(key, unexpanded)
+        for key, error_type in error_types.items()
+        if error_type != "missing" or key not in intended_keys
     ]
 
 
 def _schema_key(location: tuple[int | str, ...]) -> str:
-    """The key in which a place of the tables lies."""
+    """Return the key that contains a location of a pydantic error."""
     path = ".".join(map(str, location))
     return next((key for key in KEY_SCHEMAS if path == key or path.startswith(f"{key}.")), path)
 
 
 def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
-    """Every table, so that what is missing is a key, and the defaults that depend on something."""
+    """Return all known values with the defaults that depend on other values.
+
+    Every table is present, so that pydantic reports missing keys instead of missing tables.
+    """
     tables: dict[str, Any] = {
         "name": raw.path.stem,
         **{name: {} for name in TABLE_NAMES},
@@ -117,34 +139,35 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
 
 
 def _drop_unknown_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables without unknown keys."""
+    """Return the tables without unknown keys."""
     known = {
         name: value
         for name, value in tables.items()
         if name in TABLE_NAMES or (name in KEY_SCHEMAS and "." not in name)
     }
     for name in TABLE_NAMES:
-        if isinstance(inside := known.get(name), dict):
-            known[name] = {key: value for key, value in inside.items() if f"{name}.{key}" in KEY_SCHEMAS}
+        if isinstance(values := known.get(name), dict):
+            known[name] = {key: value for key, value in values.items() if f"{name}.{key}" in KEY_SCHEMAS}
     return known
 
 
 def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
-    """With `~` and `${NAME}` replaced in what is a path; and the faults of paths where they cannot be."""
-    tables, faults = raw.copy_tables(), []
-    for key, part in KEY_SCHEMAS.items():
-        if raw.has(key) and any(option.get("format") == "path" for option in alternatives(part)):
+    """Expand `~` and `${NAME}` in all paths; return the recipe, and the diagnostics of paths that cannot be."""
+    tables, diagnostics = raw.copy_tables(), []
+    for key, key_schema in KEY_SCHEMAS.items():
+        is_path = any(alternative.get("format") == "path" for alternative in alternatives(key_schema))
+        if is_path and raw.has(key):
             table, _, name = key.partition(".")
             try:
                 tables[table][name] = _expand_value(raw.get(key), key)
             except PrepError as error:
-                faults.append(raw.diagnostic(key, error.what, error.why, error.hint))
-    return replace(raw, tables=tables), faults
+                diagnostics.append(raw.diagnostic(key, error.what, error.why, error.hint))
+    return replace(raw, tables=tables), diagnostics
 
 
 def _expand_value(value: Any, key: str) -> Any:
     if isinstance(value, list):
-        return [_expand_value(each, key) for each in value]
+        return [_expand_value(item, key) for item in value]
     return _expand_path(value, key) if isinstance(value, str) else value
 
 
@@ -152,11 +175,11 @@ def _expand_path(text: str, key: str) -> str:
     for name in ENV_VARIABLE.findall(text):
         if name not in os.environ:
             why = f"it is {format_value(text)}, and {name} is not set"
-            raise usage_error(f"`{key}` needs the variable {name}", why, f"`export {name}=...`")
-    expanded = ENV_VARIABLE.sub(lambda found: os.environ[found[1]], text)
+            raise usage_error(f"`{key}` needs the environment variable {name}", why, f"`export {name}=...`")
+    expanded = ENV_VARIABLE.sub(lambda match: os.environ[match[1]], text)
     if "${" in expanded:
-        why = "only `${NAME}` is replaced, and only once"
-        raise usage_error(f"`{key}` is {format_value(expanded)}", why, "no `${` in what is left")
+        why = "only `${NAME}` is expanded, and its value is not expanded again"
+        raise usage_error(f"`{key}` is {format_value(expanded)}", why, "a path without any other `${`")
     return os.path.expanduser(expanded) if expanded.startswith("~/") or expanded == "~" else expanded
 
 
@@ -170,11 +193,15 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
     if key in TABLE_NAMES:
         what = f"`{key}` is {format_value(raw.get(key))}"
         return raw.diagnostic(key, what, "it takes a table", f"`[{key}]`, and its keys below")
-    value = raw.get(key) if raw.has(key) else raw.path.stem  # a default that is wrong can only be the name
-    choices = [str(each) for option in alternatives(KEY_SCHEMAS[key]) for each in option.get("enum", ())]
-    own = correct_value(value, KEY_SCHEMAS[key])
-    meant = suggest(value, choices) if isinstance(value, str) and not own else ""
-    hint = f"did you mean `{meant}`?" if meant else raw.set_hint(key, own or example_value(KEY_SCHEMAS[key]))
+    key_schema = KEY_SCHEMAS[key]
+    value = raw.get(key) if raw.has(key) else raw.path.stem  # of all defaults only the name can be invalid
+    choices = [str(choice) for alternative in alternatives(key_schema) for choice in alternative.get("enum", ())]
+    corrected = correct_value(value, key_schema)
+    similar_choice = suggest(value, choices) if isinstance(value, str) and not corrected else ""
+    if similar_choice:
+        hint = f"did you mean `{similar_choice}`?"
+    else:
+        hint = raw.set_hint(key, corrected or example_value(key_schema))
     return raw.diagnostic(key, f"`{key}` is {format_value(value)}", _describe_key(key), hint)
 
 

@@ -1,4 +1,4 @@
-"""What a user gave: a file and `--set` options, as they stand, and where each key stands."""
+"""Read a recipe file and `--set` options into raw values, with the line of each key, before validation."""
 
 from __future__ import annotations
 
@@ -16,95 +16,109 @@ from trainer.recipe.line_numbers import KeyPath, key_line_numbers
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
 
-INVALID_VALUE_CHARS = re.compile(
-    r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]"
-)  # the last are bytes of a command line, not UTF-8
+# Control characters, and the surrogates that stand for bytes of an argument that are not UTF-8.
+INVALID_VALUE_CHARS = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")
 
-SYNTAX_MESSAGES: Mapping[str, str] = {  # how tomllib's messages begin
-    "Cannot overwrite": "the key is there twice",
-    "Cannot declare": "the table is there twice",
-    "Cannot mutate": "the table or list was complete above",
-    "Cannot redefine": "the key or table is there twice",
-    "Invalid value": "a value is not TOML",
-    "Unterminated string": "a text has no closing quote",
+SYNTAX_MESSAGES: Mapping[str, str] = {  # start of tomllib's message -> message of the error
+    "Cannot overwrite": "duplicate key",
+    "Cannot declare": "duplicate table",
+    "Cannot mutate": "the table or list is already complete above",
+    "Cannot redefine": "duplicate key or table",
+    "Invalid value": "invalid value",
+    "Unterminated string": "a string has no closing quote",
     "Unclosed array": "a list has no closing bracket",
     "Unclosed inline table": "a table has no closing brace",
-    "Expected newline or end of document": "more follows where the line should end",
+    "Expected newline or end of document": "unexpected text at the end of the line",
     "Expected '=' after a key": "a key has no `=` after it",
-    "Expected ']'": "the name of a table has no closing bracket",
+    "Expected ']'": "a table name has no closing bracket",
     "Invalid initial character for a key": "a key begins with a character that needs quotes",
     "Invalid statement": "the line is neither `key = value`, `[table]` nor a comment",
-    "Illegal character": "a character is not allowed here: a line break or control character inside a text",
-    "Found invalid character": "a character is not allowed here",
-    "Unescaped '\\'": "a backslash in a text has to be doubled",
-    "Expected": "a sign is missing",
+    "Illegal character": "invalid character: a line break or control character in a string",
+    "Found invalid character": "invalid character",
+    "Unescaped '\\'": "a backslash in a string must be doubled",
+    "Expected": "a character is missing",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RawRecipe:
-    """A recipe as it was given: the file's `text`, and `tables` of raw values in which those of `sets` stand.
+    """Values of a recipe file, overridden by `--set`, before validation.
 
-    `sets`: dotted keys that `--set` gave; `lines`: where keys and tables stand. No key is known to be right.
+    Attributes:
+        path: The file.
+        tables: Parsed values, with overrides applied.
+        overridden_keys: Dotted keys that `--set` gave.
+        line_numbers: Line of each key and table of the file.
     """
 
     path: Path
-    text: str
     tables: Mapping[str, Any]
     overridden_keys: frozenset[str] = frozenset()
     line_numbers: Mapping[KeyPath, int] = field(default_factory=dict)
 
     def has(self, key: str) -> bool:
-        """Whether the file or `--set` gives a key or a table."""
+        """Return whether the file or `--set` gives a key or a table."""
         table, _, name = key.partition(".")
         values = self.tables.get(table)
         return table in self.tables if not name else isinstance(values, Mapping) and name in values
 
     def get(self, key: str) -> Any:
-        """The raw value of a key that is given."""
+        """Return the raw value of a key that `has` finds."""
         table, _, name = key.partition(".")
         return self.tables[table][name] if name else self.tables[table]
 
     def copy_tables(self) -> dict[str, Any]:
-        """The tables, to be changed."""
+        """Return a copy of the tables that may be changed."""
         return {name: dict(value) if isinstance(value, dict) else value for name, value in self.tables.items()}
 
     def line_number(self, key: str) -> int:
-        """The line on which a key stands, or else its table; 0 for a key of `--set`, and where the file has neither."""
-        whole = tuple(key.split("."))
-        return 0 if key in self.overridden_keys else self.line_numbers.get(whole) or self.line_numbers.get(whole[:1], 0)
+        """Return the line of a key, else of its table; 0 for overridden keys and keys absent from the file."""
+        if key in self.overridden_keys:
+            return 0
+        path = tuple(key.split("."))
+        return self.line_numbers.get(path) or self.line_numbers.get(path[:1], 0)
 
     def diagnostic(self, key: str, what: str, why: str = "", hint: str = "") -> Diagnostic:
-        """The fault of a key, with the place where the key stands: `--set`, file:line, or the file."""
+        """Return a diagnostic for a key, at its place: `--set`, file:line, or the file.
+
+        Args:
+            key: Dotted key.
+            what: What is wrong.
+            why: The value that causes it.
+            hint: How to fix it.
+        """
         line = self.line_number(key)
         place = "--set" if key in self.overridden_keys else f"{self.path}:{line}" if line else f"{self.path}"
         return Diagnostic(place, what, why, hint, line)
 
     def set_hint(self, key: str, value: str) -> str:
-        """How to give a key another value, where it was given."""
+        """Return a hint that sets a key to a TOML value: a `--set` option for overridden keys, else a line."""
         return set_option_text(key, value) if key in self.overridden_keys else f"`{key.rpartition('.')[2]} = {value}`"
 
 
 def read_recipe(path: Path) -> RawRecipe:
-    """What a file gives. PrepError where it is not there, no file, not UTF-8 or not TOML."""
+    """Read a recipe file.
+
+    Raises:
+        PrepError: The file does not exist, is a folder, is not UTF-8 or not TOML (usage errors), or cannot be read.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        meant = suggest(path.name, sorted(each.name for each in path.parent.glob("*.toml")))
-        hint = f"did you mean `{path.parent / meant}`?" if meant else ""
+        similar_name = suggest(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
+        hint = f"did you mean `{path.parent / similar_name}`?" if similar_name else ""
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
         raise usage_error(f"{path} is a folder", "a recipe is a TOML file", _recipes_hint(path)) from None
     except OSError as error:
         raise PrepError(f"{path} cannot be read", error.strerror or str(error)) from None
     text = _decode(data, path)
-    tables = _parse_toml(text, path)
-    return RawRecipe(path, text, tables, line_numbers=key_line_numbers(text))
+    return RawRecipe(path, _parse_toml(text, path), line_numbers=key_line_numbers(text))
 
 
 def _recipes_hint(folder: Path) -> str:
-    found = sorted(folder.glob("*.toml"))[:5]
-    return f"there: {', '.join(map(str, found))}" if found else ""
+    recipes = sorted(folder.glob("*.toml"))[:5]
+    return f"recipes in it: {', '.join(map(str, recipes))}" if recipes else ""
 
 
 def _decode(data: bytes, path: Path) -> str:
@@ -120,60 +134,63 @@ def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        why, _, at = str(error).rpartition(" (at ")  # line 3, column 7) or end of document)
-        line, column = re.findall(r"\d+", at) or (text.count("\n") + 1, None)
-        hint = 'text stands in quotes: `mesh = "1,1,8"`' if why == "Invalid value" else ""
+        message, _, location = str(error).rpartition(" (at ")  # "line 3, column 7)" or "end of document)"
+        line, column = re.findall(r"\d+", location) or (text.count("\n") + 1, None)
+        hint = 'text needs quotes: `mesh = "1,1,8"`' if message == "Invalid value" else ""
         column_text = f" (column {column})" if column else ""
-        raise usage_error(f"{path}:{line}: not TOML", f"{_syntax_message(why)}{column_text}", hint) from None
+        raise usage_error(f"{path}:{line}: invalid TOML", f"{_syntax_message(message)}{column_text}", hint) from None
     except (RecursionError, ValueError):
-        raise usage_error(
-            f"{path}: not a recipe", "lists are nested too deeply, or a number has too many digits"
-        ) from None
+        why = "lists are nested too deeply, or a number has too many digits"
+        raise usage_error(f"{path}: not a recipe", why) from None
 
 
-def _syntax_message(why: str) -> str:
-    """What tomllib says of a document, in plain words; the general fault where it says something else."""
-    return next(
-        (text for start, text in SYNTAX_MESSAGES.items() if why.startswith(start)), "the line cannot be read as TOML"
-    )
+def _syntax_message(message: str) -> str:
+    """Return a message of tomllib in the words of this project."""
+    messages = (text for start, text in SYNTAX_MESSAGES.items() if message.startswith(start))
+    return next(messages, "the line is not valid TOML")
 
 
 def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe, list[Diagnostic]]:
-    """What is given with `a.b=v` texts in place of the file's values, the last one of a key; and the texts' faults.
+    """Apply `--set` options to a recipe; the last one of a key wins.
 
-    v is TOML; where it is not, or where the key takes text and v is none, it is text as it stands.
+    Args:
+        raw: The recipe.
+        overrides: `KEY=VALUE` texts. VALUE is TOML. It is taken as text if it is not valid TOML, or if the key takes
+            text and VALUE is TOML of another type.
+
+    Returns:
+        The recipe with the overrides, and the diagnostics of invalid overrides.
     """
     tables = raw.copy_tables()
     keys: set[str] = set()
-    faults: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for text in overrides:
-        setting = _parse_override(text)
-        if isinstance(setting, Diagnostic):
-            faults.append(setting)
+        override = _parse_override(text)
+        if isinstance(override, Diagnostic):
+            diagnostics.append(override)
             continue
-        key, value = setting
+        key, value = override
         table, _, name = key.rpartition(".")
         values = tables.setdefault(table, {}) if table else tables
-        if isinstance(values, dict):  # else the file is wrong, and validation says so
+        if isinstance(values, dict):  # otherwise the file's table is invalid, which validation reports
             values[name] = value
         keys.add(key)
-    return replace(raw, tables=tables, overridden_keys=frozenset(keys)), faults
+    return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
 
 
 def _parse_override(text: str) -> tuple[str, Any] | Diagnostic:
-    key, equals, right = (part.strip(" \t") for part in text.partition("="))
+    key, equals, value_text = (part.strip(" \t") for part in text.partition("="))
     option = f"--set {format_value(text)[1:-1]}"
     if not equals:
         return Diagnostic(option, "no value", "it takes KEY=VALUE", "`--set optimizer.lr=1e-4`")
     if key in TABLE_NAMES:
         return Diagnostic(option, "a whole table", "it sets one key", f"`--set {key}.KEY=VALUE`")
     if key not in KEY_SCHEMAS:
-        return Diagnostic(
-            "--set", f"unknown key `{key}`", hint=unknown_key_hint(key, _parse_value(right, ()), is_override=True)
-        )
-    if INVALID_VALUE_CHARS.search(right):
-        return Diagnostic(option, "not one line of text", "a value is what a line of a recipe can hold")
-    return key, _parse_value(right, {option["type"] for option in alternatives(KEY_SCHEMAS[key])})
+        hint = unknown_key_hint(key, _parse_value(value_text, ()), is_override=True)
+        return Diagnostic("--set", f"unknown key `{key}`", hint=hint)
+    if INVALID_VALUE_CHARS.search(value_text):
+        return Diagnostic(option, "invalid value", "a value is one line of UTF-8 text without control characters")
+    return key, _parse_value(value_text, {alternative["type"] for alternative in alternatives(KEY_SCHEMAS[key])})
 
 
 def _parse_value(text: str, types: Collection[str]) -> Any:
@@ -181,5 +198,5 @@ def _parse_value(text: str, types: Collection[str]) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return text
-    is_text = bool(types) and {*types} <= {"string", "array"}
-    return text if is_text and not isinstance(value, str | list) else value  # mesh=8: text
+    takes_text = bool(types) and {*types} <= {"string", "array"}
+    return text if takes_text and not isinstance(value, str | list) else value  # mesh=8 is text

@@ -1,4 +1,4 @@
-"""What a recipe says once devices and steps are known."""
+"""Values of a recipe that depend on the devices and the number of steps: batch shape and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from trainer.recipe.tables import Batch, Optimizer
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Sequences a step, and in how many micro-batches."""
+    """Size of a training batch.
+
+    Attributes:
+        size: Sequences per step.
+        accumulate: Micro-batches per step.
+    """
 
     size: int
     accumulate: int
@@ -22,36 +27,43 @@ class BatchShape:
 
 
 def batch_shape(batch: Batch, n_devices: int, n_replicas: int) -> BatchShape:
-    """The sequences of a step on `n_devices` with `n_replicas` parts of a batch (dp x fsdp).
+    """Return the batch shape on a mesh.
 
-    A usage error where a step is not a whole number of micro-batches, or a micro-batch does not divide among replicas.
+    Args:
+        batch: The recipe's `[batch]`.
+        n_devices: Devices of the mesh.
+        n_replicas: Data-parallel shards of a batch (dp x fsdp).
+
+    Raises:
+        PrepError: The batch is not a whole number of micro-batches, or a micro-batch does not divide among the
+            replicas (usage errors).
     """
     size = batch.size or _micro_batch_size(batch, n_devices, n_replicas) * (batch.accumulate or 1)
     shape = BatchShape(size, _accumulation_steps(batch, size, n_devices, n_replicas))
     if remainder := shape.micro_batch_size % n_replicas:
-        source = f"`batch.size` {size} / accumulate {shape.accumulate} = {shape.micro_batch_size}"
+        equation = f"`batch.size` {size} / accumulate {shape.accumulate} = {shape.micro_batch_size}"
         raise usage_error(
             f"a micro-batch of {shape.micro_batch_size} does not divide among {n_replicas} replicas",
-            f"{source}; {shape.micro_batch_size} mod {n_replicas} = {remainder}",
+            f"{equation}; {shape.micro_batch_size} mod {n_replicas} = {remainder}",
             f"`--set batch.size={_round_up(size, n_replicas * shape.accumulate)}`",
         )
     return shape
 
 
 def _micro_batch_size(batch: Batch, n_devices: int, n_replicas: int) -> int:
+    """Return the micro-batch size that `per_device` or `per_replica` sets; 0 for neither."""
     return (batch.per_device or 0) * n_devices + (batch.per_replica or 0) * n_replicas
 
 
 def _accumulation_steps(batch: Batch, size: int, n_devices: int, n_replicas: int) -> int:
-    micro = _micro_batch_size(batch, n_devices, n_replicas)
-    unit = micro or batch.accumulate or size
-    if size % unit:
+    micro_size = _micro_batch_size(batch, n_devices, n_replicas)
+    divisor = micro_size or batch.accumulate or size
+    if size % divisor:
         what = f"`batch.size` {size} is not a whole number of micro-batches"
-        arithmetic = f"{_micro_batch_text(batch, n_devices, n_replicas)}; {size} mod {unit} = {size % unit}"
-        raise usage_error(
-            what, arithmetic, f"`--set batch.size={_round_up(size, unit if micro else unit * n_replicas)}`"
-        )
-    return size // micro if micro else batch.accumulate or 1
+        why = f"{_micro_batch_text(batch, n_devices, n_replicas)}; {size} mod {divisor} = {size % divisor}"
+        better_size = _round_up(size, divisor if micro_size else divisor * n_replicas)
+        raise usage_error(what, why, f"`--set batch.size={better_size}`")
+    return size // micro_size if micro_size else batch.accumulate or 1
 
 
 def _micro_batch_text(batch: Batch, n_devices: int, n_replicas: int) -> str:
@@ -68,22 +80,35 @@ def _round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WarmupDecay:
-    """Of the learning rate: it rises for `warmup` steps, then decays until step `decay`, counted from 0."""
+    """Steps of the learning rate schedule.
+
+    Attributes:
+        warmup_steps: Steps in which the learning rate rises from 0 to its peak.
+        decay_steps: Step at which the decay ends, counted from 0.
+    """
 
     warmup_steps: int
     decay_steps: int
 
 
 def warmup_decay(optimizer: Optimizer, n_steps: int) -> WarmupDecay:
-    """The schedule of a run of `n_steps`; a usage error where it would have decayed before it is warm."""
-    warmup = optimizer.warmup_steps or round((optimizer.warmup_ratio or 0.0) * n_steps)
-    decay = optimizer.decay_steps or n_steps
-    if optimizer.schedule != "constant" and decay <= warmup:
-        end = f"`optimizer.decay_steps` is {decay}" if optimizer.decay_steps else f"the run has {decay} steps"
-        name = "warmup_steps" if optimizer.warmup_steps else "warmup_ratio"
+    """Return the learning rate schedule of a run.
+
+    Args:
+        optimizer: The recipe's `[optimizer]`.
+        n_steps: Steps of the run.
+
+    Raises:
+        PrepError: The decay would end before the warm-up does (usage error).
+    """
+    warmup_steps = optimizer.warmup_steps or round((optimizer.warmup_ratio or 0.0) * n_steps)
+    decay_steps = optimizer.decay_steps or n_steps
+    if optimizer.schedule != "constant" and decay_steps <= warmup_steps:
+        end = f"`optimizer.decay_steps` is {decay_steps}" if optimizer.decay_steps else f"the run has {n_steps} steps"
+        key = "warmup_steps" if optimizer.warmup_steps else "warmup_ratio"
         raise usage_error(
-            f"`optimizer.{name}` leaves no steps for the decay",
-            f"warm-up takes {warmup} steps, and {end}, counted from 0, warm-up included",
-            "fewer steps of warm-up, or `--set optimizer.schedule=constant`",
+            f"`optimizer.{key}` leaves no steps for the decay",
+            f"warm-up takes {warmup_steps} steps, and {end}, counted from 0, warm-up included",
+            "fewer warm-up steps, or `--set optimizer.schedule=constant`",
         )
-    return WarmupDecay(warmup, decay)
+    return WarmupDecay(warmup_steps, decay_steps)

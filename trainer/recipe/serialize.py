@@ -1,4 +1,4 @@
-"""The complete recipe as TOML, as a run keeps it."""
+"""Write a complete recipe as TOML, as a run keeps it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from collections.abc import Iterator, Mapping
 from trainer.recipe.formatting import to_toml
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, value_of
 
-COMMENT_COLUMN = 48  # where comments begin, unless a value is longer
+COMMENT_COLUMN = 48  # column of the comments, unless a value is longer
 
 
 def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
-    """A recipe that `load` reads again to an equal one: every key, with the origin of what the file did not give."""
+    """Return TOML text with every key of a recipe; `load_recipe` reads it back to an equal recipe.
+
+    Args:
+        recipe: The recipe.
+        origins: Origins of values from outside the file, by dotted key; written as comments.
+    """
     return "\n".join(_lines(recipe, origins)) + "\n"
 
 
 def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
-    above = ""
+    current_table = ""
     for key in KEY_SCHEMAS:
         table, _, name = key.rpartition(".")
-        if table != above:
+        if table != current_table:
             yield from ("", f"[{table}]")
-            above = table
+            current_table = table
         value = value_of(recipe, key)
         line = f"# {name}: {KEY_SCHEMAS[key]['absent']}" if value is None else f"{name} = {_value_text(value)}"
         yield f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line

@@ -1,12 +1,12 @@
-"""Setting names of other trainers, and the recipe key or command that replaces each."""
+"""Names of settings in other trainers, and the recipe key or command that replaces each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# By our key: names of the same setting in Hugging Face's Trainer and example scripts, EasyLM, redco, torchtitan,
-# MaxText, Levanter and nanoGPT. A dotted name holds for that table alone.
+# By recipe key: names of the same setting in Hugging Face's Trainer and example scripts, EasyLM, redco, torchtitan,
+# MaxText, Levanter and nanoGPT. A dotted name applies only in its table.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "name": ("run_name", "experiment_name", "exp_name", "job_name", "project_name"),
     "seed": ("jax_seed", "data_seed", "random_seed", "rng_seed", "train_seed"),
@@ -145,15 +145,15 @@ def _mesh_with_mp(degree: Any) -> str:
     return f"-1,1,{degree}"
 
 
-# How a value of another trainer is written here, where the same value would not do
+# Functions that translate a value of another trainer, for settings whose values differ
 VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda on: "bfloat16" if on else "float32"),
+    **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda enabled: "bfloat16" if enabled else "float32"),
     **dict.fromkeys(
         ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "remat"),
-        lambda on: "nothing_saveable" if on else "none",
+        lambda enabled: "nothing_saveable" if enabled else "none",
     ),
     **dict.fromkeys(("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size"), _mesh_with_mp),
-    **dict.fromkeys(("save_only_model", "last_save_model_only"), lambda on: not on),
+    **dict.fromkeys(("save_only_model", "last_save_model_only"), lambda enabled: not enabled),
     "validation_split_percentage": lambda percent: percent / 100,
 }
 
@@ -161,20 +161,20 @@ _KEY_BY_SYNONYM = {name: key for key, names in SYNONYMS.items() for name in name
 
 
 def key_for_synonym(name: str) -> str:
-    """Return the recipe key for a setting of another trainer, as it is or below any table; empty if unknown."""
+    """Return the recipe key for a setting of another trainer, with or without a table; empty if unknown."""
     name = name.lower().replace("-", "_")
     return _KEY_BY_SYNONYM.get(name) or _KEY_BY_SYNONYM.get(name.rpartition(".")[2], "")
 
 
 def advice_for(name: str) -> str:
-    """Return what replaces a setting that has no recipe key; empty if the setting is unknown."""
+    """Return advice for a setting that no recipe key replaces; empty if the setting is unknown."""
     return ADVICE.get(name.lower().replace("-", "_").rpartition(".")[2], "")
 
 
 def translate_value(name: str, value: Any) -> Any:
-    """Return the value of another trainer's setting as our key takes it."""
+    """Translate the value of another trainer's setting to the recipe key's value."""
     translate = VALUE_TRANSLATIONS.get(name.lower().replace("-", "_").rpartition(".")[2])
     try:
         return value if translate is None else translate(value)
-    except TypeError:  # a value of the wrong type in the first place
+    except TypeError:  # the value already had the wrong type
         return value

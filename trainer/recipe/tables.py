@@ -1,4 +1,7 @@
-"""The keys of a recipe: type, default and meaning of each. Messages, the page and the schema are made from them."""
+"""The tables of a recipe as pydantic models: type, default and description of each key.
+
+Error messages, docs/recipes.md and the JSON schema are generated from these models.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,12 @@ Paths = Annotated[
 
 
 def _if_absent(meaning: str) -> dict[str, Any]:
-    """What holds where a key is not given, for the reader."""
+    """Return JSON schema extras that describe the value of an absent key."""
     return {"absent": meaning}
 
 
 class Model(BaseModel):
-    """The checkpoint that training begins from, and how it is computed."""
+    """The checkpoint to start from, and how the model is computed."""
 
     model_config = STRICT
 
@@ -44,10 +47,12 @@ class Model(BaseModel):
         description="an init checkpoint, a step of a run, or a Hugging Face folder", examples=["gpt-neo-1.3B-init"]
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of the computation; parameters and moments stay float32", examples=["bfloat16"]
+        default="float32",
+        description="dtype of the computation; parameters and moments stay float32",
+        examples=["bfloat16"],
     )
     scan_layers: bool = Field(
-        default=True, description="compile one layer and run it in a loop; false: all layers unrolled", examples=[True]
+        default=True, description="compile one layer and loop over it; false: unroll all layers", examples=[True]
     )
     remat_policy: Literal[
         "none",
@@ -59,151 +64,161 @@ class Model(BaseModel):
         "checkpoint_dots_with_no_batch_dims",
     ] = Field(
         default="none",
-        description="what a layer keeps for its backward pass, a name of `jax.checkpoint_policies`; none: everything",
+        description="activations that a layer saves for its backward pass, a name of `jax.checkpoint_policies`; "
+        "none: all",
         examples=["nothing_saveable"],
     )
     head_chunk_size: PositiveInt | Literal[-1] = Field(
-        default=512, description="tokens of a row that head and loss take at a time; -1: all", examples=[512]
+        default=512, description="tokens per row whose logits and loss are computed at a time; -1: all", examples=[512]
     )
 
 
 class Data(BaseModel):
-    """What is read, and how it becomes sequences."""
+    """The training and evaluation data, and how it becomes sequences."""
 
     model_config = STRICT
 
     type: Literal["text", "json"] = Field(
-        description="text: each file is a document; json: each line is an object that holds one", examples=["text"]
+        description="text: each file is a document; json: each line is an object with a document", examples=["text"]
     )
     path: Paths = Field(description="files, folders or globs", examples=["data/train.txt"])
     fields: str | None = Field(
         default=None,
         min_length=1,
-        description="the name of the text in each object of json; for a model with an encoder a list of names, those "
-        "that it reads in brackets: `[title], [article], summary`",
+        description="column of the text in each json object; for a model with an encoder, a list of columns with the "
+        "source columns in brackets: `[title], [article], summary`",
         examples=["text"],
         json_schema_extra=_if_absent('"text" for json'),
     )
     source_length: Annotated[int, Field(ge=2)] | None = Field(
         default=None,
-        description="tokens that an encoder reads; longer sources are cut",
+        description="maximum tokens of an encoder source; longer sources are truncated",
         examples=[512],
         json_schema_extra=_if_absent("no sources"),
     )
     source_prefix: str | None = Field(
         default=None,
-        description="text before each source",
+        description="text put before each source",
         examples=["summarize: "],
-        json_schema_extra=_if_absent("nothing"),
+        json_schema_extra=_if_absent("no prefix"),
     )
     tokenizer: PathText | None = Field(
         default=None,
-        description="a tokenizer.json, or a folder that has one",
+        description="a tokenizer.json, or a folder that contains one",
         examples=["gpt-neo-1.3B"],
-        json_schema_extra=_if_absent("the model's"),
+        json_schema_extra=_if_absent("the model's tokenizer"),
     )
     seq_length: Annotated[int, Field(ge=2)] = Field(
-        description="tokens of a sequence; after an encoder, of a target: longer ones are cut", examples=[1024]
+        description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
+        examples=[1024],
     )
     packing: Literal["concatenate"] = Field(
         default="concatenate",
-        description="all documents in a row, cut into sequences; what is left over is dropped. A source and its "
-        "target are a sequence by themselves",
+        description="concatenate all documents and cut them into sequences; the remainder is dropped. With an "
+        "encoder, each pair of source and target is a sequence of its own",
     )
     holdout: UnitInterval = Field(
-        default=0.0, description="the last part of the sequences validates instead", examples=[0.05]
+        default=0.0,
+        description="fraction of the sequences, the last ones, used for evaluation instead of training",
+        examples=[0.05],
     )
     eval_path: Paths | None = Field(
         default=None,
-        description="files, folders or globs that validate",
+        description="files, folders or globs to evaluate on",
         examples=["data/validation.txt"],
-        json_schema_extra=_if_absent("what `holdout` says"),
+        json_schema_extra=_if_absent("the sequences of `holdout`"),
     )
     cache: PathText | None = Field(
         default=None,
-        description="where the tokens are kept",
+        description="folder of the tokenized data",
         examples=["~/tokens"],
         json_schema_extra=_if_absent("`data` in the run's folder"),
     )
-    shuffle: bool = Field(default=True, description="a new order of the sequences in each epoch", examples=[True])
+    shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
 
 
 class Batch(BaseModel):
-    """Sequences a step: `size`, or a micro-batch, or two of the kinds of keys, which say the third."""
+    """The sequences per step. Set `size`, a micro-batch size, or two of `size`, micro-batch size and `accumulate`."""
 
     model_config = STRICT
 
     size: PositiveInt | None = Field(
         default=None,
-        description="sequences a step",
+        description="sequences per step",
         examples=[32],
         json_schema_extra=_if_absent("micro-batch x `accumulate`"),
     )
     per_device: PositiveInt | None = Field(
         default=None,
-        description="sequences of a micro-batch, for each device of the mesh",
+        description="sequences of a micro-batch per device of the mesh",
         examples=[4],
-        json_schema_extra=_if_absent("what `size` says"),
+        json_schema_extra=_if_absent("from `size`"),
     )
     per_replica: PositiveInt | None = Field(
         default=None,
-        description="sequences of a micro-batch, for each replica of the model (dp x fsdp)",
+        description="sequences of a micro-batch per replica of the model (dp x fsdp)",
         examples=[4],
-        json_schema_extra=_if_absent("what `size` says"),
+        json_schema_extra=_if_absent("from `size`"),
     )
     accumulate: PositiveInt | None = Field(
         default=None,
-        description="micro-batches a step",
+        description="micro-batches per step",
         examples=[1],
         json_schema_extra=_if_absent("`size` / micro-batch, or 1"),
     )
 
 
 class Optimizer(BaseModel):
-    """How gradients change the parameters."""
+    """The optimizer and its learning rate schedule."""
 
     model_config = STRICT
 
     type: Literal["adamw"] = Field(default="adamw", description="Adam with decoupled weight decay")
-    lr: PositiveFloat = Field(description="the learning rate after warm-up", examples=[2e-5])
+    lr: PositiveFloat = Field(description="peak learning rate, reached after warm-up", examples=[2e-5])
     end_lr: NonNegativeFloat = Field(
-        default=0.0, description="the learning rate at the end of the decay; constant never gets there", examples=[2e-6]
+        default=0.0, description="learning rate at the end of the decay; not used by constant", examples=[2e-6]
     )
     schedule: Literal["linear", "cosine", "constant"] = Field(
-        default="linear", description="how the learning rate decays", examples=["cosine"]
+        default="linear", description="shape of the learning rate decay", examples=["cosine"]
     )
     warmup_steps: NonNegativeInt | None = Field(
         default=None,
         description="steps in which the learning rate rises from 0",
         examples=[100],
-        json_schema_extra=_if_absent("what `warmup_ratio` says, or 0"),
+        json_schema_extra=_if_absent("from `warmup_ratio`, or 0"),
     )
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
-        description="the same as a part of the run's steps, rounded",
+        description="warm-up as a fraction of the run's steps, rounded to whole steps",
         examples=[0.03],
-        json_schema_extra=_if_absent("what `warmup_steps` says, or 0"),
+        json_schema_extra=_if_absent("from `warmup_steps`, or 0"),
     )
     decay_steps: PositiveInt | None = Field(
         default=None,
-        description="the step at which `end_lr` is reached, counted from 0, warm-up included",
+        description="step at which `end_lr` is reached, counted from 0, warm-up included",
         examples=[10000],
         json_schema_extra=_if_absent("the run's steps"),
     )
     weight_decay: NonNegativeFloat = Field(
-        default=0.0, description="times the learning rate; never on biases and norms", examples=[0.01]
+        default=0.0,
+        description="weight decay, multiplied by the learning rate; not applied to biases and norms",
+        examples=[0.01],
     )
-    decay_embeddings: bool = Field(default=True, description="weight decay on embeddings as well", examples=[False])
-    b1: UnitInterval = Field(default=0.9, description="decay of the first moment", examples=[0.9])
-    b2: UnitInterval = Field(default=0.999, description="decay of the second moment", examples=[0.95])
-    eps: PositiveFloat = Field(default=1e-8, description="added to the root of the second moment", examples=[1e-8])
+    decay_embeddings: bool = Field(
+        default=True, description="apply weight decay to embeddings as well", examples=[False]
+    )
+    b1: UnitInterval = Field(default=0.9, description="decay rate of the first moment", examples=[0.9])
+    b2: UnitInterval = Field(default=0.999, description="decay rate of the second moment", examples=[0.95])
+    eps: PositiveFloat = Field(
+        default=1e-8, description="added to the square root of the second moment", examples=[1e-8]
+    )
     clip_norm: NonNegativeFloat = Field(
-        default=1.0, description="the norm that gradients are scaled down to; 0: none", examples=[1.0]
+        default=1.0, description="maximum global norm of the gradients; 0: no clipping", examples=[1.0]
     )
 
 
 class Train(BaseModel):
-    """How long, and what is said meanwhile. One of `steps` and `epochs`."""
+    """The length of the run, and how often it logs and evaluates. Set either `steps` or `epochs`."""
 
     model_config = STRICT
 
@@ -211,68 +226,72 @@ class Train(BaseModel):
         default=None,
         description="optimizer steps of the run",
         examples=[1000],
-        json_schema_extra=_if_absent("what `epochs` says"),
+        json_schema_extra=_if_absent("from `epochs`"),
     )
     epochs: PositiveFloat | None = Field(
         default=None,
         description="passes over the sequences",
         examples=[3],
-        json_schema_extra=_if_absent("what `steps` says"),
+        json_schema_extra=_if_absent("from `steps`"),
     )
-    log_every: PositiveInt = Field(default=10, description="steps between two lines of the log", examples=[10])
+    log_every: PositiveInt = Field(default=10, description="steps between two log lines", examples=[10])
     eval_every: NonNegativeInt = Field(
         default=0,
-        description="steps between two evaluations; 0: only at the end, if anything validates",
+        description="steps between two evaluations; 0: only at the end, if there is evaluation data",
         examples=[500],
     )
     max_skipped: PositiveInt = Field(
         default=10,
-        description="steps in a row with a loss or gradients that are not finite which end the run",
+        description="consecutive steps with a loss or gradients that are not finite, after which the run ends",
         examples=[10],
     )
 
 
 class Eval(BaseModel):
-    """How evaluation is done."""
+    """The amount of data that an evaluation uses."""
 
     model_config = STRICT
 
     limit: NonNegativeInt = Field(
-        default=0, description="sequences that are evaluated; 0: all that validate", examples=[256]
+        default=0, description="sequences to evaluate on; 0: all evaluation data", examples=[256]
     )
 
 
 class Checkpoint(BaseModel):
-    """What the run leaves behind."""
+    """When checkpoints are saved, how many are kept, and what they contain."""
 
     model_config = STRICT
 
     every: NonNegativeInt = Field(
-        default=0, description="steps between two checkpoints; 0: only the last step's", examples=[500]
+        default=0, description="steps between two checkpoints; 0: only after the last step", examples=[500]
     )
-    keep: PositiveInt | Literal["all"] = Field(default=2, description="how many stay, the newest", examples=[2])
+    keep: PositiveInt | Literal["all"] = Field(
+        default=2, description="checkpoints to keep, the newest ones", examples=[2]
+    )
     optimizer_state: bool = Field(
-        default=True, description="keep what resuming needs; false: parameters only", examples=[True]
+        default=True,
+        description="save the optimizer state, which resuming needs; false: only parameters",
+        examples=[True],
     )
 
 
 class Recipe(BaseModel):
-    """What a run is called, what its random numbers come from, and the devices it takes."""
+    """Name, random seed and device mesh of the run."""
 
     model_config = STRICT
 
     name: str = Field(
         pattern=r"^[^\s./\\-][^/\\\x00-\x1f\x7f]*$",
-        description="the run's name, a plain folder name",
+        description="name of the run, a plain folder name",
         examples=["first-run"],
         json_schema_extra=_if_absent("the recipe's file name"),
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        default=0, description="of the order of sequences and of all that is random", examples=[42]
+        default=0, description="seed of the order of sequences and of all other random numbers", examples=[42]
     )
     mesh: str = Field(
         "-1,1,1",
-        description="`dp,fsdp,mp`, or names: `fsdp:64,mp:4`; one may be -1: all that is left",
+        description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4`; one size may be -1: all remaining devices",
         examples=["1,8,1"],
     )
     model: Model
@@ -285,27 +304,29 @@ class Recipe(BaseModel):
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a recipe; what keys say about one another is not in it."""
-    whole = Recipe.model_json_schema()
-    whole["required"].remove("name")  # the file's name is one
-    return whole | {"title": "Recipe of prep train"}
+    """Return the JSON schema of a recipe; constraints between keys are not part of it."""
+    recipe_schema = Recipe.model_json_schema()
+    recipe_schema["required"].remove("name")  # defaults to the file's name
+    return recipe_schema | {"title": "Recipe of prep train"}
 
 
 def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, part in recipe_schema["properties"].items():
-        if "$ref" not in part:
-            yield name, part
+    """Yield dotted key and JSON schema of every key; tables are not keys."""
+    for name, key_schema in recipe_schema["properties"].items():
+        if "$ref" not in key_schema:
+            yield name, key_schema
             continue
-        for key, inner in recipe_schema["$defs"][part["$ref"].rpartition("/")[2]]["properties"].items():
-            yield f"{name}.{key}", inner
+        table_schema = recipe_schema["$defs"][key_schema["$ref"].rpartition("/")[2]]
+        for key, leaf_schema in table_schema["properties"].items():
+            yield f"{name}.{key}", leaf_schema
 
 
-KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))  # dotted key -> its part of the schema
+KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))  # dotted key -> JSON schema
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: Any = recipe
     for name in key.split("."):
         value = getattr(value, name)

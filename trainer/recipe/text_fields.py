@@ -1,4 +1,4 @@
-"""Which columns of an object make up its text, or a source and the target that is to be made of it."""
+"""The recipe key `data.fields`: JSON columns that form a text, or a source and a target."""
 
 from __future__ import annotations
 
@@ -10,25 +10,38 @@ from trainer.models.errors import usage_error
 
 @dataclass(frozen=True, slots=True)
 class TextFields:
-    """Columns, joined by a space where there are several; `source`: those that an encoder reads."""
+    """Columns of a JSON object that form a text; several columns are joined by a space.
+
+    Attributes:
+        target: Columns of the text, or of the decoder's target.
+        source: Columns of the encoder's source; empty without an encoder.
+    """
 
     target: tuple[str, ...]
     source: tuple[str, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """All columns, source columns first."""
         return *self.source, *self.target
 
 
 def parse_fields(text: str) -> TextFields:
-    """`text` is the column of that name; with brackets it is a list, `[title], [article], summary`: what stands in
-    brackets is the source. Usage PrepError for a list that lacks one of the two, or is none."""
+    """Parse `data.fields`.
+
+    Args:
+        text: A column name, or, if it contains brackets, a list of columns such as `[title], [article], summary`:
+            columns in brackets form the source, the rest form the target.
+
+    Raises:
+        PrepError: The list is malformed, or has no source or no target (usage error).
+    """
     if not re.search(r"[\[\]]", text):
         return TextFields((text,))
     items = [item.strip() for item in text.split(",")]
     source = tuple(item[1:-1].strip() for item in items if re.fullmatch(r"\[[^\[\]]+\]", item))
     target = tuple(item for item in items if re.fullmatch(r"[^\[\]]+", item))
     if not source or not target or len(source) + len(target) < len(items) or not all(source):
-        why = "brackets are around what an encoder reads; what it is to make of that stands without"
+        why = "it needs source columns in brackets, and target columns outside brackets"
         raise usage_error(f'`data.fields` is "{text:.60}"', why, '`fields = "[article], summary"`')
     return TextFields(target, source)

@@ -1,4 +1,4 @@
-"""Keys of a recipe that do not exist, and the keys that were meant."""
+"""Unknown keys of a recipe and hints for the keys that were probably meant."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 
 
 def find_unknown_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of each key that no recipe has, in the order of the file."""
+    """Yield dotted path and value of each unknown key, in the order of the file."""
     for name, value in tables.items():
         if name in TABLE_NAMES:
-            inside = value.items() if isinstance(value, dict) else ()
-            yield from ((f"{name}.{key}", each) for key, each in inside if f"{name}.{key}" not in KEY_SCHEMAS)
-        elif name not in KEY_SCHEMAS or "." in name:  # a quoted key may have a dot in it
+            items = value.items() if isinstance(value, dict) else ()
+            yield from ((f"{name}.{key}", item) for key, item in items if f"{name}.{key}" not in KEY_SCHEMAS)
+        elif name not in KEY_SCHEMAS or "." in name:  # a quoted key may contain a dot
             yield from _unknown_table_keys(name, value)
 
 
 def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the table itself, or those of its keys that are to move to a table of ours."""
+    """Yield the keys of an unknown table that deserve a hint of their own, or else the table itself."""
     leaves = dict(_flatten(name, value))
     table = suggest(name, TABLE_NAMES)
     if table and isinstance(value, dict):
         yield name, value
-        yield from ((f"{name}.{key}", each) for key, each in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
+        yield from ((f"{name}.{key}", item) for key, item in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
     elif any(advice_for(path) or guess_key(path) for path in leaves):
         yield from leaves.items()
     else:
@@ -38,12 +38,12 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         yield path, value
         return
-    for key, each in value.items():
-        yield from _flatten(f"{path}.{key}", each)
+    for key, item in value.items():
+        yield from _flatten(f"{path}.{key}", item)
 
 
 def guess_key(path: str) -> str:
-    """Return the key that was meant, or probably meant, by an unknown one; empty where none is near."""
+    """Return the recipe key probably meant by an unknown key; empty if none is close."""
     return key_for_synonym(path) or _closest_key_in_table(path) or _same_name_in_any_table(path)
 
 
@@ -52,21 +52,21 @@ def _closest_key_in_table(path: str) -> str:
     if "." in table:
         return suggest(path, KEY_SCHEMAS)
     table = suggest(table, TABLE_NAMES) if table else ""
-    known = {each.rpartition(".")[2]: each for each in KEY_SCHEMAS if each.rpartition(".")[0] == table}
-    return known.get(suggest(name, known), "")
+    keys_by_name = {key.rpartition(".")[2]: key for key in KEY_SCHEMAS if key.rpartition(".")[0] == table}
+    return keys_by_name.get(suggest(name, keys_by_name), "")
 
 
 def _same_name_in_any_table(path: str) -> str:
-    return next((other for other in KEY_SCHEMAS if other.rpartition(".")[2] == path.rpartition(".")[2]), "")
+    return next((key for key in KEY_SCHEMAS if key.rpartition(".")[2] == path.rpartition(".")[2]), "")
 
 
 def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
-    """Return what to write instead of an unknown key, with the user's value where our key takes it.
+    """Return a hint that replaces an unknown key, with the user's value if the recipe's key accepts it.
 
     Args:
-        path: The unknown key, dotted.
-        value: What the user gave it.
-        is_set: Whether `--set` gave it.
+        path: Dotted path of the unknown key.
+        value: Its value.
+        is_override: Whether `--set` gave it.
     """
     if advice := advice_for(path):
         return advice
@@ -79,16 +79,17 @@ def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
     if isinstance(value, dict):
         return f"did you mean `{key}`?"
     text = suggest_value(translate_value(path, value), KEY_SCHEMAS[key])
-    written = set_option_text(key, text) if is_override else _assignment_text(key, text, path.rpartition(".")[0])
-    return written if key in (key_for_synonym(path), _same_name_in_any_table(path)) else f"did you mean {written}?"
+    hint = set_option_text(key, text) if is_override else _assignment_text(key, text, path.rpartition(".")[0])
+    is_certain = key in (key_for_synonym(path), _same_name_in_any_table(path))
+    return hint if is_certain else f"did you mean {hint}?"
 
 
 def option_hint(option: str, text: str) -> str:
-    """Return what replaces an option that `prep train` does not have; empty where nothing like it is known.
+    """Return a hint that replaces an unknown option of `prep train`; empty if no recipe key is close.
 
     Args:
-        option: With its dashes, as `--learning-rate`.
-        text: The value that the user gave it; empty for none.
+        option: The option with its dashes, such as `--learning-rate`.
+        text: Its value; empty for none.
     """
     name = option.lstrip("-").replace("-", "_")
     if advice := advice_for(name):
@@ -101,7 +102,7 @@ def option_hint(option: str, text: str) -> str:
 
 
 def set_option_text(key: str, text: str) -> str:
-    """Return the `--set` option that gives a key a value, which is TOML."""
+    """Return the `--set` option that sets a key to a TOML value, in backticks."""
     return f"`--set {key}={unquote(text)}`"
 
 
@@ -112,7 +113,7 @@ def _assignment_text(key: str, text: str, current: str) -> str:
 
 
 def _known_keys_text(table: str) -> str:
-    known = [each.removeprefix(f"{table}.") for each in KEY_SCHEMAS if each.rpartition(".")[0] == table]
+    known = [key.removeprefix(f"{table}.") for key in KEY_SCHEMAS if key.rpartition(".")[0] == table]
     if table not in TABLE_NAMES:
-        known = [*(each for each in KEY_SCHEMAS if "." not in each), *TABLE_NAMES]
+        known = [*(key for key in KEY_SCHEMAS if "." not in key), *TABLE_NAMES]
     return f"known{f' in [{table}]' if table in TABLE_NAMES else ''}: {', '.join(known)}"

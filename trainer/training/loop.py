@@ -1,4 +1,4 @@
-"""The loop: steps, with what is logged, evaluated and saved between them, until the last or until told to stop."""
+"""The training loop: take steps, and log, evaluate and save between them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,28 @@ from trainer.training.checkpoint import host_leaves
 from trainer.training.metrics import MetricsWriter, StepTimer
 from trainer.training.step import StepSetup, TrainState, eval_step, state_shapes, train_step
 
-METRICS_LAG = 2  # steps that are under way before what one measured is looked at: devices never wait for the host
+# Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
+METRICS_LAG = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a run does, whole: two equal jobs that start from equal states end in equal ones.
+    """Complete description of a run. Equal jobs that start from equal states end in equal states.
 
-    `save_every`, `eval_every`: 0 for only after the last step. `stop_after`: steps of this process, 0 for all.
+    Attributes:
+        setup: Model, forward config, optimizer and accumulation of a step.
+        steps: Number of the last step.
+        order: Rows of each step.
+        train: Rows to train on.
+        evaluation: Rows to evaluate on; None without evaluation.
+        eval_limit: Number of rows of an evaluation; 0 for all.
+        log_every: Steps between two log lines.
+        eval_every: Steps between two evaluations; 0 to evaluate only after the last step.
+        save_every: Steps between two checkpoints; 0 to save only after the last step.
+        optimizer_state: Save the optimizer's moments.
+        max_skipped: Consecutive skipped steps that end the run.
+        manifest_fields: Extra entries for the manifest of every checkpoint.
+        stop_after: Steps that this process takes; 0 for no limit.
     """
 
     setup: StepSetup
@@ -48,46 +62,54 @@ class Job:
 
     @property
     def eval_batch_size(self) -> int:
-        """Sequences of an evaluation's batch: as many as go through the model at a time in training."""
+        """Sequences of an evaluation batch, as many as in a training micro-batch."""
         return self.order.batch_size // self.setup.accumulate
 
     @property
     def tokens_per_step(self) -> int:
-        """Those of sources among them."""
+        """Tokens of a training step, source tokens included."""
         columns = self.train.columns
         return self.order.batch_size * sum(columns[name][0] for name in ("tokens", "source") if name in columns)
 
 
 class Callbacks(Protocol):
-    """Who is told how a run goes."""
+    """Progress reports of the loop."""
 
     def on_compile(self, seconds: float) -> None:
-        """The step is compiled."""
+        """Report the seconds of compiling the step."""
         ...
 
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
-        """A line of the log, and about how many seconds of steps are left."""
+        """Report a log line, and an estimate of the remaining seconds."""
         ...
 
     def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        """The line of an evaluation."""
+        """Report the log line of an evaluation."""
         ...
 
     def on_save(self, step: int, seconds: float) -> None:
-        """A checkpoint is durable."""
+        """Report a durable checkpoint, its step, and the seconds of saving it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Where a run stopped: after `step` steps, all of them done or not; `stopped` says why not."""
+    """The last step of a run, and the reason of an early stop.
+
+    Attributes:
+        step: The last step taken.
+        stop_reason: Why the run stopped early; empty if all steps were taken.
+    """
 
     step: int
     stop_reason: str = ""
 
 
 class Loop:
-    """A run on its way. Everything that it holds is either the state or can be made from the job and the step."""
+    """A run in progress.
+
+    Apart from the training state, everything it holds can be rebuilt from the job and the step.
+    """
 
     def __init__(
         self,
@@ -98,14 +120,19 @@ class Loop:
         callbacks: Callbacks,
         poll_stop_reason: Callable[[], str],
     ) -> None:
-        self.job, self.state, self.store, self.metrics, self.callbacks, self.poll_stop_reason = (
-            job,
-            state,
-            store,
-            metrics,
-            callbacks,
-            poll_stop_reason,
-        )
+        """Create a loop that starts at the step of `state`.
+
+        Args:
+            job: The job to run.
+            state: Training state to start from.
+            store: Receives the checkpoints.
+            metrics: Receives the log lines.
+            callbacks: Receives progress reports.
+            poll_stop_reason: Called before every step; a non-empty reason stops the run.
+        """
+        self.job, self.state = job, state
+        self.store, self.metrics, self.callbacks = store, metrics, callbacks
+        self.poll_stop_reason = poll_stop_reason
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
@@ -113,18 +140,22 @@ class Loop:
         self.evaluate_batch = jax.jit(partial(eval_step, setup=job.setup))
 
     def run(self) -> RunResult:
-        """Take all steps that are left, or stop early with all that is done saved. PrepError where loss or gradients
-        are not finite too often, or a checkpoint cannot be stored."""
-        advance = self._compile_step()
+        """Take the remaining steps, or stop early for a stop reason; save the last step in both cases.
+
+        Raises:
+            PrepError: Too many consecutive steps were skipped because loss or gradients were not finite, or a
+                checkpoint cannot be saved.
+        """
+        compiled_step = self._compile_step()
         if self.step == 0 and self.job.eval_every:
             self._evaluate()
         self.timer.resume()
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
             batch = feed.load_batch(self.job.setup, self.job.train, self.job.order, self.step)
-            self.state, measured = advance(self.state, batch)
+            self.state, metrics = compiled_step(self.state, batch)
             self.step += 1
-            self.pending_metrics.append((self.step, measured))
+            self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(METRICS_LAG)
             self._evaluate_and_save_if_due()
         self._drain_metrics(0)
@@ -139,113 +170,114 @@ class Loop:
         return self.poll_stop_reason()
 
     def _compile_step(self) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+        """Compile the training step for the state's shardings; the state is donated."""
         setup = self.job.setup
-        began = self.timer.clock()
-        shapes = state_shapes(setup)
-        where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-        step = jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(where, None))
-        placed = jax.tree.map(
+        start_s = self.timer.clock()
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
+        step = jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
+        shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.state
         )
-        found = step.lower(placed, feed.batch_shapes(setup, self.job.train, self.job.order.batch_size)).compile()
-        self.callbacks.on_compile(self.timer.clock() - began)
-        return found
+        compiled = step.lower(shapes, feed.batch_shapes(setup, self.job.train, self.job.order.batch_size)).compile()
+        self.callbacks.on_compile(self.timer.clock() - start_s)
+        return compiled
 
     def _evaluate_and_save_if_due(self) -> None:
-        job, last = self.job, self.step == self.job.steps
-        if job.eval_every and self.step % job.eval_every == 0 and not last:
+        job = self.job
+        if self.step == job.steps:
+            return  # `run` evaluates and saves after the last step
+        if job.eval_every and self.step % job.eval_every == 0:
             self._evaluate()
-        if job.save_every and self.step % job.save_every == 0 and not last:
+        if job.save_every and self.step % job.save_every == 0:
             self._save()
 
     def _should_evaluate_at_end(self) -> bool:
         return self.step == self.job.steps and self.step > self.start_step
 
     def _drain_metrics(self, lag: int) -> None:
-        """Take in what steps measured, but for the last `lag` of them."""
+        """Fetch and log the metrics of all steps but the last `lag`; raise PrepError if too many were skipped."""
+        job = self.job
         while len(self.pending_metrics) > lag:
-            step, measured = self.pending_metrics.popleft()
-            job = self.job
-            in_row = int(measured["in_row"])  # waits for the step
+            step, metrics = self.pending_metrics.popleft()
+            consecutive_skips = int(metrics["in_row"])  # blocks until the step is done
             self.timer.count_step()
             if step % job.log_every == 0 or step in (1, job.steps):
-                self._log_step(step, measured)
-            if in_row >= job.max_skipped:
-                raise self._divergence_error(step, in_row)
+                self._log_step(step, metrics)
+            if consecutive_skips >= job.max_skipped:
+                raise self._divergence_error(step, consecutive_skips)
 
     def _log_step(self, step: int, metrics: Mapping[str, Array]) -> None:
-        found = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        weight = max(found["weight"], 1e-9)
+        values = {name: float(np.asarray(value)) for name, value in metrics.items()}
+        weight = max(values["weight"], 1e-9)
         line = {
             "step": step,
-            "loss": finite_or_none(found["loss"] / weight),
-            "accuracy": finite_or_none(found["correct"] / weight),
-            "grad_norm": finite_or_none(found["grad_norm"]),
-            "lr": found["lr"],
+            "loss": finite_or_none(values["loss"] / weight),
+            "accuracy": finite_or_none(values["correct"] / weight),
+            "grad_norm": finite_or_none(values["grad_norm"]),
+            "lr": values["lr"],
             "tokens": step * self.job.tokens_per_step,
-            "skipped": int(found["skipped"]),
+            "skipped": int(values["skipped"]),
         }
-        took = self.timer.lap()
-        if took:
-            line |= {"seconds": round(took, 4), "tokens_per_s": round(self.job.tokens_per_step / took, 1)}
+        step_s = self.timer.lap()
+        if step_s:
+            line |= {"seconds": round(step_s, 4), "tokens_per_s": round(self.job.tokens_per_step / step_s, 1)}
         self.metrics.write(line)
-        self.callbacks.on_log(line, took * (self.job.steps - step) if took else None)
+        self.callbacks.on_log(line, step_s * (self.job.steps - step) if step_s else None)
 
     def _evaluate(self) -> None:
-        """Loss over the evaluation split; sums add up in float64, so batches do not matter."""
-        job, data = self.job, self.job.evaluation
-        if data is None:
+        """Log the loss over the evaluation rows; sums are float64, so the batch size hardly changes it."""
+        job, dataset = self.job, self.job.evaluation
+        if dataset is None:
             return
         self._drain_metrics(0)
         self.timer.pause()
-        batches = feed.load_eval_batches(job.setup, data, job.eval_batch_size, job.eval_limit)
-        sums = np.zeros(3)
+        batches = feed.load_eval_batches(job.setup, dataset, job.eval_batch_size, job.eval_limit)
+        totals = np.zeros(3)
         for batch in batches:
-            found = self.evaluate_batch(self.state["params"], batch)
-            sums += [float(found[name]) for name in ("loss", "weight", "correct")]
-        loss = sums[0] / sums[1]
+            sums = self.evaluate_batch(self.state["params"], batch)
+            totals += [float(sums[name]) for name in ("loss", "weight", "correct")]
+        loss_sum, weight, correct = totals
+        loss = loss_sum / weight
         line = {
             "step": self.step,
             "eval_loss": finite_or_none(loss),
             "eval_perplexity": finite_or_none(math.exp(min(loss, 700.0))),
-            "eval_accuracy": finite_or_none(sums[2] / sums[1]),
-            "eval_tokens": int(sums[1]),
+            "eval_accuracy": finite_or_none(correct / weight),
+            "eval_tokens": int(weight),
         }
         self.metrics.write(line)
         self.callbacks.on_evaluate(line)
         self.timer.resume()
 
     def _save(self) -> None:
-        """A checkpoint of this step, if there is none. PrepError, and nothing saved, if the state is not finite."""
+        """Save this step unless it is saved already; raise PrepError if the state is not finite."""
         if self.last_saved_step == self.step:
             return
         self._drain_metrics(0)
         self.timer.pause()
-        began = self.timer.clock()
+        start_s = self.timer.clock()
         if not bool(_all_finite(self.state)):
-            raise PrepError(
-                f"the state after step {self.step} is not finite", "nothing was saved", self._recovery_hint()
-            )
+            what = f"the state after step {self.step} is not finite"
+            raise PrepError(what, "nothing was saved", self._recovery_hint())
         leaves = host_leaves(self.state, self.job.optimizer_state)
         self.store.save(self.step, leaves, self.job.manifest_fields)
         self.last_saved_step = self.step
-        self.callbacks.on_save(self.step, self.timer.clock() - began)
+        self.callbacks.on_save(self.step, self.timer.clock() - start_s)
         self.timer.resume()
 
     def _divergence_error(self, step: int, consecutive_skips: int) -> PrepError:
         what = f"no finite loss in {consecutive_skips} steps, up to step {step}"
-        return PrepError(
-            what, "each was skipped: parameters and moments are those from before them", self._recovery_hint()
-        )
+        why = "each was skipped: parameters and moments are unchanged since the step before them"
+        return PrepError(what, why, self._recovery_hint())
 
     def _recovery_hint(self) -> str:
         steps = self.store.steps()
         start = f" from step {steps[-1]}" if steps else ""
-        return f"another run{start}, with a lower `optimizer.lr` or more warm-up"
+        return f"a new run{start}, with a lower `optimizer.lr` or more warm-up"
 
 
 def finite_or_none(value: float) -> float | None:
-    """The number, None where JSON has none for it."""
+    """Return the value, or None if it is infinite or NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 

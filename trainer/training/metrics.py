@@ -1,4 +1,4 @@
-"""What a run measured: one JSON object a line in `metrics.jsonl`, and the rate of tokens."""
+"""Metrics of a run: one JSON object per line in `metrics.jsonl`, and a timer of steps."""
 
 from __future__ import annotations
 
@@ -16,40 +16,56 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run; one that a kill cut short is left out. PrepError for a file that cannot be read."""
+    """Return the lines of a metrics file; empty if it does not exist.
+
+    Incomplete lines, such as one cut short by a kill, are skipped.
+
+    Raises:
+        PrepError: The file cannot be read.
+    """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
-    return [found for found in map(_parse_line, lines) if found is not None]
+    return [line for line in map(_parse_line, lines) if line is not None]
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        values = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
 
 
 class MetricsWriter:
-    """Appends lines; what an earlier start wrote of steps after `step` is taken off, as those are taken again; at step
-    0 all of it, as the run begins anew."""
+    """Writer that appends lines to a metrics file."""
 
     def __init__(self, path: Path, step: int) -> None:
+        """Open a metrics file to continue after a step.
+
+        Lines of later steps are removed, since the run takes these steps again. At step 0 all lines are removed.
+
+        Args:
+            path: The file.
+            step: Start step of the run.
+
+        Raises:
+            PrepError: The file cannot be written.
+        """
         self.path = path
         kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
-        fresh = path.with_name(f"{path.name}.new")
+        new_file = path.with_name(f"{path.name}.new")
         try:
-            fresh.write_text("".join(f"{_to_json(line)}\n" for line in kept))
-            os.replace(fresh, path)
+            new_file.write_text("".join(f"{_to_json(line)}\n" for line in kept))
+            os.replace(new_file, path)
         except OSError as error:
             raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """One more line, which a reader sees at once. PrepError where the disk refuses it."""
+        """Append a line, visible to readers at once; raise PrepError if the disk refuses it."""
         try:
             with self.path.open("a") as file:
                 file.write(f"{_to_json(line)}\n")
@@ -63,7 +79,14 @@ def _to_json(line: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class StepTimer:
-    """Seconds and tokens of steps alone: what compiling, evaluating and saving take is not in them."""
+    """Timer of training steps alone: paused while the loop compiles, evaluates or saves.
+
+    Attributes:
+        clock: Returns the time in seconds.
+        started_at: Time of the last `resume`; None while paused.
+        seconds: Seconds of the current lap, up to the last `pause`.
+        steps: Steps of the current lap.
+    """
 
     clock: Callable[[], float] = time.monotonic
     started_at: float | None = None
@@ -71,23 +94,23 @@ class StepTimer:
     steps: int = 0
 
     def resume(self) -> None:
-        """Steps begin, or go on."""
+        """Start or restart the clock, before steps."""
         self.started_at = self.clock()
 
     def pause(self) -> None:
-        """Something else begins."""
+        """Stop the clock, before anything but steps."""
         if self.started_at is not None:
             self.seconds += self.clock() - self.started_at
         self.started_at = None
 
     def count_step(self) -> None:
-        """One more step is done: its results are there, it was not only begun."""
+        """Count a finished step."""
         self.steps += 1
 
     def lap(self) -> float | None:
-        """Seconds a step since the last lap; None where no step was taken."""
+        """Start a new lap; return the seconds per step of the last one, None if it had no steps."""
         self.pause()
         self.resume()
-        took = self.seconds / self.steps if self.steps else None
+        step_s = self.seconds / self.steps if self.steps else None
         self.seconds, self.steps = 0.0, 0
-        return took
+        return step_s

@@ -1,4 +1,4 @@
-"""Checks of a recipe before its data are read, and doubts about a run once they are known."""
+"""Checks of a recipe before its data is read, and warnings about a run before it starts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainer.nn.transformer import ModelSpec
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job
 
-MANY_EPOCHS = 1000
+MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 def check_inputs(recipe: Recipe, sharding: ShardingContext) -> None:
-    """Check what needs neither the model nor the content of the data.
+    """Check the inputs of a recipe that need neither the model nor the content of the data.
 
     Raises:
-        PrepError: The batch does not divide among the devices, or a data file or the tokenizer that the recipe names
-            is missing, unreadable or empty.
+        PrepError: The batch does not divide among the devices, or a data file or the tokenizer is missing, unreadable
+            or empty.
     """
     assert sharding.mesh is not None
     batch_shape(recipe.batch, sharding.mesh.n_devices, sharding.data_parallel_size)
@@ -32,8 +32,15 @@ def check_inputs(recipe: Recipe, sharding: ShardingContext) -> None:
         tokenizer.check_tokenizer_exists(Path(recipe.data.tokenizer))
 
 
-def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, widens_bfloat16: bool) -> MemoryInputs:
-    """Return what the memory of a step depends on; `widens`: the devices compute bfloat16 in float32, as CPUs do."""
+def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, widens_bfloat16: bool) -> MemoryInputs:
+    """Return the inputs of the memory estimate of a training step.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its partition rules.
+        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
+    """
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, sharding.mesh.n_devices, sharding.data_parallel_size)
     return MemoryInputs(
@@ -51,29 +58,37 @@ def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, wide
 
 
 def context_warnings(recipe: Recipe, model: ModelSpec) -> Iterator[str]:
-    """Yield a warning if sequences are longer than the context that the model was made for."""
-    known = max(
-        [
-            model.arch_config.max_positions,
-            *(int(rope.original_max_positions * rope.factor) for rope in model.arch_config.ropes),
-        ]
-    )
-    if model.arch_config.ropes and recipe.data.seq_length > known:
-        yield f"`data.seq_length` is {recipe.data.seq_length:,}, and the model was made for {known:,} positions"
+    """Yield a warning if sequences are longer than the model's context."""
+    config = model.arch_config
+    scaled = (int(rope.original_max_positions * rope.factor) for rope in config.ropes)
+    context = max([config.max_positions, *scaled])
+    if config.ropes and recipe.data.seq_length > context:
+        yield f"`data.seq_length` is {recipe.data.seq_length:,}, and the model was made for {context:,} positions"
 
 
 def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:
-    """Yield a warning for each length, interval or split that does not go with the data."""
-    n, size, steps = job.train.n_rows, job.order.batch_size, job.steps
-    if n < size:
-        yield f"a batch of {size:,} takes sequences more than once: the data has {n:,}"
-    if recipe.train.epochs and recipe.train.epochs * n < size:
-        yield f"`train.epochs` {recipe.train.epochs:g} of {n:,} sequences is less than one step of {size:,}"
-    epochs = steps * size / n
+    """Yield a warning for each length, interval or split that does not fit the amount of data.
+
+    Args:
+        recipe: The recipe.
+        job: Its job.
+    """
+    n_rows, batch_size, steps = job.train.n_rows, job.order.batch_size, job.steps
+    if n_rows < batch_size:
+        yield f"a batch of {batch_size:,} takes sequences more than once: the data has {n_rows:,}"
+    if recipe.train.epochs and recipe.train.epochs * n_rows < batch_size:
+        epochs_text = f"{recipe.train.epochs:g} of {n_rows:,} sequences"
+        yield f"`train.epochs` {epochs_text} is less than one step of {batch_size:,}"
+    epochs = steps * batch_size / n_rows
     if epochs > MANY_EPOCHS:
-        yield f"{steps:,} steps are {epochs:,.0f} epochs of {n:,} sequences"
-    if job.evaluation is not None and (held := min(job.evaluation.n_rows, job.eval_limit or job.evaluation.n_rows)) > n:
-        yield f"{held:,} sequences are evaluated, more than the {n:,} that are trained on; `eval.limit` takes fewer"
-    for key, every in (("train.eval_every", job.eval_every), ("checkpoint.every", job.save_every)):
-        if every > steps:
-            yield f"`{key}` is {every:,}, and the run has {steps:,} steps: it happens only at the end"
+        yield f"{steps:,} steps are {epochs:,.0f} epochs of {n_rows:,} sequences"
+    if job.evaluation is not None:
+        n_evaluated = min(job.evaluation.n_rows, job.eval_limit or job.evaluation.n_rows)
+        if n_evaluated > n_rows:
+            yield (
+                f"{n_evaluated:,} sequences are evaluated, more than the {n_rows:,} that are trained on; "
+                "`eval.limit` takes fewer"
+            )
+    for key, interval in (("train.eval_every", job.eval_every), ("checkpoint.every", job.save_every)):
+        if interval > steps:
+            yield f"`{key}` is {interval:,}, but the run has {steps:,} steps: it happens only at the end"

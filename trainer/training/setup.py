@@ -1,4 +1,4 @@
-"""From a recipe, a checkpoint and devices to what a run does."""
+"""Build a training job from a recipe, a checkpoint manifest and devices."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from trainer.training.loop import Job
 from trainer.training.optimizers import AdamW, LRSchedule
 from trainer.training.step import StepSetup
 
-# What may differ between a run and its continuation; all other keys change what is computed, or on which data. The
-# mesh and what goes with it change results within rounding. Steps and the schedule's keys are held by the rate that
-# they make, the batch's by its size.
+# Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
+# The mesh and the model keys below change results only within rounding. Steps and schedule keys are checked through
+# the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
 CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
@@ -55,12 +55,19 @@ CHANGEABLE_ON_RESUME = frozenset(
         "checkpoint.optimizer_state",
     }
 )
-FIXED_ON_RESUME = {"data": "the data", "batch_size": "the batch", "rate": "the learning rate's schedule"}
+# Manifest keys that must be equal on resume, and their names in error messages.
+FIXED_ON_RESUME = {"data": "the data", "batch_size": "the batch size", "rate": "the learning rate schedule"}
 
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What is trained and what is evaluated on; `identity` says what they are made of."""
+    """Training and evaluation datasets of a run.
+
+    Attributes:
+        train: Rows to train on.
+        evaluation: Rows to evaluate on; None without evaluation.
+        identity: Digest of the tokens of both, compared on resume.
+    """
 
     train: Dataset
     evaluation: Dataset | None
@@ -68,32 +75,40 @@ class Datasets:
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
-    """The model that a checkpoint's manifest describes, its leaves as they are stored."""
+    """Build the model of a checkpoint's manifest, with leaves in their stored layout."""
     config = manifest["config"]
     return build_model(family_of(config), config, manifest["tied"], manifest["scan"], manifest["scan_axis"])
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
-    """Usage PrepErrors where a mesh does not divide the parameters, and for a scan over layers that are apart."""
+    """Check the model against the recipe: scanned layers must be stacked, the mesh must divide all parameters.
+
+    Raises:
+        PrepError: `scan_layers` is set but the layers are not stacked, or the mesh does not divide a parameter (usage
+            errors).
+    """
     if recipe.model.scan_layers and not model.has_stacked_layers:
         raise unscannable_error()
     check_mesh_divides(model, sharding)
 
 
 def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
-    """Usage PrepErrors where a mesh does not divide the parameters."""
+    """Check that the mesh divides every parameter.
+
+    Raises:
+        PrepError: The mesh does not divide a parameter (usage error).
+    """
     for leaf in model.leaves.values():
         try:
             sharding.param_spec(leaf)
         except PrepError as error:
-            made = f"`prep save-init MODEL --mesh {sharding.mesh} --pad-vocab auto`, or with `--rule`"
-            raise usage_error(
-                error.what, error.why, f"another mesh, or a checkpoint made for this one: {made}"
-            ) from error
+            command = f"`prep save-init MODEL --mesh {sharding.mesh} --pad-vocab auto`, or with `--rule`"
+            hint = f"another mesh, or a checkpoint made for this one: {command}"
+            raise usage_error(error.what, error.why, hint) from error
 
 
 def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
-    """The rules by which a checkpoint was laid out."""
+    """Return the partition rules of a checkpoint."""
     return merge_rules(manifest["rules"])
 
 
@@ -105,87 +120,114 @@ def build_datasets(
     progress: Callable[[int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
-    """The data of a recipe, tokenised; `folders`: where `tokenizer` and `cache` are unless the recipe says it, and
-    `spare`, where tokens that the cache lacks are made, if nothing may be written to it."""
-    data = recipe.data
-    request = TokenizeConfig(
+    """Tokenize the data of a recipe, or map the tokens that an earlier run made.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        manifest: Manifest of the start checkpoint.
+        folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
+            tokens that the cache lacks, if the cache must not be written to.
+        progress: Called with the bytes tokenized so far and the total bytes.
+        note: Called with messages for the user.
+
+    Returns:
+        The training and evaluation datasets.
+
+    Raises:
+        PrepError: The data, the tokenizer or the holdout is invalid, or does not fit the model.
+    """
+    data, model_config = recipe.data, manifest["config"]
+    config = TokenizeConfig(
         type=data.type,
         paths=data.path,
         fields=data.fields or "",
         seq_length=data.seq_length,
         tokenizer=Path(data.tokenizer) if data.tokenizer else folders["tokenizer"],
-        eos_id=_eos_token_id(manifest["config"]),
+        eos_id=_eos_token_id(model_config),
         vocab=model.true_vocab_size,
         cache=Path(data.cache) if data.cache else folders["cache"],
         scratch_dir=folders.get("spare"),
         source_length=data.source_length or 0,
         prefix=data.source_prefix or "",
     )
-    _check_encoder_fields(request, model)
-    if request.parsed_fields.source:
-        decoder_start_token_id(manifest["config"], request.vocab)  # before all texts are tokenised
-        if request.eos_id is None:
-            note("config.json has no eos_token_id: nothing says where a target ends")
+    _check_encoder_fields(config, model)
+    if config.parsed_fields.source:
+        decoder_start_token_id(model_config, config.vocab)  # fails before all files are tokenized
+        if config.eos_id is None:
+            note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_path is None:
-        tokens = tokenize_files(request, progress, note)
-        train, held = split_holdout(_build_dataset(tokens, request, manifest["config"]), data.holdout)
-        return Datasets(train, held, tokens.identity)
-    other = tokenize_files(
-        _with_paths(request, data.eval_path), progress, note
-    )  # first: faults of a small file show early
-    tokens = tokenize_files(request, progress, note)
-    train, held = (_build_dataset(each, request, manifest["config"]) for each in (tokens, other))
-    return Datasets(train, held, f"{tokens.identity} {other.identity}")
+        tokens = tokenize_files(config, progress, note)
+        train, evaluation = split_holdout(_build_dataset(tokens, config, model_config), data.holdout)
+        return Datasets(train, evaluation, tokens.identity)
+    # The evaluation files come first: they are usually small, so their errors show early.
+    eval_tokens = tokenize_files(dataclasses.replace(config, paths=data.eval_path), progress, note)
+    train_tokens = tokenize_files(config, progress, note)
+    return Datasets(
+        train=_build_dataset(train_tokens, config, model_config),
+        evaluation=_build_dataset(eval_tokens, config, model_config),
+        identity=f"{train_tokens.identity} {eval_tokens.identity}",
+    )
 
 
 def _build_dataset(tokens: MappedTokens, config: TokenizeConfig, model_config: Mapping[str, Any]) -> Dataset:
     if not config.parsed_fields.source:
-        return PackedDataset(tokens, 0, tokens.n_blocks)
+        return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks)
     return seq2seq_dataset(
-        tokens, config.source_length, decoder_start_token_id(model_config, config.vocab), config.eos_id
+        tokens,
+        config.source_length,
+        decoder_start_id=decoder_start_token_id(model_config, config.vocab),
+        eos_id=config.eos_id,
     )
 
 
-def _with_paths(config: TokenizeConfig, paths: tuple[str, ...]) -> TokenizeConfig:
-    return dataclasses.replace(config, paths=paths)
-
-
 def check_seq_length(data: Data, model: ModelSpec) -> None:
-    """Usage PrepError where sequences are longer than the model has learned positions for."""
-    most = model.arch_config.max_positions
-    if model.arch_config.has_learned_positions and data.seq_length > most:
-        why = f"the model has {most} positions"
-        raise usage_error(f"`data.seq_length` is {data.seq_length}", why, f"`--set data.seq_length={most}`")
+    """Check that sequences are not longer than the model's learned position embeddings.
+
+    Raises:
+        PrepError: `data.seq_length` exceeds the learned positions (usage error).
+    """
+    max_positions = model.arch_config.max_positions
+    if model.arch_config.has_learned_positions and data.seq_length > max_positions:
+        why = f"the model has {max_positions} positions"
+        raise usage_error(f"`data.seq_length` is {data.seq_length}", why, f"`--set data.seq_length={max_positions}`")
 
 
 def _check_encoder_fields(config: TokenizeConfig, model: ModelSpec) -> None:
-    """Usage PrepError where the data has a source and the model no encoder, or the other way round."""
+    """Raise a usage error if the data has a source and the model no encoder, or the model an encoder and no source."""
     has_encoder, name = model.arch_config.encoder is not None, model.family.name
     if config.parsed_fields.source and not has_encoder:
-        why = f"{name} has no encoder, which would read what stands in brackets"
+        why = f"{name} has no encoder to read the source columns in brackets"
         raise usage_error(f"`data.fields` is {config.fields!r:.60}", why, "`--set data.fields=text`")
     if has_encoder and not config.parsed_fields.source:
-        why = "it learns to make a target of a source; to learn from texts alone (spans left out) is not there"
+        why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
         hint = '`type = "json"` and `fields = "[article], summary"`'
-        raise usage_error(f"{name} has an encoder, and the data has nothing for it", why, hint)
+        raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
 
 
 def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
-    """What a decoder that has an encoder before it is given before the first token; PrepError where nothing says it, or
-    it is none of the vocabulary."""
+    """Return the first token id of a decoder with an encoder: `decoder_start_token_id`, else `pad_token_id`.
+
+    Args:
+        config: The model's config.json.
+        vocab: Vocabulary size.
+
+    Raises:
+        PrepError: The config has neither id, or the id is not in the vocabulary.
+    """
     ids = (config.get(key) for key in ("decoder_start_token_id", "pad_token_id"))
-    found = next((each for each in ids if each is not None), None)
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < vocab:
-        why = f"decoder_start_token_id is {found!r:.60}, it has to be a token of {vocab:,}"
-        raise PrepError("config.json does not say what a decoder begins with", why)
-    return found
+    token_id = next((candidate for candidate in ids if candidate is not None), None)
+    if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
+        why = f"decoder_start_token_id is {token_id!r:.60}; the vocabulary has {vocab:,} tokens"
+        raise PrepError("config.json has no valid decoder_start_token_id", why)
+    return token_id
 
 
 def _eos_token_id(config: Mapping[str, Any]) -> int | None:
-    """The token after each document; the first, where a config names several."""
-    found = config.get("eos_token_id")
-    found = found[0] if isinstance(found, list) and found else found
-    return found if isinstance(found, int) else None
+    """Return the config's end-of-sequence token id, the first if it lists several; None if it has none."""
+    value = config.get("eos_token_id")
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) else None
 
 
 def build_job(
@@ -196,20 +238,38 @@ def build_job(
     manifest_fields: Mapping[str, Any],
     stop_after: int = 0,
 ) -> Job:
-    """What a run does. Usage PrepErrors where batch, schedule or mesh do not go together."""
+    """Build the job of a run.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its partition rules.
+        datasets: Training and evaluation data.
+        manifest_fields: Extra entries for the manifest of every checkpoint.
+        stop_after: Steps after which this process stops; 0 for no limit.
+
+    Raises:
+        PrepError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps (usage
+            errors).
+    """
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, sharding.mesh.n_devices, sharding.data_parallel_size)
-    order = SampleOrder(datasets.train.n_rows, shape.size, recipe.seed, recipe.data.shuffle)
+    n_rows = datasets.train.n_rows
+    order = SampleOrder(n_rows=n_rows, batch_size=shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
     if steps > MAX_INT32:
-        why = f"{recipe.train.epochs:g} epochs of {datasets.train.n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
+        why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
         raise usage_error("`train.epochs` is too large", why, "`--set train.epochs=3`")
-    adamw = build_optimizer(recipe.optimizer, steps)
-    how = ForwardConfig(
-        recipe.model.dtype, recipe.model.scan_layers, recipe.model.remat_policy, recipe.model.head_chunk_size, sharding
+    optimizer = build_optimizer(recipe.optimizer, steps)
+    forward_config = ForwardConfig(
+        dtype=recipe.model.dtype,
+        scan_layers=recipe.model.scan_layers,
+        remat_policy=recipe.model.remat_policy,
+        head_chunk_size=recipe.model.head_chunk_size,
+        sharding=sharding,
     )
     return Job(
-        setup=StepSetup(model, how, adamw, shape.accumulate),
+        setup=StepSetup(model, forward_config, optimizer, shape.accumulate),
         steps=steps,
         order=order,
         train=datasets.train,
@@ -224,35 +284,54 @@ def build_job(
             **manifest_fields,
             "data": datasets.identity,
             "batch_size": shape.size,
-            "rate": dataclasses.asdict(adamw.lr_schedule),
+            "rate": dataclasses.asdict(optimizer.lr_schedule),
         },
         stop_after=stop_after,
     )
 
 
 def build_optimizer(config: Optimizer, steps: int) -> AdamW:
-    """The optimizer of a run of so many steps."""
+    """Build the optimizer of a run of `steps` steps."""
     schedule = warmup_decay(config, steps)
-    rate = LRSchedule(config.lr, config.end_lr, config.schedule, schedule.warmup_steps, schedule.decay_steps)
-    return AdamW(rate, config.b1, config.b2, config.eps, config.weight_decay, config.decay_embeddings, config.clip_norm)
+    lr_schedule = LRSchedule(
+        peak=config.lr,
+        end=config.end_lr,
+        kind=config.schedule,
+        warmup=schedule.warmup_steps,
+        decay=schedule.decay_steps,
+    )
+    return AdamW(
+        lr_schedule=lr_schedule,
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        decay_embeddings=config.decay_embeddings,
+        clip_norm=config.clip_norm,
+    )
 
 
 def check_resumable(manifest: Mapping[str, Any], job: Job, changed: Mapping[str, tuple[Any, Any]], step: int) -> None:
-    """PrepError unless a job goes on where the checkpoint of `step`, whose manifest is `before`, stopped.
+    """Check whether a job may resume from a checkpoint.
 
-    `changed`: the recipe's values then and now, of the keys in which they differ.
+    Args:
+        manifest: Manifest of the checkpoint.
+        job: The resuming job.
+        changed: Recipe keys whose values differ, as (value when the run began, value now).
+        step: Step of the checkpoint.
+
+    Raises:
+        PrepError: A key, the data, the batch size or the schedule changed that must not, or `step` is past the last
+            step.
     """
-    fixed = {key: pair for key, pair in changed.items() if key not in CHANGEABLE_ON_RESUME}
-    way_out = "`--restart` begins anew, another `name` keeps both"
+    fixed = {key: values for key, values in changed.items() if key not in CHANGEABLE_ON_RESUME}
+    hint = "`--restart` starts again from step 0; another `name` keeps both runs"
     if fixed:
-        texts = ", ".join(f"{key}: {then!r} -> {new!r}" for key, (then, new) in sorted(fixed.items()))
-        raise PrepError("the run began with another recipe", texts, way_out)
-    for key, what in FIXED_ON_RESUME.items():
-        if manifest.get(key) != job.manifest_fields[key]:
-            raise PrepError(
-                f"{what} has changed since the run began",
-                f"{manifest.get(key)}, now {job.manifest_fields[key]}",
-                way_out,
-            )
+        changes = ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in sorted(fixed.items()))
+        raise PrepError("the run began with another recipe", changes, hint)
+    for key, label in FIXED_ON_RESUME.items():
+        before, after = manifest.get(key), job.manifest_fields[key]
+        if before != after:
+            raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
     if step > job.steps:
-        raise PrepError(f"the run is at step {step}", f"the recipe asks for {job.steps} steps", way_out)
+        raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)

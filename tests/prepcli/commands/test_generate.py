@@ -187,7 +187,7 @@ def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.Capt
         Path("headless"),
         {key: value for key, value in FAMILY_CONFIGS["t5"].items() if not key.startswith(("dec", "pad"))},
     )
-    assert "what a decoder begins with" in error_lines(capsys, "generate", "headless", "--tokens", "1")[0]
+    assert "no valid decoder_start_token_id" in error_lines(capsys, "generate", "headless", "--tokens", "1")[0]
 
 
 WRONG: dict[str, tuple[Sequence[str], str, int]] = {

@@ -249,7 +249,7 @@ def test_going_on_with_another_recipe_or_other_data(here: Path, capsys: pytest.C
     assert why == "optimizer.weight_decay: 0.0 -> 0.5"
     assert "`--restart`" in hint
     code, what, *_ = train_error(capsys, "--set", "train.steps=24")
-    assert (code, what) == (FAILED, "the learning rate's schedule has changed since the run began")
+    assert (code, what) == (FAILED, "the learning rate schedule has changed since the run began")
     text = (here / "text.txt").read_text()
     (here / "text.txt").write_text(text + " w1")
     code, what, *_ = train_error(capsys)

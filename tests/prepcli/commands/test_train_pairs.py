@@ -140,14 +140,14 @@ def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.Captu
         capsys.readouterr()
         assert main(["train", "other.toml", "--json", *sets]) == USAGE
         error = json.loads(capsys.readouterr().out)["error"]
-        assert error["what"] == "t5 has an encoder, and the data has nothing for it"
-        assert "spans left out" in error["why"]
+        assert error["what"] == "t5 has an encoder, but the data has no source column"
+        assert "span-corruption pretraining is not supported" in error["why"]
     make_checkpoint(here / "llama", LLAMA)
     write_tokenizer(here / "llama")
     assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     code, what, why = refused(capsys, "--set", "model.path=llama-init")
     assert (code, what) == (USAGE, "`data.fields` is '[first], [second], sum'")
-    assert why == "llama has no encoder, which would read what stands in brackets"
+    assert why == "llama has no encoder to read the source columns in brackets"
     assert refused(capsys, "--set", "data.fields=[first], third")[:2] == (
         FAILED, "pairs.jsonl:1: no column `third`"
     )  # fmt: skip
@@ -163,12 +163,12 @@ def say(**changes: int | None) -> None:
 def test_a_model_that_does_not_say_what_a_target_ends_with(here: Path, capsys: pytest.CaptureFixture[str]):
     say(eos_token_id=None)
     assert main(["train", "recipe.toml", "--set", "train.steps=3"]) == OK
-    assert "config.json has no eos_token_id: nothing says where a target ends" in capsys.readouterr().err
+    assert "config.json has no eos_token_id: targets get no end-of-sequence token" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_say_what_a_target_begins_with(here: Path, capsys: pytest.CaptureFixture[str]):
     say(decoder_start_token_id=None, pad_token_id=131)
     assert refused(capsys)[1:] == (
-        "config.json does not say what a decoder begins with",
-        "decoder_start_token_id is 131, it has to be a token of 131",
+        "config.json has no valid decoder_start_token_id",
+        "decoder_start_token_id is 131; the vocabulary has 131 tokens",
     )

@@ -156,5 +156,5 @@ def test_a_start_warns_as_a_dry_run_does(capsys: pytest.CaptureFixture[str], mon
     assert (code, found["error"]["what"]) == (130, "interrupted")
     assert found["error"]["why"] == "kept in runs/recipe: the tokens"
     assert main(["train", "recipe.toml", "--set", "checkpoint.every=500"]) == 130
-    assert "`checkpoint.every` is 500, and the run has 12 steps" in capsys.readouterr().err
+    assert "`checkpoint.every` is 500, but the run has 12 steps" in capsys.readouterr().err
     assert not run_folder.saved_steps(Path("runs/recipe"))

@@ -1,4 +1,4 @@
-"""Which files a path stands for, in which order, and what is said if there are none."""
+"""Finding data files: the files of a path, their order, and the error if there are none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("type", "paths", "names"),
+    ("file_type", "paths", "names"),
     [
         ("text", [""], ["a.txt", "b.txt", "sub/c.txt", "x[1].txt"]),
         ("json", [""], ["a.jsonl"]),
@@ -38,19 +38,19 @@ def folder(tmp_path: Path) -> Path:
         ("text", ["x[1].txt"], ["x[1].txt"]),
     ],
 )
-def test_what_paths_stand_for(folder: Path, type: FileType, paths: list[str], names: list[str]):
-    found = find_files([str(folder / path) for path in paths], type)
-    assert [str(path.relative_to(folder)) for path in found] == names
+def test_find_files_returns_files_in_order(folder: Path, file_type: FileType, paths: list[str], names: list[str]):
+    files = find_files([str(folder / path) for path in paths], file_type)
+    assert [str(path.relative_to(folder)) for path in files] == names
 
 
-def test_a_file_behind_a_link_counts_once(folder: Path):
+def test_find_files_counts_linked_file_once(folder: Path):
     (folder / "again.txt").symlink_to(folder / "b.txt")
     names = [path.name for path in find_files([str(folder)], "text")]
     assert names == ["a.txt", "again.txt", "c.txt", "x[1].txt"]
 
 
 @pytest.mark.parametrize(
-    ("path", "type", "why"),
+    ("path", "file_type", "why"),
     [
         ("none", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
         ("*.csv", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
@@ -59,46 +59,46 @@ def test_a_file_behind_a_link_counts_once(folder: Path):
         ("empty", "text", "looked for *.txt; found nothing"),
     ],
 )
-def test_nothing_found(folder: Path, path: str, type: FileType, why: str):
+def test_find_files_fails_without_files(folder: Path, path: str, file_type: FileType, why: str):
     (folder / "empty").mkdir()
     (folder / "many").mkdir()
     for number in range(4):
         (folder / "many" / f"{number}.md").touch()
     with pytest.raises(PrepError) as caught:
-        find_files([str(folder / "a.txt"), str(folder / path)], type)
+        find_files([str(folder / "a.txt"), str(folder / path)], file_type)
     assert caught.value.what == f"no data in `{folder / path}`"
     assert caught.value.why == why
 
 
-def test_a_folder_that_may_not_be_read_is_not_skipped():
+def test_find_files_fails_for_unreadable_folder():
     with tempfile.TemporaryDirectory() as folder:
-        for path in (Path(folder), Path(folder, "sub")):  # anyone may look into the first, nobody into the second
+        for path in (Path(folder), Path(folder, "sub")):  # the first is readable, the second is not
             path.mkdir(exist_ok=True)
             path.chmod(0o755 if path == Path(folder) else 0)
-        with nobody(), pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"):
+        with unprivileged(), pytest.raises(PrepError, match=r"cannot read or write .*sub - Permission denied"):
             find_files([folder], "text")
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[None]:
-    """Without the rights of root, who may read everything."""
-    before = os.geteuid()
-    if before == 0:
+def unprivileged() -> Iterator[None]:
+    """Drop the rights of root, who can read everything."""
+    original_uid = os.geteuid()
+    if original_uid == 0:
         os.seteuid(65534)
     try:
         yield
     finally:
-        os.seteuid(before)
+        os.seteuid(original_uid)
 
 
-def test_a_file_is_known_by_its_bytes(tmp_path: Path):
+def test_hash_file_returns_size_and_digest(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"abc" * 1_000_000)
-    found = hash_file(path)
-    assert (found.nbytes, found.digest) == (3_000_000, xxhash.xxh3_128_hexdigest(b"abc" * 1_000_000))
+    file = hash_file(path)
+    assert (file.nbytes, file.digest) == (3_000_000, xxhash.xxh3_128_hexdigest(b"abc" * 1_000_000))
 
 
-def test_an_empty_file(tmp_path: Path):
+def test_hash_file_fails_for_empty_file(tmp_path: Path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(PrepError) as caught:
         hash_file(tmp_path / "a.txt")

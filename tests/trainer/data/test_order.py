@@ -1,9 +1,10 @@
-"""The order of rows: a function of step and seed that any part of a step can be asked of."""
+"""The order of rows: a pure function of step and seed."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,25 +15,29 @@ from trainer.data.order import SampleOrder, eval_batches, permute
 
 KEYS = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8)
 ORDERS = st.builds(
-    SampleOrder, n_rows=st.integers(1, 60), size=st.integers(1, 90), seed=st.integers(0, 2**80), shuffle=st.booleans()
+    SampleOrder,
+    n_rows=st.integers(1, 60),
+    batch_size=st.integers(1, 90),
+    seed=st.integers(0, 2**80),
+    shuffle=st.booleans(),
 )
 
 
 @given(st.integers(1, 3000), KEYS)
-def test_every_place_goes_to_a_place_of_its_own(n: int, keys: list[int]):
+def test_permute_is_a_permutation(n: int, keys: list[int]):
     assert sorted(permute(np.arange(n), n, keys)) == list(range(n))
 
 
 @given(st.integers(1, 2**40), KEYS, st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
-def test_places_of_huge_data_stay_inside_and_apart(n: int, keys: list[int], places: list[int]):
-    asked = np.unique(np.array(places) % n)
-    given_ = permute(asked, n, keys)
-    assert len(np.unique(given_)) == len(asked)
-    assert ((given_ >= 0) & (given_ < n)).all()
+def test_permute_is_injective_for_large_n(n: int, keys: list[int], values: list[int]):
+    indices = np.unique(np.array(values) % n)
+    images = permute(indices, n, keys)
+    assert len(np.unique(images)) == len(indices)
+    assert ((images >= 0) & (images < n)).all()
 
 
 @given(ORDERS, st.integers(0, 50))
-def test_an_epoch_has_every_row_once(order: SampleOrder, epoch: int):
+def test_sample_order_epoch_has_every_row_once(order: SampleOrder, epoch: int):
     first = epoch * order.n_rows
     steps = range(first // order.batch_size, (first + order.n_rows - 1) // order.batch_size + 1)
     rows = np.concatenate([order.rows(step) for step in steps])
@@ -41,7 +46,7 @@ def test_an_epoch_has_every_row_once(order: SampleOrder, epoch: int):
 
 
 @given(ORDERS, st.integers(0, 10**9), st.data())
-def test_a_part_of_a_step_is_that_part(order: SampleOrder, step: int, data: st.DataObject):
+def test_sample_order_slices_a_step(order: SampleOrder, step: int, data: st.DataObject):
     low = data.draw(st.integers(0, order.batch_size))
     high = data.draw(st.integers(low, order.batch_size))
     assert order.rows(step, low, high).tolist() == order.rows(step)[low:high].tolist()
@@ -49,69 +54,57 @@ def test_a_part_of_a_step_is_that_part(order: SampleOrder, step: int, data: st.D
 
 
 @given(ORDERS, st.integers(1, 20))
-def test_the_sequence_of_rows_does_not_depend_on_the_size_of_a_step(order: SampleOrder, size: int):
-    other = SampleOrder(order.n_rows, size, order.seed, order.shuffle)
+def test_sample_order_does_not_depend_on_batch_size(order: SampleOrder, batch_size: int):
+    other_order = replace(order, batch_size=batch_size)
     rows = np.concatenate([order.rows(step) for step in range(math.ceil(100 / order.batch_size))])
-    others = np.concatenate([other.rows(step) for step in range(math.ceil(100 / size))])
-    assert rows[:100].tolist() == others[:100].tolist()
+    other_rows = np.concatenate([other_order.rows(step) for step in range(math.ceil(100 / batch_size))])
+    assert rows[:100].tolist() == other_rows[:100].tolist()
 
 
-def test_unshuffled_rows_come_as_they_are():
+def test_sample_order_without_shuffle_keeps_row_order():
     order = SampleOrder(n_rows=5, batch_size=3, seed=1, shuffle=False)
     assert [order.rows(step).tolist() for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
 
 
-def test_the_order_is_the_same_in_every_version():
-    """A run that goes on with another version of the code must see the same rows."""
-    assert SampleOrder(n_rows=10, batch_size=10, seed=0, shuffle=True).rows(0).tolist() == [
-        4,
-        0,
-        8,
-        2,
-        6,
-        9,
-        7,
-        3,
-        1,
-        5,
-    ]
-    assert SampleOrder(n_rows=10**12, batch_size=3, seed=7, shuffle=True).rows(10**11).tolist() == [
-        344461739884,
-        626274651494,
-        307170921615,
-    ]
+def test_sample_order_is_stable_across_versions():
+    """A run that resumes with another version of the code must see the same rows."""
+    small = SampleOrder(n_rows=10, batch_size=10, seed=0, shuffle=True)
+    assert small.rows(0).tolist() == [4, 0, 8, 2, 6, 9, 7, 3, 1, 5]
+    large = SampleOrder(n_rows=10**12, batch_size=3, seed=7, shuffle=True)
+    assert large.rows(10**11).tolist() == [344461739884, 626274651494, 307170921615]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    seen = {
+def test_sample_order_differs_by_epoch_and_seed():
+    orders = {
         tuple(SampleOrder(n_rows=50, batch_size=50, seed=seed, shuffle=True).rows(epoch).tolist())
         for seed in range(20)
         for epoch in range(20)
     }
-    assert len(seen) == 400
+    assert len(orders) == 400
 
 
 @pytest.mark.parametrize("n", [5, 6, 17])
-def test_each_row_is_as_likely_at_each_place(n: int):
-    """Chi-square of (place, row) over 2000 epochs, 4.5 standard deviations above its mean at most."""
+def test_sample_order_is_uniform(n: int):
+    """Chi-square of (position, row) over 2000 epochs is at most 4.5 standard deviations above its mean."""
     order = SampleOrder(n_rows=n, batch_size=n, seed=3, shuffle=True)
     counts = Counter(pair for epoch in range(2000) for pair in enumerate(order.rows(epoch).tolist()))
     expected = 2000 / n
-    chi_square = sum((counts[place, row] - expected) ** 2 / expected for place in range(n) for row in range(n))
+    chi_square = sum((counts[i, row] - expected) ** 2 / expected for i in range(n) for row in range(n))
     freedom = (n - 1) ** 2
     assert chi_square < freedom + 4.5 * math.sqrt(2 * freedom)
 
 
-def test_neighbours_are_parted():
+def test_sample_order_separates_neighbouring_rows():
     rows = SampleOrder(n_rows=1000, batch_size=1000, seed=0, shuffle=True).rows(0)
-    assert (np.abs(np.diff(rows)) == 1).sum() < 12  # 2 are expected
+    assert (np.abs(np.diff(rows)) == 1).sum() < 12  # the expected number is 2
 
 
 @pytest.mark.parametrize(
-    ("epochs", "n_rows", "size", "steps"), [(1, 10, 5, 2), (1, 11, 5, 3), (0.1, 30, 1, 3), (0.001, 10, 5, 1)]
+    ("epochs", "n_rows", "batch_size", "steps"), [(1, 10, 5, 2), (1, 11, 5, 3), (0.1, 30, 1, 3), (0.001, 10, 5, 1)]
 )
-def test_steps_of_epochs(epochs: float, n_rows: int, size: int, steps: int):
-    assert SampleOrder(n_rows, size, 0, True).steps_for_epochs(epochs) == steps
+def test_steps_for_epochs(epochs: float, n_rows: int, batch_size: int, steps: int):
+    order = SampleOrder(n_rows=n_rows, batch_size=batch_size, seed=0, shuffle=True)
+    assert order.steps_for_epochs(epochs) == steps
 
 
 def test_steps_per_epoch():
@@ -119,9 +112,9 @@ def test_steps_per_epoch():
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(0, 60))
-def test_evaluation_sees_each_row_once_in_batches_of_one_size(n_rows: int, size: int, limit: int):
-    batches = [rows.tolist() for rows in eval_batches(n_rows, size, limit)]
+def test_eval_batches_cover_each_row_once(n_rows: int, batch_size: int, limit: int):
+    batches = [rows.tolist() for rows in eval_batches(n_rows, batch_size, limit)]
     rows = [row for batch in batches for row in batch]
     count = min(n_rows, limit or n_rows)
-    assert all(len(batch) == size for batch in batches)
-    assert rows == [*range(count), *[-1] * (-count % size)]
+    assert all(len(batch) == batch_size for batch in batches)
+    assert rows == [*range(count), *[-1] * (-count % batch_size)]

@@ -1,4 +1,4 @@
-"""Blocks are what joining all documents and cutting them by hand gives."""
+"""Packed datasets: compare with concatenating and cutting token by token."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from trainer.data.store import MappedTokens
 from trainer.models.errors import PrepError
 
 
-def tokens_of(documents: list[list[int]], seq_length: int, dtype: str = "<u2") -> MappedTokens:
+def make_tokens(documents: list[list[int]], seq_length: int, dtype: str = "<u2") -> MappedTokens:
+    """Return documents as a token store."""
     ids = np.array([token for document in documents for token in document], dtype)
-    return MappedTokens(ids, np.cumsum([len(document) for document in documents]).astype("<u8"), "x", seq_length)
+    ends = np.cumsum([len(document) for document in documents]).astype("<u8")
+    return MappedTokens(ids=ids, ends=ends, identity="x", seq_length=seq_length)
 
 
-def blocks_of(documents: list[list[int]], seq_length: int) -> PackedDataset:
-    tokens = tokens_of(documents, seq_length)
-    return PackedDataset(tokens, 0, tokens.n_blocks)
+def make_blocks(documents: list[list[int]], seq_length: int) -> PackedDataset:
+    """Return all blocks of documents."""
+    tokens = make_tokens(documents, seq_length)
+    return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks)
 
 
-def naive(documents: list[list[int]], seq_length: int) -> list[list[int]]:
-    """Token by token: a block whenever one is full."""
+def reference_blocks(documents: list[list[int]], seq_length: int) -> list[list[int]]:
+    """Return the blocks of documents, filled token by token."""
     blocks, block = [], []
     for document in documents:
         for token in document:
@@ -38,26 +41,26 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 60000), max_size=9), min_size=1, ma
 
 
 @given(DOCUMENTS, st.integers(2, 7))
-def test_grouping_is_that_of_the_naive_version(documents: list[list[int]], seq_length: int):
-    blocks, held = split_holdout(blocks_of(documents, seq_length), 0)
-    wanted = naive(documents, seq_length)
-    assert held is None
-    assert blocks.n_rows == len(wanted)
-    assert blocks.get_batch(range(blocks.n_rows))["tokens"].tolist() == wanted
+def test_packed_dataset_matches_reference_blocks(documents: list[list[int]], seq_length: int):
+    blocks, evaluation = split_holdout(make_blocks(documents, seq_length), 0)
+    expected = reference_blocks(documents, seq_length)
+    assert evaluation is None
+    assert blocks.n_rows == len(expected)
+    assert blocks.get_batch(range(blocks.n_rows))["tokens"].tolist() == expected
 
 
 @given(st.integers(2, 200), st.floats(0.01, 0.99))
-def test_a_split_keeps_every_block_in_order(n: int, holdout: float):
-    blocks = blocks_of([list(range(n * 3 + 1))], 3)
+def test_split_holdout_keeps_blocks_in_order(n: int, holdout: float):
+    blocks = make_blocks([list(range(n * 3 + 1))], 3)
     if not 0 < round(n * holdout) < n:
         with pytest.raises(PrepError):
             split_holdout(blocks, holdout)
         return
-    train, held = split_holdout(blocks, holdout)
-    assert held is not None
-    assert held.n_rows == round(n * holdout)
-    both = [row for part in (train, held) for row in part.get_batch(range(part.n_rows))["tokens"].tolist()]
-    assert both == naive([list(range(n * 3))], 3)
+    train, evaluation = split_holdout(blocks, holdout)
+    assert evaluation is not None
+    assert evaluation.n_rows == round(n * holdout)
+    rows = [row for part in (train, evaluation) for row in part.get_batch(range(part.n_rows))["tokens"].tolist()]
+    assert rows == reference_blocks([list(range(n * 3))], 3)
 
 
 @pytest.mark.parametrize(
@@ -67,31 +70,31 @@ def test_a_split_keeps_every_block_in_order(n: int, holdout: float):
         (0.9, "no sequence is left to train on", "holdout 0.9 of 4 sequences is 4"),
     ],
 )
-def test_a_split_that_leaves_one_side_empty(holdout: float, what: str, why: str):
+def test_split_holdout_rejects_empty_part(holdout: float, what: str, why: str):
     with pytest.raises(PrepError) as caught:
-        split_holdout(blocks_of([[1] * 8], 2), holdout)
+        split_holdout(make_blocks([[1] * 8], 2), holdout)
     assert (caught.value.what, caught.value.why) == (what, why)
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_tokens_of_any_rows_are_int32(dtype: str):
-    blocks = PackedDataset(tokens_of([[*range(65526, 65536), 9]], 2, dtype), first_row=1, n_rows=4)
-    found = blocks.get_batch([3, 0, 3])["tokens"]
-    assert found.dtype == np.int32
-    assert type(found) is np.ndarray
-    assert found.tolist() == [[65534, 65535], [65528, 65529], [65534, 65535]]
+def test_packed_dataset_returns_int32_tokens(dtype: str):
+    blocks = PackedDataset(make_tokens([[*range(65526, 65536), 9]], 2, dtype), first_row=1, n_rows=4)
+    tokens = blocks.get_batch([3, 0, 3])["tokens"]
+    assert tokens.dtype == np.int32
+    assert type(tokens) is np.ndarray
+    assert tokens.tolist() == [[65534, 65535], [65528, 65529], [65534, 65535]]
 
 
 @pytest.mark.parametrize("row", [-2, 2])
-def test_rows_outside_are_refused(row: int):
+def test_packed_dataset_rejects_rows_out_of_range(row: int):
     with pytest.raises(IndexError):
-        PackedDataset(tokens_of([[1] * 8], 2), first_row=1, n_rows=2).get_batch([0, row])
+        PackedDataset(make_tokens([[1] * 8], 2), first_row=1, n_rows=2).get_batch([0, row])
 
 
-def test_examples_shift_targets_and_weigh_what_has_one():
-    blocks = blocks_of([[1, 2, 3, 4, 5, 6]], 3)
-    found = blocks.get_batch([1, -1, 0])
-    assert {name: (array.dtype.name, array.tolist()) for name, array in found.items()} == {
+def test_packed_dataset_shifts_targets_and_weights_them():
+    blocks = make_blocks([[1, 2, 3, 4, 5, 6]], 3)
+    batch = blocks.get_batch([1, -1, 0])
+    assert {name: (array.dtype.name, array.tolist()) for name, array in batch.items()} == {
         "tokens": ("int32", [[4, 5, 6], [0, 0, 0], [1, 2, 3]]),
         "targets": ("int32", [[5, 6, 0], [0, 0, 0], [2, 3, 0]]),
         "weights": ("float32", [[1, 1, 0], [0, 0, 0], [1, 1, 0]]),
@@ -99,9 +102,9 @@ def test_examples_shift_targets_and_weigh_what_has_one():
 
 
 @given(st.integers(2, 6), st.lists(st.integers(-1, 4), max_size=8))
-def test_each_weighed_target_is_the_next_token(seq_length: int, rows: list[int]):
-    blocks = blocks_of([list(range(5 * seq_length))], seq_length)
-    found = blocks.get_batch(rows)
-    weighed = found["weights"] == 1
-    assert (found["targets"][weighed] == found["tokens"][weighed] + 1).all()
-    assert weighed.sum() == (seq_length - 1) * sum(row >= 0 for row in rows)
+def test_packed_dataset_targets_are_next_tokens(seq_length: int, rows: list[int]):
+    blocks = make_blocks([list(range(5 * seq_length))], seq_length)
+    batch = blocks.get_batch(rows)
+    has_target = batch["weights"] == 1
+    assert (batch["targets"][has_target] == batch["tokens"][has_target] + 1).all()
+    assert has_target.sum() == (seq_length - 1) * sum(row >= 0 for row in rows)

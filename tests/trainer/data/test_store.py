@@ -1,4 +1,4 @@
-"""A store is whole or not there, and says so when it has been meddled with."""
+"""The token store: complete or absent, and damage is detected."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ NAME = "0" * 32
 HOLD = """
 import sys
 from pathlib import Path
-from trainer.data.store import locked
-with locked(Path(sys.argv[1]), print):
+from trainer.data.store import lock_cache
+with lock_cache(Path(sys.argv[1]), print):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def fill(writer: store.TokenWriter) -> None:
+    """Append three documents, one of them empty."""
     writer.append(np.array([1, 2, 3], np.uint32))
     writer.append(np.array([], np.uint32))
     writer.append(np.array([7], np.uint32))
@@ -36,7 +37,7 @@ def fill(writer: store.TokenWriter) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("uint16", "<u2"), ("uint32", "<u4")])
-def test_what_is_written_is_read(tmp_path: Path, dtype: str, code: str):
+def test_store_reads_back_what_was_written(tmp_path: Path, dtype: str, code: str):
     store.build_store(tmp_path / NAME, dtype, fill)
     meta = store.read_meta(tmp_path / NAME)
     tokens = store.map_tokens(tmp_path / NAME, meta, 2)
@@ -50,11 +51,11 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str, code: str):
 
 
 @pytest.mark.parametrize(("max_id", "dtype"), [(0, "uint16"), (65535, "uint16"), (65536, "uint32")])
-def test_ids_fit_their_dtype(max_id: int, dtype: str):
+def test_dtype_for_holds_max_id(max_id: int, dtype: str):
     assert store.dtype_for(max_id) == dtype
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path: Path):
+def test_failed_build_leaves_nothing(tmp_path: Path):
     def fails(writer: store.TokenWriter) -> None:
         fill(writer)
         raise PrepError("bad line")
@@ -64,7 +65,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_killed_runs_left_is_dropped_and_nothing_else(tmp_path: Path):
+def test_build_store_removes_only_incomplete_stores(tmp_path: Path):
     for name in ("f" * 32 + ".partial", NAME + ".partial", "model-init.partial", "1" * 32):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokens.bin").write_bytes(b"x")
@@ -75,16 +76,16 @@ def test_what_killed_runs_left_is_dropped_and_nothing_else(tmp_path: Path):
 @pytest.mark.parametrize(
     ("file", "data", "why"),
     [
-        ("tokens.bin", b"123", "tokens.bin has 3 bytes, meta.json promises 10"),
-        ("documents.bin", b"", "documents.bin has 0 bytes, meta.json promises 24"),
-        ("meta.json", b"{", "meta.json is not what was written"),
-        ("meta.json", b"[]", "meta.json is not what was written"),
-        ("meta.json", b"{}", "meta.json is not what was written"),
+        ("tokens.bin", b"123", "tokens.bin has 3 bytes, meta.json records 10"),
+        ("documents.bin", b"", "documents.bin has 0 bytes, meta.json records 24"),
+        ("meta.json", b"{", "meta.json is malformed"),
+        ("meta.json", b"[]", "meta.json is malformed"),
+        ("meta.json", b"{}", "meta.json is malformed"),
         ("tokens.bin", None, "No such file"),
         ("meta.json", None, "No such file"),
     ],
 )
-def test_a_broken_store(tmp_path: Path, file: str, data: bytes | None, why: str):
+def test_damaged_store_is_reported(tmp_path: Path, file: str, data: bytes | None, why: str):
     folder = tmp_path / NAME
     store.build_store(folder, "uint16", fill)
     if data is None:
@@ -94,12 +95,12 @@ def test_a_broken_store(tmp_path: Path, file: str, data: bytes | None, why: str)
     with pytest.raises(PrepError) as caught:
         store.read_meta(folder)
     assert why in caught.value.why
-    assert caught.value.what == f"the tokens in {folder} are broken"
+    assert caught.value.what == f"the tokens in {folder} are damaged"
     assert caught.value.hint.startswith(f"`rm -r {folder}`")
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
-def test_a_store_with_a_flipped_bit_is_damaged(tmp_path: Path, name: str):
+def test_flipped_bit_is_detected(tmp_path: Path, name: str):
     folder = tmp_path / NAME
     store.build_store(folder, "uint16", fill)
     data = bytearray((folder / name).read_bytes())
@@ -109,7 +110,7 @@ def test_a_store_with_a_flipped_bit_is_damaged(tmp_path: Path, name: str):
         store.read_meta(folder)
 
 
-def test_a_store_without_digests_is_read(tmp_path: Path):
+def test_store_without_digests_is_read(tmp_path: Path):
     folder = tmp_path / NAME
     store.build_store(folder, "uint16", fill)
     meta = json.loads((folder / "meta.json").read_text())
@@ -128,16 +129,16 @@ def test_a_store_without_digests_is_read(tmp_path: Path):
         {"digests": []},
     ],
 )
-def test_a_store_that_says_nonsense(tmp_path: Path, change: dict[str, object]):
+def test_store_with_invalid_meta_is_rejected(tmp_path: Path, change: dict[str, object]):
     folder = tmp_path / NAME
     store.build_store(folder, "uint16", fill)
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | change))
-    with pytest.raises(PrepError, match=r"meta\.json is that of another store, or not what was written"):
+    with pytest.raises(PrepError, match=r"meta\.json has invalid values or belongs to another store"):
         store.read_meta(folder)
 
 
-def test_a_cache_that_cannot_be_made(tmp_path: Path):
+def test_lock_cache_fails_if_folder_cannot_be_created(tmp_path: Path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(PrepError, match=r"cannot read or write .*file - File exists"),
@@ -146,7 +147,7 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path):
         pass
 
 
-def test_one_process_writes_at_a_time(tmp_path: Path):
+def test_lock_cache_waits_for_other_process(tmp_path: Path):
     notes: list[str] = []
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -1,4 +1,4 @@
-"""The tokenizers library as it is used here: nothing added to what is learned, nothing cut, nothing random."""
+"""The tokenizer: encoding is deterministic and does not add, truncate or pad."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ def path(tmp_path: Path) -> Path:
     return make_tokenizer(tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize("whole_folder", [False, True])
-def test_ids_are_those_of_the_library(path: Path, whole_folder: bool):
-    encoder = load_tokenizer(path.parent if whole_folder else path)
-    assert [ids.tolist() for ids in encoder.encode([TEXT, "", "the"])] == [encode(path, t) for t in (TEXT, "", "the")]
-    assert encoder.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
-    assert encoder.max_id == Tokenizer.from_file(str(path)).get_vocab_size() - 1
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_encode_matches_the_library(path: Path, from_folder: bool):
+    text_tokenizer = load_tokenizer(path.parent if from_folder else path)
+    assert [ids.tolist() for ids in text_tokenizer.encode([TEXT, "", "the"])] == [
+        encode(path, t) for t in (TEXT, "", "the")
+    ]
+    assert text_tokenizer.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    assert text_tokenizer.max_id == Tokenizer.from_file(str(path)).get_vocab_size() - 1
 
 
-def test_nothing_is_added_cut_or_filled_up(path: Path):
-    wanted = encode(path, TEXT)
+def test_encode_does_not_add_truncate_or_pad(path: Path):
+    expected = encode(path, TEXT)
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.post_processor = processors.TemplateProcessing("<|end|> $A", None, [("<|end|>", 0)])
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=999)
     tokenizer.save(str(path))
-    assert load_tokenizer(path).encode([TEXT])[0].tolist() == wanted
+    assert load_tokenizer(path).encode([TEXT])[0].tolist() == expected
 
 
-def test_ids_of_added_tokens_count(path: Path):
+def test_max_id_includes_added_tokens(path: Path):
     tokenizer = Tokenizer.from_file(str(path))
     size = tokenizer.get_vocab_size()
     tokenizer.add_tokens(["catmat"])
@@ -45,46 +47,48 @@ def test_ids_of_added_tokens_count(path: Path):
     assert load_tokenizer(path).max_id == size
 
 
-def test_a_random_tokenizer(path: Path):
-    found = json.loads(path.read_text())
-    found["model"]["dropout"] = 0.1
-    path.write_text(json.dumps(found))
+def test_load_tokenizer_rejects_dropout(path: Path):
+    content = json.loads(path.read_text())
+    content["model"]["dropout"] = 0.1
+    path.write_text(json.dumps(content))
     with pytest.raises(PrepError) as caught:
         load_tokenizer(path)
-    assert caught.value.what == f"{path} encodes at random"
+    assert caught.value.what == f"{path} is not deterministic"
     assert caught.value.why == "its model has dropout 0.1, so that ids would differ from run to run"
 
 
-def test_an_id_that_is_not_in_the_vocabulary(path: Path):
-    encoder = load_tokenizer(path)
-    top = encoder.max_id
-    encoder.check_in_vocab(top, top + 1)
+def test_check_in_vocab_rejects_id_beyond_vocab(path: Path):
+    text_tokenizer = load_tokenizer(path)
+    max_id = text_tokenizer.max_id
+    text_tokenizer.check_in_vocab(max_id, max_id + 1)
     with pytest.raises(PrepError) as caught:
-        encoder.check_in_vocab(top, top)
-    token = Tokenizer.from_file(str(path)).id_to_token(top)
-    assert caught.value.what == f"id {top} ({token!r}) of {path} is not in the model's vocabulary"
-    assert caught.value.why == f"the true vocabulary, padding apart, is {top}; the tokenizer has ids up to {top}"
+        text_tokenizer.check_in_vocab(max_id, max_id)
+    token = Tokenizer.from_file(str(path)).id_to_token(max_id)
+    assert caught.value.what == f"id {max_id} ({token!r}) of {path} is not in the model's vocabulary"
+    assert (
+        caught.value.why == f"the vocabulary without padding has {max_id} tokens; the tokenizer has ids up to {max_id}"
+    )
 
 
-def test_no_tokenizer(tmp_path: Path):
+def test_load_tokenizer_fails_without_file(tmp_path: Path):
     with pytest.raises(PrepError, match=r"no tokenizer at .*none - looked for a tokenizer.json, or a folder"):
         load_tokenizer(tmp_path / "none")
 
 
-def test_a_folder_with_another_tokenizer(tmp_path: Path):
+def test_load_tokenizer_lists_similar_files(tmp_path: Path):
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(PrepError, match=r"has no tokenizer.json - looked for tokenizer.json; found tokenizer.model"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"model": 3}'])
-def test_a_broken_tokenizer(tmp_path: Path, data: bytes):
+def test_load_tokenizer_rejects_invalid_file(tmp_path: Path, data: bytes):
     (tmp_path / "tokenizer.json").write_bytes(data)
-    with pytest.raises(PrepError, match=r"tokenizer.json is no tokenizer"):
+    with pytest.raises(PrepError, match=r"tokenizer.json is not a valid tokenizer"):
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_that_gives_up(tmp_path: Path):
+def test_tokenizer_failure_is_reported(tmp_path: Path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -94,24 +98,24 @@ def test_a_tokenizer_that_gives_up(tmp_path: Path):
         load_tokenizer(tmp_path).encode_prompt("a b")
 
 
-def test_a_prompt_has_what_the_tokenizer_puts_around_it(path: Path):
+def test_encode_prompt_adds_special_tokens(path: Path):
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens(["<|begin|>"])
     begin = tokenizer.token_to_id("<|begin|>")
     tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", begin)])
     tokenizer.save(str(path))
-    encoder = load_tokenizer(path)
-    assert encoder.encode_prompt("the cat") == [begin, *encode(path, "the cat")]
-    assert encoder.decode(encoder.encode_prompt("the cat")) == "the cat"
+    text_tokenizer = load_tokenizer(path)
+    assert text_tokenizer.encode_prompt("the cat") == [begin, *encode(path, "the cat")]
+    assert text_tokenizer.decode(text_tokenizer.encode_prompt("the cat")) == "the cat"
 
 
-def test_a_text_that_goes_on_keeps_its_space(tmp_path: Path):
+def test_decode_keeps_space_after_preceding_ids(tmp_path: Path):
     tokenizer = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "c": 2}, unk_token="c"))
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    encoder = load_tokenizer(tmp_path)
+    text_tokenizer = load_tokenizer(tmp_path)
     assert (
-        encoder.decode([1, 2]),
-        encoder.decode([1, 2], preceding_ids=[0]),
-        encoder.decode([2], preceding_ids=[0]),
+        text_tokenizer.decode([1, 2]),
+        text_tokenizer.decode([1, 2], preceding_ids=[0]),
+        text_tokenizer.decode([2], preceding_ids=[0]),
     ) == ("bc", " bc", "c")

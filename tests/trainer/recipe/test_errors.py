@@ -1,4 +1,4 @@
-"""Recipes that are wrong: one message with the line, the reason and what to write instead."""
+"""Invalid recipes: one message with the line, the reason and a hint."""
 
 from __future__ import annotations
 
@@ -30,229 +30,237 @@ steps = 20
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
 
-def error_of(text: str | bytes, *sets: str) -> PrepError:
+def error_of(text: str | bytes, *overrides: str) -> PrepError:
+    """Return the error of loading a recipe text with overrides."""
     Path("x.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PrepError) as caught:
-        load_recipe(Path("x.toml"), sets)
+        load_recipe(Path("x.toml"), overrides)
     return caught.value
 
 
 def replaced(line: str, by: str) -> str:
+    """Return GOOD with a line replaced, or removed if `by` is empty."""
     assert f"{line}\n" in GOOD
     return GOOD.replace(f"{line}\n", f"{by}\n" if by else "")
 
 
 FILES = {
-    "a key with a typing error": (
+    "misspelled key": (
         replaced("lr = 1e-3", "lr = 1e-3\nweight_deacy = 0.1"),
         "x.toml:12: unknown key `optimizer.weight_deacy` - did you mean `weight_decay = 0.1`?",
     ),
-    "a table with a typing error": (
+    "misspelled table": (
         replaced("[optimizer]", "[optimiser]"),
         "x.toml:10: unknown key `optimiser` - did you mean `optimizer`?",
     ),
-    "a table that prep has not": (
+    "unknown table": (
         GOOD + "[lora]\nrank = 8\n",
         "x.toml:14: unknown key `lora` - "
         "known: name, seed, mesh, model, data, batch, optimizer, train, eval, checkpoint",
     ),
-    "a key of another table": (
+    "key of another table": (
         replaced("steps = 20", "steps = 20\nseq_length = 8"),
         "x.toml:14: unknown key `train.seq_length` - `seq_length = 8` in [data]",
     ),
-    "a key of no table below a table": (
+    "top-level key in a table": (
         replaced("steps = 20", "steps = 20\nseed = 1"),
         "x.toml:14: unknown key `train.seed` - `seed = 1`, above the first table",
     ),
-    "a key that is later perhaps": (
+    "unknown key similar to a known one": (
         replaced('path = "m-init"', 'path = "m-init"\nq_chunk_size = 2048'),
         "x.toml:4: unknown key `model.q_chunk_size` - did you mean `head_chunk_size = 2048`?",
     ),
     "text for a number": (
         replaced("seq_length = 8", 'seq_length = "2k"'),
-        'x.toml:7: `data.seq_length` is "2k" - it takes an integer >= 2: tokens of a sequence; after an encoder, of a '
-        "target: longer ones are cut - `seq_length = 1024`",
+        'x.toml:7: `data.seq_length` is "2k" - it takes an integer >= 2: tokens per sequence; with an encoder, maximum '
+        "tokens of a target: longer targets are truncated - `seq_length = 1024`",
     ),
-    "a number in quotes": (
+    "number in quotes": (
         replaced("lr = 1e-3", 'lr = "1e-3"'),
-        'x.toml:11: `optimizer.lr` is "1e-3" - it takes a number > 0: the learning rate after warm-up - `lr = 1e-3`',
+        'x.toml:11: `optimizer.lr` is "1e-3" - it takes a number > 0: peak learning rate, reached after warm-up'
+        " - `lr = 1e-3`",
     ),
     "infinity": (
         replaced("lr = 1e-3", "lr = inf"),
-        "x.toml:11: `optimizer.lr` is inf - it takes a number > 0: the learning rate after warm-up - `lr = 2e-5`",
+        "x.toml:11: `optimizer.lr` is inf - it takes a number > 0: peak learning rate, reached after warm-up"
+        " - `lr = 2e-5`",
     ),
-    "a whole number with a fraction": (
+    "integer written as a float": (
         replaced("steps = 20", "steps = 20.0"),
         "x.toml:13: `train.steps` is 20.0 - it takes an integer >= 1: optimizer steps of the run - `steps = 20`",
     ),
     "true for a number": (
         replaced("size = 4", "size = true"),
-        "x.toml:9: `batch.size` is true - it takes an integer >= 1: sequences a step - `size = 32`",
+        "x.toml:9: `batch.size` is true - it takes an integer >= 1: sequences per step - `size = 32`",
     ),
-    "a number out of bounds": (
+    "number out of range": (
         replaced("seq_length = 8", "seq_length = 8\nholdout = 1"),
-        "x.toml:8: `data.holdout` is 1 - it takes a number >= 0 and < 1: the last part of the sequences validates "
-        "instead - `holdout = 0.05`",
+        "x.toml:8: `data.holdout` is 1 - it takes a number >= 0 and < 1: fraction of the sequences, the last "
+        "ones, used for evaluation instead of training - `holdout = 0.05`",
     ),
-    "a value with a typing error": (
+    "misspelled value": (
         replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosin"'),
-        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine" or "constant": how the learning rate '
-        "decays - did you mean `cosine`?",
+        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine" or "constant": shape of the learning '
+        "rate decay - did you mean `cosine`?",
     ),
-    "neither of two kinds": (
+    "neither of two types": (
         GOOD + '[checkpoint]\nkeep = "every"\n',
-        'x.toml:15: `checkpoint.keep` is "every" - it takes an integer >= 1 or "all": how many stay, the newest'
+        'x.toml:15: `checkpoint.keep` is "every" - it takes an integer >= 1 or "all": checkpoints to keep, the '
+        "newest ones"
         " - `keep = 2`",
     ),
-    "no kind of a list": (
+    "list with an invalid item": (
         replaced('path = "train.txt"', 'path = [\n  "a",\n  3,\n]'),
         'x.toml:6: `data.path` is ["a", 3] - it takes a path or a list of paths: files, folders or globs'
         ' - `path = "data/train.txt"`',
     ),
-    "an empty list": (
+    "empty list": (
         replaced('path = "train.txt"', "path = []"),
         "x.toml:6: `data.path` is [] - it takes a path or a list of paths: files, folders or globs"
         ' - `path = "data/train.txt"`',
     ),
-    "a name that is no folder": (
+    "name that is not a folder name": (
         'name = "../x"\n' + GOOD,
-        'x.toml:1: `name` is "../x" - it takes text: the run\'s name, a plain folder name - `name = "first-run"`',
+        'x.toml:1: `name` is "../x" - it takes text: name of the run, a plain folder name - `name = "first-run"`',
     ),
-    "a value for a table": (
+    "value instead of a table": (
         "optimizer = 3\n" + GOOD.replace("[optimizer]\nlr = 1e-3\n", ""),
         "x.toml:1: `optimizer` is 3 - it takes a table - `[optimizer]`, and its keys below",
     ),
-    "a table for a value": (
+    "table instead of a value": (
         replaced("lr = 1e-3", "lr.a = 1"),
-        "x.toml:11: `optimizer.lr` is a table - it takes a number > 0: the learning rate after warm-up - `lr = 2e-5`",
+        "x.toml:11: `optimizer.lr` is a table - it takes a number > 0: peak learning rate, reached after warm-up"
+        " - `lr = 2e-5`",
     ),
-    "a required key that is missing": (
+    "missing key": (
         replaced("lr = 1e-3", ""),
-        "x.toml:10: `optimizer.lr` is missing - it takes a number > 0: the learning rate after warm-up"
+        "x.toml:10: `optimizer.lr` is missing - it takes a number > 0: peak learning rate, reached after warm-up"
         " - `lr = 2e-5` in [optimizer]",
     ),
-    "a required table that is missing": (
+    "missing table": (
         GOOD.replace('[model]\npath = "m-init"\n', ""),
         "x.toml: `model.path` is missing - it takes a path: an init checkpoint, a step of a run, or a Hugging Face"
         ' folder - `path = "gpt-neo-1.3B-init"` in [model]',
     ),
-    "a mesh with bad grammar": (
+    "malformed mesh": (
         replaced('mesh = "1,2,4"', 'mesh = "1,64"'),
         "x.toml:1: `mesh 1,64` has 2 axes - it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2`"
         " - did you mean `1,64,1`?",
     ),
-    "a column of text": (
+    "fields with text data": (
         replaced("seq_length = 8", 'seq_length = 8\nfields = "body"'),
-        'x.toml:8: `data.fields` is "body" - it names the text in an object, and `data.type` is text - `type = "json"`',
+        'x.toml:8: `data.fields` is "body" - it names a column of json objects, but `data.type` is text - '
+        '`type = "json"`',
     ),
-    "a source of text": (
+    "source length with text data": (
         replaced("seq_length = 8", "seq_length = 8\nsource_length = 16"),
-        "x.toml:8: `data.source_length` is 16 - nothing in `data.fields` stands in brackets, which would be read by an "
-        'encoder - `fields = "[article], summary"`',
+        "x.toml:8: `data.source_length` is 16 - `data.fields` has no source in brackets - "
+        '`fields = "[article], summary"`',
     ),
-    "a source without a length": (
+    "source without a length": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], b"'),
         'x.toml:6: `data.source_length` is missing - `data.fields` has a source: "[a], b" - `source_length = 512` in '
         "[data]",
     ),
-    "a source without a target": (
+    "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
-        'x.toml:6: `data.fields` is "[a], [b]" - brackets are around what an encoder reads; what it is to make of that '
-        'stands without - `fields = "[article], summary"`',
+        'x.toml:6: `data.fields` is "[a], [b]" - it needs source columns in brackets, and target columns outside '
+        'brackets - `fields = "[article], summary"`',
     ),
-    "two that validate": (
+    "two kinds of evaluation data": (
         replaced("seq_length = 8", 'seq_length = 8\nholdout = 0.5\neval_path = "e.txt"'),
-        'x.toml:9: `data.holdout` is 0.5 and `data.eval_path` is ["e.txt"] - each says what validates, and only one can'
-        " - take one of them out",
+        'x.toml:9: `data.holdout` is 0.5 and `data.eval_path` is ["e.txt"] - both set the evaluation data'
+        " - remove one of them",
     ),
-    "evaluation of nothing": (
+    "evaluation without data": (
         replaced("steps = 20", "steps = 20\neval_every = 5"),
-        "x.toml:14: `train.eval_every` is 5 - nothing validates: no holdout and no eval_path"
-        " - `holdout = 0.05` in [data]",
+        "x.toml:14: `train.eval_every` is 5 - there is no evaluation data: neither `holdout` nor `eval_path` is "
+        "set - `holdout = 0.05` in [data]",
     ),
-    "no size of a step": (
+    "no batch size": (
         replaced("size = 4", "accumulate = 2"),
-        "x.toml:8: `batch` does not say how many sequences a step has - none of size, per_device and per_replica is "
-        "given - `size = 32` in [batch]",
+        "x.toml:8: `batch` does not set the sequences per step - none of `size`, `per_device` and `per_replica` is "
+        "set - `size = 32` in [batch]",
     ),
     "two micro-batches": (
         replaced("size = 4", "per_device = 1\nper_replica = 2"),
-        "x.toml:10: `batch.per_device` is 1 and `batch.per_replica` is 2 - each says what a micro-batch is, and only "
-        "one can - take one of them out",
+        "x.toml:10: `batch.per_device` is 1 and `batch.per_replica` is 2 - both set the size of a "
+        "micro-batch - remove one of them",
     ),
-    "all three of a batch": (
+    "all three batch keys": (
         replaced("size = 4", "size = 4\nper_device = 1\naccumulate = 4"),
-        "x.toml:11: `batch.accumulate` is 4 - size and per_device say it already - two of the three",
+        "x.toml:11: `batch.accumulate` is 4 - `size` and `per_device` already determine it - remove one of the three",
     ),
-    "no length": (
+    "no run length": (
         replaced("steps = 20", "log_every = 1"),
-        "x.toml:12: `train` does not say how long the run is - neither steps nor epochs is given - `steps = 1000` in "
-        "[train]",
+        "x.toml:12: `train` does not set the length of the run - neither `steps` nor `epochs` is set - `steps = 1000` "
+        "in [train]",
     ),
-    "two lengths": (
+    "two run lengths": (
         replaced("steps = 20", "epochs = 2\nsteps = 20"),
-        "x.toml:13: `train.steps` is 20 and `train.epochs` is 2.0 - each says how long the run is, and only one can"
-        " - take one of them out",
+        "x.toml:13: `train.steps` is 20 and `train.epochs` is 2.0 - both set the length of the run"
+        " - remove one of them",
     ),
-    "two warm-ups": (
+    "two warm-up lengths": (
         replaced("lr = 1e-3", "lr = 1e-3\nwarmup_ratio = 0.1\nwarmup_steps = 3"),
-        "x.toml:12: `optimizer.warmup_steps` is 3 and `optimizer.warmup_ratio` is 0.1 - each says how long warm-up is, "
-        "and only one can - take one of them out",
+        "x.toml:12: `optimizer.warmup_steps` is 3 and `optimizer.warmup_ratio` is 0.1 - both set the length of "
+        "warm-up - remove one of them",
     ),
     "warm-up as long as the run": (
         replaced("lr = 1e-3", "lr = 1e-3\nwarmup_steps = 20"),
         "x.toml:12: `optimizer.warmup_steps` leaves no steps for the decay - warm-up takes 20 steps, and the run has 20"
-        " steps, counted from 0, warm-up included - fewer steps of warm-up, or `--set optimizer.schedule=constant`",
+        " steps, counted from 0, warm-up included - fewer warm-up steps, or `--set optimizer.schedule=constant`",
     ),
     "decay before warm-up": (
         GOOD.replace("steps = 20", "epochs = 1").replace("1e-3", "1e-3\nwarmup_steps = 9\ndecay_steps = 5"),
         "x.toml:12: `optimizer.warmup_steps` leaves no steps for the decay - warm-up takes 9 steps, and "
-        "`optimizer.decay_steps` is 5, counted from 0, warm-up included - fewer steps of warm-up, or "
+        "`optimizer.decay_steps` is 5, counted from 0, warm-up included - fewer warm-up steps, or "
         "`--set optimizer.schedule=constant`",
     ),
     "text without quotes": (
         replaced('path = "m-init"', "path = m-init"),
-        'x.toml:3: not TOML - a value is not TOML (column 8) - text stands in quotes: `mesh = "1,1,8"`',
+        'x.toml:3: invalid TOML - invalid value (column 8) - text needs quotes: `mesh = "1,1,8"`',
     ),
-    "a key that is there twice": (
+    "duplicate key": (
         replaced("size = 4", "size = 4\nsize = 5"),
-        "x.toml:10: not TOML - the key is there twice (column 9)",
+        "x.toml:10: invalid TOML - duplicate key (column 9)",
     ),
-    "a string that does not end": (
+    "unterminated string": (
         GOOD + '[eval]\nlimit = """',
-        "x.toml:15: not TOML - a text has no closing quote",
+        "x.toml:15: invalid TOML - a string has no closing quote",
     ),
-    "lists without end": (
+    "too many nested lists": (
         "a = " + "[" * 100_000,
         "x.toml: not a recipe - lists are nested too deeply, or a number has too many digits",
     ),
-    "a number without end": (
+    "number with too many digits": (
         "seed = " + "1" * 5_000,
         "x.toml: not a recipe - lists are nested too deeply, or a number has too many digits",
     ),
-    "bytes that are no text": (
+    "invalid UTF-8": (
         GOOD.encode() + b"# \xe9t\xe9\n",
         f"x.toml:14: not UTF-8 - byte {len(GOOD) + 2} of the file is 0xe9 - save the file as UTF-8",
     ),
-    "a variable that is not set": (
+    "unset environment variable": (
         replaced('path = "train.txt"', 'path = "${NOT_SET_ANYWHERE}/train.txt"'),
-        'x.toml:6: `data.path` needs the variable NOT_SET_ANYWHERE - it is "${NOT_SET_ANYWHERE}/train.txt", and '
+        "x.toml:6: `data.path` needs the environment variable NOT_SET_ANYWHERE - it is "
+        '"${NOT_SET_ANYWHERE}/train.txt", and '
         "NOT_SET_ANYWHERE is not set - `export NOT_SET_ANYWHERE=...`",
     ),
-    "an expression": (
+    "shell expression": (
         replaced('path = "train.txt"', 'path = "${HOME:-x}/train.txt"'),
-        'x.toml:6: `data.path` is "${HOME:-x}/train.txt" - only `${NAME}` is replaced, and only once'
-        " - no `${` in what is left",
+        'x.toml:6: `data.path` is "${HOME:-x}/train.txt" - only `${NAME}` is expanded, and its value is not '
+        "expanded again - a path without any other `${`",
     ),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_wrong_recipe_has_one_message(case: str):
+def test_invalid_recipe_has_one_message(case: str):
     text, message = FILES[case]
     error = error_of(text)
     assert str(error) == message
@@ -260,67 +268,66 @@ def test_a_wrong_recipe_has_one_message(case: str):
 
 
 SETS = {
-    "a key with a typing error": (
+    "misspelled key": (
         "optimizer.weight_deacy=0.1",
         "--set: unknown key `optimizer.weight_deacy` - did you mean `--set optimizer.weight_decay=0.1`?",
     ),
-    "a key too deep": (
+    "key below a key": (
         "optimizer.lr.x=1",
         "--set: unknown key `optimizer.lr.x` - did you mean `--set optimizer.lr=1`?",
     ),
     "text for a number": (
         "optimizer.lr=abc",
-        '--set: `optimizer.lr` is "abc" - it takes a number > 0: the learning rate after warm-up'
+        '--set: `optimizer.lr` is "abc" - it takes a number > 0: peak learning rate, reached after warm-up'
         " - `--set optimizer.lr=2e-5`",
     ),
     "Python's true": (
         "data.shuffle=True",
-        '--set: `data.shuffle` is "True" - it takes true or false: a new order of the sequences in each epoch'
+        '--set: `data.shuffle` is "True" - it takes true or false: shuffle the sequences in each epoch'
         " - `--set data.shuffle=true`",
     ),
-    "nothing": ("optimizer.lr", "--set optimizer.lr: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`"),
-    "a table": (
+    "no value": ("optimizer.lr", "--set optimizer.lr: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`"),
+    "whole table": (
         "optimizer={lr=1}",
         "--set optimizer={lr=1}: a whole table - it sets one key - `--set optimizer.KEY=VALUE`",
     ),
     "two lines": (
         "seed=1\nname='x'",
-        "--set seed=1\\nname='x': not one line of text - a value is what a line of a recipe can hold",
+        "--set seed=1\\nname='x': invalid value - a value is one line of UTF-8 text without control characters",
     ),
     "bytes of another encoding": (
         "name=\udce9",
-        "--set name=\\udce9: not one line of text - a value is what a line of a recipe can hold",
+        "--set name=\\udce9: invalid value - a value is one line of UTF-8 text without control characters",
     ),
-    "a mesh with bad grammar": (
+    "malformed mesh": (
         "mesh=8",
         "--set: `mesh 8` has 1 axis - it takes dp,fsdp,mp, or names: `fsdp:64,mp:4,sp:2` - did you mean `1,8,1`?",
     ),
-    "another length": (
+    "second run length": (
         "train.epochs=1",
-        "--set: `train.steps` is 20 and `train.epochs` is 1.0 - each says how long the run is, and only one can"
-        " - take one of them out",
+        "--set: `train.steps` is 20 and `train.epochs` is 1.0 - both set the length of the run - remove one of them",
     ),
 }
 
 
 @pytest.mark.parametrize("case", SETS)
-def test_a_wrong_set_has_one_message(case: str):
+def test_invalid_override_has_one_message(case: str):
     text, message = SETS[case]
     error = error_of(GOOD, text)
     assert str(error) == message
     assert error.code == USAGE
 
 
-def test_a_wrong_set_of_a_wrong_table_is_told_of_the_table():
+def test_override_in_invalid_table_reports_the_table():
     assert error_of("optimizer = 3\n", "optimizer.lr=1").why.startswith("x.toml:1: `optimizer` is 3 - ")
 
 
-def test_set_mends_a_recipe():
+def test_override_fixes_invalid_recipe():
     Path("x.toml").write_text(replaced("lr = 1e-3", ""))
     assert load_recipe(Path("x.toml"), ["optimizer.lr=1"]).recipe.optimizer.lr == 1.0
 
 
-def test_a_recipe_that_is_not_there():
+def test_missing_recipe_suggests_similar_name():
     Path("llama-7b.toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
         load_recipe(Path("lama-7b.toml"))
@@ -331,14 +338,14 @@ def test_a_recipe_that_is_not_there():
     assert caught.value.code == USAGE
 
 
-def test_a_folder_is_no_recipe():
+def test_folder_is_rejected_as_recipe():
     Path("llama-7b.toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
         load_recipe(Path("."))
-    assert str(caught.value) == ". is a folder - a recipe is a TOML file - there: llama-7b.toml"
+    assert str(caught.value) == ". is a folder - a recipe is a TOML file - recipes in it: llama-7b.toml"
 
 
-def test_what_the_machine_refuses_is_no_usage_error():
+def test_io_error_is_not_a_usage_error():
     name = "x" * 300
     with pytest.raises(PrepError) as caught:
         load_recipe(Path(name))
@@ -346,12 +353,12 @@ def test_what_the_machine_refuses_is_no_usage_error():
     assert caught.value.code == FAILED
 
 
-def test_a_mark_at_the_begin_and_other_line_ends_are_no_fault():
+def test_byte_order_mark_and_crlf_are_accepted():
     Path("x.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
     assert load_recipe(Path("x.toml")).recipe.mesh == "1,2,4"
 
 
-def test_a_file_name_that_is_no_name_asks_for_one():
+def test_invalid_file_name_requires_a_name():
     Path(".toml").write_text(GOOD)
     with pytest.raises(PrepError) as caught:
         load_recipe(Path(".toml"))
@@ -370,14 +377,14 @@ NAMES = st.sampled_from(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=4), st.lists(st.tuples(NAMES, VALUES), max_size=2), st.booleans())
-def test_whatever_is_given_is_a_recipe_or_one_message(
-    lines: list[tuple[str, str]], sets: list[tuple[str, str]], on_top: bool
+def test_any_input_is_a_recipe_or_one_error(
+    lines: list[tuple[str, str]], overrides: list[tuple[str, str]], on_top: bool
 ):
     text = "".join(name if name.startswith("[") else f"{name} = {value}\n" for name, value in lines)
     Path("x.toml").write_text(f"{text}\n{GOOD}" if on_top else text)
     error = None
     try:
-        load_recipe(Path("x.toml"), [f"{name}={value}" for name, value in sets])
+        load_recipe(Path("x.toml"), [f"{name}={value}" for name, value in overrides])
     except PrepError as raised:
         error = raised
     assert error is None or (error.code == USAGE and error.what and "None" not in str(error))

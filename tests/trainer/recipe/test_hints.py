@@ -1,4 +1,4 @@
-"""Hints of recipe errors: all faults at once, and names and values of other trainers answered with ours."""
+"""Hints of recipe errors: all errors are reported, and names of other trainers are translated."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from trainer.recipe.formatting import alternatives, example_value, to_toml
 from trainer.recipe.synonyms import ADVICE, SYNONYMS, VALUE_TRANSLATIONS, advice_for, key_for_synonym, translate_value
 from trainer.recipe.tables import KEY_SCHEMAS
 
-LIBRARY = re.compile(r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error", re.IGNORECASE)
-OTHERS = """\
+LIBRARY_WORDS = re.compile(
+    r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error", re.IGNORECASE
+)
+OTHER_TRAINERS_RECIPE = """\
 learning_rate = 3e-4
 [model]
 model_name_or_path = "m"
@@ -41,7 +43,7 @@ seq_len = 10
 [optimizer]
 b1 = "0.9"
 """
-OTHERS_FAULTS = [
+OTHER_TRAINERS_ERRORS = [
     "x.toml:1: unknown key `learning_rate` - `lr = 3e-4` in [optimizer]",
     'x.toml:3: unknown key `model.model_name_or_path` - `path = "m"`',
     'x.toml:4: unknown key `model.bf16` - `dtype = "bfloat16"`',
@@ -53,38 +55,38 @@ OTHERS_FAULTS = [
     "x.toml:16: unknown key `eval.every` - `eval_every = 10` in [train]",
     "x.toml:17: unknown key `training` - did you mean `train`?",
     "x.toml:18: unknown key `training.seq_len` - `seq_length = 10` in [data]",
-    'x.toml:20: `optimizer.b1` is "0.9" - it takes a number >= 0 and < 1: decay of the first moment - `b1 = 0.9`',
+    'x.toml:20: `optimizer.b1` is "0.9" - it takes a number >= 0 and < 1: decay rate of the first moment - `b1 = 0.9`',
 ]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_all_faults_are_reported_with_their_lines():
-    error = error_of(OTHERS)
-    assert error.what == f"x.toml has {len(OTHERS_FAULTS)} errors"
-    assert error.why.split("\n") == OTHERS_FAULTS
+def test_all_errors_are_reported_with_lines():
+    error = error_of(OTHER_TRAINERS_RECIPE)
+    assert error.what == f"x.toml has {len(OTHER_TRAINERS_ERRORS)} errors"
+    assert error.why.split("\n") == OTHER_TRAINERS_ERRORS
 
 
-def test_faults_of_set_follow_those_of_the_file():
+def test_override_errors_follow_file_errors():
     error = error_of(replaced("size = 4", "siez = 4"), "optimizer.lr=abc", "learning_rate=1", "seed")
     places = [line.partition(": ")[0] for line in error.why.split("\n")]
     assert places == ["x.toml:9", "--set", "--set seed", "--set"]
 
 
-def test_an_empty_recipe_lists_all_required_keys():
+def test_empty_recipe_lists_all_required_keys():
     missing = re.findall(r"`([a-z_.]+)` is missing", error_of("").why)
     assert missing == ["model.path", "data.type", "data.path", "data.seq_length", "optimizer.lr"]
 
 
-def test_a_renamed_required_key_is_not_missing_too():
+def test_required_key_under_other_name_is_not_missing():
     error = error_of(replaced("lr = 1e-3", "learning_rate = 1e-3"))
     assert str(error) == "x.toml:11: unknown key `optimizer.learning_rate` - `lr = 1e-3`"
 
 
-def test_an_unrelated_unknown_key_leaves_a_missing_one():
+def test_unrelated_unknown_key_does_not_hide_missing_key():
     error = error_of(replaced("lr = 1e-3", "rl = 1e-3"))
     assert [line.partition(" - ")[0] for line in error.why.split("\n")] == [
         "x.toml:10: `optimizer.lr` is missing",
@@ -92,25 +94,25 @@ def test_an_unrelated_unknown_key_leaves_a_missing_one():
     ]
 
 
-def test_conflicts_are_reported_beside_unknown_keys():
+def test_conflicts_are_reported_with_unknown_keys():
     text = GOOD.replace("size = 4", "per_device = 1\nper_replica = 2").replace("lr = 1e-3", "lr = 1e-3\nbeta1 = 0.5")
     first, second = error_of(text).why.split("\n")
     assert first.startswith("x.toml:10: `batch.per_device` is 1 and `batch.per_replica` is 2")
     assert second == "x.toml:13: unknown key `optimizer.beta1` - `b1 = 0.5`"
 
 
-def test_a_conflict_that_an_unknown_key_explains_is_left_out():
+def test_conflict_caused_by_unknown_key_is_not_reported():
     error = error_of(replaced("steps = 20", "max_steps = 20"))
     assert str(error) == "x.toml:13: unknown key `train.max_steps` - `steps = 20`"
 
 
-def test_many_faults_are_counted_beyond_the_first():
+def test_errors_beyond_the_maximum_are_counted():
     lines = error_of(GOOD + "".join(f"key_{number} = 1\n" for number in range(2000))).why.split("\n")
     assert len(lines) == MAX_SHOWN + 1
     assert lines[-1] == f"and {2000 - MAX_SHOWN:,} more"
 
 
-def test_a_table_of_another_trainer_is_answered_by_key():
+def test_table_of_another_trainer_is_translated_by_key():
     error = error_of(GOOD + "[lr_scheduler]\nwarmup_steps = 3\ndecay_type = 'cosine'\n")
     assert error.why.split("\n") == [
         "x.toml:15: unknown key `lr_scheduler.warmup_steps` - `warmup_steps = 3` in [optimizer]",
@@ -118,17 +120,17 @@ def test_a_table_of_another_trainer_is_answered_by_key():
     ]
 
 
-def test_synonyms_name_existing_keys_and_no_key_of_ours():
+def test_synonyms_stand_for_one_existing_key():
     assert {*SYNONYMS} <= {*KEY_SCHEMAS}
-    names = [name for each in SYNONYMS.values() for name in each]
-    assert len(names) == len({*names}), "a name stands for one key"
+    names = [name for key_names in SYNONYMS.values() for name in key_names]
+    assert len(names) == len({*names}), "each synonym stands for one key"
     assert not {*names, *ADVICE} & {*KEY_SCHEMAS}
     assert not {*names} & {*ADVICE}
     assert {*VALUE_TRANSLATIONS} <= {*names}
 
 
 @pytest.mark.parametrize("name", [name for names in SYNONYMS.values() for name in names])
-def test_each_synonym_is_answered_with_its_key(name: str):
+def test_synonym_gives_hint_with_its_key(name: str):
     key = key_for_synonym(name)
     assert name in SYNONYMS[key]
     hint = option_hint(f"--{name.replace('_', '-')}", "")
@@ -136,14 +138,14 @@ def test_each_synonym_is_answered_with_its_key(name: str):
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_a_setting_without_a_key_is_answered_with_advice(name: str):
+def test_setting_without_key_gives_advice(name: str):
     assert advice_for(name) == option_hint(f"--{name}", "1") == ADVICE[name]
     keys = re.findall(r"\[(\w+)\]", ADVICE[name])
     assert all(any(key.startswith(f"{table}.") for key in KEY_SCHEMAS) for table in keys)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "ours"),
+    ("name", "value", "translated"),
     [
         ("bf16", True, "bfloat16"),
         ("bf16", False, "float32"),
@@ -155,8 +157,8 @@ def test_a_setting_without_a_key_is_answered_with_advice(name: str):
         ("learning_rate", 1.0, 1.0),
     ],
 )
-def test_values_of_other_trainers_are_translated(name: str, value: Any, ours: Any):
-    assert translate_value(name, value) == ours
+def test_translate_value(name: str, value: Any, translated: Any):
+    assert translate_value(name, value) == translated
 
 
 @pytest.mark.parametrize(
@@ -177,26 +179,27 @@ def test_values_of_other_trainers_are_translated(name: str, value: Any, ours: An
         ("optimizer.type", "adamw_torch", '"adamw"'),
     ],
 )
-def test_a_value_is_corrected_to_what_the_key_takes(key: str, value: Any, text: str):
+def test_correct_value(key: str, value: Any, text: str):
     assert correct_value(value, KEY_SCHEMAS[key]) == text
 
 
 @pytest.mark.parametrize("value", VALUE_SYNONYMS)
-def test_value_names_stand_for_values_that_exist(value: str):
-    taken = [each for part in KEY_SCHEMAS.values() for option in alternatives(part) for each in option.get("enum", ())]
-    assert value in [*taken, "adamw", "float16"]
+def test_value_synonyms_stand_for_existing_values(value: str):
+    types = [alternative for key_schema in KEY_SCHEMAS.values() for alternative in alternatives(key_schema)]
+    choices = [choice for alternative in types for choice in alternative.get("enum", ())]
+    assert value in [*choices, "adamw", "float16"]
 
 
 @pytest.mark.parametrize("key", KEY_SCHEMAS)
-def test_every_example_fits_its_key(key: str):
-    part = KEY_SCHEMAS[key]
-    examples = part.get("examples") or [part["default"]]
-    assert all(is_accepted(each, part) for each in examples)
-    assert correct_value(examples[0], part) == example_value(part)
+def test_examples_are_accepted_by_their_keys(key: str):
+    key_schema = KEY_SCHEMAS[key]
+    examples = key_schema.get("examples") or [key_schema["default"]]
+    assert all(is_accepted(example, key_schema) for example in examples)
+    assert correct_value(examples[0], key_schema) == example_value(key_schema)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_spelled_float_reads_back_the_same(value: float):
+def test_to_toml_float_reads_back_equal(value: float):
     assert float(to_toml(value)) == value
     assert len(to_toml(value)) <= len(repr(value))
 
@@ -213,17 +216,19 @@ def test_a_spelled_float_reads_back_the_same(value: float):
         ("--frobnicate", "1", ""),
     ],
 )
-def test_an_option_of_another_trainer_is_answered(option: str, value: str, hint: str):
+def test_option_of_another_trainer_gives_hint(option: str, value: str, hint: str):
     assert option_hint(option, value) == hint
 
 
-def test_set_takes_what_hints_of_set_show():
+def test_override_hints_are_valid_overrides():
     error = error_of(GOOD, "bf16=true", "n_model_shards=4", "max_grad_norm=0.5")
     sets = re.findall(r"`--set ([^`]+)`", error.why)
     recipe = load_recipe(Path("x.toml"), sets).recipe
     assert (recipe.model.dtype, recipe.mesh, recipe.optimizer.clip_norm) == ("bfloat16", "-1,1,4", 0.5)
 
 
-@pytest.mark.parametrize("text", [OTHERS, "", "a = [\n", "= 3\n", "[a\n", "a = 'x\n", "a.b = 1\na = 2\n", "[a]\n[a]\n"])
-def test_errors_speak_in_no_librarys_voice(text: str):
-    assert not LIBRARY.search(str(error_of(text)))
+@pytest.mark.parametrize(
+    "text", [OTHER_TRAINERS_RECIPE, "", "a = [\n", "= 3\n", "[a\n", "a = 'x\n", "a.b = 1\na = 2\n", "[a]\n[a]\n"]
+)
+def test_errors_hide_library_messages(text: str):
+    assert not LIBRARY_WORDS.search(str(error_of(text)))

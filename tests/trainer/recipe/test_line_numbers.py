@@ -1,10 +1,10 @@
-"""On which line a key stands."""
+"""Line numbers of TOML keys."""
 
 from __future__ import annotations
 
 from trainer.recipe.line_numbers import key_line_numbers
 
-LAYOUT = '''\
+DOCUMENT = '''\
 # a comment with [model] in it
 name = "x"
 
@@ -25,8 +25,8 @@ x = 1
 '''
 
 
-def test_the_line_of_each_key():
-    assert key_line_numbers(LAYOUT) == {
+def test_key_line_numbers():
+    assert key_line_numbers(DOCUMENT) == {
         ("name",): 2,
         ("model",): 4,
         ("model", "path"): 5,

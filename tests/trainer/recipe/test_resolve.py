@@ -1,4 +1,4 @@
-"""What a recipe says once devices and steps are known."""
+"""Batch shape and learning rate schedule of a recipe."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainer.recipe.tables import Batch, Optimizer
 
 
 def batch(**keys: int) -> Batch:
+    """Return the `[batch]` table of a recipe."""
     return Batch.model_validate(keys)
 
 
@@ -22,7 +23,7 @@ def batch(**keys: int) -> Batch:
     ("keys", "n_devices", "n_replicas", "shape"),
     [
         ({"size": 24}, 8, 1, (24, 1)),
-        ({"per_device": 3}, 8, 1, (24, 1)),  # the first seed: x all devices although dp is 1
+        ({"per_device": 3}, 8, 1, (24, 1)),  # times all devices, although dp is 1
         ({"per_replica": 4}, 16, 2, (8, 1)),
         ({"size": 8, "per_replica": 4}, 8, 1, (8, 2)),  # redco on one node
         ({"size": 64, "per_device": 2}, 8, 4, (64, 4)),
@@ -30,9 +31,9 @@ def batch(**keys: int) -> Batch:
         ({"per_device": 2, "accumulate": 3}, 8, 4, (48, 3)),
     ],
 )
-def test_sequences_a_step(keys: dict[str, int], n_devices: int, n_replicas: int, shape: tuple[int, int]):
-    found = batch_shape(batch(**keys), n_devices, n_replicas)
-    assert (found.size, found.accumulate, found.micro_batch_size) == (*shape, shape[0] // shape[1])
+def test_batch_shape(keys: dict[str, int], n_devices: int, n_replicas: int, shape: tuple[int, int]):
+    resolved = batch_shape(batch(**keys), n_devices, n_replicas)
+    assert (resolved.size, resolved.accumulate, resolved.micro_batch_size) == (*shape, shape[0] // shape[1])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_sequences_a_step(keys: dict[str, int], n_devices: int, n_replicas: int,
         ),
     ],
 )
-def test_a_step_that_cannot_be(keys: dict[str, int], text: str):
+def test_batch_shape_rejects_indivisible_batch(keys: dict[str, int], text: str):
     with pytest.raises(PrepError, match=re.escape(text)) as caught:
         batch_shape(batch(**keys), 8, 4)
     assert caught.value.code == USAGE
@@ -70,16 +71,16 @@ COUNTS = st.integers(1, 6)
 
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS, st.sampled_from(["size", "accumulate"]))
-def test_two_kinds_of_keys_say_the_third(mp: int, replicas: int, micro: int, accumulate: int, third: str):
+def test_batch_shape_computes_the_third_key(mp: int, replicas: int, micro: int, accumulate: int, third: str):
     size = micro * mp * replicas * accumulate
-    others = {"accumulate": accumulate} if third == "size" else {"size": size}
+    second_key = {"accumulate": accumulate} if third == "size" else {"size": size}
     expected = BatchShape(size, accumulate)
-    assert batch_shape(batch(per_device=micro, **others), mp * replicas, replicas) == expected
-    assert batch_shape(batch(per_replica=micro * mp, **others), mp * replicas, replicas) == expected
+    assert batch_shape(batch(per_device=micro, **second_key), mp * replicas, replicas) == expected
+    assert batch_shape(batch(per_replica=micro * mp, **second_key), mp * replicas, replicas) == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6))
-def test_the_hint_of_a_step_that_cannot_be_can_be(size: int, accumulate: int, replicas: int):
+def test_batch_shape_hint_is_valid(size: int, accumulate: int, replicas: int):
     try:
         batch_shape(batch(size=size, accumulate=accumulate), replicas, replicas)
     except PrepError as error:
@@ -100,10 +101,10 @@ def test_the_hint_of_a_step_that_cannot_be_can_be(size: int, accumulate: int, re
         ({"warmup_steps": 2000, "schedule": "constant"}, WarmupDecay(2000, 1000)),
     ],
 )
-def test_the_schedule_of_a_run(keys: dict[str, Any], schedule: WarmupDecay):
+def test_warmup_decay(keys: dict[str, Any], schedule: WarmupDecay):
     assert warmup_decay(Optimizer.model_validate({"lr": 1.0, **keys}), 1000) == schedule
 
 
-def test_a_run_that_is_warm_too_late():
+def test_warmup_decay_rejects_warmup_as_long_as_run():
     with pytest.raises(PrepError, match="warm-up takes 1000 steps, and the run has 1000 steps"):
         warmup_decay(Optimizer.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)

@@ -1,4 +1,4 @@
-"""Names of columns, those of a source in brackets."""
+"""Parsing of `data.fields`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ NAMES = st.text("ab c._-é", min_size=1, max_size=5).map(str.strip).filter(bool)
 
 
 @given(st.text(st.characters(exclude_characters="[]"), min_size=1))
-def test_without_brackets_a_name_is_one_column_whatever_is_in_it(name: str):
+def test_text_without_brackets_is_one_column(name: str):
     assert parse_fields(name) == TextFields((name,))
 
 
 @given(st.lists(NAMES, min_size=1), st.lists(NAMES, min_size=1), st.randoms())
-def test_what_is_in_brackets_is_the_source(source: list[str], target: list[str], random):
+def test_columns_in_brackets_are_the_source(source: list[str], target: list[str], random):
     items = [f"[{name}]" for name in source] + target
     random.shuffle(items)
     text = ",".join(f"{' ' * random.randrange(3)}{item} " for item in items)
-    found = parse_fields(text)
-    assert [f"[{name}]" for name in found.source] == [item for item in items if item.startswith("[")]
-    assert [*found.target] == [item for item in items if not item.startswith("[")]
-    assert found.columns == (*found.source, *found.target)
+    fields = parse_fields(text)
+    assert [f"[{name}]" for name in fields.source] == [item for item in items if item.startswith("[")]
+    assert [*fields.target] == [item for item in items if not item.startswith("[")]
+    assert fields.columns == (*fields.source, *fields.target)
 
 
 @pytest.mark.parametrize(
     "text", ["[a]", "[a], [b]", "[], b", "[ ], b", "[a] b", "[a, b], c", "a], b", "[[a]], b", "[a],", "[a], ,b"]
 )
-def test_a_list_that_is_none_is_named(text: str):
+def test_malformed_field_list_is_rejected(text: str):
     with pytest.raises(PrepError) as caught:
         parse_fields(text)
     assert caught.value.code == USAGE

@@ -1,4 +1,4 @@
-"""Checks of a recipe before data are read, and doubts about lengths."""
+"""Checks of a recipe before its data is read, and warnings about a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.nn.transformer import ModelSpec, build_model
 from trainer.recipe import Recipe, load_recipe
 from trainer.training.preflight import check_inputs, context_warnings, memory_run, run_warnings
 
-ON = sharding_without_devices(parse_mesh("1,2,4"))
+SHARDING = sharding_without_devices(parse_mesh("1,2,4"))
 RECIPE = """\
 [model]
 path = "m"
@@ -34,23 +34,25 @@ steps = 20
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _in_recipe_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("train.txt").write_text("w1 w2")
     Path("recipe.toml").write_text(RECIPE)
 
 
-def recipe(*sets: str) -> Recipe:
-    return load_recipe(Path("recipe.toml"), sets).recipe
+def load_test_recipe(*overrides: str) -> Recipe:
+    """Load recipe.toml with overrides."""
+    return load_recipe(Path("recipe.toml"), overrides).recipe
 
 
 def llama(**changes: Any) -> ModelSpec:
+    """Return a tiny Llama."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
     return build_model(FAMILIES["llama"], {**sizes, "max_position_embeddings": 64, **changes}, is_tied=False)
 
 
 @pytest.mark.parametrize(
-    ("sets", "what"),
+    ("overrides", "what"),
     [
         (["batch.accumulate=3"], "`batch.size` 8 is not a whole number of micro-batches"),
         (["batch.size=7"], "a micro-batch of 7 does not divide among 2 replicas"),
@@ -62,39 +64,39 @@ def llama(**changes: Any) -> ModelSpec:
         (["data.tokenizer=."], ". has no tokenizer.json"),
     ],
 )
-def test_a_wrong_input_is_found_without_reading_data(sets: list[str], what: str):
+def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
     Path("empty.txt").touch()
     with pytest.raises(PrepError) as caught:
-        check_inputs(recipe(*sets), ON)
+        check_inputs(load_test_recipe(*overrides), SHARDING)
     assert caught.value.what == what
 
 
-def test_good_inputs_pass():
-    check_inputs(recipe(), ON)
+def test_check_inputs_accepts_valid_inputs():
+    check_inputs(load_test_recipe(), SHARDING)
 
 
-def test_a_step_in_memory_follows_batch_and_dtype():
-    made = recipe("batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
-    run = memory_run(made, llama(), ON, widens_bfloat16=False)
+def test_memory_run_follows_batch_and_dtype():
+    recipe = load_test_recipe("batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
+    run = memory_run(recipe, llama(), SHARDING, widens_bfloat16=False)
     assert (run.micro_batch_size, run.local_batch_size, run.seq_length, run.itemsize) == (4, 2, 16, 2)
     assert run.remat_policy == "nothing_saveable"
-    assert memory_run(made, llama(), ON, widens_bfloat16=True).itemsize == 4
+    assert memory_run(recipe, llama(), SHARDING, widens_bfloat16=True).itemsize == 4
 
 
-def test_a_context_beyond_the_positions_is_doubted():
-    assert list(context_warnings(recipe("data.seq_length=64"), llama())) == []
-    (doubt,) = context_warnings(recipe("data.seq_length=65"), llama())
-    assert doubt == "`data.seq_length` is 65, and the model was made for 64 positions"
+def test_context_warnings_for_long_sequences():
+    assert list(context_warnings(load_test_recipe("data.seq_length=64"), llama())) == []
+    (warning,) = context_warnings(load_test_recipe("data.seq_length=65"), llama())
+    assert warning == "`data.seq_length` is 65, and the model was made for 64 positions"
 
 
-def test_a_stretched_rotation_counts_as_longer():
+def test_context_warnings_include_rope_scaling():
     model = llama(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
-    assert list(context_warnings(recipe("data.seq_length=256"), model)) == []
-    assert list(context_warnings(recipe("data.seq_length=257"), model))
+    assert list(context_warnings(load_test_recipe("data.seq_length=256"), model)) == []
+    assert list(context_warnings(load_test_recipe("data.seq_length=257"), model))
 
 
 @pytest.mark.parametrize(
-    ("sets", "steps", "size", "words"),
+    ("overrides", "steps", "batch_size", "words"),
     [
         ([], 20, 8, []),
         ([], 20, 64, ["takes sequences more than once: the data has 45"]),
@@ -102,30 +104,33 @@ def test_a_stretched_rotation_counts_as_longer():
         (["train.steps=1", "optimizer.warmup_steps=0"], 1, 8, []),
     ],
 )
-def test_lengths_that_do_not_go_with_the_data(sets: list[str], steps: int, size: int, words: list[str]):
-    doubts = list(run_warnings(recipe(*sets), make_job(make_setup(), size, steps)))
-    assert len(doubts) == len(words)
-    assert all(word in doubt for word, doubt in zip(words, doubts))
+def test_run_warnings_compare_lengths_with_data(overrides: list[str], steps: int, batch_size: int, words: list[str]):
+    warnings = list(run_warnings(load_test_recipe(*overrides), make_job(make_setup(), batch_size, steps)))
+    assert len(warnings) == len(words)
+    assert all(word in warning for word, warning in zip(words, warnings))
 
 
-def test_epochs_of_less_than_one_step():
+def test_run_warnings_for_less_than_one_step():
     text = RECIPE.replace("steps = 20", "epochs = 0.1")
     Path("recipe.toml").write_text(text)
-    (doubt,) = run_warnings(recipe(), make_job(make_setup(), 8, 1))
-    assert doubt == "`train.epochs` 0.1 of 45 sequences is less than one step of 8"
+    (warning,) = run_warnings(load_test_recipe(), make_job(make_setup(), 8, 1))
+    assert warning == "`train.epochs` 0.1 of 45 sequences is less than one step of 8"
 
 
-def test_intervals_longer_than_the_run():
-    doubts = list(run_warnings(recipe(), make_job(make_setup(), 8, 20, eval_every=21, save_every=50)))
-    assert [doubt.partition("`")[2].partition("`")[0] for doubt in doubts] == ["train.eval_every", "checkpoint.every"]
+def test_run_warnings_for_intervals_beyond_the_run():
+    warnings = list(run_warnings(load_test_recipe(), make_job(make_setup(), 8, 20, eval_every=21, save_every=50)))
+    assert [warning.partition("`")[2].partition("`")[0] for warning in warnings] == [
+        "train.eval_every",
+        "checkpoint.every",
+    ]
 
 
-def test_more_evaluation_than_training():
-    made = make_job(make_setup(), 8, 20)
-    swapped = make_job(make_setup(), 8, 20, train=made.evaluation, evaluation=made.train)
-    (first, *_) = run_warnings(recipe(), swapped)
+def test_run_warnings_for_more_evaluation_than_training():
+    job = make_job(make_setup(), 8, 20)
+    swapped = make_job(make_setup(), 8, 20, train=job.evaluation, evaluation=job.train)
+    (first, *_) = run_warnings(load_test_recipe(), swapped)
     assert first == "a batch of 8 takes sequences more than once: the data has 5"
-    doubts = list(run_warnings(recipe(), swapped))
-    assert any(doubt.startswith("45 sequences are evaluated, more than the 5") for doubt in doubts)
-    limited = make_job(make_setup(), 8, 20, train=made.evaluation, evaluation=made.train, eval_limit=5)
-    assert not any("are evaluated" in doubt for doubt in run_warnings(recipe(), limited))
+    warnings = list(run_warnings(load_test_recipe(), swapped))
+    assert any(warning.startswith("45 sequences are evaluated, more than the 5") for warning in warnings)
+    limited = make_job(make_setup(), 8, 20, train=job.evaluation, evaluation=job.train, eval_limit=5)
+    assert not any("are evaluated" in warning for warning in run_warnings(load_test_recipe(), limited))
