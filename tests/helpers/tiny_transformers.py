@@ -107,15 +107,15 @@ def _tensor_locations(model: ModelSpec, config: HFConfig, scan: bool, scan_axis:
 
 def random_tensors(config: HFConfig, seed: int = 0, has_stored_head: bool = False) -> dict[str, np.ndarray]:
     """Generate every tensor of a config; biases are not 0 and scales are not the identity."""
-    rng, decoder = np.random.default_rng(seed), tiny_transformer(config, has_stored_head=has_stored_head)
-    arch_config = decoder.model.arch_config
+    rng, tiny = np.random.default_rng(seed), tiny_transformer(config, has_stored_head=has_stored_head)
+    arch_config = tiny.model.arch_config
     tensors = {}
-    for location in decoder.locations:
+    for location in tiny.locations:
         if location.tensor in tensors:
             continue
         shape = location.axis_map.source_shape
         values = rng.standard_normal(shape)
-        match decoder.model.leaves[location.leaf_path].role:
+        match tiny.model.leaves[location.leaf_path].role:
             case "scale":
                 values = (arch_config.norm != "rms_offset") + 0.2 * values
             case "bias":
@@ -181,9 +181,9 @@ def with_padded_vocab(
     config: HFConfig, tensors: Tensors, num_padding_rows: int, value: float
 ) -> tuple[HFConfig, dict[str, np.ndarray]]:
     """Append rows of `value` to every tensor with a vocabulary axis, and set `true_vocab_size`."""
-    vocab, decoder = config["vocab_size"], tiny_transformer(config)
+    vocab, tiny = config["vocab_size"], tiny_transformer(config)
     vocab_tensors = {
-        location.tensor for location in decoder.locations if ("vocab",) in decoder.model.leaves[location.leaf_path].dims
+        location.tensor for location in tiny.locations if ("vocab",) in tiny.model.leaves[location.leaf_path].dims
     }
     padded = dict(tensors)
     for name in vocab_tensors:
