@@ -141,8 +141,9 @@ def test_bfloat16_halves_part_of_saved_activations():
 
 def test_remat_policies_are_ordered_by_saved_bytes():
     policies = ("none", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
-    options = {"micro_batch_size": 4, "seq_length": 1024}
-    saved = [estimate("llama", DEEP, remat_policy=policy, **options).saved for policy in policies]
+    saved = [
+        estimate("llama", DEEP, micro_batch_size=4, seq_length=1024, remat_policy=policy).saved for policy in policies
+    ]
     assert saved == sorted(saved, reverse=True)
     assert len({*saved}) == len(policies)
 

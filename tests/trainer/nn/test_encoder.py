@@ -75,7 +75,7 @@ def test_encoder_output_is_required_only_with_encoder():
 
 
 def test_init_does_not_depend_on_how_layers_are_stored():
-    variants = [tiny_transformer(T5, *stored) for stored in ((True, 0), (True, 1), (False,))]
+    variants = [tiny_transformer(T5), tiny_transformer(T5, scan_axis=1), tiny_transformer(T5, scan=False)]
     tensors, *others = (
         tiny.tensors_from_params(jax.jit(lambda tiny=tiny: transformer.init_params(tiny.model, 7))())
         for tiny in variants

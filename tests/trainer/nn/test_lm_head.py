@@ -164,7 +164,7 @@ def test_largest_array_holds_logits_of_one_chunk(chunk_size: int, holds_all: boo
         shape((rows, length), jnp.float32),
     )
     head = LMHead(60, chunk_size, ONE_DEVICE)
-    traced = jax.make_jaxpr(lambda *arrays: sums_and_gradients(*arrays, head))(*arguments)
+    traced = jax.make_jaxpr(lambda x, w, t, weights: sums_and_gradients(x, w, t, weights, head))(*arguments)
     sizes = [out.aval.size for equation in walk_equations(traced.jaxpr) for out in equation.outvars]
     assert max(sizes) == rows * (length if holds_all else chunk_size) * vocab
 

@@ -35,7 +35,11 @@ def init_params(tiny: TinyTransformer, seed: int) -> Tree:
 
 
 def test_init_does_not_depend_on_how_layers_are_stored():
-    variants = [tiny_transformer(GPT_NEO, *stored) for stored in ((True, 0), (True, 1), (False,))]
+    variants = [
+        tiny_transformer(GPT_NEO),
+        tiny_transformer(GPT_NEO, scan_axis=1),
+        tiny_transformer(GPT_NEO, scan=False),
+    ]
     tensors, *others = (tiny.tensors_from_params(init_params(tiny, 7)) for tiny in variants)
     for name, values in tensors.items():
         for other_tensors in others:
