@@ -89,7 +89,7 @@ class ShardingContext:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of device groups that the rows of a batch are split over."""
+        """Number of shards of a batch along its rows."""
         return 1 if self.mesh is None else self.mesh.size("dp") * self.mesh.size("fsdp")
 
     def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
@@ -146,7 +146,7 @@ def catch_out_of_memory(hint: str = TRAINING_MEMORY_HINT) -> Iterator[None]:
     """Convert out-of-memory errors of host and devices into PrepErrors.
 
     Args:
-        hint: What to change so that the work fits into memory.
+        hint: Settings to change to save memory.
 
     Raises:
         PrepError: The work inside ran out of memory.

@@ -55,7 +55,7 @@ class PromptBatch(NamedTuple):
         tokens: int32 [B, S].
         start_slots: int32 [B], the slot of each row's first token.
         row_numbers: int32 [B]; the sampled tokens of a row depend on its number.
-        is_finished: bool [B], true for rows that have ended.
+        is_finished: bool [B], true for finished rows.
         first_new_slot: int32 [], the slot of the first new tokens.
         encoder_output: Keys and values of the sources for all decoder layers.
     """
@@ -79,7 +79,7 @@ class DecodeState(NamedTuple):
 
 
 def cast_for_inference(params: Tree, forward_config: ForwardConfig) -> Tree:
-    """Cast parameters to the dtypes that decoding uses; a leaf that has its dtype is not copied."""
+    """Cast parameters to their dtypes for decoding; a leaf is copied only if its dtype changes."""
     cast = {}
     for path, leaf in flatten_tree(params).items():
         dtype = jnp.dtype(inference_dtype(path, forward_config.dtype))

@@ -98,7 +98,7 @@ class Generator:
             on_progress: Called with the number of new tokens per row so far.
 
         Returns:
-            The new tokens of each prompt, up to the first end token, which is included.
+            The new tokens of each prompt, up to and including the first end token.
 
         Raises:
             PrepError: A prompt is empty or has an unknown token, or the new tokens exceed the model's positions (usage
@@ -128,9 +128,9 @@ class Generator:
         return [_truncate_after_eos(row.tolist(), self.generation_config.eos_token_ids) for row in new_tokens]
 
     def _recompute_slots(self, prompts: Sequence[TokenSequence], slots: int) -> set[int]:
-        """Return the slots at which a row exceeds the original positions of a longrope embedding.
+        """Return the slots where a row exceeds the original positions of a longrope embedding.
 
-        The rotary frequencies of all its tokens change there. The cache is then recomputed, so that the output equals
+        The rotary frequencies of all its tokens change there. The cache is then recomputed, and the output equals
         that of a forward pass over the whole sequence.
         """
         limits = [rope.original_max_positions for rope in self.model.arch_config.ropes if rope.rope_type == "longrope"]
@@ -238,6 +238,6 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def _truncate_after_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Cut after the first end token, which is kept."""
+    """Cut after the first end token."""
     end = next((i for i, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
     return tokens[: end + 1]

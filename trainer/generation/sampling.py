@@ -80,14 +80,14 @@ def sample_tokens(logits: Array, row_numbers: Array, step: Array, sampling: Samp
 def warp_logits(logits: Array, sampling: Sampling) -> Array:
     """Apply temperature, then top-k, then top-p, in the order of transformers' logits warpers.
 
-    Top-k keeps all tokens that are as likely as the k-th. Top-p keeps the token that reaches p.
+    Top-k keeps all ties with the k-th token. Top-p keeps the token that reaches p.
 
     Args:
         logits: float32 [B, V].
         sampling: Options of sampling; the temperature is above 0.
 
     Returns:
-        float32 [B, V], -inf for tokens that are filtered out.
+        float32 [B, V], -inf for filtered tokens.
     """
     scores = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, MIN_TEMPERATURE)
     if 0 < sampling.top_k < scores.shape[-1]:

@@ -1,4 +1,4 @@
-"""Memory estimate of a training step on one device, from shapes alone; no JAX, nothing is allocated.
+"""Memory estimate of a training step on one device, from shapes alone, without JAX or allocation.
 
 Axes: B sequences of a micro-batch on one device, T tokens, S keys, H heads, E head width, D embedding width, F hidden
 units of the MLP, V vocabulary; H, F and V count one device's share. Sizes are in bytes; `c` is the size of an element
@@ -16,7 +16,7 @@ At its peak a step needs
       the LM head        logits of a chunk, their exponentials and their gradients: 3*B*chunk*V*4; the gathered head,
                          V*D*4
 
-Without rematerialization the derivative of each operation determines what a layer saves:
+Without rematerialization the derivative of each operation determines the saved activations:
 
     scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
@@ -125,7 +125,7 @@ class MemoryInputs:
         return math.prod(extent for dim, extent in zip(leaf.dims, leaf.shape) if dim and dim[0] == dim_name)
 
     def _extent(self, dim: str) -> int:
-        """Return the extent of a logical dim in the first parameter that has it; 0 if none has."""
+        """Return the extent of a logical dim in the first parameter with this dim; 0 if there is none."""
         extents = (
             self.leaf_extent(leaf, dim)
             for leaf in self.leaves.values()
@@ -146,7 +146,7 @@ class MemoryEstimate:
         parameters: Parameters of the whole model, split by the mesh.
         moments: Moments of the optimizer.
         gradients: Gradients and updates.
-        saved: Activations of all layers that are saved for the backward pass, and the layers' weights.
+        saved: Activations saved by all layers for the backward pass, and the layers' weights.
         layer: Working set of one layer's backward pass.
         head: Working set of the LM head and the loss.
         scores: Attention scores of one layer, float32 [B, H, T, S]; part of `layer`.
@@ -336,7 +336,7 @@ class _LayerStack:
         return self.inputs.local_batch_size * self.seq_length * heads_size
 
     def _kv_size(self) -> int:
-        """Return the elements of keys and values together; repeated per query head if the mesh splits only those."""
+        """Return the elements of keys and values, repeated per query head if the mesh splits query heads only."""
         inputs = self.inputs
         is_repeated = inputs.num_shards("kv_heads") != inputs.num_shards("heads")
         kv_heads = 0 if is_repeated else inputs.local_extent("kv_heads")

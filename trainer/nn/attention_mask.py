@@ -1,4 +1,4 @@
-"""The inputs of attention beside hidden states: the mask, the score bias, the KV cache and the encoder's output.
+"""The inputs of attention apart from hidden states: mask, score bias, KV cache and encoder output.
 
 Axes: B rows of the batch, T queries, S keys or cache slots, H query heads, K key and value heads, E head width.
 """
@@ -33,7 +33,7 @@ class KVCache(NamedTuple):
     Attributes:
         keys: [layers, B, S, K, E]; the slots from `length` on are free.
         values: Like `keys`.
-        length: int32 [], the number of slots that are filled in all layers.
+        length: int32 [], the number of filled slots.
         layer: int32 [], the layer that `append` writes to next.
     """
 
@@ -46,7 +46,7 @@ class KVCache(NamedTuple):
         """Write the keys and values of T tokens to the next layer, in the slots from `length` on.
 
         Returns:
-            The cache, whose next layer is the one after, and all S slots of the layer that was written to.
+            The cache with its next layer advanced, and all S slots of the written layer.
         """
         start = (self.layer, 0, self.length, 0, 0)
         keys, values = (
@@ -77,7 +77,7 @@ class EncoderOutput(NamedTuple):
 
     Attributes:
         states: The encoder's hidden states [B, S, D]. For decoding with a cache, the keys and values that all decoder
-            layers project from them, [layers, B, S, K, E] each, or those of one layer, [B, S, K, E].
+            layers project from them, [layers, B, S, K, E] each, or the keys and values of one layer, [B, S, K, E].
         source_mask: bool [B, S], false for padding; None if no token is padding.
     """
 
@@ -102,8 +102,8 @@ class AttentionMask:
         kv_positions: int32 [S], or [B, S] if rows differ.
         kv_valid: bool [B, S], false for padding, which no query attends to.
         bias: float32 [H, T, S], or [B, H, T, S] if rows differ; added to scores.
-        cos_sin: Rotary cosine and sine of queries and of keys that are projected beside them.
-        layer_score_scale: float32 [], a factor of the scores of this layer, beside `ArchConfig.attn_scale`.
+        cos_sin: Rotary cosine and sine of queries and of their own keys.
+        layer_score_scale: float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`.
         window: Number of positions that a query attends to, itself included; `FULL_ATTENTION` for no limit.
     """
 

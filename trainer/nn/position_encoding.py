@@ -117,8 +117,8 @@ def relative_position_bias(
 def relative_position_buckets(bias_config: RelativePositionBias) -> np.ndarray:
     """Compute the bucket of each distance, key position minus query position.
 
-    In each direction the first half of the buckets hold one distance each; the width of the others grows with the
-    logarithm of the distance. The logarithm is the exact one rounded to float32, as in torch: NumPy's float32
+    In each direction the first half of the buckets hold one distance each; the width of the second half grows with
+    the logarithm of the distance. The logarithm is the exact one rounded to float32, as in torch: NumPy's float32
     logarithm differs from it by one unit in the last place for some values.
 
     Returns:

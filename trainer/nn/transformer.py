@@ -32,7 +32,7 @@ from trainer.nn.norms import norm
 from trainer.nn.position_encoding import relative_position_bias, rotary_cos_sin
 
 REMAT_NONE = "none"
-LAYER_SCORE_SCALE = "layer_score_scale"  # entry beside a layer's weights; it is not a parameter
+LAYER_SCORE_SCALE = "layer_score_scale"  # entry in a layer's weights that is not a parameter
 REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
     "nothing_saveable",
     "everything_saveable",
@@ -97,7 +97,7 @@ class ForwardConfig:
 
 
 def build_model(family: Family, config: HFConfig, is_tied: bool, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
-    """Build the description of the model that a Hugging Face config defines.
+    """Build the description of a Hugging Face config's model.
 
     Args:
         family: The family of the config.
@@ -139,7 +139,7 @@ def init_params(model: ModelSpec, seed: int) -> Tree:
 
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
-    """Initialize one leaf with a key that is derived from its path without layer numbers."""
+    """Initialize one leaf with a key derived from its path without layer numbers."""
     std = arch_config.init_std
     if leaf.role in ("scale", "bias"):
         return jnp.full(leaf.shape, float(leaf.role == "scale" and arch_config.norm != "rms_offset"), jnp.float32)

@@ -32,7 +32,7 @@ def batch_shapes(setup: StepSetup, dataset: Dataset, batch_size: int) -> dict[st
 
 
 def load_batch(setup: StepSetup, dataset: Dataset, order: SampleOrder, step: int) -> dict[str, Array]:
-    """Load the batch of a step, counted from 0; it depends on nothing but the step."""
+    """Load the batch of a step, counted from 0; it depends on the step only."""
     return _load_rows(setup, dataset, order.rows(step))
 
 

@@ -84,7 +84,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def find_param_path(name: str, param_paths: Mapping[str, object]) -> str | None:
-    """Return the longest parameter path that the name of a state's leaf ends with; None if there is none."""
+    """Return the longest parameter path at the end of the name of a state's leaf; None if there is none."""
     parts = name.split(".")
     suffixes = (".".join(parts[i:]) for i in range(1, len(parts)))
     return next((suffix for suffix in suffixes if suffix in param_paths), None)
@@ -179,7 +179,7 @@ def _accumulate_gradients(params: Tree, batch: TokenBatch, setup: StepSetup) -> 
 
 
 def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
-    """Constrain gradients to the shardings of their parameters, so that they are reduced to these shards only."""
+    """Constrain gradients to the shardings of their parameters, so that they are reduced to these shards."""
     leaves, sharding = setup.model.leaves, setup.forward_config.sharding
     if sharding.device_mesh is None:
         return gradients

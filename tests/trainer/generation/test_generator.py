@@ -1,4 +1,4 @@
-"""Tests of generation: cached logits equal those of whole sequences, and tokens equal those of transformers."""
+"""Tests of generation with a KV cache against logits of whole sequences and tokens of transformers."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def sampled_on_one_device(name: str) -> Rows:
 def padded_generator(
     name: str, sharding: ShardingContext | None = None, config: GenerationConfig = SAMPLED, **stored: Any
 ) -> Generator:
-    """Create a generator of a model that a mesh divides; its padding rows would always be sampled if not masked."""
+    """Create a generator with a padded vocabulary, whose padding would always be sampled if it were not masked."""
     hf_config = UNPADDED_CONFIGS[name] | {"vocab_size": 29}
     hf_config, tensors = with_padded_vocab(hf_config, random_tensors(hf_config), 3, 50.0)
     tiny = tiny_transformer(hf_config, **stored)

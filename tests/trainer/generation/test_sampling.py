@@ -1,4 +1,4 @@
-"""Tests of sampling: which tokens are filtered, how often each is sampled, and what a sample depends on."""
+"""Tests of sampling: filtered tokens, frequencies, and independence of the batch."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ load_cached = cache(load)
 
 
 def max_logit_error(golden: Golden, logits: np.ndarray) -> float:
-    """Return the largest error of the `short` logits at positions that are not padding."""
+    """Return the largest error of the `short` logits outside of padding."""
     return max(abs(logits[i, :n] - golden.short_logits[i, :n]).max() for i, n in enumerate(LENGTHS))
 
 
@@ -120,7 +120,7 @@ def test_every_family_has_a_golden_config():
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-untied", "gpt_neo", "llama-biases", *NEWER_FAMILIES])
 def test_every_tensor_has_a_gradient(name: str):
-    """A tensor that is not read, or is confused with another, would change the logits that other tests compare."""
+    """Logits depend on every tensor, so that the comparison of logits covers all of them."""
     for tensor, gradient in load_cached(name).gradients.items():
         is_cancelled = name.startswith("opt") and tensor.endswith(CANCELLED)
         assert np.linalg.norm(gradient) > 1e-3 or is_cancelled, tensor

@@ -1,4 +1,4 @@
-"""Tests of AdamW and its learning rate schedule against optax, and of which parameters decay."""
+"""Tests of AdamW and its learning rate schedule against optax, and of weight decay by role."""
 
 from __future__ import annotations
 
