@@ -1,8 +1,8 @@
-"""Writes decoders/*.npz beside this file: tiny models, and what transformers computes with them.
+"""Script that writes decoders/*.npz beside this file: tiny models and the results of transformers for them.
 
-Run by hand with the `parity` extra installed: `python -m tests.golden.make_decoders [NAME …]`. A file has the tensors,
-right-padded `short` tokens and their logits, and `long` ones with logits, loss and gradients, both with a source where
-the model has an encoder; all float32.
+Run it by hand with the `parity` extra installed: `python -m tests.golden.make_decoders [NAME …]`. A file has the
+tensors, a right-padded batch `short` with its logits, and a batch `long` with logits, loss and gradients. Both batches
+have a source if the model has an encoder. All values are float32.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.helpers.tiny_transformers import has_encoder, random_batch, random_te
 from trainer.models.parameters import HFConfig
 
 FOLDER = Path(__file__).parent / "decoders"
-LENGTHS = (7, 4)  # of the rows of `short`
+LENGTHS = (7, 4)  # lengths of the rows of `short`
 
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """A file's content; `short` and `long` are batches, the first without targets."""
+    """The content of a file; `short` and `long` are batches, `short` without targets."""
 
     config: HFConfig
     tensors: Mapping[str, np.ndarray]
@@ -39,10 +39,10 @@ class Golden:
 
 
 def compute(config: HFConfig) -> Golden:
-    """What transformers computes."""
+    """Compute the content of a file with transformers."""
     from tests.helpers.torch_transformers import torch_gradients, torch_logits, torch_model
 
-    tensors, shape = random_tensors(config), {"vocab": config["vocab_size"], "encodes": has_encoder(config)}
+    tensors, shape = random_tensors(config), {"vocab": config["vocab_size"], "has_source": has_encoder(config)}
     short, long = random_batch(rows=2, length=7, seed=1, **shape), random_batch(rows=1, length=300, seed=2, **shape)
     short = {name: array for name, array in short.items() if name not in ("targets", "weights")}
     model = torch_model(config, tensors)
@@ -52,7 +52,7 @@ def compute(config: HFConfig) -> Golden:
 
 
 def save(golden: Golden, path: Path) -> None:
-    """Write a file that `load` reads."""
+    """Write a file for `load`."""
     groups = {"tensor": golden.tensors, "long": golden.long, "gradient": golden.gradients}
     tokens = golden.short["tokens"]
     groups["short"] = {name: array for name, array in golden.short.items() if name != "tokens"}
@@ -67,9 +67,9 @@ def save(golden: Golden, path: Path) -> None:
 
 
 def load(name: str) -> Golden:
-    """The file of a config."""
-    with np.load(FOLDER / f"{name}.npz") as found:
-        arrays = dict(found)
+    """Read the file of a config."""
+    with np.load(FOLDER / f"{name}.npz") as file:
+        arrays = dict(file)
 
     def group(prefix: str) -> dict[str, np.ndarray]:
         return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
@@ -83,6 +83,7 @@ def load(name: str) -> Golden:
 
 
 def main() -> None:
+    """Write the files of the configs that the command line names, or of all."""
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or GOLDEN:
         save(compute(GOLDEN[name]), FOLDER / f"{name}.npz")

@@ -1,6 +1,6 @@
-"""Writes families/*.json beside this file: names and shapes of tiny models as transformers has them.
+"""Script that writes families/*.json beside this file: names and shapes of tiny models' tensors in transformers.
 
-Run by hand with the `parity` extra installed: `python -m tests.golden.make_families`. No weights are made.
+Run it by hand with the `parity` extra installed: `python -m tests.golden.make_families`. It allocates no weights.
 """
 
 from __future__ import annotations
@@ -51,23 +51,25 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as given, and the parameters of its model: name -> shape, one that is tied once."""
+    """Return the config and the shape of each tensor by name; tied parameters are listed once."""
     import torch
     from transformers import AutoConfig
 
     from tests.helpers.torch_transformers import to_file_tensors, torch_class
 
-    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it writes into them
-    made = AutoConfig.for_model(config["model_type"], **fields)
+    # copied, because transformers modifies nested fields
+    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
+    torch_config = AutoConfig.for_model(config["model_type"], **fields)
     with torch.device("meta"):
-        model = torch_class(made).from_config(made)
+        model = torch_class(torch_config).from_config(torch_config)
     named = to_file_tensors(model, dict(model.named_parameters()))
-    if config.get("tie_word_embeddings") is False:  # of T5 version 5 ties it whatever a config says, files do not
+    if config.get("tie_word_embeddings") is False:  # transformers 5 ties the head of T5 regardless; files store it
         named["lm_head.weight"] = model.lm_head.weight
     return {"config": dict(config), "tensors": {name: list(tensor.shape) for name, tensor in named.items()}}
 
 
 def main() -> None:
+    """Write the files of all configs."""
     FOLDER.mkdir(exist_ok=True)
     for name, config in CONFIGS.items():
         (FOLDER / f"{name}.json").write_text(json.dumps(describe(config), indent=1) + "\n")

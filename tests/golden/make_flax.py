@@ -1,9 +1,9 @@
-"""Writes flax/ beside this file: tiny models as transformers 4 saves them, and what Flax, optax and EasyLM make of it.
+"""Script that writes flax/ beside this file: tiny models saved by transformers 4, Flax, optax and EasyLM.
 
-Run by hand where `transformers==4.55.*`, `torch`, `flax` and `msgpack` are installed, which is a place of its own, as
-prep's tests want transformers 5: `python -m tests.golden.make_flax`. Each model has `hf/` (safetensors, the truth) and
-`flax/` (flax_model.msgpack); LLaMA also `sharded/`, and files of EasyLM's tree, whose transposes and rotary order are
-spelled out here as EasyLM's own converter does them.
+Run it by hand in a separate environment with `transformers==4.55.*`, `torch`, `flax` and `msgpack`, since prep's tests
+need transformers 5: `python -m tests.golden.make_flax`. Each model has `hf/` (safetensors, the reference) and `flax/`
+(flax_model.msgpack). LLaMA also has `sharded/` and files of EasyLM's tree; transposes and the rotary order are those of
+EasyLM's converter.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ T5 = {
 }
 MISTRAL = LLAMA | {"sliding_window": 4}
 GEMMA = LLAMA | {"head_dim": 8}
-CHUNK_NBYTES = 600  # in place of 1 GiB: of what is larger, Flax stores pieces
+CHUNK_NBYTES = 600  # instead of 1 GiB; Flax stores larger arrays in chunks
 Tree = dict[str, Any]
 
 
 def main() -> None:
+    """Write all files."""
     import torch
 
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def old_clip() -> None:
-    """T5's Flax class calls `jnp.clip` by the names of its arguments that older versions of jax have."""
+    """Let `jnp.clip` accept its old keyword names, which T5's Flax class uses."""
     import jax.numpy as jnp
 
     new = jnp.clip
@@ -87,7 +88,7 @@ def old_clip() -> None:
 
 
 def write_hf(name: str, family: str, config: Tree, dtype: Any) -> Any:
-    """As torch saves it, and as Flax does: in one file, and in several. Returns torch's model."""
+    """Save a model with torch and with Flax, in one file and in several; return torch's model."""
     import torch
     import transformers as hf
 
@@ -107,7 +108,7 @@ def write_hf(name: str, family: str, config: Tree, dtype: Any) -> Any:
 
 
 def write_easylm(folder: Path, tensors: Mapping[str, Any]) -> None:
-    """EasyLM's streams and Flax files of one model: parameters, a training state, layers stacked, boxed, in pieces."""
+    """Write one model as EasyLM's streams and Flax files: params, train state, stacked layers, boxed, in chunks."""
     import jax
     import numpy as np
     import optax
@@ -128,25 +129,25 @@ def write_easylm(folder: Path, tensors: Mapping[str, Any]) -> None:
     (folder / "flax_params.msgpack").write_bytes(serialization.to_bytes(variables))
     boxed = jax.tree.map(lambda leaf: meta.Partitioned(leaf, ("x",) * leaf.ndim), params)
     (folder / "boxed.msgpack").write_bytes(serialization.to_bytes(boxed))
-    usual, serialization.MAX_CHUNK_SIZE = serialization.MAX_CHUNK_SIZE, CHUNK_NBYTES
+    default_size, serialization.MAX_CHUNK_SIZE = serialization.MAX_CHUNK_SIZE, CHUNK_NBYTES
     (folder / "pieces.msgpack").write_bytes(serialization.to_bytes(variables))
     write_stream(folder / "streaming_pieces", params)
     (folder / "train_state.msgpack").write_bytes(
         serialization.to_bytes({"step": 7, "params": params, "opt_state": {"mu": params}})
     )
-    serialization.MAX_CHUNK_SIZE = usual
+    serialization.MAX_CHUNK_SIZE = default_size
 
 
 def easylm_tree(tensors: Mapping[str, Any]) -> Tree:
-    """As EasyLM's convert_hf_to_easylm makes it."""
+    """Build EasyLM's tree in the way of its convert_hf_to_easylm."""
 
     def interleaved(weight: Any, heads: int) -> Any:
         out, inner = weight.shape
         return weight.reshape(heads, 2, out // heads // 2, inner).transpose(0, 2, 1, 3).reshape(out, inner)
 
-    def layer(at: str) -> Tree:
-        q, k, v, o = (tensors[f"{at}.self_attn.{each}_proj.weight"] for each in "qkvo")
-        gate, up, down = (tensors[f"{at}.mlp.{each}_proj.weight"] for each in ("gate", "up", "down"))
+    def layer(prefix: str) -> Tree:
+        q, k, v, o = (tensors[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkvo")
+        gate, up, down = (tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         return {
             "attention": {
                 "wq": {"kernel": interleaved(q, LLAMA["num_attention_heads"]).T},
@@ -155,8 +156,8 @@ def easylm_tree(tensors: Mapping[str, Any]) -> Tree:
                 "wo": {"kernel": o.T},
             },
             "feed_forward": {"w1": {"kernel": gate.T}, "w2": {"kernel": down.T}, "w3": {"kernel": up.T}},
-            "attention_norm": {"kernel": tensors[f"{at}.input_layernorm.weight"]},
-            "ffn_norm": {"kernel": tensors[f"{at}.post_attention_layernorm.weight"]},
+            "attention_norm": {"kernel": tensors[f"{prefix}.input_layernorm.weight"]},
+            "ffn_norm": {"kernel": tensors[f"{prefix}.post_attention_layernorm.weight"]},
         }
 
     layers = {str(i): layer(f"model.layers.{i}") for i in range(LLAMA["num_hidden_layers"])}
@@ -166,16 +167,16 @@ def easylm_tree(tensors: Mapping[str, Any]) -> Tree:
 
 
 def stacked(params: Tree, stack: Callable[[list[Any]], Any]) -> Tree:
-    """The tree with its layers in one, as EasyLM has it with `scan_layers`."""
+    """Return the tree with its layers stacked, as EasyLM does with `scan_layers`."""
     import jax
 
     layers = params["transformer"]["h"]
-    together = jax.tree.map(lambda *leaves: stack(list(leaves)), *(layers[str(i)] for i in range(len(layers))))
-    return params | {"transformer": params["transformer"] | {"h": {"scan_decoder": together}}}
+    stacked_layers = jax.tree.map(lambda *leaves: stack(list(leaves)), *(layers[str(i)] for i in range(len(layers))))
+    return params | {"transformer": params["transformer"] | {"h": {"scan_decoder": stacked_layers}}}
 
 
 def write_stream(path: Path, tree: Any) -> None:
-    """As EasyLM's StreamingCheckpointer.save_train_state_to_file writes it."""
+    """Write a stream in the way of EasyLM's StreamingCheckpointer.save_train_state_to_file."""
     import msgpack
     from flax.serialization import to_bytes, to_state_dict
     from flax.traverse_util import flatten_dict

@@ -1,6 +1,6 @@
-"""Writes torch/* beside this file: checkpoints that PyTorch saved in all its ways, and the bytes that each tensor has.
+"""Script that writes torch/* beside this file: checkpoints in all formats of torch.save, and the bytes of each tensor.
 
-Run by hand with the `parity` extra installed: `python -m tests.golden.make_torch`.
+Run it by hand with the `parity` extra installed: `python -m tests.golden.make_torch`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ DTYPES = (
 
 
 def every_dtype() -> dict[str, Any]:
-    """A tensor of each dtype."""
+    """Return a tensor of each dtype."""
     import torch
 
     return {name: torch.arange(15).reshape(3, 5).to(getattr(torch, name)) for name in DTYPES}
 
 
 def views() -> dict[str, Any]:
-    """Tensors that are parts of one storage, and such as have no values or no dims."""
+    """Return tensors that share one storage, an empty tensor and a scalar."""
     import torch
 
     big = torch.arange(48.0).reshape(6, 8)
@@ -40,7 +40,7 @@ def views() -> dict[str, Any]:
 
 
 def wrapped() -> dict[str, Any]:
-    """A model among what a trainer keeps."""
+    """Return a checkpoint of a trainer: a model beside an optimizer state and other values."""
     import torch
 
     state = torch.nn.Linear(3, 2).state_dict()
@@ -52,20 +52,21 @@ def wrapped() -> dict[str, Any]:
 
 
 def main() -> None:
+    """Write the checkpoints and tensors.json."""
     import torch
 
     torch.manual_seed(0)
     FOLDER.mkdir(exist_ok=True)
-    said: dict[str, Any] = {}
-    for name, made in (("dtypes", every_dtype()), ("views", views()), ("wrapped", wrapped())):
+    described: dict[str, Any] = {}
+    for name, checkpoint in (("dtypes", every_dtype()), ("views", views()), ("wrapped", wrapped())):
         for kind, options in (
             ("zip", {}),
             ("plain", {"_disable_byteorder_record": True, "pickle_protocol": 4}),
             ("legacy", {"_use_new_zipfile_serialization": False}),
         ):
-            torch.save(made, FOLDER / f"{name}-{kind}.bin", **options)
-        state = made.get("state_dict", made)
-        said[name] = {
+            torch.save(checkpoint, FOLDER / f"{name}-{kind}.bin", **options)
+        state = checkpoint.get("state_dict", checkpoint)
+        described[name] = {
             key: {
                 "dtype": str(value.dtype).removeprefix("torch."),
                 "shape": list(value.shape),
@@ -73,7 +74,7 @@ def main() -> None:
             }
             for key, value in state.items()
         }
-    (FOLDER / "tensors.json").write_text(json.dumps(said, indent=1) + "\n")
+    (FOLDER / "tensors.json").write_text(json.dumps(described, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The golden Flax and EasyLM files, and what is in them by the real msgpack, decoded as Flax does it."""
+"""The golden Flax and EasyLM files, and their content as the msgpack package decodes it in the way of Flax."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES: dict[str, MsgpackKind] = {
 
 
 def decode_msgpack(data: bytes, kind: MsgpackKind) -> dict[KeyPath, Any]:
-    """Path -> array, or whatever else is there."""
+    """Decode a file to arrays and other values by path."""
     if kind == "flax":
         return dict(_leaves((), _unpack(data)))
     unpacker = msgpack.Unpacker(strict_map_key=False)
@@ -39,21 +39,24 @@ def decode_msgpack(data: bytes, kind: MsgpackKind) -> dict[KeyPath, Any]:
 
 
 def _unpack(data: bytes) -> Any:
+    """Unpack msgpack data with arrays."""
     return msgpack.unpackb(data, ext_hook=_array, raw=False)
 
 
 def _array(code: int, data: bytes) -> np.ndarray:
+    """Decode an array, the extension type 1 of Flax."""
     assert code == 1
     shape, dtype, payload = msgpack.unpackb(data)
     return np.frombuffer(payload, numpy_dtype(dtype)).reshape(shape)
 
 
 def _leaves(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the leaves of a nested dict by path, and join arrays that Flax stores in chunks."""
     if not isinstance(value, dict):
         yield path, value
     elif "__msgpack_chunked_array__" in value:
-        pieces = [value["chunks"][str(i)] for i in range(len(value["chunks"]))]
-        yield path, np.concatenate(pieces).reshape([value["shape"][str(i)] for i in range(len(value["shape"]))])
+        chunks = [value["chunks"][str(i)] for i in range(len(value["chunks"]))]
+        yield path, np.concatenate(chunks).reshape([value["shape"][str(i)] for i in range(len(value["shape"]))])
     else:
         for key, inner in value.items():
             yield from _leaves((*path, key), inner)

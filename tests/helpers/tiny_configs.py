@@ -1,5 +1,7 @@
-"""Tiny configs of decoders with an odd vocabulary and odd numbers of heads: of each family one by its own name, and
-others by longer ones, which have what it may have."""
+"""Tiny configs of every family, with an odd vocabulary and an odd number of heads.
+
+A family's basic config has the family's name; variants of it, such as `llama-biases`, have longer names.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,8 @@ OPT = TOKEN_FIELDS | {
 GPT_NEOX = SMALL | {"model_type": "gpt_neox", "rotary_pct": 0.5, "layer_norm_eps": 1e-3}
 MISTRAL = GROUPED_QUERY | {"model_type": "mistral", "sliding_window": 5}
 MIXTRAL = GROUPED_QUERY | {
-    "model_type": "mixtral",
-    "num_local_experts": 3,
-    "rope_theta": 2e4,
-    "router_jitter_noise": 0.0,
-}
+    "model_type": "mixtral", "num_local_experts": 3, "rope_theta": 2e4, "router_jitter_noise": 0.0,
+}  # fmt: skip
 QWEN2 = SMALL | {"model_type": "qwen2", "num_key_value_heads": 1, "rms_norm_eps": 1e-3}
 QWEN3 = GROUPED_QUERY | {"model_type": "qwen3"}
 QWEN3_MOE = GROUPED_QUERY | {
@@ -75,7 +74,7 @@ T5 = {
 }  # fmt: skip
 T5_GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 
-NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # with what transformers computes in a file
+NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # a golden file has the results of transformers for each
     "gptj": GPTJ,
     "opt": OPT,
     "opt-350m": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 10},
@@ -97,7 +96,7 @@ NEWER_FAMILIES: dict[str, dict[str, Any]] = {  # with what transformers computes
     },
 }  # fmt: skip
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
-NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared live alone
+NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared with transformers live only
     "gptj-tied": GPTJ | {"tie_word_embeddings": True},
     "gptj-names": GPTJ | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "n_inner": None},
     "opt-bare": OPT | {
@@ -147,7 +146,7 @@ NEWER_FAMILY_VARIANTS: dict[str, dict[str, Any]] = {  # compared live alone
 FULL = {"layer_types": ["full_attention", "full_attention"]}
 YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32, "rope_theta": 300.0}
 NESTED = {"sliding_attention": {"rope_type": "default"}, "full_attention": YARN | {"truncate": False}}
-AMBIGUOUS: dict[str, dict[str, Any]] = {  # of which transformers reads less, or more, than their fields seem to say
+AMBIGUOUS: dict[str, dict[str, Any]] = {  # transformers ignores some of their fields, or reads more
     "mistral-listed": MISTRAL | FULL,
     "mixtral-listed": MIXTRAL | FULL | {"sliding_window": 4},
     "phi3-listed": PHI3 | FULL | {"sliding_window": 4},
@@ -185,7 +184,7 @@ FIRST_FAMILIES: dict[str, dict[str, Any]] = {
     "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": None},
     **{f"llama-{kind}": LLAMA | {"rope_scaling": rope} for kind, rope in ROPES.items()},
 }
-GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES  # with what transformers computes in a file
+GOLDEN = FIRST_FAMILIES | NEWER_FAMILIES  # configs with a golden file
 GPT2_VARIANTS: dict[str, dict[str, Any]] = {
     "odd-heads": {"n_embd": 24, "n_head": 3},
     "names": {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 8, "max_position_embeddings": 301},
@@ -219,15 +218,15 @@ LLAMA_VARIANTS: dict[str, dict[str, Any]] = {
     "gelu": {"hidden_act": "gelu_new"},
     "relu": {"hidden_act": "relu", "attention_bias": True},
 }
-LIVE: dict[str, dict[str, Any]] = {  # all that is compared live
+LIVE: dict[str, dict[str, Any]] = {  # all configs that are compared with transformers live
     **GOLDEN,
     **NEWER_FAMILY_VARIANTS,
     **AMBIGUOUS,
-    **{f"gpt2-{name}": GPT2 | more for name, more in GPT2_VARIANTS.items()},
-    **{f"gpt_neo-{name}": GPT_NEO | more for name, more in GPT_NEO_VARIANTS.items()},
-    **{f"llama-{name}": LLAMA | more for name, more in LLAMA_VARIANTS.items()},
+    **{f"gpt2-{name}": GPT2 | changes for name, changes in GPT2_VARIANTS.items()},
+    **{f"gpt_neo-{name}": GPT_NEO | changes for name, changes in GPT_NEO_VARIANTS.items()},
+    **{f"llama-{name}": LLAMA | changes for name, changes in LLAMA_VARIANTS.items()},
 }
-ODD_HEADS = {  # of each family one with an odd number of heads
+ODD_HEADS = {  # one config with an odd number of heads per family
     **{name: LIVE[f"{name}-odd-heads"] for name in ("gpt2", "gpt_neo", "llama")},
     **{name: config for name, config in NEWER_FAMILIES.items() if name == config["model_type"]},
 }

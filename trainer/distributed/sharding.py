@@ -1,4 +1,4 @@
-"""The mesh of a run as jax sees it: how parameters lie on it, and where activations are told to lie."""
+"""The device mesh of a run in JAX: shardings of parameters and sharding constraints of activations."""
 
 from __future__ import annotations
 
@@ -17,126 +17,173 @@ from trainer.models.errors import PrepError
 from trainer.models.mesh import DEFAULT_RULES, RESIDUAL_SEQ_CHOICES, Mesh, Rules, Spec, partition_spec
 from trainer.models.param_tree import ParamLeaf
 
-# Activations by logical dim. The residual stream between blocks is split along tokens over mp, where attention and
-# feed-forward are split along heads and hidden units: saved layer inputs are what fills memory at long contexts.
+# Mesh axes of activations by logical dim. The residual stream between layers is split over mp along tokens, where
+# attention and MLP are split along heads and hidden units: at long contexts most memory holds saved layer inputs.
 ACTIVATION_RULES: Rules = {
     "batch": (("dp", "fsdp"),),
     "residual_seq": RESIDUAL_SEQ_CHOICES,
     "seq": ((),),
     "embed": ((),),
 }
+TRAINING_MEMORY_HINT = (
+    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
+)
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: functions of it are compiled once
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so that jit caches functions of it
 class ShardingContext:
-    """A mesh of devices with the rules of a run; without a mesh everything is on one device."""
+    """A device mesh with the sharding rules of a run.
+
+    Attributes:
+        mesh: The mesh as the recipe names it; None for one device.
+        rules: Mesh axes of each logical dim.
+        device_mesh: The mesh on JAX devices; None if only specs are needed, or for one device.
+    """
 
     mesh: Mesh | None = None
     rules: Rules = field(default_factory=lambda: DEFAULT_RULES)
     device_mesh: jax.sharding.Mesh | None = None
 
     def param_sharding(self, leaf: ParamLeaf) -> NamedSharding | None:
-        """Where a parameter lies; a usage PrepError where the mesh does not divide it."""
+        """Return the sharding of a parameter; None without devices.
+
+        Raises:
+            PrepError: The mesh does not divide the parameter (a usage error).
+        """
         return self._to_named_sharding(self.param_spec(leaf))
 
     def param_spec(self, leaf: ParamLeaf) -> Spec | None:
-        """How the mesh splits a parameter."""
+        """Return the mesh axes that split each dim of a parameter; None without a mesh.
+
+        Raises:
+            PrepError: The mesh does not divide the parameter (a usage error).
+        """
         return None if self.mesh is None else partition_spec(leaf.dims, leaf.shape, self.mesh, self.rules)
 
     def replicated_sharding(self) -> NamedSharding | None:
-        """Whole on every device."""
+        """Return the sharding of an array that every device holds completely; None without devices."""
         return None if self.device_mesh is None else NamedSharding(self.device_mesh, PartitionSpec())
 
     def activation_sharding(self, shape: tuple[int, ...], *dims: str) -> NamedSharding | None:
-        """Where an activation with these logical dims lies."""
-        if self.mesh is None:
-            return None
-        return self._to_named_sharding(
-            partition_spec([(name,) for name in dims], shape, self.mesh, {**self.rules, **ACTIVATION_RULES})
-        )
+        """Return the sharding of an activation; None without devices.
+
+        Args:
+            shape: Shape of the activation.
+            *dims: The logical dim of each axis.
+
+        Raises:
+            PrepError: The mesh does not divide the activation (a usage error).
+        """
+        spec = self._activation_spec(shape, dims)
+        return None if spec is None else self._to_named_sharding(spec)
 
     def constrain(self, x: jax.Array, *dims: str) -> jax.Array:
-        """Tell the compiler where an activation with these logical dims lies."""
+        """Constrain the sharding of an activation, given the logical dim of each axis."""
         sharding = self.activation_sharding(x.shape, *dims)
         return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
     def num_shards(self, dim: str, extent: int) -> int:
-        """Into how many parts a dim of activations is split."""
-        if self.mesh is None:
-            return 1
-        return partition_spec([(dim,)], (extent,), self.mesh, {**self.rules, **ACTIVATION_RULES}).shards_per_dim[0]
+        """Return the number of shards along a logical dim of activations."""
+        spec = self._activation_spec((extent,), (dim,))
+        return 1 if spec is None else spec.shards_per_dim[0]
 
     @property
     def data_parallel_size(self) -> int:
-        """Parts of a batch: over how many groups of devices its sequences are dealt out."""
+        """Number of shards of a batch along its rows."""
         return 1 if self.mesh is None else self.mesh.size("dp") * self.mesh.size("fsdp")
 
+    def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
+        """Return the mesh axes that split each dim of an activation; None without a mesh."""
+        if self.mesh is None:
+            return None
+        return partition_spec([(dim,) for dim in dims], shape, self.mesh, {**self.rules, **ACTIVATION_RULES})
+
     def _to_named_sharding(self, spec: Spec | None) -> NamedSharding | None:
-        return (
-            None
-            if spec is None or self.device_mesh is None
-            else NamedSharding(self.device_mesh, jax_partition_spec(spec))
-        )
+        """Convert a spec to a sharding on the devices; None without devices."""
+        if spec is None or self.device_mesh is None:
+            return None
+        return NamedSharding(self.device_mesh, jax_partition_spec(spec))
 
 
 def jax_partition_spec(spec: Spec) -> PartitionSpec:
-    """A Spec as jax spells it."""
+    """Convert a spec to JAX's PartitionSpec."""
     return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec.mesh_axes))
 
 
 def make_sharding_context(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> ShardingContext:
-    """The mesh on this machine's devices; a usage PrepError where their number is another. PrepError without any."""
+    """Create the mesh on the devices of all processes.
+
+    Args:
+        mesh: The mesh; one axis of size -1 takes the remaining devices.
+        rules: Mesh axes of each logical dim.
+
+    Returns:
+        The context with its device mesh.
+
+    Raises:
+        PrepError: The number of devices does not fit the mesh (a usage error), or JAX finds no devices.
+    """
     devices = _jax_devices()
     hosts, kind = jax.process_count(), devices[0].device_kind
-    where = f"{hosts} host{'s' if hosts > 1 else ''} with {len(devices) // hosts} x {kind}"
+    hardware = f"{hosts} host{'s' if hosts > 1 else ''} with {len(devices) // hosts} x {kind}"
     if devices[0].platform == "cpu":
-        where += "; a CPU can stand in for several: JAX_NUM_CPU_DEVICES=8"
-    full = meshes.resolve_mesh(mesh, len(devices), where)
-    return ShardingContext(full, rules, _make_device_mesh(full))
+        hardware += "; JAX_NUM_CPU_DEVICES=8 simulates 8 CPU devices"
+    resolved = meshes.resolve_mesh(mesh, len(devices), hardware)
+    return ShardingContext(mesh=resolved, rules=rules, device_mesh=_make_device_mesh(resolved))
 
 
 def _jax_devices() -> list[Any]:
+    """Return all devices; raise a PrepError if JAX finds none."""
     try:
         return jax.devices()
     except RuntimeError as error:
-        hint = "`JAX_PLATFORMS=cpu` takes the CPU, `JAX_PLATFORMS=''` what is there"
-        raise PrepError("jax finds no devices", str(error).partition("\n")[0], hint) from error
-
-
-TRAINING_MEMORY_HINT = (
-    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
-)
+        hint = "`JAX_PLATFORMS=cpu` selects the CPU, `JAX_PLATFORMS=''` any available platform"
+        raise PrepError("JAX found no devices", str(error).partition("\n")[0], hint) from error
 
 
 @contextmanager
 def catch_out_of_memory(hint: str = TRAINING_MEMORY_HINT) -> Iterator[None]:
-    """Within, PrepError where the devices have too little memory for what is asked of them."""
+    """Convert out-of-memory errors of host and devices into PrepErrors.
+
+    Args:
+        hint: Settings to change to save memory.
+
+    Raises:
+        PrepError: The work inside ran out of memory.
+    """
     try:
         yield
     except MemoryError as error:
-        raise PrepError("there is too little memory", str(error) or "the system has no more", hint) from error
+        raise PrepError("out of host memory", str(error) or "the system has no free memory", hint) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise PrepError("the devices have too little memory", str(error).partition("\n")[0], hint) from error
+        raise PrepError("out of device memory", str(error).partition("\n")[0], hint) from error
 
 
 def sharding_without_devices(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> ShardingContext:
-    """The mesh without devices: specs can be asked for, nothing can be placed."""
-    return ShardingContext(mesh, rules, None)
+    """Return a context that computes specs but cannot place arrays."""
+    return ShardingContext(mesh=mesh, rules=rules, device_mesh=None)
 
 
 def _make_device_mesh(mesh: Mesh) -> jax.sharding.Mesh:
-    kinds = (AxisType.Auto,) * len(mesh.names)
+    """Create the mesh, with devices in plain order or placed by topology."""
+    axis_types = (AxisType.Auto,) * len(mesh.names)
     if mesh.plain_order:
-        return jax.sharding.Mesh(np.array(jax.devices()).reshape(mesh.sizes), mesh.names, axis_types=kinds)
-    return jax.make_mesh(mesh.sizes, mesh.names, axis_types=kinds)
+        return jax.sharding.Mesh(np.array(jax.devices()).reshape(mesh.sizes), mesh.names, axis_types=axis_types)
+    return jax.make_mesh(mesh.sizes, mesh.names, axis_types=axis_types)
 
 
 def param_nbytes_per_device(leaves: Mapping[str, ParamLeaf], sharding: ShardingContext, itemsize: int = 4) -> int:
-    """Bytes of all leaves that one device holds."""
+    """Compute the bytes of all parameters on one device.
+
+    Args:
+        leaves: Parameters by path.
+        sharding: The mesh and its rules.
+        itemsize: Bytes per element.
+    """
     total = 0
     for leaf in leaves.values():
-        found = sharding.param_spec(leaf)
-        total += math.prod(leaf.shape) * itemsize // (math.prod(found.shards_per_dim) if found else 1)
+        spec = sharding.param_spec(leaf)
+        total += math.prod(leaf.shape) * itemsize // (math.prod(spec.shards_per_dim) if spec else 1)
     return total

@@ -1,7 +1,9 @@
-"""Decoding on devices: the tokens of prompts all at once, then one after the other, with keys and values kept.
+"""Compiled generation functions: prefill of prompts, then one token at a time with a KV cache.
 
-Rows of a batch end in the same slot and begin where they may: positions count from a row's first token, and nothing
-sees the slots before it, so that a row has the tokens that it would have alone.
+The prompts of a batch end in the same slot and start in different ones. Positions count from the first token of a row,
+and the slots before it are masked, so that a prompt's output does not depend on the rest of the batch.
+
+Axes: B rows of the batch, T new tokens, S slots of tokens and of the KV cache, V true vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from trainer.generation.sampling import Sampling, sample_tokens
 from trainer.models.errors import usage_error
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import ENCODER
-from trainer.nn import transformer as core
+from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache, empty_kv_cache
 from trainer.nn.position_encoding import rotary_cos_sin_at
 from trainer.nn.transformer import ForwardConfig, ModelSpec
@@ -24,23 +26,38 @@ from trainer.nn.transformer import ForwardConfig, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """What to generate: at most so many new tokens a row, up to the first that is among `ends`, which is kept."""
+    """The options of generation.
+
+    Attributes:
+        max_new_tokens: Maximum number of new tokens per row.
+        eos_token_ids: Tokens that end a row; the token itself is part of the output.
+        sampling: How tokens are sampled.
+
+    Raises:
+        PrepError: `max_new_tokens` is less than 1 (a usage error).
+    """
 
     max_new_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
-        """Usage PrepError for no tokens."""
+        """Check the number of new tokens."""
         if self.max_new_tokens < 1:
-            raise usage_error(f"{self.max_new_tokens} new tokens", "there is nothing to generate", "a number from 1 on")
+            what = f"max_new_tokens {self.max_new_tokens} is out of range"
+            raise usage_error(what, "it must be at least 1", "`--max-new-tokens 64`")
 
 
 class PromptBatch(NamedTuple):
-    """Rows of tokens, int32 [B, S]: row b's begin in slot `starts[b]`, the first new ones are in slot `first`.
+    """Prompts and new tokens in slots.
 
-    starts, rows: int32 [B]; what is drawn for a row depends on its number. ended: bool [B]. first: int32 [].
-    memory: what an encoder made of the sources.
+    Attributes:
+        tokens: int32 [B, S].
+        start_slots: int32 [B], the slot of each row's first token.
+        row_numbers: int32 [B]; the sampled tokens of a row depend on its number.
+        is_finished: bool [B], true for finished rows.
+        first_new_slot: int32 [], the slot of the first new tokens.
+        encoder_output: Keys and values of the sources for all decoder layers.
     """
 
     tokens: Array
@@ -52,32 +69,43 @@ class PromptBatch(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """A batch on its way: the newest tokens are in slot `cache.filled`, all before them have been looked at."""
+    """A batch during generation.
+
+    The latest tokens are in slot `kv_cache.length`; the keys and values of all earlier tokens are in the cache.
+    """
 
     batch: PromptBatch
     kv_cache: KVCache
 
 
 def cast_for_inference(params: Tree, forward_config: ForwardConfig) -> Tree:
-    """Parameters as all steps use them; those that are so already are not copied."""
-    wanted = {path: jnp.dtype(inference_dtype(path, forward_config.dtype)) for path in flatten_tree(params)}
-    return unflatten_tree(
-        {p: leaf if leaf.dtype == wanted[p] else leaf.astype(wanted[p]) for p, leaf in flatten_tree(params).items()}
-    )
+    """Cast parameters to their dtypes for decoding; a leaf is copied only if its dtype changes."""
+    cast = {}
+    for path, leaf in flatten_tree(params).items():
+        dtype = jnp.dtype(inference_dtype(path, forward_config.dtype))
+        cast[path] = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+    return unflatten_tree(cast)
 
 
 def inference_dtype(path: str, compute_dtype: str) -> str:
-    """The dtype of a parameter in steps that are computed in one: what is added to logits is float32, as they are."""
+    """Return the dtype of a parameter: float32 for the LM head's bias, as logits are, and `compute_dtype` otherwise."""
     return "float32" if path == "head.bias" else compute_dtype
 
 
 def encode_sources(
     params: Tree, sources: Array, source_mask: Array, model: ModelSpec, forward_config: ForwardConfig
 ) -> EncoderOutput:
-    """Of sources [B, S], `present` where they are no padding, the keys and values of all layers."""
-    return core.precompute_cross_kv(
-        params, core.encode(params, sources, model, forward_config, source_mask), model, forward_config
-    )
+    """Run the encoder and project its output to the keys and values of all decoder layers.
+
+    Args:
+        params: Parameters from `cast_for_inference`.
+        sources: int32 [B, S].
+        source_mask: bool [B, S], false for padding.
+        model: A model with an encoder.
+        forward_config: Execution options.
+    """
+    encoder_output = transformer.encode(params, sources, model, forward_config, source_mask)
+    return transformer.precompute_cross_kv(params, encoder_output, model, forward_config)
 
 
 def prefill(
@@ -88,27 +116,35 @@ def prefill(
     forward_config: ForwardConfig,
     generation_config: GenerationConfig,
 ) -> DecodeState:
-    """Of what is in the first `count` slots all keys and values, and the tokens that come next."""
-    cache = init_kv_cache(model, batch.tokens.shape, forward_config)
-    return _decode_and_sample(
-        params, DecodeState(batch, cache), batch.tokens[:, :count], model, forward_config, generation_config
-    )
+    """Compute the keys and values of the first `count` slots at once and sample the next tokens.
+
+    Args:
+        params: Parameters from `cast_for_inference`.
+        batch: The prompts.
+        count: Number of slots; static.
+        model: The model.
+        forward_config: Execution options.
+        generation_config: End tokens and sampling.
+
+    Returns:
+        The state with `count` slots in its cache and the next tokens in slot `count`.
+    """
+    state = DecodeState(batch, init_kv_cache(model, batch.tokens.shape, forward_config))
+    return _decode_and_sample(params, state, batch.tokens[:, :count], model, forward_config, generation_config)
 
 
 def init_kv_cache(model: ModelSpec, shape: tuple[int, ...], forward_config: ForwardConfig) -> KVCache:
-    """A cache for tokens [B, S], with nothing in it."""
+    """Allocate an empty KV cache for tokens of shape [B, S]."""
     rows, slots = shape
-    keys = next(
+    key_leaf = next(
         leaf
         for leaf in model.leaves.values()
         if leaf.path_pattern.endswith("attn.k.weight") and ENCODER not in leaf.path_pattern
     )
-    heads, head_dim, _ = (extent for axis, extent in enumerate(keys.shape) if axis != keys.stack_axis)
-    return empty_kv_cache(
-        (len(model.arch_config.sliding_windows), rows, slots, heads, head_dim),
-        forward_config.dtype,
-        forward_config.sharding,
-    )
+    extents = (extent for axis, extent in enumerate(key_leaf.shape) if axis != key_leaf.stack_axis)
+    kv_heads, head_dim, _ = extents
+    cache_shape = (len(model.arch_config.sliding_windows), rows, slots, kv_heads, head_dim)
+    return empty_kv_cache(cache_shape, forward_config.dtype, forward_config.sharding)
 
 
 def decode_loop(
@@ -119,16 +155,25 @@ def decode_loop(
     forward_config: ForwardConfig,
     generation_config: GenerationConfig,
 ) -> DecodeState:
-    """One token after the other, up to that in slot `until`, or to when all rows have ended."""
+    """Sample one token per row at a time until slot `end_slot` is filled or all rows have ended.
 
-    def more(state: DecodeState) -> Array:
+    Args:
+        params: Parameters from `cast_for_inference`.
+        state: The state after `prefill` or an earlier loop.
+        end_slot: int32 [], the last slot to fill.
+        model: The model.
+        forward_config: Execution options.
+        generation_config: End tokens and sampling.
+    """
+
+    def is_unfinished(state: DecodeState) -> Array:
         return (state.kv_cache.length < end_slot) & ~state.batch.is_finished.all()
 
     def step(state: DecodeState) -> DecodeState:
-        newest = lax.dynamic_slice_in_dim(state.batch.tokens, state.kv_cache.length, 1, axis=1)
-        return _decode_and_sample(params, state, newest, model, forward_config, generation_config)
+        latest = lax.dynamic_slice_in_dim(state.batch.tokens, state.kv_cache.length, 1, axis=1)
+        return _decode_and_sample(params, state, latest, model, forward_config, generation_config)
 
-    return lax.while_loop(more, step, state)
+    return lax.while_loop(is_unfinished, step, state)
 
 
 def _decode_and_sample(
@@ -139,15 +184,16 @@ def _decode_and_sample(
     forward_config: ForwardConfig,
     generation_config: GenerationConfig,
 ) -> DecodeState:
-    """After the tokens `new` [B, T], in the slots from `cache.filled` on."""
-    batch = state.batch
-    logits, cache = decode_step(
-        params, state.kv_cache, new_tokens, batch.start_slots, model, forward_config, batch.encoder_output
+    """Append the tokens [B, T] to the cache, from slot `kv_cache.length` on, and sample the tokens that follow."""
+    batch, start_slots = state.batch, state.batch.start_slots
+    logits, kv_cache = decode_step(
+        params, state.kv_cache, new_tokens, start_slots, model, forward_config, batch.encoder_output
     )
-    tokens = sample_tokens(logits, batch.row_numbers, cache.length - batch.first_new_slot, generation_config.sampling)
-    ended = batch.is_finished | jnp.isin(tokens, jnp.array(generation_config.eos_token_ids, jnp.int32))
-    tokens = lax.dynamic_update_slice(batch.tokens, tokens[:, None], (0, cache.length))
-    return DecodeState(batch._replace(tokens=tokens, is_finished=ended), cache)
+    step = kv_cache.length - batch.first_new_slot
+    sampled = sample_tokens(logits, batch.row_numbers, step, generation_config.sampling)
+    is_eos = jnp.isin(sampled, jnp.array(generation_config.eos_token_ids, jnp.int32))
+    tokens = lax.dynamic_update_slice(batch.tokens, sampled[:, None], (0, kv_cache.length))
+    return DecodeState(batch._replace(tokens=tokens, is_finished=batch.is_finished | is_eos), kv_cache)
 
 
 def decode_step(
@@ -159,23 +205,31 @@ def decode_step(
     forward_config: ForwardConfig,
     encoder_output: EncoderOutput | None = None,
 ) -> tuple[Array, KVCache]:
-    """Float32 logits [B, V] of what comes after the tokens `new` [B, T], in the slots from `cache.filled` on, and the
-    cache with them. V is the true vocabulary; `params` are `ready`; row b begins in slot `starts[b]`."""
+    """Run the decoder on the next tokens of each row.
+
+    Args:
+        params: Parameters from `cast_for_inference`.
+        kv_cache: Keys and values of all earlier slots.
+        new_tokens: int32 [B, T], the tokens of the slots from `kv_cache.length` on.
+        start_slots: int32 [B], the slot of each row's first token.
+        model: The model.
+        forward_config: Execution options.
+        encoder_output: Result of `encode_sources`; required if the model has an encoder.
+
+    Returns:
+        float32 logits [B, V] of the token that follows the last of `new_tokens`, and the cache with their keys and
+        values.
+    """
     slots = kv_cache.keys.shape[2]
-    positions = kv_cache.length + jnp.arange(new_tokens.shape[1]) - start_slots[:, None]
-    keys = jnp.arange(slots) - start_slots[:, None]
-    lengths = positions[:, -1] + 1
-    turns = {rope: rotary_cos_sin_at(rope, positions, lengths, slots) for rope in model.arch_config.ropes}
-    x = core.embed_tokens(params, new_tokens, model, forward_config, jnp.maximum(positions, 0))
-    x, found = core.run_decoder(
-        params,
-        x,
-        model,
-        forward_config,
-        AttentionMask(positions, keys, kv_valid=keys >= 0),
-        turns,
-        kv_cache,
-        encoder_output,
+    q_positions = kv_cache.length + jnp.arange(new_tokens.shape[1]) - start_slots[:, None]  # [B, T]
+    kv_positions = jnp.arange(slots) - start_slots[:, None]  # [B, S], negative before a row's first token
+    lengths = q_positions[:, -1] + 1
+    cos_sin = {rope: rotary_cos_sin_at(rope, q_positions, lengths, slots) for rope in model.arch_config.ropes}
+    mask = AttentionMask(q_positions=q_positions, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
+    x = transformer.embed_tokens(params, new_tokens, model, forward_config, jnp.maximum(q_positions, 0))
+    x, updated_cache = transformer.run_decoder(
+        params, x, model, forward_config, mask, cos_sin, kv_cache=kv_cache, encoder_output=encoder_output
     )
-    assert found is not None
-    return core.logits_from_hidden(params, x[:, -1:], model, forward_config)[:, 0, : model.true_vocab_size], found
+    assert updated_cache is not None
+    logits = transformer.logits_from_hidden(params, x[:, -1:], model, forward_config)  # [B, 1, padded vocabulary]
+    return logits[:, 0, : model.true_vocab_size], updated_cache

@@ -1,4 +1,4 @@
-"""Generation on the host: prompts laid out as a batch, and how far that goes at a time."""
+"""Generation from the host: prompts as batches, and the schedule of compiled calls."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from trainer.models.param_tree import Tree
 from trainer.nn.transformer import ForwardConfig, ModelSpec
 
 TokenSequence = Sequence[int]
-SLOT_MULTIPLE = 64  # slots for prompts are a multiple of it: batches of about the same length are compiled once
-MAX_SLOTS = 1 << 30  # tokens of a text: positions are int32
-STEPS_PER_CHECK = 16  # tokens between two looks at whether all rows have ended
+SLOT_MULTIPLE = 64  # prompt slots are rounded up to it, so that batches of similar length share one executable
+MAX_SLOTS = 1 << 30  # positions are int32
+STEPS_PER_CHECK = 16  # decoding steps between checks whether all rows have ended
 
 
 class _CompiledFunction:
-    """A function of arrays, compiled for each shape and place of them; `seconds` that took."""
+    """A function of arrays, compiled once per combination of shapes and shardings.
 
-    def __init__(self, function: Callable[..., Any], **jit: Any) -> None:
-        self._jitted = jax.jit(function, **jit)
+    Attributes:
+        compile_s: Seconds of compilation so far.
+    """
+
+    def __init__(self, function: Callable[..., Any], **jit_options: Any) -> None:
+        self._jitted = jax.jit(function, **jit_options)
         self._executables: dict[Any, Callable[..., Any]] = {}
         self.compile_s = 0.0
 
@@ -36,30 +40,44 @@ class _CompiledFunction:
         leaves, structure = jax.tree.flatten(arrays)
         key = (structure, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves), *static.items())
         if key not in self._executables:
-            began = time.monotonic()
+            started_at = time.monotonic()
             self._executables[key] = self._jitted.lower(*arrays, **static).compile()
-            self.compile_s += time.monotonic() - began
+            self.compile_s += time.monotonic() - started_at
         return self._executables[key](*arrays)
 
 
 class Generator:
-    """A model that is ready to generate; compiled once for each shape of a batch."""
+    """A model with its parameters on devices, which generates tokens for batches of prompts.
+
+    Functions are compiled once per shape of a batch.
+    """
 
     def __init__(
         self, params: Tree, model: ModelSpec, forward_config: ForwardConfig, generation_config: GenerationConfig
     ) -> None:
-        """`params` as they are trained, or already in the dtype of the computation."""
+        """Cast the parameters and prepare the compiled functions.
+
+        Args:
+            params: Parameters in float32 or in the dtype of the computation.
+            model: The model.
+            forward_config: Execution options.
+            generation_config: Options of generation.
+        """
         self.model, self.forward_config, self.generation_config = model, forward_config, generation_config
         self.params = decode.cast_for_inference(params, forward_config)
-        given: dict[str, Any] = {"model": model, "how": forward_config}
-        self._encode_sources = _CompiledFunction(partial(decode.encode_sources, **given))
-        given["asked"] = generation_config
-        self._prefill = _CompiledFunction(partial(decode.prefill, **given), static_argnames="count")
-        self._decode_loop = _CompiledFunction(partial(decode.decode_loop, **given), donate_argnums=1)
+        encode = partial(decode.encode_sources, model=model, forward_config=forward_config)
+        options: dict[str, Any] = {
+            "model": model,
+            "forward_config": forward_config,
+            "generation_config": generation_config,
+        }
+        self._encode_sources = _CompiledFunction(encode)
+        self._prefill = _CompiledFunction(partial(decode.prefill, **options), static_argnames="count")
+        self._decode_loop = _CompiledFunction(partial(decode.decode_loop, **options), donate_argnums=1)
 
     @property
     def compile_s(self) -> float:
-        """Seconds for which all of it was compiled so far."""
+        """Seconds of compilation so far."""
         return self._encode_sources.compile_s + self._prefill.compile_s + self._decode_loop.compile_s
 
     def generate(
@@ -70,41 +88,53 @@ class Generator:
         min_rows: int = 0,
         on_progress: Callable[[int], None] = lambda tokens: None,
     ) -> list[list[int]]:
-        """The new tokens of each prompt.
+        """Generate tokens for a batch of prompts.
 
-        sources: what an encoder reads, one for each prompt. first_row: the number of the first row. size: rows to
-        compute at least, so that a smaller batch is not compiled anew. told: how many tokens a row there are so far.
-        Usage PrepErrors for prompts without tokens, with tokens that the model lacks, and for more tokens than it has
-        positions.
+        Args:
+            prompts: Token ids of each prompt.
+            sources: Token ids of each prompt's source, for a model with an encoder.
+            first_row: Number of the first row; the sampled tokens of a row depend on its number.
+            min_rows: Minimum number of rows to compute. A smaller last batch then reuses the compiled functions.
+            on_progress: Called with the number of new tokens per row so far.
+
+        Returns:
+            The new tokens of each prompt, up to and including the first end token.
+
+        Raises:
+            PrepError: A prompt is empty or has an unknown token, or the new tokens exceed the model's positions (usage
+                errors).
         """
         check_prompts(prompts, sources, self.model, self.generation_config)
+        max_new_tokens = self.generation_config.max_new_tokens
         slots = _round_up(max(map(len, prompts)), SLOT_MULTIPLE)
         rows = _round_up(max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size)
-        batch = _make_prompt_batch(prompts, slots, rows, self.generation_config.max_new_tokens, first_row)
+        batch = _make_prompt_batch(prompts, slots, rows, max_new_tokens, first_row)
         if sources is not None:
             batch = batch._replace(encoder_output=self._encode_sources(self.params, *_pad_sources(sources, rows)))
         state = self._prefill(self.params, batch, count=slots)
-        for slot, anew in _decode_stops(
-            slots, slots + self.generation_config.max_new_tokens - 1, self._recompute_slots(prompts, slots)
-        ):
+        stops = _decode_stops(slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots))
+        for slot, is_recomputed in stops:
             on_progress(_num_new_tokens(state, slots))
-            if bool(state.batch.ended.all()):
+            if bool(state.batch.is_finished.all()):
                 break
-            if anew:
+            if is_recomputed:
                 batch = state.batch
-                del state  # its cache, before there is another one
+                del state  # free its cache before the next one is allocated
                 state = self._prefill(self.params, batch, count=slot)
             else:
                 state = self._decode_loop(self.params, state, jnp.int32(slot))
         on_progress(_num_new_tokens(state, slots))
-        new = np.asarray(state.batch.tokens)[: len(prompts), slots : slots + _num_new_tokens(state, slots)]
-        return [_truncate_after_eos(row.tolist(), self.generation_config.eos_token_ids) for row in new]
+        new_tokens = np.asarray(state.batch.tokens)[: len(prompts), slots : slots + _num_new_tokens(state, slots)]
+        return [_truncate_after_eos(row.tolist(), self.generation_config.eos_token_ids) for row in new_tokens]
 
     def _recompute_slots(self, prompts: Sequence[TokenSequence], slots: int) -> set[int]:
-        """Slots up to which a row has become so long that all its tokens turn otherwise than before: what is kept of
-        them is then made anew, so that tokens are those of whole sequences."""
-        longest = [rope.original_max_positions for rope in self.model.arch_config.ropes if rope.rope_type == "longrope"]
-        return {slots - len(prompt) + most + 1 for prompt in prompts for most in longest}
+        """Return the slots where a row exceeds the original positions of a longrope embedding.
+
+        The rotary frequencies of all its tokens change there. The cache is then recomputed, and the output equals
+        that of a forward pass over the whole sequence.
+        """
+        limits = [rope.original_max_positions for rope in self.model.arch_config.ropes if rope.rope_type == "longrope"]
+        return {slots - len(prompt) + limit + 1 for prompt in prompts for limit in limits}
 
 
 def check_prompts(
@@ -113,50 +143,61 @@ def check_prompts(
     model: ModelSpec,
     generation_config: GenerationConfig,
 ) -> None:
-    """Usage PrepErrors for prompts that the model cannot go on from."""
-    traits, rows = model.arch_config, [*prompts, *(sources or ())]
-    if (sources is None) != (traits.encoder is None):
-        has = "no encoder" if traits.encoder is None else "an encoder, which has to be given sources"
-        raise usage_error(f"{model.family.name} has {has}", "sources are what an encoder reads")
+    """Check that the model can generate from the prompts.
+
+    Args:
+        prompts: Token ids of each prompt.
+        sources: Token ids of each prompt's source; None without an encoder.
+        model: The model.
+        generation_config: Options of generation.
+
+    Raises:
+        PrepError: Sources are missing or not supported, a prompt is empty, a token id is out of range, or there are
+            too many new tokens (usage errors).
+    """
+    arch_config, rows = model.arch_config, [*prompts, *(sources or ())]
+    max_new_tokens = generation_config.max_new_tokens
+    if (sources is None) != (arch_config.encoder is None):
+        if arch_config.encoder is None:
+            raise usage_error(f"{model.family.name} has no encoder", "sources are not supported without one")
+        raise usage_error(f"{model.family.name} has an encoder", "a source is required for each prompt")
     if not all(map(len, rows)):
-        raise usage_error("a prompt has no tokens", "there is nothing to go on from", "a prompt of at least one token")
+        raise usage_error("empty prompt", "a prompt must have at least one token")
     lowest, highest = min(map(min, rows)), max(map(max, rows))
     if lowest < 0 or highest >= model.true_vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise usage_error(
-            f"token {wrong:,} is none of the model's", f"its true vocabulary is {model.true_vocab_size:,}, from 0 on"
-        )
-    if max(map(len, rows)) + generation_config.max_new_tokens >= MAX_SLOTS:
-        raise usage_error(
-            f"{generation_config.max_new_tokens:,} new tokens",
-            f"a text has fewer than {MAX_SLOTS:,}",
-            "`--max-new-tokens 64`",
-        )
-    left = max_fitting_new_tokens(prompts, model)
-    if left is not None and generation_config.max_new_tokens > left:
-        what = f"{max(map(len, prompts)):,} tokens of a prompt, and {generation_config.max_new_tokens:,} new ones"
-        hint = f"`--max-new-tokens {left}`" if left > 0 else "a shorter prompt"
-        raise usage_error(what, f"the model has {traits.max_positions:,} positions", hint)
+        token = lowest if lowest < 0 else highest
+        raise usage_error(f"token id {token} is out of range", f"the vocabulary has {model.true_vocab_size:,} tokens")
+    if max(map(len, rows)) + max_new_tokens >= MAX_SLOTS:
+        what, why = f"{max_new_tokens:,} new tokens are too many", f"prompt and output must be below {MAX_SLOTS:,}"
+        raise usage_error(what, why, "`--max-new-tokens 64`")
+    num_fitting = max_fitting_new_tokens(prompts, model)
+    if num_fitting is not None and max_new_tokens > num_fitting:
+        what = f"a prompt of {max(map(len, prompts)):,} tokens and {max_new_tokens:,} new tokens are too long"
+        hint = f"`--max-new-tokens {num_fitting}`" if num_fitting > 0 else "a shorter prompt"
+        raise usage_error(what, f"the model has {arch_config.max_positions:,} positions", hint)
 
 
 def max_fitting_new_tokens(prompts: Sequence[TokenSequence], model: ModelSpec) -> int | None:
-    """How many new tokens there are positions for, of which the last one takes none; None where positions never end."""
-    traits = model.arch_config
-    return traits.max_positions - max(map(len, prompts)) + 1 if traits.has_learned_positions else None
+    """Return the number of new tokens that fit the model's positions; None if its positions are unlimited.
+
+    The last new token needs no position, since the model does not read it.
+    """
+    arch_config = model.arch_config
+    return arch_config.max_positions - max(map(len, prompts)) + 1 if arch_config.has_learned_positions else None
 
 
 def _make_prompt_batch(
     prompts: Sequence[TokenSequence], slots: int, rows: int, max_new_tokens: int, first_row: int
 ) -> PromptBatch:
-    """Prompts that end in slot `slots`, with room for what is new; rows that fill up the batch have ended already."""
+    """Lay out prompts that end before slot `slots`, with room for new tokens; padding rows are finished."""
     tokens = np.zeros((rows, slots + max_new_tokens), np.int32)
-    starts = np.full(rows, slots - 1, np.int32)
+    start_slots = np.full(rows, slots - 1, np.int32)
     for row, prompt in enumerate(prompts):
-        starts[row] = slots - len(prompt)
-        tokens[row, starts[row] : slots] = prompt
+        start_slots[row] = slots - len(prompt)
+        tokens[row, start_slots[row] : slots] = prompt
     return PromptBatch(
         tokens=jnp.asarray(tokens),
-        start_slots=jnp.asarray(starts),
+        start_slots=jnp.asarray(start_slots),
         row_numbers=jnp.arange(first_row, first_row + rows, dtype=jnp.int32),
         is_finished=jnp.arange(rows) >= len(prompts),
         first_new_slot=jnp.int32(slots),
@@ -164,7 +205,7 @@ def _make_prompt_batch(
 
 
 def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Array]:
-    """Sources [B, S], and where they are no padding; rows that fill up have one token."""
+    """Return right-padded sources [B, S] and their mask; padding rows have one token."""
     tokens = np.zeros((rows, _round_up(max(map(len, sources)), SLOT_MULTIPLE)), np.int32)
     lengths = np.ones(rows, np.int32)
     for row, source in enumerate(sources):
@@ -174,28 +215,29 @@ def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Ar
 
 
 def _decode_stops(first_slot: int, last_slot: int, recompute_slots: Iterable[int]) -> Iterator[tuple[int, bool]]:
-    """Slots to go to from `first` to `last`; true for those up to which everything is computed anew."""
-    at = first_slot
-    for turn in (*sorted(turn for turn in recompute_slots if first_slot < turn <= last_slot), None):
-        goal = last_slot if turn is None else turn - 1
-        while at < goal:
-            at = min(at + STEPS_PER_CHECK, goal)
-            yield at, False
-        if turn is not None:
-            at = turn
-            yield at, True
+    """Yield the slots at which decoding returns to the host, and whether the cache is recomputed up to the slot."""
+    slot = first_slot
+    for recompute_slot in (*sorted(s for s in recompute_slots if first_slot < s <= last_slot), None):
+        last_decoded = last_slot if recompute_slot is None else recompute_slot - 1
+        while slot < last_decoded:
+            slot = min(slot + STEPS_PER_CHECK, last_decoded)
+            yield slot, False
+        if recompute_slot is not None:
+            slot = recompute_slot
+            yield slot, True
 
 
 def _num_new_tokens(state: DecodeState, slots: int) -> int:
-    """How many new tokens a row has."""
+    """Return the number of new tokens per row."""
     return int(state.kv_cache.length) - slots + 1
 
 
 def _round_up(count: int, multiple: int) -> int:
+    """Round up to a multiple."""
     return -(-count // multiple) * multiple
 
 
 def _truncate_after_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Up to the first of `ends`, with it."""
-    at = next((i for i, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
-    return tokens[: at + 1]
+    """Cut after the first end token."""
+    end = next((i for i, token in enumerate(tokens) if token in eos_token_ids), len(tokens))
+    return tokens[: end + 1]

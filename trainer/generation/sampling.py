@@ -1,4 +1,7 @@
-"""The next token of each row from its logits: the likeliest one, or one drawn from what temperature, k and p leave."""
+"""Sampling of the next token from logits: greedy, or with temperature, top-k and top-p.
+
+Axes: B rows of the batch, V true vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,24 @@ from jax import Array, lax
 
 from trainer.models.errors import usage_error
 
-MAX_TEMPERATURE = 3.4e38  # of a temperature: logits are divided in float32
-MIN_TEMPERATURE = 1e-30  # of a temperature above 0, so that a difference of logits stays a number
+MAX_TEMPERATURE = 3.4e38  # logits are divided in float32
+MIN_TEMPERATURE = 1e-30  # smaller positive temperatures are raised to it, so that scaled logits stay finite
+MAX_SEED = (1 << 32) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. temperature: 0 is none, the likeliest token each time. top_k: only so many, 0: all.
-    top_p: only the likeliest that have this share together. Usage PrepError for values out of range."""
+    """The options of sampling.
+
+    Attributes:
+        temperature: Divisor of logits; 0 takes the most likely token.
+        top_k: Sample from the k most likely tokens; 0 for all.
+        top_p: Sample from the most likely tokens whose probabilities add up to p; 1 for all.
+        seed: Seed of the random key.
+
+    Raises:
+        PrepError: A value is out of range (a usage error).
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -25,43 +38,68 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Check the ranges of all values."""
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise usage_error(f"a temperature of {self.temperature:g}", "it is 0 or more; 0 takes the likeliest token")
+            why = "it must be at least 0, where 0 takes the most likely token"
+            raise usage_error(f"temperature {self.temperature:g} is out of range", why, "`--temperature 0`")
         if self.top_k < 0:
-            raise usage_error(f"the {self.top_k} likeliest tokens", "top-k is a number of tokens; 0 takes all")
+            why = "it must be at least 0, where 0 takes all tokens"
+            raise usage_error(f"top_k {self.top_k} is out of range", why, "`--top-k 0`")
         if not 0 < self.top_p <= 1:
-            raise usage_error(f"tokens of a share of {self.top_p:g}", "top-p is above 0 and at most 1; 1 takes all")
-        if not 0 <= self.seed < 1 << 32:
-            raise usage_error(f"a seed of {self.seed}", "it is a number from 0 to 4,294,967,295")
+            why = "it must be above 0 and at most 1, where 1 takes all tokens"
+            raise usage_error(f"top_p {self.top_p:g} is out of range", why, "`--top-p 1`")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise usage_error(f"seed {self.seed} is out of range", f"it must be from 0 to {MAX_SEED:,}", "`--seed 0`")
 
 
 def sample_tokens(logits: Array, row_numbers: Array, step: Array, sampling: Sampling) -> Array:
-    """Float32 [B, V] -> int32 [B]. What is drawn for a row depends on its logits, the seed, the row's number in `rows`
-    (int32 [B]) and the step (int32 []), on nothing else."""
+    """Sample one token per row.
+
+    A row's token depends only on its logits, its number, the step and the seed, not on the rest of the batch.
+
+    Args:
+        logits: float32 [B, V].
+        row_numbers: int32 [B].
+        step: int32 [], the number of the new token.
+        sampling: Options of sampling.
+
+    Returns:
+        int32 [B].
+    """
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
     key = jax.random.key(sampling.seed)
 
-    def draw(scores: Array, row: Array) -> Array:
-        own = jax.random.fold_in(jax.random.fold_in(key, row), step)
-        return jax.random.categorical(own, scores)
+    def sample_row(row_logits: Array, row_number: Array) -> Array:
+        row_key = jax.random.fold_in(jax.random.fold_in(key, row_number), step)
+        return jax.random.categorical(row_key, row_logits)
 
-    return jax.vmap(draw)(warp_logits(logits, sampling), row_numbers).astype(jnp.int32)
+    return jax.vmap(sample_row)(warp_logits(logits, sampling), row_numbers).astype(jnp.int32)
 
 
 def warp_logits(logits: Array, sampling: Sampling) -> Array:
-    """Float32 [B, V]: what is drawn from, -inf for tokens that are not. As transformers has it: first temperature, then
-    k, with all that are as likely as the last of them, then p of what is left, with the token that reaches it."""
+    """Apply temperature, then top-k, then top-p, in the order of transformers' logits warpers.
+
+    Top-k keeps all ties with the k-th token. Top-p keeps the token that reaches p.
+
+    Args:
+        logits: float32 [B, V].
+        sampling: Options of sampling; the temperature is above 0.
+
+    Returns:
+        float32 [B, V], -inf for filtered tokens.
+    """
     scores = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, MIN_TEMPERATURE)
     if 0 < sampling.top_k < scores.shape[-1]:
-        least = lax.top_k(scores, sampling.top_k)[0][:, -1:]
-        scores = jnp.where(scores < least, -jnp.inf, scores)
+        kth_score = lax.top_k(scores, sampling.top_k)[0][:, -1:]
+        scores = jnp.where(scores < kth_score, -jnp.inf, scores)
     return jax.vmap(lambda row: _top_p_filter(row, sampling.top_p))(scores) if sampling.top_p < 1 else scores
 
 
 def _top_p_filter(scores: Array, top_p: float) -> Array:
-    """[V]: those before which less than a share has come, the likeliest first."""
+    """Set scores [V] to -inf for tokens whose more likely tokens have a total probability of at least `top_p`."""
     order = jnp.argsort(scores, descending=True)
-    shares = jax.nn.softmax(scores[order])
-    kept = (shares.cumsum() - shares < top_p).at[0].set(True)  # also of a share that float32 has not
-    return jnp.where(jnp.zeros_like(kept).at[order].set(kept), scores, -jnp.inf)
+    probabilities = jax.nn.softmax(scores[order])
+    is_kept = probabilities.cumsum() - probabilities < top_p
+    is_kept = is_kept.at[0].set(True)  # even if `top_p` underflows in float32
+    return jnp.where(jnp.zeros_like(is_kept).at[order].set(is_kept), scores, -jnp.inf)

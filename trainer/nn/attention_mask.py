@@ -1,4 +1,7 @@
-"""What queries see: keys by position, the additions to their scores, and keys and values that are kept for later."""
+"""The inputs of attention apart from hidden states: mask, score bias, KV cache and encoder output.
+
+Axes: B rows of the batch, T queries, S keys or cache slots, H query heads, K key and value heads, E head width.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,27 @@ from jax import Array, lax
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION
 
-CosSin = tuple[Array, Array]  # cosine and sine of rotary positions: [T, dim / 2], or [B, T, dim / 2]
+CosSin = tuple[Array, Array]  # rotary cosine and sine: [T, rotary_dim / 2] or [B, T, rotary_dim / 2]
+KV_CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
 
 
 class KV(NamedTuple):
-    """What queries meet, [B, S, kv_heads, head_dim] each: keys as they are compared, normed and turned."""
+    """Keys and values [B, S, K, E] of one layer; keys are normed and rotated."""
 
     keys: Array
     values: Array
 
 
 class KVCache(NamedTuple):
-    """Keys and values of a stack of layers, [layers, B, S, kv_heads, head_dim] each; slots from `filled` on are free.
+    """Keys and values of all layers, for decoding.
 
-    Layers come in turn: `layer` is the next one. Both are int32 [], so that one compiled step serves all.
+    Layers are appended to in order. `length` and `layer` are arrays, so that one compiled step serves all slots.
+
+    Attributes:
+        keys: [layers, B, S, K, E]; the slots from `length` on are free.
+        values: Like `keys`.
+        length: int32 [], the number of filled slots.
+        layer: int32 [], the layer that `append` writes to next.
     """
 
     keys: Array
@@ -33,59 +43,68 @@ class KVCache(NamedTuple):
     layer: Array
 
     def append(self, new: KV, sharding: ShardingContext) -> tuple[KVCache, KV]:
-        """With T more keys and values of the layer in the slots from `filled` on, and all S of that layer."""
-        at = (self.layer, 0, self.length, 0, 0)
-        stacks = (
-            sharding.constrain(lax.dynamic_update_slice(stack, more[None], at), *KV_CACHE_DIMS)
-            for stack, more in ((self.keys, new.keys), (self.values, new.values))
+        """Write the keys and values of T tokens to the next layer, in the slots from `length` on.
+
+        Returns:
+            The cache with its next layer advanced, and all S slots of the written layer.
+        """
+        start = (self.layer, 0, self.length, 0, 0)
+        keys, values = (
+            sharding.constrain(lax.dynamic_update_slice(stack, update[None], start), *KV_CACHE_DIMS)
+            for stack, update in ((self.keys, new.keys), (self.values, new.values))
         )
-        keys, values = stacks
-        own = KV(_take_layer(keys, self.layer), _take_layer(values, self.layer))
-        return self._replace(keys=keys, values=values, layer=self.layer + 1), own
+        layer_kv = KV(_take_layer(keys, self.layer), _take_layer(values, self.layer))
+        return self._replace(keys=keys, values=values, layer=self.layer + 1), layer_kv
 
     def advance(self, count: int) -> KVCache:
-        """For what comes after `count` tokens that all layers have seen."""
+        """Mark `count` more slots as filled and return to the first layer."""
         return self._replace(length=self.length + count, layer=jnp.zeros_like(self.layer))
 
 
-KV_CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
-
-
 def _take_layer(stack: Array, layer: Array) -> Array:
+    """Return one layer of a stack on axis 0."""
     return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 
 def empty_kv_cache(shape: tuple[int, ...], dtype: str, sharding: ShardingContext) -> KVCache:
-    """A cache of this shape, [layers, B, S, kv_heads, head_dim], with nothing in it."""
-    stacks = [sharding.constrain(jnp.zeros(shape, dtype), *KV_CACHE_DIMS) for _ in range(2)]
-    return KVCache(stacks[0], stacks[1], jnp.int32(0), jnp.int32(0))
+    """Allocate an empty cache of shape [layers, B, S, K, E]."""
+    keys, values = (sharding.constrain(jnp.zeros(shape, dtype), *KV_CACHE_DIMS) for _ in range(2))
+    return KVCache(keys=keys, values=values, length=jnp.int32(0), layer=jnp.int32(0))
 
 
 class EncoderOutput(NamedTuple):
-    """What an encoder made of a source: [B, S, D], and of bool [B, S] false for padding, which no query sees.
+    """The input of cross-attention.
 
-    Beside a cache, what all layers make of it: [layers, B, S, kv_heads, head_dim] each.
+    Attributes:
+        states: The encoder's hidden states [B, S, D]. For decoding with a cache, the keys and values that all decoder
+            layers project from them, [layers, B, S, K, E] each, or the keys and values of one layer, [B, S, K, E].
+        source_mask: bool [B, S], false for padding; None if no token is padding.
     """
 
     states: Array | KV
     source_mask: Array | None = None
 
     def for_layer(self, layer: Array) -> EncoderOutput:
-        """What a layer makes of it."""
+        """Return the keys and values of one decoder layer."""
         assert isinstance(self.states, KV)
         return self._replace(states=KV(*(_take_layer(stack, layer) for stack in self.states)))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
-    """Which keys a layer's queries see.
+    """The keys that each query of a layer attends to, and the adjustments of queries, keys and scores.
 
-    queries, keys: positions, int32 [T] and [S], or [B, T] and [B, S] where rows differ; a query sees keys up to its own
-    position, from `window` positions on. Without positions it sees all.
-    present: bool [B, S], false for padding, which none sees.
-    bias: float32 [heads, T, S], or [B, heads, T, S] where rows differ, added to scores.
-    turns: the rotations of queries, and of the keys that are made beside them.
-    score_factor: float32 [], by which scores are multiplied besides the scale that all layers have.
+    With positions, a query attends to keys up to its own position, and within `window` positions. Without positions
+    it attends to all valid keys.
+
+    Attributes:
+        q_positions: int32 [T], or [B, T] if rows differ.
+        kv_positions: int32 [S], or [B, S] if rows differ.
+        kv_valid: bool [B, S], false for padding, which no query attends to.
+        bias: float32 [H, T, S], or [B, H, T, S] if rows differ; added to scores.
+        cos_sin: Rotary cosine and sine of queries and of their own keys.
+        layer_score_scale: float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`.
+        window: Number of positions that a query attends to, itself included; `FULL_ATTENTION` for no limit.
     """
 
     q_positions: Array | None = None
@@ -97,17 +116,17 @@ class AttentionMask:
     window: int = FULL_ATTENTION
 
     def materialize(self) -> Array | None:
-        """Bool [T, S] or [B, T, S]: whether a query sees a key; None: each sees all."""
-        present = None if self.kv_valid is None else self.kv_valid[:, None, :]
+        """Compute the mask as bool [T, S] or [B, T, S], true for visible keys; None if all keys are visible."""
+        kv_valid = None if self.kv_valid is None else self.kv_valid[:, None, :]
         if self.q_positions is None or self.kv_positions is None:
-            return present
+            return kv_valid
         distance = self.q_positions[..., :, None] - self.kv_positions[..., None, :]
-        seen = distance >= 0
-        seen = seen if self.window == FULL_ATTENTION else seen & (distance < self.window)
-        return seen if present is None else seen & present
+        visible = distance >= 0
+        visible = visible if self.window == FULL_ATTENTION else visible & (distance < self.window)
+        return visible if kv_valid is None else visible & kv_valid
 
 
 def causal_mask(length: int) -> AttentionMask:
-    """Whole sequences: each token sees itself and those before."""
+    """Return the causal mask of whole sequences: each token attends to itself and all earlier tokens."""
     positions = jnp.arange(length)
-    return AttentionMask(positions, positions)
+    return AttentionMask(q_positions=positions, kv_positions=positions)

@@ -1,7 +1,10 @@
-"""Head and loss in one: cross entropy over chunks of tokens, so that [tokens, vocab] never exists.
+"""LM head fused with the cross entropy loss over chunks of tokens, so that [tokens, vocabulary] logits never exist.
 
-Results are sums; who divides once by the sum of weights has a mean that does not depend on chunks, micro-batches or
-devices. Rows beyond the true vocabulary are padding: they have no share in the loss and their gradient is exactly 0.
+The loss is a sum. Divided once by the summed token weights it is a mean that does not depend on the number of chunks,
+micro-batches or devices. Rows beyond the true vocabulary are padding: they do not contribute to the loss, and their
+gradient is exactly 0.
+
+Axes: B rows of the batch, T tokens, C tokens of a chunk, D model width, V vocabulary rows with padding.
 """
 
 from __future__ import annotations
@@ -19,7 +22,13 @@ MASKED_LOGIT = -1e30
 
 
 class LossSums(NamedTuple):
-    """float32 sums over tokens: weighted cross entropy, weights, weights where the likeliest token is right."""
+    """Sums over tokens, float32 [] each.
+
+    Attributes:
+        loss: Weighted cross entropy.
+        weight: Token weights.
+        correct: Token weights where the most likely token is the target.
+    """
 
     loss: Array
     weight: Array
@@ -27,7 +36,14 @@ class LossSums(NamedTuple):
 
 
 class LMHead(NamedTuple):
-    """What does not change in a run: the true vocabulary, tokens a chunk (-1: all), the mesh, the bound of logits."""
+    """The static options of the LM head.
+
+    Attributes:
+        true_vocab_size: Vocabulary size without padding.
+        chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
+        sharding: The device mesh and its rules.
+        logit_softcap: Bound of logits; `NO_SOFTCAP` for none.
+    """
 
     true_vocab_size: int
     chunk_size: int
@@ -36,109 +52,129 @@ class LMHead(NamedTuple):
 
 
 def project_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | None = None) -> Array:
-    """[B, T, D] by [V, D] -> [B, T, V] in float32; those of padded rows are `MASKED`."""
+    """Compute float32 logits [B, T, V] from hidden states [B, T, D] and weight [V, D]; padding is `MASKED_LOGIT`."""
     return _softcap_and_mask(_linear_logits(hidden, weight, head, bias), head)
 
 
 def _linear_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | None) -> Array:
-    found = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
-    found = head.sharding.constrain(found, "batch", "seq", "vocab")
-    return found if bias is None else found + bias
+    """Compute float32 logits [B, T, V] before the softcap and the padding mask."""
+    logits = jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
+    logits = head.sharding.constrain(logits, "batch", "seq", "vocab")
+    return logits if bias is None else logits + bias
 
 
 def _softcap_and_mask(logits: Array, head: LMHead) -> Array:
+    """Bound logits by the softcap and mask the padded rows of the vocabulary."""
     if head.logit_softcap != NO_SOFTCAP:
         logits = head.logit_softcap * jnp.tanh(logits / head.logit_softcap)
-    rows = logits.shape[-1]
-    return (
-        logits
-        if head.true_vocab_size == rows
-        else jnp.where(jnp.arange(rows) < head.true_vocab_size, logits, MASKED_LOGIT)
-    )
+    vocab_rows = logits.shape[-1]
+    if head.true_vocab_size == vocab_rows:
+        return logits
+    return jnp.where(jnp.arange(vocab_rows) < head.true_vocab_size, logits, MASKED_LOGIT)
 
 
 def loss_sums(
     hidden: Array, weight: Array, targets: Array, token_weights: Array, head: LMHead, bias: Array | None = None
 ) -> LossSums:
-    """hidden [B, T, D], weight [V, D], targets [B, T], shares [B, T]: the weight of each token, 0 for none; bias [V].
+    """Compute the summed cross entropy in chunks of tokens.
 
-    Where that is 0, target and hidden state may be anything, infinite too: they have no part in sums and gradients.
+    Tokens of weight 0 are ignored: their targets and hidden states may be arbitrary, even infinite.
+
+    Args:
+        hidden: Hidden states [B, T, D].
+        weight: Weight of the head [V, D].
+        targets: int32 [B, T].
+        token_weights: Weight of each token's loss [B, T], 0 to ignore the token.
+        head: Static options.
+        bias: Bias of the head [V].
+
+    Returns:
+        float32 sums over all tokens. Their gradients have the dtypes of `hidden`, `weight` and `bias`.
     """
     token_weights = token_weights.astype(jnp.float32)
-    counts = token_weights > 0
-    targets = jnp.where(counts, targets, 0)
-    hidden = jnp.where(counts[..., None], hidden, 0)  # a slope of 0 would not do: 0 x nan is nan
+    is_counted = token_weights > 0
+    targets = jnp.where(is_counted, targets, 0)
+    hidden = jnp.where(is_counted[..., None], hidden, 0)  # a zero gradient is not enough: 0 * nan is nan
     length = hidden.shape[1]
-    chunk = length if head.chunk_size == -1 else min(head.chunk_size, length)
-    if missing := -length % chunk:
-        hidden, targets, token_weights = (
-            _pad_tokens(hidden, missing),
-            _pad_tokens(targets, missing),
-            _pad_tokens(token_weights, missing),
-        )
-    loss, correct = _chunked_loss(head._replace(chunk_size=chunk), hidden, weight, bias, targets, token_weights)
-    return LossSums(loss, token_weights.sum(), correct)
+    chunk_size = length if head.chunk_size == -1 else min(head.chunk_size, length)
+    if num_padding := -length % chunk_size:
+        hidden, targets = _pad_tokens(hidden, num_padding), _pad_tokens(targets, num_padding)
+        token_weights = _pad_tokens(token_weights, num_padding)
+    head = head._replace(chunk_size=chunk_size)
+    loss, correct = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
+    return LossSums(loss=loss, weight=token_weights.sum(), correct=correct)
 
 
 def _pad_tokens(x: Array, num_tokens: int) -> Array:
+    """Append zeros for `num_tokens` more tokens to [B, T, ...]."""
     return jnp.pad(x, ((0, 0), (0, num_tokens), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _chunked_loss_primal(
     head: LMHead, hidden: Array, weight: Array, bias: Array | None, targets: Array, token_weights: Array
 ) -> tuple[Array, Array]:
+    """Compute the loss sum and the sum of correct tokens."""
     return _chunked_loss_fwd(head, hidden, weight, bias, targets, token_weights)[0]
 
 
-Residuals = tuple[Array, Array, Array | None, Array, Array, Array]
+Residuals = tuple[Array, Array, Array | None, Array, Array, Array]  # inputs of the loss, and log_z of all chunks
 
 
 def _chunked_loss_fwd(
     head: LMHead, hidden: Array, weight: Array, bias: Array | None, targets: Array, token_weights: Array
 ) -> tuple[tuple[Array, Array], Residuals]:
-    def step(sums: tuple[Array, Array], chunk: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        x, target, share = chunk
-        found = project_logits(x, weight, head, bias)
-        partition = jax.nn.logsumexp(found, axis=-1)
-        gold = jnp.where(_is_target(found, target), found, 0.0).sum(-1)  # no gather: the vocabulary may be split
-        counts = share > 0  # `where`, not `*`: what has no weight may be inf
-        loss = jnp.where(counts, share * (partition - gold), 0.0).sum()
-        correct = jnp.where(counts & (found.argmax(-1) == target), share, 0.0).sum()
-        return (sums[0] + loss, sums[1] + correct), partition
+    """Compute the sums chunk by chunk and save `log_z`, the logarithm of the softmax denominator, per token."""
+
+    def add_chunk(sums: tuple[Array, Array], chunk: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        x, target, token_weight = chunk  # [B, C, D], [B, C], [B, C]
+        logits = project_logits(x, weight, head, bias)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        # a masked sum instead of a gather, because the mesh may split the vocabulary
+        target_logit = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
+        is_counted = token_weight > 0  # select with `where`: the loss of a token of weight 0 may be inf
+        loss = jnp.where(is_counted, token_weight * (log_z - target_logit), 0.0).sum()
+        correct = jnp.where(is_counted & (logits.argmax(-1) == target), token_weight, 0.0).sum()
+        return (sums[0] + loss, sums[1] + correct), log_z
 
     zero = jnp.zeros((), jnp.float32)
-    sums, partitions = lax.scan(step, (zero, zero), _chunk_inputs(hidden, targets, token_weights, head.chunk_size))
-    return sums, (hidden, weight, bias, targets, token_weights, partitions)
+    sums, log_z = lax.scan(add_chunk, (zero, zero), _chunk_inputs(hidden, targets, token_weights, head.chunk_size))
+    return sums, (hidden, weight, bias, targets, token_weights, log_z)
 
 
-LMHeadGradients = tuple[Array, Array | None]  # of weight and bias
+LMHeadGradients = tuple[Array, Array | None]  # gradients of weight and bias
 
 
 def _chunked_loss_bwd(
     head: LMHead, residuals: Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array | None, None, None]:
-    """Logits again, chunk by chunk. The weight's gradient adds up in float32: in bfloat16 it loses 1 % and more."""
-    hidden, weight, bias, targets, shares, partitions = residuals
+    """Recompute logits chunk by chunk and accumulate the gradients of hidden states, weight and bias.
 
-    def step(gradients: LMHeadGradients, chunk: tuple[Array, Array, Array, Array]) -> tuple[LMHeadGradients, Array]:
-        x, target, share, partition = chunk
-        free = _linear_logits(x, weight, head, bias)
-        found = _softcap_and_mask(free, head)
-        slope = jnp.exp(found - partition[..., None]) - _is_target(found, target)
+    The weight's gradient accumulates in float32: in bfloat16 it would lose 1 % or more.
+    """
+    hidden, weight, bias, targets, token_weights, all_log_z = residuals
+
+    def add_chunk(
+        gradients: LMHeadGradients, chunk: tuple[Array, Array, Array, Array]
+    ) -> tuple[LMHeadGradients, Array]:
+        x, target, token_weight, log_z = chunk  # [B, C, D], then [B, C] each
+        linear_logits = _linear_logits(x, weight, head, bias)
+        logits = _softcap_and_mask(linear_logits, head)
+        dlogits = jnp.exp(logits - log_z[..., None]) - _is_target(logits, target)
         if head.logit_softcap != NO_SOFTCAP:
-            slope = slope * (1.0 - jnp.square(jnp.tanh(free / head.logit_softcap)))
-        wide = jnp.where(share[..., None] > 0, slope * (share * cotangents[0])[..., None], 0.0)
-        slope = wide.astype(x.dtype)
-        here = jnp.einsum("btv,vd->btd", slope, weight, preferred_element_type=jnp.float32)
-        there = jnp.einsum("btv,btd->vd", slope, x, preferred_element_type=jnp.float32)
-        by_bias = None if gradients[1] is None else gradients[1] + wide.sum((0, 1))
-        return (gradients[0] + there, by_bias), here.astype(x.dtype)
+            dlogits = dlogits * (1.0 - jnp.square(jnp.tanh(linear_logits / head.logit_softcap)))
+        scale = (token_weight * cotangents[0])[..., None]
+        dlogits_float32 = jnp.where(token_weight[..., None] > 0, dlogits * scale, 0.0)
+        dlogits = dlogits_float32.astype(x.dtype)
+        dhidden = jnp.einsum("btv,vd->btd", dlogits, weight, preferred_element_type=jnp.float32)
+        dweight = jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)
+        dbias = None if gradients[1] is None else gradients[1] + dlogits_float32.sum((0, 1))
+        return (gradients[0] + dweight, dbias), dhidden.astype(x.dtype)
 
-    chunks = (*_chunk_inputs(hidden, targets, shares, head.chunk_size), partitions)
-    zeros = jax.tree.map(lambda each: jnp.zeros(each.shape, jnp.float32), (weight, bias))
-    gradients, here = lax.scan(step, zeros, chunks)
-    by_weight, by_bias = jax.tree.map(lambda found, of: found.astype(of.dtype), gradients, (weight, bias))
-    return _join_chunks(here), by_weight, by_bias, None, None
+    chunks = (*_chunk_inputs(hidden, targets, token_weights, head.chunk_size), all_log_z)
+    zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight, bias))
+    gradients, dhidden = lax.scan(add_chunk, zeros, chunks)
+    dweight, dbias = jax.tree.map(lambda gradient, like: gradient.astype(like.dtype), gradients, (weight, bias))
+    return _join_chunks(dhidden), dweight, dbias, None, None
 
 
 _chunked_loss = jax.custom_vjp(_chunked_loss_primal, nondiff_argnums=(0,))
@@ -146,22 +182,23 @@ _chunked_loss.defvjp(_chunked_loss_fwd, _chunked_loss_bwd)
 
 
 def _is_target(logits: Array, target: Array) -> Array:
+    """Return bool [B, C, V], true for the target of each token."""
     return jnp.arange(logits.shape[-1]) == target[..., None]
 
 
 def _chunk_inputs(hidden: Array, targets: Array, token_weights: Array, chunk_size: int) -> tuple[Array, Array, Array]:
-    return (
-        _split_chunks(hidden, chunk_size),
-        _split_chunks(targets, chunk_size),
-        _split_chunks(token_weights, chunk_size),
-    )
+    """Split hidden states, targets and weights into chunks of tokens."""
+    chunks = (_split_chunks(array, chunk_size) for array in (hidden, targets, token_weights))
+    hidden, targets, token_weights = chunks
+    return hidden, targets, token_weights
 
 
 def _split_chunks(x: Array, chunk_size: int) -> Array:
-    """[B, T, …] -> [T / chunk, B, chunk, …]: each device has its part of every chunk."""
+    """Reshape [B, T, ...] to [T / chunk_size, B, chunk_size, ...]; each device keeps its rows of every chunk."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:]), 1, 0)
 
 
 def _join_chunks(x: Array) -> Array:
-    count, batch, chunk = x.shape[:3]
-    return jnp.moveaxis(x, 0, 1).reshape(batch, count * chunk, *x.shape[3:])
+    """Reshape [chunks, B, chunk_size, ...] to [B, T, ...]."""
+    num_chunks, batch, chunk_size = x.shape[:3]
+    return jnp.moveaxis(x, 0, 1).reshape(batch, num_chunks * chunk_size, *x.shape[3:])

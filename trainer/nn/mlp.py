@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer."""
+"""The feed-forward network (MLP) of a layer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
-    """[B, T, D] -> [B, T, D]: up, activation (of the gate, where there is one), down."""
+    """Compute the MLP of [B, T, D]: down(activation(up)), or down(activation(gate) * up) if it is gated."""
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
     up = _linear(x, weights["up"])
-    inner = activate(_linear(x, weights["gate"])) * up if arch_config.has_gated_mlp else activate(up)
-    return _linear(sharding.constrain(inner, "batch", "seq", "mlp"), weights["down"])
+    hidden = activate(_linear(x, weights["gate"])) * up if arch_config.has_gated_mlp else activate(up)
+    return _linear(sharding.constrain(hidden, "batch", "seq", "mlp"), weights["down"])
 
 
 def _linear(x: Array, weights: Mapping[str, Array]) -> Array:
-    """By a weight [out, in], with the bias where there is one."""
+    """Multiply [B, T, in] by a weight [out, in] and add the bias, if there is one."""
     out = jnp.einsum("bti,oi->bto", x, weights["weight"])
     return out + weights["bias"] if "bias" in weights else out

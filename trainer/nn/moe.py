@@ -1,4 +1,4 @@
-"""A feed-forward part of many experts, of which each token has a few."""
+"""Mixture-of-experts MLP with top-k routing."""
 
 from __future__ import annotations
 
@@ -15,28 +15,47 @@ from trainer.nn.mlp import mlp
 
 
 def moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
-    """[B, T, D] -> [B, T, D]: the sum of a token's experts by their shares; no token is dropped.
+    """Compute the weighted sum of each token's experts; no token is dropped.
 
-    Experts compute one after the other for all tokens, so memory is that of one of them, and again in the backward
-    pass; time is that of all of them.
+    Every expert is computed for every token, one expert at a time (no sparse dispatch). Memory is that of one expert,
+    in the backward pass too; time is that of all experts.
+
+    Args:
+        x: Hidden states [B, T, D].
+        weights: `router`, and the experts' `up`, `gate` and `down` stacked over experts.
+        arch_config: The choices of the layers.
+        sharding: The device mesh and its rules.
+
+    Returns:
+        [B, T, D].
     """
-    shares = jnp.moveaxis(router_weights(x, weights["router"]["weight"], arch_config), -1, 0)
-    experts = {name: own for name, own in weights.items() if name != "router"}
+    # [experts, B, T]
+    weight_by_expert = jnp.moveaxis(router_weights(x, weights["router"]["weight"], arch_config), -1, 0)
+    experts = {name: projection for name, projection in weights.items() if name != "router"}
 
     @jax.checkpoint
-    def part(own: Mapping[str, Any], share: Array) -> Array:
-        return (mlp(x, own, arch_config, sharding) * share[..., None]).astype(x.dtype)
+    def weighted_expert(expert: Mapping[str, Any], token_weights: Array) -> Array:
+        return (mlp(x, expert, arch_config, sharding) * token_weights[..., None]).astype(x.dtype)
 
-    def add(total: Array, expert: tuple[Mapping[str, Any], Array]) -> tuple[Array, None]:
-        return total + part(*expert), None
+    def add_expert(total: Array, expert: tuple[Mapping[str, Any], Array]) -> tuple[Array, None]:
+        return total + weighted_expert(*expert), None
 
-    return lax.scan(add, jnp.zeros_like(x), (experts, shares))[0]
+    return lax.scan(add_expert, jnp.zeros_like(x), (experts, weight_by_expert))[0]
 
 
 def router_weights(x: Array, router: Array, arch_config: ArchConfig) -> Array:
-    """[B, T, D] by [experts, D] -> float32 [B, T, experts]: softmax over all, kept where it is largest."""
+    """Compute each expert's weight for each token.
+
+    Args:
+        x: Hidden states [B, T, D].
+        router: Router weight [experts, D].
+        arch_config: `experts_per_token`, and `norm_topk_prob` to divide the weights of a token by their sum.
+
+    Returns:
+        float32 [B, T, experts]: the softmax over all experts, 0 except for the top-k experts.
+    """
     scores = jnp.einsum("btd,nd->btn", x, router, preferred_element_type=jnp.float32)
-    found, which = lax.top_k(nn.softmax(scores, axis=-1), arch_config.experts_per_token)
+    top_weights, top_experts = lax.top_k(nn.softmax(scores, axis=-1), arch_config.experts_per_token)
     if arch_config.norm_topk_prob:
-        found = found / found.sum(-1, keepdims=True)
-    return (found[..., None] * nn.one_hot(which, router.shape[0])).sum(-2)
+        top_weights = top_weights / top_weights.sum(-1, keepdims=True)
+    return (top_weights[..., None] * nn.one_hot(top_experts, router.shape[0])).sum(-2)

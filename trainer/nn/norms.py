@@ -1,4 +1,4 @@
-"""Norms over the last axis, in float32 whatever comes in."""
+"""Layer norm and RMS norm over the last axis, computed in float32."""
 
 from __future__ import annotations
 
@@ -11,29 +11,35 @@ from trainer.models.architecture import ArchConfig
 
 
 def norm(x: Array, weights: Mapping[str, Array], arch_config: ArchConfig) -> Array:
-    """[..., D] -> [..., D] by the family's norm, in the dtype of `x`; a layer norm may lack its weights."""
+    """Normalize [..., D] by the family's norm, in the dtype of `x`.
+
+    Args:
+        x: [..., D].
+        weights: `scale` [D] and `bias` [D]; a layer norm may have neither.
+        arch_config: Selects the norm and its epsilon.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+    """
     match arch_config.norm:
         case "layer":
             return _layer_norm(x, weights.get("scale", 1.0), weights.get("bias", 0.0), arch_config.norm_eps)
-        case "rms":
-            return (
-                _rms_normalize(x, arch_config.norm_eps).astype(x.dtype) * weights["scale"]
-            )  # LLaMA's: rounded before it is scaled
-        case "rms_offset":
-            return (_rms_normalize(x, arch_config.norm_eps) * (1.0 + weights["scale"].astype(jnp.float32))).astype(
-                x.dtype
-            )
+        case "rms":  # rounded to the dtype of `x` before the scale, as in LLaMA
+            return _rms_normalize(x, arch_config.norm_eps).astype(x.dtype) * weights["scale"]
+        case "rms_offset":  # scaled by 1 + scale in float32 before rounding, as in Gemma
+            scale = 1.0 + weights["scale"].astype(jnp.float32)
+            return (_rms_normalize(x, arch_config.norm_eps) * scale).astype(x.dtype)
 
 
 def _layer_norm(x: Array, scale: Array | float, bias: Array | float, eps: float) -> Array:
-    """torch's LayerNorm: the biased variance."""
-    wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(-1, keepdims=True)
-    unit = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
-    return (unit * scale + bias).astype(x.dtype)
+    """Normalize to mean 0 and (biased) variance 1, then scale and shift, as torch's LayerNorm."""
+    x_float32 = x.astype(jnp.float32)
+    centered = x_float32 - x_float32.mean(-1, keepdims=True)
+    normalized = centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + eps)
+    return (normalized * scale + bias).astype(x.dtype)
 
 
 def _rms_normalize(x: Array, eps: float) -> Array:
-    """Of root mean square 1, in float32."""
-    wide = x.astype(jnp.float32)
-    return wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    """Normalize to root mean square 1, in float32."""
+    x_float32 = x.astype(jnp.float32)
+    return x_float32 * lax.rsqrt(jnp.square(x_float32).mean(-1, keepdims=True) + eps)

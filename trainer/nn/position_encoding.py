@@ -1,4 +1,9 @@
-"""Positions: rotary ones, frequencies in float32 as transformers computes them, and biases of scores by distance."""
+"""Rotary position embeddings, and the relative position biases of T5.
+
+Frequencies are computed in float32 in the order of operations of transformers (`modeling_rope_utils.py`).
+
+Axes: B rows of the batch, T queries, S keys, H heads, E head width, R rotated elements of a head.
+"""
 
 from __future__ import annotations
 
@@ -13,119 +18,153 @@ from trainer.models.rope_config import Rope
 
 
 def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
-    """float32 [dim / 2]: radians a position, for a call of `length` positions."""
-    plain = _default_inverse_frequencies(rope.theta, rope.rotary_dim)
+    """Compute the rotation of each pair of elements, in radians per position.
+
+    Args:
+        rope: The rotary embedding.
+        length: Length of the sequence, which changes the frequencies of `dynamic` and `longrope`.
+
+    Returns:
+        float32 [R / 2].
+    """
+    default = _default_inverse_frequencies(rope.theta, rope.rotary_dim)
     match rope.rope_type:
         case "linear":
-            return plain / np.float32(rope.factor)
+            return default / np.float32(rope.factor)
         case "dynamic":
             return _dynamic(rope, length)
         case "llama3":
-            return _llama3(rope, plain)
+            return _llama3(rope, default)
         case "yarn":
-            return _yarn(rope, plain)
+            return _yarn(rope, default)
         case "longrope":
-            factors = np.array(
-                rope.short_factors if length <= rope.original_max_positions else rope.long_factors, np.float32
-            )
-            return (np.float32(1.0) / (factors * _theta_powers(rope.theta, rope.rotary_dim))).astype(np.float32)
-    return plain
+            factors = rope.short_factors if length <= rope.original_max_positions else rope.long_factors
+            scaled = np.array(factors, np.float32) * _theta_powers(rope.theta, rope.rotary_dim)
+            return (np.float32(1.0) / scaled).astype(np.float32)
+    return default
 
 
 def rotary_cos_sin(rope: Rope, length: int) -> tuple[Array, Array]:
-    """Cosine and sine [length, dim / 2], float32, of positions from 0 on."""
+    """Compute the rotary cosine and sine, float32 [T, R / 2], of positions 0 to `length` - 1."""
     return _scaled_cos_sin(rope, jnp.arange(length, dtype=jnp.float32)[:, None] * inverse_frequencies(rope, length))
 
 
 def rotary_cos_sin_at(rope: Rope, positions: Array, lengths: Array, max_length: int) -> tuple[Array, Array]:
-    """The same [B, T, dim / 2] of positions [B, T], in rows of `lengths` [B] tokens, up to `most` of them."""
-    last = {"longrope": rope.original_max_positions + 1, "dynamic": max_length}.get(
-        rope.rope_type, 0
-    )  # the length that still changes them
-    known = np.stack(
-        [
-            inverse_frequencies(rope, length)
-            for length in range(rope.original_max_positions, max(last, rope.original_max_positions) + 1)
-        ]
-    )
-    own = jnp.asarray(known)[jnp.clip(lengths - rope.original_max_positions, 0, len(known) - 1)]
-    return _scaled_cos_sin(rope, positions[..., None].astype(jnp.float32) * own[:, None])
+    """Compute the rotary cosine and sine of given positions, in rows of different lengths.
+
+    Args:
+        rope: The rotary embedding.
+        positions: int32 [B, T].
+        lengths: int32 [B], the number of tokens of each row so far.
+        max_length: Upper bound of `lengths`.
+
+    Returns:
+        Cosine and sine, float32 [B, T, R / 2].
+    """
+    shortest = rope.original_max_positions
+    # frequencies are constant from this length on
+    longest = {"longrope": shortest + 1, "dynamic": max_length}.get(rope.rope_type, 0)
+    by_length = np.stack([inverse_frequencies(rope, length) for length in range(shortest, max(longest, shortest) + 1)])
+    row_frequencies = jnp.asarray(by_length)[jnp.clip(lengths - shortest, 0, len(by_length) - 1)]
+    return _scaled_cos_sin(rope, positions[..., None].astype(jnp.float32) * row_frequencies[:, None])
 
 
 def _scaled_cos_sin(rope: Rope, angles: Array) -> tuple[Array, Array]:
+    """Compute cosine and sine, scaled by the attention factor."""
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def apply_rotary(x: Array, cosine: Array, sine: Array, is_interleaved: bool = False) -> Array:
-    """[B, T, heads, head_dim]: as many elements of a head as the tables have angles for turn, the first ones; element i
-    of their first half with element i of their second, or `neighbours` with each other."""
+    """Rotate the first R elements of each head (RoPE, arXiv:2104.09864); the rest is unchanged.
+
+    Args:
+        x: Queries or keys [B, T, H, E].
+        cosine: [T, R / 2] or [B, T, R / 2].
+        sine: Like `cosine`.
+        is_interleaved: Whether elements 2i and 2i + 1 form a pair; otherwise elements i and i + R / 2 do.
+
+    Returns:
+        [B, T, H, E] in the dtype of `x`.
+    """
     cos, sin = (table.astype(x.dtype)[..., None, :] for table in (cosine, sine))
-    turning, rest = jnp.split(x, [2 * cosine.shape[-1]], axis=-1)
-    first, second = (turning[..., 0::2], turning[..., 1::2]) if is_interleaved else jnp.split(turning, 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    both = jnp.stack(turned, axis=-1).reshape(turning.shape) if is_interleaved else jnp.concatenate(turned, axis=-1)
-    return jnp.concatenate([both, rest], axis=-1) if rest.shape[-1] else both
+    rotated, rest = jnp.split(x, [2 * cosine.shape[-1]], axis=-1)
+    first, second = (rotated[..., 0::2], rotated[..., 1::2]) if is_interleaved else jnp.split(rotated, 2, axis=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    joined = jnp.stack(pair, axis=-1).reshape(rotated.shape) if is_interleaved else jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([joined, rest], axis=-1) if rest.shape[-1] else joined
 
 
 def relative_position_bias(
     table: Array, q_positions: Array, kv_positions: Array, bias_config: RelativePositionBias
 ) -> Array:
-    """[buckets, heads], positions [T] and [S], or [B, T] and [B, S] -> float32 [heads, T, S], or [B, heads, T, S]."""
-    ordered = table.astype(jnp.float32)[relative_position_buckets(bias_config)]
-    apart = jnp.clip(
-        kv_positions[..., None, :] - q_positions[..., :, None], -bias_config.max_distance, bias_config.max_distance
-    )
-    return jnp.moveaxis(ordered[apart + bias_config.max_distance], -1, -3)
+    """Look up the score bias of each query and key by their distance (T5, arXiv:1910.10683).
+
+    Args:
+        table: Bias by bucket [buckets, H].
+        q_positions: [T], or [B, T] if rows differ.
+        kv_positions: [S], or [B, S] if rows differ.
+        bias_config: Buckets of distances.
+
+    Returns:
+        float32 [H, T, S], or [B, H, T, S].
+    """
+    by_distance = table.astype(jnp.float32)[relative_position_buckets(bias_config)]
+    maximum = bias_config.max_distance
+    distance = jnp.clip(kv_positions[..., None, :] - q_positions[..., :, None], -maximum, maximum)
+    return jnp.moveaxis(by_distance[distance + maximum], -1, -3)
 
 
 def relative_position_buckets(bias_config: RelativePositionBias) -> np.ndarray:
-    """int32: the bucket of each distance, key less query, from -farthest to farthest; of those beyond it is the same.
+    """Compute the bucket of each distance, key position minus query position.
 
-    Of as many as there are one way, the first half are a distance each, the others grow with its logarithm. The
-    logarithm is the float32 number nearest to the exact one, as in torch; NumPy's own is sometimes the next one.
+    In each direction the first half of the buckets hold one distance each; the width of the second half grows with
+    the logarithm of the distance. The logarithm is the exact one rounded to float32, as in torch: NumPy's float32
+    logarithm differs from it by one unit in the last place for some values.
+
+    Returns:
+        int32 [2 * max_distance + 1], for distances from -max_distance to max_distance. Larger distances share the
+        bucket of the largest.
     """
     count = bias_config.num_buckets // 2 if bias_config.bidirectional else bias_config.num_buckets
-    exact, far = count // 2, np.arange(bias_config.max_distance + 1)
-    ratio = (np.maximum(far, 1).astype(np.float32) / np.float32(exact)).astype(np.float64)
-    grown = np.log(ratio).astype(np.float32) / np.float32(math.log(bias_config.max_distance / exact))
-    wide = np.minimum(exact + (grown * (count - exact)).astype(np.int32), count - 1)
-    before = np.where(far < exact, far, wide).astype(np.int32)
-    after = before[1:] + count if bias_config.bidirectional else np.zeros_like(before[1:])
-    return np.concatenate([before[::-1], after])
+    num_exact, distances = count // 2, np.arange(bias_config.max_distance + 1)
+    ratio = (np.maximum(distances, 1).astype(np.float32) / np.float32(num_exact)).astype(np.float64)
+    log_ratio = np.log(ratio).astype(np.float32) / np.float32(math.log(bias_config.max_distance / num_exact))
+    logarithmic = np.minimum(num_exact + (log_ratio * (count - num_exact)).astype(np.int32), count - 1)
+    backward = np.where(distances < num_exact, distances, logarithmic).astype(np.int32)
+    forward = backward[1:] + count if bias_config.bidirectional else np.zeros_like(backward[1:])
+    return np.concatenate([backward[::-1], forward])
 
 
 def _default_inverse_frequencies(theta: float, dim: int) -> np.ndarray:
+    """Compute theta ** (-2i / R), float32 [R / 2]."""
     return (np.float32(1.0) / _theta_powers(theta, dim)).astype(np.float32)
 
 
 def _theta_powers(theta: float, dim: int) -> np.ndarray:
+    """Compute theta ** (2i / R), float32 [R / 2]."""
     return np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
 
 
 def _dynamic(rope: Rope, length: int) -> np.ndarray:
-    """Beyond the positions that the model was made for, theta grows with the length."""
+    """Scale theta with the length beyond the positions of pretraining (dynamic NTK)."""
     longest = max(length, rope.original_max_positions)
     stretch = np.float64(rope.factor * longest / rope.original_max_positions - (rope.factor - 1))
-    return _default_inverse_frequencies(
-        rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)), rope.rotary_dim
-    )
+    theta = rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return _default_inverse_frequencies(theta, rope.rotary_dim)
 
 
 def _llama3(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
-    """Short waves stay, long ones are stretched, those between are mixed."""
-    wave = 2 * math.pi / default_frequencies
-    mix = (rope.original_max_positions / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    between = (1 - mix) * default_frequencies / rope.factor + mix * default_frequencies
-    stretched = np.where(
-        wave > rope.original_max_positions / rope.low_freq_factor, default_frequencies / rope.factor, between
-    )
-    return np.where(wave < rope.original_max_positions / rope.high_freq_factor, default_frequencies, stretched).astype(
-        np.float32
-    )
+    """Keep high frequencies, divide low ones by the factor, and interpolate between the two (Llama 3.1)."""
+    positions, low, high = rope.original_max_positions, rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / default_frequencies
+    smooth = (positions / wavelength - low) / (high - low)
+    interpolated = (1 - smooth) * default_frequencies / rope.factor + smooth * default_frequencies
+    scaled = np.where(wavelength > positions / low, default_frequencies / rope.factor, interpolated)
+    return np.where(wavelength < positions / high, default_frequencies, scaled).astype(np.float32)
 
 
 def _yarn(rope: Rope, default_frequencies: np.ndarray) -> np.ndarray:
-    """https://arxiv.org/abs/2309.00071: a ramp from kept to stretched frequencies."""
+    """Interpolate on a ramp from kept to divided frequencies (YaRN, arXiv:2309.00071)."""
     low, high = (
         rope.rotary_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
         for turns in (rope.high_freq_factor, rope.low_freq_factor)

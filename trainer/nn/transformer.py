@@ -1,4 +1,7 @@
-"""The functional core: first values, hidden states and loss of any family, from its table and traits."""
+"""Initialization, forward pass and loss of any supported family, as pure functions of its parameters.
+
+Axes: B rows of the batch, T tokens, S source tokens or key slots, H query heads, D model width, V vocabulary rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, param_leaves, unflatten_tree
 from trainer.models.parameters import DECODER, ENCODER, LAYERS, Family, HFConfig
 from trainer.models.rope_config import Rope
-from trainer.nn import lm_head as heads
+from trainer.nn import lm_head
 from trainer.nn.attention import project_kv
 from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, AttentionMask, CosSin, EncoderOutput, KVCache, causal_mask
 from trainer.nn.block import block, shard_residual
@@ -29,8 +32,8 @@ from trainer.nn.norms import norm
 from trainer.nn.position_encoding import relative_position_bias, rotary_cos_sin
 
 REMAT_NONE = "none"
-LAYER_SCORE_SCALE = "score_factor"  # beside the weights of a layer, and none of them
-REMAT_POLICIES = (  # of jax.checkpoint_policies those that are policies, not makers of one
+LAYER_SCORE_SCALE = "layer_score_scale"  # entry in a layer's weights that is not a parameter
+REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
     "nothing_saveable",
     "everything_saveable",
     "dots_saveable",
@@ -42,7 +45,15 @@ REMAT_POLICIES = (  # of jax.checkpoint_policies those that are policies, not ma
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """An architecture: `leaves` by path, as they are stored; `vocab` is the true one, padded rows come after it."""
+    """The static description of a model: its architecture and the shapes of its parameters.
+
+    Attributes:
+        family: The model family.
+        arch_config: The choices of its layers.
+        leaves: Each parameter by path, as the checkpoint stores it.
+        true_vocab_size: Vocabulary size without padding; padded rows follow the true ones.
+        is_tied: Whether the LM head is the token embedding.
+    """
 
     family: Family
     arch_config: ArchConfig
@@ -52,16 +63,23 @@ class ModelSpec:
 
     @property
     def has_stacked_layers(self) -> bool:
-        """Whether a leaf holds all layers."""
+        """Whether one leaf stores a parameter of all layers."""
         return any(leaf.stack_axis is not None for leaf in self.leaves.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """How a forward pass is carried out; none of it changes results beyond rounding.
+    """The execution options of a forward pass; they change results by rounding only.
 
-    scan: one compiled layer for all of them. remat: one of REMAT_POLICIES for what is kept of each layer, or "none":
-    all. head_chunk: tokens of a row whose logits exist at a time, -1: all. Usage PrepError for another remat.
+    Attributes:
+        dtype: Dtype of the computation.
+        scan_layers: Compile one layer and scan it over all layers.
+        remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
+        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
+        sharding: The device mesh and its rules.
+
+    Raises:
+        PrepError: `remat_policy` is unknown (a usage error).
     """
 
     dtype: str = "float32"
@@ -71,45 +89,70 @@ class ForwardConfig:
     sharding: ShardingContext = field(default_factory=ShardingContext)
 
     def __post_init__(self) -> None:
+        """Check the rematerialization policy."""
         if self.remat_policy not in (REMAT_NONE, *REMAT_POLICIES):
-            known = ", ".join((REMAT_NONE, *REMAT_POLICIES))
-            raise usage_error(
-                f"`model.remat_policy` is {self.remat_policy!r:.60}", f"known: {known}", '`model.remat_policy = "none"`'
-            )
+            supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
+            what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
+            raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
 
 
 def build_model(family: Family, config: HFConfig, is_tied: bool, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
-    """The architecture that a config describes, its leaves stacked or not. PrepError where prep lacks it."""
-    traits = family.arch_config(config)
-    found = param_leaves(family, config, is_tied, scan, scan_axis)
-    padded = family.sizes(config)["vocab"]
-    vocab = config.get("true_vocab_size", padded)
-    if not isinstance(vocab, int) or not 1 <= vocab <= padded:
-        raise PrepError("config.json makes no sense", f"true_vocab_size is {vocab!r}, vocab_size {padded}")
-    return ModelSpec(family, traits, found, vocab, is_tied)
+    """Build the description of a Hugging Face config's model.
+
+    Args:
+        family: The family of the config.
+        config: Fields of config.json.
+        is_tied: Whether the LM head is the token embedding.
+        scan: Whether each parameter of the layers is one leaf, stacked over layers.
+        scan_axis: The axis over which layers are stacked.
+
+    Returns:
+        The model, without parameter values.
+
+    Raises:
+        PrepError: The config is invalid or needs an unsupported feature.
+    """
+    arch_config = family.arch_config(config)
+    leaves = param_leaves(family, config, is_tied, scan, scan_axis)
+    padded_size = family.sizes(config)["vocab"]
+    true_size = config.get("true_vocab_size", padded_size)
+    if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
+        why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
+        raise PrepError("config.json is invalid", why)
+    return ModelSpec(family=family, arch_config=arch_config, leaves=leaves, true_vocab_size=true_size, is_tied=is_tied)
 
 
 def init_params(model: ModelSpec, seed: int) -> Tree:
-    """First float32 values: normal for matrices and embeddings, zeros for biases; scales do nothing.
+    """Initialize all parameters in float32: matrices and embeddings normal, biases zero, norm scales the identity.
 
-    Those of a layer are the same whether layers are stacked or not, and do not depend on what else a model has.
+    The values of a layer depend neither on how layers are stored nor on which other parameters the model has.
+
+    Args:
+        model: The model to initialize.
+        seed: Seed of the random key.
+
+    Returns:
+        Nested dict of float32 arrays.
     """
     key = jax.random.key(seed)
     return unflatten_tree({path: _init_leaf(leaf, key, model.arch_config) for path, leaf in model.leaves.items()})
 
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
+    """Initialize one leaf with a key derived from its path without layer numbers."""
     std = arch_config.init_std
     if leaf.role in ("scale", "bias"):
         return jnp.full(leaf.shape, float(leaf.role == "scale" and arch_config.norm != "rms_offset"), jnp.float32)
-    own = jax.random.fold_in(key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode()))
+    leaf_key = jax.random.fold_in(key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode()))
     axis = leaf.stack_axis
     if axis is not None:
-        shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
-        own = jax.vmap(partial(jax.random.fold_in, own))(jnp.arange(leaf.shape[axis]))
-        return jnp.moveaxis(jax.vmap(lambda each: jax.random.normal(each, shape))(own), 0, axis) * std
-    own = own if leaf.layer_index is None else jax.random.fold_in(own, leaf.layer_index)
-    return jax.random.normal(own, leaf.shape) * std
+        layer_shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+        layer_keys = jax.vmap(partial(jax.random.fold_in, leaf_key))(jnp.arange(leaf.shape[axis]))
+        layers = jax.vmap(lambda layer_key: jax.random.normal(layer_key, layer_shape))(layer_keys)
+        return jnp.moveaxis(layers, 0, axis) * std
+    if leaf.layer_index is not None:
+        leaf_key = jax.random.fold_in(leaf_key, leaf.layer_index)
+    return jax.random.normal(leaf_key, leaf.shape) * std
 
 
 def encode(
@@ -119,49 +162,61 @@ def encode(
     forward_config: ForwardConfig,
     source_mask: Array | None = None,
 ) -> EncoderOutput:
-    """What the encoder makes of source tokens [B, S]; `present`: bool [B, S], false for padding."""
-    traits = model.arch_config.encoder
-    if traits is None:
-        raise PrepError(f"{model.family.name} has no encoder", "its layers look at nothing but their own tokens")
+    """Run the encoder on source tokens.
+
+    Args:
+        params: Parameters of the model.
+        source_tokens: int32 [B, S].
+        model: A model with an encoder.
+        forward_config: Execution options.
+        source_mask: bool [B, S], false for padding; None if no token is padding.
+
+    Returns:
+        Hidden states [B, S, D] in the dtype of the computation, with the mask.
+
+    Raises:
+        PrepError: The model has no encoder.
+    """
+    arch_config, sharding = model.arch_config.encoder, forward_config.sharding
+    if arch_config is None:
+        raise PrepError(f"{model.family.name} has no encoder", "it is a decoder-only model")
     params = cast_params(params, forward_config.dtype)
-    at = jnp.arange(source_tokens.shape[1])
-    seen = AttentionMask(
-        kv_valid=source_mask, bias=_relative_position_bias(params[ENCODER], at, at, traits, forward_config)
-    )
-    layer = partial(_run_layer, traits, forward_config, seen, {}, None)
-    x, _ = _run_stack(
-        (embed_tokens(params, source_tokens, model, forward_config), None),
-        params,
-        ENCODER,
-        model,
-        traits,
-        forward_config,
-        layer,
-    )
-    return EncoderOutput(forward_config.sharding.constrain(x, "batch", "seq", "embed"), source_mask)
+    positions = jnp.arange(source_tokens.shape[1])
+    bias = _relative_position_bias(params[ENCODER], positions, positions, arch_config, forward_config)
+    mask = AttentionMask(kv_valid=source_mask, bias=bias)
+    run_layer = partial(_run_layer, arch_config, forward_config, mask, {}, None)
+    carry = (embed_tokens(params, source_tokens, model, forward_config), None)
+    x, _ = _run_stack(carry, params, ENCODER, model, arch_config, forward_config, run_layer)
+    return EncoderOutput(sharding.constrain(x, "batch", "seq", "embed"), source_mask)
 
 
 def precompute_cross_kv(
     params: Tree, encoder_output: EncoderOutput, model: ModelSpec, forward_config: ForwardConfig
 ) -> EncoderOutput:
-    """What each layer makes of a memory, for steps with a cache; `params` in the dtype of the computation."""
+    """Project the encoder's hidden states to the keys and values of each decoder layer, for decoding with a cache.
 
-    states = encoder_output.states
+    Args:
+        params: Parameters in the dtype of the computation.
+        encoder_output: Hidden states [B, S, D] of the encoder.
+        model: A model with an encoder.
+        forward_config: Execution options.
+
+    Returns:
+        The output with stacked keys and values, [layers, B, S, kv_heads, head_dim] each, as its states.
+    """
+    states, sharding = encoder_output.states, forward_config.sharding
     assert not isinstance(states, KV)
 
-    def look(weights: Tree) -> KV:
-        return project_kv(states, weights["cross"], model.arch_config, AttentionMask(), forward_config.sharding)
+    def project_layer(weights: Tree) -> KV:
+        return project_kv(states, weights["cross"], model.arch_config, AttentionMask(), sharding)
 
-    layers = _layer_weights(
-        params[DECODER][LAYERS], DECODER, len(model.arch_config.sliding_windows), model, forward_config
-    )
+    num_layers = len(model.arch_config.sliding_windows)
+    layers = _layer_weights(params[DECODER][LAYERS], DECODER, num_layers, model, forward_config)
     if isinstance(layers, list):
-        found = jax.tree.map(lambda *each: jnp.stack(each), *map(look, layers))
+        stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *map(project_layer, layers))
     else:
-        found = lax.map(look, layers)
-    return encoder_output._replace(
-        states=KV(*(forward_config.sharding.constrain(each, *KV_CACHE_DIMS) for each in found))
-    )
+        stacks = lax.map(project_layer, layers)
+    return encoder_output._replace(states=KV(*(sharding.constrain(stack, *KV_CACHE_DIMS) for stack in stacks)))
 
 
 def hidden_states(
@@ -171,43 +226,60 @@ def hidden_states(
     forward_config: ForwardConfig,
     encoder_output: EncoderOutput | None = None,
 ) -> Array:
-    """Tokens [B, T] -> [B, T, D] as the head takes them, in the dtype of the computation; `memory` of the source where
-    the model has an encoder."""
-    traits, length = model.arch_config, tokens.shape[1]
-    if traits.has_learned_positions and length > traits.max_positions:
-        raise usage_error(
-            f"{length} tokens a sequence", f"the model has {traits.max_positions} positions", "a smaller seq_length"
-        )
+    """Run the decoder on whole sequences with a causal mask.
+
+    Args:
+        params: Parameters of the model.
+        tokens: int32 [B, T].
+        model: The model.
+        forward_config: Execution options.
+        encoder_output: Hidden states of the source; required if the model has an encoder.
+
+    Returns:
+        The LM head's input [B, T, D] in the dtype of the computation.
+
+    Raises:
+        PrepError: The sequences exceed the learned positions of the model (a usage error).
+    """
+    arch_config, length = model.arch_config, tokens.shape[1]
+    if arch_config.has_learned_positions and length > arch_config.max_positions:
+        why = f"the model has {arch_config.max_positions} positions"
+        raise usage_error(f"{length} tokens per sequence", why, "a smaller `data.seq_length`")
     params = cast_params(params, forward_config.dtype)
-    turns = {rope: rotary_cos_sin(rope, length) for rope in traits.ropes}
-    return run_decoder(
-        params,
-        embed_tokens(params, tokens, model, forward_config),
-        model,
-        forward_config,
-        causal_mask(length),
-        turns,
-        encoder_output=encoder_output,
-    )[0]
+    cos_sin = {rope: rotary_cos_sin(rope, length) for rope in arch_config.ropes}
+    x = embed_tokens(params, tokens, model, forward_config)
+    mask = causal_mask(length)
+    return run_decoder(params, x, model, forward_config, mask, cos_sin, encoder_output=encoder_output)[0]
 
 
 def cast_params(params: Tree, dtype: str) -> Tree:
-    """Parameters in the dtype of a computation."""
+    """Cast all parameters to the dtype of the computation."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def embed_tokens(
     params: Tree, tokens: Array, model: ModelSpec, forward_config: ForwardConfig, positions: Array | None = None
 ) -> Array:
-    """Tokens [B, T] -> [B, T, D] as the first layer takes them, at positions [B, T], or from 0 on."""
-    traits = model.arch_config
+    """Embed tokens [B, T] as the input [B, T, D] of the first layer.
+
+    Args:
+        params: Parameters in the dtype of the computation.
+        tokens: int32 [B, T].
+        model: The model.
+        forward_config: Execution options.
+        positions: int32 [B, T]; None for 0 to T - 1. Used only with learned positions.
+
+    Returns:
+        Token embeddings, plus learned position embeddings if the model has them.
+    """
+    arch_config = model.arch_config
     x = jnp.take(params["embed"]["tokens"], tokens, axis=0)
-    if traits.embed_scale != 1.0:
-        x = x * jnp.asarray(traits.embed_scale, x.dtype)  # rounded first, as transformers does
+    if arch_config.embed_scale != 1.0:
+        x = x * jnp.asarray(arch_config.embed_scale, x.dtype)  # round the scale first, as transformers does
     x = _project(x, params, "project_in")
-    if traits.has_learned_positions:
-        first, table = traits.position_offset, params["embed"]["positions"]
-        x = x + (table[first : first + tokens.shape[1]] if positions is None else table[first + positions])
+    if arch_config.has_learned_positions:
+        offset, table = arch_config.position_offset, params["embed"]["positions"]
+        x = x + (table[offset : offset + tokens.shape[1]] if positions is None else table[offset + positions])
     return shard_residual(x, forward_config.sharding)
 
 
@@ -221,26 +293,38 @@ def run_decoder(
     kv_cache: KVCache | None = None,
     encoder_output: EncoderOutput | None = None,
 ) -> tuple[Array, KVCache | None]:
-    """What all layers and the last norm make of [B, T, D], and the cache with these tokens in it.
+    """Run all decoder layers and the final norm.
 
-    `params` in the dtype of the computation; `turns`: of each rotation that `model.traits.ropes` has; `memory`: of the
-    source where the model has an encoder.
+    Args:
+        params: Parameters in the dtype of the computation.
+        x: Token embeddings [B, T, D].
+        model: The model.
+        forward_config: Execution options.
+        mask: Positions of queries and keys; `window`, `cos_sin` and `bias` are set for each layer here.
+        cos_sin_by_rope: Rotary cosine and sine for each of the architecture's `ropes`.
+        kv_cache: Keys and values of earlier tokens; None to attend to `x` alone.
+        encoder_output: Output of the encoder; required if the model has an encoder.
+
+    Returns:
+        The LM head's input [B, T, D], and the cache with the keys and values of `x` appended.
+
+    Raises:
+        ValueError: `encoder_output` is missing for a model with an encoder, or passed to one without.
     """
-    if (encoder_output is None) != (model.arch_config.encoder is None):
-        raise ValueError(f"{model.family.name}: a memory goes with an encoder, and an encoder with a memory")
-    traits, of = model.arch_config, DECODER if DECODER in params else ""
+    arch_config, stack_name = model.arch_config, DECODER if DECODER in params else ""
+    if (encoder_output is None) != (arch_config.encoder is None):
+        has = "no encoder" if arch_config.encoder is None else "an encoder"
+        passed = "missing" if encoder_output is None else "passed"
+        raise ValueError(f"{model.family.name} has {has}, but encoder_output is {passed}")
     if mask.q_positions is not None and mask.kv_positions is not None:
-        mask = dataclasses.replace(
-            mask,
-            bias=_relative_position_bias(
-                params[of] if of else params, mask.q_positions, mask.kv_positions, traits, forward_config
-            ),
-        )
-    layer = partial(_run_layer, traits, forward_config, mask, cos_sin_by_rope, encoder_output)
-    x, kv_cache = _run_stack((x, kv_cache), params, of, model, traits, forward_config, layer)
+        stack = params[stack_name] if stack_name else params
+        bias = _relative_position_bias(stack, mask.q_positions, mask.kv_positions, arch_config, forward_config)
+        mask = dataclasses.replace(mask, bias=bias)
+    run_layer = partial(_run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output)
+    x, kv_cache = _run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_layer)
     x = _project(x, params, "project_out")
-    if traits.lm_head_input_scale != 1.0:  # a scale that is rounded first would be another one for all logits
-        x = (x.astype(jnp.float32) * traits.lm_head_input_scale).astype(x.dtype)
+    if arch_config.lm_head_input_scale != 1.0:  # in float32: a rounded scale would change all logits
+        x = (x.astype(jnp.float32) * arch_config.lm_head_input_scale).astype(x.dtype)
     return x, None if kv_cache is None else kv_cache.advance(x.shape[1])
 
 
@@ -253,29 +337,27 @@ def _run_stack(
     forward_config: ForwardConfig,
     run_layer: Callable[..., LayerCarry],
 ) -> LayerCarry:
-    """All layers and the last norm of one half of a model, or (`of` is empty) of one that has no halves."""
-    part = params[stack_name] if stack_name else params
-    layers = _with_score_scales(
-        _layer_weights(part[LAYERS], stack_name, len(arch_config.sliding_windows), model, forward_config), arch_config
-    )
-    x, cache = _run_layers(carry, layers, run_layer, forward_config, arch_config)
-    return norm(x, part.get("final_norm", {}), arch_config) if arch_config.has_final_norm else x, cache
+    """Run all layers and the final norm of the encoder or decoder; `stack_name` is empty in decoder-only models."""
+    stack = params[stack_name] if stack_name else params
+    num_layers = len(arch_config.sliding_windows)
+    layers = _layer_weights(stack[LAYERS], stack_name, num_layers, model, forward_config)
+    x, kv_cache = _run_layers(carry, _with_score_scales(layers, arch_config), run_layer, forward_config, arch_config)
+    return norm(x, stack.get("final_norm", {}), arch_config) if arch_config.has_final_norm else x, kv_cache
 
 
 def _relative_position_bias(
     params: Tree, q_positions: Array, kv_positions: Array, arch_config: ArchConfig, forward_config: ForwardConfig
 ) -> Array | None:
-    """What is added to scores for distances between positions [T] and [S]; None where nothing is."""
+    """Return the score bias [H, T, S] or [B, H, T, S] of relative positions; None if the family has none."""
     if arch_config.relative_position_bias is None:
         return None
-    bias = relative_position_bias(
-        params["relative_positions"]["weight"], q_positions, kv_positions, arch_config.relative_position_bias
-    )
+    table = params["relative_positions"]["weight"]
+    bias = relative_position_bias(table, q_positions, kv_positions, arch_config.relative_position_bias)
     return forward_config.sharding.constrain(bias, *("batch",) * (bias.ndim - 3), "heads", "seq", "seq")
 
 
 def _project(x: Array, params: Tree, name: str) -> Array:
-    """Between the width of embeddings and that of layers, where these differ."""
+    """Project between the embedding width and the layer width, if the two differ."""
     return jnp.einsum("bti,oi->bto", x, params[name]["weight"]) if name in params else x
 
 
@@ -286,42 +368,70 @@ def compute_logits(
     forward_config: ForwardConfig,
     encoder_output: EncoderOutput | None = None,
 ) -> Array:
-    """Tokens [B, T] -> float32 [B, T, V]; those of padded rows of the vocabulary are far below all others."""
-    return logits_from_hidden(
-        params, hidden_states(params, tokens, model, forward_config, encoder_output), model, forward_config
-    )
+    """Compute the logits of whole sequences.
+
+    Args:
+        params: Parameters of the model.
+        tokens: int32 [B, T].
+        model: The model.
+        forward_config: Execution options.
+        encoder_output: Hidden states of the source; required if the model has an encoder.
+
+    Returns:
+        float32 [B, T, V]; padded rows of the vocabulary have large negative logits.
+    """
+    x = hidden_states(params, tokens, model, forward_config, encoder_output)
+    return logits_from_hidden(params, x, model, forward_config)
 
 
 def logits_from_hidden(params: Tree, x: Array, model: ModelSpec, forward_config: ForwardConfig) -> Array:
-    """The same from hidden states [B, T, D]."""
-    head = LMHead(model.true_vocab_size, -1, forward_config.sharding, model.arch_config.final_logit_softcap)
-    return heads.project_logits(x, _lm_head_weight(params, model, forward_config), head, _lm_head_bias(params))
+    """Compute float32 logits [B, T, V] from the LM head's input [B, T, D]."""
+    head = _lm_head(model, forward_config, chunk_size=-1)
+    weight = _lm_head_weight(params, model, forward_config)
+    return lm_head.project_logits(x, weight, head, _lm_head_bias(params))
 
 
 def loss_sums(params: Tree, batch: Mapping[str, Array], model: ModelSpec, forward_config: ForwardConfig) -> LossSums:
-    """Sums over the tokens of a batch: `tokens` and `targets` [B, T], `weights` [B, T] float32, 0 for no target; for
-    an encoder `source` [B, S] and `present` [B, S], 0 for padding."""
-    has = model.arch_config.encoder is not None
-    memory = encode(params, batch["source"], model, forward_config, batch["present"] != 0) if has else None
-    x = forward_config.sharding.constrain(
-        hidden_states(params, batch["tokens"], model, forward_config, memory), "batch", "seq", "embed"
-    )
-    head = LMHead(
-        model.true_vocab_size,
-        forward_config.head_chunk_size,
-        forward_config.sharding,
-        model.arch_config.final_logit_softcap,
-    )
+    """Compute the summed loss of a batch.
+
+    Args:
+        params: Parameters of the model.
+        batch: `tokens` and `targets` int32 [B, T] and `weights` float32 [B, T], 0 for a token without a target. For
+            a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding.
+        model: The model.
+        forward_config: Execution options.
+
+    Returns:
+        float32 sums over the tokens of the batch.
+    """
+    encoder_output = None
+    if model.arch_config.encoder is not None:
+        encoder_output = encode(params, batch["source"], model, forward_config, batch["present"] != 0)
+    x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output)
+    x = forward_config.sharding.constrain(x, "batch", "seq", "embed")
+    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)
     weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
-    return heads.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+    return lm_head.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+
+
+def _lm_head(model: ModelSpec, forward_config: ForwardConfig, *, chunk_size: int) -> LMHead:
+    """Return the static options of the LM head."""
+    return LMHead(
+        true_vocab_size=model.true_vocab_size,
+        chunk_size=chunk_size,
+        sharding=forward_config.sharding,
+        logit_softcap=model.arch_config.final_logit_softcap,
+    )
 
 
 def _lm_head_weight(params: Tree, model: ModelSpec, forward_config: ForwardConfig) -> Array:
+    """Return the head's weight [V, D] in the dtype of the computation."""
     weight = params["embed"]["tokens"] if model.is_tied else params["head"]["weight"]
     return weight.astype(forward_config.dtype)
 
 
 def _lm_head_bias(params: Tree) -> Array | None:
+    """Return the head's bias [V]; None if the head has none."""
     return params.get("head", {}).get("bias")
 
 
@@ -335,54 +445,62 @@ def _run_layer(
     carry: LayerCarry,
     weights: Tree,
 ) -> LayerCarry:
-    x, cache = carry
-    if encoder_output is not None and cache is not None:
-        encoder_output = encoder_output.for_layer(cache.layer)
+    """Run one layer with its window, rotary embedding and score scale."""
+    x, kv_cache = carry
+    if encoder_output is not None and kv_cache is not None:
+        encoder_output = encoder_output.for_layer(kv_cache.layer)
     rope = arch_config.rope_for(window)
-    factor = weights.get(LAYER_SCORE_SCALE)
-    own = dataclasses.replace(
-        mask, window=window, cos_sin=cos_sin_by_rope[rope] if rope else None, layer_score_scale=factor
+    layer_mask = dataclasses.replace(
+        mask,
+        window=window,
+        cos_sin=cos_sin_by_rope[rope] if rope else None,
+        layer_score_scale=weights.get(LAYER_SCORE_SCALE),
     )
-    return block(x, weights, arch_config, own, forward_config.sharding, cache, encoder_output)
+    return block(x, weights, arch_config, layer_mask, forward_config.sharding, kv_cache, encoder_output)
 
 
-LayerWeights = Tree | list[Tree]  # stacked on axis 0, or one by one
-LayerCarry = tuple[Array, KVCache | None]  # [B, T, D] between layers, and what is kept of it
+LayerWeights = Tree | list[Tree]  # stacked on axis 0, or one tree per layer
+LayerCarry = tuple[Array, KVCache | None]  # residual stream [B, T, D] between layers, and the KV cache
 
 
 def _layer_weights(
     weights: Tree, stack_name: str, num_layers: int, model: ModelSpec, forward_config: ForwardConfig
 ) -> LayerWeights:
-    """Weights as the loop over layers takes them. Usage PrepError for a scan over leaves that are apart."""
+    """Return the weights stacked on axis 0 for a scan, or one tree per layer.
+
+    Raises:
+        PrepError: `scan_layers` is set and the model stores one leaf per layer (a usage error).
+    """
     if not model.has_stacked_layers:
         if forward_config.scan_layers:
             raise unscannable_error()
-        return [weights[str(i)] for i in range(num_layers)]
+        return [weights[str(index)] for index in range(num_layers)]
     axes = {path: leaf.stack_axis for path, leaf in model.leaves.items()}
-    above = f"{stack_name}.{LAYERS}." if stack_name else f"{LAYERS}."
-    stacked = unflatten_tree(
-        {path: jnp.moveaxis(leaf, axes[above + path] or 0, 0) for path, leaf in flatten_tree(weights).items()}
-    )
-    return stacked if forward_config.scan_layers else [_take_layer(stacked, i) for i in range(num_layers)]
+    prefix = f"{stack_name}.{LAYERS}." if stack_name else f"{LAYERS}."
+    leaves = flatten_tree(weights).items()
+    stacked = unflatten_tree({path: jnp.moveaxis(leaf, axes[prefix + path] or 0, 0) for path, leaf in leaves})
+    return stacked if forward_config.scan_layers else [_take_layer(stacked, index) for index in range(num_layers)]
 
 
 def _with_score_scales(layers: LayerWeights, arch_config: ArchConfig) -> LayerWeights:
-    """The layers' weights, with what scores of each are multiplied by, where that differs between layers."""
+    """Add the score scale of each layer to its weights, if the scale differs between layers."""
     if not arch_config.scale_attn_by_inverse_layer_idx:
         return layers
-    factors = jnp.asarray([1 / number for number in range(1, len(arch_config.sliding_windows) + 1)], jnp.float32)
+    num_layers = len(arch_config.sliding_windows)
+    scales = jnp.asarray([1 / number for number in range(1, num_layers + 1)], jnp.float32)
     if isinstance(layers, list):
-        return [{**own, LAYER_SCORE_SCALE: factor} for own, factor in zip(layers, factors)]
-    return {**layers, LAYER_SCORE_SCALE: factors}
+        return [{**weights, LAYER_SCORE_SCALE: scale} for weights, scale in zip(layers, scales)]
+    return {**layers, LAYER_SCORE_SCALE: scales}
 
 
 def unscannable_error() -> PrepError:
-    """The error of a scan over layers that are apart."""
+    """Return the usage error of a scan over a checkpoint with one leaf per layer."""
     hint = "`model.scan_layers = false`, or `prep reshard --scan`"
-    return usage_error("layers cannot be scanned", "the checkpoint has a leaf for each of them", hint)
+    return usage_error("layers cannot be scanned", "the checkpoint stores one leaf per layer", hint)
 
 
 def _take_layer(stacked: Tree, index: int | Array) -> Tree:
+    """Return the weights of one layer from a stack on axis 0."""
     return jax.tree.map(lambda leaf: leaf[index], stacked)
 
 
@@ -393,45 +511,56 @@ def _run_layers(
     forward_config: ForwardConfig,
     arch_config: ArchConfig,
 ) -> LayerCarry:
-    """All layers in turn; scanned by whole periods of the pattern of windows, so that windows are static."""
-    windows, every, done = arch_config.sliding_windows, window_period(arch_config.sliding_windows), 0
+    """Run all layers in order.
+
+    Stacked layers are scanned in whole periods of the sliding window pattern, so that each window is static. The rest
+    of an incomplete period runs one layer at a time.
+    """
+    windows = arch_config.sliding_windows
+    period, num_scanned = window_period(windows), 0
     if not isinstance(weights, list):
-        bodies = [_with_remat(partial(run_layer, window), forward_config, in_loop=True) for window in windows[:every]]
-        if (times := len(windows) // every) > 1:
-            carry, done = _scan_layers(carry, weights, bodies, times), times * every
-        weights = [_take_layer(weights, index) for index in range(done, len(windows))]
-    each = {window: _with_remat(partial(run_layer, window), forward_config) for window in {*windows}}
-    for window, own in zip(windows[done:], weights):
-        carry = each[window](carry, own)
+        layer_fns = [
+            _with_remat(partial(run_layer, window), forward_config, in_loop=True) for window in windows[:period]
+        ]
+        if (num_periods := len(windows) // period) > 1:
+            carry, num_scanned = _scan_layers(carry, weights, layer_fns, num_periods), num_periods * period
+        weights = [_take_layer(weights, index) for index in range(num_scanned, len(windows))]
+    layer_fn_by_window = {window: _with_remat(partial(run_layer, window), forward_config) for window in {*windows}}
+    for window, layer in zip(windows[num_scanned:], weights):
+        carry = layer_fn_by_window[window](carry, layer)
     return carry
 
 
 def _scan_layers(
     carry: LayerCarry, stacked: Tree, layer_fns: list[Callable[[LayerCarry, Tree], LayerCarry]], num_periods: int
 ) -> LayerCarry:
-    """With a cache there is no backward pass, and layers are taken out of the stack as their turn comes: a part of it
-    that is cut off for the loop would be a copy."""
-    every = len(layer_fns)
+    """Scan whole periods of layers.
 
-    def in_turn(x: LayerCarry, weights: Tree, first: int | Array) -> tuple[LayerCarry, None]:
-        for index, body in enumerate(layer_fns):
-            x = body(x, _take_layer(weights, first + index))
-        return x, None
+    With a KV cache there is no backward pass, so each step indexes the full stack: slicing the scanned part off first
+    would copy the weights.
+    """
+    period = len(layer_fns)
+
+    def run_period(carry: LayerCarry, weights: Tree, first: int | Array) -> tuple[LayerCarry, None]:
+        for index, layer_fn in enumerate(layer_fns):
+            carry = layer_fn(carry, _take_layer(weights, first + index))
+        return carry, None
 
     if carry[1] is not None:
-        return lax.scan(lambda x, first: in_turn(x, stacked, first), carry, every * jnp.arange(num_periods))[0]
-    groups = jax.tree.map(
-        lambda leaf: leaf[: num_periods * every].reshape(num_periods, every, *leaf.shape[1:]), stacked
-    )
-    return lax.scan(lambda x, weights: in_turn(x, weights, 0), carry, groups)[0]
+        firsts = period * jnp.arange(num_periods)
+        return lax.scan(lambda carry, first: run_period(carry, stacked, first), carry, firsts)[0]
+    scanned = num_periods * period
+    periods = jax.tree.map(lambda leaf: leaf[:scanned].reshape(num_periods, period, *leaf.shape[1:]), stacked)
+    return lax.scan(lambda carry, weights: run_period(carry, weights, 0), carry, periods)[0]
 
 
 def _with_remat(
     layer: Callable[[LayerCarry, Tree], LayerCarry], forward_config: ForwardConfig, in_loop: bool = False
 ) -> Callable[..., Any]:
-    """The layer, with what is kept of it for the backward pass.
+    """Apply the rematerialization policy to a layer.
 
-    Where no loop lies between the two passes, the compiler would find both computing the same, and keep it all.
+    Outside a loop, common subexpression elimination has to be prevented: the compiler would otherwise merge the
+    recomputation with the forward pass and save all activations.
     """
     if forward_config.remat_policy == REMAT_NONE:
         return layer

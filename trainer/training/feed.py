@@ -1,4 +1,4 @@
-"""Batches from data onto devices: each device is given its own part, and no rows but those of it are read."""
+"""Batches from a dataset to devices; a process reads only the rows of its own devices."""
 
 from __future__ import annotations
 
@@ -18,39 +18,54 @@ Index = tuple[slice, ...]
 
 
 def batch_shapes(setup: StepSetup, dataset: Dataset, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a batch of `size` sequences looks like, and where it lies."""
+    """Return shape, dtype and sharding of each array of a batch.
+
+    Raises:
+        PrepError: The mesh does not divide the batch (a usage error).
+    """
     return {
         name: jax.ShapeDtypeStruct(
-            (batch_size, length), kind, sharding=_sharding_or_first_device(setup, batch_size, length)
+            (batch_size, length), dtype, sharding=_sharding_or_first_device(setup, batch_size, length)
         )
-        for name, (length, kind) in dataset.columns.items()
+        for name, (length, dtype) in dataset.columns.items()
     }
 
 
 def load_batch(setup: StepSetup, dataset: Dataset, order: SampleOrder, step: int) -> dict[str, Array]:
-    """The batch of a step (the first one is 0): a function of the step, whatever came before."""
+    """Load the batch of a step, counted from 0; it depends on the step only."""
     return _load_rows(setup, dataset, order.rows(step))
 
 
 def load_eval_batches(setup: StepSetup, dataset: Dataset, batch_size: int, limit: int) -> Iterator[dict[str, Array]]:
-    """All of `data`, or the first `limit` rows, in batches of `size`; rows that fill up the last have no weight."""
+    """Yield the dataset in batches; padding rows of the last batch have weight 0.
+
+    Args:
+        setup: The static parts of a step.
+        dataset: The rows to evaluate on.
+        batch_size: Rows per batch.
+        limit: Number of rows to load, from the first; 0 for all.
+    """
     for rows in eval_batches(dataset.n_rows, batch_size, limit):
         yield _load_rows(setup, dataset, rows)
 
 
 def _sharding_or_first_device(setup: StepSetup, batch_size: int, seq_length: int) -> Sharding:
+    """Return the sharding of a batch; the first device without a mesh."""
     return batch_sharding(setup, batch_size, seq_length) or SingleDeviceSharding(jax.devices()[0])
 
 
 def _load_rows(setup: StepSetup, dataset: Dataset, rows: Int64Array) -> dict[str, Array]:
-    made = lru_cache(maxsize=None)(lambda low, high: dataset.get_batch(rows[low:high]))  # devices of a replica share
+    """Load rows as sharded arrays; devices that hold the same rows share one read."""
+    read_rows = lru_cache(maxsize=None)(lambda start, stop: dataset.get_batch(rows[start:stop]))
 
-    def part(name: str, at: Index | None) -> np.ndarray:
-        of_rows, of_columns = at or (slice(None), slice(None))
-        low, high, _ = of_rows.indices(len(rows))
-        return made(low, high)[name][:, of_columns]
+    def read_shard(name: str, index: Index | None) -> np.ndarray:
+        row_slice, column_slice = index or (slice(None), slice(None))
+        start, stop, _ = row_slice.indices(len(rows))
+        return read_rows(start, stop)[name][:, column_slice]
 
     return {
-        name: jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda at, name=name: part(name, at))
-        for name, wanted in batch_shapes(setup, dataset, len(rows)).items()
+        name: jax.make_array_from_callback(
+            target.shape, target.sharding, lambda index, name=name: read_shard(name, index)
+        )
+        for name, target in batch_shapes(setup, dataset, len(rows)).items()
     }

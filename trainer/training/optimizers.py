@@ -1,7 +1,4 @@
-"""AdamW and its learning rate.
-
-What decays is said by the roles of the table's leaves, not by shapes: a stacked norm is a matrix by shape.
-"""
+"""AdamW and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -19,26 +16,51 @@ from trainer.models.param_tree import ParamLeaf, unflatten_tree
 
 @dataclass(frozen=True, slots=True)
 class LRSchedule:
-    """The learning rate by step: from 0 up to `peak` within `warmup` steps, then down to `end` at step `decay`."""
+    """A learning rate schedule: linear warmup from 0 to `peak`, then decay to `end`.
+
+    Attributes:
+        peak: Learning rate after warmup.
+        end: Learning rate from step `decay` on.
+        kind: Shape of the decay; `constant` keeps `peak`.
+        warmup: Steps of warmup.
+        decay: Step at which the decay ends, counted from 0 with warmup included.
+    """
 
     peak: float
     end: float
     kind: Literal["linear", "cosine", "constant"]
     warmup: int
-    decay: int  # counted from 0, warm-up included
+    decay: int
 
     def learning_rate(self, step: Array) -> Array:
-        """The rate of the update number `step`, from 0 on; float32."""
-        now = jnp.asarray(step, jnp.float32)
-        past = jnp.clip((now - self.warmup) / max(self.decay - self.warmup, 1), 0.0, 1.0)
-        left = {"linear": 1.0 - past, "cosine": 0.5 * (1.0 + jnp.cos(math.pi * past)), "constant": jnp.ones_like(past)}
-        after = self.end + (self.peak - self.end) * left[self.kind]
-        return jnp.where(now < self.warmup, self.peak * now / max(self.warmup, 1), after)
+        """Compute the float32 learning rate of an update, counted from 0."""
+        step = jnp.asarray(step, jnp.float32)
+        progress = jnp.clip((step - self.warmup) / max(self.decay - self.warmup, 1), 0.0, 1.0)
+        remaining = {
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1.0 + jnp.cos(math.pi * progress)),
+            "constant": jnp.ones_like(progress),
+        }
+        decayed = self.end + (self.peak - self.end) * remaining[self.kind]
+        return jnp.where(step < self.warmup, self.peak * step / max(self.warmup, 1), decayed)
 
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Adam with decoupled weight decay of matrices and, if asked, embeddings; never of norms and biases."""
+    """Adam with decoupled weight decay (arXiv:1711.05101).
+
+    Matrices decay, embeddings if `decay_embeddings` is set, norms and biases never. The role of a leaf decides, not
+    its shape: stacked norm scales have two axes.
+
+    Attributes:
+        lr_schedule: The learning rate.
+        b1: Decay rate of the first moment.
+        b2: Decay rate of the second moment.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, before it is scaled by the learning rate.
+        decay_embeddings: Whether embeddings decay.
+        clip_norm: Maximum norm of the gradients; 0 for no clipping.
+    """
 
     lr_schedule: LRSchedule
     b1: float
@@ -46,10 +68,14 @@ class AdamW:
     eps: float
     weight_decay: float
     decay_embeddings: bool
-    clip_norm: float  # 0: none
+    clip_norm: float
 
     def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformation:
-        """From clipped gradients to the update before it is scaled by the rate. Moments are float32 as the leaves."""
+        """Return the optax transformation from clipped gradients to updates, before the learning rate.
+
+        Args:
+            leaves: Parameters by path. Moments have their dtype, float32.
+        """
         mask = unflatten_tree({path: self._is_decayed(leaf) for path, leaf in leaves.items()})
         return optax.named_chain(
             ("adam", optax.scale_by_adam(self.b1, self.b2, self.eps)),
@@ -57,4 +83,5 @@ class AdamW:
         )
 
     def _is_decayed(self, leaf: ParamLeaf) -> bool:
+        """Return whether weight decay applies to a parameter."""
         return leaf.role == "matrix" or (leaf.role == "embedding" and self.decay_embeddings)

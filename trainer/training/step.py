@@ -1,4 +1,7 @@
-"""One training step: gradients of a sum over all tokens of the batch, divided once, guarded, clipped, applied."""
+"""The training step: accumulated gradients, a guard against non-finite values, clipping and the optimizer update.
+
+Gradients are sums over all tokens of the batch, divided once by the summed token weights.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,25 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.nn import transformer as core
+from trainer.nn import transformer
 from trainer.nn.transformer import ForwardConfig, ModelSpec
 from trainer.training.optimizers import AdamW
 
-TrainState = dict[str, Any]  # params, opt_state, and 0-d int32: step, skipped, skipped_in_row
+TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
 TokenBatch = Mapping[str, Array]
 LOSS_SUM_NAMES = ("loss", "weight", "correct")
 
 
 @dataclass(frozen=True, slots=True)
 class StepSetup:
-    """What a step is made of. `accumulate`: a batch goes through the model in so many parts."""
+    """The static parts of a training step.
+
+    Attributes:
+        model: The model.
+        forward_config: Execution options of the forward pass.
+        optimizer: The optimizer.
+        accumulate: Number of micro-batches per batch.
+    """
 
     model: ModelSpec
     forward_config: ForwardConfig
@@ -34,138 +44,161 @@ class StepSetup:
 
     @property
     def transformation(self) -> optax.GradientTransformation:
+        """The optimizer as an optax transformation."""
         return self.optimizer.transformation(self.model.leaves)
 
 
 def init_train_state(params: Tree, setup: StepSetup) -> TrainState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     return {"params": params, "opt_state": setup.transformation.init(params), **_zero_counters()}
 
 
 def _zero_counters() -> dict[str, Array]:
+    """Return the step counters of the state, all 0."""
     return {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped", "skipped_in_row")}
 
 
 def state_shapes(setup: StepSetup) -> TrainState:
-    """Shapes and dtypes of the state, with the sharding of each leaf; moments lie as their parameters."""
-    model, shards = setup.model, setup.forward_config.sharding
+    """Return shape, dtype and sharding of each leaf of the state; moments are sharded like their parameters."""
+    leaves, sharding = setup.model.leaves, setup.forward_config.sharding
+    param_shardings = {path: sharding.param_sharding(leaf) for path, leaf in leaves.items()}
     params = unflatten_tree(
         {
-            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=shards.param_sharding(leaf))
-            for path, leaf in model.leaves.items()
+            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=param_shardings[path])
+            for path, leaf in leaves.items()
         }
     )
-    bare = jax.eval_shape(partial(init_train_state, setup=setup), params)
-    where = {path: shards.param_sharding(leaf) for path, leaf in model.leaves.items()}
+    unsharded = jax.eval_shape(partial(init_train_state, setup=setup), params)
 
-    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        own = find_param_path(leaf_name(path), where)
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=where[own] if own else shards.replicated_sharding()
-        )
+    def with_sharding(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        param_path = find_param_path(leaf_name(path), param_shardings)
+        leaf_sharding = param_shardings[param_path] if param_path else sharding.replicated_sharding()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding)
 
-    return jax.tree_util.tree_map_with_path(placed, bare)
+    return jax.tree_util.tree_map_with_path(with_sharding, unsharded)
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """A leaf's path in the state as one name: `opt_state.adam.mu.embed.tokens`."""
+    """Return a leaf's path in the state as a dotted name, such as `opt_state.adam.mu.embed.tokens`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def find_param_path(name: str, param_paths: Mapping[str, object]) -> str | None:
-    """The parameter that a leaf of the state belongs to: the longest path that its name ends with."""
+    """Return the longest parameter path at the end of the name of a state's leaf; None if there is none."""
     parts = name.split(".")
-    ends = (".".join(parts[i:]) for i in range(1, len(parts)))
-    return next((end for end in ends if end in param_paths), None)
+    suffixes = (".".join(parts[i:]) for i in range(1, len(parts)))
+    return next((suffix for suffix in suffixes if suffix in param_paths), None)
 
 
 def batch_sharding(setup: StepSetup, batch_size: int, seq_length: int) -> NamedSharding | None:
-    """Where a batch of `size` sequences lies; a usage PrepError where the mesh does not divide it."""
+    """Return the sharding of a batch of sequences; None without devices.
+
+    Raises:
+        PrepError: The mesh does not divide the batch (a usage error).
+    """
     return setup.forward_config.sharding.activation_sharding((batch_size, seq_length), "batch", "seq")
 
 
 def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[TrainState, dict[str, Array]]:
-    """The state after a batch of `tokens`, `targets` and `weights` [size, T], and what the step measured (0-d).
+    """Compute gradients on a batch and apply the optimizer.
 
-    Where loss or gradients are not finite, or no token counts, nothing but `step` and `skipped` changes.
+    If the loss or the gradient norm is not finite, or if no token has a weight, the step is skipped: only the counters
+    of the state change.
+
+    Args:
+        state: The state before the step.
+        batch: Input of `loss_sums`; arrays are [batch, T].
+        setup: The static parts of the step.
+
+    Returns:
+        The new state, and the metrics of the step as arrays []: `loss`, `weight` and `correct` (sums over tokens),
+        `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps, in total and in a row.
     """
     params = state["params"]
     gradients, sums = _accumulate_gradients(params, batch, setup)
     weight = jnp.maximum(sums["weight"], 1e-9)
-    norm = optax.tree.norm(gradients) / weight
-    ok = jnp.isfinite(norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
-    clip = setup.optimizer.clip_norm
-    scale = (jnp.minimum(1.0, clip / jnp.maximum(norm, 1e-9)) if clip else 1.0) / weight
-    gradients = jax.tree.map(lambda each: jnp.where(ok, each * scale, 0.0), gradients)  # not `*`: 0 x nan is nan
+    grad_norm = optax.tree.norm(gradients) / weight
+    is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
+    clip_norm = setup.optimizer.clip_norm
+    scale = (jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-9)) if clip_norm else 1.0) / weight
+    # select with `where`: 0 * nan is nan
+    gradients = jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)
     updates, opt_state = setup.transformation.update(gradients, state["opt_state"], params)
-    rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
-    moved = jax.tree.map(lambda leaf, update: leaf - rate * update, params, updates)
-    bad = (~ok).astype(jnp.int32)
-    after = {
-        "params": _select(ok, moved, params),
-        "opt_state": _select(ok, opt_state, state["opt_state"]),
+    learning_rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
+    updated = jax.tree.map(lambda leaf, update: leaf - learning_rate * update, params, updates)
+    is_skipped = (~is_valid).astype(jnp.int32)
+    new_state = {
+        "params": _select(is_valid, updated, params),
+        "opt_state": _select(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
-        "skipped": state["skipped"] + bad,
-        "skipped_in_row": (state["skipped_in_row"] + 1) * bad,
+        "skipped": state["skipped"] + is_skipped,
+        "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
     }
-    return after, {
+    return new_state, {
         **sums,
-        "grad_norm": norm,
-        "lr": rate,
-        "skipped": after["skipped"],
-        "in_row": after["skipped_in_row"],
+        "grad_norm": grad_norm,
+        "lr": learning_rate,
+        "skipped": new_state["skipped"],
+        "in_row": new_state["skipped_in_row"],
     }
 
 
 def eval_step(params: Tree, batch: TokenBatch, setup: StepSetup) -> dict[str, Array]:
-    """The sums of a batch."""
-    return core.loss_sums(params, batch, setup.model, setup.forward_config)._asdict()
+    """Compute the sums `loss`, `weight` and `correct` of a batch."""
+    return transformer.loss_sums(params, batch, setup.model, setup.forward_config)._asdict()
 
 
-def _select(ok: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
+    """Select one of two trees by a scalar condition."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
 def _accumulate_gradients(params: Tree, batch: TokenBatch, setup: StepSetup) -> tuple[Tree, dict[str, Array]]:
-    """Float32 sums over all micro-batches, of gradients and of what is measured."""
+    """Compute the float32 sums of gradients and of loss, weights and correct tokens over all micro-batches."""
 
-    def total(params: Tree, part: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        sums = eval_step(params, part, setup)
+    def summed_loss(params: Tree, micro_batch: TokenBatch) -> tuple[Array, dict[str, Array]]:
+        sums = eval_step(params, micro_batch, setup)
         return sums["loss"], sums
 
-    slope = jax.value_and_grad(total, has_aux=True)
+    value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
     if setup.accumulate == 1:
-        (_, sums), gradients = slope(params, batch)
+        (_, sums), gradients = value_and_grad(params, batch)
         return _shard_like_params(gradients, setup), sums
 
-    def add(before: tuple[Tree, dict[str, Array]], part: TokenBatch) -> tuple[tuple[Tree, dict[str, Array]], None]:
-        (_, sums), gradients = slope(params, part)
-        both = jax.tree.map(jnp.add, before, (gradients, sums))
-        return (_shard_like_params(both[0], setup), both[1]), None
+    def add_micro_batch(
+        totals: tuple[Tree, dict[str, Array]], micro_batch: TokenBatch
+    ) -> tuple[tuple[Tree, dict[str, Array]], None]:
+        (_, sums), gradients = value_and_grad(params, micro_batch)
+        total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
+        return (_shard_like_params(total_gradients, setup), total_sums), None
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-    nothing = {name: jnp.float32(0) for name in LOSS_SUM_NAMES}
-    return lax.scan(add, (_shard_like_params(zeros, setup), nothing), _split_micro_batches(batch, setup))[0]
+    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    zero_sums = {name: jnp.float32(0) for name in LOSS_SUM_NAMES}
+    zeros = (_shard_like_params(zero_gradients, setup), zero_sums)
+    return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]
 
 
 def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
-    """Gradients are told to lie as their parameters, so that they are reduced there and nowhere else."""
-    if setup.forward_config.sharding.device_mesh is None:
+    """Constrain gradients to the shardings of their parameters, so that they are reduced to these shards."""
+    leaves, sharding = setup.model.leaves, setup.forward_config.sharding
+    if sharding.device_mesh is None:
         return gradients
-    leaves, shards = setup.model.leaves, setup.forward_config.sharding
-    placed = flatten_tree(gradients)
     return unflatten_tree(
-        {path: lax.with_sharding_constraint(leaf, shards.param_sharding(leaves[path])) for path, leaf in placed.items()}
+        {
+            path: lax.with_sharding_constraint(gradient, sharding.param_sharding(leaves[path]))
+            for path, gradient in flatten_tree(gradients).items()
+        }
     )
 
 
 def _split_micro_batches(batch: TokenBatch, setup: StepSetup) -> dict[str, Array]:
-    """[size, T] -> [accumulate, size / accumulate, T]; every part has its share of each device's sequences."""
-    parts = setup.accumulate
+    """Reshape [batch, T] to [accumulate, batch / accumulate, T]; each device keeps its rows of every micro-batch."""
+    num_micro_batches = setup.accumulate
 
-    def cut(each: Array) -> Array:
-        cut = each.reshape(each.shape[0] // parts, parts, *each.shape[1:]).swapaxes(0, 1)
-        sharding = setup.forward_config.sharding.activation_sharding(cut.shape, "part", "batch", "seq")
-        return cut if sharding is None else lax.with_sharding_constraint(cut, sharding)
+    def split(array: Array) -> Array:
+        micro_batch_size = array.shape[0] // num_micro_batches
+        stacked = array.reshape(micro_batch_size, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
+        sharding = setup.forward_config.sharding.activation_sharding(stacked.shape, "part", "batch", "seq")
+        return stacked if sharding is None else lax.with_sharding_constraint(stacked, sharding)
 
-    return {name: cut(each) for name, each in batch.items()}
+    return {name: split(array) for name, array in batch.items()}

@@ -1,4 +1,4 @@
-"""Meshes of 8 CPU devices: the same numbers as on one, parameters and activations where the rules say."""
+"""Tests of sharding on 8 CPU devices: results of one device, and arrays where the rules place them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.distributed.sharding import (
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import DEFAULT_RULES, merge_rules, parse_mesh, partition_spec
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.nn import transformer as models
+from trainer.nn import transformer
 from trainer.nn.transformer import ForwardConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -46,79 +46,82 @@ MESHES = ["8,1,1", "1,8,1", "1,2,4", "2,2,2"]
 ROWS, LENGTH = 8, 16
 
 
-def mean(params: Tree, batch: Any, made: TinyTransformer, how: ForwardConfig) -> jax.Array:
-    sums = models.loss_sums(params, batch, made.model, how)
+def mean_loss(params: Tree, batch: Any, tiny: TinyTransformer, forward_config: ForwardConfig) -> jax.Array:
+    """Compute the weighted mean loss."""
+    sums = transformer.loss_sums(params, batch, tiny.model, forward_config)
     return sums.loss / sums.weight
 
 
-def shard_params(made: TinyTransformer, params: Tree, on: ShardingContext) -> Tree:
+def shard_params(tiny: TinyTransformer, params: Tree, sharding: ShardingContext) -> Tree:
+    """Place parameters on the mesh."""
+    leaves = tiny.model.leaves
     return unflatten_tree(
         {
-            path: jax.device_put(leaf, on.param_sharding(made.model.leaves[path]))
+            path: jax.device_put(leaf, sharding.param_sharding(leaves[path]))
             for path, leaf in flatten_tree(params).items()
         }
     )
 
 
 @cache
-def alone(name: str) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients on one device."""
-    return computed(name, ShardingContext())
+def one_device_results(name: str) -> tuple[float, dict[str, np.ndarray]]:
+    """Compute loss and gradients on one device."""
+    return loss_and_gradients(name, ShardingContext())
 
 
-def computed(name: str, on: ShardingContext) -> tuple[float, dict[str, np.ndarray]]:
+def loss_and_gradients(name: str, sharding: ShardingContext) -> tuple[float, dict[str, np.ndarray]]:
+    """Compute the mean loss and the gradient of each tensor on a mesh."""
     config = CONFIGS[name]
-    made = tiny_transformer(config)
-    params = made.params_from_tensors(random_tensors(config))
+    tiny = tiny_transformer(config)
+    params = tiny.params_from_tensors(random_tensors(config))
     batch: Any = random_batch(61, ROWS, LENGTH)
-    if on.mesh is not None:
-        params = shard_params(made, params, on)
+    if sharding.mesh is not None:
+        params = shard_params(tiny, params, sharding)
         batch = {
-            key: jax.device_put(value, on.activation_sharding(value.shape, "batch", "seq"))
-            for key, value in batch.items()
+            key: jax.device_put(array, sharding.activation_sharding(array.shape, "batch", "seq"))
+            for key, array in batch.items()
         }
-    how = ForwardConfig(head_chunk_size=4, remat_policy="nothing_saveable", sharding=on)
-    run = jax.jit(jax.value_and_grad(lambda p, b: mean(p, b, made, how)))
+    forward_config = ForwardConfig(head_chunk_size=4, remat_policy="nothing_saveable", sharding=sharding)
+    run = jax.jit(jax.value_and_grad(lambda p, b: mean_loss(p, b, tiny, forward_config)))
     loss, gradients = run(params, batch)
-    return float(loss), made.tensors_from_params(gradients)
+    return float(loss), tiny.tensors_from_params(gradients)
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [*(("llama", mesh) for mesh in MESHES), *(("gpt_neo", m) for m in MESHES[1:])]
+    ("name", "mesh"), [*(("llama", mesh) for mesh in MESHES), *(("gpt_neo", mesh) for mesh in MESHES[1:])]
 )
-def test_any_mesh_computes_what_one_device_does(name: str, mesh: str):
-    """1,2,4 has LLaMA's two heads of keys and values on four devices: those stay whole."""
-    loss, gradients = computed(name, make_sharding_context(parse_mesh(mesh)))
-    wanted_loss, wanted = alone(name)
-    assert loss == pytest.approx(wanted_loss, rel=1e-5)
-    assert {tensor: relative_error(gradients[tensor], each) for tensor, each in wanted.items()} == pytest.approx(
-        dict.fromkeys(wanted, 0), abs=1e-5
-    )
+def test_loss_and_gradients_do_not_depend_on_mesh(name: str, mesh: str):
+    """On mesh 1,2,4 the two key and value heads of LLaMA are not split over the four devices of mp."""
+    loss, gradients = loss_and_gradients(name, make_sharding_context(parse_mesh(mesh)))
+    expected_loss, expected = one_device_results(name)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    errors = {tensor: relative_error(gradients[tensor], gradient) for tensor, gradient in expected.items()}
+    assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)
 
 
-def compiled_text(mesh: str) -> tuple[str, str]:
-    """Lowered and compiled text of a LLaMA's loss and gradients."""
-    made, on = tiny_transformer(CONFIGS["llama"]), make_sharding_context(parse_mesh(mesh))
+def compile_to_text(mesh: str) -> tuple[str, str]:
+    """Return the lowered and the compiled text of a LLaMA's loss and gradients."""
+    tiny, sharding = tiny_transformer(CONFIGS["llama"]), make_sharding_context(parse_mesh(mesh))
     params = unflatten_tree(
         {
-            p: jax.ShapeDtypeStruct(f.shape, jnp.float32, sharding=on.param_sharding(f))
-            for p, f in made.model.leaves.items()
+            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding.param_sharding(leaf))
+            for path, leaf in tiny.model.leaves.items()
         }
     )
-    where = on.activation_sharding((ROWS, LENGTH), "batch", "seq")
+    batch_sharding = sharding.activation_sharding((ROWS, LENGTH), "batch", "seq")
     batch = {
-        key: jax.ShapeDtypeStruct((ROWS, LENGTH), kind, sharding=where)
-        for key, kind in {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}.items()
+        key: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype, sharding=batch_sharding)
+        for key, dtype in {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}.items()
     }
-    how = ForwardConfig(remat_policy="nothing_saveable", head_chunk_size=4, sharding=on)
-    lowered = jax.jit(jax.value_and_grad(lambda p, b: mean(p, b, made, how))).lower(params, batch)
+    forward_config = ForwardConfig(remat_policy="nothing_saveable", head_chunk_size=4, sharding=sharding)
+    lowered = jax.jit(jax.value_and_grad(lambda p, b: mean_loss(p, b, tiny, forward_config))).lower(params, batch)
     return lowered.as_text(), lowered.compile().as_text() or ""
 
 
-def test_what_is_kept_of_each_layer_is_split_along_tokens():
-    """On 1,2,4 a device has 4 of 8 rows and 4 of 16 tokens of the two layers' inputs; never all tokens of them."""
-    lowered, compiled = compiled_text("1,2,4")
-    assert '[{"fsdp"}, {"mp"}, {}]' in lowered  # the residual stream
+def test_saved_layer_inputs_are_split_along_tokens():
+    """On mesh 1,2,4 a device saves 4 of 8 rows and 4 of 16 tokens of the inputs of both layers."""
+    lowered, compiled = compile_to_text("1,2,4")
+    assert '[{"fsdp"}, {"mp"}, {}]' in lowered  # residual stream
     assert '[{"fsdp"}, {}, {"mp"}, {}]' in lowered  # queries
     assert '[{"fsdp"}, {}, {"mp"}]' in lowered  # hidden units, logits
     assert "f32[2,4,4,32]" in compiled
@@ -127,133 +130,135 @@ def test_what_is_kept_of_each_layer_is_split_along_tokens():
     assert "all-gather" in compiled
 
 
-def test_a_device_never_has_the_rows_or_logits_of_all():
-    _, compiled = compiled_text("1,2,4")
-    assert "f32[4,4,16]" in compiled  # rows, chunk, vocabulary of a device
+def test_devices_hold_their_rows_and_logits_only():
+    _, compiled = compile_to_text("1,2,4")
+    assert "f32[4,4,16]" in compiled  # rows, chunk and vocabulary of one device
     assert "f32[4,4,64]" not in compiled
     assert "f32[8,16,32]" not in compiled
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_parameters_lie_as_the_rules_say(mesh: str, name: str):
-    made, on = tiny_transformer(CONFIGS[name]), make_sharding_context(parse_mesh(mesh))
-    assert on.mesh is not None
-    params = shard_params(made, made.params_from_tensors(random_tensors(CONFIGS[name])), on)
-    held = dict.fromkeys(jax.devices(), 0)
-    for path, leaf in flatten_tree(params).items():
-        known = made.model.leaves[path]
-        asked = partition_spec(known.dims, known.shape, on.mesh, DEFAULT_RULES)
-        assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, jax_partition_spec(asked)), leaf.ndim)
-        for part in leaf.addressable_shards:
-            assert part.data.size == leaf.size // np.prod(asked.shards_per_dim)
-            held[part.device] += part.data.nbytes
-    assert {*held.values()} == {param_nbytes_per_device(made.model.leaves, on)}
+def test_param_sharding_follows_rules(mesh: str, name: str):
+    tiny, sharding = tiny_transformer(CONFIGS[name]), make_sharding_context(parse_mesh(mesh))
+    assert sharding.mesh is not None
+    params = shard_params(tiny, tiny.params_from_tensors(random_tensors(CONFIGS[name])), sharding)
+    nbytes_by_device = dict.fromkeys(jax.devices(), 0)
+    for path, array in flatten_tree(params).items():
+        leaf = tiny.model.leaves[path]
+        spec = partition_spec(leaf.dims, leaf.shape, sharding.mesh, DEFAULT_RULES)
+        expected = NamedSharding(array.sharding.mesh, jax_partition_spec(spec))
+        assert array.sharding.is_equivalent_to(expected, array.ndim)
+        for shard in array.addressable_shards:
+            assert shard.data.size == array.size // np.prod(spec.shards_per_dim)
+            nbytes_by_device[shard.device] += shard.data.nbytes
+    assert {*nbytes_by_device.values()} == {param_nbytes_per_device(tiny.model.leaves, sharding)}
 
 
-def test_partitions_are_spelled_as_jax_does():
-    on = sharding_without_devices(parse_mesh("2,2,2"))
+def test_jax_partition_spec_names_mesh_axes():
+    sharding = sharding_without_devices(parse_mesh("2,2,2"))
     leaves = tiny_transformer(CONFIGS["llama"]).model.leaves
-    wanted = {
+    expected = {
         "embed.tokens": PartitionSpec("mp", "fsdp"),
         "layers.attn.q.weight": PartitionSpec(None, "mp", None, "fsdp"),
         "layers.attn.o.weight": PartitionSpec(None, "fsdp", "mp", None),
         "layers.mlp.up.weight": PartitionSpec(None, "mp", "fsdp"),
     }
-    for path, partitions in wanted.items():
-        found = on.param_spec(leaves[path])
-        assert found
-        assert jax_partition_spec(found) == partitions
-    tokens = make_sharding_context(parse_mesh("2,2,2")).activation_sharding((8, 16), "batch", "seq")
-    assert tokens
-    assert tokens.spec == PartitionSpec(("dp", "fsdp"), None)
+    for path, jax_spec in expected.items():
+        spec = sharding.param_spec(leaves[path])
+        assert spec
+        assert jax_partition_spec(spec) == jax_spec
+    token_sharding = make_sharding_context(parse_mesh("2,2,2")).activation_sharding((8, 16), "batch", "seq")
+    assert token_sharding
+    assert token_sharding.spec == PartitionSpec(("dp", "fsdp"), None)
 
 
-def test_key_and_value_heads_that_do_not_divide_stay_whole():
-    found = sharding_without_devices(parse_mesh("1,2,4")).param_spec(
-        tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.k.weight"]
-    )
-    assert found
-    assert found.shards_per_dim == (1, 1, 1, 2)
-    assert [fallback.dim for fallback in found.fallbacks] == ["kv_heads"]
+def test_indivisible_kv_heads_are_not_split():
+    sharding = sharding_without_devices(parse_mesh("1,2,4"))
+    spec = sharding.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.k.weight"])
+    assert spec
+    assert spec.shards_per_dim == (1, 1, 1, 2)
+    assert [fallback.dim for fallback in spec.fallbacks] == ["kv_heads"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "dim"),
     [
         ({"vocab_size": 61}, "vocabulary 61"),
         ({"intermediate_size": 50}, "mlp 50"),
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}, "heads 6"),
     ],
 )
-def test_a_dim_that_the_mesh_does_not_divide_is_named(changes: dict[str, Any], named: str):
+def test_indivisible_param_dim_is_rejected(changes: dict[str, Any], dim: str):
     config = {**CONFIGS["llama"], "true_vocab_size": 61, **changes}
-    on = sharding_without_devices(parse_mesh("1,2,4"))
-    with pytest.raises(PrepError, match=f"{named} cannot be split over mp 4") as caught:
-        [on.param_spec(leaf) for leaf in tiny_transformer(config).model.leaves.values()]
+    sharding = sharding_without_devices(parse_mesh("1,2,4"))
+    with pytest.raises(PrepError, match=f"{dim} cannot be split over mp 4") as caught:
+        [sharding.param_spec(leaf) for leaf in tiny_transformer(config).model.leaves.values()]
     assert caught.value.code == USAGE
 
 
-def test_a_batch_that_the_mesh_does_not_divide_is_named():
+def test_indivisible_batch_is_rejected():
     with pytest.raises(PrepError, match="batch 6 cannot be split over dp 2 x fsdp 2"):
         make_sharding_context(parse_mesh("2,2,2")).activation_sharding((6, 16), "batch", "seq")
 
 
-def test_tokens_that_mp_does_not_divide_stay_whole():
-    on = make_sharding_context(parse_mesh("1,2,4"))
-    found = [on.activation_sharding((8, length, 32), "batch", "residual_seq", "embed") for length in (16, 15)]
-    assert [each and each.spec for each in found] == [
+def test_indivisible_residual_tokens_are_not_split():
+    sharding = make_sharding_context(parse_mesh("1,2,4"))
+    shardings = [sharding.activation_sharding((8, length, 32), "batch", "residual_seq", "embed") for length in (16, 15)]
+    assert [named and named.spec for named in shardings] == [
         PartitionSpec("fsdp", "mp", None),
         PartitionSpec("fsdp", None, None),
     ]
 
 
-def test_another_number_of_devices_is_a_usage_error():
+def test_wrong_number_of_devices_is_usage_error():
     with pytest.raises(PrepError, match="needs 16 devices, there are 8") as caught:
         make_sharding_context(parse_mesh("1,4,4"))
     assert (caught.value.code, "JAX_NUM_CPU_DEVICES" in caught.value.why) == (USAGE, True)
 
 
 @pytest.mark.parametrize("mesh", ["1,-1,2", "!1,-1,2"])
-def test_an_open_axis_takes_what_is_left(mesh: str):
-    on = make_sharding_context(parse_mesh(mesh))
-    assert on.device_mesh
-    assert dict(on.device_mesh.shape) == {"dp": 1, "fsdp": 4, "mp": 2}
-    assert (on.data_parallel_size, on.num_shards("heads", 8), on.num_shards("seq", 8)) == (4, 2, 1)
+def test_open_axis_takes_remaining_devices(mesh: str):
+    sharding = make_sharding_context(parse_mesh(mesh))
+    assert sharding.device_mesh
+    assert dict(sharding.device_mesh.shape) == {"dp": 1, "fsdp": 4, "mp": 2}
+    assert (sharding.data_parallel_size, sharding.num_shards("heads", 8), sharding.num_shards("seq", 8)) == (4, 2, 1)
     if mesh.startswith("!"):
-        assert on.device_mesh.devices.flatten().tolist() == jax.devices()
+        assert sharding.device_mesh.devices.flatten().tolist() == jax.devices()
 
 
-def test_rules_of_a_run_are_kept():
-    on = make_sharding_context(parse_mesh("1,4,2"), merge_rules(["heads=none", "embed=none"]))
-    found = on.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.q.weight"])
-    assert found
-    assert found.shards_per_dim == (1, 1, 1, 1)
-    assert on.num_shards("heads", 4) == 1
+def test_custom_rules_replace_default_rules():
+    sharding = make_sharding_context(parse_mesh("1,4,2"), merge_rules(["heads=none", "embed=none"]))
+    spec = sharding.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.q.weight"])
+    assert spec
+    assert spec.shards_per_dim == (1, 1, 1, 1)
+    assert sharding.num_shards("heads", 4) == 1
 
 
-def test_without_a_mesh_nothing_is_placed():
-    on, x = ShardingContext(), jnp.ones((2, 3))
-    assert on.constrain(x, "batch", "seq") is x
-    assert (on.data_parallel_size, on.num_shards("heads", 8), on.replicated_sharding()) == (1, 1, None)
-    assert on.param_sharding(tiny_transformer(CONFIGS["llama"]).model.leaves["embed.tokens"]) is None
+def test_context_without_mesh_places_nothing():
+    sharding, x = ShardingContext(), jnp.ones((2, 3))
+    assert sharding.constrain(x, "batch", "seq") is x
+    assert (sharding.data_parallel_size, sharding.num_shards("heads", 8)) == (1, 1)
+    assert sharding.replicated_sharding() is None
+    assert sharding.param_sharding(tiny_transformer(CONFIGS["llama"]).model.leaves["embed.tokens"]) is None
 
 
-def test_no_devices_and_too_little_memory_are_told(monkeypatch: pytest.MonkeyPatch):
-    def none() -> list[Any]:
+def test_missing_devices_are_reported(monkeypatch: pytest.MonkeyPatch):
+    def raise_no_devices() -> list[Any]:
         raise RuntimeError("Unable to initialize backend 'foo'\nand more")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "devices", none)
-        with pytest.raises(PrepError, match="jax finds no devices - Unable to initialize backend 'foo' - "):
-            make_sharding_context(parse_mesh("1,1,1"))
-    full = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.\nand more"
-    with (
-        pytest.raises(PrepError, match=r"too little memory - RESOURCE_EXHAUSTED: .* 5 bytes. - more"),
-        catch_out_of_memory(),
-    ):
-        raise jax.errors.JaxRuntimeError(full)
-    with pytest.raises(PrepError, match="too little memory - the system has no more - more"), catch_out_of_memory():
+    monkeypatch.setattr(jax, "devices", raise_no_devices)
+    with pytest.raises(PrepError, match="JAX found no devices - Unable to initialize backend 'foo' - "):
+        make_sharding_context(parse_mesh("1,1,1"))
+
+
+def test_catch_out_of_memory_converts_only_memory_errors():
+    text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.\nand more"
+    message = r"out of device memory - RESOURCE_EXHAUSTED: .* 5 bytes. - more"
+    with pytest.raises(PrepError, match=message), catch_out_of_memory():
+        raise jax.errors.JaxRuntimeError(text)
+    message = "out of host memory - the system has no free memory - more"
+    with pytest.raises(PrepError, match=message), catch_out_of_memory():
         raise MemoryError
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), catch_out_of_memory():
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")

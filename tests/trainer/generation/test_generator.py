@@ -1,5 +1,4 @@
-"""Generation: with what is kept, logits are those of whole sequences, and tokens those of transformers; on any mesh, in
-any batch."""
+"""Tests of generation with a KV cache against logits of whole sequences and tokens of transformers."""
 
 from __future__ import annotations
 
@@ -38,121 +37,129 @@ from trainer.nn.attention_mask import KVCache
 from trainer.nn.transformer import ForwardConfig
 
 Rows = list[list[int]]
-DRAWN = GenerationConfig(9, sampling=Sampling(1.3, top_k=20, top_p=0.95, seed=5))
+SAMPLED = GenerationConfig(9, sampling=Sampling(1.3, top_k=20, top_p=0.95, seed=5))
 PROMPTS: Rows = [[3, 1, 4, 1, 5], [9, 2]]
-SMALL: dict[str, dict[str, Any]] = {
+UNPADDED_CONFIGS: dict[str, dict[str, Any]] = {
     **{
         name: {key: value for key, value in config.items() if key != "true_vocab_size"}
         for name, config in CONFIGS.items()
     },
     "t5": T5 | {"num_heads": 4, "num_decoder_layers": 2},
 }
-SOME = ("gpt_neo", "gemma3_text", "phi3-longrope", "llama-dynamic", "t5")  # of each kind of layers, and of rotations
+# one model for each kind of layer and each rotary embedding that depends on the length
+FAST_MODELS = ("gpt_neo", "gemma3_text", "phi3-longrope", "llama-dynamic", "t5")
 SLOTS = make_greedy.LENGTHS[-1] + make_greedy.MAX_NEW_TOKENS - 1
 SLOW = pytest.mark.slow
 
 
 @cache
 def golden_greedy() -> dict[str, dict[str, list[list[int]]]]:
+    """Read the greedy output of transformers by model."""
     return json.loads(make_greedy.FILE.read_text())
 
 
-def logits_by_step(made: TinyTransformer, params: Tree, batch: Mapping[str, Array], starts: Array) -> Array:
-    """Of tokens [B, T], row b from slot `starts[b]` on, taken one by one: [T, B, V]."""
-    tokens, model, how, memory = batch["tokens"], made.model, ForwardConfig(), None
+def stepwise_logits(tiny: TinyTransformer, params: Tree, batch: Mapping[str, Array], start_slots: Array) -> Array:
+    """Decode tokens [B, T] one at a time; return logits [T, B, V]."""
+    tokens, model, forward_config, encoder_output = batch["tokens"], tiny.model, ForwardConfig(), None
     if "source" in batch:
-        memory = decode.encode_sources(params, batch["source"], batch["present"], model, how)
+        encoder_output = decode.encode_sources(params, batch["source"], batch["present"], model, forward_config)
 
-    def step(kept: KVCache, new: Array) -> tuple[KVCache, Array]:
-        logits, kept = decode.decode_step(params, kept, new[:, None], starts, model, how, memory)
-        return kept, logits
+    def step(kv_cache: KVCache, new_tokens: Array) -> tuple[KVCache, Array]:
+        logits, kv_cache = decode.decode_step(
+            params, kv_cache, new_tokens[:, None], start_slots, model, forward_config, encoder_output
+        )
+        return kv_cache, logits
 
-    return lax.scan(step, decode.init_kv_cache(model, tokens.shape, how), tokens.T)[1]
+    return lax.scan(step, decode.init_kv_cache(model, tokens.shape, forward_config), tokens.T)[1]
 
 
 @cache
-def by_step(name: str) -> Callable[..., Array]:
-    """`logits_by_step`, compiled once: batches are of one shape."""
-    return jax.jit(partial(logits_by_step, tiny_transformer(GOLDEN[name])))
+def compiled_stepwise_logits(name: str) -> Callable[..., Array]:
+    """Return `stepwise_logits` of a golden model, compiled once, since all batches have one shape."""
+    return jax.jit(partial(stepwise_logits, tiny_transformer(GOLDEN[name])))
 
 
-def laid_out(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that end in the last of SLOTS slots, one of padding where there are fewer, and where each begins."""
+def left_pad(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Left-pad rows to SLOTS slots, add rows of one token up to a fixed number, and return their start slots."""
     rows = [*rows, *([0],) * (len(make_greedy.LENGTHS) - len(rows))]
-    starts = np.array([SLOTS - len(row) for row in rows])
-    return np.stack([np.pad(row, (start, 0)) for row, start in zip(rows, starts)]), starts
+    start_slots = np.array([SLOTS - len(row) for row in rows])
+    return np.stack([np.pad(row, (start, 0)) for row, start in zip(rows, start_slots)]), start_slots
 
 
-def sources_of(rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """What an encoder reads: rows that begin in the first of SLOTS slots."""
-    tokens, starts = laid_out(rows)
-    tokens = np.stack([np.roll(row, -start) for row, start in zip(tokens, starts)])
-    return {"source": tokens, "present": np.arange(SLOTS) < SLOTS - starts[:, None]}
+def right_pad_sources(rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """Right-pad sources to SLOTS slots and return them with their mask."""
+    tokens, start_slots = left_pad(rows)
+    tokens = np.stack([np.roll(row, -start) for row, start in zip(tokens, start_slots)])
+    return {"source": tokens, "present": np.arange(SLOTS) < SLOTS - start_slots[:, None]}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_logits_are_those_of_whole_sequences(name: str):
-    """As transformers has them: rows of 7 and 4 tokens, which end in the same slot."""
+def test_decode_step_logits_match_transformers(name: str):
+    """The batch has rows of 7 and 4 tokens, which end in the same slot."""
     golden = make_decoders.load(name)
     rows = [row[:count].tolist() for row, count in zip(golden.short["tokens"], make_decoders.LENGTHS)]
-    tokens, starts = laid_out(rows)
+    tokens, start_slots = left_pad(rows)
     batch = {"tokens": tokens}
     if "source" in golden.short:
-        present = golden.short["present"].astype(bool)
-        batch |= sources_of([row[own].tolist() for row, own in zip(golden.short["source"], present)])
-    found = np.asarray(
-        by_step(name)(tiny_transformer(golden.config).params_from_tensors(golden.tensors), batch, starts)
-    )
+        masks = golden.short["present"].astype(bool)
+        batch |= right_pad_sources([row[mask].tolist() for row, mask in zip(golden.short["source"], masks)])
+    params = tiny_transformer(golden.config).params_from_tensors(golden.tensors)
+    logits = np.asarray(compiled_stepwise_logits(name)(params, batch, start_slots))
     for row, count in enumerate(make_decoders.LENGTHS):
-        assert abs(found[SLOTS - count :, row] - golden.short_logits[row, :count]).max() <= 2e-5
+        assert abs(logits[SLOTS - count :, row] - golden.short_logits[row, :count]).max() <= 2e-5
 
 
-def test_logits_of_scores_by_depth_are_those_of_whole_sequences():
+def test_decode_step_applies_layer_score_scale():
     config = AMBIGUOUS["gpt2-by-depth"]
-    made, tensors = tiny_transformer(config), random_tensors(config)
+    tiny, tensors = tiny_transformer(config), random_tensors(config)
     tokens = np.random.default_rng(0).integers(0, config["vocab_size"], (2, 6), dtype=np.int32)
-    params = made.params_from_tensors(tensors)
-    found = jax.jit(partial(logits_by_step, made))(params, {"tokens": tokens}, np.zeros(2, np.int32))
-    wanted = model_logits(made.model, params, {"tokens": tokens})
-    np.testing.assert_allclose(np.moveaxis(np.asarray(found), 0, 1), wanted, atol=2e-5)
+    params = tiny.params_from_tensors(tensors)
+    logits = jax.jit(partial(stepwise_logits, tiny))(params, {"tokens": tokens}, np.zeros(2, np.int32))
+    expected = model_logits(tiny.model, params, {"tokens": tokens})
+    np.testing.assert_allclose(np.moveaxis(np.asarray(logits), 0, 1), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "phi3-longrope"])  # it begins anew on its way
-def test_each_token_of_transformers_is_the_likeliest(name: str):
-    """After its prompt and the tokens before it."""
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "phi3-longrope"])  # it recomputes its cache
+def test_greedy_tokens_maximize_decode_step_logits(name: str):
+    """Each token of transformers is the most likely one after its prompt and the earlier tokens."""
     config, tensors = make_greedy.greedy_model(name)
-    made, golden = tiny_transformer(config), golden_greedy()[name]
-    encodes = made.model.arch_config.encoder is not None
-    begun = [[0]] * len(golden["prompts"]) if encodes else golden["prompts"]
-    tokens, starts = laid_out([[*prompt, *new[:-1]] for prompt, new in zip(begun, golden["tokens"])])
-    batch = {"tokens": tokens} | (sources_of(golden["prompts"]) if encodes else {})
-    found = np.asarray(by_step(name)(made.params_from_tensors(tensors), batch, starts)).argmax(-1)
-    assert found[-make_greedy.MAX_NEW_TOKENS :].T.tolist() == golden["tokens"]
+    tiny, golden = tiny_transformer(config), golden_greedy()[name]
+    has_encoder = tiny.model.arch_config.encoder is not None
+    prompts = [[0]] * len(golden["prompts"]) if has_encoder else golden["prompts"]
+    tokens, start_slots = left_pad([[*prompt, *new[:-1]] for prompt, new in zip(prompts, golden["tokens"])])
+    batch = {"tokens": tokens} | (right_pad_sources(golden["prompts"]) if has_encoder else {})
+    logits = compiled_stepwise_logits(name)(tiny.params_from_tensors(tensors), batch, start_slots)
+    most_likely = np.asarray(logits).argmax(-1)
+    assert most_likely[-make_greedy.MAX_NEW_TOKENS :].T.tolist() == golden["tokens"]
 
 
 def make_generator(
-    made: TinyTransformer, params: Tree, asked: GenerationConfig, how: ForwardConfig | None = None
+    tiny: TinyTransformer, params: Tree, config: GenerationConfig, forward_config: ForwardConfig | None = None
 ) -> Generator:
-    return Generator(params, made.model, how or ForwardConfig(), asked)
+    """Create a generator of a tiny model."""
+    return Generator(params, tiny.model, forward_config or ForwardConfig(), config)
 
 
-def added(own: Generator, prompts: Rows, first_row: int = 0, size: int = 0) -> Rows:
-    """What is added to prompts; of an encoder's model they are the sources, and the decoder begins with token 0."""
-    if own.model.arch_config.encoder is None:
-        return own.generate(prompts, first_row=first_row, min_rows=size)
-    return own.generate([[0]] * len(prompts), prompts, first_row, size)
+def generate(model_generator: Generator, prompts: Rows, first_row: int = 0, min_rows: int = 0) -> Rows:
+    """Generate tokens; with an encoder the prompts are sources, and the decoder starts with token 0."""
+    if model_generator.model.arch_config.encoder is None:
+        return model_generator.generate(prompts, first_row=first_row, min_rows=min_rows)
+    return model_generator.generate([[0]] * len(prompts), prompts, first_row, min_rows)
 
 
-@pytest.mark.parametrize("name", [name if name in SOME else pytest.param(name, marks=SLOW) for name in GOLDEN])
-def test_tokens_are_those_of_transformers(name: str):
-    """Beyond what rotations that change with the length were made for, too."""
+@pytest.mark.parametrize("name", [name if name in FAST_MODELS else pytest.param(name, marks=SLOW) for name in GOLDEN])
+def test_greedy_tokens_match_transformers(name: str):
+    """Sequences exceed the positions of pretraining of rotary embeddings that depend on the length."""
     config, tensors = make_greedy.greedy_model(name)
-    made, golden = tiny_transformer(config), golden_greedy()[name]
-    own = make_generator(made, made.params_from_tensors(tensors), GenerationConfig(make_greedy.MAX_NEW_TOKENS))
-    assert added(own, golden["prompts"]) == golden["tokens"]
+    tiny, golden = tiny_transformer(config), golden_greedy()[name]
+    greedy = GenerationConfig(make_greedy.MAX_NEW_TOKENS)
+    assert (
+        generate(make_generator(tiny, tiny.params_from_tensors(tensors), greedy), golden["prompts"])
+        == (golden["tokens"])
+    )
 
 
-def test_there_are_tokens_of_each_config():
+def test_greedy_file_has_tokens_of_every_config():
     golden = golden_greedy()
     assert {*golden} == {*GOLDEN}
     assert {str(config["model_type"]) for config in GOLDEN.values()} == {*FAMILIES}
@@ -162,7 +169,7 @@ def test_there_are_tokens_of_each_config():
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_transformers_still_generates_the_same(name: str):
+def test_greedy_file_matches_installed_transformers(name: str):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     torch.set_num_threads(1)
@@ -171,146 +178,150 @@ def test_transformers_still_generates_the_same(name: str):
 
 
 @cache
-def drawn_alone(name: str) -> Rows:
-    return added(small(name), PROMPTS)
+def sampled_on_one_device(name: str) -> Rows:
+    """Return the sampled tokens of PROMPTS on one device."""
+    return generate(padded_generator(name), PROMPTS)
 
 
-def small(name: str, on: ShardingContext | None = None, asked: GenerationConfig = DRAWN, **form: Any) -> Generator:
-    """A model whose dims a mesh divides; its vocabulary is padded with rows that would be drawn at once."""
-    config = SMALL[name] | {"vocab_size": 29}
-    config, tensors = with_padded_vocab(config, random_tensors(config), 3, 50.0)
-    made = tiny_transformer(config, **form)
-    params = made.params_from_tensors(tensors)
-    on = on or ShardingContext()
-    return make_generator(
-        made,
-        shard_params(made, params, on) if on.mesh else params,
-        asked,
-        ForwardConfig(scan_layers=made.model.has_stacked_layers, sharding=on),
-    )
+def padded_generator(
+    name: str, sharding: ShardingContext | None = None, config: GenerationConfig = SAMPLED, **stored: Any
+) -> Generator:
+    """Create a generator with a padded vocabulary, whose padding would always be sampled if it were not masked."""
+    hf_config = UNPADDED_CONFIGS[name] | {"vocab_size": 29}
+    hf_config, tensors = with_padded_vocab(hf_config, random_tensors(hf_config), 3, 50.0)
+    tiny = tiny_transformer(hf_config, **stored)
+    params = tiny.params_from_tensors(tensors)
+    sharding = sharding or ShardingContext()
+    if sharding.mesh:
+        params = shard_params(tiny, params, sharding)
+    forward_config = ForwardConfig(scan_layers=tiny.model.has_stacked_layers, sharding=sharding)
+    return make_generator(tiny, params, config, forward_config)
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("t5", "gpt_neo"))])
-def test_tokens_are_the_same_on_a_mesh(name: str):
-    on = make_sharding_context(parse_mesh("1,2,4"))
-    assert added(small(name, on), PROMPTS) == drawn_alone(name)
+def test_sampled_tokens_do_not_depend_on_mesh(name: str):
+    sharding = make_sharding_context(parse_mesh("1,2,4"))
+    assert generate(padded_generator(name, sharding), PROMPTS) == sampled_on_one_device(name)
 
 
-@pytest.mark.parametrize("form", [{"scan": False}, pytest.param({"scan_axis": 1}, marks=SLOW)])
-def test_tokens_are_the_same_in_any_form(form: dict[str, Any]):
-    assert added(small("gpt_neo", **form), PROMPTS) == drawn_alone("gpt_neo")
+@pytest.mark.parametrize("stored", [{"scan": False}, pytest.param({"scan_axis": 1}, marks=SLOW)])
+def test_sampled_tokens_do_not_depend_on_layer_storage(stored: dict[str, Any]):
+    assert generate(padded_generator("gpt_neo", **stored), PROMPTS) == sampled_on_one_device("gpt_neo")
 
 
-def test_rows_of_padding_are_never_drawn():
-    config = SMALL["gpt_neo"] | {"vocab_size": 29}
-    made = tiny_transformer(config)
-    plain = make_generator(made, made.params_from_tensors(random_tensors(config)), DRAWN)
-    assert added(plain, PROMPTS) == drawn_alone("gpt_neo")
-    assert max(map(max, drawn_alone("gpt_neo"))) < 29
+def test_padding_rows_are_never_sampled():
+    config = UNPADDED_CONFIGS["gpt_neo"] | {"vocab_size": 29}
+    tiny = tiny_transformer(config)
+    unpadded = make_generator(tiny, tiny.params_from_tensors(random_tensors(config)), SAMPLED)
+    assert generate(unpadded, PROMPTS) == sampled_on_one_device("gpt_neo")
+    assert max(map(max, sampled_on_one_device("gpt_neo"))) < 29
 
 
-def test_a_prompt_has_the_same_tokens_in_any_batch():
-    own, wanted = small("llama"), drawn_alone("llama")
-    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
-    assert added(own, PROMPTS[1:], first_row=1) == wanted[1:]
-    assert [added(own, [prompt], row, size=2)[0] for row, prompt in enumerate(PROMPTS)] == wanted
-    assert added(own, PROMPTS[1:]) != wanted[1:], "another number draws other tokens"
+def test_sampled_tokens_do_not_depend_on_batch():
+    llama, expected = padded_generator("llama"), sampled_on_one_device("llama")
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    assert generate(llama, PROMPTS[1:], first_row=1) == expected[1:]
+    assert [generate(llama, [prompt], row, min_rows=2)[0] for row, prompt in enumerate(PROMPTS)] == expected
+    assert generate(llama, PROMPTS[1:]) != expected[1:], "another row number must sample other tokens"
 
 
-def test_a_row_ends_with_its_end():
-    whole = drawn_alone("gpt_neo")
-    ends = (whole[0][3], whole[1][5], 400)
-    own, heard = small("gpt_neo", asked=dataclasses.replace(DRAWN, eos_token_ids=ends)), list[int]()
-    found = own.generate(PROMPTS, on_progress=heard.append)
-    for tokens, wanted in zip(found, whole):
-        assert tokens == wanted[: 1 + next(i for i, token in enumerate(wanted) if token in ends)]
-    assert (len(found[0]) <= 4, len(found[1]) <= 6) == (True, True)
-    assert heard == [1, max(map(len, found))], "nothing goes on when all have ended"
+def test_rows_end_after_their_first_eos_token():
+    unlimited = sampled_on_one_device("gpt_neo")
+    eos_token_ids = (unlimited[0][3], unlimited[1][5], 400)
+    gpt_neo = padded_generator("gpt_neo", config=dataclasses.replace(SAMPLED, eos_token_ids=eos_token_ids))
+    progress: list[int] = []
+    output = gpt_neo.generate(PROMPTS, on_progress=progress.append)
+    for tokens, unlimited_tokens in zip(output, unlimited):
+        end = next(i for i, token in enumerate(unlimited_tokens) if token in eos_token_ids)
+        assert tokens == unlimited_tokens[: end + 1]
+    assert len(output[0]) <= 4
+    assert len(output[1]) <= 6
+    assert progress == [1, max(map(len, output))], "decoding must stop when all rows have ended"
 
 
-def test_one_token_takes_no_step():
-    heard: list[int] = []
-    own = small("gpt_neo", asked=dataclasses.replace(DRAWN, max_new_tokens=1))
-    assert own.generate(PROMPTS, on_progress=heard.append) == [row[:1] for row in drawn_alone("gpt_neo")]
-    assert heard == [1]
+def test_one_new_token_needs_no_decode_loop():
+    progress: list[int] = []
+    gpt_neo = padded_generator("gpt_neo", config=dataclasses.replace(SAMPLED, max_new_tokens=1))
+    output = gpt_neo.generate(PROMPTS, on_progress=progress.append)
+    assert output == [row[:1] for row in sampled_on_one_device("gpt_neo")]
+    assert progress == [1]
 
 
-def test_it_computes_in_bfloat16_but_for_what_is_added_to_logits():
-    made = tiny_transformer(GOLDEN["gptj"])
-    params = flatten_tree(
-        decode.cast_for_inference(made.params_from_tensors(random_tensors(GOLDEN["gptj"])), ForwardConfig("bfloat16"))
-    )
-    assert {path for path, leaf in params.items() if leaf.dtype != jnp.bfloat16} == {"head.bias"}
+def test_cast_for_inference_keeps_lm_head_bias_in_float32():
+    tiny = tiny_transformer(GOLDEN["gptj"])
+    params = tiny.params_from_tensors(random_tensors(GOLDEN["gptj"]))
+    cast = flatten_tree(decode.cast_for_inference(params, ForwardConfig("bfloat16")))
+    assert {path for path, leaf in cast.items() if leaf.dtype != jnp.bfloat16} == {"head.bias"}
 
 
-def test_where_parts_end():
-    at_a_time = generator.STEPS_PER_CHECK
+def test_decode_stops_at_checks_and_recompute_slots():
+    steps = generator.STEPS_PER_CHECK
     assert [*generator._decode_stops(64, 64, ())] == []
     assert [*generator._decode_stops(64, 66, ())] == [(66, False)]
-    parts = [(64 + at_a_time, False), (64 + 2 * at_a_time, False), (64 + 2 * at_a_time + 1, False)]
-    assert [*generator._decode_stops(64, 64 + 2 * at_a_time + 1, ())] == parts
-    assert [*generator._decode_stops(64, 70, (68, 65, 64, 71, 30))] == [
-        (65, True),
-        (67, False),
-        (68, True),
-        (70, False),
-    ]
+    stops = [(64 + steps, False), (64 + 2 * steps, False), (64 + 2 * steps + 1, False)]
+    assert [*generator._decode_stops(64, 64 + 2 * steps + 1, ())] == stops
+    stops = [(65, True), (67, False), (68, True), (70, False)]
+    assert [*generator._decode_stops(64, 70, (68, 65, 64, 71, 30))] == stops
 
 
-LEARNED = SMALL["gpt_neo"]["max_position_embeddings"]
-WRONG: dict[str, tuple[str, Rows, Rows | None, int, str]] = {
-    "nothing": ("llama", [[1], []], None, 1, "a prompt has no tokens"),
-    "an empty source": ("t5", [[0]], [[]], 1, "a prompt has no tokens"),
-    "no such token": ("llama", [[1, 29]], None, 1, "token 29 is none of the model's - its true vocabulary is 29"),
-    "a token below 0": ("llama", [[-1]], None, 1, "token -1 is none"),
-    "no such source": ("t5", [[0]], [[500]], 1, "token 500 is none"),
-    "too long": (
+MAX_POSITIONS = UNPADDED_CONFIGS["gpt_neo"]["max_position_embeddings"]
+INVALID: dict[str, tuple[str, Rows, Rows | None, int, str]] = {  # model, prompts, sources, new tokens, message
+    "empty prompt": ("llama", [[1], []], None, 1, "empty prompt - a prompt must have at least one token"),
+    "empty source": ("t5", [[0]], [[]], 1, "empty prompt"),
+    "token too large": ("llama", [[1, 29]], None, 1, "token id 29 is out of range - the vocabulary has 29 tokens"),
+    "negative token": ("llama", [[-1]], None, 1, "token id -1 is out of range"),
+    "source token too large": ("t5", [[0]], [[500]], 1, "token id 500 is out of range"),
+    "too many new tokens": (
         "gpt_neo",
         [[1] * 10],
         None,
-        LEARNED,
-        f"10 tokens of a prompt, and {LEARNED} new ones - the model has {LEARNED} positions - `--max-new-tokens 7`",
+        MAX_POSITIONS,
+        f"a prompt of 10 tokens and {MAX_POSITIONS} new tokens are too long - the model has {MAX_POSITIONS} positions"
+        " - `--max-new-tokens 7`",
     ),
-    "far too long": ("gpt_neo", [[1] * (LEARNED + 1)], None, 1, "positions - a shorter prompt"),
-    "no encoder": ("llama", [[1]], [[1]], 1, "llama has no encoder"),
-    "an encoder": ("t5", [[0]], None, 1, "t5 has an encoder, which has to be given sources"),
+    "prompt too long": ("gpt_neo", [[1] * (MAX_POSITIONS + 1)], None, 1, "positions - a shorter prompt"),
+    "no encoder": ("llama", [[1]], [[1]], 1, "llama has no encoder - sources are not supported"),
+    "no sources": ("t5", [[0]], None, 1, "t5 has an encoder - a source is required for each prompt"),
 }
 
 
-@pytest.mark.parametrize("why", WRONG)
-def test_what_no_model_goes_on_from(why: str):
-    name, prompts, sources, new, message = WRONG[why]
-    model = tiny_transformer(SMALL[name] | {"vocab_size": 32, "true_vocab_size": 29}).model
+@pytest.mark.parametrize("case", INVALID)
+def test_check_prompts_rejects_invalid_prompts(case: str):
+    name, prompts, sources, max_new_tokens, message = INVALID[case]
+    model = tiny_transformer(UNPADDED_CONFIGS[name] | {"vocab_size": 32, "true_vocab_size": 29}).model
     with pytest.raises(PrepError) as caught:
-        generator.check_prompts(prompts, sources, model, GenerationConfig(new))
+        generator.check_prompts(prompts, sources, model, GenerationConfig(max_new_tokens))
     assert message in str(caught.value)
     assert caught.value.code == USAGE
 
 
-def test_the_last_position_is_used():
-    model = tiny_transformer(SMALL["gpt_neo"] | {"vocab_size": 29}).model
-    generator.check_prompts([[1] * 10], None, model, GenerationConfig(LEARNED - 9))
-    generator.check_prompts(
-        [[1] * 1000], None, tiny_transformer(SMALL["llama"] | {"vocab_size": 29}).model, GenerationConfig(1000)
-    )
+def test_check_prompts_allows_all_positions():
+    gpt_neo = tiny_transformer(UNPADDED_CONFIGS["gpt_neo"] | {"vocab_size": 29}).model
+    generator.check_prompts([[1] * 10], None, gpt_neo, GenerationConfig(MAX_POSITIONS - 9))
+    llama = tiny_transformer(UNPADDED_CONFIGS["llama"] | {"vocab_size": 29}).model
+    generator.check_prompts([[1] * 1000], None, llama, GenerationConfig(1000))
 
 
-def test_no_new_tokens_make_no_sense():
-    with pytest.raises(PrepError, match="0 new tokens"):
+def test_generation_config_rejects_zero_new_tokens():
+    with pytest.raises(PrepError, match="max_new_tokens 0 is out of range"):
         GenerationConfig(0)
 
 
-def test_a_step_takes_no_copy_of_layers_that_are_left_over_from_whole_periods():
+def test_decode_loop_does_not_copy_layers_beyond_whole_periods():
     config = GOLDEN["gemma3_text"] | {"num_hidden_layers": 9, "hidden_size": 64, "intermediate_size": 512}
-    made, prompts, asked = tiny_transformer(config), [[1, 2, 3], [4]], GenerationConfig(3)
-    params = made.params_from_tensors(random_tensors(config))
-    apart = make_generator(made, params, asked, ForwardConfig(scan_layers=False))
-    assert make_generator(made, params, asked).generate(prompts) == apart.generate(prompts)
-    given: dict[str, Any] = {"model": made.model, "how": ForwardConfig(), "asked": asked}
-    batch = generator._make_prompt_batch(prompts, generator.SLOT_MULTIPLE, 2, asked.max_new_tokens, 0)
-    state = jax.eval_shape(partial(decode.prefill, count=generator.SLOT_MULTIPLE, **given), params, batch)
-    step = jax.jit(partial(decode.decode_loop, **given), donate_argnums=1)
+    tiny, prompts, greedy = tiny_transformer(config), [[1, 2, 3], [4]], GenerationConfig(3)
+    params = tiny.params_from_tensors(random_tensors(config))
+    unscanned = make_generator(tiny, params, greedy, ForwardConfig(scan_layers=False))
+    assert make_generator(tiny, params, greedy).generate(prompts) == unscanned.generate(prompts)
+    options: dict[str, Any] = {
+        "model": tiny.model,
+        "forward_config": ForwardConfig(),
+        "generation_config": greedy,
+    }
+    batch = generator._make_prompt_batch(prompts, generator.SLOT_MULTIPLE, 2, greedy.max_new_tokens, 0)
+    state = jax.eval_shape(partial(decode.prefill, count=generator.SLOT_MULTIPLE, **options), params, batch)
+    step = jax.jit(partial(decode.decode_loop, **options), donate_argnums=1)
     memory = step.lower(params, state, jnp.int32(66)).compile().memory_analysis()
-    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
+    layers_nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
     assert memory is not None
-    assert memory.temp_size_in_bytes < layers / 2, (memory.temp_size_in_bytes, layers)
+    assert memory.temp_size_in_bytes < layers_nbytes / 2, (memory.temp_size_in_bytes, layers_nbytes)

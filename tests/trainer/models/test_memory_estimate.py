@@ -1,4 +1,4 @@
-"""The memory estimate of a training step against what XLA planned for the same step."""
+"""Tests of the memory estimate of a training step against XLA's memory plans of the same step."""
 
 from __future__ import annotations
 
@@ -46,18 +46,25 @@ T5 = {
 }  # fmt: skip
 
 
-def run(family: str, config: Mapping[str, Any], mesh: str = "", **how: Any) -> MemoryInputs:
-    found = FAMILIES[family]
-    model = param_leaves(found, config, found.tied(config))
-    on = parse_mesh(mesh) if mesh else None
-    return MemoryInputs(found.traits(config), model, on, DEFAULT_RULES, **{"sequences": 1, **how})
+def make_inputs(family_name: str, config: Mapping[str, Any], mesh: str = "", **options: Any) -> MemoryInputs:
+    """Return the inputs of the estimate of a family's config."""
+    family = FAMILIES[family_name]
+    return MemoryInputs(
+        arch_config=family.arch_config(config),
+        leaves=param_leaves(family, config, family.is_tied(config)),
+        mesh=parse_mesh(mesh) if mesh else None,
+        rules=DEFAULT_RULES,
+        **{"micro_batch_size": 1, **options},
+    )
 
 
-def estimated(family: str, config: Mapping[str, Any], mesh: str = "", **how: Any) -> MemoryEstimate:
-    return estimate_memory(run(family, config, mesh, **how))
+def estimate(family_name: str, config: Mapping[str, Any], mesh: str = "", **options: Any) -> MemoryEstimate:
+    """Estimate the memory of a family's config."""
+    return estimate_memory(make_inputs(family_name, config, mesh, **options))
 
 
-# `memory_analysis()` of a whole training step in float32, jax 0.10.2 on CPU devices: arguments and temporaries, in MiB
+# family, config, mesh, rows, length, remat policy, and the MiB of arguments and temporaries that XLA's
+# `memory_analysis()` states for a whole training step in float32 (jax 0.10.2 on CPU devices)
 COMPILED = [
     ("llama", SMALL, "", 1, 2048, "none", 1943),
     ("llama", SMALL, "", 1, 2048, "nothing_saveable", 1338),
@@ -84,92 +91,96 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "config", "mesh", "rows", "length", "remat", "compiled_mib"), COMPILED)
-def test_the_peak_is_near_what_xla_plans(
-    family: str, config: Mapping[str, Any], mesh: str, rows: int, length: int, remat: str, compiled_mib: int
+@pytest.mark.parametrize(("family", "config", "mesh", "rows", "length", "remat_policy", "compiled_mib"), COMPILED)
+def test_peak_is_close_to_xla_plan(
+    family: str, config: Mapping[str, Any], mesh: str, rows: int, length: int, remat_policy: str, compiled_mib: int
 ):
-    source = length if family == "t5" else 0
-    found = estimated(family, config, mesh, sequences=rows, length=length, source_length=source, remat=remat)
-    assert found.peak / MIB == pytest.approx(compiled_mib, rel=0.15)
+    options = {"micro_batch_size": rows, "seq_length": length, "remat_policy": remat_policy}
+    memory = estimate(family, config, mesh, source_length=length if family == "t5" else 0, **options)
+    assert memory.peak / MIB == pytest.approx(compiled_mib, rel=0.15)
 
 
-# Loss and gradients alone: temporaries without the optimizer, in MiB
+# MiB of temporaries of loss and gradients without the optimizer
 @pytest.mark.parametrize(
-    ("length", "remat", "temp_mib"),
+    ("length", "remat_policy", "temp_mib"),
     [(8192, "none", 15939), (8192, "nothing_saveable", 8925), (32768, "nothing_saveable", 141013)],
 )
-def test_activations_grow_as_the_compiled_ones(length: int, remat: str, temp_mib: int):
-    found = estimated("llama", SMALL, length=length, remat=remat)
-    assert found.activations / MIB == pytest.approx(temp_mib, rel=0.1)
+def test_activations_grow_with_length_like_xla_plan(length: int, remat_policy: str, temp_mib: int):
+    memory = estimate("llama", SMALL, seq_length=length, remat_policy=remat_policy)
+    assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.1)
 
 
-def test_dense_scores_of_13b_at_32k_are_40_gib_a_layer():
-    found = estimated("llama", LLAMA_13B, "1,8,4", sequences=8, length=32768)
-    assert found.scores == 10 * 32768**2 * 4, "batch 1 x 10 heads x queries x keys, float32"
-    assert found.peak > found.scores * 40, "without rematerialisation each layer keeps its own"
+def test_scores_of_13b_at_32k_take_40_gib_per_layer():
+    memory = estimate("llama", LLAMA_13B, "1,8,4", micro_batch_size=8, seq_length=32768)
+    assert memory.scores == 10 * 32768**2 * 4, "1 row x 10 heads x queries x keys, float32"
+    assert memory.peak > memory.scores * 40, "without rematerialization each layer saves its scores"
 
 
-def test_state_is_twelve_bytes_a_parameter():
-    found = estimated("llama", SMALL, length=64)
+def test_state_takes_12_bytes_per_parameter():
+    memory = estimate("llama", SMALL, seq_length=64)
     count = 2 * (4 * 512 * 512 + 3 * 512 * 1376 + 2 * 512) + 2 * 32000 * 512 + 512
-    assert (found.parameters, found.moments, found.state) == (4 * count, 8 * count, 12 * count)
+    assert (memory.parameters, memory.moments, memory.state) == (4 * count, 8 * count, 12 * count)
 
 
-def test_a_mesh_splits_state_and_activations():
-    whole = estimated("llama", DEEP, sequences=8, length=1024)
-    split = estimated("llama", DEEP, "1,2,4", sequences=8, length=1024)
-    assert split.parameters == pytest.approx(whole.parameters / 8, rel=0.01)
-    assert split.scores == whole.scores / 8
-    assert whole.saved / 8 < split.saved < whole.saved / 4
+def test_mesh_splits_state_and_activations():
+    one_device = estimate("llama", DEEP, micro_batch_size=8, seq_length=1024)
+    split = estimate("llama", DEEP, "1,2,4", micro_batch_size=8, seq_length=1024)
+    assert split.parameters == pytest.approx(one_device.parameters / 8, rel=0.01)
+    assert split.scores == one_device.scores / 8
+    assert one_device.saved / 8 < split.saved < one_device.saved / 4
 
 
-def test_bfloat16_halves_part_of_what_is_saved():
-    wide, narrow = (estimated("llama", DEEP, sequences=8, length=1024, itemsize=itemsize) for itemsize in (4, 2))
-    assert 0.5 < narrow.saved / wide.saved < 0.8
-    assert narrow.scores == wide.scores, "scores are float32"
-    assert narrow.state == wide.state
+def test_bfloat16_halves_part_of_saved_activations():
+    float32, bfloat16 = (
+        estimate("llama", DEEP, micro_batch_size=8, seq_length=1024, itemsize=itemsize) for itemsize in (4, 2)
+    )
+    assert 0.5 < bfloat16.saved / float32.saved < 0.8
+    assert bfloat16.scores == float32.scores, "scores are float32"
+    assert bfloat16.state == float32.state
 
 
-def test_remat_policies_are_ordered():
+def test_remat_policies_are_ordered_by_saved_bytes():
     policies = ("none", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
-    saved = [estimated("llama", DEEP, sequences=4, length=1024, remat=remat).saved for remat in policies]
+    saved = [
+        estimate("llama", DEEP, micro_batch_size=4, seq_length=1024, remat_policy=policy).saved for policy in policies
+    ]
     assert saved == sorted(saved, reverse=True)
     assert len({*saved}) == len(policies)
 
 
-def test_grouped_keys_wider_than_a_mesh_allows_are_repeated():
+def test_indivisible_kv_heads_count_as_repeated():
     grouped = DEEP | {"num_key_value_heads": 2}
-    divided = estimated("llama", grouped, "1,1,2", sequences=1, length=1024)
-    repeated = estimated("llama", grouped, "1,1,4", sequences=1, length=1024)
+    divided = estimate("llama", grouped, "1,1,2", seq_length=1024)
+    repeated = estimate("llama", grouped, "1,1,4", seq_length=1024)
     assert repeated.saved > divided.saved / 2
 
 
-@pytest.mark.parametrize("head_chunk", [512, 1024, 4096, -1])
-def test_logits_grow_with_the_chunk(head_chunk: int):
-    found = estimated("llama", SMALL, length=4096, head_chunk=head_chunk)
-    tokens = 4096 if head_chunk == -1 else head_chunk
-    assert found.head == 4 * (3 * tokens * 32000 + 32000 * 512)
+@pytest.mark.parametrize("head_chunk_size", [512, 1024, 4096, -1])
+def test_lm_head_grows_with_chunk_size(head_chunk_size: int):
+    memory = estimate("llama", SMALL, seq_length=4096, head_chunk_size=head_chunk_size)
+    tokens = 4096 if head_chunk_size == -1 else head_chunk_size
+    assert memory.head == 4 * (3 * tokens * 32000 + 32000 * 512)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_has_an_estimate(name: str):
-    made = run(name, {}, length=16)
-    source = 16 if made.arch_config.encoder else 0
-    found = estimate_memory(replace(made, source_length=source))
-    assert min(found.parameters, found.saved, found.layer, found.head, found.scores) > 0
+    inputs = make_inputs(name, {}, seq_length=16)
+    memory = estimate_memory(replace(inputs, source_length=16 if inputs.arch_config.encoder else 0))
+    assert min(memory.parameters, memory.saved, memory.layer, memory.head, memory.scores) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"])
-@pytest.mark.parametrize(("family", "config"), [("llama", SMALL), ("gpt_neox", NEOX), ("mixtral", MIXTRAL)])
-def test_activations_are_near_those_compiled_now(family: str, config: Mapping[str, Any], remat: str):
-    """Of what XLA compiles here; with the suite's flags it fuses less, so the margin is wide."""
+@pytest.mark.parametrize(
+    "remat_policy", ["none", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+)
+@pytest.mark.parametrize(("family_name", "config"), [("llama", SMALL), ("gpt_neox", NEOX), ("mixtral", MIXTRAL)])
+def test_activations_are_close_to_current_xla_plan(family_name: str, config: Mapping[str, Any], remat_policy: str):
+    """The margin is wide, because XLA fuses less with the flags of the test suite."""
     from bench.compiled_memory import compile_step
     from trainer.nn.transformer import ForwardConfig, build_model
 
-    found = FAMILIES[family]
-    compiled = compile_step(
-        build_model(found, config, is_tied=found.tied(config)), ForwardConfig(remat_policy=remat), 1, 1024
-    )
-    expected = estimated(family, config, length=1024, remat=remat)
-    assert expected.activations == pytest.approx(compiled.temp_nbytes, rel=0.35)
+    family = FAMILIES[family_name]
+    model = build_model(family, config, is_tied=family.is_tied(config))
+    compiled = compile_step(model, ForwardConfig(remat_policy=remat_policy), 1, 1024)
+    memory = estimate(family_name, config, seq_length=1024, remat_policy=remat_policy)
+    assert memory.activations == pytest.approx(compiled.temp_nbytes, rel=0.35)

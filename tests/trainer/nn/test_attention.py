@@ -1,4 +1,4 @@
-"""Attention against loops over heads and positions, in float64."""
+"""Tests of attention against loops over heads and positions in float64."""
 
 from __future__ import annotations
 
@@ -21,34 +21,46 @@ T, D, HEAD_DIM = 6, 8, 4
 
 
 def make_arch(scale: float = 0.5) -> ArchConfig:
+    """Return the architecture of one layer with full attention."""
     return ArchConfig(
-        norm="rms", norm_eps=1e-6, activation="silu", has_gated_mlp=True, attn_scale=scale, sliding_windows=(FULL_ATTENTION,),
-        rope=None, max_positions=T, init_std=0.02,
-    )  # fmt: skip
+        norm="rms",
+        norm_eps=1e-6,
+        activation="silu",
+        has_gated_mlp=True,
+        attn_scale=scale,
+        sliding_windows=(FULL_ATTENTION,),
+        rope=None,
+        max_positions=T,
+        init_std=0.02,
+    )
 
 
 def random_weights(heads: int, kv_heads: int, biases: bool) -> dict[str, Any]:
+    """Generate the projections of an attention."""
     rng = np.random.default_rng(heads)
-    counts = {"q": heads, "k": kv_heads, "v": kv_heads}
-    found: dict[str, Any] = {name: {"weight": rng.standard_normal((n, HEAD_DIM, D))} for name, n in counts.items()}
-    found["o"] = {"weight": rng.standard_normal((D, heads, HEAD_DIM))}
+    head_counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+    weights: dict[str, Any] = {
+        name: {"weight": rng.standard_normal((count, HEAD_DIM, D))} for name, count in head_counts.items()
+    }
+    weights["o"] = {"weight": rng.standard_normal((D, heads, HEAD_DIM))}
     if biases:
-        for name, n in counts.items():
-            found[name]["bias"] = rng.standard_normal((n, HEAD_DIM))
-        found["o"]["bias"] = rng.standard_normal(D)
-    return {name: {key: jnp.asarray(value, jnp.float32) for key, value in own.items()} for name, own in found.items()}
+        for name, count in head_counts.items():
+            weights[name]["bias"] = rng.standard_normal((count, HEAD_DIM))
+        weights["o"]["bias"] = rng.standard_normal(D)
+    return jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), weights)
 
 
 def attend(
-    x: np.ndarray | jax.Array, weights: dict[str, Any], window: int, turns: CosSin | None = None, scale: float = 0.5
+    x: np.ndarray | jax.Array, weights: dict[str, Any], window: int, cos_sin: CosSin | None = None, scale: float = 0.5
 ) -> jax.Array:
-    seen = dataclasses.replace(causal_mask(T), window=window, cos_sin=turns)
-    return attention(jnp.asarray(x), weights, make_arch(scale), seen, ShardingContext())[0]
+    """Compute causal self-attention."""
+    mask = dataclasses.replace(causal_mask(T), window=window, cos_sin=cos_sin)
+    return attention(jnp.asarray(x), weights, make_arch(scale), mask, ShardingContext())[0]
 
 
-def naive(x: np.ndarray, weights: dict[str, Any], scale: float, window: int) -> np.ndarray:
-    """Position by position, head by head."""
-    w = {n: {k: np.asarray(v, np.float64) for k, v in own.items()} for n, own in weights.items()}
+def naive_attention(x: np.ndarray, weights: dict[str, Any], scale: float, window: int) -> np.ndarray:
+    """Compute causal self-attention position by position and head by head."""
+    w = {name: {key: np.asarray(a, np.float64) for key, a in arrays.items()} for name, arrays in weights.items()}
     q, k, v = (np.einsum("btd,hed->bthe", x, w[n]["weight"]) + w[n].get("bias", 0) for n in ("q", "k", "v"))
     group = q.shape[2] // k.shape[2]
     out = np.zeros((*x.shape[:2], D)) + w["o"].get("bias", 0)
@@ -65,42 +77,42 @@ def naive(x: np.ndarray, weights: dict[str, Any], scale: float, window: int) -> 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 3])
-def test_it_is_what_loops_give(heads: int, kv_heads: int, biases: bool, window: int):
+def test_attention_matches_naive_loops(heads: int, kv_heads: int, biases: bool, window: int):
     x = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
     weights = random_weights(heads, kv_heads, biases)
-    found = attend(x, weights, window)
-    np.testing.assert_allclose(found, naive(x, weights, 0.5, window), rtol=1e-4, atol=2e-4)
+    output = attend(x, weights, window)
+    np.testing.assert_allclose(output, naive_attention(x, weights, 0.5, window), rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 1, 2, 5, 6, 100])
-def test_a_token_sees_itself_and_so_many_before(window: int):
-    """Each token is changed in turn: it changes what sees it, and nothing else."""
+def test_attention_sees_only_its_window(window: int):
+    """A change of one token changes the output of exactly the tokens that attend to it."""
     x = np.random.default_rng(1).standard_normal((1, T, D)).astype(np.float32)
     weights = random_weights(2, 1, False)
     before = attend(x, weights, window)
     for changed in range(T):
-        other = x.copy()
-        other[0, changed] += 1
-        after = attend(other, weights, window)
-        seen = [changed <= t and (window == FULL_ATTENTION or t - changed < window) for t in range(T)]
-        assert (abs(after - before).max(axis=(0, 2)) > 1e-6).tolist() == seen
+        changed_x = x.copy()
+        changed_x[0, changed] += 1
+        after = attend(changed_x, weights, window)
+        is_visible = [changed <= t and (window == FULL_ATTENTION or t - changed < window) for t in range(T)]
+        assert (abs(after - before).max(axis=(0, 2)) > 1e-6).tolist() == is_visible
 
 
-def test_rotary_positions_are_relative():
-    """Where all tokens are alike, shares depend on distances alone; and they do depend on them."""
+def test_rotary_attention_depends_on_distances_only():
+    """A shift of all positions changes nothing, but the rotation itself does."""
     weights = random_weights(2, 2, False)
     x = np.random.default_rng(2).standard_normal((1, T, D)).astype(np.float32)
-    turns = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), T)
-    plain = attend(x, weights, FULL_ATTENTION)
-    turned = attend(x, weights, FULL_ATTENTION, turns)
+    cos_sin = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), T)
+    unrotated = attend(x, weights, FULL_ATTENTION)
+    rotated = attend(x, weights, FULL_ATTENTION, cos_sin)
     cosine, sine = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), T + 3)
-    later = attend(x, weights, FULL_ATTENTION, (cosine[3:], sine[3:]))
-    np.testing.assert_allclose(later, turned, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(turned[:, 0], plain[:, 0], rtol=1e-5)
-    assert abs(turned - plain).max() > 1e-2
+    shifted = attend(x, weights, FULL_ATTENTION, (cosine[3:], sine[3:]))
+    np.testing.assert_allclose(shifted, rotated, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(rotated[:, 0], unrotated[:, 0], rtol=1e-5)
+    assert abs(rotated - unrotated).max() > 1e-2
 
 
-def test_large_scores_are_no_trouble():
+def test_attention_with_large_scores_is_finite():
     x = 1e4 * jnp.ones((1, T, D), jnp.float32)
-    found = attend(x, random_weights(2, 2, False), 2, scale=1.0)
-    assert np.isfinite(found).all()
+    output = attend(x, random_weights(2, 2, False), 2, scale=1.0)
+    assert np.isfinite(output).all()

@@ -1,4 +1,4 @@
-"""The head in chunks against all logits at once, in float64."""
+"""Tests of the chunked LM head and loss against all logits at once in float64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.helpers.tiny_transformers import relative_error
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.lm_head import LMHead, LossSums, loss_sums, project_logits
 
-HERE = ShardingContext()
+ONE_DEVICE = ShardingContext()
 D = 5
 
 
 @st.composite
-def cases(draw) -> dict[str, Any]:
-    """Few sizes, so that few programs are compiled, and any values."""
+def loss_cases(draw) -> dict[str, Any]:
+    """Draw sizes from few values, so that few programs are compiled, and arbitrary weights and targets."""
     return {
         "rows": 2,
         "length": draw(st.sampled_from([1, 4, 7])),
@@ -31,126 +31,130 @@ def cases(draw) -> dict[str, Any]:
         "vocab": 6,
         "padded": draw(st.sampled_from([6, 8])),
         "weights": draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=14, max_size=14)),
-        "garbage": draw(st.sampled_from([-100, -1, 10**6, 6])),
+        "ignored_target": draw(st.sampled_from([-100, -1, 10**6, 6])),
         "seed": draw(st.integers(0, 1000)),
     }
 
 
-def arrays(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """hidden, weight with padding of 50, targets that are garbage where they have no weight, weights."""
+def make_arrays(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return hidden states, head weight with padding rows of 50, targets, and token weights."""
     rng = np.random.default_rng(case["seed"])
     shape = case["rows"], case["length"]
-    weights = np.resize(np.array(case["weights"], np.float32), shape)
+    token_weights = np.resize(np.array(case["weights"], np.float32), shape)
     weight = np.full((case["padded"], D), 50, np.float32)
     weight[: case["vocab"]] = rng.standard_normal((case["vocab"], D))
-    targets = np.where(weights > 0, rng.integers(0, case["vocab"], shape), case["garbage"])
-    return rng.standard_normal((*shape, D)).astype(np.float32), weight, targets.astype(np.int32), weights
+    targets = np.where(token_weights > 0, rng.integers(0, case["vocab"], shape), case["ignored_target"])
+    return rng.standard_normal((*shape, D)).astype(np.float32), weight, targets.astype(np.int32), token_weights
 
 
-def naive(
-    hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, weights: np.ndarray, vocab: int
+def naive_loss(
+    hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, token_weights: np.ndarray, vocab: int
 ) -> tuple[tuple[float, float, float], np.ndarray, np.ndarray]:
-    """Sums, and the gradients of the loss by hidden and by weight."""
+    """Compute the sums, and the gradients of the loss with respect to hidden states and weight."""
     x, w = hidden.astype(np.float64), weight[:vocab].astype(np.float64)
-    found = x @ w.T
-    likelihood = np.exp(found - found.max(-1, keepdims=True))
-    likelihood /= likelihood.sum(-1, keepdims=True)
-    targets = np.where(weights > 0, targets, 0)
-    own = np.take_along_axis(likelihood, targets[..., None], -1)[..., 0]
-    slope = (likelihood - np.eye(vocab)[targets]) * weights[..., None]
-    by_weight = np.zeros(weight.shape)
-    by_weight[:vocab] = np.einsum("btv,btd->vd", slope, x)
-    correct = (weights * (found.argmax(-1) == targets)).sum()
-    return (-(weights * np.log(own)).sum(), weights.sum(), correct), slope @ w, by_weight
+    logits = x @ w.T
+    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    targets = np.where(token_weights > 0, targets, 0)
+    target_probability = np.take_along_axis(probabilities, targets[..., None], -1)[..., 0]
+    dlogits = (probabilities - np.eye(vocab)[targets]) * token_weights[..., None]
+    dweight = np.zeros(weight.shape)
+    dweight[:vocab] = np.einsum("btv,btd->vd", dlogits, x)
+    correct = (token_weights * (logits.argmax(-1) == targets)).sum()
+    sums = (-(token_weights * np.log(target_probability)).sum(), token_weights.sum(), correct)
+    return sums, dlogits @ w, dweight
 
 
-def differentiated(
-    hidden: Any, weight: Any, targets: Any, weights: Any, head: LMHead
+def sums_and_gradients(
+    hidden: Any, weight: Any, targets: Any, token_weights: Any, head: LMHead
 ) -> tuple[LossSums, tuple[Any, Any]]:
+    """Compute the sums, and the gradients of the loss with respect to hidden states and weight."""
+
     def loss(x: jax.Array, w: jax.Array) -> tuple[jax.Array, LossSums]:
-        sums = loss_sums(x, w, targets, weights, head)
+        sums = loss_sums(x, w, targets, token_weights, head)
         return sums.loss, sums
 
     (_, sums), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
     return sums, gradients
 
 
-ours = jax.jit(differentiated, static_argnums=4)
+compiled_sums_and_gradients = jax.jit(sums_and_gradients, static_argnums=4)
 
 
 @settings(max_examples=40, deadline=None)
-@example({"rows": 2, "length": 7, "chunk": 3, "vocab": 6, "padded": 8, "weights": [0.0], "garbage": -100, "seed": 0})
-@given(cases())
-def test_any_chunk_gives_what_all_logits_give(case: dict[str, Any]):
-    hidden, weight, targets, weights = arrays(case)
-    sums, by_hidden, by_weight = naive(hidden, weight, targets, weights, case["vocab"])
-    found, gradients = ours(hidden, weight, targets, jnp.asarray(weights), LMHead(case["vocab"], case["chunk"], HERE))
-    np.testing.assert_allclose(found, sums, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(gradients[0], by_hidden, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(gradients[1], by_weight, rtol=1e-4, atol=2e-5)
+@example(
+    {
+        "rows": 2,
+        "length": 7,
+        "chunk": 3,
+        "vocab": 6,
+        "padded": 8,
+        "weights": [0.0],
+        "ignored_target": -100,
+        "seed": 0,
+    }
+)
+@given(loss_cases())
+def test_chunked_loss_matches_naive_loss(case: dict[str, Any]):
+    hidden, weight, targets, token_weights = make_arrays(case)
+    expected_sums, dhidden, dweight = naive_loss(hidden, weight, targets, token_weights, case["vocab"])
+    head = LMHead(case["vocab"], case["chunk"], ONE_DEVICE)
+    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    np.testing.assert_allclose(sums, expected_sums, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradients[0], dhidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients[1], dweight, rtol=1e-4, atol=2e-5)
     assert not np.any(gradients[1][case["vocab"] :])
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_hidden_states_without_weight_have_no_part_in_sums_and_gradients(value: float):
-    hidden, weight, targets, weights = arrays(
-        {"rows": 1, "length": 7, "chunk": 3, "vocab": 6, "padded": 8, "weights": [1.0, 0.0], "garbage": -100, "seed": 1}
-    )
-    clean, clean_gradients = ours(hidden, weight, targets, jnp.asarray(weights), LMHead(6, 3, HERE))
-    hidden[weights == 0] = value
-    found, gradients = ours(hidden, weight, targets, jnp.asarray(weights), LMHead(6, 3, HERE))
-    np.testing.assert_array_equal(found, clean)
+def test_loss_ignores_nonfinite_hidden_of_weight_zero(value: float):
+    case = {"rows": 1, "length": 7, "vocab": 6, "padded": 8, "weights": [1.0, 0.0], "ignored_target": -100, "seed": 1}
+    hidden, weight, targets, token_weights = make_arrays(case)
+    head = LMHead(6, 3, ONE_DEVICE)
+    clean_sums, clean_gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    hidden[token_weights == 0] = value
+    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    np.testing.assert_array_equal(sums, clean_sums)
     np.testing.assert_array_equal(gradients[0], clean_gradients[0])
     np.testing.assert_array_equal(gradients[1], clean_gradients[1])
 
 
-@pytest.mark.parametrize("chunk", [1, 8, -1])
-def test_bfloat16_is_rounded_once_a_gradient(chunk: int):
-    """However many chunks add to the weight's gradient, it is as exact as bfloat16 can say."""
+@pytest.mark.parametrize("chunk_size", [1, 8, -1])
+def test_bfloat16_gradient_is_rounded_once(chunk_size: int):
+    """The error of the weight's gradient does not grow with the number of chunks."""
     rng = np.random.default_rng(2)
     hidden, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((2, 64, 16), (24, 16)))
-    targets, weights = rng.integers(0, 24, (2, 64)), np.ones((2, 64), np.float32)
-    sums, by_hidden, by_weight = naive(np.asarray(hidden), np.asarray(weight), targets, weights, 24)
-    found, gradients = ours(hidden, weight, targets, jnp.asarray(weights), LMHead(24, chunk, HERE))
-    assert [each.dtype for each in gradients] == [jnp.bfloat16] * 2
-    assert float(found.loss) == pytest.approx(sums[0], rel=1e-6)
-    assert relative_error(np.asarray(gradients[0], np.float64), by_hidden) < 5e-3
-    assert relative_error(np.asarray(gradients[1], np.float64), by_weight) < 5e-3
+    targets, token_weights = rng.integers(0, 24, (2, 64)), np.ones((2, 64), np.float32)
+    expected_sums, dhidden, dweight = naive_loss(np.asarray(hidden), np.asarray(weight), targets, token_weights, 24)
+    head = LMHead(24, chunk_size, ONE_DEVICE)
+    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16] * 2
+    assert float(sums.loss) == pytest.approx(expected_sums[0], rel=1e-6)
+    assert relative_error(np.asarray(gradients[0], np.float64), dhidden) < 5e-3
+    assert relative_error(np.asarray(gradients[1], np.float64), dweight) < 5e-3
 
 
-def test_the_gradient_is_scaled_by_what_comes_after():
-    hidden, weight, targets, weights = map(
-        jnp.asarray,
-        arrays(
-            {
-                "rows": 2,
-                "length": 4,
-                "chunk": 3,
-                "vocab": 6,
-                "padded": 6,
-                "weights": [1.0, 3.0],
-                "garbage": 0,
-                "seed": 3,
-            }
-        ),
-    )
-    head = LMHead(6, 3, HERE)
-    _, once = ours(hidden, weight, targets, weights, head)
-    scaled = jax.grad(lambda w: loss_sums(hidden, w, targets, weights, head).loss * -2.5)(weight)
-    np.testing.assert_allclose(scaled, -2.5 * once[1], rtol=1e-5, atol=1e-5)
+def test_gradient_scales_with_cotangent():
+    case = {"rows": 2, "length": 4, "vocab": 6, "padded": 6, "weights": [1.0, 3.0], "ignored_target": 0, "seed": 3}
+    hidden, weight, targets, token_weights = map(jnp.asarray, make_arrays(case))
+    head = LMHead(6, 3, ONE_DEVICE)
+    _, gradients = compiled_sums_and_gradients(hidden, weight, targets, token_weights, head)
+    scaled = jax.grad(lambda w: loss_sums(hidden, w, targets, token_weights, head).loss * -2.5)(weight)
+    np.testing.assert_allclose(scaled, -2.5 * gradients[1], rtol=1e-5, atol=1e-5)
 
 
-def equations(jaxpr: Jaxpr) -> Iterator[Any]:
+def walk_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yield all equations of a jaxpr and of the jaxprs in their parameters."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(inner, ClosedJaxpr | Jaxpr):
-                    yield from equations(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+                    yield from walk_equations(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
-@pytest.mark.parametrize(("chunk", "there"), [(4, False), (10, False), (-1, True), (32, True)])
-def test_all_logits_never_exist_at_once(chunk: int, there: bool):
+@pytest.mark.parametrize(("chunk_size", "holds_all"), [(4, False), (10, False), (-1, True), (32, True)])
+def test_largest_array_holds_logits_of_one_chunk(chunk_size: int, holds_all: bool):
     rows, length, vocab = 2, 32, 64
     shape = jax.ShapeDtypeStruct
     arguments = (
@@ -159,48 +163,57 @@ def test_all_logits_never_exist_at_once(chunk: int, there: bool):
         shape((rows, length), jnp.int32),
         shape((rows, length), jnp.float32),
     )
-    traced = jax.make_jaxpr(lambda x, w, t, s: differentiated(x, w, t, s, LMHead(60, chunk, HERE)))(*arguments)
-    sizes = [out.aval.size for equation in equations(traced.jaxpr) for out in equation.outvars]
-    largest = rows * (length if there else chunk) * vocab
-    assert max(sizes) == largest
+    head = LMHead(60, chunk_size, ONE_DEVICE)
+    traced = jax.make_jaxpr(lambda x, w, t, weights: sums_and_gradients(x, w, t, weights, head))(*arguments)
+    sizes = [out.aval.size for equation in walk_equations(traced.jaxpr) for out in equation.outvars]
+    assert max(sizes) == rows * (length if holds_all else chunk_size) * vocab
 
 
-def test_logits_of_padding_are_far_below():
+def test_logits_of_padding_rows_are_masked():
     hidden, weight = jnp.ones((1, 2, D)), jnp.ones((4, D))
-    found = project_logits(hidden, weight, LMHead(3, -1, HERE))
-    assert found.shape == (1, 2, 4)
-    np.testing.assert_array_equal(found[..., :3], 5)
-    assert (found[..., 3] < -1e29).all()
+    logits = project_logits(hidden, weight, LMHead(3, -1, ONE_DEVICE))
+    assert logits.shape == (1, 2, 4)
+    np.testing.assert_array_equal(logits[..., :3], 5)
+    assert (logits[..., 3] < -1e29).all()
 
 
-@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("padded", [6, 8])
-def test_a_bias_and_a_bound_have_the_gradients_of_their_formula(cap: float, padded: int):
-    """Against the derivative of the whole, chunked or not; padding has none, even where its logits are huge."""
-    case = {"rows": 2, "length": 7, "vocab": 6, "padded": padded, "weights": [1.0, 0.0, 2.0], "garbage": -1, "seed": 4}
-    hidden, weight, targets, weights = map(jnp.asarray, arrays(case))
+def test_gradients_of_bias_and_softcap_match_formula(softcap: float, padded: int):
+    """Padding has no gradient even if its logits are huge."""
+    case = {
+        "rows": 2,
+        "length": 7,
+        "vocab": 6,
+        "padded": padded,
+        "weights": [1.0, 0.0, 2.0],
+        "ignored_target": -1,
+        "seed": 4,
+    }
+    hidden, weight, targets, token_weights = map(jnp.asarray, make_arrays(case))
     bias = jnp.linspace(-2, 2, padded)
 
     def formula(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
-        found = x @ w[:6].T + b[:6]
-        found = cap * jnp.tanh(found / cap) if cap else found
-        own = jnp.take_along_axis(found, jnp.where(weights > 0, targets, 0)[..., None], -1)[..., 0]
-        return (weights * (jax.nn.logsumexp(found, -1) - own)).sum()
+        logits = x @ w[:6].T + b[:6]
+        logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+        safe_targets = jnp.where(token_weights > 0, targets, 0)
+        target_logits = jnp.take_along_axis(logits, safe_targets[..., None], -1)[..., 0]
+        return (token_weights * (jax.nn.logsumexp(logits, -1) - target_logits)).sum()
 
     def chunked(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
-        return loss_sums(x, w, targets, weights, LMHead(6, 3, HERE, cap), b).loss
+        return loss_sums(x, w, targets, token_weights, LMHead(6, 3, ONE_DEVICE, softcap), b).loss
 
-    wanted = jax.value_and_grad(formula, (0, 1, 2))(hidden, weight, bias)
-    found = jax.value_and_grad(chunked, (0, 1, 2))(hidden, weight, bias)
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
-    for ours, theirs in zip(found[1], wanted[1]):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
-    assert not np.any(found[1][2][6:])
-    assert not np.any(found[1][1][6:])
+    expected_loss, expected = jax.value_and_grad(formula, (0, 1, 2))(hidden, weight, bias)
+    loss, gradients = jax.value_and_grad(chunked, (0, 1, 2))(hidden, weight, bias)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for gradient, expected_gradient in zip(gradients, expected):
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=2e-5)
+    assert not np.any(gradients[2][6:])
+    assert not np.any(gradients[1][6:])
 
 
-def test_bounded_logits_stay_within_and_padding_far_below():
+def test_softcap_bounds_logits_but_not_padding():
     hidden, weight = 100 * jnp.ones((1, 2, D)), jnp.ones((8, D))
-    found = project_logits(hidden, weight, LMHead(6, -1, HERE, 3.0), jnp.arange(8.0))
-    np.testing.assert_allclose(found[..., :6], 3.0)
-    assert (found[..., 6:] < -1e29).all()
+    logits = project_logits(hidden, weight, LMHead(6, -1, ONE_DEVICE, 3.0), jnp.arange(8.0))
+    np.testing.assert_allclose(logits[..., :6], 3.0)
+    assert (logits[..., 6:] < -1e29).all()

@@ -1,4 +1,4 @@
-"""Activations and the feed-forward part, by their formulas and by transformers where that is installed."""
+"""Tests of activations and the MLP against their formulas, and against transformers if it is installed."""
 
 from __future__ import annotations
 
@@ -25,41 +25,46 @@ FORMULAS = {
 }  # fmt: skip
 
 
-def test_all_activations_are_there():
+def test_every_activation_has_a_function_and_a_formula():
     assert {*ACTIVATION_FUNCTIONS} == {*ACTIVATIONS} == {*FORMULAS}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_their_formulas(name: str):
+def test_activation_matches_formula(name: str):
     np.testing.assert_allclose(
         ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), FORMULAS[name], rtol=1e-5, atol=2e-6
     )
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_those_of_transformers(name: str):
+def test_activation_matches_transformers(name: str):
     torch = pytest.importorskip("torch")
     activations = pytest.importorskip("transformers.activations")
-    wanted = activations.ACT2FN[name](torch.tensor(X, dtype=torch.float32)).numpy()
-    np.testing.assert_allclose(ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), wanted, rtol=1e-5, atol=2e-6)
+    expected = activations.ACT2FN[name](torch.tensor(X, dtype=torch.float32)).numpy()
+    np.testing.assert_allclose(ACTIVATION_FUNCTIONS[name](jnp.asarray(X, jnp.float32)), expected, rtol=1e-5, atol=2e-6)
 
 
-def linear(seed: int, outs: int, ins: int, bias: bool) -> dict[str, jnp.ndarray]:
+def random_projection(seed: int, out_size: int, in_size: int, has_bias: bool) -> dict[str, jnp.ndarray]:
+    """Generate the weight and bias of a projection."""
     rng = np.random.default_rng(seed)
-    found = {"weight": rng.standard_normal((outs, ins))} | ({"bias": rng.standard_normal(outs)} if bias else {})
-    return {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}
+    arrays = {"weight": rng.standard_normal((out_size, in_size))}
+    if has_bias:
+        arrays["bias"] = rng.standard_normal(out_size)
+    return {key: jnp.asarray(array, jnp.float32) for key, array in arrays.items()}
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_up_activation_down(gated: bool, bias: bool):
-    weights = {"gate": linear(0, 7, 4, bias), "up": linear(1, 7, 4, bias), "down": linear(2, 4, 7, bias)}
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_mlp_matches_formula(is_gated: bool, has_bias: bool):
+    sizes = {"gate": (7, 4), "up": (7, 4), "down": (4, 7)}
+    weights = {name: random_projection(seed, *sizes[name], has_bias) for seed, name in enumerate(sizes)}
     x = np.random.default_rng(3).standard_normal((2, 3, 4))
-    apply: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        name: lambda x, own=own: x @ np.asarray(own["weight"]).T + np.asarray(own.get("bias", 0))
-        for name, own in weights.items()
+    project: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        name: lambda x, p=projection: x @ np.asarray(p["weight"]).T + np.asarray(p.get("bias", 0))
+        for name, projection in weights.items()
     }
-    inner = np.maximum(apply["gate"](x), 0) * apply["up"](x) if gated else np.maximum(apply["up"](x), 0)
-    traits = dataclasses.replace(make_arch(), activation="relu", has_gated_mlp=gated)
-    found = mlp(jnp.asarray(x, jnp.float32), weights, traits, ShardingContext())
-    np.testing.assert_allclose(found, apply["down"](inner), rtol=1e-4, atol=1e-4)
+    up = project["up"](x)
+    hidden = np.maximum(project["gate"](x), 0) * up if is_gated else np.maximum(up, 0)
+    arch_config = dataclasses.replace(make_arch(), activation="relu", has_gated_mlp=is_gated)
+    output = mlp(jnp.asarray(x, jnp.float32), weights, arch_config, ShardingContext())
+    np.testing.assert_allclose(output, project["down"](hidden), rtol=1e-4, atol=1e-4)

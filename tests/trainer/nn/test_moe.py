@@ -1,4 +1,4 @@
-"""Mixtures of experts against a loop over tokens, in float64."""
+"""Tests of the mixture-of-experts MLP against a loop over tokens in float64."""
 
 from __future__ import annotations
 
@@ -18,55 +18,59 @@ from trainer.nn.moe import moe_mlp, router_weights
 EXPERTS, D, F = 5, 6, 7
 
 
-def weights_of(seed: int = 0) -> dict[str, Any]:
+def random_expert_weights(seed: int = 0) -> dict[str, Any]:
+    """Generate the router and the experts."""
     rng = np.random.default_rng(seed)
     shapes = {"router": (EXPERTS, D), "gate": (EXPERTS, F, D), "up": (EXPERTS, F, D), "down": (EXPERTS, D, F)}
     return {name: {"weight": jnp.asarray(rng.standard_normal(shape), jnp.float32)} for name, shape in shapes.items()}
 
 
-def traits(count: int, sum_to_one: bool) -> ArchConfig:
-    return dataclasses.replace(make_arch(), experts_per_token=count, norm_topk_prob=sum_to_one, activation="relu")
+def make_moe_arch(top_k: int, normalize: bool) -> ArchConfig:
+    """Return an architecture with `top_k` experts per token."""
+    return dataclasses.replace(make_arch(), experts_per_token=top_k, norm_topk_prob=normalize, activation="relu")
 
 
-def naive(x: np.ndarray, weights: dict[str, Any], count: int, sum_to_one: bool) -> np.ndarray:
-    """Token by token, expert by expert."""
+def naive_moe_mlp(x: np.ndarray, weights: dict[str, Any], top_k: int, normalize: bool) -> np.ndarray:
+    """Compute the MLP token by token and expert by expert."""
     router, gate, up, down = (
         np.asarray(weights[name]["weight"], np.float64) for name in ("router", "gate", "up", "down")
     )
     out = np.zeros(x.shape)
-    for at in np.ndindex(x.shape[:2]):
-        likely = np.exp(router @ x[at])
-        likely /= likely.sum()
-        chosen = np.argsort(-likely)[:count]
-        shares = likely[chosen] / (likely[chosen].sum() if sum_to_one else 1)
-        for share, n in zip(shares, chosen):
-            out[at] += share * (down[n] @ (np.maximum(gate[n] @ x[at], 0) * (up[n] @ x[at])))
+    for index in np.ndindex(x.shape[:2]):
+        probabilities = np.exp(router @ x[index])
+        probabilities /= probabilities.sum()
+        experts = np.argsort(-probabilities)[:top_k]
+        expert_weights = probabilities[experts] / (probabilities[experts].sum() if normalize else 1)
+        for weight, expert in zip(expert_weights, experts):
+            hidden = np.maximum(gate[expert] @ x[index], 0) * (up[expert] @ x[index])
+            out[index] += weight * (down[expert] @ hidden)
     return out
 
 
-@pytest.mark.parametrize("count", [1, 2, EXPERTS])
-@pytest.mark.parametrize("sum_to_one", [True, False])
-def test_it_is_what_loops_give(count: int, sum_to_one: bool):
+@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_moe_mlp_matches_naive_loops(top_k: int, normalize: bool):
     x = np.random.default_rng(1).standard_normal((2, 3, D))
-    weights = weights_of()
-    found = moe_mlp(jnp.asarray(x, jnp.float32), weights, traits(count, sum_to_one), ShardingContext())
-    np.testing.assert_allclose(found, naive(x, weights, count, sum_to_one), rtol=1e-4, atol=1e-4)
+    weights = random_expert_weights()
+    output = moe_mlp(jnp.asarray(x, jnp.float32), weights, make_moe_arch(top_k, normalize), ShardingContext())
+    np.testing.assert_allclose(output, naive_moe_mlp(x, weights, top_k, normalize), rtol=1e-4, atol=1e-4)
 
 
-def test_shares_are_of_so_many_experts_and_float32():
+def test_router_weights_are_top_k_and_float32():
     x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 4, D)), jnp.bfloat16)
-    shares = router_weights(x, weights_of()["router"]["weight"].astype(jnp.bfloat16), traits(2, True))
-    assert shares.dtype == jnp.float32
-    assert ((np.asarray(shares) > 0).sum(-1) == 2).all()
-    np.testing.assert_allclose(np.asarray(shares).sum(-1), 1, rtol=1e-6)
+    router = random_expert_weights()["router"]["weight"].astype(jnp.bfloat16)
+    weights = router_weights(x, router, make_moe_arch(2, True))
+    assert weights.dtype == jnp.float32
+    assert ((np.asarray(weights) > 0).sum(-1) == 2).all()
+    np.testing.assert_allclose(np.asarray(weights).sum(-1), 1, rtol=1e-6)
 
 
-def test_the_hidden_units_of_one_expert_exist_at_a_time():
-    """Of all experts they would be `EXPERTS` times as many: neither pass keeps them."""
-    x, weights = jnp.zeros((2, 64, D)), weights_of()
+def test_moe_mlp_holds_one_expert_in_memory():
+    """Neither the forward nor the backward pass has an array with the hidden units of all experts."""
+    x, weights = jnp.zeros((2, 64, D)), random_expert_weights()
 
     def loss(x: jax.Array, weights: dict[str, Any]) -> jax.Array:
-        return jnp.square(moe_mlp(x, weights, traits(2, True), ShardingContext())).sum()
+        return jnp.square(moe_mlp(x, weights, make_moe_arch(2, True), ShardingContext())).sum()
 
     text = jax.jit(jax.grad(loss, (0, 1))).lower(x, weights).as_text()
     assert f"2x64x{F}xf32" in text

@@ -1,4 +1,4 @@
-"""Norms by their formulas."""
+"""Tests of norms against their formulas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ X, SCALE, BIAS = RNG.standard_normal((2, 3, 8)) * 3 + 1, RNG.standard_normal(8),
 WEIGHTS = {"scale": jnp.asarray(SCALE, jnp.float32), "bias": jnp.asarray(BIAS, jnp.float32)}
 
 
-def wanted(kind: Literal["layer", "rms"], eps: float) -> np.ndarray:
+def expected_norm(kind: Literal["layer", "rms"], eps: float) -> np.ndarray:
+    """Compute the norm of X in float64."""
     if kind == "rms":
         return X / np.sqrt((X**2).mean(-1, keepdims=True) + eps) * SCALE
     return (X - X.mean(-1, keepdims=True)) / np.sqrt(X.var(-1, keepdims=True) + eps) * SCALE + BIAS
@@ -25,41 +26,41 @@ def wanted(kind: Literal["layer", "rms"], eps: float) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_norms_are_their_formulas(kind: Literal["layer", "rms"], eps: float):
-    traits = dataclasses.replace(make_arch(), norm=kind, norm_eps=eps)
-    found = norm(jnp.asarray(X, jnp.float32), WEIGHTS, traits)
-    np.testing.assert_allclose(found, wanted(kind, eps), rtol=1e-5, atol=1e-5)
+def test_norm_matches_formula(kind: Literal["layer", "rms"], eps: float):
+    arch_config = dataclasses.replace(make_arch(), norm=kind, norm_eps=eps)
+    output = norm(jnp.asarray(X, jnp.float32), WEIGHTS, arch_config)
+    np.testing.assert_allclose(output, expected_norm(kind, eps), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_sums_of_bfloat16_are_taken_in_float32(kind: Literal["layer", "rms"]):
-    traits = dataclasses.replace(make_arch(), norm=kind)
-    ones = {name: jnp.full(4096, float(name == "scale"), jnp.bfloat16) for name in WEIGHTS}
+def test_norm_of_bfloat16_is_computed_in_float32(kind: Literal["layer", "rms"]):
+    arch_config = dataclasses.replace(make_arch(), norm=kind)
+    identity = {name: jnp.full(4096, float(name == "scale"), jnp.bfloat16) for name in WEIGHTS}
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 4096)) + 100, jnp.bfloat16)
-    wide = np.asarray(x, np.float64)
-    centre = wide.mean() if kind == "layer" else 0
-    exact = (wide - centre) / np.sqrt(((wide - centre) ** 2).mean() + traits.norm_eps)
-    found = norm(x, ones, traits)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=5e-3, atol=5e-3)
+    x_float64 = np.asarray(x, np.float64)
+    centered = x_float64 - (x_float64.mean() if kind == "layer" else 0)
+    expected = centered / np.sqrt((centered**2).mean() + arch_config.norm_eps)
+    output = norm(x, identity, arch_config)
+    assert output.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(output, np.float64), expected, rtol=5e-3, atol=5e-3)
 
 
-def test_an_offset_scale_counts_from_one():
-    traits = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=0.5)
-    found = norm(jnp.asarray(X, jnp.float32), {"scale": WEIGHTS["scale"] - 1}, traits)
-    np.testing.assert_allclose(found, wanted("rms", 0.5), rtol=1e-5, atol=1e-5)
+def test_rms_offset_adds_one_to_scale():
+    arch_config = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=0.5)
+    output = norm(jnp.asarray(X, jnp.float32), {"scale": WEIGHTS["scale"] - 1}, arch_config)
+    np.testing.assert_allclose(output, expected_norm("rms", 0.5), rtol=1e-5, atol=1e-5)
 
 
-def test_an_offset_scale_is_applied_before_rounding():
-    """1 + 1/512 is 1 in bfloat16: added there it would be lost."""
-    traits = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=1e-6)
+def test_rms_offset_scales_before_rounding():
+    """A scale of 1 + 1/512, which bfloat16 rounds to 1, changes the output."""
+    arch_config = dataclasses.replace(make_arch(), norm="rms_offset", norm_eps=1e-6)
     x = jnp.asarray(np.linspace(1, 2, 256)[None], jnp.bfloat16)
-    plain, more = (norm(x, {"scale": jnp.full(256, scale, jnp.bfloat16)}, traits) for scale in (0.0, 1 / 512))
-    assert np.any(np.asarray(plain) != np.asarray(more))
+    unscaled, scaled = (norm(x, {"scale": jnp.full(256, s, jnp.bfloat16)}, arch_config) for s in (0.0, 1 / 512))
+    assert np.any(np.asarray(unscaled) != np.asarray(scaled))
 
 
-def test_a_layer_norm_may_have_no_weights():
-    traits = dataclasses.replace(make_arch(), norm="layer")
-    ones = {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
+def test_layer_norm_without_weights_is_identity_scale():
+    arch_config = dataclasses.replace(make_arch(), norm="layer")
+    identity = {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
     x = jnp.asarray(X, jnp.float32)
-    np.testing.assert_array_equal(norm(x, {}, traits), norm(x, ones, traits))
+    np.testing.assert_array_equal(norm(x, {}, arch_config), norm(x, identity, arch_config))

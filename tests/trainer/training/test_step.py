@@ -1,4 +1,4 @@
-"""A step: the same on every mesh and for every split of a batch; what is not finite changes nothing."""
+"""Tests of the training step: independence of mesh and micro-batches, and skipping of non-finite steps."""
 
 from __future__ import annotations
 
@@ -18,128 +18,132 @@ from trainer.training.step import StepSetup, TrainState, batch_sharding, find_pa
 STEPS = 20
 
 
-def losses(made: StepSetup, steps: int = STEPS) -> tuple[np.ndarray, TrainState]:
-    found = runs.make_state(made)
-    where = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(made))
-    step = jax.jit(partial(train_step, setup=made), out_shardings=(where, None))
-    job = runs.make_job(made)
-    measured = []
+def train_losses(setup: StepSetup, steps: int = STEPS) -> tuple[np.ndarray, TrainState]:
+    """Run training steps; return the mean loss of each step, and the final state."""
+    state = runs.make_state(setup)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
+    step = jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
+    job = runs.make_job(setup)
+    losses = []
     for number in range(steps):
-        found, sums = step(found, feed.load_batch(made, job.train, job.order, number))
-        measured.append(float(sums["loss"]) / float(sums["weight"]))
-    return np.array(measured), found
+        state, metrics = step(state, feed.load_batch(setup, job.train, job.order, number))
+        losses.append(float(metrics["loss"]) / float(metrics["weight"]))
+    return np.array(losses), state
 
 
 @pytest.fixture(scope="module")
-def alone() -> np.ndarray:
-    return losses(runs.make_setup())[0]
+def one_device_losses() -> np.ndarray:
+    """Losses of steps on one device without micro-batches."""
+    return train_losses(runs.make_setup())[0]
 
 
-def test_it_learns(alone: np.ndarray):
-    assert alone[-1] < alone[0] - 1
+def test_train_step_decreases_loss(one_device_losses: np.ndarray):
+    assert one_device_losses[-1] < one_device_losses[0] - 1
 
 
 @pytest.mark.parametrize(
-    ("mesh", "accumulate", "how"),
+    ("mesh", "accumulate", "forward_options"),
     [
         ("8,1,1", 1, {}),
         ("1,8,1", 1, {}),
         ("1,2,4", 1, {}),
-        ("1,2,4", 4, {"remat": "nothing_saveable"}),
-        ("2,2,2", 2, {"scan": False}),
+        ("1,2,4", 4, {"remat_policy": "nothing_saveable"}),
+        ("2,2,2", 2, {"scan_layers": False}),
         ("fsdp:2,mp:2,sp:2", 1, {}),
         ("", 4, {}),
     ],
 )
 def test_losses_do_not_depend_on_mesh_or_micro_batches(
-    alone: np.ndarray, mesh: str, accumulate: int, how: dict[str, Any]
+    one_device_losses: np.ndarray, mesh: str, accumulate: int, forward_options: dict[str, Any]
 ):
-    found, _ = losses(runs.make_setup(mesh=mesh, accumulate=accumulate, **how))
-    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    losses, _ = train_losses(runs.make_setup(mesh=mesh, accumulate=accumulate, **forward_options))
+    np.testing.assert_allclose(losses, one_device_losses, rtol=1e-5)
 
 
-def test_grouped_heads_that_a_mesh_does_not_divide():
-    """8 heads over mp 8, of 4 groups: k and v stay whole."""
-    found, _ = losses(runs.make_setup(runs.LLAMA, mesh="1,1,8"), 5)
-    wanted, _ = losses(runs.make_setup(runs.LLAMA), 5)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+def test_losses_with_unsplit_kv_heads_match_one_device():
+    """A mesh with mp 8 splits 8 query heads but not 4 key and value heads."""
+    losses, _ = train_losses(runs.make_setup(runs.LLAMA, mesh="1,1,8"), 5)
+    expected, _ = train_losses(runs.make_setup(runs.LLAMA), 5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_micro_batches_of_unequal_weight_count_by_their_tokens():
-    """The gradient is that of the sum over all tokens, not the mean of means; a part without any token is no nan."""
+def test_micro_batches_count_by_their_token_weights():
+    """The gradient is that of the sum over all tokens, and a micro-batch without tokens is not nan."""
     weights = np.zeros((8, runs.LENGTH), np.float32)
     weights[0] = 1
-    weights[1, :3] = 1  # rows 0 and 1 are in different parts, and with accumulate 8 most parts have no token
-    found = []
+    weights[1, :3] = 1  # in another micro-batch than row 0; of 8 micro-batches most have no token
+    updated = []
     for accumulate in (1, 2, 8):
-        made = runs.make_setup(accumulate=accumulate)
-        job = runs.make_job(made)
-        batch = {**feed.load_batch(made, job.train, job.order, 0), "weights": jnp.asarray(weights)}
-        after, sums = jax.jit(partial(train_step, setup=made))(runs.make_state(made), batch)
-        assert float(sums["weight"]) == weights.sum()
-        found.append(after["params"]["layers"]["mlp"]["up"]["weight"])
-    np.testing.assert_allclose(found[1], found[0], atol=1e-7)
-    np.testing.assert_allclose(found[2], found[0], atol=1e-7)
+        setup = runs.make_setup(accumulate=accumulate)
+        job = runs.make_job(setup)
+        batch = {**feed.load_batch(setup, job.train, job.order, 0), "weights": jnp.asarray(weights)}
+        state, metrics = jax.jit(partial(train_step, setup=setup))(runs.make_state(setup), batch)
+        assert float(metrics["weight"]) == weights.sum()
+        updated.append(state["params"]["layers"]["mlp"]["up"]["weight"])
+    np.testing.assert_allclose(updated[1], updated[0], atol=1e-7)
+    np.testing.assert_allclose(updated[2], updated[0], atol=1e-7)
 
 
-@pytest.mark.parametrize("spoiled", ["loss", "weights"])
-def test_a_step_without_a_finite_loss_changes_only_its_counts(spoiled: str):
-    made = runs.make_setup(mesh="1,2,4")
-    job = runs.make_job(made)
-    step = jax.jit(partial(train_step, setup=made))
-    before, _ = step(runs.make_state(made), feed.load_batch(made, job.train, job.order, 0))
-    batch = feed.load_batch(made, job.train, job.order, 1)
-    if spoiled == "loss":
+@pytest.mark.parametrize("cause", ["infinite loss", "no tokens"])
+def test_skipped_step_changes_only_counters(cause: str):
+    setup = runs.make_setup(mesh="1,2,4")
+    job = runs.make_job(setup)
+    step = jax.jit(partial(train_step, setup=setup))
+    state, _ = step(runs.make_state(setup), feed.load_batch(setup, job.train, job.order, 0))
+    batch = feed.load_batch(setup, job.train, job.order, 1)
+    if cause == "infinite loss":
         batch["weights"] = batch["weights"].at[3, 2].set(jnp.inf)
     else:
         batch["weights"] = jnp.zeros_like(batch["weights"])
-    after, sums = step(before, batch)
-    old, new = runs.state_bytes(before), runs.state_bytes(after)
-    assert {name for name in old if old[name] != new[name]} == {"step", "skipped", "skipped_in_row"}
-    assert (int(after["step"]), int(after["skipped"]), int(sums["in_row"])) == (2, 1, 1)
-    again, _ = step(after, feed.load_batch(made, job.train, job.order, 2))
-    assert (int(again["skipped"]), int(again["skipped_in_row"])) == (1, 0)
-    assert runs.state_bytes(again)["params.embed.tokens"] != new["params.embed.tokens"]
+    skipped_state, metrics = step(state, batch)
+    before, after = runs.state_bytes(state), runs.state_bytes(skipped_state)
+    assert {name for name in before if before[name] != after[name]} == {"step", "skipped", "skipped_in_row"}
+    assert (int(skipped_state["step"]), int(skipped_state["skipped"]), int(metrics["in_row"])) == (2, 1, 1)
+    next_state, _ = step(skipped_state, feed.load_batch(setup, job.train, job.order, 2))
+    assert (int(next_state["skipped"]), int(next_state["skipped_in_row"])) == (1, 0)
+    assert runs.state_bytes(next_state)["params.embed.tokens"] != after["params.embed.tokens"]
 
 
-def test_a_skipped_step_does_not_move_the_learning_rate():
-    made = runs.make_setup()
-    job = runs.make_job(made)
-    step = jax.jit(partial(train_step, setup=made))
-    batch = feed.load_batch(made, job.train, job.order, 0)
-    state, first = step(runs.make_state(made), batch)
+def test_skipped_step_does_not_advance_learning_rate():
+    setup = runs.make_setup()
+    job = runs.make_job(setup)
+    step = jax.jit(partial(train_step, setup=setup))
+    batch = feed.load_batch(setup, job.train, job.order, 0)
+    state, first = step(runs.make_state(setup), batch)
     state, _ = step(state, {**batch, "weights": jnp.zeros_like(batch["weights"])})
     _, third = step(state, batch)
     assert float(first["lr"]) == 0.0
-    assert float(third["lr"]) == pytest.approx(float(made.optimizer.lr_schedule.learning_rate(jnp.int32(1))), rel=1e-6)
+    second_rate = setup.optimizer.lr_schedule.learning_rate(jnp.int32(1))
+    assert float(third["lr"]) == pytest.approx(float(second_rate), rel=1e-6)
 
 
-def test_the_state_is_handed_on_without_a_copy():
-    made = runs.make_setup(mesh="1,2,4")
-    where = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(made))
-    step = jax.jit(partial(train_step, setup=made), donate_argnums=0, out_shardings=(where, None))
-    shapes = state_shapes(made)
-    memory = step.lower(shapes, feed.batch_shapes(made, runs.make_job(made).train, 8)).compile().memory_analysis()
-    own = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes))
+def test_train_step_updates_state_in_place():
+    setup = runs.make_setup(mesh="1,2,4")
+    shapes = state_shapes(setup)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    step = jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
+    batch = feed.batch_shapes(setup, runs.make_job(setup).train, 8)
+    memory = step.lower(shapes, batch).compile().memory_analysis()
+    state_nbytes = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes))
     assert memory is not None
-    assert memory.alias_size_in_bytes == own
+    assert memory.alias_size_in_bytes == state_nbytes
 
 
-def test_moments_lie_as_their_parameters():
+def test_moments_are_sharded_like_params():
     shapes = state_shapes(runs.make_setup(mesh="1,2,4"))
     params, moments = shapes["params"], shapes["opt_state"]["adam"]
-    for slot in (moments.mu, moments.nu):
-        assert jax.tree.map(lambda leaf: leaf.sharding, slot) == jax.tree.map(lambda leaf: leaf.sharding, params)
+    for moment in (moments.mu, moments.nu):
+        assert jax.tree.map(lambda leaf: leaf.sharding, moment) == jax.tree.map(lambda leaf: leaf.sharding, params)
     assert moments.count.sharding.is_fully_replicated
 
 
-def test_a_leaf_of_the_state_belongs_to_the_longest_path_that_it_ends_with():
+def test_find_param_path_returns_longest_suffix():
     paths = {"weight": 0, "head.weight": 0}
     assert find_param_path("opt_state.adam.mu.head.weight", paths) == "head.weight"
     assert find_param_path("opt_state.adam.mu.tail.weight", paths) == "weight"
     assert find_param_path("opt_state.adam.count", paths) is None
 
 
-def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+def test_batch_sharding_rejects_indivisible_batch():
     with pytest.raises(PrepError, match="batch 6 cannot be split over dp 8"):
         batch_sharding(runs.make_setup(mesh="8,1,1"), 6, runs.LENGTH)
