@@ -125,8 +125,8 @@ def test_a_config_of_another_model(capsys: Capture) -> None:
     (Path("model") / "config.json").write_text(json.dumps(SMALL_GPT_NEO | {"vocab_size": 14}))
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
         1,
-        "error: model: transformer.wte.weight is not what it should be\n"
-        "  why: shape [13, 8], its config makes it [14, 8]\n",
+        "error: model: transformer.wte.weight has the wrong shape\n"
+        "  why: its shape is [13, 8], its config implies [14, 8]\n",
     )
 
 

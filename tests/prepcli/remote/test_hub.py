@@ -149,7 +149,7 @@ def test_offline_a_model_without_its_weights_is_not_cached(ask: Asker) -> None:
 
 def test_a_revision_is_asked_for(ask: Asker) -> None:
     assert ask(f"o/good@{COMMIT}")["revision"] == COMMIT
-    assert ask("o/good@v9")["error"] == ["o/good has no revision `v9`", "the hub says 404", "see its page for names", 1]
+    assert ask("o/good@v9")["error"] == ["o/good has no revision `v9`", "the hub says 404", "see its page for revisions", 1]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_revision_is_asked_for(ask: Asker) -> None:
                        "open its page, then `hf auth login`", 1]),
         ("o/nothing", ["cannot read o/nothing", "not a folder here, and the hub says 404: there is no such model",
                        "check the spelling", 1]),
-        ("o/ill", ["cannot read o/ill", "the hub says 503", "try again later; a download goes on where it stopped", 1]),
+        ("o/ill", ["cannot read o/ill", "the hub says 503", "try again later; a download continues where it stopped", 1]),
         ("o/empty", ["o/empty holds no checkpoint", "its files are README.md", "", 1]),
     ],
 )  # fmt: skip
@@ -205,7 +205,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
     assert error == [
         "cannot read o/good",
         f"the hub cannot be reached at HF_ENDPOINT={gone.url}, and the model is not in the cache",
-        "check the network, or name a folder that is here",
+        "check the network, or name a local folder",
         1,
     ]
 
