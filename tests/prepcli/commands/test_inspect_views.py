@@ -113,7 +113,7 @@ def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
     assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
         "error: saved was not written by prep\n"
-        "  why: it has no manifest, so nothing says what the dims of its leaves are\n",
+        "  why: it has no manifest that describes the dims of its leaves\n",
     )
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
     code, message = inspect_failing(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
