@@ -1,4 +1,4 @@
-"""Detection of a checkpoint's format from file names, with errors that name known formats that are not supported."""
+"""Detection of a checkpoint's format from file names, with errors for known but unsupported formats."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedFormat:
-    """A known format that is not supported.
+    """A known but unsupported format.
 
     Attributes:
         patterns: Lower-case patterns of its file names.
-        what: What failed, after the checkpoint's name.
+        what: First part of the error, after the checkpoint's name.
         why: Reason.
         hint: How to convert it, with `{folder}` for the checkpoint's name.
     """

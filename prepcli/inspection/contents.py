@@ -51,7 +51,7 @@ class TensorEntry:
         shape: Shape of the tensor.
         chunk_shape: Shape of a chunk; chunks at the edge may extend beyond the tensor.
         chunks: Byte range of each chunk, in the checkpoint's byte sources.
-        encoded_first_chunk: The first chunk as stored, if `chunks` are those of a decoded or strided tensor.
+        encoded_first_chunk: The first chunk as stored, if `chunks` refer to decoded or strided bytes.
         placement: Location of the tensor, if it is not stored in chunks.
     """
 
@@ -90,7 +90,7 @@ class CheckpointContents:
         files: Data files.
         config: The model's config.json; empty if there is none.
         manifest: The manifest that prep wrote; empty if there is none.
-        non_arrays: Descriptions of entries that are no arrays.
+        non_arrays: Descriptions of entries other than arrays.
         blobs: Byte sources that the chunks are in, if these are not `files`.
         codecs: Names of the compression codecs.
     """

@@ -1,6 +1,6 @@
-"""Leaves of a checkpoint with their logical dims, from which the partition rules derive their sharding.
+"""Leaves of a checkpoint with their logical dims, the input of the partition rules.
 
-An Orbax checkpoint has these leaves; those of a Hugging Face folder are the ones that `save-init` would write.
+For a Hugging Face folder, these are the leaves of its init checkpoint.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _check_shape(contents: CheckpointContents, entry: TensorEntry, expected: tup
 
 
 def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str) -> LogicalLeaf:
-    """Find the leaf that a name, consecutive parts of a name, or a wildcard pattern selects.
+    """Find a leaf by name, by consecutive parts of its name, or by wildcard pattern.
 
     Args:
         leaves: Leaves of the checkpoint, by dotted name.

@@ -179,7 +179,7 @@ def _remote_file(hub_id: str, commit: str, sibling: RepoSibling) -> RemoteFile:
 
 
 def files_to_download(names: Sequence[str]) -> list[str]:
-    """Select the files of a repository that a conversion reads or copies; only top-level files are selected.
+    """Select the top-level files of a repository to read or copy in a conversion.
 
     Weights are the numbered shards if there is an index, else model.safetensors, else all *.safetensors. PyTorch files
     are selected if there are no safetensors, Flax files if there is neither.
@@ -319,7 +319,7 @@ def _report_progress(blobs: Path, total_bytes: int, progress: Progress) -> Itera
 
 
 def _allocated_bytes(folder: Path) -> int:
-    """Return the bytes that the files of a folder allocate on disk, without holes; files may vanish meanwhile."""
+    """Return the allocated bytes of a folder's files, without holes; files may vanish meanwhile."""
     allocated_bytes = 0
     for path in folder.glob("*"):
         try:

@@ -1,7 +1,7 @@
 """HTTP client for huggingface_hub with a time-out on every request and reported retries.
 
-The library's own client waits without limit on most requests and retries others silently. Here each request follows a
-RetryPolicy, and the last failure is a NoAnswerError, which the library does not catch. The library's own retries apply
+The library's own client waits without limit on most requests and retries some silently. Here each request follows a
+RetryPolicy, and the last failure is a NoAnswerError, not caught by the library. The library's own retries apply
 only to requests whose body cannot be sent twice.
 """
 
@@ -138,7 +138,7 @@ class _RetryingSender:
         return response
 
     def _limit_stream(self, inner: Any, request: Any, stream: bool) -> Any:
-        """Wrap a body so that it fails if it arrives too slowly; count the failures of a download."""
+        """Wrap a body to fail if the data arrives too slowly; count the failures of a download."""
         sender = self
 
         class Limited(self.http.SyncByteStream):
@@ -206,7 +206,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _is_commit(request: Any) -> bool:
-    """Return whether a request creates a commit, which a retry could create twice."""
+    """Return whether a request creates a commit: a retry could create a second one."""
     return request.method == "POST" and "/commit/" in request.url.path
 
 

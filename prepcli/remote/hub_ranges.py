@@ -65,7 +65,7 @@ class HubRangeReader:
         return hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self.endpoint)
 
     def _request(self, file_url: _FileUrl, file: RemoteFile, offset: int, into: ByteArray) -> int | _FileUrl:
-        """Return the number of bytes received, or the URL that the answer redirects to."""
+        """Return the number of bytes received, or the URL of a redirect."""
         headers = self._headers(file_url) | {"Range": f"bytes={offset}-{offset + into.size - 1}"}
         try:
             with contextlib.closing(self._get(file_url.url, headers)) as response:
@@ -109,7 +109,7 @@ class HubRangeReader:
         return _FileUrl(url, (scheme, host) != urlsplit(self.endpoint)[:2])
 
     def _check_digest(self, file: RemoteFile, headers: Mapping[str, str]) -> None:
-        """Compare the SHA-256 that the endpoint sends for large files with the listed one."""
+        """Compare the SHA-256 in the endpoint's headers, for large files, with the listed one."""
         sha256 = headers.get("x-linked-etag", "").strip('W/"')
         if _SHA256.fullmatch(sha256) and file.digest.startswith("sha256:") and file.digest != f"sha256:{sha256}":
             raise file_changed_error(self, file, f"it was {file.digest}, the hub now has sha256:{sha256}")
@@ -181,6 +181,6 @@ def _failure_text(error: BaseException, url: str, retry_policy: RetryPolicy) -> 
 
 
 def _redacted_text(error: BaseException) -> str:
-    """Return the library's message without its URLs, which are signed."""
+    """Return the library's message without its (signed) URLs."""
     text = re.sub(r"https?://\S+", "…", str(error))
     return text or type(error).__name__

@@ -86,7 +86,7 @@ class Bucket:
     Attributes:
         url: Bucket and key prefix.
         retries: Retries of single requests by obstore, which does not report them.
-        retry_policy: Time-out of requests, and retries that are reported.
+        retry_policy: Time-out and reported retries of requests.
         connection: obstore's store; created on first use.
     """
 
@@ -242,7 +242,7 @@ class Bucket:
         return call_with_timeout(call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=note_wait, late_s=timeout_s)
 
     def request_error(self, verb: str, error: Exception) -> PrepError:
-        """Return the PrepError for a failure that a retry would not fix."""
+        """Return the PrepError for a permanent failure."""
         what, status = f"cannot {verb} {self.name}", _status(error)
         if _is_timeout(error) or status >= 500:
             why = redacted_error_text(error) if status else self._failure_text(error)

@@ -58,7 +58,7 @@ class RemoteCheckpoint:
 
         Args:
             paths: Placeholder files.
-            special_blobs: Blobs that the opener made of placeholder files (concatenated or decoded), which cannot be
+            special_blobs: Blobs made from placeholder files by the opener (concatenated or decoded), which cannot be
                 read remotely.
 
         Raises:
@@ -72,7 +72,7 @@ class RemoteCheckpoint:
 
 
 def create_placeholder_folder() -> Path:
-    """Create an empty temporary folder that is removed at exit; remove the folders of killed processes."""
+    """Create an empty temporary folder, removed at exit; remove the folders of killed processes."""
     for leftover in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if (fd := _try_lock(leftover, _MIN_AGE_S)) is not None:
             shutil.rmtree(leftover, ignore_errors=True)

@@ -125,13 +125,13 @@ def read_range(
 
 
 def _expected_tries(tries: int, spent_s: float, retry_policy: RetryPolicy) -> int:
-    """Return the number of tries until the error, if all take as long as those so far."""
+    """Return the number of tries until the error, if all take as long as before."""
     tries_in_time = math.ceil(tries * MAX_STALLED_TIMEOUTS * retry_policy.timeout_s / max(spent_s, 1e-9))
     return max(tries + 1, min(MAX_STALLED_TRIES, tries_in_time))
 
 
 def _backoff_s(tries: int, failure: RetryableError) -> float:
-    """Return the seconds until the next try: exponential with jitter, at least what the server asks for."""
+    """Return the seconds until the next try: exponential with jitter, at least the server's Retry-After."""
     backoff_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
     return max(backoff_s, min(failure.retry_after_s, MAX_RETRY_AFTER_S))
 
@@ -253,7 +253,7 @@ class RemoteBlob:
 
 
 class RemoteBlobReader:
-    """Reader of a remote file. The HTTP session owns the connections, so `close` does nothing."""
+    """Reader of a remote file. The HTTP session owns the connections, so `close` has no effect."""
 
     def __init__(self, blob: RemoteBlob) -> None:
         self._blob = blob

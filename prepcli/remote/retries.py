@@ -27,7 +27,7 @@ U = TypeVar("U")
 
 
 def ignore_note(text: str) -> None:
-    """Do nothing with a note."""
+    """Ignore a note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RetryPolicy:
     note: Callable[[str], object] = ignore_note
 
     def __reduce__(self) -> tuple[type[RetryPolicy], tuple[float]]:
-        """Pickle the time-out without `note`, which is local to the process."""
+        """Pickle only the time-out: `note` is local to the process."""
         return RetryPolicy, (self.timeout_s,)
 
     def backoff_s(self, tries: int) -> float:
@@ -72,7 +72,7 @@ class RetryPolicy:
         return self.timeout_s / TIMEOUT_S * 2 ** (tries - 1)
 
     def report_retry(self, failure: str, wait_s: float, tries: int, max_tries: int = MAX_TRIES) -> None:
-        """Note that a try failed, and when the next one starts."""
+        """Note a failed try and the time of the next one."""
         delay = f" in {wait_s:.0f} s" if wait_s >= 1 else ""
         self.note(f"{failure}; trying again{delay} ({tries + 1} of {max_tries})")
 

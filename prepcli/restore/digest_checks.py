@@ -31,13 +31,13 @@ def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> PrepError:
 
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:
-    """Return the numbers of the files and blobs that a tensor is read from."""
+    """Return the numbers of a tensor's files and blobs."""
     stream = _stream(tensor, (0, tensor.shape[0] if tensor.shape else 1))
     return {copy.file for copy in read_copies(stream, stream.box)}
 
 
 def _stream(tensor: SourceTensor, rows: Range) -> Stream:
-    """Return a stream that reads rows of a tensor and writes nothing."""
+    """Return a read-only stream of rows of a tensor."""
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
 
@@ -48,7 +48,7 @@ def check_tensor(source: Source, tensor: SourceTensor, data: ByteArray, hint: st
         source: The checkpoint, for the error.
         tensor: The tensor.
         data: All bytes of the tensor, in C order.
-        hint: What the user can do about a damaged checkpoint.
+        hint: Advice in the error for a damaged checkpoint.
 
     Raises:
         PrepError: The bytes differ from a digest.
@@ -68,7 +68,7 @@ def check_tensors(
         source: The checkpoint.
         tensors: The tensors to check.
         progress: Receives the bytes read.
-        hint: What the user can do about a damaged checkpoint.
+        hint: Advice in the error for a damaged checkpoint.
 
     Raises:
         PrepError: A tensor differs from a digest.

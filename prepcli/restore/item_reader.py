@@ -1,6 +1,6 @@
 """`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once.
 
-One thread decodes a compressed chunk, from its first byte to the last one that is needed.
+One thread decodes a compressed chunk, from its first byte to the last needed one.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def open_reader(path: Path, verify: bool = True, hint: str = RECREATE_HINT) -> I
 
     Args:
         path: Folder of the checkpoint.
-        verify: Check every byte that is read against the recorded checksums, if the checkpoint has them.
-        hint: What the user can do about a damaged checkpoint.
+        verify: Check every byte read against the recorded checksums, if there are any.
+        hint: Advice in the error for a damaged checkpoint.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -94,8 +94,8 @@ class ItemReader:
         Args:
             item: The item.
             manifest: Manifest of the checkpoint.
-            checksums: Recorded checksums; every byte that is read must agree with them.
-            hint: What the user can do about a damaged checkpoint.
+            checksums: Recorded checksums, checked for every byte read.
+            hint: Advice in the error for a damaged checkpoint.
         """
         self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
         self._checksums, self._hint = checksums, hint
@@ -208,7 +208,7 @@ class ItemReader:
 
 
 def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:
-    """Copy the bytes of a piece to all arrays that it intersects."""
+    """Copy the bytes of a piece to all intersecting arrays."""
     values = data.view(numpy_dtype(piece.dtype)).reshape([high - low for low, high in piece.box])
     for box, array in piece.arrays.items():
         shared = _intersection(piece.box, box)
@@ -217,7 +217,7 @@ def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PieceJob:
-    """A box of a leaf that is contiguous in one chunk.
+    """A box of a leaf, contiguous in one chunk.
 
     Attributes:
         name: Dotted name of the leaf.
@@ -227,7 +227,7 @@ class _PieceJob:
         nbytes: Size of the piece in bytes.
         box: Box of the leaf.
         dtype: Stored dtype.
-        arrays: The arrays that the box intersects, by their boxes.
+        arrays: The intersecting arrays, by their boxes.
     """
 
     name: str

@@ -29,7 +29,7 @@ BoxArrays = Mapping[Box, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class _LeafTensors:
-    """A leaf and the tensors that it consists of."""
+    """A leaf and its tensors."""
 
     axis_map: AxisMap
     unscanned_index: Mapping[str, int]  # of a leaf that is one of several, such as one layer's
@@ -50,7 +50,7 @@ class WeightsReader:
         Args:
             source: The checkpoint.
             vocab_multiple: Pad the vocabulary with zeros to a multiple of this.
-            verify: Check each tensor that is read against the digests in the source's manifest.
+            verify: Check each tensor against the digests in the source's manifest.
 
         Raises:
             PrepError: Tensors are missing or of another shape, or a head that should equal the embedding differs.
@@ -158,13 +158,13 @@ def _strided_view(flat: np.ndarray, start: int, shape: list[int], steps: list[in
 
 
 def _stream(tensor: SourceTensor) -> Stream:
-    """Return a stream that reads all of a tensor and writes nothing."""
+    """Return a read-only stream of a whole tensor."""
     rows = (0, tensor.shape[0] if tensor.shape else 1)
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
 
 def _check_equal(source: Source, check: EqualityCheck, tensors: Mapping[str, SourceTensor]) -> None:
-    """Raise PrepError unless a tensor equals the tensor that it should duplicate."""
+    """Raise PrepError unless a tensor equals its supposed duplicate."""
     pair = [tensors[name] for name in (check.name, check.duplicate_of)]
     result = compare_streams(source.byte_sources, _stream(pair[0]), source.byte_sources, _stream(pair[1]))
     if result.count:

@@ -43,7 +43,7 @@ def open_url(url: str, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY) -> Remo
 
 
 def open_bucket(bucket: Bucket) -> RemoteCheckpoint:
-    """Fetch what an opener needs of a checkpoint in an object store into a folder of placeholder files.
+    """Fetch headers, indexes and small files of a checkpoint into a folder of placeholder files.
 
     Raises:
         PrepError: The store is unreachable or has no checkpoint there.
@@ -76,7 +76,7 @@ def _fetch_hf_folder(remote: RemoteCheckpoint) -> None:
 
 
 def _fetch_orbax_item(remote: RemoteCheckpoint) -> None:
-    """Fetch the files that are no data files, then the OCDBT index of the item."""
+    """Fetch all files except data files, then the OCDBT index of the item."""
     if not any(file.path.rpartition("/")[2] == OCDBT_MANIFEST for file in remote.files):
         raise _no_index_error(remote)
     data_files = [file for file in remote.files if _is_data_file(file)]
@@ -101,7 +101,7 @@ def _is_data_file(file: RemoteFile) -> bool:
 
 
 def _fetch_index(remote: RemoteCheckpoint, item: Path) -> None:
-    """Fetch the nodes of an OCDBT index, and the array metadata that is stored outside of it."""
+    """Fetch the nodes of an OCDBT index, and the array metadata outside of it."""
     files = {placeholder_path(remote.placeholder_folder, file): file for file in remote.files}
     fetched_nbytes = 0
 

@@ -1,8 +1,8 @@
 """Arrays of an Orbax item as blobs: the decoded bytes of their chunks, one chunk after another.
 
-Chunk number i begins at byte i times the chunk's size; a chunk that is not stored is zeros. A chunk is decoded from its
-first byte, only as far as it is read. Its decoder stays open while the cache has room. A read from before the decoder's
-position decodes the chunk again, and then keeps the whole chunk in memory if it fits.
+Chunk number i begins at byte i times the chunk's size; chunks that are not stored are zeros. A chunk is decoded from
+its first byte, only as far as it is read. Its decoder stays open while the cache has room. A read from before the
+decoder's position decodes the chunk again, and then keeps the whole chunk in memory if it fits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DecodedArray:
         return self.open_with_cache(ChunkCache())
 
     def open_with_cache(self, cache: ChunkCache) -> DecodedArrayReader:
-        """Open the array for reading, with a cache that it shares with other readers."""
+        """Open the array for reading, with a cache shared with other readers."""
         return DecodedArrayReader(self, cache)
 
 
@@ -106,7 +106,7 @@ class DecodedArrayReader:
         return unravel_chunk_index(self._blob.meta.grid, number)
 
     def close(self) -> None:
-        """Close all readers in the cache, including those of other arrays that share it."""
+        """Close all readers in the cache, including the readers of other arrays."""
         self._cache.close()
 
 
@@ -154,7 +154,7 @@ def chunk_error(blob: DecodedArray, index: tuple[int, ...], error: ValueError | 
 
 
 class _InlineValue:
-    """A stored value that is in the index, so in memory."""
+    """A stored value in the index, so in memory."""
 
     def __init__(self, value: bytes) -> None:
         self._value, self.nbytes = value, len(value)
@@ -167,7 +167,7 @@ class _InlineValue:
 
 
 class _FileValue:
-    """A stored value that is a byte range of a file."""
+    """A stored value in a byte range of a file."""
 
     def __init__(self, path: Path, value: StoredRange) -> None:
         self._value, self.nbytes = value, value.nbytes
@@ -183,7 +183,7 @@ class _FileValue:
 
 
 class _ZeroChunk:
-    """Reader of a chunk that is not stored."""
+    """Reader of a chunk without stored value: zeros."""
 
     nbytes = 0
 
@@ -196,7 +196,7 @@ class _ZeroChunk:
 
 
 class _UncompressedChunk:
-    """Reader of a chunk that is stored without compression."""
+    """Reader of an uncompressed chunk."""
 
     nbytes = 0
 
@@ -232,7 +232,7 @@ class _ChunkInMemory:
 
 
 class _StreamedChunk:
-    """Reader of a chunk that is decoded block by block; only the last decoded block is in memory."""
+    """Reader that decodes a chunk block by block and keeps the last decoded block in memory."""
 
     def __init__(self, decoder: ByteReader, close: Callable[[], None], nbytes: int, chunk_nbytes: int) -> None:
         self._decoder, self._close, self.nbytes, self._chunk_nbytes = decoder, close, nbytes, chunk_nbytes

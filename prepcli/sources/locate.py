@@ -40,7 +40,7 @@ class LocatedCheckpoint:
         kind: Format of the checkpoint.
         hub_id: `OWNER/NAME`, for a checkpoint of the hub.
         revision: Commit on the hub.
-        remote: The files of a checkpoint that is read remotely.
+        remote: The files, if the checkpoint is read remotely.
         part: EasyLM part in the argument, as `params` in `params::PATH`.
     """
 
@@ -253,7 +253,7 @@ def _detect_remote(remote: RemoteCheckpoint, display_name: str) -> Kind:
 
 
 def _visible_folders(cwd: Path) -> list[Path]:
-    """List the folders that are neither hidden nor partial outputs."""
+    """List the folders, except hidden ones and partial outputs."""
     children = [child for child in sorted(cwd.iterdir()) if child.is_dir()]
     return [child for child in children if not child.name.startswith(".") and not child.name.endswith(PARTIAL_SUFFIX)]
 

@@ -34,7 +34,7 @@ def open_source(path: Path, display_name: str, hints: SourceHints = NO_HINTS) ->
     Args:
         path: Folder or file of the checkpoint.
         display_name: Name of the checkpoint in messages.
-        hints: Facts that the user supplied about the checkpoint.
+        hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: The checkpoint is broken, or its format is not supported.

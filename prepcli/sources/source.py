@@ -45,7 +45,7 @@ class SourceTensor:
         return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
     def cast(self, dtype: str | None) -> SourceTensor:
-        """Return the tensor with the dtype that it is written in when the user asks for `dtype`."""
+        """Return the tensor with its output dtype for a requested `dtype`."""
         return replace(self, dtype=cast_dtype(self.dtype, dtype))
 
 
@@ -154,7 +154,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def small_files(folder: Path) -> tuple[Path, ...]:
-    """List the files of a model besides config, weights and code: tokenizer, generation config, licence, ..."""
+    """List the files of a model except config, weights and code: tokenizer, generation config, licence, ..."""
     if not folder.is_dir():
         return ()
     skipped = {CONFIG, MANIFEST_FILE, *INDEX_FILES}
@@ -169,5 +169,5 @@ def small_files(folder: Path) -> tuple[Path, ...]:
 
 
 def recorded_digests(records: Mapping[str, Any], name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return the digests that a manifest records for a tensor: (first row, one past the last, digest)."""
+    """Return the recorded digests of a tensor: (first row, one past the last, digest)."""
     return tuple((first, stop, digest) for first, stop, digest in records.get(name, {}).get("digests", ()))

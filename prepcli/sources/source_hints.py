@@ -1,4 +1,4 @@
-"""User-supplied facts about a checkpoint besides its location: the model config, and the part of an EasyLM file."""
+"""User-supplied facts about a checkpoint, other than its location: the model config, and the part of an EasyLM file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EASYLM_PARTS = (*TRAIN_STATE_PARTS, "params", FLAX_PARAMS)  # EasyLM's prefixes 
 
 @dataclass(frozen=True, slots=True)
 class SourceHints:
-    """Facts that the user supplies about a checkpoint.
+    """User-supplied facts about a checkpoint.
 
     Attributes:
         config_path: A config.json, or a folder that contains one, for checkpoints without a config.

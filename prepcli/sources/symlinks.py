@@ -1,8 +1,8 @@
 """Rules for symbolic links in a checkpoint folder.
 
-Files that prep parses (weights, their index, `config.json`, `params.json`) may link to any path: a file that does not
-parse is an error. Files that are copied or uploaded unparsed (tokenizer, licence, ...) may link only within the folder
-that the user named, or, in the Hugging Face cache, into `blobs` of the same model.
+Files that prep parses (weights, their index, `config.json`, `params.json`) may link to any path: unparsable files are
+errors. Files to copy or upload unparsed (tokenizer, licence, ...) may link only within the folder named by the user,
+or, in the Hugging Face cache, into `blobs` of the same model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SNAPSHOTS, BLOBS, MODEL_FOLDER_PREFIX = "snapshots", "blobs", "models--"
 
 
 def resolve_small_file(path: Path, root: Path) -> Path:
-    """Return the real path of a file that is copied or uploaded unparsed.
+    """Return the real path of a file to copy or upload unparsed.
 
     Args:
         path: The file, as it was listed.
-        root: The checkpoint that the user named, possibly a link. A file outside of it (next to the user's config) is
+        root: The checkpoint named by the user, possibly a link. A file outside of it (next to the user's config) is
             checked against its own folder.
 
     Raises:
@@ -42,7 +42,7 @@ def _link_target(path: Path, real_path: Path) -> str:
 
 
 def _hub_cache_blobs(folder: Path) -> tuple[Path, ...]:
-    """Return the `blobs` folder that a snapshot in the Hugging Face cache links into, if `folder` is a snapshot."""
+    """Return the `blobs` folder of the model if `folder` is a snapshot in the Hugging Face cache."""
     model = folder.parent.parent
     is_snapshot = folder.parent.name == SNAPSHOTS and model.name.startswith(MODEL_FOLDER_PREFIX)
     return (model / BLOBS,) if is_snapshot else ()

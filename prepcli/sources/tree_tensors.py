@@ -192,14 +192,14 @@ def match_foreign_tree(
 ) -> ForeignTree:
     """Match the leaves of a tree with the layout that fits them best.
 
-    A leaf below the root that is in no row becomes a tensor under its own name. Missing leaves are not an error here.
+    A leaf below the root without a row becomes a tensor under its own name. Missing leaves are not an error here.
 
     Args:
         leaves: Leaves of the tree, by dotted name.
         family: Model family.
         config: The model's config.json.
         display_name: Name of the checkpoint in messages.
-        roots: Prefixes under which the parameters may be.
+        roots: Possible prefixes of the parameters.
 
     Raises:
         PrepError: No layout fits, a leaf has the wrong shape, or a tensor occurs twice.
@@ -296,7 +296,7 @@ def _roots_text(roots: Collection[str]) -> str:
 
 
 def _score(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFConfig) -> int:
-    """Count the leaves of a format that the tree has in its first layer.
+    """Count the first-layer leaves of a format in the tree.
 
     A leaf of the right shape counts twice. The score is 0 if the tree has less than half of the leaves.
     """

@@ -33,7 +33,7 @@ def open_flax(path: Path, display_name: str, hints: SourceHints) -> Source:
     Args:
         path: The file or folder.
         display_name: Name of the checkpoint in messages.
-        hints: Facts that the user supplied about the checkpoint.
+        hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: A file is broken or not supported.
@@ -82,7 +82,7 @@ def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) 
 
 
 def _extra_scalars(flax_files: FlaxFiles, tree: ForeignTree) -> Iterator[DroppedTensor]:
-    """Yield the entries of a training state that are no arrays, such as the step number."""
+    """Yield the scalar entries of a training state, such as the step number."""
     listed_names = {entry.name for entry in tree.extra_entries}
     non_arrays = (entry for document in flax_files.documents for entry in document.non_arrays)
     for key in dict.fromkeys(entry.path[0] for entry in non_arrays if entry.path):
@@ -160,13 +160,13 @@ def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
 
 
 def _join_split_arrays(document: MsgpackHeader) -> ConcatenatedBlob:
-    """Concatenate the pieces of all arrays of a file that are stored in several pieces."""
+    """Concatenate the pieces of all arrays with several pieces in a file."""
     runs = (run for array in document.arrays if len(array.runs) > 1 for run in array.runs)
     return ConcatenatedBlob(document.path.name, tuple(FileRange(document.path, *run) for run in runs))
 
 
 def _single_chunk(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
-    """Return the placement of a leaf that is one chunk, whichever piece of it is needed."""
+    """Return the placement of a one-chunk leaf, for any piece of it."""
     return placement
 
 

@@ -40,8 +40,8 @@ class MetaTensorRule:
     """Mapping of one of Meta's tensors to the Hugging Face tensor.
 
     Attributes:
-        row: Axis map, with Meta's dims on the left and those of Hugging Face on the right.
-        shard_axis: Dim that is sharded over files; None if each file has the whole tensor.
+        row: Axis map, with Meta's dims on the left and the dims of Hugging Face on the right.
+        shard_axis: Dim sharded over files; None if each file has the whole tensor.
     """
 
     row: str
@@ -81,7 +81,7 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
     Args:
         path: The folder.
         display_name: Name of the checkpoint in messages.
-        hints: Facts that the user supplied about the checkpoint.
+        hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: A file is missing, broken or not supported.

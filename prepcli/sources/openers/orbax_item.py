@@ -41,7 +41,7 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
     Args:
         path: An item, a step folder or a run folder with steps.
         display_name: Name of the checkpoint in messages.
-        hints: Facts that the user supplied about the checkpoint.
+        hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: The item is broken or not supported.
@@ -106,7 +106,7 @@ def find_config(folder: Path, path: Path) -> Path | None:
 
     Args:
         folder: Folder of the item. It, its `hf` folder and its parents (with theirs) are searched.
-        path: The checkpoint that the user named; the search ends at its parent.
+        path: The user's checkpoint argument; the search ends at its parent.
     """
     folder, top = folder.absolute(), path.absolute().parent
     roots = [folder, *(parent for parent in folder.parents if top in (parent, *parent.parents))]
@@ -133,7 +133,7 @@ def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, S
     """Return the leaves of an item and the byte sources that their placements number.
 
     Returns:
-        Byte sources: the data files, then one `DecodedArray` per array that is not read directly; empty if these are
+        Byte sources: the data files, then one `DecodedArray` per encoded array; empty if these are
         just the item's files. Leaves, by dotted name.
     """
     direct = [is_read_directly(item, number) for number in range(len(item.arrays))]

@@ -19,7 +19,7 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
     Args:
         path: The folder.
         display_name: Name of the checkpoint in messages.
-        hints: Facts that the user supplied about the checkpoint.
+        hints: User-supplied facts about the checkpoint.
 
     Raises:
         PrepError: A file is broken or not supported.

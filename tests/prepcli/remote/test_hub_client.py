@@ -50,7 +50,7 @@ def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
 
 
 def use_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make huggingface_hub, which has already read HF_ENDPOINT, use this hub."""
+    """Make huggingface_hub use this hub, although it has already read HF_ENDPOINT."""
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

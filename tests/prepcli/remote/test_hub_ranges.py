@@ -187,7 +187,7 @@ class Session:
         self.answers = answers
 
     def build_request(self, *_: object, **__: object) -> None:
-        """Do nothing: the answers do not depend on the request."""
+        """Ignore the request: the answers do not depend on it."""
 
     def send(self, *_: object, **__: object) -> Answer:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

@@ -32,7 +32,7 @@ Spans = list[tuple[int, int, int]]  # file, first byte, one past the last
 
 
 def record_reads(patch: pytest.MonkeyPatch) -> Spans:
-    """Record the byte ranges that are read from files from now on."""
+    """Record all byte ranges read from files from now on."""
     spans: Spans = []
     original_read_run, original_read_at = Files.read_run, Files.read_at
 

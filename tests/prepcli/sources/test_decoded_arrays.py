@@ -38,7 +38,7 @@ def all_bytes(meta: ArrayMeta, array: np.ndarray) -> bytes:
 
 
 def inside_mask(meta: ArrayMeta) -> np.ndarray:
-    """Return a mask of the chunks' bytes that are within the array; bytes beyond its edge are undefined."""
+    """Return a mask of the chunks' bytes within the array; bytes beyond its edge are undefined."""
     ones = np.ones(meta.shape, np.uint8)
     chunks = (
         chunk_bytes(ones, meta.chunk_shape, unravel_chunk_index(meta.grid, n)) for n in range(math.prod(meta.grid))
@@ -101,7 +101,7 @@ def test_read_of_any_ranges_in_any_order(tmp_path_factory, data: st.DataObject, 
 
 
 def write_one_chunk(folder: Path, array: np.ndarray, frame: bytes) -> Path:
-    """Write an item of one array in one chunk, which is stored as `frame`."""
+    """Write an item of one array in one chunk, stored as `frame`."""
     meta = ArrayMeta(("w",), array.shape, array.dtype.name, array.shape)
     write_zarr_item(folder, {meta: array}, StorageForm(codec_names=("zstd",)))
     (folder / "frame").write_bytes(frame)

@@ -146,7 +146,7 @@ def test_folder_has_no_revision(cwd: Path) -> None:
 def test_unknown_name_suggests_an_alias(cwd: Path) -> None:
     assert locate_error("gpt-neo-1.3b") == (
         "no checkpoint called `gpt-neo-1.3b`",
-        "not a folder cwd, not an alias, and a hub id has the form owner/name",
+        "not a folder here, not an alias, and a hub id has the form owner/name",
         "did you mean `gpt-neo-1.3B`?",
         USAGE,
     )
