@@ -66,7 +66,7 @@ class Source:
         manifest: The manifest of a checkpoint that prep wrote.
         tensor_file_names: For each parameter, the file name for a Hugging Face folder.
         state_tensors: The other tensors of a training checkpoint, named as in `planning.state_names`.
-        blobs: The byte sources that tensor placements number; empty if these are `files`.
+        blobs: Byte sources by the file numbers of placements; empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
     """
 
@@ -101,7 +101,7 @@ class Source:
         return self.manifest if self.manifest and self.manifest["kind"] in KEYS_BY_KIND else {}
 
     def display_names(self) -> dict[str, str]:
-        """Return the name of each tensor in the checkpoint's own files, by its name here."""
+        """Return the name of each tensor in the checkpoint's own files, by its name in `tensors`."""
         names = {t.name: self.names.full_name(t.name) for t in self.tensors}
         for slot, name in (split_name(t.name) for t in self.state_tensors):
             names[qualify(slot, name)] = qualify(slot, self.names.full_name(name)) if slot else name
