@@ -1,4 +1,4 @@
-"""What a folder holds, by its content: a checkpoint that prep reads, or one that it knows and refuses by name."""
+"""Detection of a checkpoint's format from file names, with errors for known but unsupported formats."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm"]
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_LISTED = 6
-QUANTISATION_FILES = {
-    "quantize_config.json": "GPTQ",
-    "quant_config.json": "AWQ",
-}  # by tools whose config.json says nothing
-_KEYS_OF_QUANTISING = ("quantization_config", "compression_config")
+QUANTISATION_FILES = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}  # written by older tools
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedFormat:
-    """A format that is known and not read: the names that give it away, and the way out of it for `{folder}`."""
+    """A known but unsupported format.
 
-    patterns: tuple[str, ...]  # lower case
+    Attributes:
+        patterns: Lower-case patterns of its file names.
+        what: First part of the error, after the checkpoint's name.
+        why: Reason.
+        hint: How to convert it, with `{folder}` for the checkpoint's name.
+    """
+
+    patterns: tuple[str, ...]
     what: str
     why: str
     hint: str
@@ -43,8 +47,8 @@ UNSUPPORTED_FORMATS = (
     UnsupportedFormat(
         ("*.gguf",),
         "is in GGUF format",
-        "GGUF is made for inference: its weights are quantised or reordered",
-        "take the model that it was made from: a folder with config.json and *.safetensors",
+        "GGUF is an inference format: its weights are quantised or reordered",
+        "use the model that it was converted from: a folder with config.json and *.safetensors",
     ),
     UnsupportedFormat(
         ("*.distcp",),
@@ -58,22 +62,26 @@ UNSUPPORTED_FORMATS = (
 TRAINING_FILES_ONLY = UnsupportedFormat(
     TRAINING_FILE_PATTERNS,
     "holds no model",
-    "this is what a training run of PyTorch keeps beside one",
-    "the folder that the model itself was saved to",
+    "these files belong to a PyTorch training run, but are not the model",
+    "name the folder that the model itself was saved to",
 )
 
 
 def detect(path: Path, display_name: str = "") -> Kind:
-    """The kind of checkpoint in the folder `path`, which is `shown` so in messages.
+    """Detect the format of a checkpoint.
 
-    An Orbax checkpoint may also be a step folder or a run folder with steps. Raises PrepError for formats that are
-    not read, for quantised models and adapters, and for folders that hold none; names what was found.
+    Args:
+        path: Folder or file. An Orbax checkpoint may be an item, a step folder or a run folder with steps.
+        display_name: Name of the checkpoint in messages.
+
+    Raises:
+        PrepError: The format is not supported, the model is quantised or an adapter, or there is no checkpoint.
     """
     display_name = display_name or str(path)
     if path.is_file():
         if (kind := sniff_msgpack_kind(path)) is not None:
             return kind
-        raise unsupported_format_error([path.name], display_name) or _is_a_file(path, display_name)
+        raise unsupported_format_error([path.name], display_name) or _single_file_error(path, display_name)
     if find_item(path) is not None:
         return "orbax"
     names = list_folder(path)
@@ -81,94 +89,96 @@ def detect(path: Path, display_name: str = "") -> Kind:
         raise adapter_error(display_name)
     if CONFIG in names:
         check_config(path / CONFIG, display_name)
-    if (refusal := quantised_files_error(names, display_name)) is not None:
-        raise refusal
+    if (error := quantised_files_error(names, display_name)) is not None:
+        raise error
     if has_safetensors(path):
         return "safetensors"
-    if (torch := detect_torch_kind(names)) is not None:
-        return torch
-    if (flax := detect_msgpack_kind(names)) is not None:
-        return flax
-    if (refusal := unsupported_format_error(names, display_name)) is not None:
-        raise refusal
+    if (torch_kind := detect_torch_kind(names)) is not None:
+        return torch_kind
+    if (flax_kind := detect_msgpack_kind(names)) is not None:
+        return flax_kind
+    if (error := unsupported_format_error(names, display_name)) is not None:
+        raise error
     if select_model_files(names):
         return "torch"
-    of_torch = [name for name in names if name.lower().endswith(SUFFIXES)]
-    raise _refusal((TRAINING_FILES_ONLY,), of_torch, display_name) or _nothing(names, display_name)
+    torch_files = [name for name in names if name.lower().endswith(SUFFIXES)]
+    error = _matching_format_error((TRAINING_FILES_ONLY,), torch_files, display_name)
+    raise error or _no_checkpoint_error(names, display_name)
 
 
 def unsupported_format_error(names: Iterable[str], display_name: str) -> PrepError | None:
-    """The error for a folder or repository of these file names, none of them safetensors; None if nothing is known."""
-    return _refusal(UNSUPPORTED_FORMATS, list(names), display_name)
+    """Return the error for a folder or repository without safetensors; None if no file is of a known format."""
+    return _matching_format_error(UNSUPPORTED_FORMATS, list(names), display_name)
 
 
-def _refusal(foreigns: Iterable[UnsupportedFormat], names: list[str], shown: str) -> PrepError | None:
-    for foreign in foreigns:
-        found = [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in foreign.patterns)]
-        if found:
-            why = f"found {join_names(found, max_names=MAX_LISTED)}; {foreign.why}"
-            return PrepError(f"{shown} {foreign.what}", why, foreign.hint.format(folder=shown))
+def _matching_format_error(
+    formats: Iterable[UnsupportedFormat], names: list[str], display_name: str
+) -> PrepError | None:
+    for unsupported in formats:
+        matches = [name for name in names if any(fnmatchcase(name.lower(), p) for p in unsupported.patterns)]
+        if matches:
+            why = f"found {join_names(matches, max_names=MAX_LISTED)}; {unsupported.why}"
+            hint = unsupported.hint.format(folder=display_name)
+            return PrepError(f"{display_name} {unsupported.what}", why, hint)
     return None
 
 
 def adapter_error(display_name: str) -> PrepError:
-    """The error for a LoRA or other PEFT adapter."""
+    """Return the error for a LoRA or other PEFT adapter."""
     return PrepError(
         f"{display_name} is an adapter, not a model",
-        f"{ADAPTER_CONFIG} is there: it holds only what is added to a base model",
+        f"it has {ADAPTER_CONFIG}: adapters hold only changes to a base model",
         "merge it first: PEFT's merge_and_unload(), then save_pretrained(OUT)",
     )
 
 
-def check_config(config: Path, display_name: str) -> None:
-    """Raise PrepError where config.json cannot be read, or says that the weights are quantised."""
+def check_config(config_path: Path, display_name: str) -> None:
+    """Raise PrepError if config.json cannot be parsed or describes quantised weights."""
     try:
-        document = parse_json(read_small_file(config, MAX_CONFIG_NBYTES))
+        config = parse_json(read_small_file(config_path, MAX_CONFIG_NBYTES))
     except ValueError as error:
         raise PrepError(f"{display_name} has a broken {CONFIG}", str(error)) from error
-    if method := _quantisation(document):
-        raise _quantised(display_name, f"{CONFIG} has a quantization_config: {method}")
+    if method := _quantisation_method(config):
+        raise _quantised_error(display_name, f"{CONFIG} has a quantization_config: {method}")
 
 
 def quantised_files_error(names: Iterable[str], display_name: str) -> PrepError | None:
-    """The error for a folder or repository with a file that a tool for quantising leaves in its output; None: there is
-    no such file."""
-    found = next((name for name in names if name in QUANTISATION_FILES), None)
-    return (
-        _quantised(display_name, f"found {found}, which {QUANTISATION_FILES[found]} leaves beside them")
-        if found
-        else None
-    )
+    """Return the error for a folder or repository with a file of a quantisation tool; None if there is none."""
+    name = next((name for name in names if name in QUANTISATION_FILES), None)
+    if name is None:
+        return None
+    return _quantised_error(display_name, f"found {name}, which {QUANTISATION_FILES[name]} writes")
 
 
-def _quantised(shown: str, why: str) -> PrepError:
+def _quantised_error(display_name: str, why: str) -> PrepError:
     return PrepError(
-        f"{shown} is quantised",
+        f"{display_name} is quantised",
         f"{why}; its weights are not the model's own values",
-        "take the model that it was made from, or dequantise it with its own tool and save it in bfloat16",
+        "use the model that it was quantised from, or dequantise it with its own tool and save it in bfloat16",
     )
 
 
-def _quantisation(document: Any) -> str:
-    """`gptq`, `fp8`, … or nothing; multimodal models keep it under text_config."""
-    if not isinstance(document, Mapping):
+def _quantisation_method(config: Any) -> str:
+    """Return `gptq`, `fp8`, ...; empty if not quantised. Multimodal models have the keys under text_config."""
+    if not isinstance(config, Mapping):
         return ""
-    inner = document.get("text_config")
-    places = [document, inner] if isinstance(inner, Mapping) else [document]
-    config = next((found for place in places for key in _KEYS_OF_QUANTISING if (found := place.get(key))), None)
-    if not config:
+    text_config = config.get("text_config")
+    sections = [config, text_config] if isinstance(text_config, Mapping) else [config]
+    values = (section.get(key) for section in sections for key in _QUANTISATION_KEYS)
+    quantisation = next((value for value in values if value), None)
+    if not quantisation:
         return ""
-    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
     return str(method or "of an unnamed method")
 
 
-def _is_a_file(path: Path, shown: str) -> PrepError:
-    return PrepError(f"{shown} is a file", "a checkpoint is a folder", f"the folder that it is in: `{path.parent}`")
+def _single_file_error(path: Path, display_name: str) -> PrepError:
+    return PrepError(f"{display_name} is a file", "a checkpoint is a folder", f"name its folder: `{path.parent}`")
 
 
-def _nothing(names: list[str], shown: str) -> PrepError:
+def _no_checkpoint_error(names: list[str], display_name: str) -> PrepError:
     return PrepError(
-        f"`{shown}` holds no checkpoint",
+        f"`{display_name}` holds no checkpoint",
         "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; "
         f"found {join_names(names, max_names=MAX_LISTED) if names else 'nothing'}",
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds as it is stored: names, shapes, dtypes and places. Needs no family and reads no weights."""
+"""Contents of a checkpoint as stored: names, shapes, dtypes and locations, without weights or a known family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prepcli.formats.orbax import OrbaxNonArray, dotted_name, find_item, unravel
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.safetensors import read_safetensors_folder
-from prepcli.formats.torch_files import read_torch_folder as read_torch_folder
+from prepcli.formats.torch_files import read_torch_folder
 from prepcli.formats.zarr import ChunkIndex
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.state_names import PARAMS
@@ -37,13 +37,23 @@ from trainer.models.axis_map import Row
 from trainer.models.parameters import Family, parameter_rows
 from trainer.models.registry import FAMILIES
 
-MAX_PATH_PARTS = 32  # of a name's parts: a name may be four million dots
+MAX_PATH_PARTS = 32  # a hostile name may have millions of dots
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor or leaf, cut into equal chunks of which the last may reach beyond its edge; a tensor of a safetensors
-    file is one chunk."""
+    """A stored tensor or leaf.
+
+    Attributes:
+        name: Dotted name.
+        path: Parts of the name, at most MAX_PATH_PARTS.
+        dtype: Stored dtype.
+        shape: Shape of the tensor.
+        chunk_shape: Shape of a chunk; chunks at the edge may extend beyond the tensor.
+        chunks: Byte range of each chunk, in the checkpoint's byte sources.
+        encoded_first_chunk: The first chunk as stored, if `chunks` refer to decoded or strided bytes.
+        placement: Location of the tensor, if it is not stored in chunks.
+    """
 
     name: str
     path: tuple[str, ...]
@@ -51,30 +61,41 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     chunks: Mapping[ChunkIndex, StoredRange]
-    encoded_first_chunk: StoredValue | None = (
-        None  # its first chunk as it is stored, where `chunks` are those of a blob
-    )
-    placement: Locations = ()  # where it lies as a whole, if that is not in chunks of its own
+    encoded_first_chunk: StoredValue | None = None
+    placement: Locations = ()
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return array_bits(self.dtype, self.shape) // 8
 
     @property
     def first_chunk(self) -> StoredRange | None:
-        """Where its first chunk lies; None if that is in an index, or if there is none."""
-        stored = (
-            next(iter(self.chunks.values()), None) if self.encoded_first_chunk is None else self.encoded_first_chunk
-        )
+        """Byte range of the first chunk; None if it is in an index, or not stored."""
+        stored = self.encoded_first_chunk
+        if stored is None:
+            stored = next(iter(self.chunks.values()), None)
         return stored if isinstance(stored, StoredRange) else None
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """A checkpoint's entries in the order of its files, and what it says of itself; `config` is empty where it says
-    nothing. `asides`: what a tree holds besides arrays."""
+    """The stored tensors of a checkpoint and its metadata.
 
-    display_name: str  # as messages call it
+    Attributes:
+        display_name: Name of the checkpoint in messages.
+        kind: Format.
+        folder: Folder or file.
+        entries: Tensors, in the order of the files.
+        files: Data files.
+        config: The model's config.json; empty if there is none.
+        manifest: The manifest that prep wrote; empty if there is none.
+        non_arrays: Descriptions of entries other than arrays.
+        blobs: Byte sources that the chunks are in, if these are not `files`.
+        codecs: Names of the compression codecs.
+    """
+
+    display_name: str
     kind: Kind
     folder: Path
     entries: tuple[TensorEntry, ...]
@@ -82,25 +103,31 @@ class CheckpointContents:
     config: Mapping[str, Any]
     manifest: Mapping[str, Any]
     non_arrays: tuple[str, ...] = ()
-    blobs: tuple[Path | Blob, ...] = ()  # what the entries' chunks lie in, where that is not `files`
-    codecs: tuple[str, ...] = ()  # by which they are decoded
+    blobs: tuple[Path | Blob, ...] = ()
+    codecs: tuple[str, ...] = ()
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
+        """Files and blobs, in the order of the file numbers of the chunks."""
         return self.blobs or self.files
 
     @property
     def family(self) -> Family | None:
-        """The family, if prep knows it."""
+        """The model family; None if it is unknown."""
         return FAMILIES.get(str(self.config.get("model_type")))
 
     @property
     def num_chunks(self) -> int:
+        """Number of stored chunks of all tensors."""
         return sum(len(entry.chunks) for entry in self.entries)
 
 
 def read_contents(located: LocatedCheckpoint, display_name: str) -> CheckpointContents:
-    """Read headers or index of what was located; PrepError names what is broken or not understood."""
+    """Read the headers or the index of a located checkpoint.
+
+    Raises:
+        PrepError: The checkpoint is broken or not supported.
+    """
     remote = located.remote
     if remote is None:
         return _read_local(located, display_name)
@@ -109,150 +136,217 @@ def read_contents(located: LocatedCheckpoint, display_name: str) -> CheckpointCo
         return replace(contents, blobs=remote.blobs(contents.files, contents.blobs))
 
 
-def _read_local(located: LocatedCheckpoint, name: str) -> CheckpointContents:
+def _read_local(located: LocatedCheckpoint, display_name: str) -> CheckpointContents:
     if located.kind == "torch":
-        return _read_torch(located.path, name)
+        return _read_torch(located.path, display_name)
     if located.kind == "meta":
-        return _read_meta(located.path, name)
+        return _read_meta(located.path, display_name)
     if located.kind in ("flax", "easylm"):
-        return _read_flax(located.path, name, located.kind)
-    return _read_item(located.path, name) if located.kind == "orbax" else _read_folder(located.path, name)
+        return _read_flax(located.path, display_name, located.kind)
+    if located.kind == "orbax":
+        return _read_orbax(located.path, display_name)
+    return _read_safetensors(located.path, display_name)
 
 
-def _read_folder(path: Path, name: str) -> CheckpointContents:
+def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
     folder = read_safetensors_folder(path)
-    config = read_config(path / CONFIG) if (path / CONFIG).exists() else {}
-    files = tuple(path / header.file_name for header in folder.headers)
     return CheckpointContents(
-        name, "safetensors", path, tuple(map(_of_tensor, folder.tensors)), files, config, read_manifest(path) or {}
+        display_name=display_name,
+        kind="safetensors",
+        folder=path,
+        entries=tuple(map(_safetensors_entry, folder.tensors)),
+        files=tuple(path / header.file_name for header in folder.headers),
+        config=_read_config_if_present(path),
+        manifest=read_manifest(path) or {},
     )
 
 
-def _of_tensor(tensor: FileTensor) -> TensorEntry:
-    only = {(0,) * len(tensor.shape): StoredRange(tensor.file, tensor.offset, tensor.nbytes)}
+def _read_config_if_present(folder: Path) -> Mapping[str, Any]:
+    return read_config(folder / CONFIG) if (folder / CONFIG).exists() else {}
+
+
+def _safetensors_entry(tensor: FileTensor) -> TensorEntry:
     path = tuple(tensor.name.split(".", MAX_PATH_PARTS - 1))
-    return TensorEntry(tensor.name, path, tensor.dtype, tensor.shape, tensor.shape, dict(only))
+    chunks = _single_chunk(tensor.shape, StoredRange(tensor.file, tensor.offset, tensor.nbytes))
+    return TensorEntry(tensor.name, path, tensor.dtype, tensor.shape, tensor.shape, chunks)
 
 
-def _read_torch(path: Path, name: str) -> CheckpointContents:
+def _single_chunk(shape: tuple[int, ...], stored: StoredRange) -> dict[ChunkIndex, StoredRange]:
+    return {(0,) * len(shape): stored}
+
+
+def _read_torch(path: Path, display_name: str) -> CheckpointContents:
     folder = read_torch_folder(path)
-    config = read_config(path / CONFIG) if (path / CONFIG).exists() else {}
     entries = tuple(
-        _of_side(t.name, t.dtype, t.shape, (placement_of(t, t.file),), (t.file, t.offset)) for t in folder.tensors
+        _placed_entry(
+            tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            placement=(placement_of(tensor, tensor.file),),
+            first_element=(tensor.file, tensor.offset),
+        )
+        for tensor in folder.tensors
     )
-    asides = tuple(f"{c.file_name}: {aside}" for c in folder.headers for aside in c.non_tensors)
-    return CheckpointContents(name, "torch", path, entries, folder.files, config, {}, asides)
+    return CheckpointContents(
+        display_name=display_name,
+        kind="torch",
+        folder=path,
+        entries=entries,
+        files=folder.files,
+        config=_read_config_if_present(path),
+        manifest={},
+        non_arrays=tuple(f"{header.file_name}: {text}" for header in folder.headers for text in header.non_tensors),
+    )
 
 
-def _read_meta(path: Path, name: str) -> CheckpointContents:
-    """Its tensors as they are together, by the names that Hugging Face has for them."""
-    source = open_meta(path, name, NO_HINTS)
-    at = [source.files.index(blob) for blob in source.byte_sources]  # of each blob the file that it is
-    entries = tuple(_of_source(source.names.display_name(tensor.name), tensor, at) for tensor in source.tensors)
-    return CheckpointContents(name, "meta", path, entries, source.files, source.config, {}, (), source.blobs)
+def _read_meta(path: Path, display_name: str) -> CheckpointContents:
+    """Read Meta's files as the Hugging Face tensors that their shards make up."""
+    source = open_meta(path, display_name, NO_HINTS)
+    file_of_blob = [source.files.index(blob) for blob in source.byte_sources]
+    return CheckpointContents(
+        display_name=display_name,
+        kind="meta",
+        folder=path,
+        entries=tuple(
+            _meta_entry(source.names.display_name(tensor.name), tensor, file_of_blob) for tensor in source.tensors
+        ),
+        files=source.files,
+        config=source.config,
+        manifest={},
+        blobs=source.blobs,
+    )
 
 
-def _of_source(name: str, tensor: SourceTensor, at: Sequence[int]) -> TensorEntry:
-    first = next(location_copies(tensor.placement, tensor.shape, itemsize(tensor.dtype), ((0, 1),) * len(tensor.shape)))
-    return _of_side(name, tensor.dtype, tensor.shape, tensor.placement, (at[first.file], first.file_offset))
+def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
+    first_element_box = ((0, 1),) * len(tensor.shape)
+    copies = location_copies(tensor.placement, tensor.shape, itemsize(tensor.dtype), first_element_box)
+    first_copy = next(copies)
+    return _placed_entry(
+        name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        placement=tensor.placement,
+        first_element=(file_of_blob[first_copy.file], first_copy.file_offset),
+    )
 
 
-def _of_side(name: str, dtype: str, shape: tuple[int, ...], side: Locations, first: tuple[int, int]) -> TensorEntry:
-    """A tensor as one chunk, or where it lies; `first` is file and offset of its first element."""
-    path, stored = tuple(name.split(".", MAX_PATH_PARTS - 1)), StoredRange(*first, array_bits(dtype, shape) // 8)
-    if isinstance(flat := side[0], Contiguous):
-        only = {(0,) * len(shape): StoredRange(flat.file, flat.offset, stored.nbytes)}
-        return TensorEntry(name, path, dtype, shape, shape, dict(only), stored)
-    return TensorEntry(name, path, dtype, shape, shape, {}, stored, side)
+def _placed_entry(
+    name: str, *, dtype: str, shape: tuple[int, ...], placement: Locations, first_element: tuple[int, int]
+) -> TensorEntry:
+    """Return a tensor as one chunk if it is contiguous; `first_element` is the file and offset of its first element."""
+    path = tuple(name.split(".", MAX_PATH_PARTS - 1))
+    stored = StoredRange(*first_element, array_bits(dtype, shape) // 8)
+    location = placement[0]
+    if isinstance(location, Contiguous):
+        chunks = _single_chunk(shape, StoredRange(location.file, location.offset, stored.nbytes))
+        return TensorEntry(name, path, dtype, shape, shape, chunks, stored)
+    return TensorEntry(name, path, dtype, shape, shape, {}, stored, placement)
 
 
-def _read_flax(path: Path, name: str, kind: msgpack.MsgpackKind) -> CheckpointContents:
-    held = read_flax_files(path, kind)
-    home = path if path.is_dir() else path.parent
-    config = read_config(home / CONFIG) if (home / CONFIG).exists() else {}
-    asides = tuple(str(aside) for document in held.documents for aside in document.non_arrays)
-    manifest = (read_manifest(path) or {}) if path.is_dir() else {}
-    entries = tuple(_of_flax(*place) for place in held.array_locations())
-    return CheckpointContents(name, kind, path, entries, held.files, config, manifest, asides, held.blobs)
+def _read_flax(path: Path, display_name: str, kind: msgpack.MsgpackKind) -> CheckpointContents:
+    flax_files = read_flax_files(path, kind)
+    return CheckpointContents(
+        display_name=display_name,
+        kind=kind,
+        folder=path,
+        entries=tuple(_flax_entry(*location) for location in flax_files.array_locations()),
+        files=flax_files.files,
+        config=_read_config_if_present(path if path.is_dir() else path.parent),
+        manifest=(read_manifest(path) or {}) if path.is_dir() else {},
+        non_arrays=tuple(str(entry) for document in flax_files.documents for entry in document.non_arrays),
+        blobs=flax_files.blobs,
+    )
 
 
-def _of_flax(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEntry:
+def _flax_entry(array: msgpack.MsgpackArray, file: int, offset: int) -> TensorEntry:
     nbytes = sum(length for _, length in array.runs)
-    only = {(0,) * len(array.shape): StoredRange(file, offset, nbytes)}
-    return TensorEntry(".".join(array.path), array.path, array.dtype, array.shape, array.shape, dict(only))
+    chunks = _single_chunk(array.shape, StoredRange(file, offset, nbytes))
+    return TensorEntry(".".join(array.path), array.path, array.dtype, array.shape, array.shape, chunks)
 
 
-def _read_item(path: Path, name: str) -> CheckpointContents:
+def _read_orbax(path: Path, display_name: str) -> CheckpointContents:
     item = read_item(find_item(path) or path)
     manifest = read_manifest(find_manifest_folder(item.folder)) or {}
     blobs, _ = stored_leaves(item)
-    at = {blob.array_number: number for number, blob in enumerate(blobs) if isinstance(blob, DecodedArray)}
-    entries = tuple(_of_array(item, number, at.get(number)) for number in range(len(item.arrays)))
-    config = manifest.get("config") or _config_of(item.folder, path)
-    asides = (
-        *map(_aside, item.non_arrays),
-        *(f"{each} is in the index, but not in the tree" for each in item.unlisted_names),
-    )
+    blob_of_array = {blob.array_number: number for number, blob in enumerate(blobs) if isinstance(blob, DecodedArray)}
+    unlisted = (f"{name} is in the index, but not in the tree" for name in item.unlisted_names)
     return CheckpointContents(
-        name, "orbax", item.folder, entries, item.files, config, manifest, asides, blobs, codec_names(item)
+        display_name=display_name,
+        kind="orbax",
+        folder=item.folder,
+        entries=tuple(_orbax_entry(item, number, blob_of_array.get(number)) for number in range(len(item.arrays))),
+        files=item.files,
+        config=manifest.get("config") or _read_config_near(item.folder, path),
+        manifest=manifest,
+        non_arrays=(*map(_describe_non_array, item.non_arrays), *unlisted),
+        blobs=blobs,
+        codecs=codec_names(item),
     )
 
 
-def _config_of(folder: Path, path: Path) -> Mapping[str, Any]:
-    found = find_config(folder, path)
-    return read_config(found) if found else {}
+def _read_config_near(folder: Path, path: Path) -> Mapping[str, Any]:
+    config_path = find_config(folder, path)
+    return read_config(config_path) if config_path else {}
 
 
 def codec_names(item: OrbaxItem) -> tuple[str, ...]:
-    """How chunks are compressed, by name."""
-    return tuple(dict.fromkeys(step for steps in item.codec_names for step in steps if step != CRC32C))
+    """Return the names of the codecs that compress chunks, without checksums."""
+    return tuple(dict.fromkeys(codec for codecs in item.codec_names for codec in codecs if codec != CRC32C))
 
 
-def _of_array(item: OrbaxItem, number: int, blob: int | None) -> TensorEntry:
-    meta, stored = item.arrays[number], item.chunks[number]
+def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> TensorEntry:
+    """Return the entry of an array, whose chunks are in data files or, once decoded, in blob number `blob`."""
+    meta, stored_values = item.arrays[array_number], item.chunks[array_number]
     if blob is None:
-        first, chunks = None, {index: value for index, value in stored.items() if isinstance(value, StoredRange)}
+        first = None
+        chunks = {index: value for index, value in stored_values.items() if isinstance(value, StoredRange)}
     else:
-        first, nbytes, count = next(iter(stored.values()), b""), meta.chunk_nbytes, math.prod(meta.grid)
-        chunks = {unravel_chunk_index(meta.grid, at): StoredRange(blob, at * nbytes, nbytes) for at in range(count)}
+        first, nbytes = next(iter(stored_values.values()), b""), meta.chunk_nbytes
+        chunks = {
+            unravel_chunk_index(meta.grid, number): StoredRange(blob, number * nbytes, nbytes)
+            for number in range(math.prod(meta.grid))
+        }
     path = tuple(map(str, meta.path[: MAX_PATH_PARTS - 1]))
     rest = (dotted_name(meta.path[MAX_PATH_PARTS - 1 :]),) if len(meta.path) >= MAX_PATH_PARTS else ()
     return TensorEntry(meta.name, path + rest, meta.dtype, meta.shape, meta.chunk_shape, chunks, first)
 
 
-def _aside(other: OrbaxNonArray) -> str:
-    value = f"the text {other.text!r}" if other.value_type == "string" else f"an empty {other.value_type}"
-    return f"{dotted_name(other.path)} is {value}"
+def _describe_non_array(entry: OrbaxNonArray) -> str:
+    value = f"the text {entry.text!r}" if entry.value_type == "string" else f"an empty {entry.value_type}"
+    return f"{dotted_name(entry.path)} is {value}"
 
 
 def nbytes_below(contents: CheckpointContents, root: str) -> int:
-    """Bytes of the entries in a part of the tree, as `opt_state`."""
+    """Return the bytes of the entries below a root key, such as `opt_state`."""
     return sum(entry.nbytes for entry in contents.entries if entry.path[0] == root)
 
 
 def count_parameters(contents: CheckpointContents) -> int | None:
-    """Values of the model's parameters, without buffers, copies of tied ones and optimizer state; None where prep does
-    not know which these are, or the config makes no sense."""
+    """Count the values of the model's parameters, without buffers, tied duplicates and optimizer state.
+
+    Returns:
+        The number of values; None if the family is unknown or the config is invalid.
+    """
     family = contents.family
     if family is None:
         return None
     if contents.kind == "orbax":
         return sum(math.prod(entry.shape) for entry in contents.entries if entry.path[0] == PARAMS)
     try:
-        return _parameters_of(family, contents)
+        return _count_parameters(family, contents)
     except PrepError:
         return None
 
 
-def _parameters_of(family: Family, contents: CheckpointContents) -> int:
+def _count_parameters(family: Family, contents: CheckpointContents) -> int:
     shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
     if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
         shapes.pop(family.tying.head_tensor, None)
-    table = parameter_rows(family, contents.config, tensors=shapes)
-    pattern = re.compile("|".join(_pattern(row) for row in table.values()))
+    rows = parameter_rows(family, contents.config, tensors=shapes)
+    pattern = re.compile("|".join(_name_pattern(row) for row in rows.values()))
     return sum(math.prod(shape) for name, shape in shapes.items() if pattern.fullmatch(name))
 
 
-def _pattern(row: Row) -> str:
-    """What the names of a row's tensors look like; any number will do, so a wrong config does no harm."""
+def _name_pattern(row: Row) -> str:
+    """Return a regular expression for the names of a row's tensors, with any layer number."""
     return "".join(re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name_parts)

@@ -1,6 +1,6 @@
-"""Checkpoints of the Hugging Face hub: what a conversion needs of one, downloaded into the hub's own cache.
+"""Checkpoints of the Hugging Face hub: download into the hub's own cache, or open for remote reads.
 
-huggingface_hub reads its HF_* variables when it is imported, so it is imported in the functions, after they are set.
+huggingface_hub reads its HF_* variables when it is imported, so functions import it after the variables are set.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SMALL_FILE_PATTERNS = (
     "spiece.model",
 )
 POLL_S = 0.5
-MAX_DOWNLOADS = 8  # at a time
+MAX_DOWNLOADS = 8  # concurrent
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -71,44 +71,69 @@ def download(
     warn: Callable[[str], object],
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY,
 ) -> Path:
-    """The folder in the hub's cache that holds a model, named by its commit; downloads what is not there.
+    """Download a model into the hub's cache, unless it is there.
 
-    Only files of one weight format are fetched, safetensors, beside config and tokenizer. Formats that are not read,
-    quantised models and a full disk are noticed before. Raises PrepError for all of this, for models that are gated,
-    missing or not cached while offline, and for a hub that cannot be reached, or does not answer within `patience`.
+    Only the files of one weight format are downloaded, safetensors if possible, with config and tokenizer. Unsupported
+    formats, quantised models and a full disk are detected before the download.
+
+    Args:
+        hub_id: `OWNER/NAME`.
+        revision: Branch, tag or commit; `main` by default.
+        offline: Use only the cache.
+        progress: Receives the downloaded bytes.
+        warn: Called with a warning if the hub is unreachable and a cached model is used.
+        retry_policy: Time-out and retries of each request.
+
+    Returns:
+        Folder of the snapshot in the cache, named by its commit.
+
+    Raises:
+        PrepError: The model is not supported, gated or missing; or it is not cached and the hub is unreachable.
     """
-    _set_variables(offline)
+    _set_hub_variables(offline)
     install_retrying_client(retry_policy)
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     offline = offline or HF_HUB_OFFLINE
-    with _told(hub_id, revision, offline):
+    with _translate_errors(hub_id, revision, offline):
         if offline:
-            return _cached(hub_id, revision)
+            return _cached_folder(hub_id, revision)
         try:
-            info = _listing(hub_id, revision)
+            info = _fetch_model_info(hub_id, revision)
         except Exception as error:
-            if not _is_away(error):
+            if not _is_hub_down(error):
                 raise
-            return _instead(error, hub_id, revision, warn)
-        return _fetch(hub_id, revision, info, progress)
+            return _fall_back_to_cache(error, hub_id, revision, warn)
+        return _download_files(hub_id, revision, info, progress)
 
 
 def open_remote(
     hub_id: str, revision: str | None, offline: bool, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
 ) -> tuple[str, RemoteCheckpoint]:
-    """The commit of a model and its files, of which only headers and what is small are fetched; tensors are read from
-    the hub. Raises PrepError for what `download` refuses, and while offline."""
-    _set_variables(offline)
+    """Open a model for remote reads: only headers and small files are fetched.
+
+    Args:
+        hub_id: `OWNER/NAME`.
+        revision: Branch, tag or commit; `main` by default.
+        offline: Refuse, because remote reads need the network.
+        retry_policy: Time-out and retries of each request.
+
+    Returns:
+        The commit and the remote checkpoint.
+
+    Raises:
+        PrepError: The model is not supported, gated or missing; or the hub is unreachable, or `offline` is set.
+    """
+    _set_hub_variables(offline)
     install_retrying_client(retry_policy)
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if offline or HF_HUB_OFFLINE:
         why = "--offline" if offline else f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
         raise PrepError(f"cannot stream {hub_id}", f"{why} asks for no network", "without `--stream` the cache is used")
-    with _told(hub_id, revision, offline):
+    with _translate_errors(hub_id, revision, offline):
         try:
-            return _streamed(hub_id, _listing(hub_id, revision), retry_policy)
+            return _open_remote(hub_id, _fetch_model_info(hub_id, revision), retry_policy)
         except Exception as error:
             if isinstance(error, NoAnswerError) or not _is_unreachable(error):
                 raise
@@ -116,7 +141,8 @@ def open_remote(
             raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
 
 
-def _streamed(hub_id: str, info: ModelInfo, patience: RetryPolicy) -> tuple[str, RemoteCheckpoint]:
+def _open_remote(hub_id: str, info: ModelInfo, retry_policy: RetryPolicy) -> tuple[str, RemoteCheckpoint]:
+    """Write the placeholder files of a listed model."""
     from huggingface_hub import constants, hf_hub_download, snapshot_download
 
     siblings = {file.rfilename: file for file in info.siblings or ()}
@@ -124,38 +150,39 @@ def _streamed(hub_id: str, info: ModelInfo, patience: RetryPolicy) -> tuple[str,
     _check_format(list(siblings), names, hub_id)
     weights = [name for name in names if name.endswith(".safetensors")]
     if not weights or info.sha is None:
-        why = "`--stream` reads safetensors, and it has none"
+        why = "`--stream` reads safetensors, and the model has none"
         raise PrepError(f"cannot stream {hub_id}", why, "without `--stream` it is downloaded first")
     if CONFIG in names:
         check_config(Path(hf_hub_download(hub_id, CONFIG, revision=info.sha)), hub_id)
-    small = sorted({*names} - {*weights})
-    cached = Path(snapshot_download(hub_id, revision=info.sha, allow_patterns=small))
-    ranges = HubRangeReader(hub_id, info.sha, constants.ENDPOINT, patience)
+    small_names = sorted({*names} - {*weights})
+    cached = Path(snapshot_download(hub_id, revision=info.sha, allow_patterns=small_names))
+    reader = HubRangeReader(hub_id, info.sha, constants.ENDPOINT, retry_policy)
     remote = RemoteCheckpoint(
-        tuple(_remote_file(hub_id, info.sha, siblings[name]) for name in names), ranges, create_placeholder_folder()
+        tuple(_remote_file(hub_id, info.sha, siblings[name]) for name in names), reader, create_placeholder_folder()
     )
     for file in remote.files:
-        if file.path in small:
+        if file.path in small_names:
             write_small_file(remote.placeholder_folder, file, (cached / file.path).read_bytes())
-    write_headers(remote.placeholder_folder, ranges, [file for file in remote.files if file.path in weights])
+    write_headers(remote.placeholder_folder, reader, [file for file in remote.files if file.path in weights])
     return info.sha, remote
 
 
-def _remote_file(hub_id: str, commit: str, told: RepoSibling) -> RemoteFile:
-    """A file with the hash that the hub keeps of it: SHA-256 of large ones, else what git calls it."""
-    if not isinstance(told.size, int) or not 0 <= told.size < 1 << 63:
-        raise PrepError(f"cannot stream {hub_id}", f"the hub does not say how large {told.rfilename} is")
-    sha256 = told.lfs.sha256 if told.lfs else None
-    return RemoteFile(
-        told.rfilename, told.size, f"sha256:{sha256}" if sha256 else f"git:{told.blob_id}" if told.blob_id else commit
-    )
+def _remote_file(hub_id: str, commit: str, sibling: RepoSibling) -> RemoteFile:
+    """Return a file with the hub's hash of it: SHA-256 of a large file, the git blob id of a small one."""
+    if not isinstance(sibling.size, int) or not 0 <= sibling.size < 1 << 63:
+        raise PrepError(f"cannot stream {hub_id}", f"the hub lists no size of {sibling.rfilename}")
+    if sibling.lfs and sibling.lfs.sha256:
+        digest = f"sha256:{sibling.lfs.sha256}"
+    else:
+        digest = f"git:{sibling.blob_id}" if sibling.blob_id else commit
+    return RemoteFile(sibling.rfilename, sibling.size, digest)
 
 
 def files_to_download(names: Sequence[str]) -> list[str]:
-    """Of the files of a repository those that a conversion reads or copies; all lie at the top.
+    """Select the top-level files of a repository to read or copy in a conversion.
 
-    Weights are the numbered shards where there is an index, else model.safetensors, else all *.safetensors, and only
-    where there are none PyTorch's own, else Flax's.
+    Weights are the numbered shards if there is an index, else model.safetensors, else all *.safetensors. PyTorch files
+    are selected if there are no safetensors, Flax files if there is neither.
     """
     top = [name for name in names if "/" not in name]
     if INDEX_FILE in top:
@@ -163,24 +190,24 @@ def files_to_download(names: Sequence[str]) -> list[str]:
     else:
         weights = [SINGLE_FILE] if SINGLE_FILE in top else [name for name in top if name.endswith(".safetensors")]
     weights = weights or non_safetensors_weights(top)
-    small = [name for name in top if any(fnmatchcase(name, pattern) for pattern in SMALL_FILE_PATTERNS)]
-    return sorted({*weights, *small})
+    small_names = [name for name in top if any(fnmatchcase(name, pattern) for pattern in SMALL_FILE_PATTERNS)]
+    return sorted({*weights, *small_names})
 
 
 def non_safetensors_weights(names: Sequence[str]) -> list[str]:
-    """The weights of a model without safetensors."""
+    """Select the weights of a model without safetensors: PyTorch files, else Flax files."""
     return select_torch_files(names) or select_flax_files(names)
 
 
-def _set_variables(offline: bool) -> None:
-    """prep draws its own progress and reports errors itself; what the user has set stays."""
+def _set_hub_variables(offline: bool) -> None:
+    """Silence the progress bars and logs of huggingface_hub, unless the user set them."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def _listing(hub_id: str, revision: str | None) -> ModelInfo:
+def _fetch_model_info(hub_id: str, revision: str | None) -> ModelInfo:
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
@@ -191,8 +218,8 @@ def _listing(hub_id: str, revision: str | None) -> ModelInfo:
     return info
 
 
-def _cached(hub_id: str, revision: str | None) -> Path:
-    """The folder of a model whose files are all in the cache; raises the library's FileNotFoundError if one is not."""
+def _cached_folder(hub_id: str, revision: str | None) -> Path:
+    """Return the snapshot folder of a completely cached model; raise FileNotFoundError if a file is missing."""
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=[CONFIG]))
@@ -203,17 +230,17 @@ def _cached(hub_id: str, revision: str | None) -> Path:
     return folder
 
 
-def _instead(error: Exception, hub_id: str, revision: str | None, warn: Callable[[str], object]) -> Path:
-    """What the cache has while the hub is away; raises the error of the hub where that is nothing."""
+def _fall_back_to_cache(error: Exception, hub_id: str, revision: str | None, warn: Callable[[str], object]) -> Path:
+    """Return the cached snapshot folder after an error of the hub; raise that error if there is none."""
     try:
-        folder = _cached(hub_id, revision)
+        folder = _cached_folder(hub_id, revision)
     except FileNotFoundError:
         raise error from None
     warn(f"the hub cannot be reached: using {hub_id} as it is in the cache, commit {folder.name}")
     return folder
 
 
-def _fetch(hub_id: str, revision: str | None, info: ModelInfo, progress: Progress) -> Path:
+def _download_files(hub_id: str, revision: str | None, info: ModelInfo, progress: Progress) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -222,12 +249,12 @@ def _fetch(hub_id: str, revision: str | None, info: ModelInfo, progress: Progres
     _check_format(list(sizes), names, hub_id)
     if CONFIG in names:
         check_config(Path(hf_hub_download(hub_id, CONFIG, revision=info.sha)), hub_id)
-    missing = _missing(hub_id, info.sha, names)
+    missing = _missing_files(hub_id, info.sha, names)
     needed_bytes = sum(sizes[name] for name in missing)
-    _check_room(hub_id, needed_bytes, Path(HF_HUB_CACHE))
+    _check_disk_space(hub_id, needed_bytes, Path(HF_HUB_CACHE))
     blobs = Path(HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "blobs"
-    with _watched(blobs, needed_bytes, progress):
-        # In daemon threads, other than the library's, so that Ctrl-C does not wait for them
+    with _report_progress(blobs, needed_bytes, progress):
+        # Not in the library's own threads: Ctrl-C would wait for them
         map_in_daemon_threads(lambda name: hf_hub_download(hub_id, name, revision=info.sha), missing, MAX_DOWNLOADS)
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=names))
 
@@ -240,115 +267,116 @@ def _check_format(all_names: Sequence[str], names: Sequence[str], hub_id: str) -
             raise adapter_error(hub_id)
         return
     top = sorted(name for name in all_names if "/" not in name)
-    shown = ", ".join(top[:6]) or "nothing"
-    raise unsupported_format_error(top, hub_id) or PrepError(f"{hub_id} holds no checkpoint", f"its files are {shown}")
+    listed = ", ".join(top[:6]) or "nothing"
+    raise unsupported_format_error(top, hub_id) or PrepError(f"{hub_id} holds no checkpoint", f"its files are {listed}")
 
 
-def _missing(hub_id: str, commit: str | None, names: Sequence[str]) -> list[str]:
+def _missing_files(hub_id: str, commit: str | None, names: Sequence[str]) -> list[str]:
     from huggingface_hub import try_to_load_from_cache
 
     return [name for name in names if not isinstance(try_to_load_from_cache(hub_id, name, revision=commit), str)]
 
 
-def _check_room(hub_id: str, needed_bytes: int, cache: Path) -> None:
-    there = next(path for path in (cache, *cache.parents) if path.exists())
-    free_bytes = shutil.disk_usage(there).free
+def _check_disk_space(hub_id: str, needed_bytes: int, cache: Path) -> None:
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
     if needed_bytes > free_bytes:
         why = f"needs {format_bytes(needed_bytes)}, {cache} has {format_bytes(free_bytes)} free"
         raise PrepError(f"not enough room for {hub_id}", why, "set HF_HUB_CACHE to a folder on another disk")
 
 
 @contextmanager
-def _watched(blobs: Path, total_bytes: int, progress: Progress) -> Iterator[None]:
-    """Tell how the files in a folder of the cache grow: the library's own bars are not ours to draw."""
+def _report_progress(blobs: Path, total_bytes: int, progress: Progress) -> Iterator[None]:
+    """Report the growth of a cache folder as download progress, in place of the library's progress bars."""
     if not total_bytes:
         yield
         return
-    before_bytes, stop = _stored(blobs), threading.Event()
-    told_bytes = 0
+    initial_bytes, stop = _allocated_bytes(blobs), threading.Event()
+    reported_bytes = 0
 
-    def tell(grown_bytes: int) -> None:
-        nonlocal told_bytes
-        now_bytes = min(total_bytes, max(told_bytes, grown_bytes))
-        progress.advance(now_bytes - told_bytes)
-        told_bytes = now_bytes
+    def report(grown_bytes: int) -> None:
+        nonlocal reported_bytes
+        current_bytes = min(total_bytes, max(reported_bytes, grown_bytes))
+        progress.advance(current_bytes - reported_bytes)
+        reported_bytes = current_bytes
 
     def watch() -> None:
         while not stop.wait(POLL_S):
-            tell(_stored(blobs) - before_bytes)
+            report(_allocated_bytes(blobs) - initial_bytes)
 
     progress.begin("download", total_bytes)
     watcher = threading.Thread(target=watch, name="prep-download-progress", daemon=True)
     watcher.start()
-    complete = False
+    is_complete = False
     try:
         yield
-        complete = True
+        is_complete = True
     finally:
         stop.set()
         watcher.join()
-        tell(total_bytes if complete else _stored(blobs) - before_bytes)
+        report(total_bytes if is_complete else _allocated_bytes(blobs) - initial_bytes)
         progress.end()
 
 
-def _stored(folder: Path) -> int:
-    """Bytes that files of a folder take on disk, holes not counted, whichever are there while others come and go."""
-    stored_bytes = 0
+def _allocated_bytes(folder: Path) -> int:
+    """Return the allocated bytes of a folder's files, without holes; files may vanish meanwhile."""
+    allocated_bytes = 0
     for path in folder.glob("*"):
         try:
-            stored_bytes += path.stat().st_blocks * 512
+            allocated_bytes += path.stat().st_blocks * 512
         except FileNotFoundError:
             continue
-    return stored_bytes
+    return allocated_bytes
 
 
 @contextmanager
-def _told(hub_id: str, revision: str | None, offline: bool) -> Iterator[None]:
-    """Errors of the library as PrepErrors; others pass."""
+def _translate_errors(hub_id: str, revision: str | None, offline: bool) -> Iterator[None]:
+    """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass."""
     try:
         yield
     except PrepError:
         raise
     except Exception as error:
-        told = _explained(error, hub_id, revision, offline)
-        if told is None:
+        translated = _to_prep_error(error, hub_id, revision, offline=offline)
+        if translated is None:
             raise
-        raise told from error
+        raise translated from error
 
 
-def _explained(error: Exception, hub_id: str, revision: str | None, offline: bool) -> PrepError | None:
+def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offline: bool) -> PrepError | None:
+    """Return the PrepError for an error of huggingface_hub; None if it is another error."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     what = f"cannot read {hub_id}"
     if isinstance(error, NoAnswerError):
-        return _unanswered(what, error)
+        return _no_answer_error(what, error)
     if isinstance(error, RevisionNotFoundError):
         return PrepError(
-            f"{hub_id} has no revision `{revision or 'main'}`", "the hub says 404", "see its page for names"
+            f"{hub_id} has no revision `{revision or 'main'}`", "the hub says 404", "see its page for revisions"
         )
     if isinstance(error, HfHubHTTPError):
-        return _refused(what, error.response.status_code, isinstance(error, GatedRepoError))
+        return _status_error(what, error.response.status_code, isinstance(error, GatedRepoError))
     if isinstance(error, HFValidationError):
         return PrepError(what, str(error))
     if is_malformed_answer(error):
         return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
     if type(error).__name__ == "TooManyRedirects":
         return PrepError(what, f"the hub redirects in a circle{_at_endpoint()}", CHECK_ENDPOINT)
-    is_missing = isinstance(error, FileNotFoundError)  # from the cache: the library's errors are some
+    is_missing = isinstance(error, FileNotFoundError)  # the library's errors about the cache are subclasses
     if is_missing and offline:
         variable = os.environ.get("HF_HUB_OFFLINE", "1")
         return PrepError(what, f"not in the cache and HF_HUB_OFFLINE={variable}", "run once with network")
     if is_missing or _is_unreachable(error):
         why = f"the hub cannot be reached{_at_endpoint()}, and the model is not in the cache"
-        return PrepError(what, why, "check the network, or name a folder that is here")
+        return PrepError(what, why, "check the network, or name a local folder")
     return None
 
 
-def _unanswered(what: str, error: NoAnswerError) -> PrepError:
+def _no_answer_error(what: str, error: NoAnswerError) -> PrepError:
     if error.status:
-        return _refused(what, error.status, False)
+        return _status_error(what, error.status, False)
     why = f"{error}, and the model is not in the cache"
-    return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 is seconds for each answer")
+    return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer")
 
 
 def _at_endpoint() -> str:
@@ -356,16 +384,17 @@ def _at_endpoint() -> str:
     return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
 
 
-def _refused(what: str, status: int, gated: bool) -> PrepError:
+def _status_error(what: str, status: int, is_gated: bool) -> PrepError:
+    """Return the PrepError for an HTTP status of the hub."""
     page = "open its page, then `hf auth login`"
-    if gated:
+    if is_gated:
         return PrepError(what, f"the hub says {status}: access must be granted to your account", page)
     if status in (401, 403):
         return PrepError(what, f"the hub says {status}: it is private, or there is no such model", page)
     if status == 404:
         return PrepError(what, "not a folder here, and the hub says 404: there is no such model", "check the spelling")
-    if _is_trouble(status):
-        return PrepError(what, f"the hub says {status}", "try again later; a download goes on where it stopped")
+    if _is_server_trouble(status):
+        return PrepError(what, f"the hub says {status}", "try again later; a download continues where it stopped")
     return PrepError(what, f"the hub says {status}")
 
 
@@ -378,13 +407,13 @@ def _is_unreachable(error: Exception) -> bool:
     )
 
 
-def _is_away(error: Exception) -> bool:
-    """Nobody answers, or the hub has trouble of its own."""
+def _is_hub_down(error: Exception) -> bool:
+    """Return whether the hub is unreachable, or answers with a server error."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    has_trouble = isinstance(error, HfHubHTTPError) and _is_trouble(error.response.status_code)
+    has_trouble = isinstance(error, HfHubHTTPError) and _is_server_trouble(error.response.status_code)
     return has_trouble or _is_unreachable(error)
 
 
-def _is_trouble(status: int) -> bool:
+def _is_server_trouble(status: int) -> bool:
     return status == 429 or status >= 500

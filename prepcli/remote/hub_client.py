@@ -1,8 +1,8 @@
-"""The HTTP client that huggingface_hub uses while prep runs: time-outs on every request, and retries that are told.
+"""HTTP client for huggingface_hub with a time-out on every request and reported retries.
 
-The library's own client waits for ever on most requests and retries in silence on others. Here each request has the
-limits of a Patience, the last failure is a NoAnswer, which the library passes on, and the library's own retries see
-only requests whose body cannot be sent twice.
+The library's own client waits without limit on most requests and retries some silently. Here each request follows a
+RetryPolicy, and the last failure is a NoAnswerError, not caught by the library. The library's own retries apply
+only to requests whose body cannot be sent twice.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from prepcli.remote.retries import (
     enforce_throughput,
 )
 
-NO_RETRY_EXTENSION = "prep_once"  # extension of a request that its sender retries itself
+NO_RETRY_EXTENSION = "prep_once"  # extension of a request that the caller retries
 RETRYABLE_STATUSES = {408, 425, 429, *range(500, 600)}
-MALFORMED_ANSWER = "the hub's answer is not understood"
+MALFORMED_ANSWER = "the hub's answer is malformed"
 CHECK_ENDPOINT = "a proxy or a login page may have answered: check the network and HF_ENDPOINT"
 
 
 class NoAnswerError(OSError):
-    """All tries of a request failed. `status` is the server's last one if it answered with trouble of its own."""
+    """Failure of all tries of a request; `status` is the server's last HTTP error status, or 0."""
 
     def __init__(self, why: str, status: int = 0) -> None:
         super().__init__(why)
@@ -40,23 +40,23 @@ class NoAnswerError(OSError):
 
 
 def install_retrying_client(retry_policy: RetryPolicy) -> None:
-    """Make huggingface_hub send all requests of this process within the limits of `patience`."""
+    """Make huggingface_hub send all requests of this process with these time-outs and retries."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
-    record = _Record()
+    state = _RetryState()
 
     def make() -> Any:
         client: Any = default_client_factory()
         http = sys.modules[type(client).__module__.partition(".")[0]]  # httpx, or a fork of it
-        client.send = _Sender(client.send, http, retry_policy, record)
+        client.send = _RetryingSender(client.send, http, retry_policy, state)
         return client
 
     set_client_factory(make)
 
 
 def is_malformed_answer(error: BaseException) -> bool:
-    """Return whether huggingface_hub stumbled over an answer: HTML, another type, a missing key."""
+    """Return whether huggingface_hub failed to parse an answer: HTML, a wrong type or a missing key."""
     if not isinstance(error, ValueError | LookupError | TypeError | AttributeError):
         return False
     frames = traceback.walk_tb(error.__traceback__)
@@ -64,68 +64,68 @@ def is_malformed_answer(error: BaseException) -> bool:
 
 
 @dataclass(slots=True)
-class _Record:
-    """State that outlives a client: the failed tries of each request since it last made progress."""
+class _RetryState:
+    """Retry state, shared by all clients: the failed tries of each request since it last made progress."""
 
     has_answered: bool = False
     failures: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sender:
-    """Replacement of `Client.send`."""
+class _RetryingSender:
+    """Replacement of `Client.send` that adds time-outs and retries."""
 
     send: Callable[..., Any]
     http: Any
-    patience: RetryPolicy
-    record: _Record
+    retry_policy: RetryPolicy
+    state: _RetryState
 
     def __call__(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
-        """Send a request; after a failure again, where its body can be sent again."""
+        """Send a request, and resend it after a failure if its body can be sent again."""
         if NO_RETRY_EXTENSION in request.extensions:
             return self.send(request, stream=stream, **options)
         while True:
             try:
-                response = self._read(request, stream, self._answer(request, options))
-            except self._lost as error:
-                if isinstance(error, self.http.ConnectError) and not self.record.has_answered:
-                    raise  # no network: there is nothing to wait for
-                self._failed(request, self._text(request, error), error)
-                if not self._can_repeat(request):
-                    raise  # the library sends it again, from the start of its body
+                response = self._read_body(request, stream, self._send_with_timeout(request, options))
+            except self._network_errors as error:
+                if isinstance(error, self.http.ConnectError) and not self.state.has_answered:
+                    raise  # no network: retrying is pointless
+                self._record_failure(request, self._failure_text(request, error), error)
+                if not self._can_resend(request):
+                    raise  # the library resends it from the start of its body
                 continue
             if response.status_code not in RETRYABLE_STATUSES or _is_commit(request):
                 return response
-            self._failed(request, f"{_host(request)} says {response.status_code}", None, response)
-            if not self._can_repeat(request):
+            self._record_failure(request, f"{_host(request)} says {response.status_code}", None, response)
+            if not self._can_resend(request):
                 return response
             response.close()
 
     @property
-    def _lost(self) -> tuple[type[Exception], ...]:
+    def _network_errors(self) -> tuple[type[Exception], ...]:
         return self.http.TimeoutException, self.http.NetworkError, self.http.RemoteProtocolError
 
-    def _can_repeat(self, request: Any) -> bool:
+    def _can_resend(self, request: Any) -> bool:
         return isinstance(request.stream, self.http.ByteStream)
 
-    def _answer(self, request: Any, options: dict[str, Any]) -> Any:
-        """Return the answer with its body unread; ReadTimeout if its headers are not there in time."""
-        timeout_s = self.patience.timeout_s
+    def _send_with_timeout(self, request: Any, options: dict[str, Any]) -> Any:
+        """Send a request and return the response with its body unread; raise ReadTimeout if its headers are late."""
+        timeout_s = self.retry_policy.timeout_s
         limit_s = timeout_s * (1 if request.method in ("GET", "HEAD") else WRITE_TIMEOUT_FACTOR)
         limits = {"connect": timeout_s, "read": limit_s, "write": limit_s, "pool": limit_s}
         request.extensions = {**request.extensions, "timeout": limits}
         body_nbytes = int(request.headers.get("content-length") or 0)
-        whole_s = limit_s * (1 + body_nbytes / MIN_PROGRESS_NBYTES) if self._can_repeat(request) else None
+        whole_s = limit_s * (1 + body_nbytes / MIN_PROGRESS_NBYTES) if self._can_resend(request) else None
         try:
             response = call_with_timeout(lambda: self.send(request, stream=True, **options), whole_s)
         except TimeoutError as error:
             raise self.http.ReadTimeout(str(error), request=request) from error
-        self.record.has_answered = True
+        self.state.has_answered = True
         return response
 
-    def _read(self, request: Any, stream: bool, response: Any) -> Any:
-        """Return a response whose body is read, or for a stream is limited as it is read."""
-        response.stream = self._limited(response.stream, request, stream)
+    def _read_body(self, request: Any, stream: bool, response: Any) -> Any:
+        """Read the body of a response; limit the body of a stream to be read later."""
+        response.stream = self._limit_stream(response.stream, request, stream)
         if stream or response.status_code in RETRYABLE_STATUSES:
             return response
         try:
@@ -134,20 +134,20 @@ class _Sender:
             response.close()
             raise
         if not _is_commit(request):
-            self.record.failures.pop(_key(request), None)
+            self.state.failures.pop(_request_key(request), None)
         return response
 
-    def _limited(self, inner: Any, request: Any, stream: bool) -> Any:
-        """Return the stream of a body that fails where it comes too slowly; failures of a download are counted."""
+    def _limit_stream(self, inner: Any, request: Any, stream: bool) -> Any:
+        """Wrap a body to fail if the data arrives too slowly; count the failures of a download."""
         sender = self
 
         class Limited(self.http.SyncByteStream):
             def __iter__(self) -> Iterator[bytes]:
                 try:
-                    yield from sender._in_pace(inner, request)
-                except sender._lost as error:
+                    yield from sender._enforce_throughput(inner, request)
+                except sender._network_errors as error:
                     if stream:
-                        sender._failed(request, sender._text(request, error), error)
+                        sender._record_failure(request, sender._failure_text(request, error), error)
                     raise
 
             def close(self) -> None:
@@ -155,47 +155,47 @@ class _Sender:
 
         return Limited()
 
-    def _in_pace(self, inner: Any, request: Any) -> Iterator[bytes]:
+    def _enforce_throughput(self, inner: Any, request: Any) -> Iterator[bytes]:
         nbytes = 0
         try:
-            for chunk in enforce_throughput(inner, self.patience.timeout_s):
+            for chunk in enforce_throughput(inner, self.retry_policy.timeout_s):
                 yield chunk
                 nbytes += len(chunk)
                 if nbytes >= MIN_PROGRESS_NBYTES:
-                    self.record.failures.pop(_key(request), None)
+                    self.state.failures.pop(_request_key(request), None)
         except TimeoutError as error:
             raise self.http.ReadTimeout(str(error), request=request) from error
 
-    def _failed(self, request: Any, failure: str, error: Exception | None, busy: Any = None) -> None:
-        """Count a failed try, then wait; NoAnswer after the last one."""
-        failures, key = self.record.failures, _key(request)
+    def _record_failure(self, request: Any, failure: str, error: Exception | None, response: Any = None) -> None:
+        """Count a failed try and wait for the next one; raise NoAnswerError after the last one."""
+        failures, key = self.state.failures, _request_key(request)
         tries = failures[key] = failures.get(key, 0) + 1
         if tries == MAX_TRIES or _is_commit(request):
             failures.pop(key)
-            counted = f" ({tries} tries)" if tries > 1 else ""
-            raise NoAnswerError(failure + counted, busy.status_code if busy is not None else 0) from error
-        asked_s = min(retry_after_s(busy.headers), MAX_RETRY_AFTER_S) if busy is not None else 0.0
-        if busy is not None:
-            busy.headers.pop("retry-after", None)  # the library would wait for it again
-            busy.headers.pop("ratelimit", None)
-        wait_s = max(self.patience.backoff_s(tries), asked_s)
-        self.patience.report_retry(failure, wait_s, tries)
+            tries_text = f" ({tries} tries)" if tries > 1 else ""
+            raise NoAnswerError(failure + tries_text, response.status_code if response is not None else 0) from error
+        server_wait_s = min(retry_after_s(response.headers), MAX_RETRY_AFTER_S) if response is not None else 0.0
+        if response is not None:
+            response.headers.pop("retry-after", None)  # the library would wait a second time
+            response.headers.pop("ratelimit", None)
+        wait_s = max(self.retry_policy.backoff_s(tries), server_wait_s)
+        self.retry_policy.report_retry(failure, wait_s, tries)
         time.sleep(wait_s)
 
-    def _text(self, request: Any, error: Exception) -> str:
+    def _failure_text(self, request: Any, error: Exception) -> str:
         host = _host(request)
         if isinstance(error.__cause__, TimeoutError) and "fewer" in str(error):
             return f"{host} is too slow: {error}"
         if isinstance(error, self.http.TimeoutException):
             factor = 1 if request.method in ("GET", "HEAD") else WRITE_TIMEOUT_FACTOR
-            return f"no answer from {host} for {self.patience.timeout_s * factor:g} s"
+            return f"no answer from {host} for {self.retry_policy.timeout_s * factor:g} s"
         if isinstance(error, self.http.ConnectError):
             return f"cannot connect to {host}"
         return f"{host} closed the connection"
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that a Retry-After header asks to wait, as a number or a date; 0 if there is none."""
+    """Return the seconds of a Retry-After header (a number or a date); 0 if there is none."""
     text = headers.get("retry-after", "").strip()
     if text.isdecimal():
         return float(text[:9])
@@ -206,11 +206,11 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
 
 
 def _is_commit(request: Any) -> bool:
-    """Return whether a request makes a commit: a second one could make it twice."""
+    """Return whether a request creates a commit: a retry could create a second one."""
     return request.method == "POST" and "/commit/" in request.url.path
 
 
-def _key(request: Any) -> tuple[str, str]:
+def _request_key(request: Any) -> tuple[str, str]:
     return request.method, str(request.url)
 
 

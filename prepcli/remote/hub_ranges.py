@@ -1,7 +1,7 @@
-"""Ranges of a hub's files over HTTP, through huggingface_hub's own session: its proxies, certificates and token.
+"""Byte ranges of files on the hub, over huggingface_hub's own session with its proxies, certificates and token.
 
-A large file's address redirects to a signed one elsewhere, which expires and must not be told the token: it is kept
-while it works and asked for anew when it does not.
+The URL of a large file redirects to a signed URL on another host. A signed URL expires, and must not receive the token:
+it is reused until it fails, then requested again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, call_with_
 
 HTTP_LIBRARIES = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 MAX_REDIRECTS = 5
-EXPIRED_URL_STATUSES = {400, 401, 403, 404, 410}  # what stores say of a signed address whose time is over
+EXPIRED_URL_STATUSES = {400, 401, 403, 404, 410}  # a store's answers for a signed URL that has expired
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-[0-9]{1,19}/([0-9]{1,19}|\*)")
 _COUNT = re.compile(r"[0-9]{1,19}")
@@ -31,57 +31,57 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where a file's bytes are served, and the ETag that they had there first."""
+class _FileUrl:
+    """URL that serves a file, and the ETag of its first answer."""
 
     url: str
-    is_elsewhere: bool
+    is_external: bool
     etag: str = ""
 
 
 @dataclass(slots=True)
 class HubRangeReader:
-    """Reads files of one commit of a repository."""
+    """RangeReader of the files of one commit of a repository."""
 
     name: str
     commit: str
     endpoint: str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
-    file_urls: dict[str, _Place] = field(default_factory=dict, repr=False)
+    file_urls: dict[str, _FileUrl] = field(default_factory=dict, repr=False)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        """As `remote.Ranges` has it."""
-        place = self.file_urls.get(file.path) or _Place(self._address(file), is_elsewhere=False)
+        """Make one request, following redirects; see `RangeReader.read`."""
+        file_url = self.file_urls.get(file.path) or _FileUrl(self._hub_url(file), is_external=False)
         for _ in range(MAX_REDIRECTS):
-            found = self._ask(place, file, offset, into)
-            if isinstance(found, int):
-                return found
-            place = found
-        raise RetryableError("its address redirects in a circle")
+            count_or_redirect = self._request(file_url, file, offset, into)
+            if isinstance(count_or_redirect, int):
+                return count_or_redirect
+            file_url = count_or_redirect
+        raise RetryableError("its URL redirects in a circle")
 
-    def _address(self, file: RemoteFile) -> str:
+    def _hub_url(self, file: RemoteFile) -> str:
         from huggingface_hub import hf_hub_url
 
         return hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self.endpoint)
 
-    def _ask(self, place: _Place, file: RemoteFile, offset: int, into: ByteArray) -> int | _Place:
-        """The count of bytes that came, or where they are to be asked for instead."""
-        headers = self._headers(place) | {"Range": f"bytes={offset}-{offset + into.size - 1}"}
+    def _request(self, file_url: _FileUrl, file: RemoteFile, offset: int, into: ByteArray) -> int | _FileUrl:
+        """Return the number of bytes received, or the URL of a redirect."""
+        headers = self._headers(file_url) | {"Range": f"bytes={offset}-{offset + into.size - 1}"}
         try:
-            with contextlib.closing(self._answer(place.url, headers)) as response:
+            with contextlib.closing(self._get(file_url.url, headers)) as response:
                 if 300 <= response.status_code < 400:
-                    return self._redirected(place, file, response.headers)
-                self._check(place, file, response.status_code, response.headers)
+                    return self._follow_redirect(file_url, file, response.headers)
+                self._check_status(file_url, file, response.status_code, response.headers)
                 self._check_range(file, offset, response.status_code, response.headers)
-                self.file_urls[file.path] = place
-                return _received(response, into, self.retry_policy.timeout_s)
+                self.file_urls[file.path] = file_url
+                return _receive(response, into, self.retry_policy.timeout_s)
         except Exception as error:
             if not is_network_error(error):
                 raise
-            raise RetryableError(_failure(error, place.url, self.retry_policy)) from error
+            raise RetryableError(_failure_text(error, file_url.url, self.retry_policy)) from error
 
-    def _answer(self, url: str, headers: dict[str, str]) -> Any:
-        """Return the answer to one GET, its body unread."""
+    def _get(self, url: str, headers: dict[str, str]) -> Any:
+        """Send one GET and return the response with its body unread."""
         from huggingface_hub.utils import get_session
 
         session, timeout_s = get_session(), self.retry_policy.timeout_s
@@ -90,35 +90,35 @@ class HubRangeReader:
         )
         return call_with_timeout(lambda: session.send(request, stream=True, follow_redirects=False), timeout_s)
 
-    def _headers(self, place: _Place) -> dict[str, str]:
-        """Whoever is not the endpoint is not told the token."""
+    def _headers(self, file_url: _FileUrl) -> dict[str, str]:
+        """Return the request headers; only the hub's own endpoint receives the token."""
         from huggingface_hub.utils import build_hf_headers
 
-        built = build_hf_headers(token=False if place.is_elsewhere else None)
-        return {**built, "Accept-Encoding": "identity"}  # ranges are of the bytes as they are
+        headers = build_hf_headers(token=False if file_url.is_external else None)
+        return {**headers, "Accept-Encoding": "identity"}  # ranges count unencoded bytes
 
-    def _redirected(self, place: _Place, file: RemoteFile, headers: Mapping[str, str]) -> _Place:
+    def _follow_redirect(self, file_url: _FileUrl, file: RemoteFile, headers: Mapping[str, str]) -> _FileUrl:
         self._check_digest(file, headers)
         try:
-            url = urljoin(place.url, headers.get("location", ""))
+            url = urljoin(file_url.url, headers.get("location", ""))
             scheme, host = urlsplit(url)[:2]
         except ValueError:
             scheme = host = url = ""
-        if scheme not in ("http", "https") or not host or url == place.url:
-            raise RetryableError("its address redirects to nowhere")
-        return _Place(url, (scheme, host) != urlsplit(self.endpoint)[:2])
+        if scheme not in ("http", "https") or not host or url == file_url.url:
+            raise RetryableError("its URL redirects to an invalid URL")
+        return _FileUrl(url, (scheme, host) != urlsplit(self.endpoint)[:2])
 
     def _check_digest(self, file: RemoteFile, headers: Mapping[str, str]) -> None:
-        """The endpoint tells the SHA-256 of a large file with every answer."""
-        told = headers.get("x-linked-etag", "").strip('W/"')
-        if _SHA256.fullmatch(told) and file.digest.startswith("sha256:") and file.digest != f"sha256:{told}":
-            raise file_changed_error(self, file, f"it was {file.digest}, the hub now has sha256:{told}")
+        """Compare the SHA-256 in the endpoint's headers, for large files, with the listed one."""
+        sha256 = headers.get("x-linked-etag", "").strip('W/"')
+        if _SHA256.fullmatch(sha256) and file.digest.startswith("sha256:") and file.digest != f"sha256:{sha256}":
+            raise file_changed_error(self, file, f"it was {file.digest}, the hub now has sha256:{sha256}")
 
-    def _check(self, place: _Place, file: RemoteFile, status: int, headers: Mapping[str, str]) -> None:
-        """Raise for an answer that is not the file's bytes as they were."""
+    def _check_status(self, file_url: _FileUrl, file: RemoteFile, status: int, headers: Mapping[str, str]) -> None:
+        """Raise unless the answer has bytes of the listed file."""
         if status in RETRYABLE_STATUSES:
             raise RetryableError(f"the server says {status}", retry_after_s(headers))
-        if place.is_elsewhere and status in EXPIRED_URL_STATUSES:
+        if file_url.is_external and status in EXPIRED_URL_STATUSES:
             self.file_urls.pop(file.path, None)
             raise RetryableError(f"the server that the hub names says {status}")
         if status in (412, 416):
@@ -126,36 +126,36 @@ class HubRangeReader:
         if status not in (200, 206):
             why = f"the hub says {status}" + (": access is not granted any more" if status in (401, 403) else "")
             raise PrepError(f"cannot read {file.path} of {self.name}", why)
-        if not place.is_elsewhere:
+        if not file_url.is_external:
             self._check_digest(file, headers)
         etag = headers.get("etag", "").removeprefix("W/")
-        if place.etag and etag and etag != place.etag:
-            raise file_changed_error(self, file, f"its ETag was {place.etag}, now it is {etag}")
-        place.etag = place.etag or etag
+        if file_url.etag and etag and etag != file_url.etag:
+            raise file_changed_error(self, file, f"its ETag was {file_url.etag}, now it is {etag}")
+        file_url.etag = file_url.etag or etag
 
     def _check_range(self, file: RemoteFile, offset: int, status: int, headers: Mapping[str, str]) -> None:
-        """Raise for an answer of other bytes than were asked for."""
+        """Raise unless the answer has the requested range."""
         if headers.get("content-encoding", "identity") != "identity":
-            raise RetryableError("the server encodes what it sends")
-        found = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-        size = headers.get("content-length", "") if status == 200 else found[2] if found else ""
+            raise RetryableError("the server encodes its answer")
+        content_range = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+        size = headers.get("content-length", "") if status == 200 else content_range[2] if content_range else ""
         if _COUNT.fullmatch(size) and int(size) != file.size:
             raise file_changed_error(self, file, f"it had {file.size:,} bytes, now it has {int(size):,}")
         if status == 200 and offset:
-            raise RetryableError("the server sends the whole file where a range was asked for")
-        if status == 206 and (found is None or int(found[1]) != offset):
-            raise RetryableError("the server sends another range than was asked for")
+            raise RetryableError("the server sends the whole file instead of a range")
+        if status == 206 and (content_range is None or int(content_range[1]) != offset):
+            raise RetryableError("the server sends another range than the requested one")
 
 
-def _received(response: Any, into: ByteArray, timeout_s: float) -> int:
-    """The count of bytes that came before the answer ended, was cut, or was all there."""
+def _receive(response: Any, into: ByteArray, timeout_s: float) -> int:
+    """Copy the body into `into` and return the number of bytes received before it ended or was cut."""
     done = 0
     try:
         for chunk in enforce_throughput(response.iter_raw(), timeout_s):
             count = min(len(chunk), into.size - done)
             into[done : done + count] = np.frombuffer(chunk, np.uint8, count)
             done += count
-            if count < len(chunk):  # more than was asked for: the connection is of no further use
+            if count < len(chunk):  # the server sent more than requested
                 break
     except Exception as error:
         if not is_network_error(error):
@@ -166,21 +166,21 @@ def _received(response: Any, into: ByteArray, timeout_s: float) -> int:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether an error is of the connection, or of the library that makes it, and not of the program."""
+    """Return whether an error is one of the connection or of the HTTP library."""
     from huggingface_hub.errors import HfHubHTTPError
 
     from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
     return (from_library or isinstance(error, OSError)) and not isinstance(error, HfHubHTTPError | PrepError)
 
 
-def _failure(error: BaseException, url: str, patience: RetryPolicy) -> str:
-    """Name a failed request: the host where nothing came in time, else what the library says."""
+def _failure_text(error: BaseException, url: str, retry_policy: RetryPolicy) -> str:
+    """Describe a failed request: the silent host, or the library's message."""
     if isinstance(error, TimeoutError) or type(error).__name__.endswith("Timeout"):
-        return f"no answer from {urlsplit(url).netloc} for {patience.timeout_s:g} s"
-    return _text_of(error)
+        return f"no answer from {urlsplit(url).netloc} for {retry_policy.timeout_s:g} s"
+    return _redacted_text(error)
 
 
-def _text_of(error: BaseException) -> str:
-    """What the library says, without the addresses in it: they are signed."""
+def _redacted_text(error: BaseException) -> str:
+    """Return the library's message without its (signed) URLs."""
     text = re.sub(r"https?://\S+", "…", str(error))
     return text or type(error).__name__

@@ -1,7 +1,7 @@
-"""Object stores, `gs://` and `s3://`, through obstore: listed, read in ranges, written object by object.
+"""Object stores (`gs://`, `s3://`) through obstore: list, read byte ranges, write and delete objects.
 
-obstore finds credentials, regions and endpoints where the clouds' own tools have them: GOOGLE_* and AWS_* variables,
-Google's application default credentials, what a machine in the cloud is told of itself.
+obstore finds credentials, regions and endpoints as the clouds' own tools do: from GOOGLE_* and AWS_* variables, from
+Google's application default credentials, and from the metadata server of a cloud machine.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-MAX_OBJECTS = 200_000  # of a checkpoint; a whole bucket is none
+MAX_OBJECTS = 200_000  # of one checkpoint
 MAX_ERROR_CHARS = 300
-MAX_WRITE_TIMEOUTS = 6  # within which obstore's own retries of a write have to succeed
+MAX_WRITE_TIMEOUTS = 6  # time limit of a write with obstore's own retries, in time-outs
 
 T = TypeVar("T")
 
@@ -44,54 +44,69 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass(frozen=True, slots=True)
 class ObjectStoreUrl:
-    """A place in a bucket: `path` without slashes at its ends."""
+    """Bucket and key prefix of an object store; `path` has no slash at its ends."""
 
     scheme: str
     bucket: str
     path: str
 
     def __str__(self) -> str:
+        """Return the URL."""
         return f"{self.scheme}://{self.bucket}/{self.path}".rstrip("/")
 
     def key(self, path: str) -> str:
-        """The name in the bucket of a file below this place."""
+        """Return the object key of a file below this URL."""
         return f"{self.path}/{path}" if self.path else path
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is meant as an address, be it one that prep knows or not."""
+    """Return whether a text has the form of a URL, of a supported scheme or not."""
     return _SCHEME.match(text) is not None
 
 
 def parse_url(text: str) -> ObjectStoreUrl:
-    """`gs://BUCKET/PATH` or `s3://BUCKET/PATH`; a usage PrepError for what is neither."""
-    found = _URL.fullmatch(text.rstrip("/"))
-    if found is None:
-        raise usage_error(f"`{text}` is no address that prep knows", "it knows gs://BUCKET/PATH and s3://BUCKET/PATH")
-    path = (found[3] or "").strip("/")
+    """Parse `gs://BUCKET/PATH` or `s3://BUCKET/PATH`.
+
+    Raises:
+        PrepError: The scheme is not supported, or bucket or path are invalid (usage).
+    """
+    match = _URL.fullmatch(text.rstrip("/"))
+    if match is None:
+        raise usage_error(f"`{text}` is an invalid URL", "supported are gs://BUCKET/PATH and s3://BUCKET/PATH")
+    path = (match[3] or "").strip("/")
     if not path.isprintable() or {"", ".", ".."} & {*path.split("/")} - ({""} if not path else set()):
-        raise usage_error(f"`{text!a}` is no address that prep knows", "its path has an empty part, or `.` or `..`")
-    return ObjectStoreUrl(found[1], found[2], path)
+        raise usage_error(f"`{text!a}` is an invalid URL", "its path has an empty part, or `.` or `..`")
+    return ObjectStoreUrl(match[1], match[2], path)
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A place in an object store, and the connection to it, which is made when it is first needed."""
+    """Client of an object store for the objects below a URL; it is a `RangeReader`.
+
+    Attributes:
+        url: Bucket and key prefix.
+        retries: Retries of single requests by obstore, which does not report them.
+        retry_policy: Time-out and reported retries of requests.
+        connection: obstore's store; created on first use.
+    """
 
     url: ObjectStoreUrl
-    retries: int = 0  # of single requests by obstore itself, which tells nobody
+    retries: int = 0
     retry_policy: RetryPolicy = field(default=DEFAULT_RETRY_POLICY, compare=False)
     connection: Any = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[type[Bucket], tuple[ObjectStoreUrl, int, RetryPolicy]]:
+        """Pickle without the connection."""
         return Bucket, (self.url, self.retries, self.retry_policy)
 
     @property
     def name(self) -> str:
+        """The URL, for messages."""
         return str(self.url)
 
     @property
     def store(self) -> ObjectStore:
+        """The store of obstore, connected on first use."""
         if self.connection is None:
             _check_installed(self.url)
             with self.translate_errors("reach"):
@@ -99,51 +114,54 @@ class Bucket:
         return self.connection
 
     def list_files(self) -> tuple[RemoteFile, ...]:
-        """All objects below the place, by their path from there on, sorted. PrepError for none, or too many."""
+        """List all objects below the URL, sorted by their path from there.
+
+        Raises:
+            PrepError: The store cannot be listed, or has more than MAX_OBJECTS objects there.
+        """
         store = self.store
         with self.translate_errors("list"):
-            found = self._repeated(lambda: self._listed(store))
-        return tuple(sorted(found, key=lambda file: file.path))
+            files = self._retry(lambda: self._list_objects(store))
+        return tuple(sorted(files, key=lambda file: file.path))
 
-    def _listed(self, store: ObjectStore) -> list[RemoteFile]:
-        """List all objects; each page has to come in time."""
-        found, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))
-        while batch := call_with_timeout(lambda: next(pages, None), WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s):
-            found += [_file(each["path"].removeprefix(self.url.key("")), each) for each in batch]
-            if len(found) > MAX_OBJECTS:
+    def _list_objects(self, store: ObjectStore) -> list[RemoteFile]:
+        """List all objects, with a time limit for each page."""
+        files, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))
+        limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
+        while page := call_with_timeout(lambda: next(pages, None), limit_s):
+            files += [_remote_file(metadata["path"].removeprefix(self.url.key("")), metadata) for metadata in page]
+            if len(files) > MAX_OBJECTS:
                 why = f"there are more than {MAX_OBJECTS:,} objects below it"
-                raise PrepError(f"{self.name} is no checkpoint", why, "name the folder of one")
-        return found
+                raise PrepError(f"{self.name} is not a checkpoint", why, "name the folder of a checkpoint")
+        return files
 
-    def _repeated(self, ask: Callable[[], T]) -> T:
-        """Ask again where the store did not answer, or was busy; the last error after a few tries."""
+    def _retry(self, call: Callable[[], T]) -> T:
+        """Call a function, and repeat it while the store does not answer or is busy; raise the last error."""
         from obstore import exceptions
 
+        policy = self.retry_policy
         spent_s, tries = 0.0, 0
         while True:
             began_s, tries = time.monotonic(), tries + 1
             try:
-                return ask()
+                return call()
             except (exceptions.BaseError, OSError) as error:
                 spent_s += time.monotonic() - began_s
-                if (
-                    tries == MAX_TRIES
-                    or spent_s >= MAX_TRIES * self.retry_policy.timeout_s
-                    or _status(error) in PERMANENT_STATUSES
-                ):
+                is_last_try = tries == MAX_TRIES or spent_s >= MAX_TRIES * policy.timeout_s
+                if is_last_try or _status(error) in PERMANENT_STATUSES:
                     raise
-                self.retry_policy.report_retry(self._failure(error), self.retry_policy.backoff_s(tries), tries)
-            time.sleep(self.retry_policy.backoff_s(tries))
+                policy.report_retry(self._failure_text(error), policy.backoff_s(tries), tries)
+            time.sleep(policy.backoff_s(tries))
 
-    def _failure(self, error: BaseException) -> str:
-        """Name a failed request: its status, the bucket where nothing came in time, else what obstore says."""
-        if _is_late(error):
+    def _failure_text(self, error: BaseException) -> str:
+        """Describe a failed request: the silent bucket, the HTTP status, or obstore's message."""
+        if _is_timeout(error):
             return f"no answer from {self.name} for {self.retry_policy.timeout_s:g} s"
         status = _status(error)
         return f"{self.name}: the store says {status}" if status else redacted_error_text(error)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        """As `remote.Ranges` has it."""
+        """Make one request; see `RangeReader.read`."""
         from obstore import exceptions
 
         etag = file.digest.removeprefix("etag:")
@@ -154,72 +172,86 @@ class Bucket:
             limit_s = (WRITE_TIMEOUT_FACTOR + 1) * self.retry_policy.timeout_s
             return call_with_timeout(lambda: self._get(file, options, offset, into), limit_s)
         except exceptions.PreconditionError as error:
-            raise file_changed_error(self, file, f"its ETag is not {etag} any more") from error
+            raise file_changed_error(self, file, f"its ETag is no longer {etag}") from error
         except (exceptions.NotFoundError, FileNotFoundError) as error:
-            raise file_changed_error(self, file, "it is not there any more") from error
+            raise file_changed_error(self, file, "it no longer exists") from error
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise self.request_error("read", error) from error
         except (exceptions.BaseError, OSError) as error:
-            raise RetryableError(self._failure(error)) from error
+            raise RetryableError(self._failure_text(error)) from error
 
     def _get(self, file: RemoteFile, options: Any, offset: int, into: ByteArray) -> int:
         result = self.store.get(self.url.key(file.path), options=options)
         if result.meta["size"] != file.size:
             raise file_changed_error(self, file, f"it had {file.size:,} bytes, now it has {result.meta['size']:,}")
         if result.range[0] != offset:
-            raise RetryableError("the server sends another range than was asked for")
-        return _received(result.stream(min_chunk_size=64 << 10), into)
+            raise RetryableError("the server sends another range than the requested one")
+        return _receive(result.stream(min_chunk_size=64 << 10), into)
 
     def write(
         self, path: str, file: Path, part_nbytes: int, max_parts: int, on_written: Callable[[int], object]
     ) -> RemoteFile:
-        """Upload a file; the object has its name only when it is whole. PrepError where that failed."""
+        """Upload a file; the object appears under its name only when it is complete.
+
+        Args:
+            path: Path of the object below the URL.
+            file: Local file.
+            part_nbytes: Bytes per part of a multipart upload, at least.
+            max_parts: Upper limit of parts; larger files have larger parts.
+            on_written: Called with the bytes of each write.
+
+        Returns:
+            The object, as the store lists it.
+
+        Raises:
+            PrepError: The upload failed, or the object has another size.
+        """
         size = file.stat().st_size
         part = max(part_nbytes, -(-size // max_parts))
         import obstore
 
         with self.translate_errors("write"), file.open("rb") as stream:
-            # Not its `with`: that would give a name to what an error cut short.
+            # Not the writer's `with`: it would complete the object after an error.
             writer = obstore.open_writer(self.store, self.url.key(path), buffer_size=part, max_concurrency=2)
             while data := stream.read(part_nbytes // 4):
-                self._within(partial(writer.write, data))
+                self._call_with_timeout(partial(writer.write, data))
                 on_written(len(data))
-            self._within(writer.close)
-            found = _file(path, self._within(lambda: self.store.head(self.url.key(path))))
-        if found.size != size:
-            why = f"it has {found.size:,} bytes there, and {size:,} here"
-            raise PrepError(f"{path} did not come whole to {self.name}", why, "run the same command again")
-        return found
+            self._call_with_timeout(writer.close)
+            written = _remote_file(path, self._call_with_timeout(lambda: self.store.head(self.url.key(path))))
+        if written.size != size:
+            why = f"the object has {written.size:,} bytes, the file {size:,}"
+            raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, "run the same command again")
+        return written
 
     def delete(self, path: str) -> None:
-        """Remove an object."""
+        """Delete an object."""
         with self.translate_errors("write"):
-            self._within(lambda: self.store.delete(self.url.key(path)))
+            self._call_with_timeout(lambda: self.store.delete(self.url.key(path)))
 
-    def _within(self, call: Callable[[], T]) -> T:
-        """Return the result of a call that obstore itself retries; a note once it takes longer than one time-out.
+    def _call_with_timeout(self, call: Callable[[], T]) -> T:
+        """Call a function that obstore retries by itself; note when it takes longer than one time-out.
 
         Raises:
-            TimeoutError: It took WRITE_TIMEOUTS time-outs.
+            TimeoutError: It took MAX_WRITE_TIMEOUTS time-outs.
         """
         timeout_s = self.retry_policy.timeout_s
 
-        def tell() -> None:
+        def note_wait() -> None:
             self.retry_policy.note(f"no answer from {self.name} for {timeout_s:g} s; waiting")
 
-        return call_with_timeout(call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=tell, late_s=timeout_s)
+        return call_with_timeout(call, MAX_WRITE_TIMEOUTS * timeout_s, on_late=note_wait, late_s=timeout_s)
 
     def request_error(self, verb: str, error: Exception) -> PrepError:
-        """The error for an answer that another try would not change."""
+        """Return the PrepError for a permanent failure."""
         what, status = f"cannot {verb} {self.name}", _status(error)
-        if _is_late(error) or status >= 500:
-            why = redacted_error_text(error) if status else self._failure(error)
-            return PrepError(what, why, "check the network and run the same command again: what was written is kept")
+        if _is_timeout(error) or status >= 500:
+            why = redacted_error_text(error) if status else self._failure_text(error)
+            return PrepError(what, why, "check the network and run the same command again: written objects are kept")
         return PrepError(what, redacted_error_text(error), _HINTS[self.url.scheme])
 
     @contextmanager
     def translate_errors(self, verb: str) -> Iterator[None]:
-        """Errors of obstore as PrepErrors."""
+        """Raise the errors of obstore in the block as PrepErrors."""
         from obstore import exceptions
 
         try:
@@ -228,15 +260,15 @@ class Bucket:
             raise self.request_error(verb, error) from error
 
 
-def _file(path: str, told: ObjectMeta) -> RemoteFile:
-    version = told["e_tag"] or told["version"] or str(told["last_modified"])
-    return RemoteFile(path, told["size"], f"etag:{version}")
+def _remote_file(path: str, metadata: ObjectMeta) -> RemoteFile:
+    version = metadata["e_tag"] or metadata["version"] or str(metadata["last_modified"])
+    return RemoteFile(path, metadata["size"], f"etag:{version}")
 
 
 _HINTS = {
     "gs": "`gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS; GOOGLE_SKIP_SIGNATURE=true"
-    " for what is public",
-    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION; AWS_SKIP_SIGNATURE=true for what is public",
+    " for public objects",
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION; AWS_SKIP_SIGNATURE=true for public objects",
 }
 
 
@@ -248,22 +280,24 @@ def _check_installed(url: ObjectStoreUrl) -> None:
 def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore:
     from obstore.store import GCSStore, S3Store
 
-    whole_s = timeout_s * (MAX_WRITE_TIMEOUTS if retries else WRITE_TIMEOUT_FACTOR)
-    limits: dict[str, Any] = {"connect_timeout": timedelta(seconds=timeout_s), "timeout": timedelta(seconds=whole_s)}
-    if not retries:  # of an upload, the time to send the body would count too
+    request_limit_s = timeout_s * (MAX_WRITE_TIMEOUTS if retries else WRITE_TIMEOUT_FACTOR)
+    limits: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=timeout_s),
+        "timeout": timedelta(seconds=request_limit_s),
+    }
+    if not retries:  # for an upload, the limit would include the time to send the body
         limits["read_timeout"] = timedelta(seconds=timeout_s)
     client = limits | _client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
     config: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=MAX_TRIES * timeout_s)}
     if url.scheme == "s3":
-        return S3Store(
-            url.bucket, client_options=cast(Any, client), retry_config=config
-        )  # AWS_ENDPOINT_URL … are its own to read
-    plain = os.environ.get("GOOGLE_BASE_URL", "").startswith("http://")
-    return GCSStore(url.bucket, client_options=cast(Any, {"allow_http": plain} | client), retry_config=config)
+        # obstore reads AWS_ENDPOINT_URL and the other AWS_* variables itself
+        return S3Store(url.bucket, client_options=cast(Any, client), retry_config=config)
+    is_plain_http = os.environ.get("GOOGLE_BASE_URL", "").startswith("http://")
+    return GCSStore(url.bucket, client_options=cast(Any, {"allow_http": is_plain_http} | client), retry_config=config)
 
 
 def _client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read the variables of the connection, as AWS_ALLOW_HTTP: options given to obstore replace all that it reads."""
+    """Read the connection variables, such as AWS_ALLOW_HTTP: obstore ignores them when it gets options."""
     texts = {name: environ.get(prefix + name.upper(), "") for name in (*_CLIENT_FLAGS, *_CLIENT_TEXTS)}
     flags = {name: texts[name].lower() in ("1", "true", "yes", "on") for name in _CLIENT_FLAGS if texts[name]}
     return flags | {name: texts[name] for name in _CLIENT_TEXTS if texts[name]}
@@ -274,19 +308,19 @@ _CLIENT_TEXTS = ("connect_timeout", "timeout", "read_timeout", "proxy_url", "pro
 
 
 def _status(error: BaseException) -> int:
-    """Return the status that a store answered with; 0 where obstore's text names none."""
-    found = _STATUS.search(str(error)[: 4 * MAX_ERROR_CHARS])
-    return int(found[1]) if found else 0
+    """Return the HTTP status in obstore's message; 0 if it has none."""
+    match = _STATUS.search(str(error)[: 4 * MAX_ERROR_CHARS])
+    return int(match[1]) if match else 0
 
 
-def _is_late(error: BaseException) -> bool:
-    """Return whether a request ended because of a time-out, ours or obstore's."""
+def _is_timeout(error: BaseException) -> bool:
+    """Return whether a request ended with a time-out, of prep or of obstore."""
     text = redacted_error_text(error).lower()
     return isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text
 
 
-def _received(stream: Any, into: ByteArray) -> int:
-    """The count of bytes that came before the answer ended, or was cut short."""
+def _receive(stream: Any, into: ByteArray) -> int:
+    """Copy the body into `into` and return the number of bytes received before it ended or was cut."""
     from obstore import exceptions
 
     done = 0
@@ -303,6 +337,6 @@ def _received(stream: Any, into: ByteArray) -> int:
 
 
 def redacted_error_text(error: BaseException) -> str:
-    """The gist of what obstore says: one line, without the addresses in it."""
-    first = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return re.sub(r"https?://\S+", "…", first)[:MAX_ERROR_CHARS]
+    """Return the first line of obstore's message, without its URLs."""
+    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return re.sub(r"https?://\S+", "…", first_line)[:MAX_ERROR_CHARS]

@@ -1,6 +1,7 @@
-"""Files far away, read in ranges: tried again until the bytes are here, small runs by way of a little read ahead.
+"""Remote files, read as byte ranges: requests are retried until all bytes are there, small reads are read ahead.
 
-A `Ranges` makes single requests and says `Lost` where one may be made again; what is common to all of them is here.
+A `RangeReader` makes single requests and raises `RetryableError` if one may be repeated. The retries and the read-ahead
+cache, common to all range readers, are in this module.
 """
 
 from __future__ import annotations
@@ -18,24 +19,30 @@ from prepcli.engine.files import ByteArray, allocate_buffer
 from prepcli.errors import PrepError
 from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
-MAX_STALLED_TRIES = 8  # one after another that bring next to nothing
-MAX_STALLED_TIMEOUTS = 4  # fewer tries where they take longer: no more than these time-outs without progress
+MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
+MAX_STALLED_TIMEOUTS = 4  # time-outs without progress after which fewer tries are made
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 30.0
-MAX_RETRY_AFTER_S = 300.0  # however long a server wants to be left alone
-PROGRESS_NBYTES = MIN_PROGRESS_NBYTES  # a request that brings less has not got anywhere
+MAX_RETRY_AFTER_S = 300.0  # upper limit of the wait that a server asks for
+PROGRESS_NBYTES = MIN_PROGRESS_NBYTES  # a request that brings fewer bytes made no progress
 
-DIRECT_READ_NBYTES = 1 << 20  # runs of this size are read into their place, with nothing in between
-PART_NBYTES = 4 << 20  # of a large run, for a request of its own
+DIRECT_READ_NBYTES = 1 << 20  # reads of this size bypass the cache
+PART_NBYTES = 4 << 20  # of a large read, per concurrent request
 MAX_IN_FLIGHT = 4
-MIN_READ_AHEAD_NBYTES = 128 << 10  # where reading goes on the next piece is larger
+MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
 MAX_READ_AHEAD_NBYTES = 2 << 20
-READ_AHEAD_CACHE_NBYTES = 6 << 20  # of all pieces: within what a budget leaves beside its buffers
+READ_AHEAD_CACHE_NBYTES = 6 << 20  # of all cached ranges; fits into what a memory budget leaves beside its buffers
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a checkpoint: its name in there, its size, and a text that tells its content from any other."""
+    """A file of a remote checkpoint.
+
+    Attributes:
+        path: Path within the checkpoint.
+        size: Size in bytes.
+        digest: Text that identifies the content, such as `sha256:...` or `etag:...`.
+    """
 
     path: str
     size: int
@@ -43,7 +50,7 @@ class RemoteFile:
 
 
 class RetryableError(Exception):
-    """A request came to nothing, and may be made again, after `wait_s` seconds if the other side says so."""
+    """Failure of a request that may be repeated, after `retry_after_s` seconds if the server asks for a wait."""
 
     def __init__(self, why: str, retry_after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -51,87 +58,95 @@ class RetryableError(Exception):
 
 
 class RangeReader(Protocol):
-    """Who asks for ranges; from several threads at once. Plain data, so that it can go to another process."""
+    """Client that requests byte ranges, from several threads at once. It is picklable, for other processes."""
 
     @property
     def name(self) -> str:
-        """The checkpoint, as messages call it."""
+        """Name of the checkpoint in messages."""
         ...
 
     @property
     def retry_policy(self) -> RetryPolicy:
-        """Limits of each request, and who hears of failed ones."""
+        """Time-out of each request, and the receiver of notes about retries."""
         ...
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        """Make one request for the bytes from `offset` on; the count of those that came, from the first one on.
+        """Make one request for the bytes from `offset` on, and return how many were received.
 
-        Raises Lost, or PrepError where another try is of no use: it is gone, changed, or not for us.
+        Raises:
+            RetryableError: The request failed and may be repeated.
+            PrepError: The file is gone, changed or forbidden.
         """
         ...
 
 
 def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepError:
-    """The error for a file that is not the one that was listed."""
+    """Return the error for a file whose content is not the listed one."""
     return PrepError(f"{file.path} changed while it was read", f"in {reader.name}: {why}", "run again with `--restart`")
 
 
 def read_range(
     reader: RangeReader, file: RemoteFile, offset: int, into: ByteArray, stop: threading.Event | None = None
 ) -> None:
-    """Fill `into`, however many requests that takes.
+    """Fill `into` with the bytes from `offset` on, with as many requests as necessary.
 
-    `stop` ends the waiting early, with a PrepError that nobody is meant to see.
+    Args:
+        reader: Makes the requests.
+        file: The file to read.
+        offset: First byte.
+        into: Destination.
+        stop: Once set, the next failed request is not repeated.
 
     Raises:
-        PrepError: TRIES requests in a row, or those of GIVE_UP_TIMEOUTS time-outs, got nowhere.
+        PrepError: The file is gone, changed or forbidden; or MAX_STALLED_TRIES consecutive requests, or fewer that took
+            MAX_STALLED_TIMEOUTS time-outs, made no progress.
     """
     stop = stop or threading.Event()
+    policy = reader.retry_policy
     done, tries, spent_s = 0, 0, 0.0
     while done < into.size:
-        lost, began_s = RetryableError("the answers are cut short or come too slowly"), time.monotonic()
+        failure, began_s = RetryableError("the answers are cut short or come too slowly"), time.monotonic()
         try:
             count = reader.read(file, offset + done, into[done:])
         except RetryableError as error:
-            count, lost = 0, error
-        wanted, done = into.size - done, done + count
-        if count >= min(PROGRESS_NBYTES, wanted):
+            count, failure = 0, error
+        remaining, done = into.size - done, done + count
+        if count >= min(PROGRESS_NBYTES, remaining):
             tries, spent_s = 0, 0.0
             continue
         tries, spent_s = tries + 1, spent_s + time.monotonic() - began_s
-        if (
-            tries == MAX_STALLED_TRIES
-            or spent_s >= MAX_STALLED_TIMEOUTS * reader.retry_policy.timeout_s
-            or stop.is_set()
-        ):
-            raise _given_up(reader, file, lost, tries)
-        wait_s = _wait_s(tries, lost)
-        reader.retry_policy.report_retry(
-            f"{file.path}: {lost}", wait_s, tries, _expected_tries(tries, spent_s, reader.retry_policy)
-        )
+        is_too_late = spent_s >= MAX_STALLED_TIMEOUTS * policy.timeout_s
+        if tries == MAX_STALLED_TRIES or is_too_late or stop.is_set():
+            raise _gave_up_error(reader, file, failure, tries)
+        wait_s = _backoff_s(tries, failure)
+        policy.report_retry(f"{file.path}: {failure}", wait_s, tries, _expected_tries(tries, spent_s, policy))
         if stop.wait(wait_s):
-            raise _given_up(reader, file, lost, tries)
+            raise _gave_up_error(reader, file, failure, tries)
 
 
-def _expected_tries(tries: int, spent_s: float, patience: RetryPolicy) -> int:
-    """Return after how many tries there will be an error if all take as long as those so far."""
-    by_time = math.ceil(tries * MAX_STALLED_TIMEOUTS * patience.timeout_s / max(spent_s, 1e-9))
-    return max(tries + 1, min(MAX_STALLED_TRIES, by_time))
+def _expected_tries(tries: int, spent_s: float, retry_policy: RetryPolicy) -> int:
+    """Return the number of tries until the error, if all take as long as before."""
+    tries_in_time = math.ceil(tries * MAX_STALLED_TIMEOUTS * retry_policy.timeout_s / max(spent_s, 1e-9))
+    return max(tries + 1, min(MAX_STALLED_TRIES, tries_in_time))
 
 
-def _wait_s(tries: int, lost: RetryableError) -> float:
-    """Seconds until the next try: longer each time, and not the same for all who wait."""
-    own = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
-    return max(own, min(lost.retry_after_s, MAX_RETRY_AFTER_S))
+def _backoff_s(tries: int, failure: RetryableError) -> float:
+    """Return the seconds until the next try: exponential with jitter, at least the server's Retry-After."""
+    backoff_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
+    return max(backoff_s, min(failure.retry_after_s, MAX_RETRY_AFTER_S))
 
 
-def _given_up(ranges: RangeReader, file: RemoteFile, lost: RetryableError, tries: int) -> PrepError:
-    hint = "check the network and run the same command again: it goes on from where it stopped"
-    return PrepError(f"cannot read {file.path} of {ranges.name}", f"{tries} tries in a row failed: {lost}", hint)
+def _gave_up_error(reader: RangeReader, file: RemoteFile, failure: RetryableError, tries: int) -> PrepError:
+    hint = "check the network and run the same command again: it continues from where it stopped"
+    return PrepError(f"cannot read {file.path} of {reader.name}", f"{tries} tries in a row failed: {failure}", hint)
 
 
 def read_range_in_parallel(reader: RangeReader, file: RemoteFile, offset: int, into: ByteArray) -> None:
-    """Fill `into` with several requests at once if it is large. PrepError as of `read_range`."""
+    """Fill `into` with the bytes from `offset` on, with concurrent requests if it is large.
+
+    Raises:
+        PrepError: As for `read_range`.
+    """
     count = max(1, min(MAX_IN_FLIGHT, into.size // PART_NBYTES))
     if count == 1:
         read_range(reader, file, offset, into)
@@ -145,12 +160,12 @@ def read_range_in_parallel(reader: RangeReader, file: RemoteFile, offset: int, i
     try:
         map_in_daemon_threads(read, itertools.pairwise(cuts), count)
     finally:
-        stop.set()  # after an error the others give up at their next wait
+        stop.set()  # after an error, the other requests are not repeated
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes of a file that were read ahead."""
+class _CachedRange:
+    """A byte range of a file in the read-ahead cache."""
 
     path: str
     start: int
@@ -160,82 +175,92 @@ class _Piece:
     def stop(self) -> int:
         return self.start + self.data.size
 
-    def has(self, path: str, offset: int) -> bool:
+    def covers(self, path: str, offset: int) -> bool:
         return self.path == path and self.start <= offset < self.stop
 
 
 class ReadAheadCache:
-    """Remote files as they are read: large runs into their place, small ones out of pieces that were read ahead.
+    """Reader of remote files that reads large runs directly and small ones through a cache of read-ahead ranges.
 
-    All files share the pieces, which hold at most AHEAD_NBYTES; the one that was not used for longest goes first.
+    All files share the cache of at most READ_AHEAD_CACHE_NBYTES; the least recently used range is evicted first.
     """
 
     def __init__(self, reader: RangeReader) -> None:
-        self._ranges = reader
-        self._pieces: list[_Piece] = []
+        self._reader = reader
+        self._cached_ranges: list[_CachedRange] = []  # least recently used first
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[ReadAheadCache], tuple[RangeReader]]:
-        return ReadAheadCache, (self._ranges,)
+        """Pickle the reader without the cached bytes."""
+        return ReadAheadCache, (self._reader,)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> None:
-        """Fill `into`. PrepError as of `read_range`, and for bytes that the file does not have."""
+        """Fill `into` with the bytes from `offset` on.
+
+        Raises:
+            PrepError: As for `read_range`; or the range ends beyond the file.
+        """
         if offset + into.size > file.size:
-            why = f"it has {file.size:,} bytes, asked for are those up to {offset + into.size:,}"
-            raise PrepError(f"{file.path} of {self._ranges.name} is cut short", why)
+            why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
+            raise PrepError(f"{file.path} of {self._reader.name} is cut short", why)
         if into.size >= DIRECT_READ_NBYTES:
-            read_range_in_parallel(self._ranges, file, offset, into)
+            read_range_in_parallel(self._reader, file, offset, into)
             return
         with self._lock:
-            for start, stop, piece in self._covering(file, offset, offset + into.size):
-                into[start - offset : stop - offset] = piece.data[start - piece.start : stop - piece.start]
+            for start, stop, cached in self._ranges_covering(file, offset, offset + into.size):
+                into[start - offset : stop - offset] = cached.data[start - cached.start : stop - cached.start]
 
-    def _covering(self, file: RemoteFile, offset: int, stop: int) -> Iterator[tuple[int, int, _Piece]]:
+    def _ranges_covering(self, file: RemoteFile, offset: int, stop: int) -> Iterator[tuple[int, int, _CachedRange]]:
         while offset < stop:
-            piece = next((p for p in self._pieces if p.has(file.path, offset)), None) or self._fetched(file, offset)
-            self._pieces.remove(piece)
-            self._pieces.append(piece)
-            yield offset, min(stop, piece.stop), piece
-            offset = min(stop, piece.stop)
+            hit = next((cached for cached in self._cached_ranges if cached.covers(file.path, offset)), None)
+            cached = hit or self._read_ahead(file, offset)
+            self._cached_ranges.remove(cached)
+            self._cached_ranges.append(cached)
+            yield offset, min(stop, cached.stop), cached
+            offset = min(stop, cached.stop)
 
-    def _fetched(self, file: RemoteFile, offset: int) -> _Piece:
-        """The next piece: twice as large as the one that it follows, which is not needed any more."""
-        before = next((p for p in self._pieces if (p.path, p.stop) == (file.path, offset)), None)
-        wanted = min(2 * before.data.size, MAX_READ_AHEAD_NBYTES) if before else MIN_READ_AHEAD_NBYTES
+    def _read_ahead(self, file: RemoteFile, offset: int) -> _CachedRange:
+        """Read and cache the range at `offset`; it is twice as large as the range that ends there, and replaces it."""
+        ending_here = (file.path, offset)
+        previous = next((cached for cached in self._cached_ranges if (cached.path, cached.stop) == ending_here), None)
+        wanted = min(2 * previous.data.size, MAX_READ_AHEAD_NBYTES) if previous else MIN_READ_AHEAD_NBYTES
         size = min(wanted, file.size - offset)
-        if before:
-            self._pieces = [piece for piece in self._pieces if piece is not before]
-        while sum(piece.data.size for piece in self._pieces) + size > READ_AHEAD_CACHE_NBYTES:
-            self._pieces.pop(0)
-        piece = _Piece(file.path, offset, allocate_buffer(size)[:size])
-        read_range(self._ranges, file, offset, piece.data)
-        self._pieces.append(piece)
-        return piece
+        if previous:
+            self._cached_ranges = [cached for cached in self._cached_ranges if cached is not previous]
+        while sum(cached.data.size for cached in self._cached_ranges) + size > READ_AHEAD_CACHE_NBYTES:
+            self._cached_ranges.pop(0)
+        cached = _CachedRange(file.path, offset, allocate_buffer(size)[:size])
+        read_range(self._reader, file, offset, cached.data)
+        self._cached_ranges.append(cached)
+        return cached
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlob:
-    """A remote file to read tensors from."""
+    """A remote file as a blob that tensors are read from."""
 
     file: RemoteFile
     cache: ReadAheadCache
 
     @property
     def name(self) -> str:
+        """Path of the file, for messages."""
         return self.file.path
 
     def open(self) -> RemoteBlobReader:
+        """Open the file for reading."""
         return RemoteBlobReader(self)
 
 
 class RemoteBlobReader:
-    """A remote file while it is read: connections are the session's, so there is nothing to let go of."""
+    """Reader of a remote file. The HTTP session owns the connections, so `close` has no effect."""
 
     def __init__(self, blob: RemoteBlob) -> None:
         self._blob = blob
 
     def read_at(self, offset: int, into: ByteArray) -> None:
+        """Fill `into` with the bytes from `offset` on."""
         self._blob.cache.read(self._blob.file, offset, into)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""How long prep waits for a server, how often it tries again, and work in threads that no exit waits for."""
+"""Time-outs and retries of requests, and calls in daemon threads, which do not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Generic, TypeVar
 from prepcli.errors import usage_error
 
 TIMEOUT_VARIABLE = "PREP_TIMEOUT"
-HUB_TIMEOUT_VARIABLE = "HF_HUB_DOWNLOAD_TIMEOUT"  # of huggingface_hub
+HUB_TIMEOUT_VARIABLE = "HF_HUB_DOWNLOAD_TIMEOUT"  # huggingface_hub reads it too
 TIMEOUT_S = 10.0
 MAX_TRIES = 4
-MIN_PROGRESS_NBYTES = 64 << 10  # in one time-out: a body that comes more slowly counts as stopped
-WRITE_TIMEOUT_FACTOR = 3  # a server that stores data answers later than one that reads it
-MAX_RETRY_AFTER_S = 60.0  # of a Retry-After header
+MIN_PROGRESS_NBYTES = 64 << 10  # per time-out; a slower response body counts as stalled
+WRITE_TIMEOUT_FACTOR = 3  # of the time-out of requests that store data
+MAX_RETRY_AFTER_S = 60.0  # upper limit of a Retry-After header
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 def ignore_note(text: str) -> None:
-    """Drop a note."""
+    """Ignore a note."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    """Result of a call in another thread: its values, one or none, or its error."""
+class _CallResult(Generic[T]):
+    """Result of a call in another thread: a tuple of its one value, or its error."""
 
     values: tuple[T, ...] = ()
     error: BaseException | None = None
@@ -44,22 +44,27 @@ class _Outcome(Generic[T]):
         return self.values[0]
 
 
-def _outcome(call: Callable[[], T]) -> _Outcome[T]:
+def _run_call(call: Callable[[], T]) -> _CallResult[T]:
     try:
-        return _Outcome((call(),))
+        return _CallResult((call(),))
     except BaseException as error:
-        return _Outcome(error=error)
+        return _CallResult(error=error)
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Limits of a request: `timeout_s` for an answer and for each part of it; `note` is called before each new try."""
+    """Time-out and retries of requests.
+
+    Attributes:
+        timeout_s: Seconds to wait for an answer, and for each part of its body.
+        note: Called with a text before each retry.
+    """
 
     timeout_s: float = TIMEOUT_S
     note: Callable[[str], object] = ignore_note
 
     def __reduce__(self) -> tuple[type[RetryPolicy], tuple[float]]:
-        """Pickle without `note`, which belongs to this process."""
+        """Pickle only the time-out: `note` is local to the process."""
         return RetryPolicy, (self.timeout_s,)
 
     def backoff_s(self, tries: int) -> float:
@@ -67,19 +72,19 @@ class RetryPolicy:
         return self.timeout_s / TIMEOUT_S * 2 ** (tries - 1)
 
     def report_retry(self, failure: str, wait_s: float, tries: int, max_tries: int = MAX_TRIES) -> None:
-        """Tell the user that a try failed and that another one follows."""
-        later = f" in {wait_s:.0f} s" if wait_s >= 1 else ""
-        self.note(f"{failure}; trying again{later} ({tries + 1} of {max_tries})")
+        """Note a failed try and the time of the next one."""
+        delay = f" in {wait_s:.0f} s" if wait_s >= 1 else ""
+        self.note(f"{failure}; trying again{delay} ({tries + 1} of {max_tries})")
 
 
 DEFAULT_RETRY_POLICY = RetryPolicy()
 
 
 def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], object]) -> RetryPolicy:
-    """Read the time-out from PREP_TIMEOUT, else from the hub library's variable.
+    """Read the time-out from PREP_TIMEOUT, or from HF_HUB_DOWNLOAD_TIMEOUT.
 
     Raises:
-        PrepError: It is not a positive number of seconds (usage).
+        PrepError: It is not a number of seconds in (0, 86400] (usage).
     """
     name = TIMEOUT_VARIABLE if environ.get(TIMEOUT_VARIABLE) else HUB_TIMEOUT_VARIABLE
     text = environ.get(name, "").strip()
@@ -97,32 +102,32 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
 def call_with_timeout(
     call: Callable[[], T], limit_s: float | None, on_late: Callable[[], object] | None = None, late_s: float = TIMEOUT_S
 ) -> T:
-    """Return the result of a call that runs in a daemon thread.
+    """Run a function in a daemon thread and return its result.
 
-    The calling thread stays open to Ctrl-C, whatever the call blocks on. A call that is too late is abandoned.
+    The calling thread can be interrupted by Ctrl-C even if the function blocks. A late call is abandoned.
 
     Args:
         call: Function to run.
-        limit_s: Seconds after which it is too late; None for no limit.
-        late: Called once where the result is not there after `late_s` seconds, less than `limit_s`.
-        late_s: See `late`.
+        limit_s: Seconds after which to raise TimeoutError; None for no limit.
+        on_late: Called once if there is no result after `late_s` seconds.
+        late_s: Seconds until `on_late`; less than `limit_s`.
 
     Raises:
-        TimeoutError: The call did not return within `limit_s`.
+        TimeoutError: The function did not return within `limit_s`.
     """
-    results = queue.SimpleQueue[_Outcome[T]]()
+    results = queue.SimpleQueue[_CallResult[T]]()
     context = contextvars.copy_context()
-    threading.Thread(target=lambda: results.put(_outcome(lambda: context.run(call))), daemon=True).start()
-    outcome = _result(results, late_s if on_late else limit_s)
-    if outcome is None and on_late:
+    threading.Thread(target=lambda: results.put(_run_call(lambda: context.run(call))), daemon=True).start()
+    result = _wait_for_result(results, late_s if on_late else limit_s)
+    if result is None and on_late:
         on_late()
-        outcome = _result(results, None if limit_s is None else limit_s - late_s)
-    if outcome is None:
+        result = _wait_for_result(results, None if limit_s is None else limit_s - late_s)
+    if result is None:
         raise TimeoutError(f"no result within {limit_s:g} s")
-    return outcome.get()
+    return result.get()
 
 
-def _result(results: queue.SimpleQueue[_Outcome[T]], wait_s: float | None) -> _Outcome[T] | None:
+def _wait_for_result(results: queue.SimpleQueue[_CallResult[T]], wait_s: float | None) -> _CallResult[T] | None:
     try:
         return results.get(timeout=wait_s)
     except queue.Empty:
@@ -130,46 +135,45 @@ def _result(results: queue.SimpleQueue[_Outcome[T]], wait_s: float | None) -> _O
 
 
 def map_in_daemon_threads(function: Callable[[T], U], items: Iterable[T], num_threads: int) -> list[U]:
-    """Apply a function to all items in `count` daemon threads and return the results in order.
+    """Apply a function to all items in `num_threads` daemon threads and return the results in order.
 
-    The first error, or Ctrl-C, is raised at once: items that no thread has begun are dropped, and no exit waits for
-    those under way.
+    The first error, or Ctrl-C, is raised at once: items that were not started are dropped, running ones are abandoned.
     """
     work = deque(enumerate(items))
-    results = queue.SimpleQueue[tuple[int, _Outcome[U]]]()
-    found: dict[int, U] = {}
+    results = queue.SimpleQueue[tuple[int, _CallResult[U]]]()
+    results_by_number: dict[int, U] = {}
     total = len(work)
 
     def drain() -> None:
         while work:
             try:
                 number, item = work.popleft()
-            except IndexError:  # another thread took it
+            except IndexError:  # another thread took the last item
                 return
-            outcome = _outcome(lambda item=item: function(item))
-            if outcome.error is not None:
+            result = _run_call(lambda item=item: function(item))
+            if result.error is not None:
                 work.clear()
-            results.put((number, outcome))
+            results.put((number, result))
 
     for _ in range(min(num_threads, total)):
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(drain,), name="prep-remote", daemon=True).start()
     try:
-        while len(found) < total:
-            number, outcome = results.get()
-            found[number] = outcome.get()
+        while len(results_by_number) < total:
+            number, result = results.get()
+            results_by_number[number] = result.get()
     finally:
         work.clear()
-    return [found[number] for number in range(total)]
+    return [results_by_number[number] for number in range(total)]
 
 
 def enforce_throughput(
     chunks: Iterable[bytes], timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[bytes]:
-    """Pass on the chunks of a body; only the time spent waiting for them counts.
+    """Yield the chunks of a response body while they arrive fast enough; time in the consumer does not count.
 
     Raises:
-        TimeoutError: Fewer than LEAST_NBYTES came within `timeout_s`.
+        TimeoutError: Fewer than MIN_PROGRESS_NBYTES arrived within `timeout_s`.
     """
     nbytes, waited_s, source = 0, 0.0, iter(chunks)
     while True:

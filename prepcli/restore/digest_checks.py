@@ -1,4 +1,4 @@
-"""Tensors against the digests that a manifest records: of whole tensors, for readers that cannot check parts."""
+"""Checks of whole tensors against the digests in a manifest, for formats without checksums of byte ranges."""
 
 from __future__ import annotations
 
@@ -17,57 +17,74 @@ from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream, read_copies
 from prepcli.sources.source import Source, SourceTensor
 
-CHECK_MEMORY_NBYTES = 256 << 20  # of a check of all tensors
-RECREATE_HINT = "make the checkpoint anew, or take an earlier one"
+CHECK_MEMORY_NBYTES = 256 << 20  # memory budget of `check_tensors`
+RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> PrepError:
-    """Return the error of a tensor that differs from its digest."""
+    """Return the error for a tensor that differs from its digest."""
     name = source.display_names().get(tensor.name, tensor.name)
-    read = (source.byte_sources[number] for number in sorted(_files(tensor)))
-    where = ", ".join(str(each) if isinstance(each, Path) else each.name for each in read)
-    why = f"its bytes in {where} differ from the digest that the manifest records"
+    byte_sources = (source.byte_sources[number] for number in sorted(_file_numbers(tensor)))
+    source_names = ", ".join(str(item) if isinstance(item, Path) else item.name for item in byte_sources)
+    why = f"its bytes in {source_names} differ from the digest that the manifest records"
     return PrepError(f"{name} in {source.display_name} is damaged", why, hint)
 
 
-def _files(tensor: SourceTensor) -> set[int]:
-    """The numbers of what a tensor is read from."""
+def _file_numbers(tensor: SourceTensor) -> set[int]:
+    """Return the numbers of a tensor's files and blobs."""
     stream = _stream(tensor, (0, tensor.shape[0] if tensor.shape else 1))
     return {copy.file for copy in read_copies(stream, stream.box)}
 
 
 def _stream(tensor: SourceTensor, rows: Range) -> Stream:
+    """Return a read-only stream of rows of a tensor."""
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
 
 def check_tensor(source: Source, tensor: SourceTensor, data: ByteArray, hint: str = RECREATE_HINT) -> None:
-    """Raise PrepError unless all bytes of a tensor have the digests that are recorded, if any are."""
+    """Compare the bytes of a tensor with its recorded digests, if there are any.
+
+    Args:
+        source: The checkpoint, for the error.
+        tensor: The tensor.
+        data: All bytes of the tensor, in C order.
+        hint: Advice in the error for a damaged checkpoint.
+
+    Raises:
+        PrepError: The bytes differ from a digest.
+    """
     row_nbytes = data.size // tensor.shape[0] if tensor.shape and tensor.shape[0] else data.size
-    for low, high, wanted in tensor.digests:
-        if xxhash.xxh3_128_hexdigest(data[low * row_nbytes : high * row_nbytes].data) != wanted:
+    for low, high, digest in tensor.digests:
+        if xxhash.xxh3_128_hexdigest(data[low * row_nbytes : high * row_nbytes].data) != digest:
             raise damaged_error(source, tensor, hint)
 
 
 def check_tensors(
     source: Source, tensors: Collection[SourceTensor], progress: Progress, hint: str = RECREATE_HINT
 ) -> None:
-    """Read tensors from end to end, within MEMORY_NBYTES.
+    """Read tensors completely, within CHECK_MEMORY_NBYTES, and compare them with their recorded digests.
+
+    Args:
+        source: The checkpoint.
+        tensors: The tensors to check.
+        progress: Receives the bytes read.
+        hint: Advice in the error for a damaged checkpoint.
 
     Raises:
-        PrepError: A tensor differs from a digest that the manifest records.
+        PrepError: A tensor differs from a digest.
     """
-    pieces = [(tensor, (low, high), wanted) for tensor in tensors for low, high, wanted in tensor.digests]
+    pieces = [(tensor, (low, high), digest) for tensor in tensors for low, high, digest in tensor.digests]
     streams = [_stream(tensor, rows) for tensor, rows, _ in pieces]
 
-    def compare(number: int, found: str) -> None:
-        tensor, _, wanted = pieces[number]
-        if found != wanted:
+    def compare(number: int, computed_digest: str) -> None:
+        tensor, _, recorded_digest = pieces[number]
+        if computed_digest != recorded_digest:
             raise damaged_error(source, tensor, hint)
 
     progress.begin("check", sum(stream.nbytes for stream in streams))
     try:
-        spend = make_budget(CHECK_MEMORY_NBYTES)
-        with open_blobs(source.byte_sources, spend.cache_nbytes) as files:
-            pipeline.run(streams, files, None, spend, progress, on_digest=compare)
+        budget = make_budget(CHECK_MEMORY_NBYTES)
+        with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
+            pipeline.run(streams, files, None, budget, progress, on_digest=compare)
     finally:
         progress.end()

@@ -1,6 +1,6 @@
-"""Leaves of an Orbax item into arrays of any process: each touched chunk is read once, in parallel, within some MiB.
+"""`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once.
 
-A chunk that is compressed is decoded from its first byte to the last one that is needed, by one thread.
+One thread decodes a compressed chunk, from its first byte to the last needed one.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
 from trainer.models import checkpoint_store
 
-PIECE_NBYTES = 4 << 20  # read at a time by a thread
-MIN_RUN_NBYTES = 32 << 10  # shorter runs are read with what lies between them: to ask for each would take longer
+PIECE_NBYTES = 4 << 20  # upper limit of one read of a thread
+MIN_RUN_NBYTES = 32 << 10  # shorter runs are read together with the bytes between them, which is faster
 MAX_THREADS = 8
-DECODE_MEMORY_NBYTES = 32 << 20  # that a thread may need to decode a chunk: of those that Orbax writes, some 2 MiB
+DECODE_MEMORY_NBYTES = 32 << 20  # upper limit per thread; chunks that Orbax writes need about 2 MiB
 
 BoxArrays = Mapping[Box, np.ndarray]
 
 
 class DamagedLeafError(PrepError):
-    """Bytes differ from their recorded checksum."""
+    """Bytes of a leaf that differ from their recorded checksum."""
 
 
 def open_reader(path: Path, verify: bool = True, hint: str = RECREATE_HINT) -> ItemReader:
-    """Open the checkpoint that `path` means: an item, a training step, or the last step of a run.
+    """Open an Orbax item, a training step, or the last step of a run.
 
     Args:
         path: Folder of the checkpoint.
-        verify: Check every byte that is read against the recorded checksums, where the checkpoint has them.
-        hint: What the user can do about a damaged checkpoint.
+        verify: Check every byte read against the recorded checksums, if there are any.
+        hint: Advice in the error for a damaged checkpoint.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -64,16 +64,23 @@ def open_reader(path: Path, verify: bool = True, hint: str = RECREATE_HINT) -> I
     folder = find_item(path)
     if folder is None:
         raise PrepError(f"{path} holds no Orbax checkpoint")
-    home = find_manifest_folder(folder)
-    item, manifest = read_item(folder), read_manifest(home)
+    manifest_folder = find_manifest_folder(folder)
+    item, manifest = read_item(folder), read_manifest(manifest_folder)
     if manifest is None:
-        raise PrepError(f"{path} was not written by prep", "it has no manifest: nothing says what model it is of")
-    return ItemReader(item, manifest, read_checksums(home, manifest, item.arrays) if verify else None, hint)
+        raise PrepError(f"{path} was not written by prep", "it has no manifest that describes the model")
+    checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
+    return ItemReader(item, manifest, checksums, hint)
 
 
 class ItemReader:
-    """A state.Reader of an item: `facts`, and `leaves` by dotted name. Several threads may call `read`; `read_nbytes`
-    counts what it read. With `checksums` only bytes that agree with them are passed on."""
+    """CheckpointReader of an Orbax item; several threads may call `read`.
+
+    Attributes:
+        manifest: Manifest of the checkpoint.
+        folder: Folder of the item.
+        leaves: Shape and dtype of each leaf, by dotted name.
+        read_nbytes: Bytes read so far.
+    """
 
     def __init__(
         self,
@@ -82,25 +89,35 @@ class ItemReader:
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
     ) -> None:
+        """Open the data files of an item.
+
+        Args:
+            item: The item.
+            manifest: Manifest of the checkpoint.
+            checksums: Recorded checksums, checked for every byte read.
+            hint: Advice in the error for a damaged checkpoint.
+        """
         self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
         self._checksums, self._hint = checksums, hint
-        self._item, self._numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
+        self._item, self._array_numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
         self.leaves = {meta.name: checkpoint_store.LeafSpec(meta.shape, meta.dtype) for meta in item.arrays}
-        self._threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
-        self._buffers = BufferPool(Budget(self._threads * PIECE_NBYTES, PIECE_NBYTES, self._threads))
+        self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
+        self._buffers = BufferPool(Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads))
         self._files = Files(item.files if len(item.files) <= MAX_OPEN_FILES else ())
-        self._counting = threading.Lock()
-        self._closing = weakref.finalize(self, self._files.close)
+        self._count_lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, self._files.close)
 
     def __enter__(self) -> ItemReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
         """Close the files."""
-        self._closing()
+        self._finalizer()
 
     @property
     def is_checked(self) -> bool:
@@ -108,83 +125,110 @@ class ItemReader:
         return self._checksums is not None
 
     def read(self, name: str, parts: BoxArrays) -> None:
-        """Fill each array (C order) with its box of the leaf, cast to its dtype. PrepError names leaf and file."""
-        if name not in self._numbers:
-            raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._numbers)} others")
-        blob = DecodedArray(self._item, self._numbers[name])
-        _check_parts(blob.meta, parts)
-        jobs = _Queue(_shares(blob, parts, self.is_checked))
-        with ThreadPoolExecutor(self._threads) as threads:
-            done = [threads.submit(self._work, jobs) for _ in range(self._threads)]
-        errors = [error for each in done if (error := each.exception())]
+        """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
+
+        Args:
+            name: Dotted name of the leaf.
+            parts: Arrays to fill, by their boxes of the leaf.
+
+        Raises:
+            PrepError: There is no such leaf, or a file is broken.
+            DamagedLeafError: Bytes differ from their recorded checksum.
+        """
+        if name not in self._array_numbers:
+            raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._array_numbers)} other leaves")
+        blob = DecodedArray(self._item, self._array_numbers[name])
+        _check_arrays(blob.meta, parts)
+        jobs = _JobQueue(_split_into_jobs(blob, parts, self.is_checked))
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            futures = [threads.submit(self._run_worker, jobs) for _ in range(self._num_threads)]
+        errors = [error for future in futures if (error := future.exception())]
         if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeafError):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
             raise PrepError(f"cannot read {name} of {self.folder}", why, errors[0].hint) from errors[0]
         if errors:
             raise errors[0]
 
-    def _work(self, jobs: _Queue) -> None:
+    def _run_worker(self, jobs: _JobQueue) -> None:
+        """Run jobs until there are none left; stop all threads after an error."""
         buffers = self._buffers.acquire(1)
         try:
-            while (share := jobs.next()) is not None:
-                self._decode(share, buffers[0]) if isinstance(share, _Chunk) else self._do(share, buffers[0])
-                with self._counting:
-                    self.read_nbytes += share.nbytes
+            while (job := jobs.next()) is not None:
+                if isinstance(job, _ChunkJob):
+                    self._decode_chunk(job, buffers[0])
+                else:
+                    self._read_piece(job, buffers[0])
+                with self._count_lock:
+                    self.read_nbytes += job.nbytes
         except BaseException:
             jobs.stop()
             raise
         finally:
             self._buffers.release(buffers)
 
-    def _do(self, job: _Job, scratch: ByteArray) -> None:
-        """Read a piece straight to its place, or into scratch and from there to all places that it has."""
-        assert job.stored is not None  # of an array that is not decoded
-        offset = job.stored.offset + job.start
-        if (straight := _straight(job, offset)) is not None:
-            self._files.read_at(job.stored.file, offset, straight)
-            self._check(job, straight)
+    def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
+        """Read a piece directly into its array if possible, else through `scratch` into all of its arrays."""
+        assert piece.stored is not None  # the array is read directly
+        offset = piece.stored.offset + piece.start
+        if (target := _direct_target(piece, offset)) is not None:
+            self._files.read_at(piece.stored.file, offset, target)
+            self._verify_piece(piece, target)
         else:
-            data = self._files.read_run(StridedCopy(0, job.stored.file, offset, job.nbytes), scratch)
-            self._check(job, data)
-            _spread(job, data)
+            data = self._files.read_run(StridedCopy(0, piece.stored.file, offset, piece.nbytes), scratch)
+            self._verify_piece(piece, data)
+            _copy_to_arrays(piece, data)
 
-    def _check(self, job: _Job, data: ByteArray) -> None:
-        """Raise DamagedLeaf unless a piece agrees with its recorded checksums."""
-        span = self._checksums.first_damaged_block(job.name, job.index, job.start, data) if self._checksums else None
-        if span is None:
+    def _verify_piece(self, piece: _PieceJob, data: ByteArray) -> None:
+        """Raise DamagedLeafError unless a piece agrees with its recorded checksums."""
+        if self._checksums is None:
             return
-        value = self._item.chunks[self._numbers[job.name]].get(job.index)
+        damaged = self._checksums.first_damaged_block(piece.name, piece.index, piece.start, data)
+        if damaged is None:
+            return
+        value = self._item.chunks[self._array_numbers[piece.name]].get(piece.index)
         path = self._item.files[value.file] if isinstance(value, StoredRange) else self.folder
-        low, high = (job.stored.offset + at if job.stored else at for at in span)
-        within = path if job.stored else f"chunk {chunk_key(job.index)} (decoded) in {path}"
-        why = f"bytes {low:,} to {high:,} of {within} differ from their recorded checksum"
-        raise DamagedLeafError(f"{job.name} of {self.folder} is damaged", why, self._hint)
+        chunk_offset = piece.stored.offset if piece.stored else 0
+        start, stop = (chunk_offset + offset for offset in damaged)
+        where = path if piece.stored else f"chunk {chunk_key(piece.index)} (decoded) in {path}"
+        why = f"bytes {start:,} to {stop:,} of {where} differ from their recorded checksum"
+        raise DamagedLeafError(f"{piece.name} of {self.folder} is damaged", why, self._hint)
 
-    def _decode(self, chunk: _Chunk, scratch: ByteArray) -> None:
-        """Decode a chunk as far as its pieces go, which follow each other in it."""
-        room = ChunkCache(DECODE_MEMORY_NBYTES)
+    def _decode_chunk(self, chunk: _ChunkJob, scratch: ByteArray) -> None:
+        """Decode a chunk up to the end of its last piece, and copy its pieces."""
+        cache = ChunkCache(DECODE_MEMORY_NBYTES)
         try:
-            with contextlib.closing(open_chunk(chunk.blob, chunk.index, room)) as held:
-                for job in chunk.jobs:
-                    held.read(job.start, scratch[: job.nbytes])
-                    self._check(job, scratch[: job.nbytes])
-                    _spread(job, scratch[: job.nbytes])
+            with contextlib.closing(open_chunk(chunk.blob, chunk.index, cache)) as reader:
+                for piece in chunk.pieces:
+                    data = scratch[: piece.nbytes]
+                    reader.read(piece.start, data)
+                    self._verify_piece(piece, data)
+                    _copy_to_arrays(piece, data)
         except (ValueError, OSError) as error:
             raise chunk_error(chunk.blob, chunk.index, error) from error
 
 
-def _spread(job: _Job, data: ByteArray) -> None:
-    """The bytes of a piece to all places that it has."""
-    values = data.view(numpy_dtype(job.dtype)).reshape([high - low for low, high in job.box])
-    for box, array in job.parts.items():
-        shared = _shared(job.box, box)
-        array[_slices(shared, box)] = values[_slices(shared, job.box)]
+def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:
+    """Copy the bytes of a piece to all intersecting arrays."""
+    values = data.view(numpy_dtype(piece.dtype)).reshape([high - low for low, high in piece.box])
+    for box, array in piece.arrays.items():
+        shared = _intersection(piece.box, box)
+        array[_slices(shared, box)] = values[_slices(shared, piece.box)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """A box of a leaf that lies in one piece in chunk `index`, `nbytes` from byte `start` of it, and the parts it
-    touches; `stored`: where the chunk lies, if it lies in a file as it is."""
+class _PieceJob:
+    """A box of a leaf, contiguous in one chunk.
+
+    Attributes:
+        name: Dotted name of the leaf.
+        index: Index of the chunk.
+        stored: Byte range of the chunk, if it is stored uncompressed in a file.
+        start: First byte of the piece, relative to the decoded chunk.
+        nbytes: Size of the piece in bytes.
+        box: Box of the leaf.
+        dtype: Stored dtype.
+        arrays: The intersecting arrays, by their boxes.
+    """
 
     name: str
     index: tuple[int, ...]
@@ -193,123 +237,143 @@ class _Job:
     nbytes: int
     box: Box
     dtype: str
-    parts: BoxArrays
+    arrays: BoxArrays
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk that is decoded, and its pieces in their order in it."""
+class _ChunkJob:
+    """A chunk to decode, and its pieces in the order of their bytes."""
 
     blob: DecodedArray
     index: tuple[int, ...]
-    jobs: tuple[_Job, ...]
+    pieces: tuple[_PieceJob, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(job.nbytes for job in self.jobs)
+        return sum(piece.nbytes for piece in self.pieces)
 
 
-class _Queue:
-    """Jobs that several threads take one after another."""
+class _JobQueue:
+    """Thread-safe queue of jobs."""
 
-    def __init__(self, jobs: Iterator[_Job | _Chunk]) -> None:
+    def __init__(self, jobs: Iterator[_PieceJob | _ChunkJob]) -> None:
         self._jobs, self._lock = jobs, threading.Lock()
 
-    def next(self) -> _Job | _Chunk | None:
-        """The next job; None once there is none, or the work was stopped."""
+    def next(self) -> _PieceJob | _ChunkJob | None:
+        """Return the next job; None if there is none left, or after `stop`."""
         with self._lock:
             return next(self._jobs, None)
 
     def stop(self) -> None:
-        """Leave what was not begun."""
+        """Drop the remaining jobs."""
         with self._lock:
             self._jobs = iter(())
 
 
-def _check_parts(meta: ArrayMeta, parts: BoxArrays) -> None:
-    for box, array in parts.items():
-        inside = len(box) == len(meta.shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, meta.shape))
-        if not inside or array.shape != tuple(high - low for low, high in box) or not array.flags.c_contiguous:
+def _check_arrays(meta: ArrayMeta, arrays: BoxArrays) -> None:
+    """Raise ValueError unless each box is inside the leaf and each array is contiguous and of its box's shape."""
+    for box, array in arrays.items():
+        is_inside = len(box) == len(meta.shape) and all(0 <= a <= b <= n for (a, b), n in zip(box, meta.shape))
+        if not is_inside or array.shape != tuple(high - low for low, high in box) or not array.flags.c_contiguous:
             raise ValueError(f"{meta.name} {meta.shape}: box {box} and an array of shape {array.shape}")
 
 
-def _shares(blob: DecodedArray, parts: BoxArrays, checked: bool) -> Iterator[_Job | _Chunk]:
-    """What threads take one after another: pieces where they can be read alone, else chunks."""
-    direct = is_read_directly(blob.item, blob.array_number)
-    for index, jobs in _chunks(blob, parts, direct, checked):
-        if direct:
-            yield from jobs
+def _split_into_jobs(blob: DecodedArray, arrays: BoxArrays, is_checked: bool) -> Iterator[_PieceJob | _ChunkJob]:
+    """Yield one job per piece if pieces can be read directly, else one job per chunk."""
+    is_direct = is_read_directly(blob.item, blob.array_number)
+    for index, pieces in _touched_chunks(blob, arrays, is_direct=is_direct, is_checked=is_checked):
+        if is_direct:
+            yield from pieces
         else:
-            yield _Chunk(blob, index, tuple(jobs))
+            yield _ChunkJob(blob, index, tuple(pieces))
 
 
-def _chunks(
-    blob: DecodedArray, parts: BoxArrays, direct: bool, checked: bool
-) -> Iterator[tuple[tuple[int, ...], Iterator[_Job]]]:
-    """Every chunk that a part touches, in C order of the grid, cut into pieces."""
+def _touched_chunks(
+    blob: DecodedArray, arrays: BoxArrays, *, is_direct: bool, is_checked: bool
+) -> Iterator[tuple[tuple[int, ...], Iterator[_PieceJob]]]:
+    """Yield the index and the pieces of every chunk that an array needs, in C order of the grid."""
     meta = blob.meta
-    touched: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
-    for box, array in parts.items():
+    arrays_by_chunk: dict[tuple[int, ...], dict[Box, np.ndarray]] = {}
+    for box, array in arrays.items():
         if volume(box):
-            spans = (range(low // length, -(-high // length)) for (low, high), length in zip(box, meta.chunk_shape))
-            for index in itertools.product(*spans):
-                touched.setdefault(index, {})[box] = array
-    for index in sorted(touched):
-        value = blob.stored_value(index) if direct else None
-        yield index, _jobs(meta, value if isinstance(value, StoredRange) else None, index, touched[index], checked)
+            ranges = (range(low // length, -(-high // length)) for (low, high), length in zip(box, meta.chunk_shape))
+            for index in itertools.product(*ranges):
+                arrays_by_chunk.setdefault(index, {})[box] = array
+    for index in sorted(arrays_by_chunk):
+        value = blob.stored_value(index) if is_direct else None
+        stored = value if isinstance(value, StoredRange) else None
+        yield index, _piece_jobs(meta, stored, index=index, arrays=arrays_by_chunk[index], is_checked=is_checked)
 
 
-def _jobs(
-    meta: ArrayMeta, stored: StoredRange | None, index: tuple[int, ...], found: BoxArrays, checked: bool
-) -> Iterator[_Job]:
-    item, steps = itemsize(meta.dtype), strides(meta.chunk_shape, itemsize(meta.dtype))
+def _piece_jobs(
+    meta: ArrayMeta, stored: StoredRange | None, *, index: tuple[int, ...], arrays: BoxArrays, is_checked: bool
+) -> Iterator[_PieceJob]:
+    """Yield the pieces of a chunk that cover the boxes of `arrays`; whole checksum blocks if they are checked."""
+    item_nbytes = itemsize(meta.dtype)
+    byte_strides = strides(meta.chunk_shape, item_nbytes)
     corner = [i * length for i, length in zip(index, meta.chunk_shape)]
-    needed = [_moved(_shared(box, _chunk_box(corner, meta)), corner, -1) for box in found]
-    bound = _bound(needed)
-    for piece in _whole_blocks(bound, meta) if checked else _pieces(bound, meta.chunk_shape, item):
-        box = _moved(piece, corner, 1)
-        near = {part: array for part, array in found.items() if volume(_shared(part, box))}
-        if near:
-            start = sum(low * step for (low, _), step in zip(piece, steps))
-            yield _Job(meta.name, index, stored, start, volume(piece) * item, box, meta.dtype, near)
+    needed = [_shifted(_intersection(box, _chunk_box(corner, meta)), corner, -1) for box in arrays]
+    bounding_box = _bounding_box(needed)
+    if is_checked:
+        pieces = _block_pieces(bounding_box, meta)
+    else:
+        pieces = _contiguous_pieces(bounding_box, meta.chunk_shape, item_nbytes)
+    for piece in pieces:
+        box = _shifted(piece, corner, 1)
+        touching = {array_box: array for array_box, array in arrays.items() if volume(_intersection(array_box, box))}
+        if touching:
+            yield _PieceJob(
+                name=meta.name,
+                index=index,
+                stored=stored,
+                start=sum(low * stride for (low, _), stride in zip(piece, byte_strides)),
+                nbytes=volume(piece) * item_nbytes,
+                box=box,
+                dtype=meta.dtype,
+                arrays=touching,
+            )
 
 
 def _chunk_box(corner: Sequence[int], meta: ArrayMeta) -> Box:
     return tuple((low, low + length) for low, length in zip(corner, meta.chunk_shape))
 
 
-def _moved(box: Box, corner: Sequence[int], sign: int) -> Box:
+def _shifted(box: Box, corner: Sequence[int], sign: int) -> Box:
     return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
 
 
-def _bound(boxes: Sequence[Box]) -> Box:
+def _bounding_box(boxes: Sequence[Box]) -> Box:
     return tuple((min(low for low, _ in spans), max(high for _, high in spans)) for spans in zip(*boxes))
 
 
-def _pieces(box: Box, chunk: Sequence[int], item: int) -> Iterator[Box]:
-    """Boxes that cover a box of a chunk, each in one piece there and of at most PIECE_NBYTES: widened to whole trailing
-    dims where the runs of the box are short, or are most of the chunk anyway."""
-    steps = strides(chunk, item)
+def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -> Iterator[Box]:
+    """Yield boxes that cover a box of a chunk, each contiguous in the chunk and of at most PIECE_NBYTES.
+
+    The box is widened to whole trailing dims if its runs are short or cover most of the chunk.
+    """
+    byte_strides = strides(chunk_shape, item_nbytes)
     first = next((axis for axis, (low, high) in enumerate(box) if high - low > 1), len(box))
-    wide = (*box[: first + 1], *full_box(chunk[first + 1 :]))
-    last = _last_cut(box, chunk)
-    run = (box[last][1] - box[last][0]) * steps[last] if box else item
-    if run < MIN_RUN_NBYTES or 2 * volume(box) >= volume(wide):
-        box, last = wide, min(first, len(box) - 1)
+    widened = (*box[: first + 1], *full_box(chunk_shape[first + 1 :]))
+    last = _innermost_cut_axis(box, chunk_shape)
+    run_nbytes = (box[last][1] - box[last][0]) * byte_strides[last] if box else item_nbytes
+    if run_nbytes < MIN_RUN_NBYTES or 2 * volume(box) >= volume(widened):
+        box, last = widened, min(first, len(box) - 1)
     if not box:
         yield box
         return
-    axis = next((n for n in range(last, len(box)) if steps[n] <= PIECE_NBYTES), len(box) - 1)
-    length = max(1, PIECE_NBYTES // steps[axis])
+    axis = next((n for n in range(last, len(box)) if byte_strides[n] <= PIECE_NBYTES), len(box) - 1)
+    length = max(1, PIECE_NBYTES // byte_strides[axis])
     for outer in itertools.product(*(range(*span) for span in box[:axis])):
         for low in range(*box[axis], length):
             rows = (low, min(low + length, box[axis][1]))
             yield (*((i, i + 1) for i in outer), rows, *box[axis + 1 :])
 
 
-def _whole_blocks(box: Box, meta: ArrayMeta) -> Iterator[Box]:
-    """Boxes of whole checksum blocks that cover a box of a chunk, each in one piece there and of at most
-    PIECE_NBYTES, or one block."""
+def _block_pieces(box: Box, meta: ArrayMeta) -> Iterator[Box]:
+    """Yield boxes of whole checksum blocks that cover a box of a chunk.
+
+    Each is contiguous in the chunk and has at most PIECE_NBYTES, or one block.
+    """
     if not box:
         yield box
         return
@@ -323,28 +387,28 @@ def _whole_blocks(box: Box, meta: ArrayMeta) -> Iterator[Box]:
             yield (*((i, i + 1) for i in outer), span, *full_box(meta.chunk_shape[axis + 1 :]))
 
 
-def _last_cut(box: Box, chunk: Sequence[int]) -> int:
-    """The innermost axis of which a box has not all; the outermost one if it has all of them."""
-    return max((axis for axis, (span, n) in enumerate(zip(box, chunk)) if span != (0, n)), default=0)
+def _innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
+    """Return the innermost axis on which a box does not span the chunk; 0 if there is none."""
+    return max((axis for axis, (span, n) in enumerate(zip(box, chunk_shape)) if span != (0, n)), default=0)
 
 
-def _shared(a: Box, b: Box) -> Box:
+def _intersection(a: Box, b: Box) -> Box:
     return tuple(map(intersect, a, b))
 
 
 def _slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
-    """Where a box lies in the array of another; with an ellipsis, so that a 0-d array gives a view too."""
+    """Return the index of a box in the array of a larger box; the ellipsis makes a 0-d index return a view."""
     return (*(slice(low - start, high - start) for (low, high), (start, _) in zip(box, within)), ...)
 
 
-def _straight(job: _Job, offset: int) -> ByteArray | None:
-    """The bytes of the array that are those of the piece, where direct I/O can put them there as they are."""
-    if len(job.parts) > 1:
+def _direct_target(piece: _PieceJob, offset: int) -> ByteArray | None:
+    """Return the array bytes of a piece if direct I/O can read into them: same dtype, contiguous, same page offset."""
+    if len(piece.arrays) > 1:
         return None
-    ((box, array),) = job.parts.items()
-    if array.dtype != numpy_dtype(job.dtype) or _shared(job.box, box) != job.box:
+    ((box, array),) = piece.arrays.items()
+    if array.dtype != numpy_dtype(piece.dtype) or _intersection(piece.box, box) != piece.box:
         return None
-    place = array[_slices(job.box, box)]
-    if not place.flags.c_contiguous or (place.ctypes.data - offset) % PAGE:
+    target = array[_slices(piece.box, box)]
+    if not target.flags.c_contiguous or (target.ctypes.data - offset) % PAGE:
         return None
-    return place.reshape(-1).view(np.uint8)
+    return target.reshape(-1).view(np.uint8)

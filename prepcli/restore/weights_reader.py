@@ -1,4 +1,4 @@
-"""Leaves of any checkpoint that prep reads, as `save-init` would lay them out, into arrays: nothing is written."""
+"""`WeightsReader`: reads parameters of any source into arrays, in the leaf layout that `save-init` would write."""
 
 from __future__ import annotations
 
@@ -28,41 +28,51 @@ BoxArrays = Mapping[Box, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A leaf, and the tensors that make it up."""
+class _LeafTensors:
+    """A leaf and its tensors."""
 
-    row: AxisMap
-    apart: Mapping[str, int]  # which one it is of those that the row stands for
+    axis_map: AxisMap
+    unscanned_index: Mapping[str, int]  # of a leaf that is one of several, such as one layer's
     tensors: Mapping[str, SourceTensor]
 
 
 class WeightsReader:
-    """A state.Reader of the parameters of a source, layers stacked. `facts`: what a manifest would say of them.
+    """CheckpointReader of the parameters of a source, with layers stacked on axis 0.
 
-    vocab_parts: the vocabulary is padded to a multiple of it, with zeros. verify: each tensor that is read is checked
-    against the digests that the source's manifest records. PrepError where tensors do not add up to the
-    model, or a head that is said to be the embedding is not.
+    Attributes:
+        manifest: The model's facts, as a manifest would record them.
+        leaves: Shape and dtype of each leaf, by dotted name.
     """
 
     def __init__(self, source: Source, vocab_multiple: int = 1, verify: bool = True) -> None:
+        """Match the tensors of a source with its family's rows and open its files.
+
+        Args:
+            source: The checkpoint.
+            vocab_multiple: Pad the vocabulary with zeros to a multiple of this.
+            verify: Check each tensor against the digests in the source's manifest.
+
+        Raises:
+            PrepError: Tensors are missing or of another shape, or a head that should equal the embedding differs.
+        """
         vocabulary = source.vocabulary()
-        rows = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
-        table = source_rows(source)
-        found = match_source_tensors(source, table, DEFAULT_MATCH_OPTIONS)
+        padded_vocab_size = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
+        rows = source_rows(source)
+        accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
-        for check in found.checks:
-            _check_same(source, check, tensors)
-        config = with_vocabulary(source.config, Vocabulary(vocabulary.true_size, rows))
+        for check in accounting.checks:
+            _check_equal(source, check, tensors)
+        config = with_vocabulary(source.config, Vocabulary(vocabulary.true_size, padded_vocab_size))
         self.manifest: Mapping[str, Any] = {
-            "config": config, "tied": found.is_tied, "scan": True, "scan_axis": 0,
+            "config": config, "tied": accounting.is_tied, "scan": True, "scan_axis": 0,
             "rules": source.tree_manifest.get("rules", ()),
         }  # fmt: skip
-        bound = {
-            path: bind_row(row, source.family.sizes(source.config), {VOCAB_ATOM: rows}) for path, row in table.items()
-        }
-        self._leaves = _leaves(found.uses, bound, tensors)
+        sizes = source.family.sizes(source.config)
+        axis_maps = {path: bind_row(row, sizes, {VOCAB_ATOM: padded_vocab_size}) for path, row in rows.items()}
+        self._leaves = _group_by_leaf(accounting.uses, axis_maps, tensors)
         self.leaves = {
-            name: checkpoint_store.LeafSpec(leaf.row.leaf_shape, _dtype(leaf)) for name, leaf in self._leaves.items()
+            name: checkpoint_store.LeafSpec(leaf.axis_map.leaf_shape, _common_dtype(leaf))
+            for name, leaf in self._leaves.items()
         }
         self._source, self._verify = source, verify
         self._files = open_blobs(source.byte_sources)
@@ -71,28 +81,37 @@ class WeightsReader:
     def __enter__(self) -> WeightsReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._files.__exit__(kind, error, at)
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._files.__exit__(exc_type, error, traceback)
 
     def read(self, name: str, parts: BoxArrays) -> None:
-        """Fill each array (C order) with its box of the leaf, cast to its dtype. PrepError names a broken file.
+        """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
 
-        A tensor is in memory as a whole, one at a time.
+        One whole tensor is in memory at a time.
+
+        Args:
+            name: Dotted name of the leaf.
+            parts: Arrays to fill, by their boxes of the leaf.
+
+        Raises:
+            PrepError: A file is broken or a tensor is damaged.
         """
         leaf = self._leaves[name]
         for array in parts.values():
             array.fill(0)
-        jobs: dict[str, list[tuple[StridedCopy, np.ndarray]]] = {}
+        copies_by_tensor: dict[str, list[tuple[StridedCopy, np.ndarray]]] = {}
         for box, array in parts.items():
-            for tensor, copy in leaf_box_copies(leaf.row, box, 1, leaf.apart):
-                jobs.setdefault(tensor, []).append((copy, array))
-        for tensor, found in jobs.items():
-            whole = self._whole(leaf.tensors[tensor])
-            for copy, array in found:
-                _put(copy, whole, array)
+            for tensor_name, copy in leaf_box_copies(leaf.axis_map, box, 1, leaf.unscanned_index):
+                copies_by_tensor.setdefault(tensor_name, []).append((copy, array))
+        for tensor_name, copies in copies_by_tensor.items():
+            values = self._read_tensor(leaf.tensors[tensor_name])
+            for copy, array in copies:
+                _copy_elements(copy, values, array)
 
-    def _whole(self, tensor: SourceTensor) -> np.ndarray:
-        """Read all elements of a tensor in C order, checked against its digests."""
+    def _read_tensor(self, tensor: SourceTensor) -> np.ndarray:
+        """Read all elements of a tensor in C order and check them against its digests."""
         raw = np.empty(tensor.nbytes, np.uint8)
         for start, run in read_values(self._files, _stream(tensor), self._buffers):
             raw[start : start + run.size] = run
@@ -101,52 +120,55 @@ class WeightsReader:
         return raw.view(numpy_dtype(tensor.dtype))
 
 
-def _leaves(
-    uses: Mapping[str, tuple[TensorUse, ...]], bound: Mapping[str, AxisMap], tensors: Mapping[str, SourceTensor]
-) -> dict[str, _Leaf]:
-    found: dict[str, dict[str, SourceTensor]] = {}
+def _group_by_leaf(
+    uses_by_tensor: Mapping[str, tuple[TensorUse, ...]],
+    axis_maps: Mapping[str, AxisMap],
+    tensors: Mapping[str, SourceTensor],
+) -> dict[str, _LeafTensors]:
+    tensors_by_leaf: dict[str, dict[str, SourceTensor]] = {}
     rows: dict[str, tuple[AxisMap, dict[str, int]]] = {}
-    for name, of in uses.items():
-        for use in of:
-            leaf, row, at = f"{PARAMS}.{use.path}", bound[use.parameter], dict(use.stacked_indices)
-            found.setdefault(leaf, {})[name] = tensors[name]
-            rows[leaf] = row, {factor.atom: at[factor.atom] for factor in row.unscanned_factors}
-    return {leaf: _Leaf(*rows[leaf], own) for leaf, own in found.items()}
+    for name, uses in uses_by_tensor.items():
+        for use in uses:
+            leaf, axis_map, indices = f"{PARAMS}.{use.path}", axis_maps[use.parameter], dict(use.stacked_indices)
+            tensors_by_leaf.setdefault(leaf, {})[name] = tensors[name]
+            rows[leaf] = axis_map, {factor.atom: indices[factor.atom] for factor in axis_map.unscanned_factors}
+    return {leaf: _LeafTensors(*rows[leaf], leaf_tensors) for leaf, leaf_tensors in tensors_by_leaf.items()}
 
 
-def _dtype(leaf: _Leaf) -> str:
-    """The dtype of its tensors; where they differ, one that holds the values of all."""
-    first, *others = {tensor.dtype for tensor in leaf.tensors.values()}
-    if not others:
-        return first
-    return "float64" if "float64" in (first, *others) else "float32"
+def _common_dtype(leaf: _LeafTensors) -> str:
+    """Return the dtype of a leaf's tensors; if they differ, a float dtype that holds all their values."""
+    dtypes = {tensor.dtype for tensor in leaf.tensors.values()}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return "float64" if "float64" in dtypes else "float32"
 
 
-def _put(copy: StridedCopy, tensor: np.ndarray, array: np.ndarray) -> None:
-    """Elements of a tensor to their places in a part; the copy counts elements."""
+def _copy_elements(copy: StridedCopy, tensor: np.ndarray, array: np.ndarray) -> None:
+    """Copy elements of a tensor into an array; offsets and steps of the copy are in elements."""
     shape = [*(count for count, _, _ in copy.dims), copy.width]
-    there, here = ([*(dim[side] for dim in copy.dims), 1] for side in (1, 2))
-    _view(array.reshape(-1), copy.file_offset, shape, here)[...] = _view(tensor, copy.tensor_offset, shape, there)
+    tensor_steps = [*(tensor_step for _, tensor_step, _ in copy.dims), 1]
+    array_steps = [*(array_step for _, _, array_step in copy.dims), 1]
+    source = _strided_view(tensor, copy.tensor_offset, shape, tensor_steps)
+    _strided_view(array.reshape(-1), copy.file_offset, shape, array_steps)[...] = source
 
 
-def _view(flat: np.ndarray, start: int, shape: list[int], steps: list[int]) -> np.ndarray:
-    item = flat.itemsize
-    return np.ndarray(shape, flat.dtype, flat, start * item, [step * item for step in steps])
+def _strided_view(flat: np.ndarray, start: int, shape: list[int], steps: list[int]) -> np.ndarray:
+    item_nbytes = flat.itemsize
+    return np.ndarray(shape, flat.dtype, flat, start * item_nbytes, [step * item_nbytes for step in steps])
 
 
 def _stream(tensor: SourceTensor) -> Stream:
-    """All of a tensor, as it is read."""
-    return Stream(
-        tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0] if tensor.shape else 1), tensor.placement, ()
-    )
+    """Return a read-only stream of a whole tensor."""
+    rows = (0, tensor.shape[0] if tensor.shape else 1)
+    return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
 
-def _check_same(source: Source, check: EqualityCheck, tensors: Mapping[str, SourceTensor]) -> None:
-    """PrepError unless a tensor repeats the other."""
+def _check_equal(source: Source, check: EqualityCheck, tensors: Mapping[str, SourceTensor]) -> None:
+    """Raise PrepError unless a tensor equals its supposed duplicate."""
     pair = [tensors[name] for name in (check.name, check.duplicate_of)]
-    found = compare_streams(source.byte_sources, _stream(pair[0]), source.byte_sources, _stream(pair[1]))
-    if found.count:
-        how = f"{found.count:,} values differ, the first at {list(found.index)}: {found.value_a}, {found.value_b}"
-        raise not_equal_error(
-            source.family, check, {each.name: source.names.display_name(each.name) for each in pair}, how
-        )
+    result = compare_streams(source.byte_sources, _stream(pair[0]), source.byte_sources, _stream(pair[1]))
+    if result.count:
+        first = f"{list(result.index)}: {result.value_a}, {result.value_b}"
+        difference = f"{result.count:,} values differ, the first at {first}"
+        display_names = {tensor.name: source.names.display_name(tensor.name) for tensor in pair}
+        raise not_equal_error(source.family, check, display_names, difference)

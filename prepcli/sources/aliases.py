@@ -1,4 +1,4 @@
-"""Short names of the checkpoints that prep is made for, and what is known of them without any file."""
+"""Short names of published checkpoints, with the facts about them that need no file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A published checkpoint; `parameters` counts tied tensors once, `vocab` is that of its embedding."""
+    """A short name of a published checkpoint; `parameters` counts tied tensors once, `vocab` is the embedding size."""
 
     name: str
     hub_id: str
     family: str  # model_type in its config.json
     parameters: int
-    itemsize: int  # bytes a value of its files
+    itemsize: int  # bytes per value in its files
     vocab: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters as published."""
+        """Size of all parameters in bytes, as published."""
         return self.parameters * self.itemsize
 
 

@@ -1,8 +1,8 @@
-"""Arrays of a checkpoint as the bytes of their chunks one after another, decoded as they are read.
+"""Arrays of an Orbax item as blobs: the decoded bytes of their chunks, one chunk after another.
 
-Chunk number i of an array is the bytes from i times a chunk's size on; what is not stored is zeros. A chunk is decoded
-from its first byte on, only as far as it is read. What was begun is kept while there is room for it: a chunk that is
-read from before where it stands is decoded anew, and from then on held whole if it fits.
+Chunk number i begins at byte i times the chunk's size; chunks that are not stored are zeros. A chunk is decoded from
+its first byte, only as far as it is read. Its decoder stays open while the cache has room. A read from before the
+decoder's position decodes the chunk again, and then keeps the whole chunk in memory if it fits.
 """
 
 from __future__ import annotations
@@ -31,51 +31,57 @@ from prepcli.formats.orbax_read import OrbaxItem
 from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.untrusted import quote_name
 
-WHOLE_CHUNK_DIVISOR = 8  # a chunk of at most this part of the memory is held whole at once
+WHOLE_CHUNK_DIVISOR = 8  # a chunk of up to this fraction of the cache is decoded at once and kept
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedArray:
-    """Array number `number` of an item, as a blob."""
+    """A blob of the decoded chunks of one array."""
 
     item: OrbaxItem
     array_number: int
 
     @property
     def meta(self) -> ArrayMeta:
+        """Metadata of the array."""
         return self.item.arrays[self.array_number]
 
     @property
     def name(self) -> str:
+        """Name in messages."""
         return f"{quote_name(self.meta.name)} of {self.item.folder}"
 
     def stored_value(self, index: tuple[int, ...]) -> StoredValue | None:
-        """What is stored of a chunk; None for zeros."""
+        """Return the stored value of a chunk; None if it is not stored, which means zeros."""
         return self.item.chunks[self.array_number].get(index)
 
     def chunk_path(self, index: tuple[int, ...]) -> Path:
-        """The file that a chunk is in."""
+        """Return the file that stores a chunk; the item's folder if it is in the index or not stored."""
         value = self.stored_value(index)
         return self.item.files[value.file] if isinstance(value, StoredRange) else self.item.folder
 
     def open(self) -> DecodedArrayReader:
-        """Read it within a little memory."""
+        """Open the array for reading, with a small cache of its own."""
         return self.open_with_cache(ChunkCache())
 
     def open_with_cache(self, cache: ChunkCache) -> DecodedArrayReader:
-        """Read it within memory that others use too."""
+        """Open the array for reading, with a cache shared with other readers."""
         return DecodedArrayReader(self, cache)
 
 
 class DecodedArrayReader:
-    """A decoded array while one thread reads it."""
+    """Reader of a decoded array, for one thread."""
 
     def __init__(self, blob: DecodedArray, cache: ChunkCache) -> None:
         self._blob, self._cache = blob, cache
         self._chunk_nbytes = blob.meta.chunk_nbytes
 
     def read_at(self, offset: int, into: ByteArray) -> None:
-        """Fill `into` from byte `offset` on. PrepError names the chunk that is broken."""
+        """Fill `into` with the bytes from `offset` on.
+
+        Raises:
+            PrepError: A chunk is broken or unreadable.
+        """
         done = 0
         while done < into.size:
             number, start = divmod(offset + done, self._chunk_nbytes)
@@ -88,57 +94,67 @@ class DecodedArrayReader:
 
     def _read(self, number: int, start: int, into: ByteArray) -> None:
         key = (id(self), number)
-        held = self._cache.get(key)
-        if held is not None and held.read(start, into):
+        cached = self._cache.get(key)
+        if cached is not None and cached.read(start, into):
             return
-        again = held is not None
+        is_reread = cached is not None
         self._cache.drop(key)
-        self._cache.put(key, open_chunk(self._blob, self._index(number), self._cache, again)).read(start, into)
+        reader = open_chunk(self._blob, self._index(number), self._cache, keep_whole=is_reread)
+        self._cache.put(key, reader).read(start, into)
 
     def _index(self, number: int) -> tuple[int, ...]:
         return unravel_chunk_index(self._blob.meta.grid, number)
 
     def close(self) -> None:
-        """Let go of what is held, here and by others that use the same memory."""
+        """Close all readers in the cache, including the readers of other arrays."""
         self._cache.close()
 
 
 def open_chunk(blob: DecodedArray, index: tuple[int, ...], cache: ChunkCache, keep_whole: bool = False) -> ChunkReader:
-    """A chunk, ready to be read from its first byte on; `whole`: from anywhere, if there is room for all of it.
+    """Open a chunk for reading from its first byte on.
 
-    ValueError where it is broken; OSError where the system does not let it be read.
+    Args:
+        blob: The array.
+        index: Index of the chunk in the grid.
+        cache: Cache whose memory the reader counts against; it is asked to make room.
+        keep_whole: Decode all of the chunk into memory if the cache has room, so that any part can be read again.
+
+    Raises:
+        ValueError: The chunk is broken, or its decoder needs more memory than the cache has.
+        OSError: The chunk's file cannot be read.
     """
-    value, nbytes, steps = blob.stored_value(index), blob.meta.chunk_nbytes, blob.item.codec_names[blob.array_number]
+    value, nbytes = blob.stored_value(index), blob.meta.chunk_nbytes
+    codec_names = blob.item.codec_names[blob.array_number]
     if value is None:
-        return _Zeros()
+        return _ZeroChunk()
     cache.make_room(0)
-    stored = _Bytes(value) if isinstance(value, bytes) else _File(blob.item.files[value.file], value)
-    if not steps:
-        return _Plain(stored)
+    stored = _InlineValue(value) if isinstance(value, bytes) else _FileValue(blob.item.files[value.file], value)
+    if not codec_names:
+        return _UncompressedChunk(stored)
     with contextlib.ExitStack() as stack:
         stack.callback(stored.close)
-        needed = decoder_memory_nbytes(steps, stored.read_at(0, ZSTD_HEADER_NBYTES), nbytes)
-        cache.make_room(needed)
-        ahead = _Ahead(
-            open_decoder(steps, StoredBytesReader(stored.read_at, stored.nbytes)), stored.close, needed, nbytes
-        )
-        if (keep_whole or nbytes <= cache.most_nbytes // WHOLE_CHUNK_DIVISOR) and needed + nbytes <= cache.most_nbytes:
-            cache.make_room(needed + nbytes)
-            return _whole(ahead, nbytes)
+        decoder_nbytes = decoder_memory_nbytes(codec_names, stored.read_at(0, ZSTD_HEADER_NBYTES), nbytes)
+        cache.make_room(decoder_nbytes)
+        decoder = open_decoder(codec_names, StoredBytesReader(stored.read_at, stored.nbytes))
+        streamed = _StreamedChunk(decoder, stored.close, decoder_nbytes, nbytes)
+        is_small = nbytes <= cache.most_nbytes // WHOLE_CHUNK_DIVISOR
+        if (keep_whole or is_small) and decoder_nbytes + nbytes <= cache.most_nbytes:
+            cache.make_room(decoder_nbytes + nbytes)
+            return _load_whole_chunk(streamed, nbytes)
         stack.pop_all()
-    return ahead
+    return streamed
 
 
 def chunk_error(blob: DecodedArray, index: tuple[int, ...], error: ValueError | OSError) -> PrepError:
-    """The error of a chunk as one that names it."""
+    """Return the PrepError that names the chunk that could not be read."""
     if isinstance(error, OSError):
         return io_error(blob.chunk_path(index), error)
     what = f"chunk {chunk_key(index)} of {blob.name} cannot be decoded"
     return PrepError(what, f"{blob.chunk_path(index).name}: {error}", "copy the checkpoint again")
 
 
-class _Bytes:
-    """A value that is in memory."""
+class _InlineValue:
+    """A stored value in the index, so in memory."""
 
     def __init__(self, value: bytes) -> None:
         self._value, self.nbytes = value, len(value)
@@ -150,8 +166,8 @@ class _Bytes:
         pass
 
 
-class _File:
-    """A value in a file."""
+class _FileValue:
+    """A stored value in a byte range of a file."""
 
     def __init__(self, path: Path, value: StoredRange) -> None:
         self._value, self.nbytes = value, value.nbytes
@@ -166,8 +182,8 @@ class _File:
             self._fd = -1
 
 
-class _Zeros:
-    """A chunk that is not stored."""
+class _ZeroChunk:
+    """Reader of a chunk without stored value: zeros."""
 
     nbytes = 0
 
@@ -179,30 +195,30 @@ class _Zeros:
         pass
 
 
-class _Plain:
-    """A chunk that is stored as it is."""
+class _UncompressedChunk:
+    """Reader of an uncompressed chunk."""
 
     nbytes = 0
 
-    def __init__(self, stored: _Bytes | _File) -> None:
+    def __init__(self, stored: _InlineValue | _FileValue) -> None:
         self._stored = stored
 
     def read(self, start: int, into: ByteArray) -> bool:
         done = 0
         while done < into.size:
-            found = self._stored.read_at(start + done, min(into.size - done, READ_BLOCK_NBYTES))
-            if not found:
+            block = self._stored.read_at(start + done, min(into.size - done, READ_BLOCK_NBYTES))
+            if not block:
                 raise ValueError(f"{into.size - done:,} bytes are missing")
-            into[done : done + len(found)] = np.frombuffer(found, np.uint8)
-            done += len(found)
+            into[done : done + len(block)] = np.frombuffer(block, np.uint8)
+            done += len(block)
         return True
 
     def close(self) -> None:
         self._stored.close()
 
 
-class _Whole:
-    """A chunk in memory."""
+class _ChunkInMemory:
+    """Reader of a decoded chunk in memory."""
 
     def __init__(self, data: ByteArray) -> None:
         self._data, self.nbytes = data, data.nbytes
@@ -215,41 +231,42 @@ class _Whole:
         self._data = self._data[:0]
 
 
-class _Ahead:
-    """A chunk that is decoded as it is read, of which the last piece is there."""
+class _StreamedChunk:
+    """Reader that decodes a chunk block by block and keeps the last decoded block in memory."""
 
-    def __init__(self, pieces: ByteReader, close: Callable[[], None], nbytes: int, whole_nbytes: int) -> None:
-        self._pieces, self._close, self.nbytes, self._whole_nbytes = pieces, close, nbytes, whole_nbytes
-        self._piece, self._start = np.empty(0, np.uint8), 0
+    def __init__(self, decoder: ByteReader, close: Callable[[], None], nbytes: int, chunk_nbytes: int) -> None:
+        self._decoder, self._close, self.nbytes, self._chunk_nbytes = decoder, close, nbytes, chunk_nbytes
+        self._block, self._block_start = np.empty(0, np.uint8), 0
 
     def read(self, start: int, into: ByteArray) -> bool:
-        if start < self._start:
+        """Fill `into` from byte `start` on; return False if the decoder is already past it."""
+        if start < self._block_start:
             return False
         done = 0
         while done < into.size:
-            low = start + done - self._start
-            if low >= self._piece.size:
-                self._next()
+            block_offset = start + done - self._block_start
+            if block_offset >= self._block.size:
+                self._decode_block()
                 continue
-            count = min(into.size - done, self._piece.size - low)
-            into[done : done + count] = self._piece[low : low + count]
+            count = min(into.size - done, self._block.size - block_offset)
+            into[done : done + count] = self._block[block_offset : block_offset + count]
             done += count
         return True
 
-    def _next(self) -> None:
-        self._start += self._piece.size
-        found = self._pieces.read(min(READ_BLOCK_NBYTES, self._whole_nbytes - self._start))
-        if not found:
-            raise ValueError(f"it holds {self._start:,} bytes, not {self._whole_nbytes:,}")
-        self._piece = np.frombuffer(found, np.uint8)
-        if self._start + self._piece.size == self._whole_nbytes and self._pieces.read(1):
-            raise ValueError(f"it holds more than {self._whole_nbytes:,} bytes")
+    def _decode_block(self) -> None:
+        self._block_start += self._block.size
+        block = self._decoder.read(min(READ_BLOCK_NBYTES, self._chunk_nbytes - self._block_start))
+        if not block:
+            raise ValueError(f"it holds {self._block_start:,} bytes, not {self._chunk_nbytes:,}")
+        self._block = np.frombuffer(block, np.uint8)
+        if self._block_start + self._block.size == self._chunk_nbytes and self._decoder.read(1):
+            raise ValueError(f"it holds more than {self._chunk_nbytes:,} bytes")
 
     def close(self) -> None:
         self._close()
 
 
-def _whole(ahead: _Ahead, nbytes: int) -> _Whole:
+def _load_whole_chunk(streamed: _StreamedChunk, nbytes: int) -> _ChunkInMemory:
     data = np.empty(nbytes, np.uint8)
-    ahead.read(0, data)
-    return _Whole(data)
+    streamed.read(0, data)
+    return _ChunkInMemory(data)

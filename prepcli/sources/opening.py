@@ -1,4 +1,4 @@
-"""From a folder to a Source, by what the folder holds."""
+"""Opening of a checkpoint folder, by the opener for its format."""
 
 from __future__ import annotations
 
@@ -29,22 +29,41 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
 
 
 def open_source(path: Path, display_name: str, hints: SourceHints = NO_HINTS) -> Source:
-    """Read headers and settings of a checkpoint, no weights; messages call it `name`. PrepError names what is broken
-    or not understood."""
+    """Read the headers and settings of a checkpoint, but no weights.
+
+    Args:
+        path: Folder or file of the checkpoint.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: The checkpoint is broken, or its format is not supported.
+    """
     return OPENERS[detect(path, display_name)](path, display_name, hints)
 
 
 def open_located(located: LocatedCheckpoint, display_name: str, config_path: Path | None = None) -> Source:
-    """The same of what was located, be it here or far away; `config` is what the user says that it is of."""
-    remote, given = located.remote, SourceHints(config_path, located.part)
+    """Read the headers and settings of a located checkpoint, local or remote.
+
+    Args:
+        located: Result of `locate`.
+        display_name: Name of the checkpoint in messages.
+        config_path: The user's config.json, or a folder with one, if any.
+
+    Raises:
+        PrepError: The checkpoint is broken, or its format is not supported.
+    """
+    remote, hints = located.remote, SourceHints(config_path, located.part)
     if remote is None:
-        return open_source(located.path, display_name, given)
+        return open_source(located.path, display_name, hints)
     with rename_in_errors(remote.placeholder_folder, display_name):
-        return _from_afar(open_source(located.path, display_name, given), remote)
+        return _with_remote_blobs(open_source(located.path, display_name, hints), remote)
 
 
-def _from_afar(source: Source, remote: RemoteCheckpoint) -> Source:
-    """A source that was opened by what stands for its files, with tensors read from the files themselves."""
+def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:
+    """Replace the placeholder files of a source by the remote files that its tensors are read from."""
     blobs = remote.blobs(source.files, source.blobs)
-    facts = tuple(SourceFile(fact.path, b.file.size, 0, b.file.digest) for fact, b in zip(source.file_stamps, blobs))
-    return replace(source, file_stamps=facts, blobs=blobs)
+    stamps = tuple(
+        SourceFile(stamp.path, blob.file.size, 0, blob.file.digest) for stamp, blob in zip(source.file_stamps, blobs)
+    )
+    return replace(source, file_stamps=stamps, blobs=blobs)

@@ -1,4 +1,4 @@
-"""A checkpoint seen as tensors, whatever holds them: what every conversion reads from."""
+"""`Source`: an opened checkpoint of any format as a list of tensors. Every conversion reads from one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainer.models.axis_map import Row
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 
 CONFIG = "config.json"
-HF_FOLDER = "hf"  # in an init checkpoint: config, tokenizer and what else belongs to the model
+HF_FOLDER = "hf"  # in an init checkpoint: config, tokenizer and the other files of the model
 INDEX_FILES = (safetensors.INDEX_FILE, "pytorch_model.bin.index.json")
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor by its name in rows, where its bytes are, and the digests of its rows that a manifest records."""
+    """A tensor of a source: its name in the parameter rows, its location and its recorded digests."""
 
     name: str
     dtype: str
@@ -41,22 +41,36 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
     def cast(self, dtype: str | None) -> SourceTensor:
-        """The tensor as it is written where another dtype is asked for."""
+        """Return the tensor with its output dtype for a requested `dtype`."""
         return replace(self, dtype=cast_dtype(self.dtype, dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: tensors in the order in which they lie, data files by number, and what belongs to it.
+    """An opened checkpoint.
 
-    `state`: what a training checkpoint holds besides parameters, named as `slots` has it. `files` are those that
-    `facts` tell of; `blobs` what sides number, where that is not the files as they stand.
+    Attributes:
+        display_name: Name of the checkpoint in messages.
+        root: Folder or file of the checkpoint.
+        family: Model family.
+        config: The model's config.json.
+        names: Naming scheme of the tensors in the source.
+        tensors: Parameters, in the order of their bytes in the files.
+        files: Data files, by file number.
+        file_stamps: Size, time and digest of each data file, to detect changes.
+        small_files: Tokenizer, generation config and other files that belong to the model.
+        manifest: The manifest of a checkpoint that prep wrote.
+        tensor_file_names: For each parameter, the file name for a Hugging Face folder.
+        state_tensors: The other tensors of a training checkpoint, named as in `planning.state_names`.
+        blobs: Byte sources by the file numbers of placements; empty if the placements refer to `files`.
+        extra_entries: Other contents of the files, which no conversion uses.
     """
 
-    display_name: str  # as messages call it
+    display_name: str
     root: Path
     family: Family
     config: HFConfig
@@ -66,86 +80,94 @@ class Source:
     file_stamps: tuple[SourceFile, ...]
     small_files: tuple[Path, ...]
     manifest: Mapping[str, Any] | None
-    tensor_file_names: tuple[str, ...] = ()  # of each tensor's file, for a Hugging Face folder
+    tensor_file_names: tuple[str, ...] = ()
     state_tensors: tuple[SourceTensor, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()
-    extra_entries: tuple[DroppedTensor, ...] = ()  # what else the files hold, which no conversion takes
+    extra_entries: tuple[DroppedTensor, ...] = ()
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
-        """What sides number."""
+        """Files and blobs, in the order of the file numbers of tensor placements."""
         return self.blobs or self.files
 
     @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:
-        """Parameters, and what else a training checkpoint holds."""
+        """Parameters, then the other tensors of a training checkpoint."""
         return *self.tensors, *self.state_tensors
 
     @property
     def tree_manifest(self) -> Mapping[str, Any]:
-        """The manifest of an Orbax checkpoint that prep wrote; of anything else nothing."""
+        """The manifest if this is an Orbax checkpoint that prep wrote, else an empty mapping."""
         return self.manifest if self.manifest and self.manifest["kind"] in KEYS_BY_KIND else {}
 
     def display_names(self) -> dict[str, str]:
-        """How each tensor is called outside of prep."""
-        shown = {t.name: self.names.full_name(t.name) for t in self.tensors}
+        """Return the name of each tensor in the checkpoint's own files, by its name in `tensors`."""
+        names = {t.name: self.names.full_name(t.name) for t in self.tensors}
         for slot, name in (split_name(t.name) for t in self.state_tensors):
-            shown[qualify(slot, name)] = qualify(slot, self.names.full_name(name)) if slot else name
-        return shown
+            names[qualify(slot, name)] = qualify(slot, self.names.full_name(name)) if slot else name
+        return names
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
-        """True and stored vocabulary; `true` is what the user says."""
+        """Return the true and the stored vocabulary size; `true_size` overrides the config's true size."""
         return read_vocabulary(self.config, self.family.sizes(self.config)["vocab"], true_size)
 
     def tensor_specs(self) -> dict[str, TensorInfo]:
-        """Name -> shape of every tensor."""
+        """Return dtype, shape and bytes of every parameter, by name."""
         return {t.name: TensorInfo(t.dtype, t.shape, t.nbytes) for t in self.tensors}
 
 
 def match_source_tensors(source: Source, table: Mapping[str, Row], options: MatchOptions) -> Accounting:
-    """Which row has which tensor of the source."""
+    """Match the tensors of a source with the parameter rows of its family.
+
+    Raises:
+        PrepError: Tensors are missing, unexpected or of another shape.
+    """
     sizes = source.family.sizes(source.config)
     return match_tensors(source.names, source.config, sizes, table, source.tensor_specs(), options, source.display_name)
 
 
 def stored_rows(source: Source) -> dict[str, Row]:
-    """The rows of the source's family as it has its layers, stacked where it has none of its own."""
+    """Return the parameter rows with layers stacked as in the source (on axis 0 if it is no prep checkpoint)."""
     return source_rows(source, source.tree_manifest.get("scan", True), source.tree_manifest.get("scan_axis", 0))
 
 
 def source_rows(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
-    """The rows of the source's family for its config."""
+    """Return the parameter rows of the source's family, by path."""
     return parameter_rows(source.family, source.config, scan, scan_axis, {t.name for t in source.tensors})
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json; PrepError where it is missing or no JSON object."""
+    """Read a config.json.
+
+    Raises:
+        PrepError: The file is missing, or is not a JSON object.
+    """
     if not os.path.exists(path):
-        raise PrepError(f"{path.parent} has no {path.name}", "it says what model the weights are of")
+        raise PrepError(f"{path.parent} has no {path.name}", "it describes the model of the weights")
     try:
-        found = json.loads(read_small_file(path, MAX_CONFIG_NBYTES))
+        config = json.loads(read_small_file(path, MAX_CONFIG_NBYTES))
     except (ValueError, RecursionError) as error:
         raise PrepError(f"{path} is broken", str(error)) from error
-    if not isinstance(found, dict):
-        raise PrepError(f"{path} is broken", "it holds no JSON object")
-    return found
+    if not isinstance(config, dict):
+        raise PrepError(f"{path} is broken", "it is not a JSON object")
+    return config
 
 
 def small_files(folder: Path) -> tuple[Path, ...]:
-    """What belongs to a model besides its weights: tokenizer, generation config, licence …; never code."""
+    """List the files of a model except config, weights and code: tokenizer, generation config, licence, ..."""
     if not folder.is_dir():
         return ()
     skipped = {CONFIG, MANIFEST_FILE, *INDEX_FILES}
     return tuple(
-        p
-        for p in sorted(folder.iterdir())
-        if p.is_file()
-        and p.name not in skipped
-        and p.suffix not in {*WEIGHT_SUFFIXES, ".py"}
-        and not p.name.startswith(".")
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.name not in skipped
+        and path.suffix not in {*WEIGHT_SUFFIXES, ".py"}
+        and not path.name.startswith(".")
     )
 
 
 def recorded_digests(records: Mapping[str, Any], name: str) -> tuple[tuple[int, int, str], ...]:
-    """The digests that a manifest's records have of a tensor."""
-    return tuple((low, high, text) for low, high, text in records.get(name, {}).get("digests", ()))
+    """Return the recorded digests of a tensor: (first row, one past the last, digest)."""
+    return tuple((first, stop, digest) for first, stop, digest in records.get(name, {}).get("digests", ()))

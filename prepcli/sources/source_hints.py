@@ -1,4 +1,4 @@
-"""What a user says of a checkpoint besides where it is: what model it is of, and which part of it is meant."""
+"""User-supplied facts about a checkpoint, other than its location: the model config, and the part of an EasyLM file."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ CONFIG = "config.json"
 PART_SEPARATOR = "::"
 FLAX_PARAMS = "flax_params"
 TRAIN_STATE_PARTS = ("trainstate", "trainstate_params")
-EASYLM_PARTS = (*TRAIN_STATE_PARTS, "params", FLAX_PARAMS)  # EasyLM's names, written before a path as `params::PATH`
+EASYLM_PARTS = (*TRAIN_STATE_PARTS, "params", FLAX_PARAMS)  # EasyLM's prefixes of a path, as in `params::PATH`
 
 
 @dataclass(frozen=True, slots=True)
 class SourceHints:
-    """`config`: a config.json, or a folder with one, for checkpoints that have none; `part`: one of PARTS, or empty."""
+    """User-supplied facts about a checkpoint.
+
+    Attributes:
+        config_path: A config.json, or a folder that contains one, for checkpoints without a config.
+        part: One of EASYLM_PARTS, or an empty string.
+    """
 
     config_path: Path | None = None
     part: str = ""
 
     def resolve_config_path(self, folder: Path, display_name: str) -> Path:
-        """The config.json that counts: the given one, else that of the folder. PrepError where there is none."""
+        """Return the path of the config.json to use: the user's, else the one in `folder`.
+
+        Raises:
+            PrepError: The user supplied no config and the folder has none.
+        """
         path = self.config_path.expanduser() if self.config_path else folder
         path = path / CONFIG if path.is_dir() else path
         if self.config_path is None and not path.is_file():
-            hint = f"`--config FOLDER`: one with the model's {CONFIG}"
-            raise PrepError(f"{display_name} does not say what model it is of", f"there is no {path}", hint)
+            hint = f"`--config FOLDER`: a folder with the model's {CONFIG}"
+            raise PrepError(f"{display_name} has no model config", f"{path} does not exist", hint)
         return path
 
 
@@ -35,6 +44,6 @@ NO_HINTS = SourceHints()
 
 
 def split_part(name: str) -> tuple[str, str]:
-    """Part and path of `PART::PATH`; no part where the text begins with none."""
-    part, mark, path = name.partition(PART_SEPARATOR)
-    return (part, path) if mark and part in EASYLM_PARTS else ("", name)
+    """Split `PART::PATH` into part and path; the part is empty unless it is one of EASYLM_PARTS."""
+    part, separator, path = name.partition(PART_SEPARATOR)
+    return (part, path) if separator and part in EASYLM_PARTS else ("", name)

@@ -1,8 +1,8 @@
-"""Links in a checkpoint's folder: which of them prep follows.
+"""Rules for symbolic links in a checkpoint folder.
 
-Files that prep parses (weights, their index, `config.json`, `params.json`) may be links to anywhere: only a model's
-data can be taken from them. Files that are copied or uploaded unread (tokenizer, licence, ...) may be links only within
-the folder that the user named, or, in the cache of the hub, into `blobs` of the same model.
+Files that prep parses (weights, their index, `config.json`, `params.json`) may link to any path: unparsable files are
+errors. Files to copy or upload unparsed (tokenizer, licence, ...) may link only within the folder named by the user,
+or, in the Hugging Face cache, into `blobs` of the same model.
 """
 
 from __future__ import annotations
@@ -12,39 +12,37 @@ from pathlib import Path
 
 from prepcli.errors import PrepError
 
-SNAPSHOTS, BLOBS, MODEL_FOLDER_PREFIX = (
-    "snapshots",
-    "blobs",
-    "models--",
-)  # `models--OWNER--NAME/snapshots/COMMIT` and `.../blobs`
+# Layout of the Hugging Face cache: `models--OWNER--NAME/snapshots/COMMIT` and `models--OWNER--NAME/blobs`
+SNAPSHOTS, BLOBS, MODEL_FOLDER_PREFIX = "snapshots", "blobs", "models--"
 
 
 def resolve_small_file(path: Path, root: Path) -> Path:
-    """The real path of a file that is copied or uploaded unread.
+    """Return the real path of a file to copy or upload unparsed.
 
     Args:
         path: The file, as it was listed.
-        root: The checkpoint that the user named, itself a link or not. A file that lies elsewhere, beside a config
-            that was given, belongs to its own folder.
+        root: The checkpoint named by the user, possibly a link. A file outside of it (next to the user's config) is
+            checked against its own folder.
 
     Raises:
-        PrepError: The file is reached by a link that leaves that folder.
+        PrepError: The file is a link that leaves the folder.
     """
     folder = root if root.is_dir() else root.parent
     folder = folder if folder in path.parents else path.parent
-    real, home = path.resolve(), folder.resolve()
-    if home in real.parents or any(blobs in real.parents for blobs in _blobs(home)):
-        return real
-    why = f"it leaves {folder}, and such files are copied as they are"
-    raise PrepError(f"{path} is a link to {_target(path, real)}", why, "replace the link by the file, or remove it")
+    real_path, real_folder = path.resolve(), folder.resolve()
+    if real_folder in real_path.parents or any(blobs in real_path.parents for blobs in _hub_cache_blobs(real_folder)):
+        return real_path
+    why = f"it leaves {folder}, and such files are copied unparsed"
+    what = f"{path} is a link to {_link_target(path, real_path)}"
+    raise PrepError(what, why, "replace the link by the file, or remove it")
 
 
-def _target(path: Path, real: Path) -> str:
-    return os.readlink(path) if path.is_symlink() else str(real)  # else a folder on the way is a link
+def _link_target(path: Path, real_path: Path) -> str:
+    return os.readlink(path) if path.is_symlink() else str(real_path)  # otherwise one of its folders is a link
 
 
-def _blobs(home: Path) -> tuple[Path, ...]:
-    """Where the files of a snapshot in the hub's cache lie."""
-    model = home.parent.parent
-    is_snapshot = home.parent.name == SNAPSHOTS and model.name.startswith(MODEL_FOLDER_PREFIX)
+def _hub_cache_blobs(folder: Path) -> tuple[Path, ...]:
+    """Return the `blobs` folder of the model if `folder` is a snapshot in the Hugging Face cache."""
+    model = folder.parent.parent
+    is_snapshot = folder.parent.name == SNAPSHOTS and model.name.startswith(MODEL_FOLDER_PREFIX)
     return (model / BLOBS,) if is_snapshot else ()

@@ -1,10 +1,10 @@
-"""The tensors that leaves of a tree hold, by the rows that say what each leaf is made of."""
+"""Tensors of a parameter tree (Orbax, Flax, EasyLM): which leaf, and which part of it, stores each tensor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prepcli.errors import PrepError
@@ -35,16 +35,16 @@ from trainer.models.parameters import (
     parameter_rows,
 )
 
-ROOTS = ("", "params.", "params.params.")  # of a tree that is all parameters, of Flax's variables, of a training state
-NATIVE_LAYOUT = "native"  # prep's own tree, without its manifest
-BOXED_SUFFIX = ".value"  # below a leaf that Flax boxed with the names of its dims
-MAX_LAYERS = 1 << 12  # of a stacked tree: far above any model; keeps a wrong config from asking for memory
+ROOTS = ("", "params.", "params.params.")  # a tree of parameters, Flax variables, a Flax training state
+NATIVE_LAYOUT = "native"  # the tree that prep writes, without its manifest
+BOXED_SUFFIX = ".value"  # below a leaf that Flax boxed with its logical axis names
+MAX_LAYERS = 1 << 12  # of a stacked tree; limits the memory that an invalid config can claim
 MAX_LISTED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
-    """A leaf that is read: its chunks, and where those that hold a tensor are."""
+    """A leaf of a stored tree, with a function that returns the placement of the chunks of one tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,76 +52,95 @@ class StoredLeaf:
     locate_chunks: Callable[[LeafPiece], Placement]
 
     def region(self, name: str, row: AxisMap, stacked_indices: tuple[tuple[str, int], ...]) -> Region:
-        """Where a tensor of the row lies in the leaf, which is called `name`."""
-        want = LeafPiece(name, row, stacked_indices, ChunkGrid(self.shape, self.chunk_shape), itemsize(self.dtype))
-        return Region(row, stacked_indices, want.grid, self.locate_chunks(want), want.itemsize)
+        """Return the region of this leaf, called `name`, that stores one tensor of the row."""
+        grid = ChunkGrid(self.shape, self.chunk_shape)
+        piece = LeafPiece(name, row, stacked_indices, grid, itemsize(self.dtype))
+        return Region(row, stacked_indices, piece.grid, self.locate_chunks(piece), piece.itemsize)
 
 
-Leaves = Mapping[str, StoredLeaf]
-LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]  # a leaf's path, its row, a tensor of it, which one
+Leaves = Mapping[str, StoredLeaf]  # by dotted name
+LeafTensor = tuple[str, AxisMap, str, tuple[tuple[str, int], ...]]  # leaf path, its row, tensor name, stacked indices
 
 
 def tensors_from_manifest(
     leaves: Leaves, names: TensorNames, manifest: Mapping[str, Any], folder: object
 ) -> tuple[tuple[SourceTensor, ...], tuple[SourceTensor, ...]]:
-    """The tensors that leaves, by dotted name, hold by the layout that a manifest names: those of the parameters, and
-    of the rest of a training state. PrepError for a parameter that is not there, or not of its shape."""
+    """List the tensors of a tree that prep wrote.
+
+    Args:
+        leaves: Leaves of the tree, by dotted name.
+        names: Naming scheme of the tensors in the manifest.
+        manifest: Manifest of the checkpoint; it states the layout of the tree.
+        folder: The checkpoint, for messages.
+
+    Returns:
+        The parameters, and the other tensors of a training state.
+
+    Raises:
+        PrepError: A parameter's leaf is missing or has another shape than the config implies.
+    """
     family, config = names.family, manifest["config"]
-    form = {names.bare_name(name) for name in manifest["tensors"]}  # of two that a family has, the one that was read
-    table = parameter_rows(family, config, manifest["scan"], manifest["scan_axis"], form)
-    kept = {path: row for path, row in table.items() if path != family.tying.head_leaf or not manifest["tied"]}
-    parts = tuple(_parts(kept, family.sizes(config)))
-    for path, bound, _, _ in parts:
+    recorded_names = {names.bare_name(name) for name in manifest["tensors"]}  # selects among alternate rows
+    rows = parameter_rows(family, config, manifest["scan"], manifest["scan_axis"], recorded_names)
+    kept_rows = {path: row for path, row in rows.items() if path != family.tying.head_leaf or not manifest["tied"]}
+    leaf_tensors = tuple(_leaf_tensors(kept_rows, family.sizes(config)))
+    for path, row, _, _ in leaf_tensors:
         if f"{PARAMS}.{path}" not in leaves:
             raise PrepError(f"{folder} lacks the leaf {PARAMS}.{path}", "its manifest and its tree differ")
-        _check(f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], bound, "manifest's config", folder)
+        _check_leaf_shape(f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    slots = find_slots(shapes, {path: bound.leaf_shape for path, bound, _, _ in parts})
-    taken = {f"{slot}.{path}" for slot in (PARAMS, *slots) for path, _, _, _ in parts}
+    slots = find_slots(shapes, {path: row.leaf_shape for path, row, _, _ in leaf_tensors})
+    matched = {f"{slot}.{path}" for slot in (PARAMS, *slots) for path, _, _, _ in leaf_tensors}
 
-    def of_slot(slot: str) -> Iterator[SourceTensor]:
-        said = manifest["tensors"] if slot == PARAMS else manifest.get("slots", {}).get(slot, {})
-        found = ((f"{slot}.{path}", row, tensor, at) for path, row, tensor, at in parts)
-        return (_renamed(t, qualify(slot, t.name)) for t in iter_tensors(leaves, found, said, names))
+    def slot_tensors(slot: str) -> Iterator[SourceTensor]:
+        records = manifest["tensors"] if slot == PARAMS else manifest.get("slots", {}).get(slot, {})
+        in_slot = ((f"{slot}.{path}", row, name, indices) for path, row, name, indices in leaf_tensors)
+        tensors = iter_tensors(leaves, in_slot, records, names)
+        return (replace(tensor, name=qualify(slot, tensor.name)) for tensor in tensors)
 
-    others = (_alone(name, leaves[name], manifest.get("others", {})) for name in leaves if name not in taken)
-    return tuple(of_slot(PARAMS)), (*(tensor for slot in slots for tensor in of_slot(slot)), *others)
+    unmatched = (
+        _leaf_as_tensor(name, leaf, manifest.get("others", {})) for name, leaf in leaves.items() if name not in matched
+    )
+    return tuple(slot_tensors(PARAMS)), (*(tensor for slot in slots for tensor in slot_tensors(slot)), *unmatched)
 
 
 def iter_tensors(
     leaves: Leaves, leaf_tensors: Iterator[LeafTensor], records: Mapping[str, Any], names: TensorNames
 ) -> Iterator[SourceTensor]:
-    """The tensors of the parts, in their order, each with all that leaves have of it."""
-    found: dict[str, SourceTensor] = {}
-    for path, row, name, at in leaf_tensors:
-        region = leaves[path].region(path, row, at)
-        side = (*found[name].placement, region) if name in found else (region,)
+    """Yield each tensor once, with all of its regions in the leaves.
+
+    Args:
+        leaves: Leaves of the tree, by dotted name.
+        leaf_tensors: Pairs of leaf and tensor; a tensor that several leaves store occurs several times.
+        records: The manifest's records of tensors, by name.
+        names: Naming scheme of the tensors in `records`.
+    """
+    tensors: dict[str, SourceTensor] = {}
+    for path, row, name, stacked_indices in leaf_tensors:
+        region = leaves[path].region(path, row, stacked_indices)
+        placement = (*tensors[name].placement, region) if name in tensors else (region,)
         digests = recorded_digests(records, names.full_name(name))
-        found[name] = SourceTensor(name, leaves[path].dtype, row.source_shape, side, digests)
-    yield from found.values()
+        tensors[name] = SourceTensor(name, leaves[path].dtype, row.source_shape, placement, digests)
+    yield from tensors.values()
 
 
-def _renamed(tensor: SourceTensor, name: str) -> SourceTensor:
-    return SourceTensor(name, tensor.dtype, tensor.shape, tensor.placement, tensor.digests)
-
-
-def _alone(name: str, leaf: StoredLeaf, said: Mapping[str, Any]) -> SourceTensor:
-    """A leaf that belongs to no parameter, as a tensor of a training state."""
+def _leaf_as_tensor(name: str, leaf: StoredLeaf, records: Mapping[str, Any]) -> SourceTensor:
+    """Return a leaf that belongs to no parameter as a tensor of a training state."""
     region = leaf.region(name, identity_axis_map(name, leaf.shape), ())
-    return SourceTensor(qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(said, name))
+    return SourceTensor(qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(records, name))
 
 
-def _parts(table: Mapping[str, Row], sizes: Sizes) -> Iterator[LeafTensor]:
-    for path, row in table.items():
+def _leaf_tensors(rows: Mapping[str, Row], sizes: Sizes) -> Iterator[LeafTensor]:
+    for path, row in rows.items():
         bound = bind_row(row, sizes)
-        for tensor, at in bound.tensors():
-            yield path.format(**at), bound, tensor, tuple(at.items())
+        for name, indices in bound.tensors():
+            yield path.format(**indices), bound, name, tuple(indices.items())
 
 
-def _check(name: str, leaf: StoredLeaf, row: AxisMap, what: str, where: object) -> None:
+def _check_leaf_shape(name: str, leaf: StoredLeaf, row: AxisMap, config_source: str, display_name: object) -> None:
     if leaf.shape != row.leaf_shape:
-        why = f"shape {list(leaf.shape)}, its {what} makes it {list(row.leaf_shape)}"
-        raise PrepError(f"{where}: the leaf {name} is not what it should be", why)
+        why = f"its shape is {list(leaf.shape)}, its {config_source} implies {list(row.leaf_shape)}"
+        raise PrepError(f"{display_name}: the leaf {name} has the wrong shape", why)
 
 
 # Trees of other libraries
@@ -129,8 +148,14 @@ def _check(name: str, leaf: StoredLeaf, row: AxisMap, what: str, where: object) 
 
 @dataclass(frozen=True, slots=True)
 class TreeFormat:
-    """What a tree of another library is: the layout's name, below which root, the axis that layers are stacked on
-    (None: a leaf for each), and whether paths carry the family's base prefix."""
+    """Format of a tree that another library wrote.
+
+    Attributes:
+        layout: Name of the family's layout, or NATIVE_LAYOUT.
+        root: Prefix of the parameters' dotted names.
+        layer_axis: Axis on which layers are stacked; None for one leaf per layer.
+        has_prefix: Whether paths carry the family's base prefix.
+    """
 
     layout: str
     root: str
@@ -138,16 +163,23 @@ class TreeFormat:
     has_prefix: bool = True
 
     def rows(self, family: Family, config: HFConfig) -> dict[str, Row]:
-        """Path, without the root, -> row."""
+        """Return the parameter rows of this format, by path below the root."""
         if self.layout == NATIVE_LAYOUT:
             return parameter_rows(family, config, self.layer_axis is not None, self.layer_axis or 0)
-        found = layout_rows(family.layouts[self.layout], config, self.layer_axis)
-        return found if self.has_prefix else {path.removeprefix(family.prefix): row for path, row in found.items()}
+        rows = layout_rows(family.layouts[self.layout], config, self.layer_axis)
+        return rows if self.has_prefix else {path.removeprefix(family.prefix): row for path, row in rows.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignTree:
-    """A tree of another library as tensors: the parameters, and what is not below their root, by first key."""
+    """A tree of another library, matched with a layout.
+
+    Attributes:
+        format: The format that matched.
+        names: Naming scheme of the tensors.
+        tensors: Tensors of the leaves below the root.
+        extra_entries: Leaves outside of the root, grouped by their first key.
+    """
 
     format: TreeFormat
     names: TensorNames
@@ -158,107 +190,131 @@ class ForeignTree:
 def match_foreign_tree(
     leaves: Leaves, family: Family, config: HFConfig, display_name: str, roots: Collection[str] = ROOTS
 ) -> ForeignTree:
-    """What leaves, by dotted name, hold by the layout that fits them best; a leaf below its root that is in no row is a
-    tensor by its own name. PrepError where none fits, or a leaf has not its shape; what is missing is missing."""
-    form = _best_form(leaves, family, config, display_name, roots)
-    inside = _below(leaves, form, family, display_name)
-    parts = _parts_inside(form, family, config, inside, display_name)
-    tensors = tuple(iter_tensors(inside, iter(parts), {}, TensorNames(family)))
-    unknown = sorted(inside.keys() - {path for path, _, _, _ in parts})
-    plain = frozenset(path for path in unknown if form.has_prefix and not path.startswith(family.prefix))
-    names = TensorNames(family, form.has_prefix, unprefixed_names=plain)
-    spare = tuple(_renamed(_alone(path, inside[path], {}), names.bare_name(path)) for path in unknown)
-    found = (*tensors, *spare)
-    if len({tensor.name for tensor in found}) != len(found):
-        raise PrepError(
-            f"{display_name} has a tensor twice",
-            f"one of {', '.join(unknown[:MAX_LISTED])} is there as another leaf too",
-        )
-    others = [(name, leaf) for name, leaf in leaves.items() if not name.startswith(form.root)]
-    return ForeignTree(form, names, found, tuple(_beside(others)))
+    """Match the leaves of a tree with the layout that fits them best.
+
+    A leaf below the root without a row becomes a tensor under its own name. Missing leaves are not an error here.
+
+    Args:
+        leaves: Leaves of the tree, by dotted name.
+        family: Model family.
+        config: The model's config.json.
+        display_name: Name of the checkpoint in messages.
+        roots: Possible prefixes of the parameters.
+
+    Raises:
+        PrepError: No layout fits, a leaf has the wrong shape, or a tensor occurs twice.
+    """
+    tree_format = _best_format(leaves, family, config, display_name, roots)
+    param_leaves = _leaves_below_root(leaves, tree_format, family, display_name)
+    leaf_tensors = _present_leaf_tensors(tree_format, family, config, param_leaves, display_name)
+    matched = tuple(iter_tensors(param_leaves, iter(leaf_tensors), {}, TensorNames(family)))
+    unknown = sorted(param_leaves.keys() - {path for path, _, _, _ in leaf_tensors})
+    unprefixed = frozenset(path for path in unknown if tree_format.has_prefix and not path.startswith(family.prefix))
+    names = TensorNames(family, tree_format.has_prefix, unprefixed_names=unprefixed)
+    unmatched = tuple(
+        replace(_leaf_as_tensor(path, param_leaves[path], {}), name=names.bare_name(path)) for path in unknown
+    )
+    tensors = (*matched, *unmatched)
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        why = f"one of {', '.join(unknown[:MAX_LISTED])} is also stored as another leaf"
+        raise PrepError(f"{display_name} has a tensor twice", why)
+    outside = [(name, leaf) for name, leaf in leaves.items() if not name.startswith(tree_format.root)]
+    return ForeignTree(tree_format, names, tensors, tuple(_extra_entries(outside)))
 
 
-def _parts_inside(form: TreeFormat, family: Family, config: HFConfig, inside: Leaves, where: str) -> list[LeafTensor]:
-    """The parts of the leaves that are there. PrepError for one that has not its shape."""
+def _present_leaf_tensors(
+    tree_format: TreeFormat, family: Family, config: HFConfig, leaves: Leaves, display_name: str
+) -> list[LeafTensor]:
+    """List the tensors of the leaves that exist; raise PrepError if a leaf has the wrong shape."""
     sizes = family.sizes(config)
-    most = len(inside) if form.layer_axis is None else MAX_LAYERS
-    if (asked := max(sizes.get(stack, 0) for stack in LAYER_ATOMS)) > most:
-        why = f"its config asks for {asked:,} layers, it has {len(inside):,} leaves"
-        raise PrepError(f"{where} lacks layers", why, "are config.json and the weights of one model?")
-    parts = [part for part in _parts(form.rows(family, config), sizes) if part[0] in inside]
-    for path, row, _, _ in parts:
-        _check(path, inside[path], row, "config", where)
-    return parts
+    max_layers = len(leaves) if tree_format.layer_axis is None else MAX_LAYERS
+    if (num_layers := max(sizes.get(atom, 0) for atom in LAYER_ATOMS)) > max_layers:
+        why = f"its config has {num_layers:,} layers, the tree has {len(leaves):,} leaves"
+        raise PrepError(f"{display_name} lacks layers", why, "are config.json and the weights of one model?")
+    rows = tree_format.rows(family, config)
+    leaf_tensors = [leaf_tensor for leaf_tensor in _leaf_tensors(rows, sizes) if leaf_tensor[0] in leaves]
+    for path, row, _, _ in leaf_tensors:
+        _check_leaf_shape(path, leaves[path], row, "config", display_name)
+    return leaf_tensors
 
 
-def _beside(others: Iterable[tuple[str, StoredLeaf]]) -> Iterator[DroppedTensor]:
-    """Leaves beside the parameters, by the first part of their paths."""
-    found: dict[str, int] = {}
-    for name, leaf in others:
-        first = name.partition(".")[0]
-        found[first] = found.get(first, 0) + math.prod(leaf.shape) * itemsize(leaf.dtype)
-    for first, nbytes in found.items():
-        yield DroppedTensor(first, nbytes, OPT_STATE_RULE if first == OPT_STATE else TRAINING_STATE_RULE)
+def _extra_entries(leaves: Iterable[tuple[str, StoredLeaf]]) -> Iterator[DroppedTensor]:
+    """Sum the bytes of leaves outside of the parameters, by the first key of their paths."""
+    nbytes_by_key: dict[str, int] = {}
+    for name, leaf in leaves:
+        key = name.partition(".")[0]
+        nbytes_by_key[key] = nbytes_by_key.get(key, 0) + math.prod(leaf.shape) * itemsize(leaf.dtype)
+    for key, nbytes in nbytes_by_key.items():
+        yield DroppedTensor(key, nbytes, OPT_STATE_RULE if key == OPT_STATE else TRAINING_STATE_RULE)
 
 
-def _below(leaves: Leaves, form: TreeFormat, family: Family, where: str) -> dict[str, StoredLeaf]:
-    """The leaves below a root, by their paths there as the layout's table spells them."""
-    root, layout = form.root, family.layouts.get(form.layout, TreeLayout({}))
-    found: dict[str, StoredLeaf] = {}
+def _leaves_below_root(
+    leaves: Leaves, tree_format: TreeFormat, family: Family, display_name: str
+) -> dict[str, StoredLeaf]:
+    """Return the leaves below the root, by their paths there in the spelling of the layout's table."""
+    root, layout = tree_format.root, family.layouts.get(tree_format.layout, TreeLayout({}))
+    below: dict[str, StoredLeaf] = {}
     for name, leaf in leaves.items():
         if name.startswith(root):
             path = name.removeprefix(root).removesuffix(BOXED_SUFFIX)
             path = layout.path_aliases.get(path, path)
-            if path in found:
-                raise PrepError(f"{where} has a leaf twice", f"two are called {path}")
-            found[path] = leaf
-    return found
+            if path in below:
+                raise PrepError(f"{display_name} has a leaf twice", f"two leaves are named {path}")
+            below[path] = leaf
+    return below
 
 
-def _best_form(leaves: Leaves, family: Family, config: HFConfig, where: str, roots: Collection[str]) -> TreeFormat:
-    """The form that has the most leaves in their shapes, layers counted once."""
-    best, most = None, 0
-    for form in _forms(family, roots):
-        score = _score(form, leaves, family, config)
-        if score > most:
-            best, most = form, score
+def _best_format(
+    leaves: Leaves, family: Family, config: HFConfig, display_name: str, roots: Collection[str]
+) -> TreeFormat:
+    """Return the format with the highest score."""
+    best, best_score = None, 0
+    for tree_format in _candidate_formats(family, roots):
+        score = _score(tree_format, leaves, family, config)
+        if score > best_score:
+            best, best_score = tree_format, score
     if best is None:
         names = ", ".join(list(leaves)[:MAX_LISTED]) + (" …" if len(leaves) > MAX_LISTED else "")
         why = f"found {names or 'no arrays'}, which are not the leaves of a {family.name}"
-        looked = f"layouts that are read: {_examples(family, config)}, below {_roots_text(roots)}"
-        raise PrepError(f"{where} has no known layout", why, looked)
+        hint = f"supported layouts: {_example_leaves(family, config)}, below {_roots_text(roots)}"
+        raise PrepError(f"{display_name} has no known layout", why, hint)
     return best
 
 
-def _examples(family: Family, config: HFConfig) -> str:
-    """A leaf of each layout that is read: `native (layers.attn.q.weight)`."""
-    paths = {name: TreeFormat(name, "").rows(family, config) for name in (NATIVE_LAYOUT, *family.layouts)}
-    first = {
+def _example_leaves(family: Family, config: HFConfig) -> str:
+    """Describe each supported layout by one of its leaves, as in `native (layers.attn.q.weight)`."""
+    rows_by_layout = {name: TreeFormat(name, "").rows(family, config) for name in (NATIVE_LAYOUT, *family.layouts)}
+    examples = {
         name: next(filter(layer_atom_in, rows), "").format(**dict.fromkeys(LAYER_ATOMS, 0))
-        for name, rows in paths.items()
+        for name, rows in rows_by_layout.items()
     }
-    return " or ".join(f"{name} ({path})" for name, path in first.items())
+    return " or ".join(f"{name} ({path})" for name, path in examples.items())
 
 
 def _roots_text(roots: Collection[str]) -> str:
     return " or ".join(root.removesuffix(".") or "no root" for root in roots)
 
 
-def _score(form: TreeFormat, leaves: Leaves, family: Family, config: HFConfig) -> int:
-    """How many leaves a form has of those of its first layer, one in its shape counted twice; 0 for less than half."""
-    sizes, spellings = family.sizes(config), family.layouts.get(form.layout, TreeLayout({})).path_aliases
-    others = {path: other for other, path in spellings.items()}
-    table, count, right = form.rows(family, config), 0, 0
-    for path, row in table.items():
+def _score(tree_format: TreeFormat, leaves: Leaves, family: Family, config: HFConfig) -> int:
+    """Count the first-layer leaves of a format in the tree.
+
+    A leaf of the right shape counts twice. The score is 0 if the tree has less than half of the leaves.
+    """
+    sizes = family.sizes(config)
+    path_aliases = family.layouts.get(tree_format.layout, TreeLayout({})).path_aliases
+    alias_of = {path: alias for alias, path in path_aliases.items()}
+    rows, num_present, num_right_shape = tree_format.rows(family, config), 0, 0
+    for path, row in rows.items():
         first = path.format(**dict.fromkeys(LAYER_ATOMS, 0))
-        names = (form.root + each + box for each in (first, others.get(first, first)) for box in ("", BOXED_SUFFIX))
+        spellings = (first, alias_of.get(first, first))
+        names = (tree_format.root + spelling + suffix for spelling in spellings for suffix in ("", BOXED_SUFFIX))
         leaf = next((leaves[name] for name in names if name in leaves), None)
-        count += leaf is not None
-        right += leaf is not None and leaf.shape == bind_row(row, sizes).leaf_shape
-    return count + right if 2 * count >= len(table) else 0
+        num_present += leaf is not None
+        num_right_shape += leaf is not None and leaf.shape == bind_row(row, sizes).leaf_shape
+    return num_present + num_right_shape if 2 * num_present >= len(rows) else 0
 
 
-def _forms(family: Family, roots: Collection[str]) -> Iterator[TreeFormat]:
+def _candidate_formats(family: Family, roots: Collection[str]) -> Iterator[TreeFormat]:
     for root in roots:
         for axis in (0, 1, None):
             yield TreeFormat(NATIVE_LAYOUT, root, axis)

@@ -1,4 +1,4 @@
-"""Folders of any tensors for the tests, written with the safetensors library."""
+"""Writer of Hugging Face folders with any tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 
 
 def write_hf_folder(folder: Path, files: Mapping[str, Mapping[str, np.ndarray]], config: object = None) -> Path:
-    """A folder of these files, with an index if there are several, and a config.json if there is a config."""
+    """Write safetensors files, with an index if there are several and a config.json if `config` is not None."""
     folder.mkdir(parents=True)
     for name, tensors in files.items():
         save_file(dict(tensors), folder / name)
     if len(files) > 1:
-        index = {"metadata": {}, "weight_map": {tensor: name for name, held in files.items() for tensor in held}}
+        index = {"metadata": {}, "weight_map": {tensor: name for name, tensors in files.items() for tensor in tensors}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))

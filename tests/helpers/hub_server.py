@@ -1,4 +1,4 @@
-"""A model hub on the loopback interface: as much of its HTTP interface as downloads by huggingface_hub need.
+"""Fake Hugging Face hub on the loopback interface, with the HTTP endpoints that downloads by huggingface_hub use.
 
     with serving({"owner/name": Repo({"config.json": b"{}"})}) as hub:
         subprocess.run(…, env={**os.environ, **hub.environment(tmp_path)})
@@ -25,76 +25,76 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass(frozen=True, slots=True)
 class FakeRepo:
-    """A repository of one commit; a `status` other than 200 is what every request for it gets instead."""
+    """A repository with one commit. A `status` other than 200 is the answer to every request for it."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     status: int = 200
     error_code: str = ""  # the hub's X-Error-Code, such as GatedRepo
     revisions: tuple[str, ...] = ("main", COMMIT)
-    sizes: Mapping[str, int] = field(default_factory=dict)  # told instead of the true ones
-    store: FakeFileStore | None = None  # where its large files (LFS) are, by the SHA-256 of their content
+    sizes: Mapping[str, int] = field(default_factory=dict)  # reported instead of the true sizes
+    store: FakeFileStore | None = None  # stores the large files (LFS), by the SHA-256 of their content
     large: tuple[str, ...] = ()
-    faults: FaultInjector = field(default_factory=FaultInjector)  # of ranges of files that the hub serves itself
-    stalls: Mapping[str, str] = field(default_factory=dict)  # part of a request's line -> a way of loopback.STALLS
-    model_info: bytes | None = None  # sent in place of what the hub says of the repository
+    faults: FaultInjector = field(default_factory=FaultInjector)  # of byte ranges that the hub serves itself
+    stalls: Mapping[str, str] = field(default_factory=dict)  # part of a request line -> one of loopback.STALL_KINDS
+    model_info: bytes | None = None  # sent instead of the repository's description
 
 
 @dataclass(frozen=True, slots=True)
 class FakeHub:
-    """A hub that runs: where, and what it was asked for (`METHOD /path`, the query left out)."""
+    """A running fake hub: its URL and the requests so far (`METHOD /path`, without query)."""
 
     url: str
     requests: list[str] = field(default_factory=list)
-    authorizations: list[tuple[str, str]] = field(default_factory=list)  # the request, and who says to be asking
+    authorizations: list[tuple[str, str]] = field(default_factory=list)  # request and its Authorization header
 
     def environment(self, home: Path) -> dict[str, str]:
-        """The variables that make huggingface_hub use this hub, and a cache under `home`."""
+        """Return the variables that make huggingface_hub use this hub, and a cache under `home`."""
         return hub_environment(self.url, home)
 
 
 def hub_environment(url: str, home: Path) -> dict[str, str]:
-    """As `Hub.environment`, for an address where nobody may answer."""
+    """Return the variables of `FakeHub.environment` for any URL."""
     return {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 @contextmanager
 def serve_hub(repos: Mapping[str, FakeRepo]) -> Iterator[FakeHub]:
-    """A hub with these repositories, in a thread of this process; any other is answered with 404."""
+    """Serve a fake hub with these repositories from a thread; requests for other repositories get 404."""
     requests: list[str] = []
-    said: list[tuple[str, str]] = []
+    seen_authorizations: list[tuple[str, str]] = []
 
     class Handler(_Handler):
-        asked = requests
-        tokens = said
-        known = repos
+        request_lines = requests
+        tokens = seen_authorizations
+        served = repos
 
     with loopback.serve(Handler) as url:
-        yield FakeHub(url, requests, said)
+        yield FakeHub(url, requests, seen_authorizations)
 
 
 class _Handler(loopback.Handler):
-    """`/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`."""
+    """Handler of `/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`."""
 
-    asked: list[str]
+    request_lines: list[str]
     tokens: list[tuple[str, str]]
-    known: Mapping[str, FakeRepo]
+    served: Mapping[str, FakeRepo]
 
     def do_HEAD(self) -> None:
-        """The same headers as for GET."""
+        """Answer with the headers of the GET."""
         self._answer()
 
     def do_GET(self) -> None:
-        """Everything is a GET."""
+        """Answer any GET."""
         self._answer()
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.asked.append(f"{self.command} {path}")
+        self.request_lines.append(f"{self.command} {path}")
         self.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
         parts = path.strip("/").split("/")
         is_api = parts[:2] == ["api", "models"]
         owner, name, *rest = parts[2:] if is_api else parts
-        repo = self.known.get(f"{owner}/{name}", FakeRepo(status=404, error_code="RepoNotFound"))
+        repo = self.served.get(f"{owner}/{name}", FakeRepo(status=404, error_code="RepoNotFound"))
         revision = rest[1] if len(rest) > 1 else "main"
         stalled = next((kind for part, kind in repo.stalls.items() if part in f"{self.command} {path}"), "")
         if stalled:
@@ -106,8 +106,8 @@ class _Handler(loopback.Handler):
         elif revision not in repo.revisions:
             self._error(404, "RevisionNotFound")
         elif is_api:
-            tells_tree = rest[:1] == ["tree"]
-            self._json(_tree(repo) if tells_tree else _info(f"{owner}/{name}", repo))
+            is_tree = rest[:1] == ["tree"]
+            self._json(_tree(repo) if is_tree else _info(f"{owner}/{name}", repo))
         else:
             self._file(repo, "/".join(rest[2:]))
 
@@ -162,9 +162,9 @@ def _info(hub_id: str, repo: FakeRepo) -> dict[str, object]:
 
 
 def _sibling(repo: FakeRepo, name: str, content: bytes) -> dict[str, object]:
-    told = {"rfilename": name, "size": _size(repo, name), "blobId": _etag(content)}
+    fields = {"rfilename": name, "size": _size(repo, name), "blobId": _etag(content)}
     lfs = {"sha256": _sha256(content), "size": len(content), "pointerSize": 134}
-    return {**told, "lfs": lfs} if name in repo.large else told
+    return {**fields, "lfs": lfs} if name in repo.large else fields
 
 
 def _tree(repo: FakeRepo) -> list[dict[str, object]]:

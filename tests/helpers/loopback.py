@@ -1,4 +1,4 @@
-"""A server on the loopback interface, in a thread of this process: what the tests' hubs and stores have in common."""
+"""HTTP server on the loopback interface, in a thread of this process; the fake hubs and stores are built on it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers in HTTP/1.1, at once, and tells nobody of it."""
+    """Request handler for HTTP/1.1 without buffering delays and without a log."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Tests are quiet."""
+        """Do not log."""
 
 
 STALL_KINDS = ("silent", "close", "headers", "body", "midway")
-_LAST_S = 30.0  # of a stalled answer: the client has long given up
+_STALL_S = 30.0  # duration of a stalled answer; clients give up earlier
 
 
 def stall(handler: BaseHTTPRequestHandler, kind: str) -> None:
-    """Answer as servers in trouble do: never, by closing, byte by byte, or with half of a body."""
+    """Stall a request in one of STALL_KINDS: no answer, a closed connection, byte by byte, or half of a body."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n"
     sent = {"body": head + b"\r\n", "midway": head + b'\r\n{"id": '}.get(kind, b"")
     handler.connection.sendall(sent)
     if kind in ("silent", "midway"):
-        time.sleep(_LAST_S)
-    end_s = time.monotonic() + _LAST_S
+        time.sleep(_STALL_S)
+    end_s = time.monotonic() + _STALL_S
     for byte in head * 1000 if kind in ("headers", "body") else b"":
         if time.monotonic() > end_s:
             break
@@ -46,12 +46,12 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that were killed, or had enough: no news."""
+        """Ignore clients that disconnect."""
 
 
 @contextmanager
 def serve(handler: type[Handler]) -> Iterator[str]:
-    """The address of a server whose requests such a handler answers."""
+    """Serve requests with a handler from a thread; yield the server's URL."""
     server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

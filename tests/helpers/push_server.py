@@ -1,4 +1,4 @@
-"""A hub on the loopback interface that takes uploads: repositories, branches, LFS and commits, as pushes need it."""
+"""Fake Hugging Face hub on the loopback interface that accepts pushes: repositories, branches, LFS and commits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "hf_secret"
 
 @dataclass(slots=True)
 class PushedRepo:
-    """A repository: what each branch holds."""
+    """A repository: the files of each branch."""
 
     private: bool
     branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
@@ -26,9 +26,10 @@ class PushedRepo:
 
 @dataclass(slots=True)
 class FakePushHub:
-    """What was pushed, and what was asked for.
+    """A running fake hub: the pushed repositories and the requests so far.
 
-    Requests with `broken` in their line get `status`, or `body` if that is set, or stall in a way of loopback.STALLS.
+    Requests whose line contains `failing_requests` get `status`, or `body` if it is set, or stall as in
+    loopback.STALL_KINDS.
     """
 
     url: str = ""
@@ -44,18 +45,18 @@ class FakePushHub:
 
 @contextmanager
 def serve_push_hub(repos: dict[str, PushedRepo] | None = None) -> Iterator[FakePushHub]:
-    """A hub that takes what it is given, in a thread of this process."""
+    """Serve a fake hub that accepts pushes from a thread."""
     hub = FakePushHub(repos=repos or {})
 
     class Handler(_Handler):
-        kept = hub
+        fake = hub
 
     with loopback.serve(Handler) as hub.url:
         yield hub
 
 
 class _Handler(loopback.Handler):
-    kept: FakePushHub
+    fake: FakePushHub
 
     def do_GET(self) -> None:
         self._answer()
@@ -70,83 +71,85 @@ class _Handler(loopback.Handler):
         body = self._body()
         path = unquote(urlsplit(self.path).path)
         line = f"{self.command} {path}"
-        self.kept.requests.append(line)
+        self.fake.requests.append(line)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.kept.unauthenticated.append(line)
-        if self.kept.failing_requests in line and self.kept.stall:
-            loopback.stall(self, self.kept.stall)
-        elif self.kept.failing_requests in line and self.kept.body is not None:
-            self._send_bytes(200, self.kept.body, {"Content-Type": "text/html"})
-        elif self.kept.failing_requests in line:
-            self._send(self.kept.status, {"error": "trouble"})
+            self.fake.unauthenticated.append(line)
+        if self.fake.failing_requests in line and self.fake.stall:
+            loopback.stall(self, self.fake.stall)
+        elif self.fake.failing_requests in line and self.fake.body is not None:
+            self._send_bytes(200, self.fake.body, {"Content-Type": "text/html"})
+        elif self.fake.failing_requests in line:
+            self._send(self.fake.status, {"error": "trouble"})
         elif path == "/api/whoami-v2":
-            allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            self._send(200 if allowed else 401, {"name": "o", "type": "user"})
+            is_authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            self._send(200 if is_authorized else 401, {"name": "o", "type": "user"})
         elif path == "/api/repos/create":
             self._create(json.loads(body))
         elif path.startswith("/lfs/"):
-            self._object(path.removeprefix("/lfs/"), body)
+            self._store_object(path.removeprefix("/lfs/"), body)
         else:
-            self._of_repo(path.strip("/").removeprefix("api/models/").split("/"), body)
+            self._answer_repo(path.strip("/").removeprefix("api/models/").split("/"), body)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        found = b""
+        body = b""
         while size := int(self.rfile.readline(), 16):
-            found += self.rfile.read(size)
+            body += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return found
+        return body
 
-    def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked.get('organization') or 'o'}/{asked['name']}"
-        known = name in self.kept.repos
-        self.kept.repos.setdefault(name, PushedRepo(bool(asked.get("private")) or asked.get("visibility") == "private"))
-        self._send(409 if known else 200, {"url": f"{self.kept.url}/{name}"})
+    def _create(self, requested: dict[str, Any]) -> None:
+        name = f"{requested.get('organization') or 'o'}/{requested['name']}"
+        exists = name in self.fake.repos
+        self.fake.repos.setdefault(
+            name, PushedRepo(bool(requested.get("private")) or requested.get("visibility") == "private")
+        )
+        self._send(409 if exists else 200, {"url": f"{self.fake.url}/{name}"})
 
-    def _object(self, oid: str, body: bytes) -> None:
+    def _store_object(self, oid: str, body: bytes) -> None:
         assert hashlib.sha256(body).hexdigest() == oid
-        self.kept.objects[oid] = body
+        self.fake.objects[oid] = body
         self._send(200, {})
 
-    def _of_repo(self, parts: list[str], body: bytes) -> None:
+    def _answer_repo(self, parts: list[str], body: bytes) -> None:
         name = "/".join(parts[:2]).removesuffix(".git")
-        rest, repo = parts[2:], self.kept.repos.get(name)
+        rest, repo = parts[2:], self.fake.repos.get(name)
         if repo is None:
             self._send(404, {"error": "no such repository"}, {"X-Error-Code": "RepoNotFound"})
             return
         revision = "/".join(rest[1:]) or "main"
         if rest[:1] == ["info"]:
-            self._send(200, {"objects": [self._wanted(each) for each in json.loads(body)["objects"]]})
+            self._send(200, {"objects": [self._upload_actions(item) for item in json.loads(body)["objects"]]})
         elif rest[:1] == ["branch"]:
             repo.branches.setdefault(revision, dict(repo.branches["main"]))
             self._send(200, {})
         elif rest[:1] == ["preupload"]:
-            self._send(200, {"files": [_mode(each["path"]) for each in json.loads(body)["files"]]})
+            self._send(200, {"files": [_mode(file["path"]) for file in json.loads(body)["files"]]})
         elif rest[:1] == ["commit"]:
             self._commit(name, repo.branches[revision], body)
         elif rest[:1] == ["tree"]:
-            self._send(200, [_told(path, data) for path, data in repo.branches[revision].items()])
+            self._send(200, [_file_fields(path, data) for path, data in repo.branches[revision].items()])
         else:
             siblings = [{"rfilename": path} for path in repo.branches.get(revision, {})]
             self._send(200, {"id": name, "sha": "0" * 40, "private": repo.private, "siblings": siblings, "tags": []})
 
-    def _wanted(self, asked: dict[str, Any]) -> dict[str, Any]:
-        upload = {"upload": {"href": f"{self.kept.url}/lfs/{asked['oid']}"}}
-        return asked | ({} if asked["oid"] in self.kept.objects else {"actions": upload})
+    def _upload_actions(self, requested: dict[str, Any]) -> dict[str, Any]:
+        upload = {"upload": {"href": f"{self.fake.url}/lfs/{requested['oid']}"}}
+        return requested | ({} if requested["oid"] in self.fake.objects else {"actions": upload})
 
     def _commit(self, name: str, branch: dict[str, bytes], body: bytes) -> None:
         for line in body.decode().splitlines():
-            found = json.loads(line)
-            value = found["value"]
-            if found["key"] == "file":
+            operation = json.loads(line)
+            value = operation["value"]
+            if operation["key"] == "file":
                 branch[value["path"]] = base64.b64decode(value["content"])
-            elif found["key"] == "lfsFile":
-                branch[value["path"]] = self.kept.objects[value["oid"]]
-            elif found["key"] == "deletedFile":
+            elif operation["key"] == "lfsFile":
+                branch[value["path"]] = self.fake.objects[value["oid"]]
+            elif operation["key"] == "deletedFile":
                 del branch[value["path"]]
-        self._send(200, {"commitUrl": f"{self.kept.url}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40})
+        self._send(200, {"commitUrl": f"{self.fake.url}/{name}/commit/{'1' * 40}", "commitOid": "1" * 40})
 
     def _send(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
         self._send_bytes(status, json.dumps(document).encode(), {"Content-Type": "application/json", **(headers or {})})
@@ -165,5 +168,5 @@ def _mode(path: str) -> dict[str, object]:
     return {"path": path, "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
 
 
-def _told(path: str, data: bytes) -> dict[str, object]:
+def _file_fields(path: str, data: bytes) -> dict[str, object]:
     return {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}

@@ -1,4 +1,4 @@
-"""Bytes served in ranges over the loopback interface, as well or as badly as a test wants it.
+"""File server on the loopback interface for byte ranges, with injected faults.
 
 with serving_ranges({"weights": content}, Faults(rate=0.3)) as store:
     …  # store.url + "/weights", store.asked: the headers of each request
@@ -24,7 +24,7 @@ FAULT_KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "ot
 
 @dataclass(slots=True)
 class FaultInjector:
-    """What goes wrong, in the share `rate` of the requests; decided by `seed`, one request after another."""
+    """Random faults for a fraction `rate` of the requests, reproducible by `seed`."""
 
     rate: float = 0.0
     kinds: tuple[str, ...] = FAULT_KINDS
@@ -36,7 +36,7 @@ class FaultInjector:
         self._random.seed(self.seed)
 
     def next_fault(self) -> str:
-        """The fault of a request, or none."""
+        """Return the fault for the next request; empty for none."""
         fault = self._random.choice(self.kinds) if self.kinds and self._random.random() < self.rate else ""
         self.injected.append(fault)
         return fault
@@ -44,11 +44,11 @@ class FaultInjector:
 
 @dataclass(slots=True)
 class FakeFileStore:
-    """Files that are served, and what was asked: method, path and headers."""
+    """A running file server: its files, and method, path and headers of the requests so far."""
 
     files: dict[str, bytes]
     faults: FaultInjector
-    max_url_uses: int = 1 << 30  # requests that a signed address is good for
+    max_url_uses: int = 1 << 30  # requests until a signed URL expires
     url: str = ""
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     signature_uses: dict[str, int] = field(default_factory=dict)
@@ -56,18 +56,18 @@ class FakeFileStore:
     delay_s: float = 0.0
 
     def signed_url(self, name: str) -> str:
-        """An address with a signature, which is good for some requests."""
+        """Return a signed URL of a file."""
         return f"{self.url}/{name}?signature={len(self.signature_uses)}"
 
 
 @functools.lru_cache(64)
 def etag(content: bytes) -> str:
-    """As quoted in a header."""
+    """Return the ETag of a content, with quotes."""
     return f'"{hashlib.md5(content).hexdigest()}"'
 
 
 def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, headers: Mapping[str, str]) -> None:
-    """Answer a GET with the bytes that it asks for, or with what the fault makes of them."""
+    """Answer a GET with the requested range, changed by the fault."""
     low, high = parse_range(handler.headers.get("Range", ""), len(content))
     has_range = "Range" in handler.headers
     if fault == "refuse":
@@ -91,7 +91,7 @@ def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, head
 
 
 def parse_range(text: str, size: int) -> tuple[int, int]:
-    """First byte and one past the last of a Range header; all of it where there is none."""
+    """Return the first byte and one past the last of a Range header; the whole content if there is none."""
     first, _, last = text.removeprefix("bytes=").partition("-")
     return int(first or 0), min(size, int(last) + 1 if last else size)
 
@@ -119,7 +119,7 @@ def _hang_up(handler: BaseHTTPRequestHandler) -> None:
 def serve_ranges(
     files: Mapping[str, bytes], faults: FaultInjector | None = None, max_url_uses: int = 1 << 30
 ) -> Iterator[FakeFileStore]:
-    """A store with these files, in a thread of this process."""
+    """Serve these files from a thread."""
     store = FakeFileStore(dict(files), faults or FaultInjector(), max_url_uses)
 
     class Handler(_Handler):
@@ -133,7 +133,7 @@ class _Handler(loopback.Handler):
     served: FakeFileStore
 
     def do_GET(self) -> None:
-        """A range of a file, while its address is good."""
+        """Answer with a range of a file, or 403 if the signed URL has expired."""
         parts = urlsplit(self.path)
         name = unquote(parts.path).strip("/")
         self.served.requests.append(("GET", name, dict(self.headers)))

@@ -1,4 +1,4 @@
-"""PyTorch checkpoints for the tests, written by torch itself; it is imported by whoever calls."""
+"""Writers of PyTorch checkpoints; functions import torch when they are called."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ META_LAYER_NAMES = {
     "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-COLUMN_SHARDED = ("attention.wo", "feed_forward.w2")  # cut along their second dim; norms are in each file
+COLUMN_SHARDED = ("attention.wo", "feed_forward.w2")  # sharded along their second dim; norms are in each file
 
 
 def to_torch(array: np.ndarray) -> Any:
-    """The same bits as a torch tensor, of NumPy's dtypes or ml_dtypes'."""
+    """Return a torch tensor with the same bits, of a dtype of NumPy or ml_dtypes."""
     import torch
 
     raw = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
@@ -28,7 +28,7 @@ def to_torch(array: np.ndarray) -> Any:
 
 
 def tensor_bytes(value: Any) -> bytes:
-    """The bytes of a torch tensor in C order."""
+    """Return the bytes of a torch tensor in C order."""
     import torch
 
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -37,25 +37,25 @@ def tensor_bytes(value: Any) -> bytes:
 def write_bin_folder(
     folder: Path, out: Path, tensors: Mapping[str, Any], num_files: int = 1, legacy: bool = False
 ) -> Path:
-    """The settings of a folder with these tensors as pytorch_model.bin, or as several files with an index."""
+    """Write pytorch_model.bin, or several files with an index, with the settings of another folder."""
     import torch
 
     copy_settings(folder, out)
     names = list(tensors)
     parts = [names[i * len(names) // num_files : (i + 1) * len(names) // num_files] for i in range(num_files)]
-    held: dict[str, str] = {}
+    file_names: dict[str, str] = {}
     for i, part in enumerate(parts, 1):
         file = "pytorch_model.bin" if num_files == 1 else f"pytorch_model-{i:05d}-of-{num_files:05d}.bin"
         torch.save({name: tensors[name] for name in part}, out / file, _use_new_zipfile_serialization=not legacy)
-        held |= dict.fromkeys(part, file)
+        file_names |= dict.fromkeys(part, file)
     if num_files > 1:
-        index = {"metadata": {"total_size": 1.5}, "weight_map": held}
+        index = {"metadata": {"total_size": 1.5}, "weight_map": file_names}
         (out / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return out
 
 
 def copy_settings(folder: Path, out: Path) -> None:
-    """A new folder with all of another but weights and their index."""
+    """Create a folder with the JSON files of another one, except its weight index."""
     out.mkdir()
     for path in folder.iterdir():
         if path.suffix == ".json" and not path.name.endswith(".index.json"):
@@ -63,7 +63,7 @@ def copy_settings(folder: Path, out: Path) -> None:
 
 
 def meta_params(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The params.json of a LLaMA config whose feed-forward is a multiple of itself."""
+    """Return Meta's params.json for a LLaMA config, with `multiple_of` equal to the MLP size."""
     return {
         "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "n_heads": config["num_attention_heads"],
         "n_kv_heads": config["num_key_value_heads"], "vocab_size": -1, "multiple_of": config["intermediate_size"],
@@ -74,7 +74,7 @@ def meta_params(config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 def write_meta_folder(
     out: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], num_files: int, embedding_axis: int = 1
 ) -> Path:
-    """A folder as Meta has it, of the tensors of a Hugging Face one, cut for so many devices."""
+    """Write a folder in Meta's format with the tensors of a Hugging Face model, sharded over `num_files` files."""
     import torch
 
     out.mkdir()
@@ -98,7 +98,7 @@ def _meta_name(name: str) -> str:
 
 
 def _interleaved(name: str, value: Any, config: Mapping[str, Any]) -> Any:
-    """Rows of queries and keys in Meta's order: the two halves of a head in turn."""
+    """Permute the rows of query and key projections to Meta's interleaved order."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
     if heads is None:
         return value

@@ -1,4 +1,4 @@
-"""Flax msgpack and EasyLM streams: trees of other libraries, whose layout is found by what leaves they have."""
+"""Openers for Flax msgpack files and EasyLM streams, whose tree layout is detected from their leaves."""
 
 from __future__ import annotations
 
@@ -24,72 +24,81 @@ from prepcli.sources.source_hints import FLAX_PARAMS, TRAIN_STATE_PARTS, SourceH
 from prepcli.sources.tree_tensors import ForeignTree, StoredLeaf, match_foreign_tree
 from trainer.models.registry import family_of
 
-SETTINGS_SUFFIXES = {
-    ".json",
-    ".txt",
-    ".model",
-    ".jinja",
-    ".md",
-}  # what belongs to a model where weights may have any name
+SETTINGS_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}  # small files, in folders of files of any name
 
 
 def open_flax(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Headers and settings of a folder with Flax msgpack files, or of one such file. PrepError names what is broken or
-    not understood."""
+    """Read the headers and config of a Flax msgpack file, or of a folder with such files.
+
+    Args:
+        path: The file or folder.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: A file is broken or not supported.
+    """
     return _open(path, display_name, hints, "flax")
 
 
 def open_easylm(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """The same of an EasyLM stream, or of a folder with one."""
+    """Read the header and config of an EasyLM stream, or of a folder with one; arguments as for `open_flax`."""
     return _open(path, display_name, hints, "easylm")
 
 
-def _open(path: Path, name: str, given: SourceHints, kind: MsgpackKind) -> Source:
-    _check_kind(kind, given, name)
-    home = path if path.is_dir() else path.parent
-    config_path = given.resolve_config_path(home, name)
+def _open(path: Path, display_name: str, hints: SourceHints, kind: MsgpackKind) -> Source:
+    _check_kind(kind, hints, display_name)
+    folder = path if path.is_dir() else path.parent
+    config_path = hints.resolve_config_path(folder, display_name)
     config = read_config(config_path)
-    held = read_flax_files(path, kind)
-    found = match_foreign_tree(held.stored_leaves(name), family_of(config), config, name)
-    _check_part(found, given, name)
+    flax_files = read_flax_files(path, kind)
+    tree = match_foreign_tree(flax_files.stored_leaves(display_name), family_of(config), config, display_name)
+    _check_part(tree, hints, display_name)
     manifest = read_manifest(path) if path.is_dir() else None
-    said = (manifest or {}).get("tensors", {})
-    tensors = (replace(t, digests=recorded_digests(said, found.names.full_name(t.name))) for t in found.tensors)
-    small = tuple(p for p in small_files(config_path.parent) if p.suffix in SETTINGS_SUFFIXES)
-    ordered = tuple(sorted(tensors, key=_position))
+    records = (manifest or {}).get("tensors", {})
+    with_digests = (
+        replace(tensor, digests=recorded_digests(records, tree.names.full_name(tensor.name))) for tensor in tree.tensors
+    )
+    tensors = tuple(sorted(with_digests, key=_file_position))
+    extra_entries = (*tree.extra_entries, *_extra_scalars(flax_files, tree))
     return Source(
-        name,
-        home if path.is_dir() else path,
-        found.names.family,
-        config,
-        found.names,
-        ordered,
-        held.files,
-        tuple(SourceFile(d.path.name, d.size, d.mtime_ns, d.digest) for d in held.documents),
-        small,
-        manifest,
-        tuple(held.safetensors_file_name(_position(tensor)[0]) for tensor in ordered),
-        blobs=held.blobs if len(held.blobs) > len(held.files) else (),
-        extra_entries=()
-        if given.part == "trainstate_params"
-        else (*found.extra_entries, *_numbers_beside(held, found)),
+        display_name=display_name,
+        root=folder if path.is_dir() else path,
+        family=tree.names.family,
+        config=config,
+        names=tree.names,
+        tensors=tensors,
+        files=flax_files.files,
+        file_stamps=tuple(
+            SourceFile(document.path.name, document.size, document.mtime_ns, document.digest)
+            for document in flax_files.documents
+        ),
+        small_files=tuple(file for file in small_files(config_path.parent) if file.suffix in SETTINGS_SUFFIXES),
+        manifest=manifest,
+        tensor_file_names=tuple(flax_files.safetensors_file_name(_file_position(tensor)[0]) for tensor in tensors),
+        blobs=flax_files.blobs if len(flax_files.blobs) > len(flax_files.files) else (),
+        extra_entries=() if hints.part == "trainstate_params" else extra_entries,
     )
 
 
-def _numbers_beside(held: FlaxFiles, found: ForeignTree) -> Iterator[DroppedTensor]:
-    """What a training state has that is no array, as the number of its step."""
-    named = {dropped.name for dropped in found.extra_entries}
-    for first in dict.fromkeys(
-        aside.path[0] for document in held.documents for aside in document.non_arrays if aside.path
-    ):
-        if found.format.root and first not in named and first != PARAMS:
-            yield DroppedTensor(first, 0, TRAINING_STATE_RULE)
+def _extra_scalars(flax_files: FlaxFiles, tree: ForeignTree) -> Iterator[DroppedTensor]:
+    """Yield the scalar entries of a training state, such as the step number."""
+    listed_names = {entry.name for entry in tree.extra_entries}
+    non_arrays = (entry for document in flax_files.documents for entry in document.non_arrays)
+    for key in dict.fromkeys(entry.path[0] for entry in non_arrays if entry.path):
+        if tree.format.root and key not in listed_names and key != PARAMS:
+            yield DroppedTensor(key, 0, TRAINING_STATE_RULE)
 
 
 @dataclass(frozen=True, slots=True)
 class FlaxFiles:
-    """The files of a checkpoint as they were read. An array in pieces lies in a blob that joins those of its file, so
-    `blobs` are the files and then those; `owners` are the numbers of their files."""
+    """Headers of the msgpack files of a checkpoint.
+
+    Attributes:
+        documents: Header of each file.
+        blobs: The files, then one blob for each file with arrays in several pieces, which concatenates these pieces.
+        blob_documents: For each blob, the number of its file in `documents`.
+    """
 
     documents: tuple[MsgpackHeader, ...]
     blobs: tuple[Path | Blob, ...]
@@ -97,86 +106,93 @@ class FlaxFiles:
 
     @property
     def files(self) -> tuple[Path, ...]:
+        """Path of each file."""
         return tuple(document.path for document in self.documents)
 
     def array_locations(self) -> list[tuple[MsgpackArray, int, int]]:
-        """Every array with the number of its blob and where it begins there."""
-        found: list[tuple[MsgpackArray, int, int]] = []
-        joined = dict(zip(self.blob_documents[len(self.documents) :], range(len(self.documents), len(self.blobs))))
+        """Return every array with its blob number and its offset in the blob."""
+        locations: list[tuple[MsgpackArray, int, int]] = []
+        num_files = len(self.documents)
+        pieces_blob = dict(zip(self.blob_documents[num_files:], range(num_files, len(self.blobs))))
         for number, document in enumerate(self.documents):
-            at = 0
+            offset = 0  # in the blob of concatenated pieces
             for array in document.arrays:
                 if len(array.runs) == 1:
-                    found.append((array, number, array.runs[0][0]))
+                    locations.append((array, number, array.runs[0][0]))
                     continue
-                found.append((array, joined[number], at))
-                at += sum(nbytes for _, nbytes in array.runs)
-        return found
+                locations.append((array, pieces_blob[number], offset))
+                offset += sum(nbytes for _, nbytes in array.runs)
+        return locations
 
     def stored_leaves(self, display_name: str) -> dict[str, StoredLeaf]:
-        """The arrays by dotted name; PrepError for a name that is twice there."""
-        found: dict[str, StoredLeaf] = {}
+        """Return the arrays as leaves, by dotted name.
+
+        Raises:
+            PrepError: A name occurs twice.
+        """
+        leaves: dict[str, StoredLeaf] = {}
         for array, blob, offset in self.array_locations():
             name = ".".join(array.path)
-            if name in found:
-                raise PrepError(f"{display_name} has a leaf twice", f"two are called {name}")
+            if name in leaves:
+                raise PrepError(f"{display_name} has a leaf twice", f"two leaves are named {name}")
             zeros = (0,) * len(array.shape)
-            place = partial(_only, StridedPlacement(blob, offset, zeros, zeros))
-            found[name] = StoredLeaf(array.shape, array.dtype, tuple(max(1, n) for n in array.shape), place)
-        return found
+            locate_chunks = partial(_single_chunk, StridedPlacement(blob, offset, zeros, zeros))
+            leaves[name] = StoredLeaf(array.shape, array.dtype, tuple(max(1, n) for n in array.shape), locate_chunks)
+        return leaves
 
     def safetensors_file_name(self, blob: int) -> str:
-        """What a Hugging Face folder with a file for each of these calls that of a blob."""
+        """Return the name of the safetensors file that replaces the file of a blob in an output."""
         count = len(self.documents)
-        return (
-            safetensors.SINGLE_FILE
-            if count == 1
-            else shard_name("model", self.blob_documents[blob] + 1, count, safetensors.SUFFIX)
-        )
+        if count == 1:
+            return safetensors.SINGLE_FILE
+        return shard_name("model", self.blob_documents[blob] + 1, count, safetensors.SUFFIX)
 
 
 def read_flax_files(path: Path, kind: MsgpackKind) -> FlaxFiles:
-    """The headers of all files of a checkpoint."""
+    """Read the headers of all files of a checkpoint."""
     documents = [read_msgpack_header(file, kind) for file in find_weight_files(path, kind)]
     check_index(path, documents)
-    joined = {number: blob for number, document in enumerate(documents) if (blob := _joined(document)).ranges}
-    blobs = (*(document.path for document in documents), *joined.values())
-    return FlaxFiles(tuple(documents), blobs, (*range(len(documents)), *joined))
+    pieces_blobs = {
+        number: blob for number, document in enumerate(documents) if (blob := _join_split_arrays(document)).ranges
+    }
+    blobs = (*(document.path for document in documents), *pieces_blobs.values())
+    return FlaxFiles(tuple(documents), blobs, (*range(len(documents)), *pieces_blobs))
 
 
-def _joined(document: MsgpackHeader) -> ConcatenatedBlob:
+def _join_split_arrays(document: MsgpackHeader) -> ConcatenatedBlob:
+    """Concatenate the pieces of all arrays with several pieces in a file."""
     runs = (run for array in document.arrays if len(array.runs) > 1 for run in array.runs)
     return ConcatenatedBlob(document.path.name, tuple(FileRange(document.path, *run) for run in runs))
 
 
-def _only(place: StridedPlacement, want: LeafPiece) -> StridedPlacement:
-    """A leaf in one piece is one chunk, whatever is wanted of it."""
-    return place
+def _single_chunk(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
+    """Return the placement of a one-chunk leaf, for any piece of it."""
+    return placement
 
 
-def _position(tensor: SourceTensor) -> tuple[int, int]:
-    part = tensor.placement[0]
-    return (
-        (part.placement.file, part.placement.offset)
-        if isinstance(part, Region) and isinstance(part.placement, StridedPlacement)
-        else (0, 0)
-    )
+def _file_position(tensor: SourceTensor) -> tuple[int, int]:
+    region = tensor.placement[0]
+    if isinstance(region, Region) and isinstance(region.placement, StridedPlacement):
+        return region.placement.file, region.placement.offset
+    return 0, 0
 
 
-def _check_part(found: ForeignTree, given: SourceHints, name: str) -> None:
-    """PrepError unless the file is what the word before its path says."""
-    path = split_part(name)[1]
-    if given.part in TRAIN_STATE_PARTS and not found.extra_entries:
-        raise PrepError(f"{name} is no training state", "it holds parameters alone", f"`params::{path}`")
-    if given.part and given.part not in TRAIN_STATE_PARTS and found.extra_entries:
-        why = f"besides parameters it has {', '.join(dropped.name for dropped in found.extra_entries[:4])}"
-        raise PrepError(f"{name} is a training state", why, f"`trainstate_params::{path}`")
+def _check_part(tree: ForeignTree, hints: SourceHints, display_name: str) -> None:
+    """Raise PrepError if the contents contradict the EasyLM prefix of the path."""
+    path = split_part(display_name)[1]
+    if hints.part in TRAIN_STATE_PARTS and not tree.extra_entries:
+        raise PrepError(f"{display_name} is not a training state", "it holds only parameters", f"`params::{path}`")
+    if hints.part and hints.part not in TRAIN_STATE_PARTS and tree.extra_entries:
+        why = f"besides parameters it has {', '.join(entry.name for entry in tree.extra_entries[:4])}"
+        raise PrepError(f"{display_name} is a training state", why, f"`trainstate_params::{path}`")
 
 
-def _check_kind(kind: MsgpackKind, given: SourceHints, name: str) -> None:
-    """PrepError where the word before a path is that of the other format."""
-    path = split_part(name)[1]
-    if kind == "flax" and given.part not in ("", FLAX_PARAMS):
-        raise PrepError(f"{name} is no EasyLM stream", "it is one Flax msgpack map", f"`{FLAX_PARAMS}::{path}`")
-    if kind == "easylm" and given.part == FLAX_PARAMS:
-        raise PrepError(f"{name} is no Flax msgpack file", "it is an EasyLM stream", f"`params::{path}`")
+def _check_kind(kind: MsgpackKind, hints: SourceHints, display_name: str) -> None:
+    """Raise PrepError if the file's format contradicts the EasyLM prefix of the path."""
+    path = split_part(display_name)[1]
+    if kind == "flax" and hints.part not in ("", FLAX_PARAMS):
+        raise PrepError(
+            f"{display_name} is not an EasyLM stream", "it is one Flax msgpack map", f"`{FLAX_PARAMS}::{path}`"
+        )
+    if kind == "easylm" and hints.part == FLAX_PARAMS:
+        raise PrepError(f"{display_name} is not a Flax msgpack file", "it is an EasyLM stream", f"`params::{path}`")

@@ -1,7 +1,8 @@
-"""Meta's own LLaMA checkpoints: `params.json`, and a file for each of the devices that the model was trained on.
+"""Opener for Meta's own LLaMA checkpoints: `params.json` and one file per model-parallel rank.
 
-A file has a part of the rows or of the columns of each matrix, so the whole is a tree leaf in chunks that are files.
-Rows of queries and keys come in another order: Meta rotates neighbours, Hugging Face the two halves of a head.
+Each file stores a slice of the rows or of the columns of each matrix, so a tensor is a tree leaf whose chunks are in
+different files. The rows of the query and key projections are permuted: Meta's rotary embedding pairs neighbouring
+dims, that of Hugging Face pairs the two halves of a head.
 """
 
 from __future__ import annotations
@@ -29,34 +30,39 @@ from trainer.models.axis_map import AxisMap, bind_row, parse_row
 from trainer.models.families.llama import FAMILY
 
 MAX_PARAMS_NBYTES = 1 << 20
-OUTPUT_SHARD_NBYTES = 5 * 10**9  # of the files that `pad-vocab` makes of Meta's
+OUTPUT_SHARD_NBYTES = 5 * 10**9  # of the safetensors files that `pad-vocab` writes from Meta's files
 META_SIDE_FILES = {META_PARAMS_FILE, "checklist.chk"}
 EMBEDDING, LM_HEAD, ROPE_FREQUENCIES = "tok_embeddings.weight", "output.weight", "rope.freqs"
 
 
 @dataclass(frozen=True, slots=True)
 class MetaTensorRule:
-    """How a tensor of Meta's is a Hugging Face tensor, and the dim that is cut over files: None for all in each."""
+    """Mapping of one of Meta's tensors to the Hugging Face tensor.
+
+    Attributes:
+        row: Axis map, with Meta's dims on the left and the dims of Hugging Face on the right.
+        shard_axis: Dim sharded over files; None if each file has the whole tensor.
+    """
 
     row: str
     shard_axis: int | None
 
 
-_LAYER, _HF = "layers.{layers}.", "layers.{layers}.self_attn."
+_LAYER, _HF_ATTENTION = "layers.{layers}.", "layers.{layers}.self_attn."
 META_TENSOR_RULES: Mapping[str, MetaTensorRule] = {
-    EMBEDDING: MetaTensorRule("vocab embed <- embed_tokens.weight: vocab embed", 1),  # or 0, which its shape tells
+    EMBEDDING: MetaTensorRule("vocab embed <- embed_tokens.weight: vocab embed", 1),  # or 0, depending on its shape
     _LAYER + "attention_norm.weight": MetaTensorRule(f"embed <- {_LAYER}input_layernorm.weight: embed", None),
     _LAYER + "attention.wq.weight": MetaTensorRule(
-        f"(heads half two) embed <- {_HF}q_proj.weight: (heads two half) embed", 0
+        f"(heads half two) embed <- {_HF_ATTENTION}q_proj.weight: (heads two half) embed", 0
     ),
     _LAYER + "attention.wk.weight": MetaTensorRule(
-        f"(kv_heads half two) embed <- {_HF}k_proj.weight: (kv_heads two half) embed", 0
+        f"(kv_heads half two) embed <- {_HF_ATTENTION}k_proj.weight: (kv_heads two half) embed", 0
     ),
     _LAYER + "attention.wv.weight": MetaTensorRule(
-        f"(kv_heads head_dim) embed <- {_HF}v_proj.weight: (kv_heads head_dim) embed", 0
+        f"(kv_heads head_dim) embed <- {_HF_ATTENTION}v_proj.weight: (kv_heads head_dim) embed", 0
     ),
     _LAYER + "attention.wo.weight": MetaTensorRule(
-        f"embed (heads head_dim) <- {_HF}o_proj.weight: embed (heads head_dim)", 1
+        f"embed (heads head_dim) <- {_HF_ATTENTION}o_proj.weight: embed (heads head_dim)", 1
     ),
     _LAYER + "ffn_norm.weight": MetaTensorRule(f"embed <- {_LAYER}post_attention_layernorm.weight: embed", None),
     _LAYER + "feed_forward.w1.weight": MetaTensorRule(f"mlp embed <- {_LAYER}mlp.gate_proj.weight: mlp embed", 0),
@@ -66,186 +72,222 @@ META_TENSOR_RULES: Mapping[str, MetaTensorRule] = {
     LM_HEAD: MetaTensorRule("vocab embed <- lm_head.weight: vocab embed", 0),
 }
 
-
-_NUMBERED = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
+_LAYER_TENSOR = re.compile(r"layers\.(0|[1-9]\d{0,5})\.(.+)")
 
 
 def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read pickles and settings, run nothing. PrepError names what is broken or not understood."""
-    files = _read_files(path)
-    config = _config(path, display_name, hints, files)
-    parts = _Parts(path, files, config)
-    tensors = tuple(tensor for _, tensor in sorted(parts.tensors(), key=lambda pair: pair[0]))
-    names = detect_names(FAMILY, config, [_full(tensor.name) for tensor in tensors])
-    groups = split_into_shards([(_full(t.name), t.dtype, t.shape, t.nbytes) for t in tensors], OUTPUT_SHARD_NBYTES)
-    held = tuple(file for file, entries in groups for _ in entries)
-    facts = tuple(SourceFile(c.file_name, c.size, c.mtime_ns, c.digest) for c in files)
-    small = tuple(p for p in small_files(path) if p.name not in META_SIDE_FILES)
+    """Read the pickled tensor metadata and the config of Meta's files. No pickled code is run.
+
+    Args:
+        path: The folder.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: A file is missing, broken or not supported.
+    """
+    headers = _read_headers(path)
+    config = _load_config(path, display_name, hints, headers)
+    sharded = _ShardedTensors(path, headers, config)
+    tensors = tuple(tensor for _, tensor in sorted(sharded.tensors(), key=lambda pair: pair[0]))
+    entries = [(_hf_name(tensor.name), tensor.dtype, tensor.shape, tensor.nbytes) for tensor in tensors]
+    output_shards = split_into_shards(entries, OUTPUT_SHARD_NBYTES)
     return Source(
-        display_name, path, FAMILY, config, names, tensors, parts.paths, facts, small, None, held, blobs=parts.blobs
+        display_name=display_name,
+        root=path,
+        family=FAMILY,
+        config=config,
+        names=detect_names(FAMILY, config, [_hf_name(tensor.name) for tensor in tensors]),
+        tensors=tensors,
+        files=sharded.paths,
+        file_stamps=tuple(
+            SourceFile(header.file_name, header.size, header.mtime_ns, header.digest) for header in headers
+        ),
+        small_files=tuple(file for file in small_files(path) if file.name not in META_SIDE_FILES),
+        manifest=None,
+        tensor_file_names=tuple(file for file, shard_entries in output_shards for _ in shard_entries),
+        blobs=sharded.blobs,
     )
 
 
-def _full(name: str) -> str:
-    """The name in a Hugging Face file; what only Meta has keeps its own."""
+def _hf_name(name: str) -> str:
+    """Return the tensor name in a Hugging Face file; a tensor that only Meta has keeps its name."""
     return name if name in (*FAMILY.unprefixed, ROPE_FREQUENCIES) else FAMILY.prefix + name
 
 
-def _read_files(path: Path) -> list[TorchHeader]:
-    """The checkpoint of each device, in order. PrepError where one is missing."""
+def _read_headers(path: Path) -> list[TorchHeader]:
+    """Read the header of each rank's file, in order; raise PrepError if one is missing."""
     names = [name for name in list_folder(path) if CONSOLIDATED_FILE.fullmatch(name)]
-    wanted = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
-    if missing := [name for name in wanted if name not in names]:
-        what = f"{missing[0]} is missing"
-        raise PrepError(what, f"{path} has {len(names)} such files, up to {names[-1]}", "each has a part of the model")
+    expected = [f"consolidated.{number:02d}.pth" for number in range(len(names))]
+    if missing := [name for name in expected if name not in names]:
+        why = f"{path} has {len(names)} such files, up to {names[-1]}"
+        raise PrepError(f"{missing[0]} is missing", why, "copy all files: each has a part of the model")
     return [read_torch_header(path / name, number) for number, name in enumerate(names)]
 
 
 # The config
 
 
-def _config(path: Path, name: str, given: SourceHints, files: Sequence[TorchHeader]) -> dict[str, Any]:
-    """The config.json that is given or beside the files, else one made of params.json."""
-    if given.config_path is not None or (path / CONFIG).is_file():
-        config = read_config(given.resolve_config_path(path, name))
+def _load_config(path: Path, display_name: str, hints: SourceHints, headers: Sequence[TorchHeader]) -> dict[str, Any]:
+    """Read the user's config.json or the one in the folder; convert params.json if there is none."""
+    if hints.config_path is not None or (path / CONFIG).is_file():
+        config = read_config(hints.resolve_config_path(path, display_name))
         if config.get("model_type") != FAMILY.name:
-            why = f"its config.json says `{config.get('model_type')!s:.40}`, such files hold `{FAMILY.name}`"
-            raise PrepError(f"{name} is not what it says", why)
+            why = f"its config.json says `{config.get('model_type')!s:.40}`, such files contain `{FAMILY.name}`"
+            raise PrepError(f"{display_name} has the wrong model_type", why)
         return config
-    document = _params(path, name)
+    params = _read_params(path, display_name)
     try:
-        tied = is_small_llama_3_2(document) or not any(tensor.name == LM_HEAD for tensor in files[0].tensors)
-        return to_hf_config(document, _vocab(document, files), tied)
+        is_tied = is_small_llama_3_2(params) or not any(tensor.name == LM_HEAD for tensor in headers[0].tensors)
+        return to_hf_config(params, _vocab_size(params, headers), is_tied)
     except ValueError as error:
         hint = f"`--config` names a {CONFIG} instead"
-        raise PrepError(f"{path / META_PARAMS_FILE} makes no sense", str(error), hint) from error
+        raise PrepError(f"{path / META_PARAMS_FILE} is invalid", str(error), hint) from error
 
 
-def _params(path: Path, name: str) -> Any:
-    found = path / META_PARAMS_FILE
-    if not found.exists():
-        hint = f"put Meta's {META_PARAMS_FILE} beside the files, or `--config` names the model's {CONFIG}"
-        raise PrepError(
-            f"{name} has no {META_PARAMS_FILE}", "it says how many heads there are, which the weights do not", hint
-        )
+def _read_params(folder: Path, display_name: str) -> Any:
+    path = folder / META_PARAMS_FILE
+    if not path.exists():
+        why = "the number of heads is not known without it"
+        hint = f"put Meta's {META_PARAMS_FILE} next to the files, or `--config` names the model's {CONFIG}"
+        raise PrepError(f"{display_name} has no {META_PARAMS_FILE}", why, hint)
     try:
-        if stat_file(found).st_size > MAX_PARAMS_NBYTES:
+        if stat_file(path).st_size > MAX_PARAMS_NBYTES:
             raise ValueError(f"it is larger than {MAX_PARAMS_NBYTES:,} bytes")
-        return parse_json(found.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError as error:
-        raise unreadable_error(found, error) from error
+        raise unreadable_error(path, error) from error
     except ValueError as error:
-        raise PrepError(f"{found} is broken", str(error)) from error
+        raise PrepError(f"{path} is broken", str(error)) from error
 
 
-def _vocab(document: Any, files: Sequence[TorchHeader]) -> int:
-    """Rows of vocabulary: what params.json says, or, where it has -1, what the tensors have."""
+def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:
+    """Return the vocabulary size of params.json, or the one of the tensors where params.json has -1."""
     params = document.get("model", document) if isinstance(document, Mapping) else {}
-    said = params.get("vocab_size") if isinstance(params, Mapping) else None
-    if type(said) is int and said > 0:
-        return said
-    shapes = {tensor.name: tensor.shape for tensor in files[0].tensors}
+    vocab_size = params.get("vocab_size") if isinstance(params, Mapping) else None
+    if type(vocab_size) is int and vocab_size > 0:
+        return vocab_size
+    shapes = {tensor.name: tensor.shape for tensor in headers[0].tensors}
     if len(shape := shapes.get(LM_HEAD, ())) == 2:
-        return shape[0] * len(files)
+        return shape[0] * len(headers)
     if len(shape := shapes.get(EMBEDDING, ())) == 2:
-        return shape[0] * (len(files) if shape[1] == params.get("dim") else 1)
-    raise ValueError(f"it has no vocab_size, and {files[0].file_name} has no {EMBEDDING}")
+        return shape[0] * (len(headers) if shape[1] == params.get("dim") else 1)
+    raise ValueError(f"it has no vocab_size, and {headers[0].file_name} has no {EMBEDDING}")
 
 
 # The tensors
 
 
-class _Parts:
-    """The tensors of all files by Meta's names, and what they are together."""
+class _ShardedTensors:
+    """Tensors of all files, grouped by Meta's names and mapped to Hugging Face tensors."""
 
-    def __init__(self, path: Path, files: Sequence[TorchHeader], config: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, headers: Sequence[TorchHeader], config: Mapping[str, Any]) -> None:
         sizes = FAMILY.sizes(config)
         self._sizes = sizes | {"two": 2, "half": sizes["head_dim"] // 2}
-        self._files, self._rows = files, dict[str, AxisMap]()
-        self.paths = tuple(path / c.file_name for c in files)
-        tensors = [tensor for c in files for tensor in c.tensors]
-        self._numbers, self.blobs = assign_blobs(tensors, self.paths)
-        self._held: dict[str, list[tuple[TorchTensor, int]]] = {}
-        for tensor, number in zip(tensors, self._numbers):
-            self._held.setdefault(tensor.name, []).append((tensor, number))
+        self._headers, self._axis_maps = headers, dict[str, AxisMap]()
+        self.paths = tuple(path / header.file_name for header in headers)
+        tensors = [tensor for header in headers for tensor in header.tensors]
+        blob_numbers, self.blobs = assign_blobs(tensors, self.paths)
+        self._shards_by_name: dict[str, list[tuple[TorchTensor, int]]] = {}  # each with its blob number
+        for tensor, blob in zip(tensors, blob_numbers):
+            self._shards_by_name.setdefault(tensor.name, []).append((tensor, blob))
 
     def tensors(self) -> Iterator[tuple[int, SourceTensor]]:
-        """Hugging Face tensors, each with the place of its first part in the first file; what has no place among them
-        under its own name. PrepError for parts that differ."""
-        for name, pieces in self._held.items():
-            self._check_all(name, pieces)
-            found = _NUMBERED.fullmatch(name)
-            pattern = _LAYER + found[2] if found else name
-            first, number = pieces[0]
+        """Yield the Hugging Face tensors, each with the offset of its shard in the first file.
+
+        A tensor without a rule keeps its name.
+
+        Raises:
+            PrepError: The shards of a tensor differ, or one is missing.
+        """
+        for name, shards in self._shards_by_name.items():
+            self._check_shards(name, shards)
+            match = _LAYER_TENSOR.fullmatch(name)
+            pattern = _LAYER + match[2] if match else name
+            first, blob = shards[0]
             if pattern not in META_TENSOR_RULES:
-                yield first.offset, SourceTensor(name, first.dtype, first.shape, (placement_of(first, number),))
+                yield first.offset, SourceTensor(name, first.dtype, first.shape, (placement_of(first, blob),))
                 continue
-            row = self._row(pattern)
-            at = {"layers": int(found[1])} if found else {}
-            side = self._side(pattern, row, at, pieces)
-            yield first.offset, SourceTensor(row.tensor_name(at), first.dtype, row.source_shape, (side,))
+            axis_map = self._axis_map(pattern)
+            indices = {"layers": int(match[1])} if match else {}
+            placement = (self._placement(pattern, axis_map, indices, shards),)
+            yield (
+                first.offset,
+                SourceTensor(axis_map.tensor_name(indices), first.dtype, axis_map.source_shape, placement),
+            )
 
-    def _row(self, pattern: str) -> AxisMap:
-        if pattern not in self._rows:
-            self._rows[pattern] = bind_row(parse_row(META_TENSOR_RULES[pattern].row), self._sizes)
-        return self._rows[pattern]
+    def _axis_map(self, pattern: str) -> AxisMap:
+        if pattern not in self._axis_maps:
+            self._axis_maps[pattern] = bind_row(parse_row(META_TENSOR_RULES[pattern].row), self._sizes)
+        return self._axis_maps[pattern]
 
-    def _check_all(self, name: str, pieces: Sequence[tuple[TorchTensor, int]]) -> None:
-        """Each file has its part, of one dtype."""
-        if len(pieces) != len(self._files):
-            having = {tensor.file for tensor, _ in pieces}
-            lacking = next(c.file_name for number, c in enumerate(self._files) if number not in having)
+    def _check_shards(self, name: str, shards: Sequence[tuple[TorchTensor, int]]) -> None:
+        """Raise PrepError unless each file has a shard, all of one dtype."""
+        if len(shards) != len(self._headers):
+            files_with_shard = {tensor.file for tensor, _ in shards}
+            lacking = next(
+                header.file_name for number, header in enumerate(self._headers) if number not in files_with_shard
+            )
             raise PrepError(f"{lacking} lacks {quote_name(name)}", "each file of Meta's has a part of each tensor")
-        if len(dtypes := {tensor.dtype for tensor, _ in pieces}) > 1:
-            raise PrepError(f"the parts of {quote_name(name)} differ", f"they are {' and '.join(sorted(dtypes))}")
+        if len(dtypes := {tensor.dtype for tensor, _ in shards}) > 1:
+            why = f"their dtypes are {' and '.join(sorted(dtypes))}"
+            raise PrepError(f"the parts of {quote_name(name)} differ", why)
 
-    def _side(
-        self, pattern: str, row: AxisMap, at: Mapping[str, int], pieces: Sequence[tuple[TorchTensor, int]]
+    def _placement(
+        self, pattern: str, axis_map: AxisMap, indices: Mapping[str, int], shards: Sequence[tuple[TorchTensor, int]]
     ) -> Contiguous | Strided | Region:
-        """Where the tensor lies: in one file as it is, else in a chunk of each file."""
-        axis = self._axis(pattern, row, pieces[0][0])
-        chunk = self._chunk(row, axis)
-        for tensor, _ in pieces:
-            if tensor.shape != chunk:
-                raise self._misshapen(tensor, row, axis, chunk)
-        if chunk == row.leaf_shape and not _reorders(row):
-            return placement_of(*pieces[0])
-        if any(tensor.byte_strides for tensor, _ in pieces):
-            why, hint = "its rows do not follow each other in the file", "with PyTorch: `.contiguous()` and save again"
-            raise PrepError(f"{quote_name(pieces[0][0].name)} is a view", why, hint)
-        parts = pieces if axis is not None else pieces[:1]
-        places = {
-            tuple(i if dim == axis else 0 for dim in range(len(chunk))): (number, tensor.offset)
-            for i, (tensor, number) in enumerate(parts)
+        """Return the placement of a tensor: unchanged in one file, else one chunk per file."""
+        axis = self._shard_axis(pattern, axis_map, shards[0][0])
+        chunk_shape = self._shard_shape(axis_map, axis)
+        for tensor, _ in shards:
+            if tensor.shape != chunk_shape:
+                raise self._shape_error(tensor, axis_map, axis, chunk_shape)
+        if chunk_shape == axis_map.leaf_shape and not _permutes_elements(axis_map):
+            return placement_of(*shards[0])
+        if any(tensor.byte_strides for tensor, _ in shards):
+            why, hint = "its rows are not contiguous in the file", "with PyTorch: `.contiguous()` and save again"
+            raise PrepError(f"{quote_name(shards[0][0].name)} is a view", why, hint)
+        parts = shards if axis is not None else shards[:1]
+        locations = {
+            tuple(i if dim == axis else 0 for dim in range(len(chunk_shape))): (blob, tensor.offset)
+            for i, (tensor, blob) in enumerate(parts)
         }
-        grid = ChunkGrid(row.leaf_shape, chunk)
-        return Region(row, tuple(at.items()), grid, ExplicitPlacement(places), itemsize(pieces[0][0].dtype))
+        grid = ChunkGrid(axis_map.leaf_shape, chunk_shape)
+        item_nbytes = itemsize(shards[0][0].dtype)
+        return Region(axis_map, tuple(indices.items()), grid, ExplicitPlacement(locations), item_nbytes)
 
-    def _axis(self, pattern: str, row: AxisMap, first: TorchTensor) -> int | None:
-        """The dim that is cut. LLaMA 1 and 2 cut the embedding across, LLaMA 3 down."""
-        if pattern == EMBEDDING and first.shape[1:] == row.leaf_shape[1:]:
+    def _shard_axis(self, pattern: str, axis_map: AxisMap, first: TorchTensor) -> int | None:
+        """Return the sharded dim; LLaMA 1 and 2 shard the columns of the embedding, LLaMA 3 its rows."""
+        if pattern == EMBEDDING and first.shape[1:] == axis_map.leaf_shape[1:]:
             return 0
         return META_TENSOR_RULES[pattern].shard_axis
 
-    def _chunk(self, row: AxisMap, axis: int | None) -> tuple[int, ...]:
-        """The shape of each file's part. PrepError where the files do not divide the whole."""
-        count = len(self._files)
+    def _shard_shape(self, axis_map: AxisMap, axis: int | None) -> tuple[int, ...]:
+        """Return the shape of each file's shard; raise PrepError if the heads are not divisible by the files."""
+        num_files = len(self._headers)
         for atom in ("heads", "kv_heads"):
-            if self._sizes[atom] % count:
-                why = f"{self._sizes[atom]} {atom} cannot be dealt out to {count} files"
-                raise PrepError("its heads are not whole in its files", why, "are all files here? Each has whole heads")
-        return tuple(n // count if dim == axis else n for dim, n in enumerate(row.leaf_shape))
+            if self._sizes[atom] % num_files:
+                why = f"{self._sizes[atom]} {atom} are not divisible by {num_files} files"
+                raise PrepError("its heads are split across files", why, "are all files here? Each has whole heads")
+        return tuple(n // num_files if dim == axis else n for dim, n in enumerate(axis_map.leaf_shape))
 
-    def _misshapen(self, tensor: TorchTensor, row: AxisMap, axis: int | None, chunk: tuple[int, ...]) -> PrepError:
-        what = f"{quote_name(tensor.name)} in {self._files[tensor.file].file_name} is {list(tensor.shape)}"
-        why = f"the settings make it {list(chunk)} in each of {len(self._files)} files"
-        if axis is not None and len(tensor.shape) == len(chunk) and tensor.shape[axis]:
-            count, rest = divmod(row.leaf_shape[axis], tensor.shape[axis])
-            if not rest and count != len(self._files):
-                return PrepError(what, why, f"its whole is {list(row.leaf_shape)}: are there {count} files?")
+    def _shape_error(
+        self, tensor: TorchTensor, axis_map: AxisMap, axis: int | None, expected: tuple[int, ...]
+    ) -> PrepError:
+        num_files = len(self._headers)
+        file_name = self._headers[tensor.file].file_name
+        what = f"{quote_name(tensor.name)} in {file_name} has shape {list(tensor.shape)}"
+        why = f"the config implies {list(expected)} in each of {num_files} files"
+        if axis is not None and len(tensor.shape) == len(expected) and tensor.shape[axis]:
+            count, remainder = divmod(axis_map.leaf_shape[axis], tensor.shape[axis])
+            if not remainder and count != num_files:
+                return PrepError(
+                    what, why, f"the whole tensor is {list(axis_map.leaf_shape)}: are there {count} files?"
+                )
         return PrepError(what, why, f"are {META_PARAMS_FILE} and the weights of one model?")
 
 
-def _reorders(row: AxisMap) -> bool:
-    """Whether elements come in another order than in the Hugging Face tensor."""
-    return [f.atom for dim in row.leaf_dims for f in dim] != [f.atom for dim in row.source_dims for f in dim.factors]
+def _permutes_elements(axis_map: AxisMap) -> bool:
+    """Return whether Meta's order of elements differs from that of the Hugging Face tensor."""
+    meta_atoms = [factor.atom for dim in axis_map.leaf_dims for factor in dim]
+    return meta_atoms != [factor.atom for dim in axis_map.source_dims for factor in dim.factors]

@@ -1,4 +1,4 @@
-"""An Orbax item: an init checkpoint or a step of a training run that prep wrote, or what others saved."""
+"""Opener for Orbax items: init checkpoints and training steps that prep wrote, and trees of other libraries."""
 
 from __future__ import annotations
 
@@ -28,105 +28,130 @@ from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree, tensors_from_manifest
 from trainer.models.registry import family_of
 
-MAX_OPEN_FILES = 200  # that are open at once; of more, each is opened when it is read
+MAX_OPEN_FILES = 200  # an item with more files opens each file when it is read
 MODEL_FILES = {
     *("added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt", "special_tokens_map.json"),
     *("spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
-}  # beside a config.json in a folder that holds other things too
+}  # small files of a model, in a folder that may contain unrelated files
 
 
 def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read index, settings and manifest of the item that `path` means. PrepError names what is broken or unknown."""
+    """Read the index, config and manifest of an Orbax item.
+
+    Args:
+        path: An item, a step folder or a run folder with steps.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: The item is broken or not supported.
+    """
     folder = find_item(path) or path
-    home = find_manifest_folder(folder)
-    item, manifest = read_item(folder), read_manifest(home)
+    manifest_folder = find_manifest_folder(folder)
+    item, manifest = read_item(folder), read_manifest(manifest_folder)
     if manifest is None:
-        return _foreign(item, path, display_name, hints)
+        return _open_foreign(item, path, display_name, hints)
     if manifest["kind"] not in KEYS_BY_KIND:
-        why = f"its {MANIFEST_FILE} says that it is a Hugging Face folder"
-        raise PrepError(f"{display_name} is not what it says", why, "`prep inspect` shows what it holds")
+        why = f"it is an Orbax item, its {MANIFEST_FILE} is that of a Hugging Face folder"
+        raise PrepError(f"{display_name} has an invalid manifest", why, "`prep inspect` shows its contents")
     config = manifest["config"]
     names = TensorNames(family_of(config), bool(manifest["prefixed"]))
     blobs, leaves = stored_leaves(item)
-    tensors, state = (
-        tuple(sorted(found, key=_position)) for found in tensors_from_manifest(leaves, names, manifest, folder)
-    )
-    facts = _facts(item, read_small_file(home / MANIFEST_FILE))
-    small, files = small_files(folder / HF_FOLDER), _files(item)
+    params, state = tensors_from_manifest(leaves, names, manifest, folder)
     return Source(
-        display_name, home, names.family, config, names, tensors, files, facts, small, manifest, (), state, blobs
+        display_name=display_name,
+        root=manifest_folder,
+        family=names.family,
+        config=config,
+        names=names,
+        tensors=tuple(sorted(params, key=_file_position)),
+        files=_watched_files(item),
+        file_stamps=_file_stamps(item, read_small_file(manifest_folder / MANIFEST_FILE)),
+        small_files=small_files(folder / HF_FOLDER),
+        manifest=manifest,
+        state_tensors=tuple(sorted(state, key=_file_position)),
+        blobs=blobs,
     )
 
 
-def _foreign(item: OrbaxItem, path: Path, name: str, given: SourceHints) -> Source:
-    """What Orbax saved for others: the config is beside it or given, the layout is found by names and shapes."""
-    config_path = given.config_path.expanduser() if given.config_path else find_config(item.folder, path)
+def _open_foreign(item: OrbaxItem, path: Path, display_name: str, hints: SourceHints) -> Source:
+    """Open an item that another library saved: its layout is detected from leaf names and shapes."""
+    config_path = hints.config_path.expanduser() if hints.config_path else find_config(item.folder, path)
     if config_path is None:
-        why = f"it has no {MANIFEST_FILE}, and no {CONFIG} is in it or beside it: nothing says what model it is of"
-        raise PrepError(f"{name} was not written by prep", why, f"`--config FOLDER`, the one with the model's {CONFIG}")
+        why = f"it has no {MANIFEST_FILE}, and no {CONFIG} in it or next to it describes the model"
+        hint = f"`--config FOLDER`: a folder with the model's {CONFIG}"
+        raise PrepError(f"{display_name} was not written by prep", why, hint)
     config_path = config_path / CONFIG if config_path.is_dir() else config_path
     config = read_config(config_path)
     blobs, leaves = stored_leaves(item)
-    found = match_foreign_tree(leaves, family_of(config), config, name)
-    tensors = tuple(sorted(found.tensors, key=_position))
-    facts = _facts(item, read_small_file(config_path))
-    small = tuple(p for p in small_files(config_path.parent) if p.name in MODEL_FILES)
+    tree = match_foreign_tree(leaves, family_of(config), config, display_name)
     return Source(
-        display_name=name,
+        display_name=display_name,
         root=item.folder,
-        family=found.names.family,
+        family=tree.names.family,
         config=config,
-        names=found.names,
-        tensors=tensors,
-        files=_files(item),
-        file_stamps=facts,
-        small_files=small,
+        names=tree.names,
+        tensors=tuple(sorted(tree.tensors, key=_file_position)),
+        files=_watched_files(item),
+        file_stamps=_file_stamps(item, read_small_file(config_path)),
+        small_files=tuple(file for file in small_files(config_path.parent) if file.name in MODEL_FILES),
         manifest=None,
         blobs=blobs,
-        extra_entries=found.extra_entries,
+        extra_entries=tree.extra_entries,
     )
 
 
 def find_config(folder: Path, path: Path) -> Path | None:
-    """The config.json in an item, in a folder above it up to that which holds `path`, or in the `hf` of such a one."""
+    """Return the config.json closest to an item, if there is one.
+
+    Args:
+        folder: Folder of the item. It, its `hf` folder and its parents (with theirs) are searched.
+        path: The user's checkpoint argument; the search ends at its parent.
+    """
     folder, top = folder.absolute(), path.absolute().parent
     roots = [folder, *(parent for parent in folder.parents if top in (parent, *parent.parents))]
-    places = (root / sub / CONFIG for root in roots for sub in ("", HF_FOLDER))
-    return next((place for place in places if place.is_file()), None)
+    candidates = (root / subfolder / CONFIG for root in roots for subfolder in ("", HF_FOLDER))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _facts(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
-    stamp = digest(item.metadata_digest.encode() + settings)
-    stats = ((path, path.stat()) for path in _files(item))
+def _file_stamps(item: OrbaxItem, settings: bytes) -> tuple[SourceFile, ...]:
+    """Return size, time and digest of the data files; the digest is that of index and `settings`."""
+    settings_digest = digest(item.metadata_digest.encode() + settings)
+    stats = ((path, path.stat()) for path in _watched_files(item))
     return tuple(
-        SourceFile(str(path.relative_to(item.folder)), stat.st_size, stat.st_mtime_ns, stamp) for path, stat in stats
+        SourceFile(str(path.relative_to(item.folder)), stat.st_size, stat.st_mtime_ns, settings_digest)
+        for path, stat in stats
     )
 
 
-def _files(item: OrbaxItem) -> tuple[Path, ...]:
-    """The files that are watched for changes: a small item may have all that it holds in its index."""
+def _watched_files(item: OrbaxItem) -> tuple[Path, ...]:
+    """Return the files to watch for changes: data files, or the metadata of an item whose index has all values."""
     return item.files or (item.folder / METADATA_FILE,)
 
 
 def stored_leaves(item: OrbaxItem) -> tuple[tuple[Path | Blob, ...], dict[str, StoredLeaf]]:
-    """The leaves by dotted name, and what their places number: data files, then arrays that are not in them as they
-    are; nothing where it is the item's files alone."""
+    """Return the leaves of an item and the byte sources that their placements number.
+
+    Returns:
+        Byte sources: the data files, then one `DecodedArray` per encoded array; empty if these are
+        just the item's files. Leaves, by dotted name.
+    """
     direct = [is_read_directly(item, number) for number in range(len(item.arrays))]
     blobs: list[Path | Blob] = [*item.files] if any(direct) else []
     leaves: dict[str, StoredLeaf] = {}
     for number, meta in enumerate(item.arrays):
-        places: Callable[[LeafPiece], Placement] = partial(_places, item, number)
+        locate_chunks: Callable[[LeafPiece], Placement] = partial(_chunk_places, item, number)
         if not direct[number]:
             zeros = (0,) * len(meta.shape)
-            lattice = StridedPlacement(len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes))
-            places = partial(_within, lattice)
+            placement = StridedPlacement(len(blobs), 0, zeros, strides(meta.grid, meta.chunk_nbytes))
+            locate_chunks = partial(_placement_of_piece, placement)
             blobs.append(DecodedArray(item, number))
-        leaves[meta.name] = StoredLeaf(meta.shape, meta.dtype, meta.chunk_shape, places)
+        leaves[meta.name] = StoredLeaf(meta.shape, meta.dtype, meta.chunk_shape, locate_chunks)
     return (() if all(direct) else tuple(blobs)), leaves
 
 
 def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
-    """Whether an array's chunks lie in data files as they are, all of them, and those can be open together."""
+    """Return whether all chunks of an array are stored uncompressed in data files that can be open together."""
     chunks = item.chunks[array_number]
     return (
         len(item.files) <= MAX_OPEN_FILES
@@ -136,35 +161,40 @@ def is_read_directly(item: OrbaxItem, array_number: int) -> bool:
     )
 
 
-def _within(lattice: StridedPlacement, want: LeafPiece) -> StridedPlacement:
-    """The part of a lattice that holds a tensor, which tells where it begins."""
-    first, _ = chunk_group(want)
-    file, offset = lattice.find(first)
-    return StridedPlacement(file, offset, first, lattice.strides)
+def _placement_of_piece(placement: StridedPlacement, piece: LeafPiece) -> StridedPlacement:
+    """Return the part of a leaf's placement that covers the chunks of a piece."""
+    first, _ = chunk_group(piece)
+    file, offset = placement.find(first)
+    return StridedPlacement(file, offset, first, placement.strides)
 
 
-def _position(tensor: SourceTensor) -> tuple[int, int]:
-    part = tensor.placement[0]
-    assert isinstance(part, Region)
-    return (p.file, p.offset) if isinstance(p := part.placement, StridedPlacement) else min(p.chunks.values())
+def _file_position(tensor: SourceTensor) -> tuple[int, int]:
+    """Return file number and offset of the tensor's first chunk."""
+    region = tensor.placement[0]
+    assert isinstance(region, Region)
+    placement = region.placement
+    if isinstance(placement, StridedPlacement):
+        return placement.file, placement.offset
+    return min(placement.chunks.values())
 
 
-def _places(item: OrbaxItem, number: int, want: LeafPiece) -> Placement:
-    """Where the chunks of a tensor lie: one formula where they lie regularly, as prep writes them, else one by one."""
-    first, stop = chunk_group(want)
-    found: dict[tuple[int, ...], tuple[int, int]] = {}
+def _chunk_places(item: OrbaxItem, array_number: int, piece: LeafPiece) -> Placement:
+    """Return the placement of a piece's chunks: strided if they are regular, as prep writes them, else explicit."""
+    first, stop = chunk_group(piece)
+    locations: dict[tuple[int, ...], tuple[int, int]] = {}
     for index in itertools.product(*(range(low, high) for low, high in zip(first, stop))):
-        stored = item.chunks[number][index]
-        assert isinstance(stored, StoredRange)  # is_direct
-        found[index] = stored.file, stored.offset
+        stored = item.chunks[array_number][index]
+        assert isinstance(stored, StoredRange)  # checked by is_read_directly
+        locations[index] = stored.file, stored.offset
     counts = [high - low for low, high in zip(first, stop)]
-    return _regular(found, first, counts) or ExplicitPlacement(found)
+    return _as_strided(locations, first, counts) or ExplicitPlacement(locations)
 
 
-def _regular(
-    found: Mapping[tuple[int, ...], tuple[int, int]], first: tuple[int, ...], counts: list[int]
+def _as_strided(
+    locations: Mapping[tuple[int, ...], tuple[int, int]], first: tuple[int, ...], counts: list[int]
 ) -> StridedPlacement | None:
-    places = list(found.values())
+    """Return the chunks' locations as a strided placement, or None if they are irregular."""
+    places = list(locations.values())
     if not places:
         return None
     step = places[1][1] - places[0][1] if len(places) > 1 else 0

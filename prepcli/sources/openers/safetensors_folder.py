@@ -1,4 +1,4 @@
-"""A folder of safetensors files as the hub has them."""
+"""Opener for a Hugging Face folder with safetensors files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,44 @@ from trainer.models.registry import family_of
 
 
 def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read headers and settings. PrepError names what is broken or not understood."""
+    """Read the headers, config and manifest of a folder with safetensors files.
+
+    Args:
+        path: The folder.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: A file is broken or not supported.
+    """
     folder = safetensors.read_safetensors_folder(path)
     config = read_config(hints.resolve_config_path(path, display_name) if hints.config_path else path / CONFIG)
     family = family_of(config)
     manifest = read_manifest(path)
-    names = detect_names(family, config, [t.name for t in folder.tensors])
-    said = (manifest or {}).get("tensors", {})
+    names = detect_names(family, config, [tensor.name for tensor in folder.tensors])
+    records = (manifest or {}).get("tensors", {})
     tensors = tuple(
         SourceTensor(
-            names.bare_name(t.name), t.dtype, t.shape, (Contiguous(t.file, t.offset),), recorded_digests(said, t.name)
+            names.bare_name(tensor.name),
+            tensor.dtype,
+            tensor.shape,
+            (Contiguous(tensor.file, tensor.offset),),
+            recorded_digests(records, tensor.name),
         )
-        for t in folder.tensors
+        for tensor in folder.tensors
     )
-    facts = tuple(SourceFile(h.file_name, h.size, h.mtime_ns, h.digest) for h in folder.headers)
-    files = tuple(path / h.file_name for h in folder.headers)
-    held = tuple(h.file_name for h in folder.headers for _ in h.tensors)
-    return Source(display_name, path, family, config, names, tensors, files, facts, small_files(path), manifest, held)
+    return Source(
+        display_name=display_name,
+        root=path,
+        family=family,
+        config=config,
+        names=names,
+        tensors=tensors,
+        files=tuple(path / header.file_name for header in folder.headers),
+        file_stamps=tuple(
+            SourceFile(header.file_name, header.size, header.mtime_ns, header.digest) for header in folder.headers
+        ),
+        small_files=small_files(path),
+        manifest=manifest,
+        tensor_file_names=tuple(header.file_name for header in folder.headers for _ in header.tensors),
+    )

@@ -1,4 +1,4 @@
-"""A folder of PyTorch's own files as the hub had them before safetensors."""
+"""Opener for a folder with PyTorch files (`pytorch_model.bin`, `*.pth`)."""
 
 from __future__ import annotations
 
@@ -14,57 +14,91 @@ from prepcli.sources.source import Source, SourceTensor, read_config, small_file
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.registry import family_of
 
-MAX_SHARING_TENSORS = 64  # tensors that have a byte of one file together: each opens the file once more
+MAX_SHARING_TENSORS = 64  # tensors that may share one byte of a file: the file is opened once for each of them
 
 
 def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read pickles and settings, run nothing. PrepError names what is broken or not understood."""
+    """Read the pickled tensor metadata and the config of a folder with PyTorch files. No pickled code is run.
+
+    Args:
+        path: The folder.
+        display_name: Name of the checkpoint in messages.
+        hints: User-supplied facts about the checkpoint.
+
+    Raises:
+        PrepError: A file is broken or not supported.
+    """
     folder = read_torch_folder(path)
     config = read_config(hints.resolve_config_path(path, display_name))
     family = family_of(config)
-    names = detect_names(family, config, [t.name for t in folder.tensors])
-    numbers, blobs = assign_blobs(folder.tensors, folder.files)
+    names = detect_names(family, config, [tensor.name for tensor in folder.tensors])
+    blob_numbers, blobs = assign_blobs(folder.tensors, folder.files)
     tensors = tuple(
-        SourceTensor(names.bare_name(t.name), t.dtype, t.shape, (placement_of(t, number),))
-        for t, number in zip(folder.tensors, numbers)
+        SourceTensor(names.bare_name(tensor.name), tensor.dtype, tensor.shape, (placement_of(tensor, blob),))
+        for tensor, blob in zip(folder.tensors, blob_numbers)
     )
-    facts = tuple(SourceFile(c.file_name, c.size, c.mtime_ns, c.digest) for c in folder.headers)
-    held = tuple(safetensors_file_name(folder.headers[t.file].file_name) for t in folder.tensors)
-    small = small_files(path)
     return Source(
-        display_name, path, family, config, names, tensors, folder.files, facts, small, None, held, blobs=blobs
+        display_name=display_name,
+        root=path,
+        family=family,
+        config=config,
+        names=names,
+        tensors=tensors,
+        files=folder.files,
+        file_stamps=tuple(
+            SourceFile(header.file_name, header.size, header.mtime_ns, header.digest) for header in folder.headers
+        ),
+        small_files=small_files(path),
+        manifest=None,
+        tensor_file_names=tuple(
+            safetensors_file_name(folder.headers[tensor.file].file_name) for tensor in folder.tensors
+        ),
+        blobs=blobs,
     )
 
 
 def placement_of(tensor: TorchTensor, blob: int) -> Contiguous | Strided:
-    """Where the tensor lies, in blob `number`."""
+    """Return the placement of a tensor in blob number `blob`."""
     if tensor.byte_strides is None:
         return Contiguous(blob, tensor.offset)
     return Strided(blob, tensor.offset, tensor.byte_strides)
 
 
 def assign_blobs(tensors: Sequence[TorchTensor], files: Sequence[Path]) -> tuple[list[int], tuple[Path, ...]]:
-    """The blob of each tensor, and all blobs: the files, and for tensors that share bytes, as tied ones do, the same
-    file again. Tensors are given in (file, offset) order."""
+    """Assign each tensor a blob in which no two tensors overlap.
+
+    Tensors that share bytes of a file, as tied ones do, are assigned different blobs of the same file.
+
+    Args:
+        tensors: Tensors in (file, offset) order.
+        files: Files of the checkpoint, by file number.
+
+    Returns:
+        The blob number of each tensor, and the file of each blob; the first blobs are `files`.
+
+    Raises:
+        PrepError: More than MAX_SHARING_TENSORS tensors share a byte.
+    """
     blobs = list(files)
-    again: list[list[int]] = [[number] for number in range(len(files))]  # of each file its blobs
-    ends = [0] * len(files)
-    found: list[int] = []
+    blobs_of_file: list[list[int]] = [[number] for number in range(len(files))]
+    ends = [0] * len(files)  # of each blob, the end of its last tensor
+    blob_numbers: list[int] = []
     for tensor in tensors:
-        low, high = tensor.byte_range
-        free = next((number for number in again[tensor.file] if ends[number] <= low or low == high), len(blobs))
-        if free == len(blobs):
-            if len(again[tensor.file]) == MAX_SHARING_TENSORS:
-                why = f"over {MAX_SHARING_TENSORS} tensors have byte {low:,} of it together"
+        start, stop = tensor.byte_range
+        candidates = blobs_of_file[tensor.file]
+        blob = next((number for number in candidates if ends[number] <= start or start == stop), len(blobs))
+        if blob == len(blobs):
+            if len(candidates) == MAX_SHARING_TENSORS:
+                why = f"over {MAX_SHARING_TENSORS} tensors share its byte {start:,}"
                 raise PrepError(f"{files[tensor.file].name} is not a usable PyTorch file", why)
             blobs.append(files[tensor.file])
-            again[tensor.file].append(free)
+            candidates.append(blob)
             ends.append(0)
-        ends[free] = max(ends[free], high)
-        found.append(free)
-    return found, tuple(blobs)
+        ends[blob] = max(ends[blob], stop)
+        blob_numbers.append(blob)
+    return blob_numbers, tuple(blobs)
 
 
 def safetensors_file_name(torch_file_name: str) -> str:
-    """What a file of safetensors is called that takes the place of one of PyTorch's."""
+    """Return the name of the safetensors file that replaces a PyTorch file in an output."""
     return re.sub(r"^pytorch_model", "model", Path(torch_file_name).stem) + ".safetensors"

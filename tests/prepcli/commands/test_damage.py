@@ -14,7 +14,7 @@ from prepcli.execution.run_folder import saved_steps
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from tests.helpers.run_cli import run_ok
 from tests.prepcli.commands.test_train import make_training_folder
-from tests.prepcli.restore.test_checked_reads import spans
+from tests.prepcli.restore.test_checked_reads import chunk_locations
 
 GENERATE = ("generate", "--tokens", "3,1,4", "--max-new-tokens", "1")
 
@@ -38,7 +38,7 @@ def flip(path: Path, at: int) -> Path:
 def damage(item: Path) -> Path:
     """Change one bit of a parameter of an item; return its file."""
     draw = random.Random(1)
-    chunks = sorted((place for (name, _), place in spans(item).items() if name.startswith("params.")))
+    chunks = sorted((place for (name, _), place in chunk_locations(item).items() if name.startswith("params.")))
     path, offset, nbytes = draw.choice(chunks)
     return flip(path, offset + draw.randrange(nbytes))
 
@@ -68,7 +68,7 @@ def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture
     assert error["what"].endswith(" of tiny-init is damaged")
     assert str(path) in error["why"]
     assert "checksum" in error["why"]
-    assert error["hint"].startswith("make the checkpoint anew")
+    assert error["hint"].startswith("create the checkpoint again")
     assert not saved_steps(Path("runs/recipe"))
 
 

@@ -232,7 +232,7 @@ def test_a_stream_is_one_file(capsys: pytest.CaptureFixture[str]):
 def test_a_file_does_not_say_what_model_it_is_of(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
     said = run_failing(capsys, 1, "save-init", "params::streaming_params")
-    assert "does not say what model it is of" in said
+    assert "has no model config" in said
     assert "`--config FOLDER`" in said
     assert "gone" in run_failing(capsys, 1, "save-init", "streaming_params", "--config", "gone")
     shutil.copy(LLAMA / "hf/config.json", ".")
@@ -246,10 +246,10 @@ def test_a_path_after_the_word_has_to_exist(capsys: pytest.CaptureFixture[str]):
 def test_a_config_of_another_model(capsys: pytest.CaptureFixture[str]):
     config = json.loads((LLAMA / "hf/config.json").read_text())
     for key, value, why in (
-        ("hidden_size", 32, "shape [53, 16], its config makes it [53, 32]"),
+        ("hidden_size", 32, "its shape is [53, 16], its config implies [53, 32]"),
         ("num_hidden_layers", 1, "transformer.h.1.ffn_norm.kernel [16]"),
         ("num_hidden_layers", 3, "model.layers.2."),
-        ("num_hidden_layers", 50_000, "asks for 50,000 layers"),
+        ("num_hidden_layers", 50_000, "has 50,000 layers"),
         ("model_type", "gpt_neo", "has no known layout"),
     ):
         Path("config.json").write_text(json.dumps({**config, key: value}))

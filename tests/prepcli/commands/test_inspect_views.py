@@ -113,7 +113,7 @@ def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
     assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
         "error: saved was not written by prep\n"
-        "  why: it has no manifest, so nothing says what the dims of its leaves are\n",
+        "  why: it has no manifest that describes the dims of its leaves\n",
     )
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
     code, message = inspect_failing(capsys, "m", "--shards", "x", "--mesh", "1,1,1")
@@ -125,8 +125,8 @@ def test_a_config_of_another_model(capsys: Capture) -> None:
     (Path("model") / "config.json").write_text(json.dumps(SMALL_GPT_NEO | {"vocab_size": 14}))
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
         1,
-        "error: model: transformer.wte.weight is not what it should be\n"
-        "  why: shape [13, 8], its config makes it [14, 8]\n",
+        "error: model: transformer.wte.weight has the wrong shape\n"
+        "  why: its shape is [13, 8], its config implies [14, 8]\n",
     )
 
 

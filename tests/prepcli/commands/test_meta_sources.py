@@ -119,13 +119,13 @@ def part(number: int, edit: Callable[[dict[str, Any]], object]) -> Callable[[], 
 
 WQ, WK = "layers.0.attention.wq.weight", "layers.1.attention.wk.weight"
 SPOILED = {
-    "no params": (remove("params.json"), "./meta has no params.json", "how many heads"),
+    "no params": (remove("params.json"), "./meta has no params.json", "number of heads"),
     "broken params": (lambda: Path("meta/params.json").write_text("{"), "meta/params.json is broken", "JSON"),
-    "params of another model": (params(moe={}), "meta/params.json makes no sense", "it has moe"),
-    "other heads": (params(n_kv_heads=8), "`layers.0.attention.wk.weight` in consolidated.00.pth", "make it [16, 64]"),
-    "heads that files do not divide": (params(n_heads=1, n_kv_heads=1), "its heads are not whole", "to 4 files"),
+    "params of another model": (params(moe={}), "meta/params.json is invalid", "it has moe"),
+    "other heads": (params(n_kv_heads=8), "`layers.0.attention.wk.weight` in consolidated.00.pth", "implies [16, 64]"),
+    "heads that files do not divide": (params(n_heads=1, n_kv_heads=1), "its heads are split across files", "by 4 files"),
     "a file is missing": (remove("consolidated.02.pth"), "consolidated.02.pth is missing", "has 3 such files"),
-    "the last file is missing": (remove("consolidated.03.pth"), "its heads are not whole", "cannot be dealt out to 3"),
+    "the last file is missing": (remove("consolidated.03.pth"), "its heads are split across files", "are not divisible by 3"),
     "half of the files": (
         lambda: [Path(f"meta/consolidated.0{i}.pth").unlink() for i in (2, 3)], "`tok_embeddings.weight` in",
         "in each of 2 files",
@@ -136,11 +136,11 @@ SPOILED = {
         "bfloat16 and float16",
     ),
     "a part of another shape": (
-        part(1, lambda state: state.update({WK: state[WK][:4]})), f"`{WK}` in consolidated.01.pth is [4, 64]",
+        part(1, lambda state: state.update({WK: state[WK][:4]})), f"`{WK}` in consolidated.01.pth has shape [4, 64]",
         "[8, 64]",
     ),
     "a part that is a view": (
-        part(1, lambda state: state.update({WK: state[WK].t().contiguous().t()})), f"`{WK}` is a view", "follow each",
+        part(1, lambda state: state.update({WK: state[WK].t().contiguous().t()})), f"`{WK}` is a view", "not contiguous",
     ),
     "a tensor without a place": (
         lambda: [part(i, lambda state: state.update(x=state["norm.weight"]))() for i in range(4)],
@@ -151,7 +151,7 @@ SPOILED = {
         "1 tensor of ./meta is missing", "layers.0.self_attn.q_proj.weight",
     ),
     "another model's config": (
-        lambda: Path("meta/config.json").write_text(json.dumps(GPT_NEO)), "./meta is not what it says", "gpt_neo",
+        lambda: Path("meta/config.json").write_text(json.dumps(GPT_NEO)), "./meta has the wrong model_type", "gpt_neo",
     ),
 }  # fmt: skip
 

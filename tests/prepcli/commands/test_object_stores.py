@@ -248,7 +248,7 @@ def test_what_makes_no_sense(site: Site, home: Path):
     assert site.prep("inspect", "gs://bucket/nothing")["error"]["what"] == "gs://bucket/nothing holds no checkpoint"
     site.store.objects["bucket/bin/pytorch_model.bin"] = b"x"
     site.store.objects["bucket/bin/config.json"] = b"{}"
-    assert site.prep("inspect", "gs://bucket/bin")["error"]["what"] == "gs://bucket/bin cannot be read from afar"
+    assert site.prep("inspect", "gs://bucket/bin")["error"]["what"] == "gs://bucket/bin cannot be read remotely"
     dry = site.prep("save-init", model, "--out", "gs://bucket/out", "--dry-run")
     assert (dry["ok"], dry["output"]) == (True, "gs://bucket/out")
     assert site.writes() == []

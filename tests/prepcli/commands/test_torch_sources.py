@@ -153,7 +153,7 @@ def test_tied_tensors_have_one_storage(capsys: pytest.CaptureFixture[str], shari
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
     settings("b", make_zip_file(make_pickle(encode_mapping(head_of(made) | more)), records))
     if sharing > MAX_SHARING_TENSORS:
-        assert "over 64 tensors have byte" in error_lines(capsys, "save-init", "./b")[1]
+        assert "over 64 tensors share its byte" in error_lines(capsys, "save-init", "./b")[1]
         return
     run_ok("save-init", "./b")
     dropped = json.loads(Path("b-init/prep-manifest.json").read_text())["dropped"]

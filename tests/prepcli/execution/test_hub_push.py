@@ -77,7 +77,7 @@ def test_push_answered_by_nonsense_is_one_error(hub: FakePushHub, folder: Path, 
     with pytest.raises(PrepError) as caught:
         pushed(folder, [])
     assert caught.value.what == "cannot push to o/m"
-    assert caught.value.why == "the hub's answer is not understood"
+    assert caught.value.why == "the hub's answer is malformed"
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 429, 500, 503])

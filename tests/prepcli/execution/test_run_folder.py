@@ -181,7 +181,7 @@ def test_a_state_that_is_not_the_models_is_named(init: Path, params: TrainingSta
     with RunFolder(run, init, "tuned") as store:
         with pytest.raises(PrepError, match=r"the state to be saved lacks the leaf params\.final_norm\.bias"):
             store.save(1, host_leaves(lacking), {})
-        with pytest.raises(PrepError, match=r"params\.final_norm\.bias is not what it should be"):
+        with pytest.raises(PrepError, match=r"params\.final_norm\.bias has the wrong shape"):
             store.save(1, host_leaves(lacking | {"params.final_norm.bias": np.zeros(63, np.float32)}), {})
     assert [path.name for path in run.iterdir()] == [".lock"]
 

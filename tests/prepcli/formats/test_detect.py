@@ -1,4 +1,4 @@
-"""What a folder is taken for."""
+"""Tests of format detection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prepcli.formats.detect import detect
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:
-    """A folder with empty files of these names, `a/b` in a folder of its own, and a config.json."""
+    """Create a folder with empty files of these names and a config.json."""
     folder.mkdir(exist_ok=True)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -23,9 +23,9 @@ def fill(folder: Path, *names: str, config: object = None) -> Path:
     return folder
 
 
-def refusal(folder: Path, shown: str = "./m") -> PrepError:
+def detect_error(folder: Path, display_name: str = "./m") -> PrepError:
     with pytest.raises(PrepError) as caught:
-        detect(folder, shown)
+        detect(folder, display_name)
     assert caught.value.code == FAILED
     return caught.value
 
@@ -39,7 +39,7 @@ def refusal(folder: Path, shown: str = "./m") -> PrepError:
         ["model.safetensors", "pytorch_model.bin", "flax_model.msgpack", "model.gguf", "adapter_config.json"],
     ],
 )
-def test_safetensors_come_first(tmp_path: Path, names: list[str]) -> None:
+def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
     assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == "safetensors"
 
 
@@ -54,27 +54,27 @@ def test_safetensors_come_first(tmp_path: Path, names: list[str]) -> None:
         (["consolidated.00.pth", "pytorch_model.bin"], "torch"),
     ],
 )
-def test_files_of_pytorch(tmp_path: Path, names: list[str], kind: str) -> None:
+def test_detect_torch_and_meta(tmp_path: Path, names: list[str], kind: str) -> None:
     assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
 
 
-def test_a_folder_without_config_may_hold_safetensors(tmp_path: Path) -> None:
+def test_detect_safetensors_without_config(tmp_path: Path) -> None:
     assert detect(fill(tmp_path, "model.safetensors")) == "safetensors"
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "state/_METADATA", "100/state/_METADATA"])
-def test_orbax_is_an_item_a_step_or_a_run(tmp_path: Path, name: str) -> None:
+def test_detect_orbax_item_step_or_run(tmp_path: Path, name: str) -> None:
     assert detect(fill(tmp_path, name, "manifest.ocdbt")) == "orbax"
 
 
-def test_an_empty_folder_and_a_foreign_one_say_what_was_looked_for_and_found(tmp_path: Path) -> None:
-    looked = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; found "
-    error = refusal(fill(tmp_path / "x"), "./x")
-    assert (error.what, error.why, error.hint) == ("`./x` holds no checkpoint", looked + "nothing", "")
-    error = refusal(fill(tmp_path / "x", "notes.txt"), "./x")
-    assert error.why == looked + "notes.txt"
-    error = refusal(fill(tmp_path / "x", *(f"{n}.txt" for n in range(9))), "./x")
-    assert error.why == looked + "0.txt, 1.txt, 2.txt, 3.txt, 4.txt, 5.txt and 4 more"
+def test_folder_without_checkpoint_lists_its_files(tmp_path: Path) -> None:
+    prefix = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; found "
+    error = detect_error(fill(tmp_path / "x"), "./x")
+    assert (error.what, error.why, error.hint) == ("`./x` holds no checkpoint", prefix + "nothing", "")
+    error = detect_error(fill(tmp_path / "x", "notes.txt"), "./x")
+    assert error.why == prefix + "notes.txt"
+    error = detect_error(fill(tmp_path / "x", *(f"{n}.txt" for n in range(9))), "./x")
+    assert error.why == prefix + "0.txt, 1.txt, 2.txt, 3.txt, 4.txt, 5.txt and 4 more"
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,18 @@ def test_an_empty_folder_and_a_foreign_one_say_what_was_looked_for_and_found(tmp
         (["optimizer.json", "rng_state_0.pth"], "./m holds no model"),
     ],
 )
-def test_known_formats_are_refused_by_name_with_the_way_out(tmp_path: Path, names: list[str], what: str) -> None:
-    error = refusal(fill(tmp_path, *names, config={"model_type": "llama"}))
+def test_unsupported_format_error_has_a_hint(tmp_path: Path, names: list[str], what: str) -> None:
+    error = detect_error(fill(tmp_path, *names, config={"model_type": "llama"}))
     assert error.what == what
     assert names[-1] in error.why or names[0] in error.why
     assert error.hint
     assert "{" not in error.hint
 
 
-def test_a_file_of_a_known_format_is_refused_alike(tmp_path: Path) -> None:
+def test_file_instead_of_folder_is_an_error(tmp_path: Path) -> None:
     fill(tmp_path, "m.gguf", "model.safetensors")
-    assert refusal(tmp_path / "m.gguf", "m.gguf").what == "m.gguf is in GGUF format"
-    error = refusal(tmp_path / "model.safetensors", "model.safetensors")
+    assert detect_error(tmp_path / "m.gguf", "m.gguf").what == "m.gguf is in GGUF format"
+    error = detect_error(tmp_path / "model.safetensors", "model.safetensors")
     assert error.what == "model.safetensors is a file"
     assert str(tmp_path) in error.hint
 
@@ -116,39 +116,39 @@ def test_a_file_of_a_known_format_is_refused_alike(tmp_path: Path) -> None:
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
     ],
 )
-def test_quantised_models_are_refused(tmp_path: Path, config: object, method: str) -> None:
-    error = refusal(fill(tmp_path, "model.safetensors", config=config))
+def test_quantised_config_is_an_error(tmp_path: Path, config: object, method: str) -> None:
+    error = detect_error(fill(tmp_path, "model.safetensors", config=config))
     assert error.what == "./m is quantised"
     assert f": {method};" in error.why
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"text_config": {}}, []])
-def test_a_config_without_quantisation_is_not_judged(tmp_path: Path, config: object) -> None:
+def test_config_without_quantisation_is_accepted(tmp_path: Path, config: object) -> None:
     assert detect(fill(tmp_path, "model.safetensors", config=config)) == "safetensors"
 
 
-def test_a_broken_config_is_named(tmp_path: Path) -> None:
+def test_broken_config_is_an_error(tmp_path: Path) -> None:
     fill(tmp_path, "model.safetensors")
     (tmp_path / "config.json").write_text("{")
-    assert refusal(tmp_path).what == "./m has a broken config.json"
+    assert detect_error(tmp_path).what == "./m has a broken config.json"
 
 
-def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_config_that_is_a_pipe_is_an_error(tmp_path: Path) -> None:
     fill(tmp_path, "model.safetensors")
     (tmp_path / "config.json").unlink(missing_ok=True)
     os.mkfifo(tmp_path / "config.json")
-    assert refusal(tmp_path).what == f"{tmp_path / 'config.json'} is not a file"
+    assert detect_error(tmp_path).what == f"{tmp_path / 'config.json'} is not a file"
 
 
 @pytest.mark.parametrize(("name", "tool"), [("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")])
-def test_what_older_tools_quantised_is_refused(tmp_path: Path, name: str, tool: str) -> None:
-    error = refusal(fill(tmp_path, "model.safetensors", name, config={}))
+def test_files_of_quantisation_tools_are_an_error(tmp_path: Path, name: str, tool: str) -> None:
+    error = detect_error(fill(tmp_path, "model.safetensors", name, config={}))
     assert error.what == "./m is quantised"
     assert f"{name}" in error.why
     assert tool in error.why
 
 
-def test_adapters_are_refused(tmp_path: Path) -> None:
-    error = refusal(fill(tmp_path, "adapter_config.json", "adapter_model.safetensors"))
+def test_adapter_is_an_error(tmp_path: Path) -> None:
+    error = detect_error(fill(tmp_path, "adapter_config.json", "adapter_model.safetensors"))
     assert error.what == "./m is an adapter, not a model"
     assert "merge" in error.hint

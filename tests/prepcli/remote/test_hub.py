@@ -1,4 +1,4 @@
-"""Downloads by the real huggingface_hub from a hub on the loopback interface, in processes of their own."""
+"""Tests of downloads by huggingface_hub from a fake hub, in subprocesses."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ import io, json, os, sys
 from prepcli.sources.locate import locate
 from prepcli.errors import PrepError
 from prepcli.console.progress import JsonProgress
-from prepcli.remote.retries import patience_of
-warned, told = [], io.StringIO()
-answer = {"warned": warned}
+from prepcli.remote.retries import retry_policy_from_env
+warnings, events = [], io.StringIO()
+answer = {"warnings": warnings}
 try:
-    patience = patience_of(os.environ, str)
-    options = {"offline": "--offline" in sys.argv, "progress": JsonProgress(told), "patience": patience}
-    found = locate(sys.argv[1], warn=warned.append, **options)
-    answer |= {"path": str(found.path), "revision": found.revision, "kind": found.kind}
+    policy = retry_policy_from_env(os.environ, str)
+    options = {"offline": "--offline" in sys.argv, "progress": JsonProgress(events), "retry_policy": policy}
+    located = locate(sys.argv[1], warn=warnings.append, **options)
+    answer |= {"path": str(located.path), "revision": located.revision, "kind": located.kind}
 except PrepError as error:
     answer |= {"error": [error.what, error.why, error.hint, error.code]}
-answer["events"] = [json.loads(line) for line in told.getvalue().splitlines()]
+answer["events"] = [json.loads(line) for line in events.getvalue().splitlines()]
 print(json.dumps(answer))
 """
 
 
 @dataclass(frozen=True)
-class Asker:
-    """Runs `locate` in a process with these variables."""
+class LocateRunner:
+    """Callable that runs `locate` in a subprocess with environment variables."""
 
     variables: dict[str, str]
     cwd: Path
 
     def __call__(self, name: str, *options: str, **variables: str) -> dict[str, object]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", SCRIPT, name, *options],
             env={**inherited, **self.variables, **variables},
             cwd=self.cwd,
@@ -80,8 +80,8 @@ class Asker:
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stderr) == (0, "")
-        return json.loads(done.stdout)
+        assert (process.returncode, process.stderr) == (0, "")
+        return json.loads(process.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -91,65 +91,70 @@ def hub() -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def ask(hub: FakeHub, tmp_path: Path) -> Asker:
-    """With an empty cache, and the hub's list of requests emptied."""
+def run_locate(hub: FakeHub, tmp_path: Path) -> LocateRunner:
+    """Return a runner with an empty cache; clear the hub's list of requests."""
     hub.requests.clear()
-    return Asker(hub.environment(tmp_path / "home"), tmp_path)
+    return LocateRunner(hub.environment(tmp_path / "home"), tmp_path)
 
 
-def test_a_download_brings_what_is_needed_and_nothing_else(ask: Asker, hub: FakeHub) -> None:
-    answer = ask("o/good")
+def test_download_fetches_only_needed_files(run_locate: LocateRunner, hub: FakeHub) -> None:
+    answer = run_locate("o/good")
     path = Path(str(answer["path"]))
-    assert (answer["kind"], answer["revision"], answer["warned"]) == ("safetensors", COMMIT, [])
+    assert (answer["kind"], answer["revision"], answer["warnings"]) == ("safetensors", COMMIT, [])
     assert {file.name: file.read_bytes() for file in path.iterdir()} == {
         name: GOOD[name] for name in ("config.json", "model.safetensors", "tokenizer.json")
     }
     assert not [request for request in hub.requests if "README" in request or ".bin" in request]
 
 
-def test_the_progress_of_a_download_is_told_in_bytes(ask: Asker) -> None:
-    events = ask("o/good")["events"]
+def test_download_reports_progress_in_bytes(run_locate: LocateRunner) -> None:
+    events = run_locate("o/good")["events"]
     assert isinstance(events, list)
-    nbytes = len(WEIGHTS) + len(GOOD["tokenizer.json"])  # config.json is looked at before
+    nbytes = len(WEIGHTS) + len(GOOD["tokenizer.json"])  # config.json is fetched before
     assert [(event["event"], event["task"], event["done"], event["total"]) for event in events] == [
         ("begin", "download", 0, nbytes), ("end", "download", nbytes, nbytes),
     ]  # fmt: skip
 
 
-def test_a_second_time_nothing_is_downloaded(ask: Asker, hub: FakeHub) -> None:
-    first = ask("o/good")
+def test_download_reuses_the_cache(run_locate: LocateRunner, hub: FakeHub) -> None:
+    first = run_locate("o/good")
     hub.requests.clear()
-    second = ask("o/good")
+    second = run_locate("o/good")
     assert (second["path"], second["events"]) == (first["path"], [])
     assert not [request for request in hub.requests if "/resolve/" in request]
 
 
-def test_offline_the_cache_serves_without_a_request(ask: Asker, hub: FakeHub) -> None:
-    first = ask("o/good")
+def test_offline_uses_the_cache_without_requests(run_locate: LocateRunner, hub: FakeHub) -> None:
+    first = run_locate("o/good")
     hub.requests.clear()
-    assert ask("o/good", "--offline")["path"] == first["path"]
-    assert ask("o/good", HF_HUB_OFFLINE="1")["path"] == first["path"]
+    assert run_locate("o/good", "--offline")["path"] == first["path"]
+    assert run_locate("o/good", HF_HUB_OFFLINE="1")["path"] == first["path"]
     assert hub.requests == []
 
 
-def test_offline_and_not_cached(ask: Asker, hub: FakeHub) -> None:
+def test_offline_fails_without_a_cached_model(run_locate: LocateRunner, hub: FakeHub) -> None:
     expected = ["cannot read o/good", "not in the cache and HF_HUB_OFFLINE=1", "run once with network", 1]
-    assert ask("o/good", "--offline")["error"] == expected
-    assert ask("o/good", HF_HUB_OFFLINE="1")["error"] == expected
+    assert run_locate("o/good", "--offline")["error"] == expected
+    assert run_locate("o/good", HF_HUB_OFFLINE="1")["error"] == expected
     assert hub.requests == []
 
 
-def test_offline_a_model_without_its_weights_is_not_cached(ask: Asker) -> None:
-    path = Path(str(ask("o/good")["path"]))
+def test_offline_fails_if_cached_weights_are_missing(run_locate: LocateRunner) -> None:
+    path = Path(str(run_locate("o/good")["path"]))
     (path / "model.safetensors").unlink()
-    assert ask("o/good", "--offline")["error"] == [
+    assert run_locate("o/good", "--offline")["error"] == [
         "cannot read o/good", "not in the cache and HF_HUB_OFFLINE=1", "run once with network", 1,
     ]  # fmt: skip
 
 
-def test_a_revision_is_asked_for(ask: Asker) -> None:
-    assert ask(f"o/good@{COMMIT}")["revision"] == COMMIT
-    assert ask("o/good@v9")["error"] == ["o/good has no revision `v9`", "the hub says 404", "see its page for names", 1]
+def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
+    assert run_locate(f"o/good@{COMMIT}")["revision"] == COMMIT
+    assert run_locate("o/good@v9")["error"] == [
+        "o/good has no revision `v9`",
+        "the hub says 404",
+        "see its page for revisions",
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -163,12 +168,13 @@ def test_a_revision_is_asked_for(ask: Asker) -> None:
                        "open its page, then `hf auth login`", 1]),
         ("o/nothing", ["cannot read o/nothing", "not a folder here, and the hub says 404: there is no such model",
                        "check the spelling", 1]),
-        ("o/ill", ["cannot read o/ill", "the hub says 503", "try again later; a download goes on where it stopped", 1]),
+        ("o/ill", ["cannot read o/ill", "the hub says 503",
+                   "try again later; a download continues where it stopped", 1]),
         ("o/empty", ["o/empty holds no checkpoint", "its files are README.md", "", 1]),
     ],
 )  # fmt: skip
-def test_refusals_of_the_hub(ask: Asker, name: str, error: list[object]) -> None:
-    assert ask(name)["error"] == error
+def test_download_explains_http_errors(run_locate: LocateRunner, name: str, error: list[object]) -> None:
+    assert run_locate(name)["error"] == error
 
 
 @pytest.mark.parametrize(
@@ -181,60 +187,60 @@ def test_refusals_of_the_hub(ask: Asker, name: str, error: list[object]) -> None
         ("o/huge", "not enough room for o/huge"),
     ],
 )
-def test_what_cannot_be_used_is_noticed_before_the_weights_are_downloaded(
-    ask: Asker, hub: FakeHub, name: str, what: str
+def test_unsupported_model_fails_before_the_download(
+    run_locate: LocateRunner, hub: FakeHub, name: str, what: str
 ) -> None:
-    error = ask(name)["error"]
+    error = run_locate(name)["error"]
     assert isinstance(error, list)
     assert error[0] == what
     assert error[3] == 1
     assert not [request for request in hub.requests if "/resolve/" in request and "config.json" not in request]
 
 
-def test_a_full_disk_is_told_in_numbers(ask: Asker, tmp_path: Path) -> None:
-    error = ask("o/huge")["error"]
+def test_full_disk_error_states_sizes(run_locate: LocateRunner, tmp_path: Path) -> None:
+    error = run_locate("o/huge")["error"]
     assert isinstance(error, list)
     assert error[1].startswith(f"needs 1048576.00 TiB, {tmp_path / 'home' / 'hub'} has ")
     assert error[1].endswith(" free")
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
-    with serve_hub({}) as gone:
+def test_unreachable_hub_is_an_error(tmp_path: Path) -> None:
+    with serve_hub({}) as stopped:
         pass
-    error = Asker(hub_environment(gone.url, tmp_path), tmp_path)("o/good")["error"]
+    error = LocateRunner(hub_environment(stopped.url, tmp_path), tmp_path)("o/good")["error"]
     assert error == [
         "cannot read o/good",
-        f"the hub cannot be reached at HF_ENDPOINT={gone.url}, and the model is not in the cache",
-        "check the network, or name a folder that is here",
+        f"the hub cannot be reached at HF_ENDPOINT={stopped.url}, and the model is not in the cache",
+        "check the network, or name a local folder",
         1,
     ]
 
 
 @pytest.mark.parametrize("trouble", [{}, {"o/good": FakeRepo(status=503)}])
-def test_while_the_hub_is_away_its_cache_serves_and_this_is_said(tmp_path: Path, trouble: dict[str, FakeRepo]) -> None:
+def test_unreachable_hub_falls_back_to_the_cache_and_warns(tmp_path: Path, trouble: dict[str, FakeRepo]) -> None:
     home = tmp_path / "home"
     with serve_hub(REPOS) as hub:
-        path = Asker(hub.environment(home), tmp_path)("o/good")["path"]
-    with serve_hub(trouble) as other:
-        url = other.url if trouble else hub.url
-        answer = Asker(hub_environment(url, home), tmp_path)("o/good", PREP_TIMEOUT="0.5")
+        path = LocateRunner(hub.environment(home), tmp_path)("o/good")["path"]
+    with serve_hub(trouble) as failing_hub:
+        url = failing_hub.url if trouble else hub.url
+        answer = LocateRunner(hub_environment(url, home), tmp_path)("o/good", PREP_TIMEOUT="0.5")
     assert answer["path"] == path
-    assert answer["warned"] == [f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"]
+    assert answer["warnings"] == [f"the hub cannot be reached: using o/good as it is in the cache, commit {COMMIT}"]
 
 
-def test_without_safetensors_the_files_of_others_are_downloaded(ask: Asker) -> None:
+def test_download_selects_other_formats_without_safetensors(run_locate: LocateRunner) -> None:
     for name, kind, files in (
         ("o/bin", "torch", ["config.json", "pytorch_model.bin"]),
         ("o/meta", "meta", ["consolidated.00.pth", "params.json", "tokenizer.model"]),
         ("o/flax", "flax", ["config.json", "flax_model.msgpack"]),
     ):
         for options in ((), ("--offline",)):
-            answer = ask(name, *options)
+            answer = run_locate(name, *options)
             assert answer["kind"] == kind
             assert sorted(path.name for path in Path(str(answer["path"])).iterdir()) == files
 
 
-def test_of_several_weights_one_format_is_wanted() -> None:
+def test_files_to_download_selects_one_format() -> None:
     small = ["config.json", "generation_config.json", "tokenizer_config.json", "merges.txt"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     others = ["pytorch_model.bin", "flax_model.msgpack", "consolidated.safetensors", "onnx/model.onnx", "LICENSE"]

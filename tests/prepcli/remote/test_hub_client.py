@@ -1,4 +1,4 @@
-"""Hubs that do not answer, answer too slowly, or answer nonsense: notes, then one error, in bounded time."""
+"""Tests of hubs that do not answer, answer too slowly or answer garbage: notes, then one error, in bounded time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.loopback import STALL_KINDS
 
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
-NONSENSE = {
+MALFORMED_ANSWERS = {
     "html": b"<html>please log in</html>",
     "list": b"[]",
     "null": b"null",
@@ -39,25 +39,25 @@ FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": bytes(1
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """Notes of a patient client with a time-out of 0.1 s, and an empty cache."""
+    """Collect the notes of retries; use an empty cache and no waits."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     no_sleep = SimpleNamespace(**{**vars(time), "sleep": lambda _: None})
-    monkeypatch.setattr(file_download, "time", no_sleep)  # the library's own wait between tries
-    told: list[str] = []
-    yield told
+    monkeypatch.setattr(file_download, "time", no_sleep)  # waits of the library itself between tries
+    notes: list[str] = []
+    yield notes
     _http.set_client_factory(_http.default_client_factory)
 
 
-def ask(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the library, which has read HF_ENDPOINT, ask this hub."""
+def use_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make huggingface_hub use this hub, although it has already read HF_ENDPOINT."""
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 @pytest.mark.parametrize("stall", STALL_KINDS)
-def test_client_tells_retries_then_raises(notes: list[str], stall: str):
+def test_client_reports_retries_then_raises(notes: list[str], stall: str):
     install_retrying_client(RetryPolicy(0.1, notes.append))
     with (
         serve_hub({"o/m": FakeRepo(stalls={"/api/": stall})}) as hub,
@@ -66,12 +66,14 @@ def test_client_tells_retries_then_raises(notes: list[str], stall: str):
         HfApi(endpoint=hub.url).model_info("o/m")
     assert [note.rpartition("; ")[2] for note in notes] == [f"trying again ({n} of 4)" for n in (2, 3, 4)]
     host = hub.url.removeprefix("http://")
-    begins = {"close": f"{host} closed", "body": f"{host} is too slow"}.get(stall, f"no answer from {host} for 0.1 s")
-    assert notes[0].startswith(begins)
+    expected_start = {"close": f"{host} closed", "body": f"{host} is too slow"}.get(
+        stall, f"no answer from {host} for 0.1 s"
+    )
+    assert notes[0].startswith(expected_start)
 
 
 @pytest.mark.parametrize("stall", ["silent", "body", "midway"])
-def test_client_bounds_downloads(notes: list[str], tmp_path: Path, stall: str):
+def test_client_limits_the_time_of_downloads(notes: list[str], tmp_path: Path, stall: str):
     install_retrying_client(RetryPolicy(0.1, notes.append))
     repo = FakeRepo(FILES, stalls={"GET /o/m/resolve": stall})
     with serve_hub({"o/m": repo}) as hub, pytest.raises(NoAnswerError, match=r"\(4 tries\)"):
@@ -79,7 +81,7 @@ def test_client_bounds_downloads(notes: list[str], tmp_path: Path, stall: str):
     assert len(notes) == 3
 
 
-def test_client_retries_a_busy_hub_and_keeps_its_status(notes: list[str]):
+def test_client_retries_503_and_keeps_the_status(notes: list[str]):
     install_retrying_client(RetryPolicy(0.05, notes.append))
     with serve_hub({"o/m": FakeRepo(status=503)}) as hub, pytest.raises(NoAnswerError) as caught:
         HfApi(endpoint=hub.url).model_info("o/m")
@@ -87,29 +89,29 @@ def test_client_retries_a_busy_hub_and_keeps_its_status(notes: list[str]):
     assert len(notes) == 3
 
 
-def test_client_passes_refusals_at_once(notes: list[str]):
+def test_client_does_not_retry_403(notes: list[str]):
     install_retrying_client(RetryPolicy(5.0, notes.append))
     with serve_hub({"o/m": FakeRepo(status=403)}) as hub, pytest.raises(HfHubHTTPError):
         HfApi(endpoint=hub.url).model_info("o/m")
     assert notes == []
 
 
-@pytest.mark.parametrize("listing", NONSENSE)
-def test_listing_of_nonsense_is_one_error(notes: list[str], monkeypatch: pytest.MonkeyPatch, listing: str):
-    with serve_hub({"o/m": FakeRepo(model_info=NONSENSE[listing])}) as hub:
-        ask(hub, monkeypatch)
-        for open_hub in (
+@pytest.mark.parametrize("listing", MALFORMED_ANSWERS)
+def test_malformed_model_info_is_one_error(notes: list[str], monkeypatch: pytest.MonkeyPatch, listing: str):
+    with serve_hub({"o/m": FakeRepo(model_info=MALFORMED_ANSWERS[listing])}) as hub:
+        use_hub(hub, monkeypatch)
+        for open_model in (
             lambda: download("o/m", None, False, NullProgress(), str),
             lambda: open_remote("o/m", None, False),
         ):
             with pytest.raises(PrepError) as caught:
-                open_hub()
+                open_model()
             assert caught.value.what in ("cannot read o/m", "cannot stream o/m", "o/m holds no checkpoint")
 
 
-def test_download_without_an_answer_names_the_host(notes: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_download_error_names_the_silent_host(notes: list[str], monkeypatch: pytest.MonkeyPatch):
     with serve_hub({"o/m": FakeRepo(stalls={"/api/": "silent"})}) as hub:
-        ask(hub, monkeypatch)
+        use_hub(hub, monkeypatch)
         with pytest.raises(PrepError) as caught:
             download("o/m", None, False, NullProgress(), str, RetryPolicy(0.05, notes.append))
     assert caught.value.what == "cannot read o/m"
@@ -119,11 +121,11 @@ def test_download_without_an_answer_names_the_host(notes: list[str], monkeypatch
 
 
 @pytest.mark.parametrize("stall", STALL_KINDS)
-def test_stream_bounds_ranges(notes: list[str], monkeypatch: pytest.MonkeyPatch, stall: str):
+def test_open_remote_limits_the_time_of_ranges(notes: list[str], monkeypatch: pytest.MonkeyPatch, stall: str):
     monkeypatch.setattr("prepcli.remote.remote_files.FIRST_WAIT_S", 0.001)
     repo = FakeRepo(FILES, stalls={f"GET /o/m/resolve/{COMMIT}/model": stall})
     with serve_hub({"o/m": repo}) as hub:
-        ask(hub, monkeypatch)
+        use_hub(hub, monkeypatch)
         with pytest.raises(PrepError) as caught:
             open_remote("o/m", None, False, RetryPolicy(0.1, notes.append))
     assert caught.value.what == "cannot read model.safetensors of o/m"
@@ -132,7 +134,7 @@ def test_stream_bounds_ranges(notes: list[str], monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("arguments", [("save-init", "o/m"), ("inspect", "o/m", "--stream")])
-def test_ctrl_c_ends_a_silent_wait(tmp_path: Path, arguments: tuple[str, ...]):
+def test_ctrl_c_interrupts_a_request(tmp_path: Path, arguments: tuple[str, ...]):
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
     with serve_hub({"o/m": FakeRepo(FILES, stalls={"GET /o/m/resolve/": "silent"})}) as hub:
         variables = inherited | hub.environment(tmp_path / "home") | {"PREP_TIMEOUT": "600"}

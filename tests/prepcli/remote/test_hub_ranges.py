@@ -1,4 +1,4 @@
-"""Ranges over HTTP from servers that behave badly: the bytes are right, or the error is."""
+"""Tests of byte ranges from faulty HTTP servers: the bytes are right, or the error names the fault."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import FAULT_KINDS, FakeFileStore, FaultInjector, serve_ranges
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
-OTHER = bytes(300_000)
+ZEROS = bytes(300_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 FILE = RemoteFile("model.safetensors", len(CONTENT), f"sha256:{SHA256}")
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
 
 
 @contextmanager
-def hub_of(faults: FaultInjector, lasts: int = 1 << 30) -> Iterator[tuple[HubRangeReader, FakeHub, FakeFileStore]]:
-    """A hub with a large file in a store."""
+def serve_large_file(
+    faults: FaultInjector, lasts: int = 1 << 30
+) -> Iterator[tuple[HubRangeReader, FakeHub, FakeFileStore]]:
+    """Serve a hub that redirects to a file store for one large file."""
     with serve_ranges({SHA256: CONTENT}, faults, lasts) as store:
         repo = FakeRepo({FILE.path: CONTENT}, store=store, large=(FILE.path,))
         with serve_hub({"o/m": repo}) as hub:
@@ -47,17 +49,17 @@ def read(ranges: HubRangeReader, offset: int, size: int, file: RemoteFile = FILE
 
 
 @pytest.mark.parametrize("kind", FAULT_KINDS)
-def test_each_fault_is_overcome(kind: str):
+def test_read_recovers_from_each_fault(kind: str):
     faults = FaultInjector(0.6, (kind,), seed=3)
-    with hub_of(faults) as (ranges, _, _):
+    with serve_large_file(faults) as (ranges, _, _):
         for offset in range(0, 300_000, 50_000):
             assert read(ranges, offset, 50_000) == CONTENT[offset : offset + 50_000]
     assert kind in faults.injected
 
 
-def test_all_faults_together_and_an_address_that_expires():
+def test_read_recovers_from_mixed_faults_and_expired_urls():
     faults = FaultInjector(0.3, seed=5)
-    with hub_of(faults, lasts=3) as (ranges, hub, _):
+    with serve_large_file(faults, lasts=3) as (ranges, hub, _):
         for number in range(100):
             offset = number * 3001 % 250_000
             assert read(ranges, offset, 2000) == CONTENT[offset : offset + 2000]
@@ -65,22 +67,22 @@ def test_all_faults_together_and_an_address_that_expires():
     assert sum("/resolve/" in request for request in hub.requests) > 10
 
 
-def test_the_address_is_kept_while_it_works():
-    with hub_of(FaultInjector()) as (ranges, hub, store):
+def test_read_reuses_the_signed_url():
+    with serve_large_file(FaultInjector()) as (ranges, hub, store):
         for offset in range(0, 100_000, 1000):
             read(ranges, offset, 1000)
     assert (len(hub.requests), len(store.requests)) == (1, 100)
 
 
-def test_only_the_hub_is_told_the_token():
-    with hub_of(FaultInjector(0.3)) as (ranges, hub, store):
+def test_token_is_sent_only_to_the_hub():
+    with serve_large_file(FaultInjector(0.3)) as (ranges, hub, store):
         for offset in range(0, 100_000, 10_000):
             read(ranges, offset, 1000)
     assert {token for _, token in hub.authorizations} == {"Bearer hf_secret"}
     assert not [headers for _, _, headers in store.requests if "Authorization" in headers]
 
 
-def test_a_file_that_the_hub_serves_itself():
+def test_read_of_a_file_without_redirect():
     faults = FaultInjector(0.3)
     with serve_hub({"o/m": FakeRepo({FILE.path: CONTENT}, faults=faults)}) as hub:
         ranges = HubRangeReader("o/m", COMMIT, hub.url)
@@ -88,10 +90,10 @@ def test_a_file_that_the_hub_serves_itself():
             assert read(ranges, offset, 20_000) == CONTENT[offset : offset + 20_000]
 
 
-def test_other_content_in_the_store_is_a_change():
-    with hub_of(FaultInjector()) as (ranges, _, store):
+def test_changed_etag_is_an_error():
+    with serve_large_file(FaultInjector()) as (ranges, _, store):
         read(ranges, 0, 1000)
-        store.files[SHA256] = OTHER
+        store.files[SHA256] = ZEROS
         with pytest.raises(PrepError) as caught:
             read(ranges, 1000, 1000)
     assert caught.value.what == "model.safetensors changed while it was read"
@@ -99,28 +101,28 @@ def test_other_content_in_the_store_is_a_change():
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT + b"!"])
-def test_another_size_in_the_store_is_a_change(content: bytes):
-    with hub_of(FaultInjector()) as (ranges, _, store):
+def test_changed_size_is_an_error(content: bytes):
+    with serve_large_file(FaultInjector()) as (ranges, _, store):
         store.files[SHA256] = content
         with pytest.raises(PrepError, match=f"it had 300,000 bytes, now it has {len(content):,}"):
             read(ranges, 0, 1000)
 
 
-def test_another_hash_on_the_hub_is_a_change():
-    with hub_of(FaultInjector()) as (ranges, _, _), pytest.raises(PrepError, match="the hub now has sha256:"):
+def test_changed_sha256_is_an_error():
+    with serve_large_file(FaultInjector()) as (ranges, _, _), pytest.raises(PrepError, match="the hub now has sha256:"):
         read(ranges, 0, 10, RemoteFile(FILE.path, FILE.size, "sha256:" + "0" * 64))
 
 
-def test_a_file_that_is_cut_behind_our_back():
-    with hub_of(FaultInjector()) as (ranges, _, store):
+def test_truncated_file_is_an_error():
+    with serve_large_file(FaultInjector()) as (ranges, _, store):
         read(ranges, 0, 1000)
         store.files[SHA256] = CONTENT[:1000]
         with pytest.raises(PrepError, match="changed while it was read"):
             read(ranges, 2000, 1000)
 
 
-def test_what_is_gone_from_the_store_is_asked_for_anew_and_then_given_up():
-    with hub_of(FaultInjector()) as (ranges, hub, store):
+def test_missing_file_is_requested_again_then_an_error():
+    with serve_large_file(FaultInjector()) as (ranges, hub, store):
         store.files.clear()
         with pytest.raises(PrepError) as caught:
             read(ranges, 0, 10)
@@ -131,7 +133,7 @@ def test_what_is_gone_from_the_store_is_asked_for_anew_and_then_given_up():
 @pytest.mark.parametrize(
     ("status", "why"), [(401, "the hub says 401: access is not granted any more"), (404, "the hub says 404")]
 )
-def test_what_the_hub_refuses_is_not_tried_again(status: int, why: str):
+def test_http_4xx_of_the_hub_is_not_retried(status: int, why: str):
     with serve_hub({"o/m": FakeRepo(status=status)}) as hub:
         with pytest.raises(PrepError) as caught:
             read(HubRangeReader("o/m", COMMIT, hub.url), 0, 10)
@@ -139,17 +141,17 @@ def test_what_the_hub_refuses_is_not_tried_again(status: int, why: str):
         assert len(hub.requests) == 1
 
 
-def test_nobody_there():
-    with serve_hub({}) as gone:
+def test_unreachable_hub_is_an_error():
+    with serve_hub({}) as stopped:
         pass
     with pytest.raises(PrepError) as caught:
-        read(HubRangeReader("o/m", COMMIT, gone.url), 0, 10)
+        read(HubRangeReader("o/m", COMMIT, stopped.url), 0, 10)
     assert caught.value.why.startswith("8 tries in a row failed: ")
     assert caught.value.hint
 
 
-def test_no_message_has_the_token_or_a_signed_address():
-    with hub_of(FaultInjector(1.0, ("refuse",))) as (ranges, _, store):
+def test_errors_contain_no_token_or_signed_url():
+    with serve_large_file(FaultInjector(1.0, ("refuse",))) as (ranges, _, store):
         with pytest.raises(PrepError) as caught:
             read(ranges, 0, 10)
         assert "hf_secret" not in str(caught.value)
@@ -157,7 +159,7 @@ def test_no_message_has_the_token_or_a_signed_address():
         assert store.url not in str(caught.value)
 
 
-def test_how_long_a_server_wants_to_be_left_alone():
+def test_retry_after_s_parses_numbers_and_dates():
     assert retry_after_s({"retry-after": "7"}) == 7
     assert retry_after_s({}) == retry_after_s({"retry-after": "soon"}) == 0
     assert retry_after_s({"retry-after": "9" * 4000}) == 999_999_999
@@ -166,26 +168,26 @@ def test_how_long_a_server_wants_to_be_left_alone():
 
 
 class Answer:
-    """An answer of any kind, as the library's session gives it."""
+    """Fake response of an HTTP session."""
 
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.status_code, self.headers, self.body = status, headers, body
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def iter_raw(self) -> Iterator[bytes]:
-        yield from (self.body[at : at + 7] for at in range(0, len(self.body), 7))
+        yield from (self.body[start : start + 7] for start in range(0, len(self.body), 7))
 
 
 class Session:
-    """Gives one answer after another, the last one for ever."""
+    """Fake HTTP session that returns one answer after another, then repeats the last one."""
 
     def __init__(self, answers: list[Answer]) -> None:
         self.answers = answers
 
     def build_request(self, *_: object, **__: object) -> None:
-        """The answers do not depend on the request."""
+        """Ignore the request: the answers do not depend on it."""
 
     def send(self, *_: object, **__: object) -> Answer:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -194,7 +196,7 @@ class Session:
 TEXT = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n"), max_size=30)
 COUNT = st.one_of(st.integers(0, 40), st.integers(0, 10**25)).map(str)
 RANGE = st.one_of(TEXT, st.builds("bytes {}-{}/{}".format, COUNT, COUNT, st.one_of(COUNT, st.just("*"))))
-PLACES = st.sampled_from(
+LOCATIONS = st.sampled_from(
     ["", "/x", "//[", "http://[::1", "https://elsewhere/x?s=1", "ftp://x", "http://a:b:c", "?", "\x80"]
 )
 HEADERS = st.fixed_dictionaries(
@@ -202,7 +204,7 @@ HEADERS = st.fixed_dictionaries(
     optional={
         "content-range": RANGE,
         "content-length": st.one_of(TEXT, COUNT),
-        "location": st.one_of(PLACES, TEXT),
+        "location": st.one_of(LOCATIONS, TEXT),
         "etag": TEXT,
         "x-linked-etag": st.one_of(TEXT, st.just('"' + "0" * 64 + '"')),
         "retry-after": st.one_of(TEXT, COUNT),
@@ -219,7 +221,7 @@ ANSWERS = st.builds(
 
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ANSWERS, min_size=1, max_size=6), st.integers(0, 30))
-def test_whatever_a_server_answers_is_bytes_or_an_error_of_ours(monkeypatch, answers: list[Answer], offset: int):
+def test_arbitrary_answers_give_bytes_or_a_prep_error(monkeypatch, answers: list[Answer], offset: int):
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: Session(list(answers)))
     monkeypatch.setattr("huggingface_hub.utils.build_hf_headers", lambda **_: {})
     monkeypatch.setattr(remote_files, "MAX_RETRY_AFTER_S", 0.0)

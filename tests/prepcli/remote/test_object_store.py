@@ -1,4 +1,4 @@
-"""Object stores: addresses, listings, ranges and writes, against a store on the loopback interface."""
+"""Tests of object stores against a fake store: URLs, listings, byte ranges and writes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CONTENT = np.random.default_rng(2).integers(0, 256, 300_000, np.uint8).tobytes()
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
 
 
-def bucket_at(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, url: str, retries: int = 0) -> Bucket:
+def connect_bucket(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, url: str, retries: int = 0) -> Bucket:
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
     return Bucket(parse_url(url), retries)
@@ -39,7 +39,7 @@ def read(bucket: Bucket, file: RemoteFile, offset: int, size: int) -> bytes:
     return into.tobytes()
 
 
-def test_addresses():
+def test_parse_url_splits_bucket_and_path():
     assert parse_url("gs://bucket/a/b/") == ObjectStoreUrl("gs", "bucket", "a/b")
     assert parse_url("s3://bucket") == ObjectStoreUrl("s3", "bucket", "")
     assert str(parse_url("s3://bucket/a")) == "s3://bucket/a"
@@ -53,14 +53,14 @@ def test_addresses():
     "text", ["gs://", "gs:///x", "abfs://b/x", "http://b/x", "gs://b", "gs://BUCKET/x", "gs://bucket/a//b", "s3://bucket/../x",
              "gs://bucket/\n", "gs://bucket/a/./b"],
 )  # fmt: skip
-def test_what_is_no_address(text: str):
+def test_parse_url_rejects_invalid_urls(text: str):
     with pytest.raises(PrepError) as caught:
         parse_url(text)
     assert caught.value.code == 2
 
 
 @given(st.one_of(st.text(max_size=60), st.text(max_size=40).map("gs://bucket/".__add__)))
-def test_any_text_is_an_address_or_none(text: str):
+def test_parse_url_round_trips_or_raises(text: str):
     try:
         url = parse_url(text)
     except PrepError:
@@ -69,18 +69,18 @@ def test_any_text_is_an_address_or_none(text: str):
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_a_listing_has_all_pages_and_nothing_of_a_neighbour(monkeypatch, scheme: str):
-    there = {f"bucket/m/d/{number:02}": b"x" * number for number in range(1, 20)}
-    with serve_objects(there | {"bucket/m2/x": b"", "bucket/m.txt": b""}) as store:
-        files = bucket_at(store, monkeypatch, f"{scheme}://bucket/m").list_files()
+def test_list_files_reads_all_pages_below_the_prefix(monkeypatch, scheme: str):
+    objects = {f"bucket/m/d/{number:02}": b"x" * number for number in range(1, 20)}
+    with serve_objects(objects | {"bucket/m2/x": b"", "bucket/m.txt": b""}) as store:
+        files = connect_bucket(store, monkeypatch, f"{scheme}://bucket/m").list_files()
     assert [(file.path, file.size) for file in files] == [(f"d/{n:02}", n) for n in range(1, 20)]
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_ranges_come_whatever_happens_on_the_way(monkeypatch, scheme: str):
+def test_read_recovers_from_faults(monkeypatch, scheme: str):
     faults = FaultInjector(0.4, ("drop", "empty", "refuse", "busy", "limit", "short"), seed=1)
     with serve_objects({"bucket/m/w": CONTENT}, faults) as store:
-        bucket = bucket_at(store, monkeypatch, f"{scheme}://bucket/m")
+        bucket = connect_bucket(store, monkeypatch, f"{scheme}://bucket/m")
         (file,) = bucket.list_files()
         for offset in range(0, 300_000, 15_000):
             assert read(bucket, file, offset, 15_000) == CONTENT[offset : offset + 15_000]
@@ -88,9 +88,9 @@ def test_ranges_come_whatever_happens_on_the_way(monkeypatch, scheme: str):
 
 
 @pytest.mark.parametrize("content", [bytes(300_000), CONTENT[:-1], CONTENT + b"!", None])
-def test_an_object_that_is_another_now(monkeypatch, content: bytes | None):
+def test_changed_object_is_an_error(monkeypatch, content: bytes | None):
     with serve_objects({"bucket/m/w": CONTENT}) as store:
-        bucket = bucket_at(store, monkeypatch, "s3://bucket/m")
+        bucket = connect_bucket(store, monkeypatch, "s3://bucket/m")
         (file,) = bucket.list_files()
         if content is None:
             del store.objects["bucket/m/w"]
@@ -102,9 +102,9 @@ def test_an_object_that_is_another_now(monkeypatch, content: bytes | None):
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_store_that_refuses(monkeypatch, status: int):
+def test_forbidden_object_is_an_error_with_a_hint(monkeypatch, status: int):
     with serve_objects({"bucket/m/w": CONTENT}) as store:
-        bucket = bucket_at(store, monkeypatch, "gs://bucket/m")
+        bucket = connect_bucket(store, monkeypatch, "gs://bucket/m")
         (file,) = bucket.list_files()
         store.failing_requests, store.status = "bucket/m/w", status
         with pytest.raises(PrepError) as caught:
@@ -118,31 +118,31 @@ def test_a_store_that_refuses(monkeypatch, status: int):
 
 
 @pytest.mark.parametrize("size", [0, 10, 300_000])
-def test_what_is_written_is_there(monkeypatch, tmp_path: Path, size: int):
+def test_write_list_and_delete(monkeypatch, tmp_path: Path, size: int):
     (tmp_path / "f").write_bytes(CONTENT[:size])
-    told: list[int] = []
+    written_nbytes: list[int] = []
     with serve_objects() as store:
         for scheme in ("gs", "s3"):
-            bucket = bucket_at(store, monkeypatch, f"{scheme}://bucket/{scheme}")
-            made = bucket.write("d/f", tmp_path / "f", 100_000, 10, told.append)
-            assert made in bucket.list_files()
+            bucket = connect_bucket(store, monkeypatch, f"{scheme}://bucket/{scheme}")
+            written = bucket.write("d/f", tmp_path / "f", 100_000, 10, written_nbytes.append)
+            assert written in bucket.list_files()
             assert store.objects[f"bucket/{scheme}/d/f"] == CONTENT[:size]
             bucket.delete("d/f")
             assert bucket.list_files() == ()
-    assert sum(told) == 2 * size
+    assert sum(written_nbytes) == 2 * size
 
 
-def test_a_large_file_is_cut_in_no_more_parts_than_a_store_takes(monkeypatch, tmp_path: Path):
+def test_write_limits_the_number_of_parts(monkeypatch, tmp_path: Path):
     (tmp_path / "f").write_bytes(CONTENT)
     with serve_objects() as store:
-        bucket_at(store, monkeypatch, "s3://bucket/m").write("f", tmp_path / "f", 10_000, 3, lambda _: None)
+        connect_bucket(store, monkeypatch, "s3://bucket/m").write("f", tmp_path / "f", 10_000, 3, lambda _: None)
         assert sum(line.startswith("PUT") for line in store.requests) == 3
 
 
-def test_a_write_that_fails_gives_nothing_a_name(monkeypatch, tmp_path: Path):
+def test_failed_write_creates_no_object(monkeypatch, tmp_path: Path):
     (tmp_path / "f").write_bytes(CONTENT)
     with serve_objects() as store:
-        bucket = bucket_at(store, monkeypatch, "s3://bucket/m")
+        bucket = connect_bucket(store, monkeypatch, "s3://bucket/m")
         store.failing_requests = "PUT bucket"
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
             bucket.write("f", tmp_path / "f", 50_000, 9, lambda _: None)
@@ -151,10 +151,10 @@ def test_a_write_that_fails_gives_nothing_a_name(monkeypatch, tmp_path: Path):
 
 @pytest.mark.parametrize("stall", STALL_KINDS)
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_bucket_bounds_listings(monkeypatch, scheme: str, stall: str):
+def test_list_files_limits_the_time(monkeypatch, scheme: str, stall: str):
     notes: list[str] = []
     with serve_objects({"bucket/m/w": CONTENT}) as store:
-        bucket = bucket_at(store, monkeypatch, f"{scheme}://bucket/m")
+        bucket = connect_bucket(store, monkeypatch, f"{scheme}://bucket/m")
         bucket.retry_policy = RetryPolicy(0.1, notes.append)
         store.failing_requests, store.stall = "GET bucket", stall
         with pytest.raises(PrepError, match=f"cannot list {scheme}://bucket/m"):
@@ -163,10 +163,10 @@ def test_bucket_bounds_listings(monkeypatch, scheme: str, stall: str):
 
 
 @pytest.mark.parametrize("stall", STALL_KINDS)
-def test_bucket_bounds_ranges(monkeypatch, stall: str):
+def test_read_limits_the_time(monkeypatch, stall: str):
     notes: list[str] = []
     with serve_objects({"bucket/m/w": CONTENT}) as store:
-        bucket = bucket_at(store, monkeypatch, "s3://bucket/m")
+        bucket = connect_bucket(store, monkeypatch, "s3://bucket/m")
         bucket.retry_policy = RetryPolicy(0.1, notes.append)
         (file,) = bucket.list_files()
         store.failing_requests, store.stall = "GET bucket/m/w", stall
@@ -176,11 +176,11 @@ def test_bucket_bounds_ranges(monkeypatch, stall: str):
 
 
 @pytest.mark.parametrize("stall", ["silent", "close"])
-def test_bucket_bounds_writes(monkeypatch, tmp_path: Path, stall: str):
+def test_write_limits_the_time(monkeypatch, tmp_path: Path, stall: str):
     (tmp_path / "f").write_bytes(CONTENT)
     notes: list[str] = []
     with serve_objects() as store:
-        bucket = bucket_at(store, monkeypatch, "s3://bucket/m", retries=2)
+        bucket = connect_bucket(store, monkeypatch, "s3://bucket/m", retries=2)
         bucket.retry_policy = RetryPolicy(0.1, notes.append)
         store.failing_requests, store.stall = "PUT bucket", stall
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
@@ -189,10 +189,10 @@ def test_bucket_bounds_writes(monkeypatch, tmp_path: Path, stall: str):
     assert notes[:1] == ["no answer from s3://bucket/m for 0.1 s; waiting"]
 
 
-def test_bucket_does_not_repeat_refusals(monkeypatch):
+def test_list_files_does_not_retry_403(monkeypatch):
     notes: list[str] = []
     with serve_objects({"bucket/m/w": CONTENT}) as store:
-        bucket = bucket_at(store, monkeypatch, "gs://bucket/m")
+        bucket = connect_bucket(store, monkeypatch, "gs://bucket/m")
         bucket.retry_policy = RetryPolicy(5.0, notes.append)
         store.failing_requests = "GET bucket"
         with pytest.raises(PrepError, match="cannot list"):
@@ -200,20 +200,20 @@ def test_bucket_does_not_repeat_refusals(monkeypatch):
     assert notes == []
 
 
-def test_a_bucket_can_go_to_another_process():
+def test_bucket_pickles_without_its_connection():
     bucket = Bucket(ObjectStoreUrl("gs", "bucket", "m"), 2)
     bucket.connection = object()
     assert pickle.loads(pickle.dumps(bucket)) == bucket
-    assert pickle.loads(pickle.dumps(bucket)).made is None
+    assert pickle.loads(pickle.dumps(bucket)).connection is None
 
 
-def test_messages_hold_no_addresses():
+def test_redacted_error_text_removes_urls():
     assert redacted_error_text(ValueError("Error performing GET https://h/x?X-Amz-Signature=1 in 3s\nand more")) == (
         "Error performing GET … in 3s"
     )
 
 
-def test_without_obstore_it_is_said_how_to_get_it(monkeypatch):
+def test_missing_obstore_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("prepcli.remote.object_store.find_spec", lambda name: None)
     with pytest.raises(PrepError) as caught:
         Bucket(parse_url("gs://bucket/m")).list_files()

@@ -1,4 +1,4 @@
-"""What stands for remote files: sizes, headers, small files, and nothing that leads elsewhere; whatever is served."""
+"""Tests of placeholder files: sizes, headers, small files, safe paths, and fuzzed remote checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from obstore.store import MemoryStore
 
 from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
-from prepcli.formats.ocdbt import FileRange, write_ocdbt_index
+from prepcli.formats.ocdbt import ValueLocation, write_ocdbt_index
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.safetensors import read_safetensors_header
 from prepcli.inspection.contents import read_contents
@@ -38,28 +38,28 @@ from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY
 from prepcli.sources import bucket_folders
 from prepcli.sources.bucket_folders import open_bucket
-from prepcli.sources.locate import LocatedCheckpoint, _kind_of
+from prepcli.sources.locate import LocatedCheckpoint, _detect_remote
 from prepcli.sources.opening import open_located
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
-class Served:
-    """Content in memory, as Ranges."""
+class MemoryReader:
+    """Range reader of bytes in memory."""
 
     name = "o/model"
     retry_policy = DEFAULT_RETRY_POLICY
 
     def __init__(self, content: bytes) -> None:
-        self.content, self.asked = content, 0
+        self.content, self.nbytes_read = content, 0
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         into[:] = np.frombuffer(self.content, np.uint8)[offset : offset + into.size]
-        self.asked += into.size
+        self.nbytes_read += into.size
         return into.size
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
 
 
@@ -82,7 +82,7 @@ def item(folder: Path) -> Path:
     return out
 
 
-def bucket_of(files: dict[str, bytes]) -> Bucket:
+def memory_bucket(files: dict[str, bytes]) -> Bucket:
     store = MemoryStore()
     for name, data in files.items():
         store.put(f"at/{name}", data)
@@ -93,34 +93,36 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def opened(files: dict[str, bytes]) -> None:
-    """Everything that is done with a remote checkpoint before its tensors are read."""
-    found = open_bucket(bucket_of(files))
+def open_remote_checkpoint(files: dict[str, bytes]) -> None:
+    """Do everything with a remote checkpoint that precedes reads of its tensors."""
+    remote = open_bucket(memory_bucket(files))
     try:
-        located = LocatedCheckpoint("m", found.placeholder_folder, _kind_of(found, "gs://bucket/at"), remote=found)
+        located = LocatedCheckpoint(
+            "m", remote.placeholder_folder, _detect_remote(remote, "gs://bucket/at"), remote=remote
+        )
         open_located(located, "gs://bucket/at")
         read_contents(located, "gs://bucket/at")
     finally:
-        shutil.rmtree(found.placeholder_folder)
+        shutil.rmtree(remote.placeholder_folder)
 
 
 @pytest.mark.parametrize("padding", [0, 100, 200_000])
-def test_of_a_safetensors_file_only_the_header_comes(tmp_path: Path, folder: Path, padding: int):
+def test_write_header_fetches_only_the_header(tmp_path: Path, folder: Path, padding: int):
     real = sorted(folder.glob("*.safetensors"))[0]
     content = real.read_bytes()
     nbytes = int.from_bytes(content[:8], "little")
     content = (
         (nbytes + padding).to_bytes(8, "little") + content[8 : 8 + nbytes] + b" " * padding + content[8 + nbytes :]
     )
-    served, file = Served(content + b""), RemoteFile(real.name, len(content), "")
-    write_header(tmp_path, served, file)
+    reader, file = MemoryReader(content + b""), RemoteFile(real.name, len(content), "")
+    write_header(tmp_path, reader, file)
     header = read_safetensors_header(tmp_path / real.name, 0)
     assert header.size == len(content)
     assert len(header.tensors) > 3
-    assert served.asked <= max(64 << 10, nbytes + padding + 8)
+    assert reader.nbytes_read <= max(64 << 10, nbytes + padding + 8)
 
 
-def test_small_files_are_whole_and_their_time_is_that_of_their_content(tmp_path: Path):
+def test_write_small_file_derives_the_time_from_content(tmp_path: Path):
     for name, content in (("a", b"x"), ("b", b"x"), ("c", b"y")):
         write_small_file(tmp_path, RemoteFile(name, 1, ""), content)
     times = [(tmp_path / name).stat().st_mtime_ns for name in "abc"]
@@ -128,149 +130,158 @@ def test_small_files_are_whole_and_their_time_is_that_of_their_content(tmp_path:
     assert (tmp_path / "c").read_bytes() == b"y"
 
 
-def test_what_is_not_small_is_not_brought_whole():
+def test_read_all_rejects_large_files():
     with pytest.raises(PrepError, match="is too large"):
-        read_all(Served(b""), RemoteFile("tokenizer.json", 1 << 40, ""))
+        read_all(MemoryReader(b""), RemoteFile("tokenizer.json", 1 << 40, ""))
 
 
 @given(st.text(max_size=40))
-def test_no_name_leads_out_of_the_folder(name: str):
-    mirror = Path("/mirror")
+def test_placeholder_path_stays_in_the_folder(name: str):
+    placeholder_folder = Path("/folder")
     try:
-        path = placeholder_path(mirror, RemoteFile(name, 0, ""))
+        path = placeholder_path(placeholder_folder, RemoteFile(name, 0, ""))
     except PrepError:
         return
     except UnicodeEncodeError:
         pytest.fail("half of a surrogate pair")
-    assert path.is_relative_to(mirror)
-    assert path != mirror
+    assert path.is_relative_to(placeholder_folder)
+    assert path != placeholder_folder
     assert ".." not in path.parts
 
 
 @pytest.mark.parametrize(
     "name", ["", "/etc/passwd", "../x", "a/../../x", "a\0b", "x" * 300, "a/" * 600 + "b", "\ud800"]
 )
-def test_names_that_are_none(name: str):
-    with pytest.raises(PrepError, match="no name for a file"):
-        placeholder_path(Path("/mirror"), RemoteFile(name, 0, ""))
+def test_placeholder_path_rejects_invalid_names(name: str):
+    with pytest.raises(PrepError, match="invalid file name"):
+        placeholder_path(Path("/folder"), RemoteFile(name, 0, ""))
 
 
-def test_a_name_that_is_a_file_and_a_folder(tmp_path: Path):
+def test_write_sparse_file_rejects_a_file_as_folder(tmp_path: Path):
     write_small_file(tmp_path, RemoteFile("d", 1, ""), b"x")
-    with pytest.raises(PrepError, match="stand-in of d/x"):
-        write_sparse_file(tmp_path, Served(b""), RemoteFile("d/x", 0, ""))
+    with pytest.raises(PrepError, match="placeholder of d/x"):
+        write_sparse_file(tmp_path, MemoryReader(b""), RemoteFile("d/x", 0, ""))
 
 
-def test_errors_speak_of_the_checkpoint():
-    mirror = create_placeholder_folder()
-    with pytest.raises(PrepError) as caught, rename_in_errors(mirror, "gs://b/m"):
-        raise PrepError(f"{mirror}/x is broken", f"in {mirror}", f"`hf download o/m --local-dir {mirror}`")
+def test_rename_in_errors_names_the_checkpoint():
+    placeholder_folder = create_placeholder_folder()
+    with pytest.raises(PrepError) as caught, rename_in_errors(placeholder_folder, "gs://b/m"):
+        raise PrepError(
+            f"{placeholder_folder}/x is broken",
+            f"in {placeholder_folder}",
+            f"`hf download o/m --local-dir {placeholder_folder}`",
+        )
     assert (caught.value.what, caught.value.why, caught.value.hint) == ("gs://b/m/x is broken", "in gs://b/m", "")
-    mirror.rmdir()
+    placeholder_folder.rmdir()
 
 
-def test_both_kinds_are_opened(folder: Path, item: Path):
-    opened(contents(folder))
-    opened(contents(item))
+def test_open_bucket_opens_both_kinds(folder: Path, item: Path):
+    open_remote_checkpoint(contents(folder))
+    open_remote_checkpoint(contents(item))
 
 
-def test_a_run_is_opened_at_its_last_step(item: Path):
+def test_open_bucket_opens_the_last_step_of_a_run(item: Path):
     files = {f"100/state/{name}": data for name, data in contents(item).items() if name != "prep-manifest.json"}
     files["100/prep-manifest.json"] = contents(item)["prep-manifest.json"]
-    opened(files)
+    open_remote_checkpoint(files)
 
 
-def test_values_that_lie_apart_from_the_index_stay_where_they_are(tmp_path: Path, item: Path, monkeypatch):
-    """Orbax keeps the two in folders of their own where it is asked to."""
-    files, places = {}, {}
+def test_open_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item: Path, monkeypatch):
+    """Orbax can store values in another folder than the index."""
+    files, index = {}, {}
     for key, value in read_ocdbt_index(item):
-        if isinstance(value, FileRange):
+        if isinstance(value, ValueLocation):
             path = f"ocdbt.process_0/ocdbt_data/{value.path.removeprefix('d/')}"
-            files[path], value = (item / value.path).read_bytes(), FileRange(path, value.offset, value.nbytes)
-        places[key] = value
-    write_ocdbt_index(tmp_path, sorted(places.items()), 0)
-    others = {path: data for path, data in contents(item).items() if not path.startswith("d/")}
+            files[path], value = (item / value.path).read_bytes(), ValueLocation(path, value.offset, value.nbytes)
+        index[key] = value
+    write_ocdbt_index(tmp_path, sorted(index.items()), 0)
+    other_files = {path: data for path, data in contents(item).items() if not path.startswith("d/")}
     monkeypatch.setattr(bucket_folders, "SMALL_NBYTES", 40_000)
     assert max(map(len, files.values())) > 40_000
-    opened(others | files | contents(tmp_path))
+    open_remote_checkpoint(other_files | files | contents(tmp_path))
 
 
-def test_without_an_index_nothing_is_brought(item: Path, monkeypatch: pytest.MonkeyPatch):
-    """What has a file for each chunk would come here whole before it is refused."""
-    monkeypatch.setattr(bucket_folders, "write_small_file", lambda *_: pytest.fail("a file was brought"))
+def test_open_bucket_fetches_nothing_without_an_index(item: Path, monkeypatch: pytest.MonkeyPatch):
+    """A checkpoint with one file per chunk must not be fetched completely before it is rejected."""
+    monkeypatch.setattr(bucket_folders, "write_small_file", lambda *_: pytest.fail("a file was fetched"))
     files = {name: data for name, data in contents(item).items() if name != "manifest.ocdbt"}
     with pytest.raises(PrepError, match="has no OCDBT index"):
-        opened(files)
+        open_remote_checkpoint(files)
 
 
-def killed_with_a_mirror(environment: dict[str, str]) -> Path:
-    program = "import os; from prepcli.sources import mirrors as m; print(m.new_mirror(), flush=True); os.abort()"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGABRT
-    return Path(done.stdout.strip())
+def folder_of_killed_process(environment: dict[str, str]) -> Path:
+    program = (
+        "import os; from prepcli.remote.placeholders import create_placeholder_folder;"
+        " print(create_placeholder_folder(), flush=True); os.abort()"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == -signal.SIGABRT
+    return Path(process.stdout.strip())
 
 
-def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folder_of_a_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = killed_with_a_mirror(os.environ | {"TMPDIR": str(tmp_path)})
-    assert left.parent == tmp_path
-    (left / "config.json").write_text("{}")
+    leftover = folder_of_killed_process(os.environ | {"TMPDIR": str(tmp_path)})
+    assert leftover.parent == tmp_path
+    (leftover / "config.json").write_text("{}")
     (tmp_path / "kept").mkdir()
     (tmp_path / "prep-remote-link").symlink_to(tmp_path / "kept")
     alive = create_placeholder_folder()
-    assert left.exists()  # whoever made it a moment ago may not have got to hold it
-    for folder in (left, alive, tmp_path / "kept"):
+    assert leftover.exists()  # a new folder may not be locked yet
+    for folder in (leftover, alive, tmp_path / "kept"):
         os.utime(folder, (0, 0))
     another = create_placeholder_folder()
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, another.name, "kept", "prep-remote-link"}
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "_METADATA", "notes.txt"])
-def test_what_is_not_read_from_afar_is_refused(folder: Path, name: str):
+def test_open_bucket_rejects_local_only_formats(folder: Path, name: str):
     with pytest.raises(PrepError):
-        opened({"config.json": (folder / "config.json").read_bytes(), name: b"x" * 100})
+        open_remote_checkpoint({"config.json": (folder / "config.json").read_bytes(), name: b"x" * 100})
 
 
-def spoiled(files: dict[str, bytes], rng: random.Random) -> dict[str, bytes]:
-    """Files with a few things wrong: flipped, cut, spliced, swapped, lengthened or gone."""
-    found = dict(files)
+def damage_files(files: dict[str, bytes], rng: random.Random) -> dict[str, bytes]:
+    """Return a copy of the files with up to three faults: flipped, cut, spliced, swapped, lengthened or missing."""
+    damaged = dict(files)
     for _ in range(rng.randint(1, 3)):
-        name = rng.choice(sorted(found))
-        data = bytearray(found[name])
-        at = rng.randrange(len(data) + 1)
-        kind = rng.choice(("flip", "cut", "splice", "grow", "swap", "gone", "count", "noise"))
+        name = rng.choice(sorted(damaged))
+        data = bytearray(damaged[name])
+        position = rng.randrange(len(data) + 1)
+        kind = rng.choice(("flip", "cut", "splice", "grow", "swap", "missing", "count", "noise"))
         if kind == "flip" and data:
-            data[at % len(data)] ^= 1 << rng.randrange(8)
+            data[position % len(data)] ^= 1 << rng.randrange(8)
         elif kind == "cut":
-            del data[at:]
+            del data[position:]
         elif kind == "splice":
-            data[at:at] = data[: rng.randrange(len(data) + 1)]
+            data[position:position] = data[: rng.randrange(len(data) + 1)]
         elif kind == "grow":
             data += rng.randbytes(rng.randrange(100))
         elif kind == "swap":
-            data = bytearray(found[rng.choice(sorted(found))])
+            data = bytearray(damaged[rng.choice(sorted(damaged))])
         elif kind == "count":
-            data[at : at + 8] = b"\xff" * 8
+            data[position : position + 8] = b"\xff" * 8
         elif kind == "noise":
             data = bytearray(rng.randbytes(rng.randrange(300)))
-        found[name] = bytes(data)
-        if kind == "gone" and len(found) > 1:
-            del found[name]
-    return found
+        damaged[name] = bytes(data)
+        if kind == "missing" and len(damaged) > 1:
+            del damaged[name]
+    return damaged
 
 
-def fuzz(files: dict[str, bytes], count: int, seed: int) -> int:
-    """How many of so many spoiled checkpoints were refused; any other error than PrepError is raised."""
-    rng, refused = random.Random(seed), 0
+def count_rejected(files: dict[str, bytes], count: int, seed: int) -> int:
+    """Open `count` damaged checkpoints and return how many raised a PrepError; other errors propagate."""
+    rng, rejected = random.Random(seed), 0
     for _ in range(count):
         try:
-            opened(spoiled(files, rng))
+            open_remote_checkpoint(damage_files(files, rng))
         except PrepError:
-            refused += 1
-    return refused
+            rejected += 1
+    return rejected
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_is_served_is_opened_or_refused(folder: Path, item: Path, seed: int):
-    assert fuzz(contents(folder), 300, seed) > 100
-    assert fuzz(contents(item), 200, seed) > 50
+def test_fuzzed_checkpoint_opens_or_raises_prep_error(folder: Path, item: Path, seed: int):
+    assert count_rejected(contents(folder), 300, seed) > 100
+    assert count_rejected(contents(item), 200, seed) > 50

@@ -1,4 +1,4 @@
-"""Ranges that come in pieces, late, or never; what is read ahead; and how much of it is kept."""
+"""Tests of byte reader that arrive in pieces, late or never, and of the read-cache cache."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CONTENT = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
 
 
 @dataclass
-class Script:
-    """Answers in memory: every request takes the next of `answers`, an error or the most bytes that come."""
+class ScriptedReader:
+    """Fake range reader: each request takes the next of `answers`, an error or the maximum of bytes to return."""
 
     answers: list[int | Exception] = field(default_factory=list)
-    asked: list[tuple[str, int, int]] = field(default_factory=list)
+    requests: list[tuple[str, int, int]] = field(default_factory=list)
     name: str = "o/model"
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
-        self.asked.append((file.path, offset, into.size))
+        self.requests.append((file.path, offset, into.size))
         answer = self.answers.pop(0) if self.answers else into.size
         if isinstance(answer, Exception):
             raise answer
@@ -51,7 +51,7 @@ FILE = RemoteFile("w", CONTENT.size, "sha256:0")
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.0)
 
 
@@ -61,64 +61,69 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     st.integers(0, CONTENT.size - 1),
     st.integers(1, 200_000),
 )
-def test_a_range_is_filled_whatever_single_requests_bring(answers, offset, size):
+def test_read_range_fills_the_buffer_from_partial_answers(answers, offset, size):
     size = min(size, CONTENT.size - offset)
     into = np.zeros(size, np.uint8)
-    read_range(Script(list(answers)), FILE, offset, into)
+    read_range(ScriptedReader(list(answers)), FILE, offset, into)
     assert (into == CONTENT[offset : offset + size]).all()
 
 
-def test_what_came_is_not_asked_for_again():
-    ranges = Script([100_000, RetryableError("reset"), 70_000])
-    read_range(ranges, FILE, 5, np.zeros(200_000, np.uint8))
-    assert ranges.asked == [("w", 5, 200_000), ("w", 100_005, 100_000), ("w", 100_005, 100_000), ("w", 170_005, 30_000)]
+def test_read_range_requests_only_missing_bytes():
+    reader = ScriptedReader([100_000, RetryableError("reset"), 70_000])
+    read_range(reader, FILE, 5, np.zeros(200_000, np.uint8))
+    assert reader.requests == [
+        ("w", 5, 200_000),
+        ("w", 100_005, 100_000),
+        ("w", 100_005, 100_000),
+        ("w", 170_005, 30_000),
+    ]
 
 
-def test_after_eight_tries_in_a_row_it_is_an_error_that_says_what_happened_last():
-    ranges = Script([RetryableError("the server says 503")] * 8)
+def test_read_range_gives_up_after_eight_tries():
+    reader = ScriptedReader([RetryableError("the server says 503")] * 8)
     with pytest.raises(PrepError) as caught:
-        read_range(ranges, FILE, 0, np.zeros(10, np.uint8))
+        read_range(reader, FILE, 0, np.zeros(10, np.uint8))
     assert (caught.value.what, caught.value.why) == (
         "cannot read w of o/model",
         "8 tries in a row failed: the server says 503",
     )
-    assert len(ranges.asked) == 8
+    assert len(reader.requests) == 8
 
 
-def test_a_trickle_is_no_progress():
+def test_read_range_gives_up_on_tiny_answers():
     with pytest.raises(PrepError, match="8 tries in a row failed: the answers are cut short"):
-        read_range(Script([1] * 50), FILE, 0, np.zeros(1 << 20, np.uint8))
+        read_range(ScriptedReader([1] * 50), FILE, 0, np.zeros(1 << 20, np.uint8))
 
 
-def test_progress_gives_new_tries():
+def test_read_range_resets_tries_after_progress():
     answers: list[int | Exception] = []
     for _ in range(5):
         answers += [*[RetryableError("reset")] * 7, 100_000]
     into = np.zeros(500_000, np.uint8)
-    read_range(Script(answers), FILE, 0, into)
+    read_range(ScriptedReader(answers), FILE, 0, into)
     assert (into == CONTENT[:500_000]).all()
 
 
-def test_waits_grow_and_a_server_that_asks_for_longer_is_left_alone(monkeypatch):
+def test_backoff_grows_and_respects_retry_after(monkeypatch):
     monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 1.0)
     monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    waits = [remote_files._wait_s(tries, RetryableError("")) for tries in range(1, 8)]
+    waits = [remote_files._backoff_s(tries, RetryableError("")) for tries in range(1, 8)]
     assert waits == [1, 2, 4, 8, 16, 30, 30]
-    assert remote_files._wait_s(1, RetryableError("", 60)) == 60
-    assert remote_files._wait_s(1, RetryableError("", 1e9)) == remote_files.MAX_RETRY_AFTER_S
+    assert remote_files._backoff_s(1, RetryableError("", 60)) == 60
+    assert remote_files._backoff_s(1, RetryableError("", 1e9)) == remote_files.MAX_RETRY_AFTER_S
 
 
-def test_a_large_run_is_asked_for_in_parts_at_once():
-    ranges, into = Script(), np.zeros(CONTENT.size, np.uint8)
-    read_range_in_parallel(ranges, FILE, 0, into)
-    assert len(ranges.asked) == 2
+def test_read_range_in_parallel_splits_large_reads():
+    reader, into = ScriptedReader(), np.zeros(CONTENT.size, np.uint8)
+    read_range_in_parallel(reader, FILE, 0, into)
+    assert len(reader.requests) == 2
     assert (into == CONTENT).all()
 
 
-def test_an_error_of_a_part_is_that_of_the_whole():
+def test_read_range_in_parallel_raises_errors_of_a_part():
     with pytest.raises(PrepError, match="gone"):
         read_range_in_parallel(
-            Script([PrepError("gone"), PrepError("gone")]), FILE, 0, np.zeros(CONTENT.size, np.uint8)
+            ScriptedReader([PrepError("gone"), PrepError("gone")]), FILE, 0, np.zeros(CONTENT.size, np.uint8)
         )
 
 
@@ -129,44 +134,44 @@ def test_an_error_of_a_part_is_that_of_the_whole():
         max_size=60,
     )
 )
-def test_whatever_is_read_in_whatever_order_is_the_content_and_little_is_kept(reads):
-    ahead = ReadAheadCache(Script())
+def test_cache_returns_the_content_and_stays_small(reads):
+    cache = ReadAheadCache(ScriptedReader())
     for path, offset, size in reads:
         size = min(size, CONTENT.size - offset)
         into = np.zeros(size, np.uint8)
-        ahead.read(RemoteFile(path, CONTENT.size, ""), offset, into)
+        cache.read(RemoteFile(path, CONTENT.size, ""), offset, into)
         assert (into == CONTENT[offset : offset + size]).all()
-        assert sum(piece.data.size for piece in ahead._pieces) <= READ_AHEAD_CACHE_NBYTES
+        assert sum(cached.data.size for cached in cache._cached_ranges) <= READ_AHEAD_CACHE_NBYTES
 
 
-def test_small_runs_one_after_another_make_few_requests():
-    ranges = Script()
-    ahead, into = ReadAheadCache(ranges), np.zeros(4096, np.uint8)
+def test_cache_reads_ahead_for_sequential_runs():
+    reader = ScriptedReader()
+    cache, into = ReadAheadCache(reader), np.zeros(4096, np.uint8)
     for offset in range(0, CONTENT.size, 4096):
-        ahead.read(FILE, offset, into)
+        cache.read(FILE, offset, into)
         assert (into == CONTENT[offset : offset + 4096]).all()
-    assert len(ranges.asked) <= 10
-    assert sum(size for _, _, size in ranges.asked) == CONTENT.size
+    assert len(reader.requests) <= 10
+    assert sum(size for _, _, size in reader.requests) == CONTENT.size
 
 
-def test_runs_of_several_places_in_turn_do_not_push_each_other_out():
-    ranges = Script()
-    ahead, into = ReadAheadCache(ranges), np.zeros(1024, np.uint8)
+def test_cache_keeps_several_sequential_readers():
+    reader = ScriptedReader()
+    cache, into = ReadAheadCache(reader), np.zeros(1024, np.uint8)
     for row in range(64):
         for place in range(8):
-            ahead.read(FILE, place * (1 << 20) + row * 1024, into)
-    assert len(ranges.asked) == 8
+            cache.read(FILE, place * (1 << 20) + row * 1024, into)
+    assert len(reader.requests) == 8
 
 
-def test_what_lies_beyond_the_end_is_an_error():
+def test_cache_rejects_reads_beyond_the_end():
     with pytest.raises(PrepError, match="is cut short"):
-        ReadAheadCache(Script()).read(FILE, CONTENT.size - 1, np.zeros(2, np.uint8))
+        ReadAheadCache(ScriptedReader()).read(FILE, CONTENT.size - 1, np.zeros(2, np.uint8))
 
 
-def test_a_blob_can_go_to_another_process():
-    blob = pickle.loads(pickle.dumps(RemoteBlob(FILE, ReadAheadCache(Script()))))
-    opened, into = blob.open(), np.zeros(100, np.uint8)
-    opened.read_at(7, into)
-    opened.close()
+def test_remote_blob_pickles():
+    blob = pickle.loads(pickle.dumps(RemoteBlob(FILE, ReadAheadCache(ScriptedReader()))))
+    blob_reader, into = blob.open(), np.zeros(100, np.uint8)
+    blob_reader.read_at(7, into)
+    blob_reader.close()
     assert blob.name == "w"
     assert (into == CONTENT[7:107]).all()

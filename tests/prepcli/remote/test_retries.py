@@ -1,4 +1,4 @@
-"""Time-outs, the pace of a body, and threads that no exit waits for."""
+"""Tests of time-outs, of the throughput limit and of calls in daemon threads."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from prepcli.remote.retries import (
 )
 
 
-def test_patience_reads_prep_timeout():
+def test_retry_policy_reads_timeout_variables():
     assert retry_policy_from_env({}, str).timeout_s == 10
     assert retry_policy_from_env({"PREP_TIMEOUT": "2.5", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}, str).timeout_s == 2.5
     assert retry_policy_from_env({"HF_HUB_DOWNLOAD_TIMEOUT": "60"}, str).timeout_s == 60
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", "1e99"])
-def test_patience_refuses_an_invalid_timeout(text: str):
+def test_retry_policy_rejects_invalid_timeouts(text: str):
     with pytest.raises(PrepError) as caught:
         retry_policy_from_env({"PREP_TIMEOUT": text}, str)
     assert caught.value.code == USAGE
 
 
-def test_patience_tells_before_each_try():
+def test_retry_policy_notes_each_retry():
     notes: list[str] = []
-    patience = RetryPolicy(10.0, notes.append)
+    policy = RetryPolicy(10.0, notes.append)
     for tries in (1, 2, 3):
-        patience.report_retry("no answer from h for 10 s", patience.backoff_s(tries), tries)
+        policy.report_retry("no answer from h for 10 s", policy.backoff_s(tries), tries)
     assert notes == [
         "no answer from h for 10 s; trying again in 1 s (2 of 4)",
         "no answer from h for 10 s; trying again in 2 s (3 of 4)",
@@ -45,65 +45,65 @@ def test_patience_tells_before_each_try():
     ]
 
 
-def test_patience_pickles_without_its_listener():
+def test_retry_policy_pickles_without_note():
     assert pickle.loads(pickle.dumps(RetryPolicy(3.0, [].append))).timeout_s == 3.0
 
 
-def test_in_time_abandons_a_late_call():
-    release, told = threading.Event(), list[str]()
+def test_call_with_timeout_abandons_a_late_call():
+    release, late_calls = threading.Event(), list[str]()
     with pytest.raises(TimeoutError):
-        call_with_timeout(release.wait, 0.04, on_late=lambda: told.append("late"), late_s=0.02)
+        call_with_timeout(release.wait, 0.04, on_late=lambda: late_calls.append("late"), late_s=0.02)
     release.set()
-    assert told == ["late"]
+    assert late_calls == ["late"]
 
 
-def test_in_time_returns_and_raises_as_the_call():
+def test_call_with_timeout_returns_or_raises_like_the_call():
     assert call_with_timeout(lambda: 7, 30) == 7
     with pytest.raises(ZeroDivisionError):
         call_with_timeout(lambda: 1 // 0, 30)
 
 
-def test_map_in_daemons_keeps_the_order():
+def test_map_in_daemon_threads_keeps_the_order():
     assert map_in_daemon_threads(lambda n: n * n, range(100), 4) == [n * n for n in range(100)]
     assert map_in_daemon_threads(str, [], 4) == []
 
 
-def test_map_in_daemons_raises_without_waiting_for_others():
-    release, begun = threading.Event(), list[int]()
+def test_map_in_daemon_threads_raises_immediately():
+    release, started = threading.Event(), list[int]()
 
     def work(number: int) -> None:
-        begun.append(number)
+        started.append(number)
         if number == 1:
             raise PrepError("gone")
         release.wait(30)
 
     with pytest.raises(PrepError, match="gone"):
         map_in_daemon_threads(work, range(10), 2)
-    assert sorted(begun) == [0, 1]
+    assert sorted(started) == [0, 1]
     release.set()
 
 
-def slow(chunk: bytes, clock: list[float]) -> Iterator[bytes]:
+def chunk_per_second(chunk: bytes, clock: list[float]) -> Iterator[bytes]:
     while True:
         clock[0] += 1.0
         yield chunk
 
 
-def test_in_pace_stops_a_trickle():
+def test_enforce_throughput_rejects_a_slow_body():
     clock = [0.0]
     with pytest.raises(TimeoutError, match="fewer than 64 KiB came in 10 s"):
-        for _ in enforce_throughput(slow(b"x", clock), 10.0, lambda: clock[0]):
+        for _ in enforce_throughput(chunk_per_second(b"x", clock), 10.0, lambda: clock[0]):
             pass
     assert clock[0] == 11.0
 
 
-def test_in_pace_lets_a_slow_line_pass():
+def test_enforce_throughput_allows_the_minimum_rate():
     clock = [0.0]
-    chunks = enforce_throughput(slow(bytes(MIN_PROGRESS_NBYTES // 8), clock), 10.0, lambda: clock[0])
+    chunks = enforce_throughput(chunk_per_second(bytes(MIN_PROGRESS_NBYTES // 8), clock), 10.0, lambda: clock[0])
     assert sum(map(len, itertools.islice(chunks, 100))) == 100 * MIN_PROGRESS_NBYTES // 8
 
 
-def test_in_pace_ignores_the_time_of_the_reader():
+def test_enforce_throughput_ignores_time_in_the_consumer():
     clock = [0.0]
     for _ in enforce_throughput([b"x"] * 100, 10.0, lambda: clock[0]):
         clock[0] += 5.0

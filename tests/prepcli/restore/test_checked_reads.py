@@ -1,4 +1,4 @@
-"""Reads of an item against its checksums: whole or in parts, raw or compressed, no damaged byte is passed on."""
+"""Tests of checked reads: ItemReader returns no byte that differs from its checksum, in any layout of the item."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reade
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, same_bits
-from tests.prepcli.restore.test_item_reader import check, check_once, leaf_and_boxes, read, spy
+from tests.prepcli.restore.test_item_reader import (
+    check_no_byte_read_twice,
+    check_parts,
+    leaf_and_boxes,
+    read_boxes,
+    record_reads,
+)
 
 UP = "params.layers.mlp.up.weight"
 KINDS = {
@@ -51,9 +57,9 @@ def init(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Path:
     return tmp_path / "init"
 
 
-def read_all(reader: ItemReader) -> dict[str, np.ndarray]:
+def read_all_leaves(reader: ItemReader) -> dict[str, np.ndarray]:
     return {
-        name: read(reader, name, [full_box(leaf.shape)], leaf.dtype)[full_box(leaf.shape)]
+        name: read_boxes(reader, name, [full_box(leaf.shape)], leaf.dtype)[full_box(leaf.shape)]
         for name, leaf in leaves(reader)
     }
 
@@ -62,14 +68,14 @@ def leaves(reader: ItemReader):
     return list(reader.leaves.items())
 
 
-def flip(path: Path, at: int) -> None:
+def flip_bit(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 1 << at % 8
+    data[offset] ^= 1 << offset % 8
     path.write_bytes(data)
 
 
-def spans(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]]:
-    """Where each chunk of an item lies."""
+def chunk_locations(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, int]]:
+    """Return path, offset and bytes of each stored chunk of an item."""
     item = read_item(folder)
     return {
         (meta.name, index): (item.files[stored.file], stored.offset, stored.nbytes)
@@ -80,7 +86,7 @@ def spans(folder: Path) -> dict[tuple[str, tuple[int, ...]], tuple[Path, int, in
 
 
 def checksums_of(item: OrbaxItem) -> BlockChecksums:
-    """The sums of an item's chunks as they lie in its files."""
+    """Compute the checksums of the chunks in an item's files."""
     leaves = number_blocks((meta.name, meta.shape, meta.chunk_shape, meta.dtype) for meta in item.arrays)
     sums = np.zeros(max(leaf.stop_number for leaf in leaves.values()), np.uint64)
     for meta, chunks in zip(item.arrays, item.chunks):
@@ -96,7 +102,7 @@ def checksums_of(item: OrbaxItem) -> BlockChecksums:
 @pytest.mark.parametrize(("piece", "block"), [(1 << 22, 1 << 20), (64, 16), (24, 48), (4, 4)])
 @settings(deadline=None, max_examples=50)
 @given(drawn=leaf_and_boxes(), gap=st.sampled_from([0, 3]))
-def test_any_boxes_of_any_leaf_are_checked(tmp_path_factory, piece: int, block: int, drawn: Any, gap: int):
+def test_read_checks_any_boxes_of_any_leaf(tmp_path_factory, piece: int, block: int, drawn: Any, gap: int):
     shape, chunk, boxes = drawn
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     write_item(
@@ -106,53 +112,53 @@ def test_any_boxes_of_any_leaf_are_checked(tmp_path_factory, piece: int, block: 
         patch.setattr(item_reader, "PIECE_NBYTES", piece)
         patch.setattr(checksum_blocks, "BLOCK_NBYTES", block)
         item = read_item(folder)
-        spans = spy(patch)
+        spans = record_reads(patch)
         with ItemReader(item, {}, checksums_of(item)) as reader:
-            check(array, read(reader, "x", boxes, "int32"))
+            check_parts(array, read_boxes(reader, "x", boxes, "int32"))
             assert reader.read_nbytes == sum(high - low for _, low, high in spans)
-    check_once(spans)
+    check_no_byte_read_twice(spans)
 
 
-def test_a_whole_item_is_checked_and_read_once(init: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_checks_a_whole_item_once(init: Path, monkeypatch: pytest.MonkeyPatch):
     with open_reader(init, verify=False) as reader:
-        wanted = read_all(reader)
+        expected = read_all_leaves(reader)
         assert not reader.is_checked
-    seen = spy(monkeypatch)
+    spans = record_reads(monkeypatch)
     with open_reader(init) as reader:
         assert reader.is_checked
-        found = read_all(reader)
-    check_once(seen)
-    assert all(same_bits(found[name], values) for name, values in wanted.items())
+        checked = read_all_leaves(reader)
+    check_no_byte_read_twice(spans)
+    assert all(same_bits(checked[name], values) for name, values in expected.items())
 
 
-def test_any_flipped_bit_is_an_error(init: Path):
+def test_read_detects_any_flipped_bit(init: Path):
     draw = random.Random(0)
-    for (name, _), (path, offset, nbytes) in draw.sample(sorted(spans(init).items()), 12):
-        at = offset + draw.randrange(nbytes)
-        flip(path, at)
+    for (name, _), (path, offset, nbytes) in draw.sample(sorted(chunk_locations(init).items()), 12):
+        damaged_offset = offset + draw.randrange(nbytes)
+        flip_bit(path, damaged_offset)
         with open_reader(init, hint="the hint") as reader, pytest.raises(PrepError) as caught:
-            read_all(reader)
+            read_all_leaves(reader)
         assert name in caught.value.what
         assert path.name in caught.value.why
-        flip(path, at)
+        flip_bit(path, damaged_offset)
     with open_reader(init) as reader:
-        read_all(reader)
+        read_all_leaves(reader)
 
 
-def test_an_error_names_leaf_bytes_file_and_hint(model: Path, tmp_path: Path):
+def test_damage_error_names_leaf_bytes_file_and_hint(model: Path, tmp_path: Path):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
-    path, offset, nbytes = spans(tmp_path / "init")[UP, (1, 0, 0)]
-    flip(path, offset + 5)
+    path, offset, nbytes = chunk_locations(tmp_path / "init")[UP, (1, 0, 0)]
+    flip_bit(path, offset + 5)
     with open_reader(tmp_path / "init", hint="the hint") as reader, pytest.raises(DamagedLeafError) as caught:
-        read_all(reader)
+        read_all_leaves(reader)
     assert caught.value.what == f"{UP} of {tmp_path / 'init'} is damaged"
     span = f"bytes {offset:,} to {offset + nbytes:,} of {path}"
     assert (caught.value.why, caught.value.hint) == (f"{span} differ from their recorded checksum", "the hint")
     with open_reader(tmp_path / "init", verify=False) as reader:
-        read_all(reader)
+        read_all_leaves(reader)
 
 
-def test_parts_are_read_in_whole_blocks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_of_a_part_covers_whole_blocks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     monkeypatch.setattr("prepcli.planning.checksum_blocks.BLOCK_NBYTES", 4096)
     monkeypatch.setattr("prepcli.formats.checksums.BLOCK_NBYTES", 4096)
@@ -161,29 +167,29 @@ def test_parts_are_read_in_whole_blocks(model: Path, tmp_path: Path, monkeypatch
     with open_reader(tmp_path / "small") as reader:
         shape = reader.leaves[UP].shape
         assert chunk_blocks((1, *shape[1:]), "float32").rows == 16
-        array = read(reader, UP, [full_box(shape)], "float32")[full_box(shape)]
+        array = read_boxes(reader, UP, [full_box(shape)], "float32")[full_box(shape)]
     boxes = [((0, 2), (3, 21), (5, 9)), ((1, 2), (100, 101), (0, 64)), ((2, 2), (0, 1), (0, 1))]
-    seen = spy(monkeypatch)
+    spans = record_reads(monkeypatch)
     with open_reader(tmp_path / "small") as reader:
-        for box, part in read(reader, UP, boxes, "float32").items():
+        for box, part in read_boxes(reader, UP, boxes, "float32").items():
             assert same_bits(part, array[tuple(slice(*span) for span in box)])
-        assert reader.read_nbytes == 5 * 4096 == sum(high - low for _, low, high in seen)
-    check_once(seen)
+        assert reader.read_nbytes == 5 * 4096 == sum(high - low for _, low, high in spans)
+    check_no_byte_read_twice(spans)
 
 
-def test_damage_outside_of_a_part_is_not_met(model: Path, tmp_path: Path):
+def test_read_ignores_damage_outside_the_part(model: Path, tmp_path: Path):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"), "--mesh", "1,2,1", "--pad-vocab", "8")
-    path, offset, _ = spans(tmp_path / "init")[UP, (1, 0, 0)]
-    flip(path, offset)
+    path, offset, _ = chunk_locations(tmp_path / "init")[UP, (1, 0, 0)]
+    flip_bit(path, offset)
     with open_reader(tmp_path / "init") as reader:
         rows, columns = reader.leaves[UP].shape[1:]
-        read(reader, UP, [((0, 1), (0, rows), (0, columns))], "float32")
+        read_boxes(reader, UP, [((0, 1), (0, rows), (0, columns))], "float32")
         with pytest.raises(DamagedLeafError):
-            read(reader, UP, [((1, 2), (0, 1), (0, 1))], "float32")
+            read_boxes(reader, UP, [((1, 2), (0, 1), (0, 1))], "float32")
 
 
-def test_checksums_do_not_depend_on_layout_in_files(model: Path, tmp_path: Path):
-    """Compression, budget and processes change no sum."""
+def test_checksums_do_not_depend_on_file_layout(model: Path, tmp_path: Path):
+    """Compression, memory budget and processes do not change checksums."""
     for name, options in {
         "raw": (),
         "packed": ("--compress", "zstd"),
@@ -196,22 +202,22 @@ def test_checksums_do_not_depend_on_layout_in_files(model: Path, tmp_path: Path)
     assert {*files} == {files[0]}
 
 
-def changed(path: Path, key: str, value: object) -> None:
+def set_checksum_field(path: Path, key: str, value: object) -> None:
     manifest = json.loads(path.read_text())
     manifest["checksums"][key] = value
     path.write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("key", ["file", "method", "block", "digest"])
-def test_checksums_of_another_form_are_refused(model: Path, tmp_path: Path, key: str):
+def test_open_reader_rejects_unknown_checksum_fields(model: Path, tmp_path: Path, key: str):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
-    changed(tmp_path / "init/prep-manifest.json", key, "other")
+    set_checksum_field(tmp_path / "init/prep-manifest.json", key, "other")
     with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} is (of another format|damaged).*`--no-verify`"):
         open_reader(tmp_path / "init")
     open_reader(tmp_path / "init", verify=False).close()
 
 
-def test_damaged_or_missing_checksums_are_refused(model: Path, tmp_path: Path):
+def test_open_reader_rejects_damaged_or_missing_checksums(model: Path, tmp_path: Path):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     path = tmp_path / "init" / CHECKSUMS_FILE
     before = path.read_bytes()
@@ -224,7 +230,7 @@ def test_damaged_or_missing_checksums_are_refused(model: Path, tmp_path: Path):
         open_reader(tmp_path / "init")
 
 
-def test_an_item_without_checksums_is_read(model: Path, tmp_path: Path):
+def test_read_of_an_item_without_checksums(model: Path, tmp_path: Path):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     path = tmp_path / "init/prep-manifest.json"
     manifest = json.loads(path.read_text())
@@ -233,4 +239,4 @@ def test_an_item_without_checksums_is_read(model: Path, tmp_path: Path):
     (tmp_path / "init" / CHECKSUMS_FILE).unlink()
     with open_reader(tmp_path / "init") as reader:
         assert not reader.is_checked
-        assert {*read_all(reader)} == {*reader.leaves}
+        assert {*read_all_leaves(reader)} == {*reader.leaves}

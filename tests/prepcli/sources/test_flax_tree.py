@@ -1,4 +1,4 @@
-"""Flax and EasyLM sources from any bytes: opened and planned, or refused by name."""
+"""Tests of Flax and EasyLM sources, with fuzzed bytes: a file opens or raises a PrepError."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CONFIG: dict[str, Any] = json.loads((LLAMA / "hf/config.json").read_text())
 VALUES = (0, 1, 3, 10**12, -1, None, True, "x", [], {}, 1.5)
 
 
-def check_fuzzed(folder: Path, seed: int) -> bool:
-    """Whether a file, or a good file with a wrong config, is a model; if not it is refused."""
+def opens_fuzzed_file(folder: Path, seed: int) -> bool:
+    """Open a fuzzed file, or a valid file with a wrong config; return False if a PrepError was raised."""
     rng = random.Random(seed)
     config = dict(CONFIG)
     data, kind = fuzzed_file(seed)
@@ -47,17 +47,17 @@ def check_fuzzed(folder: Path, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_any_bytes_are_a_model_or_refused(tmp_path: Path, part: int):
-    whole = sum(check_fuzzed(tmp_path, seed) for seed in range(part * 300, part * 300 + 300))
-    assert 0 < whole < 300
+def test_fuzzed_file_opens_or_raises_prep_error(tmp_path: Path, part: int):
+    num_opened = sum(opens_fuzzed_file(tmp_path, seed) for seed in range(part * 300, part * 300 + 300))
+    assert 0 < num_opened < 300
 
 
-def taken(path: Path) -> Accounting:
+def match_file(path: Path) -> Accounting:
     source = open_source(path, "m")
     return match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
 
 
-def test_a_stream_that_ends_between_records_is_not_taken_for_whole(tmp_path: Path):
+def test_truncated_stream_is_rejected(tmp_path: Path):
     unpacker = msgpack.Unpacker()
     unpacker.feed((LLAMA / "streaming_params").read_bytes())
     records = [msgpack.packb(record) or b"" for record in unpacker]
@@ -65,19 +65,19 @@ def test_a_stream_that_ends_between_records_is_not_taken_for_whole(tmp_path: Pat
     for count in range(len(records)):
         (tmp_path / "streaming_params").write_bytes(b"".join(records[:count]))
         with pytest.raises(PrepError):
-            taken(tmp_path)
+            match_file(tmp_path)
 
 
-def test_pieces_are_joined():
+def test_arrays_in_pieces_are_concatenated():
     source = open_source(LLAMA / "pieces.msgpack", "m", SourceHints(LLAMA / "hf"))
-    whole, joined = source.byte_sources
-    assert source.files == (whole,)
-    assert isinstance(joined, ConcatenatedBlob)
-    assert sum(part.nbytes for part in joined.ranges) == sum(t.nbytes for t in source.tensors if t.nbytes > 600)
+    file, pieces = source.byte_sources
+    assert source.files == (file,)
+    assert isinstance(pieces, ConcatenatedBlob)
+    assert sum(part.nbytes for part in pieces.ranges) == sum(t.nbytes for t in source.tensors if t.nbytes > 600)
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("name", "expected"),
     [
         ("params::/a/b", ("params", "/a/b")),
         ("trainstate_params::x", ("trainstate_params", "x")),
@@ -87,5 +87,5 @@ def test_pieces_are_joined():
         ("x::params::y", ("", "x::params::y")),
     ],
 )
-def test_a_part_before_a_path(text: str, found: tuple[str, str]):
-    assert split_part(text) == found
+def test_split_part(name: str, expected: tuple[str, str]):
+    assert split_part(name) == expected

@@ -1,4 +1,4 @@
-"""What is opened by the reader of its format, and what a user says of it besides."""
+"""Tests of `open_source` with hints of the user."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
-def test_a_folder_without_config_is_of_the_model_that_the_user_says(model: Path, tmp_path: Path):
+def test_open_source_uses_the_config_of_the_user(model: Path, tmp_path: Path):
     expected = open_source(model, "m")
     config = (model / "config.json").rename(tmp_path / "config.json")
     with pytest.raises(PrepError, match=r"has no config\.json"):
         open_source(model, "m")
-    for said in (config, tmp_path):
-        found = open_source(model, "m", SourceHints(said))
-        assert (found.config, found.tensors) == (expected.config, expected.tensors)
+    for config_path in (config, tmp_path):
+        source = open_source(model, "m", SourceHints(config_path))
+        assert (source.config, source.tensors) == (expected.config, expected.tensors)
 
 
-def test_what_the_user_says_counts_more_than_what_is_there(model: Path, tmp_path: Path):
+def test_config_of_the_user_overrides_the_folder(model: Path, tmp_path: Path):
     text = (model / "config.json").read_text()
-    (tmp_path / "config.json").write_text(text.replace('"model_type"', '"said": 1, "model_type"'))
-    assert open_source(model, "m", SourceHints(tmp_path)).config["said"] == 1
+    (tmp_path / "config.json").write_text(text.replace('"model_type"', '"extra": 1, "model_type"'))
+    assert open_source(model, "m", SourceHints(tmp_path)).config["extra"] == 1

@@ -1,4 +1,4 @@
-"""Trees of other libraries: which layout leaves have, and what each of them holds."""
+"""Tests of trees of other libraries: detection of the layout, and the tensors of each leaf."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 12,
     "max_position_embeddings": 9,
 }
-FORMS = {
+FORMATS = {
     "hf-flax": (LLAMA, TreeFormat("hf-flax", "")),
     "hf-flax variables": (LLAMA, TreeFormat("hf-flax", "params.")),
     "hf-flax without prefix": (LLAMA, TreeFormat("hf-flax", "", None, has_prefix=False)),
@@ -41,118 +41,126 @@ FORMS = {
 }
 
 
-def leaf(*shape: int) -> StoredLeaf:
+def make_leaf(*shape: int) -> StoredLeaf:
     return StoredLeaf(
-        shape, "float32", tuple(max(1, n) for n in shape), lambda want: StridedPlacement(0, 0, (0,) * len(shape), shape)
+        shape,
+        "float32",
+        tuple(max(1, n) for n in shape),
+        lambda piece: StridedPlacement(0, 0, (0,) * len(shape), shape),
     )
 
 
-def leaves_of(family: Family, form: TreeFormat, config: Mapping[str, Any] = CONFIG) -> dict[str, StoredLeaf]:
-    """The leaves that a tree of this form has."""
-    bound = {path: bind_row(row, family.sizes(config)) for path, row in form.rows(family, config).items()}
+def leaves_of(family: Family, tree_format: TreeFormat, config: Mapping[str, Any] = CONFIG) -> dict[str, StoredLeaf]:
+    """Return the leaves of a tree of this format."""
+    axis_maps = {path: bind_row(row, family.sizes(config)) for path, row in tree_format.rows(family, config).items()}
     return {
-        form.root + path.format(**at): leaf(*row.leaf_shape) for path, row in bound.items() for _, at in row.tensors()
+        tree_format.root + path.format(**indices): make_leaf(*axis_map.leaf_shape)
+        for path, axis_map in axis_maps.items()
+        for _, indices in axis_map.tensors()
     }
 
 
-def wanted_of(family: Family) -> dict[str, tuple[int, ...]]:
-    """The tensors that the native table takes."""
-    bound = (bind_row(row, family.sizes(CONFIG)) for row in parameter_rows(family, CONFIG).values())
-    return {name: row.source_shape for row in bound for name, _ in row.tensors()}
+def native_shapes(family: Family) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the native layout, by name."""
+    axis_maps = (bind_row(row, family.sizes(CONFIG)) for row in parameter_rows(family, CONFIG).values())
+    return {name: axis_map.source_shape for axis_map in axis_maps for name, _ in axis_map.tensors()}
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_the_form_is_found_and_every_tensor_with_it(name: str):
-    family, form = FORMS[name]
-    found = match_foreign_tree(leaves_of(family, form), family, CONFIG, "m")
-    assert found.format == form
-    assert {tensor.name: tensor.shape for tensor in found.tensors} == wanted_of(family)
-    assert found.names.is_prefixed == form.has_prefix
-    assert found.extra_entries == ()
-    for tensor in found.tensors:
-        (part,) = tensor.placement
-        assert isinstance(part, Region)
-        assert part.axis_map.source_shape == tensor.shape
+@pytest.mark.parametrize("name", FORMATS)
+def test_match_detects_format_and_tensors(name: str):
+    family, tree_format = FORMATS[name]
+    tree = match_foreign_tree(leaves_of(family, tree_format), family, CONFIG, "m")
+    assert tree.format == tree_format
+    assert {tensor.name: tensor.shape for tensor in tree.tensors} == native_shapes(family)
+    assert tree.names.is_prefixed == tree_format.has_prefix
+    assert tree.extra_entries == ()
+    for tensor in tree.tensors:
+        (region,) = tensor.placement
+        assert isinstance(region, Region)
+        assert region.axis_map.source_shape == tensor.shape
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.layouts])
-def test_each_layout_has_each_tensor_once(name: str):
+def test_layout_contains_each_tensor_once(name: str):
     family = FAMILIES[name]
     for layout in family.layouts:
-        held = leaves_of(family, TreeFormat(layout, "")).values()
-        assert sum(math.prod(each.shape) for each in held) == sum(
-            math.prod(shape) for shape in wanted_of(family).values()
+        leaves = leaves_of(family, TreeFormat(layout, "")).values()
+        assert sum(math.prod(leaf.shape) for leaf in leaves) == sum(
+            math.prod(shape) for shape in native_shapes(family).values()
         )
 
 
-def test_boxed_leaves_and_other_spellings():
+def test_match_accepts_boxed_leaves_and_path_aliases():
     leaves = leaves_of(LLAMA, TreeFormat("easylm", ""))
     leaves["lm_head.lm_head.kernel"] = leaves.pop("lm_head.kernel")
-    found = match_foreign_tree({f"{name}.value": each for name, each in leaves.items()}, LLAMA, CONFIG, "m")
-    assert {tensor.name for tensor in found.tensors} == wanted_of(LLAMA).keys()
+    tree = match_foreign_tree({f"{name}.value": leaf for name, leaf in leaves.items()}, LLAMA, CONFIG, "m")
+    assert {tensor.name for tensor in tree.tensors} == native_shapes(LLAMA).keys()
 
 
-def test_what_is_missing_is_missing_and_what_is_unknown_has_its_own_name():
+def test_match_keeps_unknown_and_allows_missing_leaves():
     leaves = leaves_of(GPT_NEO, TreeFormat("hf-flax", ""))
     del leaves["transformer.h.1.ln_1.bias"]
-    leaves |= {"transformer.h.0.extra": leaf(2), "other": leaf(0, 3)}
-    found = match_foreign_tree(leaves, GPT_NEO, CONFIG, "m")
-    names = {tensor.name for tensor in found.tensors}
-    assert wanted_of(GPT_NEO).keys() - names == {"h.1.ln_1.bias"}
-    assert names - wanted_of(GPT_NEO).keys() == {"h.0.extra", "other"}
-    assert [found.names.display_name(name) for name in ("h.0.extra", "other")] == ["transformer.h.0.extra", "other"]
+    leaves |= {"transformer.h.0.extra": make_leaf(2), "other": make_leaf(0, 3)}
+    tree = match_foreign_tree(leaves, GPT_NEO, CONFIG, "m")
+    names = {tensor.name for tensor in tree.tensors}
+    assert native_shapes(GPT_NEO).keys() - names == {"h.1.ln_1.bias"}
+    assert names - native_shapes(GPT_NEO).keys() == {"h.0.extra", "other"}
+    assert [tree.names.display_name(name) for name in ("h.0.extra", "other")] == ["transformer.h.0.extra", "other"]
 
 
-def test_what_is_beside_the_parameters():
+def test_match_lists_extra_entries():
     leaves = leaves_of(LLAMA, TreeFormat("easylm", "params.params."))
-    leaves |= {"step": leaf(), "opt_state.0.mu.x": leaf(3), "opt_state.0.nu.x": leaf(4)}
-    found = match_foreign_tree(leaves, LLAMA, CONFIG, "m")
-    assert [(d.name, d.nbytes, d.rule) for d in found.extra_entries] == [
+    leaves |= {"step": make_leaf(), "opt_state.0.mu.x": make_leaf(3), "opt_state.0.nu.x": make_leaf(4)}
+    tree = match_foreign_tree(leaves, LLAMA, CONFIG, "m")
+    assert [(entry.name, entry.nbytes, entry.rule) for entry in tree.extra_entries] == [
         ("step", 4, "training state"),
         ("opt_state", 28, "optimizer state"),
     ]
 
 
-HARM = {
-    "no layout": ({"a.b": leaf(2)}, "has no known layout"),
+INVALID_LEAVES = {
+    "no layout": ({"a.b": make_leaf(2)}, "has no known layout"),
     "nothing": ({}, "has no known layout"),
-    "a leaf of another shape": ({"transformer.wte.embedding": leaf(11, 9)}, "is not what it should be"),
-    "a leaf in two spellings": ({"lm_head.kernel": leaf(8, 11), "lm_head.lm_head.kernel": leaf(8, 11)}, "a leaf twice"),
-    "a leaf that is boxed and not": (
-        {"lm_head.kernel": leaf(8, 11), "lm_head.kernel.value": leaf(8, 11)},
+    "a leaf of another shape": ({"transformer.wte.embedding": make_leaf(11, 9)}, "has the wrong shape"),
+    "a leaf in two spellings": (
+        {"lm_head.kernel": make_leaf(8, 11), "lm_head.lm_head.kernel": make_leaf(8, 11)},
         "a leaf twice",
     ),
-    "a name that a tensor has": ({"norm.weight": leaf(8)}, "a tensor twice"),
+    "a leaf that is boxed and not": (
+        {"lm_head.kernel": make_leaf(8, 11), "lm_head.kernel.value": make_leaf(8, 11)},
+        "a leaf twice",
+    ),
+    "a name that a tensor has": ({"norm.weight": make_leaf(8)}, "a tensor twice"),
 }
 
 
-@pytest.mark.parametrize("name", HARM)
-def test_leaves_that_make_no_model(name: str):
-    changed, what = HARM[name]
+@pytest.mark.parametrize("name", INVALID_LEAVES)
+def test_match_rejects_invalid_leaves(name: str):
+    changed, what = INVALID_LEAVES[name]
     known = leaves_of(LLAMA, TreeFormat("easylm", "")) if what not in ("has no known layout",) else {}
     with pytest.raises(PrepError) as caught:
         match_foreign_tree(known | changed, LLAMA, CONFIG, "m")
     assert what in caught.value.what
 
 
-def test_an_unknown_layout_is_answered_with_those_that_are_read():
+def test_unknown_layout_error_lists_supported_layouts():
     with pytest.raises(PrepError) as caught:
-        match_foreign_tree({"blk.w": leaf(2)}, LLAMA, CONFIG, "m")
+        match_foreign_tree({"blk.w": make_leaf(2)}, LLAMA, CONFIG, "m")
     assert caught.value.why == "found blk.w, which are not the leaves of a llama"
     assert "native (layers.0." in caught.value.hint
     assert "easylm (transformer.h.0." in caught.value.hint
     assert "below no root or params or params.params" in caught.value.hint
 
 
-@pytest.mark.parametrize("stacked_on", [None, 0])
-def test_a_config_that_asks_for_too_much(stacked_on: int | None):
-    leaves = leaves_of(LLAMA, TreeFormat("easylm", "", stacked_on))
+@pytest.mark.parametrize("layer_axis", [None, 0])
+def test_match_limits_the_number_of_layers(layer_axis: int | None):
+    leaves = leaves_of(LLAMA, TreeFormat("easylm", "", layer_axis))
     with pytest.raises(PrepError) as caught:
         match_foreign_tree(leaves, LLAMA, {**CONFIG, "num_hidden_layers": 50_000}, "m")
     assert "50,000 layers" in caught.value.why
 
 
-def test_a_family_without_other_trees():
+def test_match_of_a_family_without_layouts():
     toy = Family("toy", "", (), GPT_NEO.sizes, {}, {}, GPT_NEO.tying, GPT_NEO.arch_config)
     with pytest.raises(PrepError, match="has no known layout"):
-        match_foreign_tree({"a": leaf(2)}, toy, CONFIG, "m")
+        match_foreign_tree({"a": make_leaf(2)}, toy, CONFIG, "m")
