@@ -68,7 +68,7 @@ def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture
     assert error["what"].endswith(" of tiny-init is damaged")
     assert str(path) in error["why"]
     assert "checksum" in error["why"]
-    assert error["hint"].startswith("make the checkpoint anew")
+    assert error["hint"].startswith("create the checkpoint again")
     assert not saved_steps(Path("runs/recipe"))
 
 

@@ -75,8 +75,8 @@ def test_what_is_no_array_is_an_aside(tmp_path: Path):
     found = read(tmp_path / "x", msgpack.packb(tree) or b"")
     assert [array.path for array in found.arrays] == [("g", "1")]
     assert [str(aside) for aside in found.non_arrays] == [
-        "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are no array",
-        "g.0 is 1", "h is 2 bytes that are no array",
+        "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are not an array",
+        "g.0 is 1", "h is 2 bytes that are not an array",
     ]  # fmt: skip
 
 
@@ -102,11 +102,11 @@ def deep(levels: int) -> bytes:
 
 FLAX_HARM = {
     "nothing": (b"", "it is cut short: it ends at byte 0"),
-    "no code of msgpack": (b"\x81\xa1a\xc1", "is 0xc1, which msgpack does not know"),
-    "more than one value": (b"\x80\x80", "it goes on after its end: 1 bytes from 1"),
-    "a number as a key": (b"\x81\x01\x01", "a key before byte 2 is no text"),
+    "no code of msgpack": (b"\x81\xa1a\xc1", "is 0xc1, which msgpack does not define"),
+    "more than one value": (b"\x80\x80", "1 bytes follow its end at byte 1"),
+    "a number as a key": (b"\x81\x01\x01", "a key before byte 2 is not text"),
     "a key that is no text": (b"\x81\xa1\xff\x01", "is not UTF-8"),
-    "a long key": (b"\x81\xda\xff\xff", "has 65,535 bytes, allowed are 1,024"),
+    "a long key": (b"\x81\xda\xff\xff", "has 65,535 bytes, the limit is 1,024"),
     "a key twice": (b"\x82\xa1a\x01\xa1a\x01", "it has `a` twice"),
     "a huge map": (b"\xdf\xff\xff\xff\xff\xa1a\x01", "it is cut short"),
     "a huge array": (b"\xdd\xff\xff\xff\xff", "it is cut short"),
@@ -115,16 +115,16 @@ FLAX_HARM = {
     "too many entries": (b"\xdd\x00\x10\x00\x00" + b"\x01" * (1 << 20), "more than 131,072 entries"),
     "bytes beyond the end": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "4,294,967,295 are missing"),
     "an extension beyond the end": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x05", "are missing"),
-    "no array in an array": (b"\x81\xa1a\xc7\x01\x01\x01", "`a` is no array of Flax's"),
-    "a shape that is a number": (b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00", "`a` has no shape"),
-    "a negative extent": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\xff\xa4bool\xc4\x00", "`a` has no shape"),
-    "many dims": (b"\x81\xa1a\xc7\x09\x01\x93\xdd\xff\xff\xff\xff", "`a` has no shape"),
+    "no array in an array": (b"\x81\xa1a\xc7\x01\x01\x01", "`a` is not an array of Flax"),
+    "a shape that is a number": (b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00", "`a` has no valid shape"),
+    "a negative extent": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\xff\xa4bool\xc4\x00", "`a` has no valid shape"),
+    "many dims": (b"\x81\xa1a\xc7\x09\x01\x93\xdd\xff\xff\xff\xff", "`a` has no valid shape"),
     "an unknown dtype": (
         b"\x81\xa1a\xc7\x0a\x01\x93\x91\x00\xa4int4\xc4\x00",
-        "`int4`, a dtype that prep does not carry",
+        "`int4`, a dtype that is not supported",
     ),
-    "another size": (b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00", "takes 2 bytes and has others"),
-    "payload beyond its array": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x02\xa4bool\xc4\x02\x00\x00", "takes 2 bytes and"),
+    "another size": (b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00", "takes 2 bytes, its payload has another size"),
+    "payload beyond its array": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x02\xa4bool\xc4\x02\x00\x00", "takes 2 bytes, its payload"),
 }
 
 
@@ -151,7 +151,7 @@ def test_a_flax_file_that_means_harm(tmp_path: Path, name: str):
     ],
 )
 def test_pieces_that_make_no_array(tmp_path: Path, tree: object):
-    assert "make no array" in refusal(tmp_path / "x", msgpack.packb({"w": tree}) or b"")
+    assert "do not form an array" in refusal(tmp_path / "x", msgpack.packb({"w": tree}) or b"")
 
 
 def record(key: object, value: bytes) -> bytes:
@@ -160,15 +160,15 @@ def record(key: object, value: bytes) -> bytes:
 
 VALUE = msgpack.packb(F32) or b""
 STREAM_HARM = {
-    "no record": (b"\x93\x01", "byte 0 begins no record"),
-    "a key that is no list": (record("a", VALUE), "byte 0 begins no record"),
+    "no record": (b"\x93\x01", "byte 0 does not start a record"),
+    "a key that is no list": (record("a", VALUE), "byte 0 does not start a record"),
     "a value that is no bytes": (msgpack.packb((["a"], 1)), "the record `a` has no bytes"),
     "a record twice": (record(["a"], VALUE) * 2, "it has `a` twice"),
     "a cut record": (record(["a"], VALUE)[:-1], "it is cut short: the record `a`"),
     "bytes after the value": (record(["a"], VALUE + b"\x01"), "its value at"),
-    "garbage at the end": (record(["a"], VALUE) + b"\x00" * 9, "begins no record"),
+    "garbage at the end": (record(["a"], VALUE) + b"\x00" * 9, "does not start a record"),
     "a value that reaches into the next": (record(["a"], VALUE[:-1]) + record(["b"], VALUE), "its value at"),
-    "a long path": (b"\x92\xdd\x00\x00\x01\x00", "begins no record"),
+    "a long path": (b"\x92\xdd\x00\x00\x01\x00", "does not start a record"),
 }
 
 

@@ -110,7 +110,7 @@ def test_numbered_manifests_that_are_not_there_are_named(tmp_path, keeps_one):
     else:
         for path in numbered:
             path.unlink()
-        why = "its versions have manifests of their own, and there is none"
+        why = "its manifest refers to numbered manifests, and none exists"
     with pytest.raises(PrepError) as caught:
         list(read_ocdbt_index(tmp_path))
     assert caught.value.why == why
@@ -151,7 +151,7 @@ def test_a_node_that_is_its_own_child_is_refused(tmp_path):
     (tmp_path / OCDBT_MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
     with pytest.raises(PrepError) as caught:
         list(read_ocdbt_index(tmp_path))
-    assert caught.value.why == "a node says height 0, its parent 1"
+    assert caught.value.why == "a node has height 0, its parent refers to height 1"
 
 
 def test_a_node_that_two_parents_share_is_refused(tmp_path):
@@ -227,14 +227,14 @@ def test_a_leaf_that_is_made_here_is_one(tmp_path):
         (leaf(1 << 40), "a node claims 1,099,511,627,776 entries"),
         (leaf(0), "a node claims 0 entries"),
         (inlined(4000, b"k" * 65000, b""), "have more than 134,217,728 bytes"),
-        (inlined(600, b"", bytes(1 << 18)), "it stands for more than 134,217,728 bytes"),
-        (b"\0" + varint(1 << 30), "it has the number 1,073,741,824 where 262,144 is the most"),
+        (inlined(600, b"", bytes(1 << 18)), "it decompresses to more than 134,217,728 bytes"),
+        (b"\0" + varint(1 << 30), "it has the number 1,073,741,824, the limit is 262,144"),
         (b"\0" + varint(5000) + varint(4000) * 4999 + varint(4000) + varint(1) * 4999 + bytes(5000) + b"p" * 9000,
-         "a node knows paths of more than"),
+         "a node has file paths of more than"),
     ],
 )  # fmt: skip
 def test_a_few_bytes_that_stand_for_very_many_are_refused_in_little_memory(tmp_path, monkeypatch, bomb, why):
-    for name in ("MOST_INDEX_NBYTES", "MOST_TEXT_NBYTES"):
+    for name in ("MAX_INDEX_NBYTES", "MAX_TEXT_NBYTES"):
         monkeypatch.setattr(ocdbt_read, name, 128 << 20)
     frame = framed(NODE, bomb, compressed=True)
     assert len(frame) < 40_000
@@ -252,7 +252,7 @@ def test_a_few_bytes_that_stand_for_very_many_are_refused_in_little_memory(tmp_p
 def test_nodes_that_each_are_small_are_bounded_together(tmp_path, monkeypatch):
     write_entries(tmp_path, {b"key%04d" % i: b"value" for i in range(1000)}, node_bytes=400)
     total = sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
-    for name, most in (("MOST_INDEX_NBYTES", total // 2), ("MOST_ENTRIES", 900), ("MOST_TEXT_NBYTES", 11_000)):
+    for name, most in (("MAX_INDEX_NBYTES", total // 2), ("MAX_ENTRIES", 900), ("MAX_TEXT_NBYTES", 11_000)):
         with monkeypatch.context() as patched:
             patched.setattr(ocdbt_read, name, most)
             with pytest.raises(PrepError, match="cannot be read"):
@@ -263,13 +263,13 @@ def test_nodes_that_each_are_small_are_bounded_together(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (b"", "it does not begin with 0cdb20de"),
-        (framed(TOP, b""), "it does not begin with 0cdb20de"),
-        (framed(NODE, inlined(2, b"", b""))[:-1], "it says that it has 34 bytes, and has 33"),
+        (b"", "it does not start with 0cdb20de"),
+        (framed(TOP, b""), "it does not start with 0cdb20de"),
+        (framed(NODE, inlined(2, b"", b""))[:-1], "its length field is 34 bytes, it has 33"),
         (framed(NODE, inlined(2, b"", b""))[:-1] + b"x", "its checksum does not match"),
         (framed(NODE, inlined(2, b"", b"") + b"x"), "1 bytes follow its end"),
         (framed(NODE, inlined(2, b"", b"v")[:-1]), "it is cut short"),
-        (framed(NODE, leaf(1, varint(1), b"k", varint(1), b"\2")), "a value is of kind 2, which prep does not know"),
+        (framed(NODE, leaf(1, varint(1), b"k", varint(1), b"\2")), "a value has the unknown kind 2"),
         (framed(NODE, leaf(1, b"\xff" * 9 + b"\2")), "it has a number of more than 64 bits"),
         (framed(NODE, leaf(2, varint(2), varint(1) * 2, b"aa", bytes(4))),
          "it has a name of 3 bytes, 2 of them from one of 1"),

@@ -19,7 +19,7 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
 from tests.helpers.orbax_items import NOW_NS, random_array, write_item
 
-JUDGE = Path(__file__).parents[2] / "helpers" / "orbax_judge.py"
+JUDGE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
 
 
 def run_orbax(command: str, *paths: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_path_that_has_no_name_on_disk_is_refused(tmp_path, path):
 
 @pytest.mark.parametrize("chunk", [(2,), (2, 0), ()])
 def test_a_chunk_that_does_not_suit_the_shape_is_refused(tmp_path, chunk):
-    with pytest.raises(PrepError, match="does not suit its shape"):
+    with pytest.raises(PrepError, match="does not match its shape"):
         write_item_metadata(tmp_path, [dataclasses.replace(W, chunk_size=chunk)], WHOLE, ["d/x"], NOW_NS)
 
 

@@ -131,7 +131,7 @@ BROKEN = {
     "a list": (packed(b"[1, 2]"), "not a JSON object"),
     "cut JSON": (packed(b'{"a":{"dtype":"F32"'), "byte 9 is not the entry"),
     "trailing comma": (packed(b'{"__metadata__":{},}'), "byte 27 is not the entry"),
-    "text after the end": (packed(b'{"__metadata__":{}} x'), "goes on after its end at byte 27"),
+    "text after the end": (packed(b'{"__metadata__":{}} x'), "text follows its end at byte 27"),
     "byte order mark": (packed(b"\xef\xbb\xbf{}"), "not a JSON object"),
     "not UTF-8": (packed(b'{"\xff":{}}'), "not UTF-8"),
     "UTF-16": (packed("{}".encode("utf-16")), "not a JSON object"),
@@ -170,11 +170,11 @@ BROKEN = {
     "reversed offsets": (entry(data_offsets=[8, 0]), "takes 64 bits, its data_offsets -64"),
     "hole at the start": (
         packed({"a": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)),
-        "hole: `a` begins at byte 74, not 70",
+        "hole: `a` starts at byte 74, not 70",
     ),
-    "hole": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 17]}}, bytes(17)), "hole: `b` begins at byte"),
-    "overlap": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)), "overlap: `b` begins"),
-    "same bytes twice": (packed({"a": ENTRY, "b": ENTRY}, bytes(8)), "overlap: `b` begins"),
+    "hole": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 17]}}, bytes(17)), "hole: `b` starts at byte"),
+    "overlap": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)), "overlap: `b` starts"),
+    "same bytes twice": (packed({"a": ENTRY, "b": ENTRY}, bytes(8)), "overlap: `b` starts"),
     "name twice": (packed(b'{"a":{},"a":{}}'.replace(b"{}", json.dumps(ENTRY).encode()), bytes(8)), "`a` twice"),
     "metadata twice": (packed(b'{"__metadata__":{},"__metadata__":{}}'), "`__metadata__` twice"),
     "metadata key twice": (packed(b'{"__metadata__":{"k":"","k":""}}'), "`k` twice"),
@@ -200,7 +200,7 @@ def test_broken_headers_are_refused_with_the_reason(tmp_path: Path, content: byt
 OTHER = {
     "empty": (b"", "x.safetensors is cut short", "it has 0 bytes"),
     "seven bytes": (bytes(7), "x.safetensors is cut short", "it has 7 bytes"),
-    "zeros": (bytes(100), "x.safetensors is not a safetensors file", "a header of 0 bytes"),
+    "zeros": (bytes(100), "x.safetensors is not a safetensors file", "header length is 0 bytes"),
     "huge header": (
         (2**63).to_bytes(8, "little") + b"{}",
         "x.safetensors is not a safetensors file",
@@ -226,7 +226,7 @@ OTHER = {
     "LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid",
         "a Git LFS pointer, not a safetensors",
-        "names",
+        "refers",
     ),
     "web page": (b"\n<!DOCTYPE html><html>", "x.safetensors is a web page, not a safetensors file", "error page"),
     "zip": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(99), "x.safetensors is a zip archive, not", "PyTorch"),

@@ -135,13 +135,13 @@ NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
     "quantised": (lambda t: t.quantize_per_tensor(t.ones(2), 0.1, 0, t.qint8), "it holds quantised tensors"),
     "sparse": (lambda t: t.ones(2, 2).to_sparse(), "it holds sparse tensors"),
     "meta": (lambda t: t.ones(2, device="meta"), "which have no values"),
-    "complex128": (lambda t: t.ones(2, dtype=t.complex128), "a dtype that prep does not carry"),
-    "complex32": (lambda t: t.ones(2, dtype=t.complex32), "a dtype that prep does not carry"),
+    "complex128": (lambda t: t.ones(2, dtype=t.complex128), "a dtype that is not supported"),
+    "complex32": (lambda t: t.ones(2, dtype=t.complex32), "a dtype that is not supported"),
     "conjugate": (lambda t: t.ones(2, dtype=t.complex64).conj(), "conjugate or negative view"),
-    "expanded": (lambda t: t.ones(2, 1).expand(2, 3), "`.contiguous()` before it is saved"),
+    "expanded": (lambda t: t.ones(2, 1).expand(2, 3), "save its `.contiguous()` copy"),
     "overlapping": (lambda t: t.arange(5.0).as_strided((3, 3), (1, 1)), "elements overlap"),
-    "a whole module": (lambda t: t.nn.Linear(2, 2), "asks for `torch.nn.modules.linear.Linear`"),
-    "a class of one's own": (lambda t: random.Random(), "asks for `random.Random`"),
+    "a whole module": (lambda t: t.nn.Linear(2, 2), "refers to `torch.nn.modules.linear.Linear`"),
+    "a class of one's own": (lambda t: random.Random(), "refers to `random.Random`"),
 }
 
 

@@ -78,7 +78,7 @@ def test_what_is_small_is_read_and_what_has_no_end_is_not_waited_for(tmp_path: P
     assert read_small_file(tmp_path / "a", 3) == b"xyz"
     with pytest.raises(PrepError) as caught:
         read_small_file(tmp_path / "a", 2)
-    assert (caught.value.what, caught.value.why) == (f"{tmp_path / 'a'} is too large", "it has 3 bytes, prep takes 2")
+    assert (caught.value.what, caught.value.why) == (f"{tmp_path / 'a'} is too large", "it has 3 bytes, the limit is 2")
     for name in ("pipe", "zeros"):
         with pytest.raises(PrepError, match="is not a file"):
             read_small_file(tmp_path / name, 3)

@@ -82,7 +82,7 @@ def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
         ({"chunk_grid": codec("regular", chunk_shape=[0, 3])}, "the zarr.json of w is broken"),
         ({"chunk_grid": codec("regular", chunk_shape=[1 << 30, 1 << 30])}, "the zarr.json of w is broken"),
         ({"shape": [1] * 40, "chunk_grid": codec("regular", chunk_shape=[1] * 40)}, "the zarr.json of w is broken"),
-        ({"chunk_grid": codec("rectilinear")}, "w is cut into the grid `rectilinear`"),
+        ({"chunk_grid": codec("rectilinear")}, "w has the chunk grid `rectilinear`"),
         ({"chunk_grid": 3}, "the zarr.json of w is broken"),
         ({"data_type": "int4"}, "w is `int4`"),
         ({"data_type": {"name": "structured"}}, "w is `{'name': 'structured'}`"),

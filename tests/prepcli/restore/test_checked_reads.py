@@ -206,7 +206,7 @@ def changed(path: Path, key: str, value: object) -> None:
 def test_checksums_of_another_form_are_refused(model: Path, tmp_path: Path, key: str):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     changed(tmp_path / "init/prep-manifest.json", key, "other")
-    with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} is (of another format|damaged).*`--no-verify`"):
+    with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} (has another format|is damaged).*`--no-verify`"):
         open_reader(tmp_path / "init")
     open_reader(tmp_path / "init", verify=False).close()
 

@@ -1,10 +1,10 @@
 """Orbax itself, in a process of its own with eight devices: saves trees, and opens items in every way a user may.
 
-Usage: orbax_judge.py save FOLDER            what Orbax itself writes, in several forms
-       orbax_judge.py judge EXPECTED ITEM    every way to open the item gives what the JSON file says
-       orbax_judge.py judge-step EXPECTED STEP    the same for a step folder that holds the item `state`, and its run
-       orbax_judge.py same A B               two items hold the same tree
-       orbax_judge.py v1-paths INIT RUN STEP which of the paths Orbax v1's `load_pytree` takes
+Usage: orbax_oracle.py save FOLDER            what Orbax itself writes, in several forms
+       orbax_oracle.py judge EXPECTED ITEM    every way to open the item gives what the JSON file says
+       orbax_oracle.py judge-step EXPECTED STEP    the same for a step folder that holds the item `state`, and its run
+       orbax_oracle.py same A B               two items hold the same tree
+       orbax_oracle.py v1-paths INIT RUN STEP which of the paths Orbax v1's `load_pytree` takes
 """
 
 from __future__ import annotations
