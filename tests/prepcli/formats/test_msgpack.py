@@ -1,4 +1,4 @@
-"""The reader of Flax msgpack and EasyLM streams: against the real msgpack, and against files that mean harm."""
+"""Tests of reading Flax msgpack and EasyLM streams, compared with msgpack, and with malicious files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def payload(array: MsgpackArray, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "kind"), FILES.items())
-def test_what_is_read_is_what_the_real_msgpack_reads(name: str, kind: MsgpackKind):
+def test_read_msgpack_header_matches_msgpack_library(name: str, kind: MsgpackKind):
     data = (FOLDER / name).read_bytes()
     found, wanted = read_msgpack_header(FOLDER / name, kind), decode_msgpack(data, kind)
     arrays = {path: value for path, value in wanted.items() if isinstance(value, np.ndarray)}
@@ -55,13 +55,13 @@ def test_what_is_read_is_what_the_real_msgpack_reads(name: str, kind: MsgpackKin
     assert sniff_msgpack_kind(FOLDER / name) == kind
 
 
-def test_large_arrays_are_in_pieces():
+def test_read_msgpack_header_chunked_array_runs():
     found = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
     assert max(len(array.runs) for array in found.arrays) > 5
     assert max(nbytes for array in found.arrays for _, nbytes in array.runs) == 600
 
 
-def test_what_is_no_array_is_an_aside(tmp_path: Path):
+def test_read_msgpack_header_lists_non_arrays(tmp_path: Path):
     tree = {
         "a": -5,
         "b": 2**40,
@@ -80,7 +80,7 @@ def test_what_is_no_array_is_an_aside(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_only_headers_are_read(tmp_path: Path):
+def test_read_msgpack_header_skips_payloads(tmp_path: Path):
     path = tmp_path / "sparse"
     nbytes = 1 << 31
     inner = bytes.fromhex("9391ce20000000a7") + b"float32" + b"\xc6" + nbytes.to_bytes(4, "big")
@@ -100,7 +100,7 @@ def deep(levels: int) -> bytes:
     return b"\x81\xa1a" * levels + b"\x01"
 
 
-FLAX_HARM = {
+INVALID_FLAX_FILES = {
     "nothing": (b"", "it is cut short: it ends at byte 0"),
     "no code of msgpack": (b"\x81\xa1a\xc1", "is 0xc1, which msgpack does not define"),
     "more than one value": (b"\x80\x80", "1 bytes follow its end at byte 1"),
@@ -113,7 +113,7 @@ FLAX_HARM = {
     "nested too deeply": (deep(MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
     "deep arrays": (b"\x91" * 100_000, f"nested more than {MAX_DEPTH} deep"),
     "too many entries": (b"\xdd\x00\x10\x00\x00" + b"\x01" * (1 << 20), "more than 131,072 entries"),
-    "bytes beyond the end": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "4,294,967,295 are missing"),
+    "bytes beyond the end": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "4,294,967,295 bytes are missing"),
     "an extension beyond the end": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x05", "are missing"),
     "no array in an array": (b"\x81\xa1a\xc7\x01\x01\x01", "`a` is not an array of Flax"),
     "a shape that is a number": (b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00", "`a` has no valid shape"),
@@ -123,14 +123,20 @@ FLAX_HARM = {
         b"\x81\xa1a\xc7\x0a\x01\x93\x91\x00\xa4int4\xc4\x00",
         "`int4`, a dtype that is not supported",
     ),
-    "another size": (b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00", "takes 2 bytes, its payload has another size"),
-    "payload beyond its array": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x02\xa4bool\xc4\x02\x00\x00", "takes 2 bytes, its payload"),
+    "another size": (
+        b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00",
+        "takes 2 bytes, its payload has another size",
+    ),
+    "payload beyond its array": (
+        b"\x81\xa1a\xc7\x0a\x01\x93\x91\x02\xa4bool\xc4\x02\x00\x00",
+        "takes 2 bytes, its payload",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", FLAX_HARM)
-def test_a_flax_file_that_means_harm(tmp_path: Path, name: str):
-    data, why = FLAX_HARM[name]
+@pytest.mark.parametrize("name", INVALID_FLAX_FILES)
+def test_read_msgpack_header_rejects_invalid_flax_file(tmp_path: Path, name: str):
+    data, why = INVALID_FLAX_FILES[name]
     assert why in refusal(tmp_path / "x", data)
 
 
@@ -150,7 +156,7 @@ def test_a_flax_file_that_means_harm(tmp_path: Path, name: str):
         {CHUNKED_MARKER: True, "shape": {str(i): 1 for i in range(70)} | {"0": 3}, "chunks": {"0": PIECE}},
     ],
 )
-def test_pieces_that_make_no_array(tmp_path: Path, tree: object):
+def test_read_msgpack_header_rejects_invalid_pieces(tmp_path: Path, tree: object):
     assert "do not form an array" in refusal(tmp_path / "x", msgpack.packb({"w": tree}) or b"")
 
 
@@ -159,7 +165,7 @@ def record(key: object, value: bytes) -> bytes:
 
 
 VALUE = msgpack.packb(F32) or b""
-STREAM_HARM = {
+INVALID_STREAMS = {
     "no record": (b"\x93\x01", "byte 0 does not start a record"),
     "a key that is no list": (record("a", VALUE), "byte 0 does not start a record"),
     "a value that is no bytes": (msgpack.packb((["a"], 1)), "the record `a` has no bytes"),
@@ -172,28 +178,28 @@ STREAM_HARM = {
 }
 
 
-@pytest.mark.parametrize("name", STREAM_HARM)
-def test_a_stream_that_means_harm(tmp_path: Path, name: str):
-    data, why = STREAM_HARM[name]
+@pytest.mark.parametrize("name", INVALID_STREAMS)
+def test_read_msgpack_header_rejects_invalid_stream(tmp_path: Path, name: str):
+    data, why = INVALID_STREAMS[name]
     assert why in refusal(tmp_path / "x", data or b"", "easylm")
 
 
-def test_numbers_in_a_path_are_text(tmp_path: Path):
+def test_stream_path_numbers_become_text(tmp_path: Path):
     assert read(tmp_path / "x", record(["h", 3], VALUE), "easylm").arrays[0].path == ("h", "3")
 
 
-def test_an_empty_stream_has_nothing(tmp_path: Path):
+def test_empty_stream_has_no_arrays(tmp_path: Path):
     assert read(tmp_path / "x", b"", "easylm").arrays == ()
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x02}q", b"GGUF", b"PK\x03\x04", b"{}", b"\x92", b"\x92\x01", b"\x90"])
-def test_other_files_are_not_taken_for_these(tmp_path: Path, data: bytes):
+def test_sniff_msgpack_kind_rejects_other_files(tmp_path: Path, data: bytes):
     path = tmp_path / "x"
     path.write_bytes(data)
     assert sniff_msgpack_kind(path) is None
 
 
-def test_what_is_no_file(tmp_path: Path):
+def test_read_msgpack_header_missing_file_and_folder(tmp_path: Path):
     assert sniff_msgpack_kind(tmp_path) is None
     assert sniff_msgpack_kind(tmp_path / "gone") is None
     with pytest.raises(PrepError, match="cannot read"):
@@ -206,7 +212,7 @@ def test_what_is_no_file(tmp_path: Path):
 
 
 def mutated(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Bits flipped, cut, spliced with another file, counts made huge."""
+    """Cut, insert, splice with another file, enlarge counts, delete, or flip bits."""
     at = rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
     kind = rng.randrange(6)
     if kind == 0:
@@ -237,7 +243,7 @@ def fuzzed_file(seed: int) -> tuple[bytes, MsgpackKind]:
 
 
 def check_fuzzed(path: Path, seed: int) -> bool:
-    """Whether an input is read; if not it is refused by name."""
+    """Return whether an input is read; otherwise it must raise PrepError."""
     data, kind = fuzzed_file(seed)
     path.write_bytes(data)
     try:
@@ -249,6 +255,6 @@ def check_fuzzed(path: Path, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_any_bytes_are_read_or_refused(tmp_path: Path, part: int):
+def test_read_msgpack_header_fuzzed(tmp_path: Path, part: int):
     read_well = sum(check_fuzzed(tmp_path / "x", seed) for seed in range(part * 500, part * 500 + 500))
     assert 0 < read_well < 500

@@ -1,4 +1,4 @@
-"""PyTorch's files: tensors as PyTorch itself has them, in all the ways that it saves; nothing else is let in."""
+"""Tests of reading PyTorch files, compared with PyTorch, in every format that it writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILES = sorted(FOLDER.glob("*.bin"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_tensor_of_the_golden_files_has_its_bits(path: Path) -> None:
+def test_read_torch_header_of_golden_files(path: Path) -> None:
     found, content = read_torch_header(path, 7), path.read_bytes()
     wanted = TOLD[path.stem.partition("-")[0]]
     assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in found.tensors} == {
@@ -52,7 +52,7 @@ def test_every_tensor_of_the_golden_files_has_its_bits(path: Path) -> None:
     assert (found.file_name, found.size, found.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
 
 
-def test_contiguous_parts_need_no_strides_and_others_have_theirs() -> None:
+def test_byte_strides_of_views() -> None:
     for kind in ("zip", "legacy"):
         steps = {t.name: t.byte_strides for t in read_torch_header(FOLDER / f"views-{kind}.bin", 0).tensors}
         assert steps == {
@@ -61,7 +61,7 @@ def test_contiguous_parts_need_no_strides_and_others_have_theirs() -> None:
         }  # fmt: skip
 
 
-def test_what_is_beside_the_tensors_is_told() -> None:
+def test_non_tensors_are_described() -> None:
     for kind in ("zip", "plain", "legacy"):
         assert read_torch_header(FOLDER / f"wrapped-{kind}.bin", 0).non_tensors == (
             "`epoch` is 3", "`lr` is 0.5", "`optimizer` is a mapping of 2", "`dtype` is the name of a class",
@@ -70,14 +70,14 @@ def test_what_is_beside_the_tensors_is_told() -> None:
         )  # fmt: skip
 
 
-def test_few_of_many_asides_are_told(tmp_path: Path) -> None:
+def test_non_tensors_are_limited(tmp_path: Path) -> None:
     many = {"w": encode_tensor()} | {f"k{i}": encode_int(i) for i in range(40)}
     asides = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).non_tensors
     assert len(asides) == MAX_NON_TENSORS + 1
     assert asides[-1] == "and 28 more"
 
 
-def test_the_digest_is_that_of_what_says_where_tensors_are(tmp_path: Path) -> None:
+def test_digest_covers_metadata_without_payload(tmp_path: Path) -> None:
     one, other = encode_mapping({"w": encode_tensor()}), encode_mapping({"v": encode_tensor()})
     assert (
         read_content(tmp_path, make_legacy_file(one)).digest
@@ -92,7 +92,7 @@ def test_the_digest_is_that_of_what_says_where_tensors_are(tmp_path: Path) -> No
     )
 
 
-def test_the_same_bits_as_torch_has_them(tmp_path: Path) -> None:
+def test_random_views_match_torch(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from tests.helpers.torch_checkpoints import tensor_bytes as bits_of
 
@@ -123,7 +123,7 @@ def test_the_same_bits_as_torch_has_them(tmp_path: Path) -> None:
         assert all(tensor_bytes(found[key], content) == bits_of(value) for key, value in state.items() if value.numel())
 
 
-def test_parameters_and_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
+def test_parameters_and_tensors_with_attributes_are_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     marked, parameter = torch.arange(3.0), torch.nn.Parameter(torch.ones(2))
     marked.note = parameter.note = "mine"
@@ -148,7 +148,7 @@ NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
 @pytest.mark.parametrize(("make", "told"), NOT_CARRIED.values(), ids=NOT_CARRIED)
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.filterwarnings("ignore")
-def test_what_prep_does_not_carry_is_refused_by_its_name(
+def test_unsupported_objects_are_rejected_by_name(
     tmp_path: Path, make: Callable[[Any], object], told: str, zipped: bool
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -159,7 +159,7 @@ def test_what_prep_does_not_carry_is_refused_by_its_name(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_program_is_no_checkpoint(tmp_path: Path) -> None:
+def test_torchscript_is_rejected(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "y.bin")
     assert "TorchScript" in read_error(tmp_path, (tmp_path / "y.bin").read_bytes()).why
@@ -169,7 +169,7 @@ SEEDS = [path.read_bytes() for path in FILES]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_bytes_are_read_within_the_file_or_refused(tmp_path: Path, seed: int) -> None:
+def test_mutated_files_are_read_in_bounds_or_rejected(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     told = set()
     for i in range(FUZZED // 3):
@@ -187,7 +187,7 @@ def test_whatever_bytes_are_read_within_the_file_or_refused(tmp_path: Path, seed
 
 
 def fuzzed(rng: random.Random, number: int) -> bytes:
-    """A file that was changed anywhere, at its ends, or in its pickle alone."""
+    """Return a golden file mutated anywhere, at an end, or in its pickle."""
     content = SEEDS[number % len(SEEDS)]
     kind = rng.randrange(4)
     if kind == 0:
@@ -204,7 +204,7 @@ def fuzzed(rng: random.Random, number: int) -> bytes:
 # Which files of a folder
 
 
-def test_the_files_that_count() -> None:
+def test_select_model_files_and_detect_torch_kind() -> None:
     index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
     kept = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "config.json", ".hidden.bin"]
     assert select_model_files([index, single, "x.bin"]) == [index]
@@ -238,7 +238,7 @@ def index_of(folder: Path, held: object) -> None:
 A, B = (make_pickle(encode_mapping({key: encode_tensor()})) for key in "ab")
 
 
-def test_shards_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_read_torch_folder_order_of_shards(tmp_path: Path) -> None:
     shards(tmp_path, {"pytorch_model-00002-of-00002.bin": A, "pytorch_model-00001-of-00002.bin": B})
     for _ in range(2):
         found = read_torch_folder(tmp_path)
@@ -260,7 +260,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize(("held", "index", "what"), FOLDERS.values(), ids=FOLDERS)
-def test_folders_that_do_not_agree_are_refused(
+def test_read_torch_folder_rejects_inconsistent_folders(
     tmp_path: Path, held: Mapping[str, bytes], index: object, what: str
 ) -> None:
     shards(tmp_path, held)

@@ -1,4 +1,4 @@
-"""PyTorch's files as nobody should write them: each lie is told for what it is."""
+"""Tests of malformed PyTorch files: each error names the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_tensor(made: bytes) -> bytes:
 
 
 def parameter(depth: int, made: bytes) -> bytes:
-    """A tensor of which a parameter is made, and of that another one."""
+    """Return a tensor wrapped in `depth` parameters."""
     for _ in range(depth):
         made = encode_call("torch._utils._rebuild_parameter", made, b"\x89", encode_call("collections.OrderedDict"))
     return made
@@ -50,20 +50,40 @@ STATES = {
     "no mapping": (make_pickle(encode_int(3)), "it holds 3, not tensors by name"),
     "no tensors": (make_pickle(encode_mapping({"a": encode_int(3)})), "it holds no tensors"),
     "a name of a model twice": (
-        make_pickle(encode_mapping([(encode_text("model"), encode_mapping({})), (encode_text("model"), encode_mapping({"w": encode_tensor()}))])),
+        make_pickle(
+            encode_mapping(
+                [
+                    (encode_text("model"), encode_mapping({})),
+                    (encode_text("model"), encode_mapping({"w": encode_tensor()})),
+                ]
+            )
+        ),
         "it has `model` twice",
     ),
     "a tensor in ten parameters": (with_tensor(parameter(10, encode_tensor())), "not built as PyTorch builds a tensor"),
     "a tensor of too many facts": (
         with_tensor(
-            encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0), encode_ints((6,)), encode_ints((1,)), *[b"N"] * 9)
+            encode_call(
+                "torch._utils._rebuild_tensor_v2",
+                encode_storage(),
+                encode_int(0),
+                encode_ints((6,)),
+                encode_ints((1,)),
+                *[b"N"] * 9,
+            )
         ),
         "not built as PyTorch builds a tensor",
     ),
     "a tensor with too many flags": (
         with_tensor(
             encode_call(
-                "torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0), encode_ints((6,)), encode_ints((1,)), b"\x89", b"N",
+                "torch._utils._rebuild_tensor_v2",
+                encode_storage(),
+                encode_int(0),
+                encode_ints((6,)),
+                encode_ints((1,)),
+                b"\x89",
+                b"N",
                 encode_mapping({f"flag {n}": b"\x89" for n in range(20)}),
             )
         ),
@@ -71,17 +91,32 @@ STATES = {
     ),
     "a list of tensors": (make_pickle(b"]", encode_tensor(), b"a"), "a list of 1, not tensors by name"),
     "two models": (
-        make_pickle(encode_mapping({"model": encode_mapping({"w": encode_tensor()}), "module": encode_mapping({"w": encode_tensor()})})),
+        make_pickle(
+            encode_mapping(
+                {"model": encode_mapping({"w": encode_tensor()}), "module": encode_mapping({"w": encode_tensor()})}
+            )
+        ),
         "in `model` and `module`, which",
     ),
     "a model within a model": (
-        make_pickle(encode_mapping({"w": encode_tensor(), "model": encode_mapping({"w": encode_tensor()})})), "in itself and `model`, which",
+        make_pickle(encode_mapping({"w": encode_tensor(), "model": encode_mapping({"w": encode_tensor()})})),
+        "in itself and `model`, which",
     ),
-    "a model under another name": (make_pickle(encode_mapping({"ema": encode_mapping({"w": encode_tensor()})})), "it holds no tensors"),
-    "a name twice": (make_pickle(encode_mapping([(encode_text("w"), encode_tensor()), (encode_text("w"), encode_tensor())])), "it has `w` twice"),
+    "a model under another name": (
+        make_pickle(encode_mapping({"ema": encode_mapping({"w": encode_tensor()})})),
+        "it holds no tensors",
+    ),
+    "a name twice": (
+        make_pickle(encode_mapping([(encode_text("w"), encode_tensor()), (encode_text("w"), encode_tensor())])),
+        "it has `w` twice",
+    ),
     "a name that is a number": (make_pickle(encode_mapping([(encode_int(1), encode_tensor())])), "is not text, but 1"),
     "a shape that is a text": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor", encode_storage(), encode_int(0), encode_text("ab"), encode_ints((1,)))),
+        with_tensor(
+            encode_call(
+                "torch._utils._rebuild_tensor", encode_storage(), encode_int(0), encode_text("ab"), encode_ints((1,))
+            )
+        ),
         "not a list of numbers",
     ),
     "a negative dim": (with_tensor(encode_tensor((2, -3))), "not a whole number"),
@@ -89,7 +124,15 @@ STATES = {
     "a negative offset": (with_tensor(encode_tensor(offset=-1)), "not a whole number"),
     "a dim of 2^63": (with_tensor(encode_tensor((2**63, 0), (1, 1))), "not a whole number"),
     "a dim that is True": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor", encode_storage(), encode_int(0), encode_tuple(b"\x88"), encode_ints((1,)))),
+        with_tensor(
+            encode_call(
+                "torch._utils._rebuild_tensor",
+                encode_storage(),
+                encode_int(0),
+                encode_tuple(b"\x88"),
+                encode_ints((1,)),
+            )
+        ),
         "not a whole number",
     ),
     "too many dims": (with_tensor(encode_tensor((1,) * 65, (1,) * 65)), "not a list of numbers"),
@@ -100,44 +143,93 @@ STATES = {
     "no strides at all": (with_tensor(encode_tensor((2, 3), (0, 0))), "expanded view"),
     "an overlap": (with_tensor(encode_tensor((2, 3), (1, 1))), "elements overlap"),
     "a view in pieces": (
-        with_tensor(encode_tensor((1 << 21, 1), (2, 1), storage=encode_storage(numel=1 << 22))), "2,097,152 pieces",
+        with_tensor(encode_tensor((1 << 21, 1), (2, 1), storage=encode_storage(numel=1 << 22))),
+        "2,097,152 pieces",
     ),
-    "a storage that is a number": (with_tensor(encode_tensor(storage=encode_int(3))), "an object that is not a storage"),
-    "an id that is a text": (with_tensor(encode_tensor(storage=encode_text("0") + b"Q")), "an object that is not a storage"),
+    "a storage that is a number": (
+        with_tensor(encode_tensor(storage=encode_int(3))),
+        "an object that is not a storage",
+    ),
+    "an id that is a text": (
+        with_tensor(encode_tensor(storage=encode_text("0") + b"Q")),
+        "an object that is not a storage",
+    ),
     "an id of another kind": (
-        with_tensor(encode_tensor(storage=encode_tuple(encode_text("module"), encode_name("torch.FloatStorage"), encode_text("0"), encode_text("cpu"), encode_int(6))
-                           + b"Q")),
+        with_tensor(
+            encode_tensor(
+                storage=encode_tuple(
+                    encode_text("module"),
+                    encode_name("torch.FloatStorage"),
+                    encode_text("0"),
+                    encode_text("cpu"),
+                    encode_int(6),
+                )
+                + b"Q"
+            )
+        ),
         "an object that is not a storage",
     ),
     "a storage without a kind": (held(kind="torch.Size"), "of an unknown type"),
     "a part of a storage": (
-        with_tensor(encode_tensor(storage=encode_tuple(encode_text("storage"), encode_name("torch.FloatStorage"), encode_text("0"), encode_text("cpu"), encode_int(6),
-                                      encode_tuple(encode_text("1"), encode_int(0), encode_int(6))) + b"Q")),
+        with_tensor(
+            encode_tensor(
+                storage=encode_tuple(
+                    encode_text("storage"),
+                    encode_name("torch.FloatStorage"),
+                    encode_text("0"),
+                    encode_text("cpu"),
+                    encode_int(6),
+                    encode_tuple(encode_text("1"), encode_int(0), encode_int(6)),
+                )
+                + b"Q"
+            )
+        ),
         "a part of a storage",
     ),
     "a storage longer than its record": (held(numel=7), "has 24 bytes, its tensors need 28"),
     "a storage that is not there": (held(key="1"), "no record `data/1`"),
     "a storage outside": (held(key="../data.pkl"), "no record `data/../data.pkl`"),
     "too few arguments": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0))), "as PyTorch builds",
+        with_tensor(encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0))),
+        "as PyTorch builds",
     ),
-    "a parameter of nothing": (with_tensor(encode_call("torch._utils._rebuild_parameter", encode_int(3))), "as PyTorch builds"),
+    "a parameter of nothing": (
+        with_tensor(encode_call("torch._utils._rebuild_parameter", encode_int(3))),
+        "as PyTorch builds",
+    ),
     "a tensor with a state": (with_tensor(encode_tensor() + encode_mapping({}) + b"b"), "as PyTorch builds"),
     "no dtype": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor_v3", encode_storage(kind="torch.UntypedStorage"), encode_int(0),
-                         encode_ints((6,)), encode_ints((1,)), b"\x89", b"N", encode_text("float32"))),
+        with_tensor(
+            encode_call(
+                "torch._utils._rebuild_tensor_v3",
+                encode_storage(kind="torch.UntypedStorage"),
+                encode_int(0),
+                encode_ints((6,)),
+                encode_ints((1,)),
+                b"\x89",
+                b"N",
+                encode_text("float32"),
+            )
+        ),
         "dtype is unknown",
     ),
     "a class of its own": (
-        with_tensor(encode_call("torch._tensor._rebuild_from_type_v2", encode_name("torch._utils._rebuild_tensor"), encode_text("x"),
-                         encode_tuple(), b"N")),
+        with_tensor(
+            encode_call(
+                "torch._tensor._rebuild_from_type_v2",
+                encode_name("torch._utils._rebuild_tensor"),
+                encode_text("x"),
+                encode_tuple(),
+                b"N",
+            )
+        ),
         "a custom class",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("pickled", "why"), STATES.values(), ids=STATES)
-def test_tensors_that_cannot_be_are_refused_with_the_reason(tmp_path: Path, pickled: bytes, why: str) -> None:
+def test_invalid_tensors_are_rejected(tmp_path: Path, pickled: bytes, why: str) -> None:
     error = read_error(tmp_path, make_zip_file(pickled))
     assert error.what == "x.bin is not a usable PyTorch file"
     assert why in error.why
@@ -152,7 +244,7 @@ def zipped(edit: Callable[[bytearray], None]) -> bytes:
 
 
 def put(mark: bytes, after: int, value: bytes, last: bool = True) -> bytes:
-    """The archive with bytes written behind its last (or first) such mark."""
+    """Return the archive with `value` written `after` bytes behind its last (or first) `mark`."""
 
     def edit(content: bytearray) -> None:
         at = (content.rfind(mark) if last else content.find(mark)) + after
@@ -185,27 +277,33 @@ ARCHIVES = {
     "with a record outside": (make_zip_file(ONE_TENSOR, {"../../x": SIX_FLOATS}), "not a plain path"),
     "with an absolute record": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS}, "/a"), "not a plain path"),
     "with a drive": (make_zip_file(ONE_TENSOR, {"a\\b": SIX_FLOATS}), "not a plain path"),
-    "without a pickle": (make_zip_file(ONE_TENSOR).replace(b"/data.pkl", b"/data.pk1"), "0 pickles of tensors, not one"),
+    "without a pickle": (
+        make_zip_file(ONE_TENSOR).replace(b"/data.pkl", b"/data.pk1"),
+        "0 pickles of tensors, not one",
+    ),
     "of big numbers": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"big"}), "big-endian machine"),
-    "with a long byte order": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"little" * 9}), "54 bytes, the limit is 16"),
+    "with a long byte order": (
+        make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"little" * 9}),
+        "54 bytes, the limit is 16",
+    ),
     "of a program": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "code/a.py": b"1"}), "TorchScript"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("content", "why"), ARCHIVES.values(), ids=ARCHIVES)
-def test_archives_that_lie_are_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+def test_invalid_archives_are_rejected(tmp_path: Path, content: bytes, why: str) -> None:
     error = read_error(tmp_path, content)
     assert error.what == "x.bin is not a usable PyTorch file"
     assert why in error.why
 
 
-def test_a_record_twice_and_records_in_one_another_are_refused(tmp_path: Path) -> None:
+def test_duplicate_and_overlapping_records_are_rejected(tmp_path: Path) -> None:
     two = make_pickle(encode_mapping({"a": encode_tensor(), "b": encode_tensor(storage=encode_storage(key="1"))}))
     content = make_zip_file(two, {"data/0": SIX_FLOATS, "data/1": SIX_FLOATS})
     assert len(read_content(tmp_path, content).tensors) == 2
     twice = content.replace(b"archive/data/1", b"archive/data/0")
     assert "it has `archive/data/0` twice" in read_error(tmp_path, twice).why
-    inner = make_zip_file(ONE_TENSOR, {"data/1": SIX_FLOATS})  # a header within the bytes of another record
+    inner = make_zip_file(ONE_TENSOR, {"data/1": SIX_FLOATS})  # a local header within the data of another record
     header = inner[inner.rfind(LOCAL) : inner.find(ENTRY)]
     outer = make_pickle(
         encode_mapping(
@@ -222,7 +320,7 @@ def test_a_record_twice_and_records_in_one_another_are_refused(tmp_path: Path) -
     assert "two of its storages overlap at byte" in read_error(tmp_path, bytes(content)).why
 
 
-def test_a_large_archive_is_read_by_its_wide_numbers(tmp_path: Path) -> None:
+def test_zip64_archive_is_read(tmp_path: Path) -> None:
     content = make_zip_file(ONE_TENSOR)
     at, end = content.rfind(ENTRY), content.rfind(END)
     header = struct.unpack_from("<I", content, at + 42)[0]
@@ -255,27 +353,34 @@ LEGACIES = {
     "a number for True": (make_legacy_file(ROOT, little=encode_int(1)), "big-endian machine"),
     "no storage": (make_legacy_file(ROOT, ()), "differs from the storages of its tensors"),
     "another storage": (make_legacy_file(ROOT, [("1", 6, SIX_FLOATS)]), "differs from the storages of its tensors"),
-    "one storage more": (make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("1", 6, SIX_FLOATS)]), "differs from the storages of its tensors"),
-    "a storage twice": (make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("0", 6, SIX_FLOATS)]), "differs from the storages of its tensors"),
+    "one storage more": (
+        make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("1", 6, SIX_FLOATS)]),
+        "differs from the storages of its tensors",
+    ),
+    "a storage twice": (
+        make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("0", 6, SIX_FLOATS)]),
+        "differs from the storages of its tensors",
+    ),
     "another length": (make_legacy_file(ROOT, [("0", 7, SIX_FLOATS)]), "has 7 elements, its tensors need 6"),
     "a negative length": (make_legacy_file(ROOT, [("0", -6, SIX_FLOATS)]), "has -6 elements"),
     "cut short in a storage": (make_legacy_file(ROOT)[:-1], "cut short in storage `0`"),
     "cut short before it": (make_legacy_file(ROOT)[: -len(SIX_FLOATS) - 1], "cut short in storage `0`"),
     "bytes behind the end": (make_legacy_file(ROOT) + b"x", "the file has"),
     "two lengths of a storage": (
-        make_legacy_file(encode_mapping({"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(numel=7))})), "storage `0` has two lengths",
+        make_legacy_file(encode_mapping({"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(numel=7))})),
+        "storage `0` has two lengths",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("content", "why"), LEGACIES.values(), ids=LEGACIES)
-def test_old_files_that_lie_are_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+def test_invalid_legacy_files_are_rejected(tmp_path: Path, content: bytes, why: str) -> None:
     error = read_error(tmp_path, content)
     assert error.what == "x.bin is not a usable PyTorch file"
     assert why in error.why
 
 
-def test_a_storage_may_be_two_dtypes(tmp_path: Path) -> None:
+def test_storage_with_two_dtypes_is_read(tmp_path: Path) -> None:
     found = {t.name: t.dtype for t in read_content(tmp_path, make_legacy_file(TWO)).tensors}
     assert found == {"w": "float32", "v": "float16"}
 
@@ -293,13 +398,13 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("content", "what", "why"), OTHER.values(), ids=OTHER)
-def test_other_files_are_told_by_what_they_are(tmp_path: Path, content: bytes, what: str, why: str) -> None:
+def test_read_torch_header_names_other_formats(tmp_path: Path, content: bytes, what: str, why: str) -> None:
     error = read_error(tmp_path, content)
     assert error.what.startswith(what)
     assert why in error.why
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_special_files_are_rejected(tmp_path: Path) -> None:
     for make in (lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: path.symlink_to("nowhere")):
         path = tmp_path / f"{make.__code__.co_firstlineno}{make.__code__.co_consts}.bin"
         make(path)

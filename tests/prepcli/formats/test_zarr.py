@@ -1,4 +1,4 @@
-"""Documents of zarr arrays: what is read of them, what is refused by name, and that nothing else can happen."""
+"""Tests of parsing zarr metadata documents, and of rejecting unsupported ones by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sharding(**changes: Any) -> list[dict[str, Any]]:
     return [codec("sharding_indexed", **{"chunk_shape": [2, 3], "codecs": [BYTES], "index_codecs": [BYTES], **changes})]
 
 
-def test_an_array_of_version_3_in_shards():
+def test_parse_v3_with_sharding():
     found = version_3()
     assert (found.shape, found.chunk_shape, found.dtype, found.codec_names) == (
         (4, 6),
@@ -59,7 +59,7 @@ def test_an_array_of_version_3_in_shards():
         (codec("v2", separator="/"), ["1/2", "0"]),
     ],
 )
-def test_how_chunks_are_named(encoding: dict[str, Any], keys: list[str]):
+def test_chunk_key_encodings(encoding: dict[str, Any], keys: list[str]):
     key = version_3(chunk_key_encoding=encoding).chunk_key
     assert [key((1, 2)), key(())] == keys
 
@@ -68,7 +68,7 @@ def test_how_chunks_are_named(encoding: dict[str, Any], keys: list[str]):
     ("fill", "is_zero"),
     [(None, True), (0, True), (0.0, True), (False, True), (1, False), (-0.0, False), ("0x0", False), (True, False)],
 )
-def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
+def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
     assert version_2(fill_value=fill).missing_is_zero == is_zero
     assert version_3(fill_value=fill).missing_is_zero == is_zero
 
@@ -109,7 +109,7 @@ def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
         ),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], what: str):
+def test_unsupported_v3_documents_are_rejected(changes: dict[str, Any], what: str):
     with pytest.raises(PrepError) as caught:
         version_3(**changes)
     assert caught.value.what == what
@@ -124,7 +124,7 @@ WORDS = st.sampled_from(["zstd", "bytes", "crc32c", "sharding_indexed", "gzip", 
 
 
 def spots(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of everything in a document."""
+    """Return the paths of all values in a document."""
     inside = (
         document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
     )
@@ -141,7 +141,7 @@ def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 @settings(max_examples=1500, deadline=None)
 @given(data=st.data(), form=st.sampled_from([StorageForm(codec_names=("zstd",)), SHARDED, StorageForm(zarr3=True)]))
-def test_changed_documents_are_refused_or_understood(data: st.DataObject, form: StorageForm):
+def test_changed_documents_are_rejected_or_parsed(data: st.DataObject, form: StorageForm):
     changed = json.loads(json.dumps(document(META, form)))
     for _ in range(data.draw(st.integers(1, 3))):
         spot = data.draw(st.sampled_from(spots(changed)))
