@@ -44,30 +44,30 @@ SINGLE_FILE_NBYTES = 1 << 40  # size limit of a file: Flax classes read safetens
 
 def conversion_commands(source: Path, out: Path, flax: Path | None) -> Mapping[str, Sequence[str | Path]]:
     """Return the command of each way by name."""
-    found: dict[str, Sequence[str | Path]] = {
+    commands: dict[str, Sequence[str | Path]] = {
         "prep save-init": (PREP, "save-init", source, "--out", out, "--quiet"),
         "transformers, Orbax": (sys.executable, "-c", TORCH_SCRIPT, source, out),
     }
-    return found | ({"redco: torch, Flax, Orbax": (flax, "-c", FLAX_SCRIPT, source, out)} if flax else {})
+    return commands | ({"redco: torch, Flax, Orbax": (flax, "-c", FLAX_SCRIPT, source, out)} if flax else {})
 
 
 def usual_text(costs: Mapping[str, Sequence[CommandCost]]) -> str:
     """Return a table with one line per way: its runs, and its best time and memory relative to the first way."""
     first = next(iter(costs.values()))
     fastest, peak = min(cost.wall_s for cost in first), max(cost.peak_nbytes for cost in first)
-    head = "way", "seconds", "median", "x time", "peak MiB", "x memory"
-    shown = [
+    header = "way", "seconds", "median", "x time", "peak MiB", "x memory"
+    lines = [
         (
             name,
-            " ".join(f"{cost.wall_s:.1f}" for cost in found),
-            f"{statistics.median(cost.wall_s for cost in found):.1f}",
-            f"{min(cost.wall_s for cost in found) / fastest:.1f}",
-            f"{max(cost.peak_nbytes for cost in found) / MIB:.0f}",
-            f"{max(cost.peak_nbytes for cost in found) / peak:.1f}",
+            " ".join(f"{cost.wall_s:.1f}" for cost in way_costs),
+            f"{statistics.median(cost.wall_s for cost in way_costs):.1f}",
+            f"{min(cost.wall_s for cost in way_costs) / fastest:.1f}",
+            f"{max(cost.peak_nbytes for cost in way_costs) / MIB:.0f}",
+            f"{max(cost.peak_nbytes for cost in way_costs) / peak:.1f}",
         )
-        for name, found in costs.items()
+        for name, way_costs in costs.items()
     ]
-    return format_table(shown, head, right_aligned=head[2:])
+    return format_table(lines, header, right_aligned=header[2:])
 
 
 def measure_commands(source: Path, out: Path, flax: Path | None, pairs: int) -> dict[str, list[CommandCost]]:

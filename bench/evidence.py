@@ -403,22 +403,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _table_figures(options: argparse.Namespace) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
-        work, slow = options.work, ""
+        work, disk_limit = options.work, ""
         if options.slow_disk:
             nbytes = 3 * weights_nbytes(published_config(options.model, options.dtype, options.layers)) + SPARE_NBYTES
             work = stack.enter_context(slow_disk(options.work, options.slow_disk, nbytes))
-            slow = f", held to {options.slow_disk} MB/s: {measure_rates(work)}"
-            print(f"disk{slow}", flush=True)
+            disk_limit = f", held to {options.slow_disk} MB/s: {measure_rates(work)}"
+            print(f"disk{disk_limit}", flush=True)
         model = make_model(work, options.model, options.layers, dtype=options.dtype)
-        disk, how = file_system(work), drop_page_cache([model])
+        disk_type, eviction = file_system(work), drop_page_cache([model])
         rows = measure_cases(BenchPaths(model, work), options.cases, options.pairs, options.memory)
-    print(f"{model.name}, cold by {how}, {os.cpu_count()} cores{slow}\n{evidence_text(rows, disk)}")
+    print(f"{model.name}, cold by {eviction}, {os.cpu_count()} cores{disk_limit}\n{evidence_text(rows, disk_type)}")
     ratios = [
-        {"to_fastest": r.to_fastest, "to_median": r.to_median, "to_floor": r.to_floor, "to_target": r.to_target}
-        for r in rows
+        {"to_fastest": row.to_fastest, "to_median": row.to_median, "to_floor": row.to_floor, "to_target": row.to_target}
+        for row in rows
     ]
-    shown = [asdict(row) | found for row, found in zip(rows, ratios)]
-    return {"model": model.name, "file_system": disk, "cold": how, "slow": slow, "rows": shown}
+    row_records = [asdict(row) | row_ratios for row, row_ratios in zip(rows, ratios)]
+    return {"model": model.name, "file_system": disk_type, "cold": eviction, "slow": disk_limit, "rows": row_records}
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def command_line(name: str, out: str) -> list[str]:
 
 
 def start_command(folder: Path, command: Sequence[str]) -> BaseProcess:
-    """Start a command in a folder; its output goes to `said.out` and `said.err` there."""
+    """Start a command in a folder; its output goes to `stdout.txt` and `stderr.txt` there."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, command))
     process.start()
     return process
@@ -102,7 +102,7 @@ def start_command(folder: Path, command: Sequence[str]) -> BaseProcess:
 
 def _run(folder: Path, command: Sequence[str]) -> None:
     os.chdir(folder)
-    for number, name in ((1, "said.out"), (2, "said.err")):
+    for number, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     if command[0] == TRAIN:  # JAX does not support fork
         os.execv(sys.executable, [sys.executable, "-m", "prepcli", *command])
@@ -131,8 +131,8 @@ def _run_to_end(folder: Path, command: Sequence[str]) -> str:
     process = start_command(folder, command)
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"{command[0]} ended with {process.exitcode}: {(folder / 'said.err').read_text()}")
-    return (folder / "said.out").read_text()
+        raise RuntimeError(f"{command[0]} ended with {process.exitcode}: {(folder / 'stderr.txt').read_text()}")
+    return (folder / "stdout.txt").read_text()
 
 
 def _written_nbytes(printed: str) -> int:
@@ -225,7 +225,7 @@ def run_again(bench: KillBench, name: str, out: Path, *extra: str) -> tuple[int,
     """Run a command to its end; return exit code, output and written bytes."""
     process = start_command(bench.folder, [*command_line(name, out.name), *extra])
     process.join()
-    outputs = [(bench.folder / file).read_text() for file in ("said.out", "said.err")]
+    outputs = [(bench.folder / file).read_text() for file in ("stdout.txt", "stderr.txt")]
     return process.exitcode or 0, "\n".join(outputs), 0 if process.exitcode else _written_nbytes(outputs[0])
 
 

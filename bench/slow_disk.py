@@ -108,8 +108,8 @@ def _check_requirements(work: Path, nbytes: int) -> None:
 
 def _throttle(number: str, nbytes_s: int) -> None:
     """Limit a device to `nbytes_s` bytes/s (0: no limit), in the root group and the group of this process."""
-    own = next((line.split(":", 2)[2] for line in _cgroup_lines() if line.split(":", 2)[1] == "blkio"), "/")
-    for group in {CONTROLLER, CONTROLLER / own.lstrip("/")}:
+    own_group = next((line.split(":", 2)[2] for line in _cgroup_lines() if line.split(":", 2)[1] == "blkio"), "/")
+    for group in {CONTROLLER, CONTROLLER / own_group.lstrip("/")}:
         for limit in LIMITS:
             (group / limit).write_text(f"{number} {nbytes_s}")
 
@@ -119,7 +119,7 @@ def _cgroup_lines() -> list[str]:
 
 
 def _run(*words: str | Path) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(map(str, words))} ended with {done.returncode}\n{done.stderr}")
-    return done.stdout.strip()
+    process = subprocess.run(words, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(map(str, words))} ended with {process.returncode}\n{process.stderr}")
+    return process.stdout.strip()

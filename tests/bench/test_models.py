@@ -74,17 +74,17 @@ def test_write_model_values_are_finite_and_distinct(dtype: str, tmp_path: Path) 
     for value in tensors.values():
         assert value.dtype.name == dtype
         assert np.isfinite(value.astype(np.float64)).all()
-    for one, other in itertools.combinations(tensors.values(), 2):
-        count = min(one.size, other.size)
-        assert one.ravel()[:count].tobytes() != other.ravel()[:count].tobytes()
+    for first, second in itertools.combinations(tensors.values(), 2):
+        count = min(first.size, second.size)
+        assert first.ravel()[:count].tobytes() != second.ravel()[:count].tobytes()
 
 
 def test_blocks_of_a_tensor_differ(tmp_path: Path) -> None:
     config = GPT_NEO | {"vocab_size": 3 * BLOCK_NBYTES // (32 * itemsize("float32"))}
     write_model(tmp_path / "model", config)
     words = read_tensors(tmp_path / "model")["transformer.wte.weight"].view(np.uint64).reshape(3, -1)
-    for one, other in itertools.combinations(words, 2):
-        assert (one != other).all()
+    for first, second in itertools.combinations(words, 2):
+        assert (first != second).all()
 
 
 def test_write_model_is_deterministic(tmp_path: Path) -> None:

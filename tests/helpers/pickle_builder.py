@@ -129,7 +129,7 @@ def make_torch_file(arrays: Mapping[str, np.ndarray]) -> bytes:
     tensors, records = {}, {}
     for number, (key, array) in enumerate(arrays.items()):
         element_strides = [step // array.itemsize for step in np.empty(array.shape, array.dtype).strides]
-        held = encode_storage(str(number), f"torch.{KINDS[array.dtype.name]}Storage", array.size)
-        tensors[key] = encode_tensor(array.shape, element_strides, storage=held)
+        storage = encode_storage(str(number), f"torch.{KINDS[array.dtype.name]}Storage", array.size)
+        tensors[key] = encode_tensor(array.shape, element_strides, storage=storage)
         records[f"data/{number}"] = array.tobytes()
     return make_zip_file(make_pickle(encode_mapping(tensors)), records)

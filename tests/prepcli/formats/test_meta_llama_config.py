@@ -62,16 +62,18 @@ def test_to_hf_config_matches_published_configs(params: dict[str, Any], vocab: i
     assert {key: config[key] for key in expected} == expected
     assert to_hf_config({"model": params}, vocab, False) == config | {"tie_word_embeddings": False}
     renamed_keys = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
-    assert {key: config[key] for key in renamed_keys} == {key: params[other] for key, other in renamed_keys.items()}
+    assert {key: config[key] for key in renamed_keys} == {
+        key: params[meta_key] for key, meta_key in renamed_keys.items()
+    }
     assert config["model_type"] == "llama"
     assert FAMILY.arch_config(config).max_positions == config["max_position_embeddings"]
 
 
 def test_to_hf_config_rope_scaling() -> None:
     factors = {name: to_hf_config(MODELS[name][0], 128256, False)["rope_scaling"] for name in ("3.1 8B", "3.2 1B")}
-    rest = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    assert factors["3.1 8B"] == rest | {"rope_type": "llama3", "factor": 8.0}
-    assert factors["3.2 1B"] == rest | {"rope_type": "llama3", "factor": 32.0}
+    common_fields = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    assert factors["3.1 8B"] == common_fields | {"rope_type": "llama3", "factor": 8.0}
+    assert factors["3.2 1B"] == common_fields | {"rope_type": "llama3", "factor": 32.0}
     assert to_hf_config(SCALED | {"rope_scaling_factor": 16}, 128256, False)["rope_scaling"]["factor"] == 16.0
     assert "rope_scaling" not in to_hf_config(THIRD, 128256, False)
 

@@ -44,21 +44,21 @@ def payload(array: MsgpackArray, data: bytes) -> bytes:
 @pytest.mark.parametrize(("name", "kind"), FILES.items())
 def test_read_msgpack_header_matches_msgpack_library(name: str, kind: MsgpackKind):
     data = (FOLDER / name).read_bytes()
-    found, wanted = read_msgpack_header(FOLDER / name, kind), decode_msgpack(data, kind)
-    arrays = {path: value for path, value in wanted.items() if isinstance(value, np.ndarray)}
-    assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in found.arrays} == {
+    header, expected = read_msgpack_header(FOLDER / name, kind), decode_msgpack(data, kind)
+    arrays = {path: value for path, value in expected.items() if isinstance(value, np.ndarray)}
+    assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in header.arrays} == {
         path: (value.shape, value.dtype.name, value.tobytes()) for path, value in arrays.items()
     }
-    assert {aside.path: aside.value for aside in found.non_arrays} == {
-        p: v for p, v in wanted.items() if p not in arrays
+    assert {leaf.path: leaf.value for leaf in header.non_arrays} == {
+        p: v for p, v in expected.items() if p not in arrays
     }
     assert sniff_msgpack_kind(FOLDER / name) == kind
 
 
 def test_read_msgpack_header_chunked_array_runs():
-    found = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
-    assert max(len(array.runs) for array in found.arrays) > 5
-    assert max(nbytes for array in found.arrays for _, nbytes in array.runs) == 600
+    header = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
+    assert max(len(array.runs) for array in header.arrays) > 5
+    assert max(nbytes for array in header.arrays for _, nbytes in array.runs) == 600
 
 
 def test_read_msgpack_header_lists_non_arrays(tmp_path: Path):
@@ -72,9 +72,9 @@ def test_read_msgpack_header_lists_non_arrays(tmp_path: Path):
         "g": [1, F32],
         "h": msgpack.ExtType(2, b"12"),
     }
-    found = read(tmp_path / "x", msgpack.packb(tree) or b"")
-    assert [array.path for array in found.arrays] == [("g", "1")]
-    assert [str(aside) for aside in found.non_arrays] == [
+    header = read(tmp_path / "x", msgpack.packb(tree) or b"")
+    assert [array.path for array in header.arrays] == [("g", "1")]
+    assert [str(leaf) for leaf in header.non_arrays] == [
         "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are not an array",
         "g.0 is 1", "h is 2 bytes that are not an array",
     ]  # fmt: skip
@@ -84,15 +84,15 @@ def test_read_msgpack_header_skips_payloads(tmp_path: Path):
     path = tmp_path / "sparse"
     nbytes = 1 << 31
     inner = bytes.fromhex("9391ce20000000a7") + b"float32" + b"\xc6" + nbytes.to_bytes(4, "big")
-    head = b"\x81\xa1w\xc9" + (len(inner) + nbytes).to_bytes(4, "big") + b"\x01" + inner
+    header_bytes = b"\x81\xa1w\xc9" + (len(inner) + nbytes).to_bytes(4, "big") + b"\x01" + inner
     with path.open("wb") as file:
-        file.write(head)
-        file.truncate(len(head) + nbytes)
+        file.write(header_bytes)
+        file.truncate(len(header_bytes) + nbytes)
     tracemalloc.start()
-    found = read_msgpack_header(path, "flax")
+    header = read_msgpack_header(path, "flax")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.arrays == (MsgpackArray(("w",), "float32", (1 << 29,), ((len(head), nbytes),)),)
+    assert header.arrays == (MsgpackArray(("w",), "float32", (1 << 29,), ((len(header_bytes), nbytes),)),)
     assert peak < 1 << 20
 
 
@@ -211,34 +211,37 @@ def test_read_msgpack_header_missing_file_and_folder(tmp_path: Path):
 # Any bytes
 
 
-def mutated(data: bytes, other: bytes, rng: random.Random) -> bytes:
+def mutated(data: bytes, other_data: bytes, rng: random.Random) -> bytes:
     """Cut, insert, splice with another file, enlarge counts, delete, or flip bits."""
-    at = rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
+    position = rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
     kind = rng.randrange(6)
     if kind == 0:
-        return data[:at]
+        return data[:position]
     if kind == 1:
-        return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+        return data[:position] + rng.randbytes(rng.randrange(1, 9)) + data[position:]
     if kind == 2:
-        return data[:at] + other[rng.randrange(len(other)) :]
+        return data[:position] + other_data[rng.randrange(len(other_data)) :]
     if kind == 3:
         return (
-            data[:at] + bytes([rng.choice(b"\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf")]) + b"\xff" * 4 + data[at + 5 :]
+            data[:position]
+            + bytes([rng.choice(b"\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf")])
+            + b"\xff" * 4
+            + data[position + 5 :]
         )
     if kind == 4:
-        return data[:at] + data[at + rng.randrange(1, 40) :]
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+        return data[:position] + data[position + rng.randrange(1, 40) :]
+    return data[:position] + bytes([data[position] ^ 1 << rng.randrange(8)]) + data[position + 1 :]
 
 
 def fuzzed_file(seed: int) -> tuple[bytes, MsgpackKind]:
     rng = random.Random(seed)
     if seed % 10 == 0:
-        head = rng.choice([b"", b"\x81\xa1a", b"\x92\x91\xa1a\xc4\x40", b"\x81\xa1a\xc7\x40\x01"])
-        return head + rng.randbytes(rng.randrange(200)), rng.choice(["flax", "easylm"])
-    name, other = rng.sample(sorted(FILES), 2)
+        prefix = rng.choice([b"", b"\x81\xa1a", b"\x92\x91\xa1a\xc4\x40", b"\x81\xa1a\xc7\x40\x01"])
+        return prefix + rng.randbytes(rng.randrange(200)), rng.choice(["flax", "easylm"])
+    name, other_name = rng.sample(sorted(FILES), 2)
     data = (FOLDER / name).read_bytes()
     for _ in range(rng.randrange(1, 4)):
-        data = mutated(data or b"\x80", (FOLDER / other).read_bytes(), rng)
+        data = mutated(data or b"\x80", (FOLDER / other_name).read_bytes(), rng)
     return data, FILES[name]
 
 
@@ -247,10 +250,10 @@ def check_fuzzed(path: Path, seed: int) -> bool:
     data, kind = fuzzed_file(seed)
     path.write_bytes(data)
     try:
-        found = read_msgpack_header(path, kind)
+        header = read_msgpack_header(path, kind)
     except PrepError:
         return False
-    assert all(0 <= offset <= offset + n <= len(data) for array in found.arrays for offset, n in array.runs)
+    assert all(0 <= offset <= offset + n <= len(data) for array in header.arrays for offset, n in array.runs)
     return True
 
 

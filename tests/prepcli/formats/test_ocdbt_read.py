@@ -42,7 +42,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-def held(folder: Path) -> dict[bytes, bytes]:
+def read_values(folder: Path) -> dict[bytes, bytes]:
     """Return all keys and values of a database."""
     return {
         key: value if isinstance(value, bytes) else bytes_at(folder, value) for key, value in read_ocdbt_index(folder)
@@ -68,7 +68,7 @@ def test_read_ocdbt_index_matches_tensorstore(tmp_path_factory, config, commits)
                 store.with_transaction(transaction)[key] = value
         expected |= values
     assert list(read_ocdbt_index(folder)) == read_all_entries(folder)
-    assert held(folder) == expected == {key: store[key] for key in store.list().result()}
+    assert read_values(folder) == expected == {key: store[key] for key in store.list().result()}
 
 
 def test_read_newest_of_many_versions(tmp_path):
@@ -79,7 +79,7 @@ def test_read_newest_of_many_versions(tmp_path):
     dumped = ts.ocdbt.dump(open_folder(tmp_path)).result()
     assert dumped["version_tree_nodes"]
     assert dumped["versions"][-1]["root_height"] > 1
-    assert held(tmp_path) == expected
+    assert read_values(tmp_path) == expected
 
 
 def test_read_database_merged_from_several_folders(tmp_path):
@@ -94,7 +94,7 @@ def test_read_database_merged_from_several_folders(tmp_path):
         with ts.Transaction(atomic=True) as transaction:
             part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
         expected |= values
-    assert held(tmp_path) == expected
+    assert read_values(tmp_path) == expected
     locations = [value for _, value in read_ocdbt_index(tmp_path) if isinstance(value, ValueLocation)]
     assert {location.path.split("/")[0] for location in locations} == {"process_0", "process_1", "process_2"}
 
@@ -290,10 +290,10 @@ MUTATIONS = st.lists(
 
 
 def mutated(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:
-    for kind, at, new in mutations:
-        at %= len(data) + 1
-        rest = {"set": data[at + len(new) :], "cut": data[at + len(new) + 1 :], "insert": data[at:]}
-        data = data[:at] + new * (kind != "cut") + rest.get(kind, data[max(0, at - 9) :])
+    for kind, position, new in mutations:
+        position %= len(data) + 1
+        rest = {"set": data[position + len(new) :], "cut": data[position + len(new) + 1 :], "insert": data[position:]}
+        data = data[:position] + new * (kind != "cut") + rest.get(kind, data[max(0, position - 9) :])
     return data
 
 
@@ -312,7 +312,7 @@ def bodies(tmp_path_factory) -> list[tuple[int, bytes]]:
     return nodes_found
 
 
-def judged(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
+def tensorstore_entries(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
     """Return the entries of a leaf as TensorStore reads them; None if it rejects the leaf."""
     try:
         return node_entries(dump_node(folder, f"btreenode::node:0:{nbytes}"))
@@ -329,13 +329,16 @@ def test_mutated_leaf_matches_tensorstore_or_is_rejected(tmp_path_factory, bodie
     frame = framed(NODE, mutated(body, mutations), compressed)
     write_node(folder, frame, height)
     try:
-        found = list(read_ocdbt_index(folder))
+        entries = list(read_ocdbt_index(folder))
     except PrepError as error:
         outside = "must lie inside" in error.why
-        assert height or outside or judged(folder, len(frame)) is None
+        assert height or outside or tensorstore_entries(folder, len(frame)) is None
     else:
         assert height == 0
-        assert judged(folder, len(frame)) in (None, found)  # TensorStore also checks fields that the reader ignores
+        assert tensorstore_entries(folder, len(frame)) in (
+            None,
+            entries,
+        )  # TensorStore also checks fields that the reader ignores
 
 
 @settings(max_examples=500, deadline=None)

@@ -71,11 +71,11 @@ def test_item_saved_by_orbax_round_trips(saved, tmp_path):
     item = read_item(saved / "raw")
     (tmp_path / "d").mkdir()
     data, chunks = b"", []
-    for n, table in enumerate(item.chunks):
+    for array_number, table in enumerate(item.chunks):
         for index, stored in table.items():
-            found = stored if isinstance(stored, bytes) else _range(item, stored)
-            chunks.append(WrittenChunk(n, index, 0, len(data), len(found)))
-            data += found
+            chunk = stored if isinstance(stored, bytes) else _range(item, stored)
+            chunks.append(WrittenChunk(array_number, index, 0, len(data), len(chunk)))
+            data += chunk
     (tmp_path / "d/data").write_bytes(data)
     write_item_metadata(tmp_path, item.arrays, chunks, ["d/data"], NOW_NS, item.non_arrays)
     run_orbax("same", saved / "raw", tmp_path)
@@ -157,7 +157,7 @@ def test_find_item_returns_none_without_item(tmp_path, path):
 
 @given(grid=st.lists(st.integers(1, 5), max_size=4).map(tuple))
 def test_unravel_chunk_index_is_c_order(grid):
-    assert [unravel_chunk_index(grid, at) for at in range(int(np.prod(grid)))] == list(np.ndindex(grid))
+    assert [unravel_chunk_index(grid, number) for number in range(int(np.prod(grid)))] == list(np.ndindex(grid))
 
 
 @pytest.mark.parametrize(

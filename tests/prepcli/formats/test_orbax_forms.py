@@ -38,9 +38,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def item_of(folder: Path) -> OrbaxItem:
-    found = find_item(folder)
-    assert found is not None
-    return read_item(found)
+    item_folder = find_item(folder)
+    assert item_folder is not None
+    return read_item(item_folder)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -51,9 +51,9 @@ def test_read_item_in_every_storage_form(saved: Path, form: str):
     assert {meta.name for meta in item.arrays} == named.keys()
     with ItemReader(item, {}) as reader:
         for meta in item.arrays:
-            found = np.full(meta.shape, 1, numpy_dtype(meta.dtype))
-            reader.read(meta.name, {full_box(meta.shape): found})
-            assert [meta.dtype, list(meta.shape), found.tobytes().hex()] == expected[meta.name]
+            array = np.full(meta.shape, 1, numpy_dtype(meta.dtype))
+            reader.read(meta.name, {full_box(meta.shape): array})
+            assert [meta.dtype, list(meta.shape), array.tobytes().hex()] == expected[meta.name]
 
 
 def test_saved_items_have_their_storage_form(saved: Path):

@@ -51,8 +51,8 @@ def test_write_item_metadata_writes_only_metadata(tmp_path):
 
 
 def test_write_item_metadata_keeps_non_arrays(tmp_path):
-    others = [OrbaxNonArray(("opt", 0), "None"), OrbaxNonArray(("name",), "string", "a name")]
-    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, others)
+    non_arrays = [OrbaxNonArray(("opt", 0), "None"), OrbaxNonArray(("name",), "string", "a name")]
+    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, non_arrays)
     tree = json.loads((tmp_path / "_METADATA").read_text())["tree_metadata"]
     assert tree["('opt', '0')"] == {
         "key_metadata": [{"key": "opt", "key_type": 2}, {"key": "0", "key_type": 1}],

@@ -60,12 +60,12 @@ def as_library_reads(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
 
 def test_read_header_supports_every_dtype(tmp_path: Path) -> None:
     assert sorted(DTYPES.values()) == sorted(ITEM_BITS)
-    header, at = {}, 0
+    header, offset = {}, 0
     for code, dtype in DTYPES.items():
         nbytes = array_bits(dtype, (3, 8)) // 8
-        header[code] = {"dtype": code, "shape": [3, 8], "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    content = packed(header, bytes(i % 251 for i in range(at)))
+        header[code] = {"dtype": code, "shape": [3, 8], "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    content = packed(header, bytes(i % 251 for i in range(offset)))
     assert as_read(read(tmp_path, content), content) == as_library_reads(content)
 
 
@@ -295,8 +295,8 @@ VALID = packed(
 )
 def test_changed_bytes_match_library_or_are_rejected(tmp_path: Path, changes: list) -> None:
     content = VALID
-    for at, put, taken in changes:
-        content = content[:at] + put + content[at + taken :]
+    for offset, inserted, deleted_count in changes:
+        content = content[:offset] + inserted + content[offset + deleted_count :]
     try:
         header = read(tmp_path, content)
     except PrepError:
@@ -341,7 +341,7 @@ near_entries = st.fixed_dictionaries(
 def test_any_json_matches_library_or_is_rejected(tmp_path: Path, header: dict, payload: bytes) -> None:
     content = packed(header, payload)
     try:
-        found = read(tmp_path, content)
+        parsed = read(tmp_path, content)
     except PrepError:
         return
-    assert as_read(found, content) == as_library_reads(content)
+    assert as_read(parsed, content) == as_library_reads(content)

@@ -67,9 +67,9 @@ def test_layout_is_read_by_library_and_own_reader(
         by_library = dict(safetensors.deserialize(content))
         assert len(by_library) == len(listed)
         for t in layout.tensors:
-            found = by_library[t.name]
-            assert (found["dtype"], tuple(found["shape"])) == (DTYPE_CODES[t.dtype], t.shape)
-            assert found["data"] == content[t.offset : t.offset + t.nbytes]
+            library_tensor = by_library[t.name]
+            assert (library_tensor["dtype"], tuple(library_tensor["shape"])) == (DTYPE_CODES[t.dtype], t.shape)
+            assert library_tensor["data"] == content[t.offset : t.offset + t.nbytes]
 
 
 @fuzzed
@@ -119,9 +119,9 @@ def test_library_reads_ml_dtypes(tmp_path: Path, dtype: str) -> None:
     values = np.array([1, 2, 4, 0.5], dtype=getattr(ml_dtypes, dtype))
     assert values.dtype.name == dtype
     (layout,) = lay_out_files([("model.safetensors", [entry("a", 4, dtype=dtype)], None)])
-    ((name, found),) = safetensors.deserialize(layout.header + values.tobytes())
-    assert (name, found["dtype"]) == ("a", DTYPE_CODES[dtype])
-    assert np.frombuffer(found["data"], values.dtype).tolist() == [1, 2, 4, 0.5]
+    ((name, tensor),) = safetensors.deserialize(layout.header + values.tobytes())
+    assert (name, tensor["dtype"]) == ("a", DTYPE_CODES[dtype])
+    assert np.frombuffer(tensor["data"], values.dtype).tolist() == [1, 2, 4, 0.5]
 
 
 def test_tensors_keep_the_page_offset_of_their_source(tmp_path: Path) -> None:

@@ -42,14 +42,14 @@ FILES = sorted(FOLDER.glob("*.bin"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_read_torch_header_of_golden_files(path: Path) -> None:
-    found, content = read_torch_header(path, 7), path.read_bytes()
-    wanted = TOLD[path.stem.partition("-")[0]]
-    assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in found.tensors} == {
-        key: (each["dtype"], each["shape"], each["bits"]) for key, each in wanted.items()
+    header, content = read_torch_header(path, 7), path.read_bytes()
+    expected = TOLD[path.stem.partition("-")[0]]
+    assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in header.tensors} == {
+        key: (tensor["dtype"], tensor["shape"], tensor["bits"]) for key, tensor in expected.items()
     }
-    assert {t.file for t in found.tensors} == {7}
-    assert [t.offset for t in found.tensors] == sorted(t.offset for t in found.tensors)
-    assert (found.file_name, found.size, found.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
+    assert {t.file for t in header.tensors} == {7}
+    assert [t.offset for t in header.tensors] == sorted(t.offset for t in header.tensors)
+    assert (header.file_name, header.size, header.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
 
 
 def test_byte_strides_of_views() -> None:
@@ -72,23 +72,24 @@ def test_non_tensors_are_described() -> None:
 
 def test_non_tensors_are_limited(tmp_path: Path) -> None:
     many = {"w": encode_tensor()} | {f"k{i}": encode_int(i) for i in range(40)}
-    asides = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).non_tensors
-    assert len(asides) == MAX_NON_TENSORS + 1
-    assert asides[-1] == "and 28 more"
+    non_tensors = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).non_tensors
+    assert len(non_tensors) == MAX_NON_TENSORS + 1
+    assert non_tensors[-1] == "and 28 more"
 
 
 def test_digest_covers_metadata_without_payload(tmp_path: Path) -> None:
-    one, other = encode_mapping({"w": encode_tensor()}), encode_mapping({"v": encode_tensor()})
+    root, other_root = encode_mapping({"w": encode_tensor()}), encode_mapping({"v": encode_tensor()})
     assert (
-        read_content(tmp_path, make_legacy_file(one)).digest
-        == read_content(tmp_path, make_legacy_file(one).replace(SIX_FLOATS, bytes(24))).digest
+        read_content(tmp_path, make_legacy_file(root)).digest
+        == read_content(tmp_path, make_legacy_file(root).replace(SIX_FLOATS, bytes(24))).digest
     )
     assert (
-        read_content(tmp_path, make_legacy_file(one)).digest != read_content(tmp_path, make_legacy_file(other)).digest
+        read_content(tmp_path, make_legacy_file(root)).digest
+        != read_content(tmp_path, make_legacy_file(other_root)).digest
     )
     assert (
-        read_content(tmp_path, make_zip_file(make_pickle(one))).digest
-        != read_content(tmp_path, make_zip_file(make_pickle(other))).digest
+        read_content(tmp_path, make_zip_file(make_pickle(root))).digest
+        != read_content(tmp_path, make_zip_file(make_pickle(other_root))).digest
     )
 
 
@@ -118,9 +119,11 @@ def test_random_views_match_torch(tmp_path: Path) -> None:
         path = tmp_path / "x.bin"
         torch.save(state, path, _use_new_zipfile_serialization=bool(turn % 2))
         content = path.read_bytes()
-        found = {t.name: t for t in read_torch_header(path, 0).tensors}
-        assert {key: tuple(value.shape) for key, value in state.items()} == {k: t.shape for k, t in found.items()}
-        assert all(tensor_bytes(found[key], content) == bits_of(value) for key, value in state.items() if value.numel())
+        tensors = {t.name: t for t in read_torch_header(path, 0).tensors}
+        assert {key: tuple(value.shape) for key, value in state.items()} == {k: t.shape for k, t in tensors.items()}
+        assert all(
+            tensor_bytes(tensors[key], content) == bits_of(value) for key, value in state.items() if value.numel()
+        )
 
 
 def test_parameters_and_tensors_with_attributes_are_read(tmp_path: Path) -> None:
@@ -145,16 +148,16 @@ NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "told"), NOT_CARRIED.values(), ids=NOT_CARRIED)
+@pytest.mark.parametrize(("make", "message"), NOT_CARRIED.values(), ids=NOT_CARRIED)
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_unsupported_objects_are_rejected_by_name(
-    tmp_path: Path, make: Callable[[Any], object], told: str, zipped: bool
+    tmp_path: Path, make: Callable[[Any], object], message: str, zipped: bool
 ) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"w": torch.ones(2), "x": make(torch)}, tmp_path / "y.bin", _use_new_zipfile_serialization=zipped)
     error = read_error(tmp_path, (tmp_path / "y.bin").read_bytes())
-    assert told in f"{error.what} {error.why}"
+    assert message in f"{error.what} {error.why}"
     assert error.hint
 
 
@@ -171,19 +174,19 @@ SEEDS = [path.read_bytes() for path in FILES]
 @pytest.mark.parametrize("seed", range(3))
 def test_mutated_files_are_read_in_bounds_or_rejected(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    told = set()
+    reasons = set()
     for i in range(FUZZED // 3):
         content = fuzzed(rng, i)
         try:
-            found = read_content(tmp_path, content)
+            header = read_content(tmp_path, content)
         except PrepError as error:
-            told.add(error.why)
+            reasons.add(error.why)
             continue
-        told.add("read")
-        assert all(0 <= t.byte_range[0] <= t.byte_range[1] <= len(content) for t in found.tensors)
-    assert "read" in told
-    assert len(told) > 30
-    assert all(why.isprintable() for why in told)
+        reasons.add("read")
+        assert all(0 <= t.byte_range[0] <= t.byte_range[1] <= len(content) for t in header.tensors)
+    assert "read" in reasons
+    assert len(reasons) > 30
+    assert all(why.isprintable() for why in reasons)
 
 
 def fuzzed(rng: random.Random, number: int) -> bytes:
@@ -223,15 +226,15 @@ def test_select_model_files_and_detect_torch_kind() -> None:
     assert detect_torch_kind(["model.pth", *kept]) is None
 
 
-def shards(folder: Path, held: Mapping[str, bytes]) -> Path:
-    for file, pickled in held.items():
+def shards(folder: Path, pickles: Mapping[str, bytes]) -> Path:
+    for file, pickled in pickles.items():
         (folder / file).write_bytes(make_zip_file(pickled))
     return folder
 
 
-def index_of(folder: Path, held: object) -> None:
+def index_of(folder: Path, weight_map: object) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(
-        json.dumps({"metadata": {"total_size": "1"}, "weight_map": held})
+        json.dumps({"metadata": {"total_size": "1"}, "weight_map": weight_map})
     )
 
 
@@ -241,9 +244,9 @@ A, B = (make_pickle(encode_mapping({key: encode_tensor()})) for key in "ab")
 def test_read_torch_folder_order_of_shards(tmp_path: Path) -> None:
     shards(tmp_path, {"pytorch_model-00002-of-00002.bin": A, "pytorch_model-00001-of-00002.bin": B})
     for _ in range(2):
-        found = read_torch_folder(tmp_path)
-        assert [(t.name, t.file) for t in found.tensors] == [("b", 0), ("a", 1)]
-        assert [path.name[14:19] for path in found.files] == ["00001", "00002"]
+        torch_folder = read_torch_folder(tmp_path)
+        assert [(t.name, t.file) for t in torch_folder.tensors] == [("b", 0), ("a", 1)]
+        assert [path.name[14:19] for path in torch_folder.files] == ["00001", "00002"]
         index_of(tmp_path, {"a": "pytorch_model-00002-of-00002.bin", "b": "pytorch_model-00001-of-00002.bin"})
 
 
@@ -259,11 +262,11 @@ FOLDERS = {
 }
 
 
-@pytest.mark.parametrize(("held", "index", "what"), FOLDERS.values(), ids=FOLDERS)
+@pytest.mark.parametrize(("pickles", "index", "what"), FOLDERS.values(), ids=FOLDERS)
 def test_read_torch_folder_rejects_inconsistent_folders(
-    tmp_path: Path, held: Mapping[str, bytes], index: object, what: str
+    tmp_path: Path, pickles: Mapping[str, bytes], index: object, what: str
 ) -> None:
-    shards(tmp_path, held)
+    shards(tmp_path, pickles)
     if index is not None:
         index_of(tmp_path, index)
     with pytest.raises(PrepError) as caught:

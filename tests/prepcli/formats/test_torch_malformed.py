@@ -42,7 +42,7 @@ def parameter(depth: int, made: bytes) -> bytes:
     return made
 
 
-def held(**changes: Any) -> bytes:
+def with_storage(**changes: Any) -> bytes:
     return with_tensor(encode_tensor(storage=encode_storage(**changes)))
 
 
@@ -169,7 +169,7 @@ STATES = {
         ),
         "an object that is not a storage",
     ),
-    "a storage without a kind": (held(kind="torch.Size"), "of an unknown type"),
+    "a storage without a kind": (with_storage(kind="torch.Size"), "of an unknown type"),
     "a part of a storage": (
         with_tensor(
             encode_tensor(
@@ -186,9 +186,9 @@ STATES = {
         ),
         "a part of a storage",
     ),
-    "a storage longer than its record": (held(numel=7), "has 24 bytes, its tensors need 28"),
-    "a storage that is not there": (held(key="1"), "no record `data/1`"),
-    "a storage outside": (held(key="../data.pkl"), "no record `data/../data.pkl`"),
+    "a storage longer than its record": (with_storage(numel=7), "has 24 bytes, its tensors need 28"),
+    "a storage that is not there": (with_storage(key="1"), "no record `data/1`"),
+    "a storage outside": (with_storage(key="../data.pkl"), "no record `data/../data.pkl`"),
     "too few arguments": (
         with_tensor(encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0))),
         "as PyTorch builds",
@@ -247,8 +247,8 @@ def put(mark: bytes, after: int, value: bytes, last: bool = True) -> bytes:
     """Return the archive with `value` written `after` bytes behind its last (or first) `mark`."""
 
     def edit(content: bytearray) -> None:
-        at = (content.rfind(mark) if last else content.find(mark)) + after
-        content[at : at + len(value)] = value
+        position = (content.rfind(mark) if last else content.find(mark)) + after
+        content[position : position + len(value)] = value
 
     return zipped(edit)
 
@@ -314,30 +314,33 @@ def test_duplicate_and_overlapping_records_are_rejected(tmp_path: Path) -> None:
         )
     )
     content = bytearray(make_zip_file(outer, {"data/0": header, "data/1": SIX_FLOATS}))
-    place = content.find(header)
-    at = content.rfind(ENTRY) + 42
-    content[at : at + 4] = struct.pack("<I", place)
+    header_offset = content.find(header)
+    position = content.rfind(ENTRY) + 42
+    content[position : position + 4] = struct.pack("<I", header_offset)
     assert "two of its storages overlap at byte" in read_error(tmp_path, bytes(content)).why
 
 
 def test_zip64_archive_is_read(tmp_path: Path) -> None:
     content = make_zip_file(ONE_TENSOR)
-    at, end = content.rfind(ENTRY), content.rfind(END)
-    header = struct.unpack_from("<I", content, at + 42)[0]
+    entry_start, end_start = content.rfind(ENTRY), content.rfind(END)
+    header = struct.unpack_from("<I", content, entry_start + 42)[0]
     extra = struct.pack("<2H3Q", 1, 24, len(SIX_FLOATS), len(SIX_FLOATS), header)
-    entry = bytearray(content[at:end])
+    entry = bytearray(content[entry_start:end_start])
     entry[20:28], entry[42:46] = b"\xff" * 8, b"\xff" * 4
     entry[30:32] = struct.pack("<H", len(extra))
     start = content.find(ENTRY)
-    directory = content[start:at] + bytes(entry) + extra
-    wide = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(directory), start)
+    directory = content[start:entry_start] + bytes(entry) + extra
+    zip64_end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(directory), start)
     locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, start + len(directory), 1)
-    told = struct.pack("<4s4H2LH", END, 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
-    large = content[:start] + directory + wide + locator + told
-    found = read_content(tmp_path, large)
-    assert tensor_bytes(found.tensors[0], large) == SIX_FLOATS
-    for lie in (wide.replace(b"PK\x06\x06", b"PK\x06\x07"), wide[:32] + struct.pack("<Q", 3) + wide[40:]):
-        broken = content[:start] + directory + lie + locator + told
+    end_record = struct.pack("<4s4H2LH", END, 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    large = content[:start] + directory + zip64_end + locator + end_record
+    parsed = read_content(tmp_path, large)
+    assert tensor_bytes(parsed.tensors[0], large) == SIX_FLOATS
+    for bad_zip64_end in (
+        zip64_end.replace(b"PK\x06\x06", b"PK\x06\x07"),
+        zip64_end[:32] + struct.pack("<Q", 3) + zip64_end[40:],
+    ):
+        broken = content[:start] + directory + bad_zip64_end + locator + end_record
         assert "zip64 end record" in read_error(tmp_path, broken).why
 
 
@@ -381,8 +384,8 @@ def test_invalid_legacy_files_are_rejected(tmp_path: Path, content: bytes, why: 
 
 
 def test_storage_with_two_dtypes_is_read(tmp_path: Path) -> None:
-    found = {t.name: t.dtype for t in read_content(tmp_path, make_legacy_file(TWO)).tensors}
-    assert found == {"w": "float32", "v": "float16"}
+    dtypes = {t.name: t.dtype for t in read_content(tmp_path, make_legacy_file(TWO)).tensors}
+    assert dtypes == {"w": "float32", "v": "float16"}
 
 
 OTHER = {

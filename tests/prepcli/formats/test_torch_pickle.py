@@ -57,9 +57,9 @@ def reason(data: bytes) -> str:
 def plain(value: object) -> object:
     """Convert an interpreted value to Python objects."""
     if isinstance(value, PickledMapping):
-        return {plain(key): plain(each) for key, each in value.items}
+        return {plain(key): plain(item) for key, item in value.items}
     if isinstance(value, list | tuple):
-        return type(value)(plain(each) for each in value)
+        return type(value)(plain(item) for item in value)
     return value
 
 
@@ -83,13 +83,13 @@ def test_mappings_and_sets_are_not_constructed() -> None:
     shared = ["x"]
     value = OrderedDict(a=1, b=shared, c=shared, d={"e": ()}, f=-1, g=2**40, h=1.5, i={3})
     for protocol in (2, 3, 4, 5):
-        found = read(pickle.dumps(value, protocol)).root
-        assert isinstance(found, PickledMapping)
-        assert [key for key, _ in found.items] == list(value)
-        items = {key: plain(each) for key, each in found.items if isinstance(key, str)}
+        mapping = read(pickle.dumps(value, protocol)).root
+        assert isinstance(mapping, PickledMapping)
+        assert [key for key, _ in mapping.items] == list(value)
+        items = {key: plain(item) for key, item in mapping.items if isinstance(key, str)}
         seen = items.pop("i")
         assert isinstance(seen, list | PickledCall)
-        assert items == {key: plain(each) for key, each in value.items() if key != "i"}
+        assert items == {key: plain(item) for key, item in value.items() if key != "i"}
 
 
 def test_python2_strings_and_pair_lists() -> None:
@@ -99,16 +99,16 @@ def test_python2_strings_and_pair_lists() -> None:
 
 
 def test_calls_are_recorded_and_not_made() -> None:
-    found = read(make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")).root
-    assert isinstance(found, PickledCall)
-    assert (found.callee, found.args, plain(found.state)) == (PickledName("a.B"), (3,), {"x": 1})
+    call = read(make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")).root
+    assert isinstance(call, PickledCall)
+    assert (call.callee, call.args, plain(call.state)) == (PickledName("a.B"), (3,), {"x": 1})
 
 
 def test_persistent_refs_are_in_order() -> None:
-    found = read(make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e"))
-    assert [each.persistent_id for each in found.persistent_refs] == ["b", "a"]
-    assert isinstance(found.root, list)
-    assert all(isinstance(each, PersistentRef) for each in found.root)
+    unpickled = read(make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e"))
+    assert [reference.persistent_id for reference in unpickled.persistent_refs] == ["b", "a"]
+    assert isinstance(unpickled.root, list)
+    assert all(isinstance(reference, PersistentRef) for reference in unpickled.root)
 
 
 OUT = "a file that must not be"
@@ -158,10 +158,10 @@ PAYLOADS = {
 def test_payloads_are_rejected_and_not_run(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.__import__", _no_import)
-    found = reason(data)
+    rejection = reason(data)
     monkeypatch.undo()
-    assert found
-    assert found.isprintable()
+    assert rejection
+    assert rejection.isprintable()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -265,10 +265,10 @@ def test_mutated_pickles_are_read_or_rejected(seed: int) -> None:
         reasons.add(reason(mutate(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))))
     assert "" in reasons
     assert len(reasons) > 20
-    assert all(each.isprintable() for each in reasons)
+    assert all(message.isprintable() for message in reasons)
 
 
 def test_every_opcode_is_read_or_rejected_by_name() -> None:
     for opcode in pickletools.opcodes:
-        found = reason(opcode.code.encode("latin-1") + b".")
-        assert f"opcode {opcode.name}, " in found or "opcode" not in found
+        rejection = reason(opcode.code.encode("latin-1") + b".")
+        assert f"opcode {opcode.name}, " in rejection or "opcode" not in rejection

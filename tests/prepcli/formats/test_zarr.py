@@ -39,15 +39,15 @@ def sharding(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_parse_v3_with_sharding():
-    found = version_3()
-    assert (found.shape, found.chunk_shape, found.dtype, found.codec_names) == (
+    array = version_3()
+    assert (array.shape, array.chunk_shape, array.dtype, array.codec_names) == (
         (4, 6),
         (2, 3),
         "float32",
         ("zstd", "crc32c"),
     )
-    assert (found.stored_chunk_shape, found.stored_grid, found.missing_is_zero) == ((4, 6), (1, 1), True)
-    assert found.chunk_key((3, 1)) == "c/3/1"
+    assert (array.stored_chunk_shape, array.stored_grid, array.missing_is_zero) == ((4, 6), (1, 1), True)
+    assert array.chunk_key((3, 1)) == "c/3/1"
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def spots(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
     if not path:
         return value
-    made = dict(document) if isinstance(document, dict) else list(document)
-    made[path[0]] = replaced(document[path[0]], path[1:], value)
-    return made
+    copied = dict(document) if isinstance(document, dict) else list(document)
+    copied[path[0]] = replaced(document[path[0]], path[1:], value)
+    return copied
 
 
 @settings(max_examples=1500, deadline=None)
@@ -147,7 +147,7 @@ def test_changed_documents_are_rejected_or_parsed(data: st.DataObject, form: Sto
         spot = data.draw(st.sampled_from(spots(changed)))
         changed = replaced(changed, spot, data.draw(st.one_of(JSON, WORDS, st.just([1, 2]), st.just([BYTES]))))
     with contextlib.suppress(PrepError):
-        found = parse_zarr_document("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
-        assert len(found.shape) == len(found.chunk_shape) == len(found.stored_grid)
-        assert all(n > 0 for n in found.chunk_shape)
-        assert found.chunk_key((0,) * len(found.shape))
+        array = parse_zarr_document("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
+        assert len(array.shape) == len(array.chunk_shape) == len(array.stored_grid)
+        assert all(n > 0 for n in array.chunk_shape)
+        assert array.chunk_key((0,) * len(array.shape))
