@@ -85,7 +85,15 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     # VmHWM includes file pages: the anonymous peak is at most VmHWM minus the current file pages
     extra_peak_nbytes = read_process_counter("VmHWM") - read_process_counter("RssFile") - start_nbytes - on_devices
     leaf_nbytes = sum(leaf.nbytes for leaf in leaves)
-    return RestoreCost(duration_s, cpu_s, reader.read_nbytes, read_nbytes, leaf_nbytes, on_devices, extra_peak_nbytes)
+    return RestoreCost(
+        seconds=duration_s,
+        cpu_seconds=cpu_s,
+        reader_nbytes=reader.read_nbytes,
+        kernel_nbytes=read_nbytes,
+        leaf_nbytes=leaf_nbytes,
+        device_nbytes=on_devices,
+        extra_peak_nbytes=extra_peak_nbytes,
+    )
 
 
 def _setup(reader: Any, mesh: str) -> Any:
@@ -96,16 +104,16 @@ def _setup(reader: Any, mesh: str) -> Any:
     from trainer.training.setup import build_optimizer, model_from_manifest, rules_from_manifest
     from trainer.training.step import StepSetup
 
-    sharding = make_sharding_context(parse_mesh(mesh), rules_from_manifest(reader.facts))
+    sharding = make_sharding_context(parse_mesh(mesh), rules_from_manifest(reader.manifest))
     return StepSetup(
-        model_from_manifest(reader.facts), ForwardConfig(sharding=sharding), build_optimizer(Optimizer(lr=1e-3), 10)
+        model_from_manifest(reader.manifest), ForwardConfig(sharding=sharding), build_optimizer(Optimizer(lr=1e-3), 10)
     )
 
 
 def _state(reader: Any, setup: Any) -> Any:
     from trainer.training.checkpoint import init_state, restore_state
 
-    return (restore_state if reader.facts["kind"] == "train" else init_state)(reader, setup)
+    return (restore_state if reader.manifest["kind"] == "train" else init_state)(reader, setup)
 
 
 def cost_text(cost: RestoreCost, verify: bool) -> str:
