@@ -1,9 +1,9 @@
-"""Measure the memory that a compiled training step of a LLaMA plans for a context length, without allocating it.
+"""Measure the planned memory of a compiled LLaMA training step for a context length, without allocating it.
 
     python -m bench.compiled_memory
     python -m bench.compiled_memory --size 7b --tokens 2048 --mesh 1,64,4 --remat nothing_saveable
 
-The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device besides arguments and
+The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device without arguments and
 results; `estimated` is the estimate of `trainer.models.memory_estimate`. A mesh of N devices is compiled for N
 simulated CPU devices.
 """

@@ -116,7 +116,7 @@ class EvidenceRow:
 
     @property
     def to_target(self) -> float | None:
-        """Return the ratio of the fastest run to the target, which is met up to 1; None without plain copies."""
+        """Return the ratio of the fastest run to the target (met up to 1); None without plain copies."""
         if not self.floor_seconds:
             return None
         return min(self.seconds) / max(CP_TARGET * min(self.cp_seconds), FLOOR_TARGET * min(self.floor_seconds))

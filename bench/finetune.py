@@ -91,7 +91,7 @@ def perplexity(folder: Path, sequences: np.ndarray) -> float:
 
 
 def holdout_sequences(work: Path) -> np.ndarray:
-    """Return the sequences that the run evaluated on, from its token store."""
+    """Return the run's evaluation sequences from its token store."""
     (store,) = [path for path in (work / "run" / "data").iterdir() if path.is_dir()]
     meta = json.loads((store / "meta.json").read_bytes())
     ids = np.memmap(store / "tokens.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r")

@@ -69,7 +69,7 @@ def drop_page_cache(paths: Sequence[Path]) -> str:
     """Write back the given files, or all files under the given folders, and evict them from the page cache.
 
     Returns:
-        `drop_caches` if the system could drop all clean pages, else `fadvise`, which is only advisory.
+        `drop_caches` if the system could drop all clean pages, else `fadvise` (advisory only).
     """
     for path in paths:
         for file in (path,) if path.is_file() else filter(Path.is_file, path.rglob("*")):

@@ -1,6 +1,6 @@
 """The config.json of every model with an alias, as data.
 
-Fields that neither conversion nor training reads are left out. The factors of LongRoPE are placeholders.
+Fields unused by conversion and training are omitted. The factors of LongRoPE are placeholders.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read and write `prep-checksums.bin`, the XXH3-64 checksum of every checksum block.
 
-A reader of part of a checkpoint checks the blocks that it reads. The file holds little-endian uint64 values in the
+A reader of part of a checkpoint checks only the blocks of that part. The file holds little-endian uint64 values in the
 order of `planning.checksum_blocks`; the manifest records the digest of the file.
 """
 

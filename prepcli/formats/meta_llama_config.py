@@ -98,7 +98,7 @@ def _intermediate_size(params: Mapping[str, Any], hidden_size: int) -> int:
 
 
 def _max_position_embeddings(params: Mapping[str, Any], rope_theta: float, is_llama_3: bool) -> int:
-    """Return the context length that the model was trained with (LLaMA 1: 2048, LLaMA 2: 4096)."""
+    """Return the context length of the model's training (LLaMA 1: 2048, LLaMA 2: 4096)."""
     if params.get("use_scaled_rope") is True:
         return 131072
     if rope_theta > 10000:

@@ -50,7 +50,7 @@ class MsgpackArray:
 
 @dataclass(frozen=True, slots=True)
 class MsgpackNonArray:
-    """A leaf that is not an array."""
+    """A leaf other than an array."""
 
     path: KeyPath
     value: object  # int, float, bool or None; else a description

@@ -43,7 +43,7 @@ class MsgpackLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """Bytes of a leaf's payload, which the engine writes."""
+    """Part of a leaf's payload, written by the engine."""
 
     path: KeyPath
     nbytes: int

@@ -108,7 +108,7 @@ def _encode_leaf(entries: Sequence[OcdbtEntry]) -> _EncodedNode:
 
 
 def _encode_interior(leaves: Sequence[_EncodedNode], path: str) -> _EncodedNode:
-    """Encode the parent of leaves that are stored consecutively in the file `path`; keys are stored in full."""
+    """Encode the parent of leaves stored consecutively in the file `path`; keys are stored in full."""
     sizes = [len(leaf.data) for leaf in leaves]
     prefix_lengths, suffix_lengths, *suffixes = _encode_sorted_keys([leaf.first_key for leaf in leaves])
     body = [

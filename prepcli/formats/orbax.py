@@ -32,7 +32,7 @@ TreePath = tuple[str | int, ...]  # str: key of a dict, int: index of a list or 
 
 @dataclass(frozen=True, slots=True)
 class ArrayMeta:
-    """An array of the tree; `is_scalar` marks a Python number that is stored as a 0-d array."""
+    """An array of the tree; `is_scalar` marks a Python number, stored as a 0-d array."""
 
     path: TreePath
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class ArrayMeta:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Return the number of chunks along each axis; () for a 0-d array, which has one chunk."""
+        """Return the number of chunks along each axis; () for a 0-d array (one chunk)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
 
     @property
@@ -58,7 +58,7 @@ class ArrayMeta:
 
 @dataclass(frozen=True, slots=True)
 class OrbaxNonArray:
-    """A leaf of the tree that is not an array: a string, an empty container or None."""
+    """A leaf of the tree other than an array: a string, an empty container or None."""
 
     path: TreePath
     value_type: str  # Orbax's name: "string", "Dict", "List", "Tuple", "NamedTuple", "None"
@@ -108,7 +108,7 @@ def find_item(path: Path) -> Path | None:
 def _find_item_of_step(step: Path) -> Path | None:
     """Return the item of a step folder.
 
-    The names that Orbax uses come first, then the only item, then `params` beside an optimizer state (redco).
+    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco).
     """
     candidates = [step, step / "default", step / "state", step / "items"]
     if default_item := next((item for item in candidates if (item / METADATA_FILE).is_file()), None):

@@ -45,12 +45,12 @@ class OrbaxItem:
     Attributes:
         folder: Folder of the item.
         arrays: Arrays in the order of the tree.
-        chunks: Stored chunks of each array; chunks that are not stored read as zeros.
+        chunks: Stored chunks of each array; missing chunks read as zeros.
         codec_names: Codecs of each array's chunks, in encoding order.
         files: Files that the locations of chunks refer to by number.
         value_types: Orbax's type of each leaf: `jax.Array`, `np.ndarray` or `scalar`.
-        non_arrays: Leaves that are not arrays.
-        unlisted_names: Names in the index that the tree lacks; Orbax ignores them too.
+        non_arrays: Leaves other than arrays.
+        unlisted_names: Names in the index without a leaf in the tree; Orbax ignores them too.
         metadata_digest: Digest of all metadata of the item.
     """
 

@@ -148,7 +148,7 @@ def build_chunk_table(
         name: Quoted name of the array for errors.
         zarr: Parsed metadata document of the array.
         values: Stored values of the array by key.
-        store: Store that the values come from.
+        store: Source of the values.
         is_complete: Whether every chunk must be stored.
 
     Raises:
@@ -237,7 +237,7 @@ def _slice_value(value: StoredValue, offset: int, nbytes: int) -> StoredValue:
 def _read_shard_index(
     name: str, key: str, sharding: ZarrSharding, count: int, value: StoredValue, store: OrbaxStore
 ) -> list[tuple[int, int]]:
-    """Return the offset and size of each chunk of a shard; offset -1 for a chunk that is not stored."""
+    """Return the offset and size of each chunk of a shard; offset -1 for a missing chunk."""
     shard_nbytes = len(value) if isinstance(value, bytes) else value.nbytes
     nbytes = 16 * count + CRC32C_NBYTES * sharding.has_checksum
     what = f"shard {key} of {name}"

@@ -66,7 +66,7 @@ def write_item_metadata(
     node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
 ) -> None:
-    """Write the metadata that turns data files into an Orbax item, which is also a checkpoint of its own.
+    """Write the metadata of an Orbax item over existing data files; the item is also a checkpoint of its own.
 
     Leaves are declared as `np.ndarray`, so that Orbax restores them with or without a target. Equal arguments give
     equal files, independent of the order of `chunks`. Nothing is fsynced.
@@ -77,7 +77,7 @@ def write_item_metadata(
         chunks: Location of every chunk of every array.
         file_names: Data files by number, relative to `folder`.
         now_ns: Commit time in nanoseconds since the epoch.
-        non_arrays: Leaves that are not arrays.
+        non_arrays: Leaves other than arrays.
         node_nbytes: Decoded size at which an index node is split.
         zstd_level: Compression level of the chunks; None for raw chunks.
 

@@ -72,7 +72,7 @@ class TorchTensor:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """Return start and stop offset of the bytes that the tensor spans in its file."""
+        """Return start and stop offset of the tensor's bytes in its file."""
         if self.byte_strides is None:
             return self.offset, self.offset + self.nbytes
         last_offset = sum((extent - 1) * step for extent, step in zip(self.shape, self.byte_strides))
@@ -268,7 +268,7 @@ def _limit_non_tensors(non_tensors: Sequence[str]) -> tuple[str, ...]:
 
 
 def _unexpected_name_error(path: Path, name: str) -> PrepError:
-    """Return the error for a pickle that refers to a name that is not allowed."""
+    """Return the error for a pickle with a name outside of the allowed ones."""
     if name in UNSUPPORTED_NAMES:
         return PrepError(f"{path.name} cannot be read", f"{UNSUPPORTED_NAMES[name]} (`{name}`)", _SAVE_AGAIN_HINT)
     why = "prep runs no code of a file: it reads only tensors and plain settings"

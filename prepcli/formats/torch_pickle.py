@@ -25,7 +25,7 @@ MAPPING_TYPES = {"collections.OrderedDict", "collections.defaultdict", "collecti
 
 
 class UnexpectedNameError(ValueError):
-    """Error for a pickle that refers to a class or function that is not allowed."""
+    """Error for a pickle with a class or function outside of the allowed names."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"it refers to {quote_name(name)}")
@@ -48,7 +48,7 @@ class PickledMapping:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PickledCall:
-    """A recorded call of `callee` with `args`, and the `state` that is then set on the result."""
+    """A recorded call of `callee` with `args`, and the `state` set on its result."""
 
     callee: PickledName
     args: tuple[object, ...]

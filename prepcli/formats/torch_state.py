@@ -123,7 +123,7 @@ class TorchState:
 
 
 def read_torch_state(unpickled: UnpickledObject) -> TorchState:
-    """Return the tensors of the state dict that a checkpoint is, or has under one of `WRAPPERS`."""
+    """Return the tensors of a checkpoint's state dict: the root, or its item under one of `WRAPPERS`."""
     state_dict = _find_state_dict(unpickled.root)
     non_tensors = [
         f"{_describe_key(key)} is {_describe_value(value)}"
@@ -182,7 +182,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _iter_outer_items(root: object, state_dict: PickledMapping) -> Iterator[tuple[object, object]]:
-    """Yield the items of the root beside the state dict."""
+    """Yield the items of the root outside of the state dict."""
     if isinstance(root, PickledMapping) and root is not state_dict:
         yield from ((key, value) for key, value in root.items if value is not state_dict)
 

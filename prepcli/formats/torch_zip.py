@@ -182,7 +182,7 @@ def _parse_record(raw_name: bytes, fields: Sequence[Any], extra: bytes) -> ZipRe
 
 
 def _apply_zip64_extra(extra: bytes, numbers: list[int]) -> list[int]:
-    """Replace the numbers that are marked as too large by those of the zip64 extra field, in order."""
+    """Replace numbers marked as too large by those of the zip64 extra field, in order."""
     position, zip64_data = 0, b""
     while position + 4 <= len(extra):
         tag, nbytes = struct.unpack_from("<2H", extra, position)

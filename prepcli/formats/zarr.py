@@ -1,6 +1,6 @@
 """Parse the metadata documents of zarr arrays, version 2 (`.zarray`) and 3 (`zarr.json`), as TensorStore writes them.
 
-Every feature that is not supported raises an error that names it. Specifications: https://zarr-specs.readthedocs.io.
+Unsupported features raise an error with their name. Specifications: https://zarr-specs.readthedocs.io.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
         text: Content of the document.
 
     Raises:
-        PrepError: The document is invalid, or the array uses a feature that is not supported.
+        PrepError: The document is invalid, or the array uses an unsupported feature.
     """
     try:
         document = parse_json(text)

@@ -249,7 +249,7 @@ def test_invalid_metadata_error(item, metadata):
 
 
 def test_leaves_with_equal_names_are_rejected(item):
-    """Reject `params.a` / `b` beside `params` / `a.b`: both have the same name on disk."""
+    """Reject `params.a` / `b` with `params` / `a.b`: both have the same name on disk."""
     leaf = {"value_metadata": {"value_type": "np.ndarray"}}
     keys = [[{"key": part, "key_type": 2} for part in path] for path in (("params.a", "b"), ("params", "a.b"))]
     rewrite_json(item / "_METADATA", tree_metadata={str(n): {"key_metadata": k, **leaf} for n, k in enumerate(keys)})
