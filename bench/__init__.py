@@ -1,1 +1,1 @@
-"""Measurements of prep: synthetic checkpoints, a cost meter, the evidence table. See README.md."""
+"""Benchmarks of prep: synthetic checkpoints, a cost meter, tables of results. See README.md."""

@@ -1,10 +1,10 @@
-"""`prep save-init` against the usual ways to an Orbax checkpoint, on the same model, cold, in turn.
+"""Compare `prep save-init` with other ways to write an Orbax checkpoint of a model, cold, in alternating order.
 
     python -m bench.alternatives --work FOLDER [--model gpt-neo-1.3B] [--flax PYTHON] [--pairs 3]
 
-The usual ways: transformers loads the model in torch, its tensors become NumPy arrays, Orbax saves them; and, as redco
-does it, transformers loads it into its Flax class, Orbax saves the parameters. The latter needs an environment of its
-own: `--flax` names its Python (torch, transformers 4.55, flax, orbax-checkpoint).
+The other ways: transformers loads the model in torch, its tensors become NumPy arrays, and Orbax saves them; or, as in
+redco, transformers loads it into its Flax class, and Orbax saves the parameters. The latter needs a separate
+environment: `--flax` is the path of its Python (with torch, transformers 4.55, flax, orbax-checkpoint).
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ model = FlaxAutoModelForCausalLM.from_pretrained(source, from_pt=True)
 ocp.PyTreeCheckpointer().save(out, {"params": model.params})
 """
 MIB = 1 << 20
-SINGLE_FILE_NBYTES = 1 << 40  # bytes a file: Flax classes read safetensors only where they are one file
+SINGLE_FILE_NBYTES = 1 << 40  # size limit of a file: Flax classes read safetensors only from one file
 
 
 def conversion_commands(source: Path, out: Path, flax: Path | None) -> Mapping[str, Sequence[str | Path]]:
-    """Name -> command."""
-    found: dict[str, Sequence[str | Path]] = {
+    """Return the command of each way by name."""
+    commands: dict[str, Sequence[str | Path]] = {
         "prep save-init": (PREP, "save-init", source, "--out", out, "--quiet"),
         "transformers, Orbax": (sys.executable, "-c", TORCH_SCRIPT, source, out),
     }
-    return found | ({"redco: torch, Flax, Orbax": (flax, "-c", FLAX_SCRIPT, source, out)} if flax else {})
+    return commands | ({"redco: torch, Flax, Orbax": (flax, "-c", FLAX_SCRIPT, source, out)} if flax else {})
 
 
 def usual_text(costs: Mapping[str, Sequence[CommandCost]]) -> str:
-    """A line for each way: its runs, and its fastest and its memory as multiples of the first's."""
+    """Return a table with one line per way: its runs, and its best time and memory relative to the first way."""
     first = next(iter(costs.values()))
     fastest, peak = min(cost.wall_s for cost in first), max(cost.peak_nbytes for cost in first)
-    head = "way", "seconds", "median", "x time", "peak MiB", "x memory"
-    shown = [
+    header = "way", "seconds", "median", "x time", "peak MiB", "x memory"
+    lines = [
         (
             name,
-            " ".join(f"{cost.wall_s:.1f}" for cost in found),
-            f"{statistics.median(cost.wall_s for cost in found):.1f}",
-            f"{min(cost.wall_s for cost in found) / fastest:.1f}",
-            f"{max(cost.peak_nbytes for cost in found) / MIB:.0f}",
-            f"{max(cost.peak_nbytes for cost in found) / peak:.1f}",
+            " ".join(f"{cost.wall_s:.1f}" for cost in way_costs),
+            f"{statistics.median(cost.wall_s for cost in way_costs):.1f}",
+            f"{min(cost.wall_s for cost in way_costs) / fastest:.1f}",
+            f"{max(cost.peak_nbytes for cost in way_costs) / MIB:.0f}",
+            f"{max(cost.peak_nbytes for cost in way_costs) / peak:.1f}",
         )
-        for name, found in costs.items()
+        for name, way_costs in costs.items()
     ]
-    return format_table(shown, head, right_aligned=head[2:])
+    return format_table(lines, header, right_aligned=header[2:])
 
 
 def measure_commands(source: Path, out: Path, flax: Path | None, pairs: int) -> dict[str, list[CommandCost]]:
-    """Each way `pairs` times, in turn; outputs are deleted."""
+    """Run each way `pairs` times, in alternating order; outputs are deleted."""
     costs: dict[str, list[CommandCost]] = {}
     for turn in range(pairs):
         for name, words in conversion_commands(source, out, flax).items():
@@ -83,19 +83,19 @@ def measure_commands(source: Path, out: Path, flax: Path | None, pairs: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the arguments ask for, and print it."""
+    """Measure all ways and print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.alternatives", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="on the disk to measure")
-    parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B", metavar="NAME", help="an alias")
-    parser.add_argument("--layers", type=int, metavar="N", help="of a smaller model, to try this out")
-    parser.add_argument("--flax", type=Path, metavar="PYTHON", help="of an environment with Flax classes")
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
+    parser.add_argument("--model", choices=PUBLISHED, default="gpt-neo-1.3B", metavar="NAME", help="alias of a model")
+    parser.add_argument("--layers", type=int, metavar="N", help="number of layers, for a smaller model")
+    parser.add_argument("--flax", type=Path, metavar="PYTHON", help="Python of an environment with Flax classes")
     parser.add_argument("--pairs", type=int, default=3, metavar="N", help="runs of each; default: 3")
-    given = parser.parse_args(arguments)
-    given.work.mkdir(parents=True, exist_ok=True)
-    source = make_model(given.work, given.model, given.layers, SINGLE_FILE_NBYTES)
-    print(usual_text(measure_commands(source, (given.work / "bench-out").absolute(), given.flax, given.pairs)))
+    options = parser.parse_args(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    source = make_model(options.work, options.model, options.layers, SINGLE_FILE_NBYTES)
+    print(usual_text(measure_commands(source, (options.work / "bench-out").absolute(), options.flax, options.pairs)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Memory that a compiled training step of a LLaMA needs for a given context; nothing is allocated, only compiled.
+"""Measure the planned memory of a compiled LLaMA training step for a context length, without allocating it.
 
     python -m bench.compiled_memory
     python -m bench.compiled_memory --size 7b --tokens 2048 --mesh 1,64,4 --remat nothing_saveable
 
-The step is the mean loss and its gradients. `temp` is what the compiler plans for one device beside arguments and
-results; `estimated` is the estimate of
-`trainer.models.memory_estimate`. A mesh of N devices is compiled for N CPU devices, whatever the machine has.
+The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device without arguments and
+results; `estimated` is the estimate of `trainer.models.memory_estimate`. A mesh of N devices is compiled for N
+simulated CPU devices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class CompiledMemory:
-    """What the compiler plans for one device, in bytes, and how long it took."""
+    """The compiler's memory plan for one device in bytes, and the compile time."""
 
     temp_nbytes: int
     argument_nbytes: int
@@ -44,7 +44,7 @@ class CompiledMemory:
 
 
 def compile_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: int, seq_length: int) -> CompiledMemory:
-    """Compile loss and gradients for `rows` sequences of `length` tokens."""
+    """Compile loss and gradients for `batch_size` sequences of `seq_length` tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -55,56 +55,68 @@ def compile_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: in
         sums = loss_sums(params, batch, model, forward_config)
         return sums.loss / sums.weight
 
-    def shape(extents: tuple[int, ...], kind: Any, where: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(extents, kind, sharding=where)
+    def shape(extents: tuple[int, ...], dtype: Any, leaf_sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(extents, dtype, sharding=leaf_sharding)
 
     leaves = {path: (leaf.shape, forward_config.sharding.param_sharding(leaf)) for path, leaf in model.leaves.items()}
-    params = unflatten_tree({path: shape(extents, jnp.float32, where) for path, (extents, where) in leaves.items()})
-    dealt = forward_config.sharding.activation_sharding((batch_size, seq_length), "batch", "seq")
-    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    batch = {name: shape((batch_size, seq_length), kind, dealt) for name, kind in kinds.items()}
-    out = unflatten_tree({path: where for path, (_, where) in leaves.items()})
-    began_s = time.perf_counter()
-    run = jax.jit(jax.value_and_grad(mean), out_shardings=(forward_config.sharding.replicated_sharding(), out))
-    memory: Any = run.lower(params, batch).compile().memory_analysis()
-    return CompiledMemory(memory.temp_size_in_bytes, memory.argument_size_in_bytes, time.perf_counter() - began_s)
+    params = unflatten_tree(
+        {path: shape(extents, jnp.float32, leaf_sharding) for path, (extents, leaf_sharding) in leaves.items()}
+    )
+    batch_sharding = forward_config.sharding.activation_sharding((batch_size, seq_length), "batch", "seq")
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {name: shape((batch_size, seq_length), dtype, batch_sharding) for name, dtype in dtypes.items()}
+    grad_shardings = unflatten_tree({path: leaf_sharding for path, (_, leaf_sharding) in leaves.items()})
+    start_s = time.perf_counter()
+    step = jax.jit(
+        jax.value_and_grad(mean), out_shardings=(forward_config.sharding.replicated_sharding(), grad_shardings)
+    )
+    memory: Any = step.lower(params, batch).compile().memory_analysis()
+    return CompiledMemory(memory.temp_size_in_bytes, memory.argument_size_in_bytes, time.perf_counter() - start_s)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Flags of this command."""
-    made = argparse.ArgumentParser(prog="python -m bench.compiled_memory", description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--size", choices=MODEL_SIZES, default="small")
-    made.add_argument("--tokens", default="8192,32768", help="of a sequence, with commas (default: %(default)s)")
-    made.add_argument("--remat", default="none,nothing_saveable", help="policies, with commas (default: %(default)s)")
-    made.add_argument("--rows", type=int, help="sequences of a batch (default: one for each part of the mesh)")
-    made.add_argument("--dtype", default="float32", help="of the computation (default: %(default)s)")
-    made.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
-    return made
+    """Return the argument parser of this command."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compiled_memory", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", choices=MODEL_SIZES, default="small")
+    parser.add_argument(
+        "--tokens", default="8192,32768", help="context lengths, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--remat", default="none,nothing_saveable", help="remat policies, comma-separated (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, help="batch size (default: one sequence per data-parallel shard)")
+    parser.add_argument("--dtype", default="float32", help="dtype of the computation (default: %(default)s)")
+    parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a line for each length and policy."""
-    given = make_parser().parse_args(arguments)
-    mesh = meshes.parse_mesh(given.mesh)
+    """Print one line per context length and remat policy."""
+    options = make_parser().parse_args(arguments)
+    mesh = meshes.parse_mesh(options.mesh)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.memory_estimate import MemoryInputs, estimate_memory
     from trainer.models.registry import FAMILIES
     from trainer.nn.transformer import ForwardConfig, build_model
 
-    on = make_sharding_context(mesh) if mesh.n_devices > 1 else ShardingContext()
-    rows = given.rows or on.data_parallel_size
-    model = build_model(FAMILIES["llama"], MODEL_SIZES[given.size], is_tied=False)
-    print(f"{given.size}, {given.dtype}, mesh {mesh}, {rows} sequences a step; of one device:")
+    sharding = make_sharding_context(mesh) if mesh.n_devices > 1 else ShardingContext()
+    rows = options.rows or sharding.data_parallel_size
+    model = build_model(FAMILIES["llama"], MODEL_SIZES[options.size], is_tied=False)
+    print(f"{options.size}, {options.dtype}, mesh {mesh}, {rows} sequences a step; of one device:")
     columns = f"{'temp MiB':>10}{'estimated':>11}{'parameters and batch MiB':>26}{'compile s':>11}"
     print(f"{'tokens':>8}  {'remat':<32}{columns}")
-    for length in map(int, given.tokens.split(",")):
-        for remat in given.remat.split(","):
-            found = compile_step(model, ForwardConfig(dtype=given.dtype, remat_policy=remat, sharding=on), rows, length)
-            run = MemoryInputs(model.arch_config, model.leaves, on.mesh, on.rules, rows, length, remat_policy=remat)
+    for seq_length in map(int, options.tokens.split(",")):
+        for remat in options.remat.split(","):
+            compiled = compile_step(
+                model, ForwardConfig(dtype=options.dtype, remat_policy=remat, sharding=sharding), rows, seq_length
+            )
+            run = MemoryInputs(
+                model.arch_config, model.leaves, sharding.mesh, sharding.rules, rows, seq_length, remat_policy=remat
+            )
             expected = estimate_memory(run).activations
-            sizes = f"{found.temp_nbytes >> 20:>10,}{expected >> 20:>11,}{found.argument_nbytes >> 20:>26,}"
-            print(f"{length:>8}  {remat:<32}{sizes}{found.compile_s:>11.1f}", flush=True)
+            sizes = f"{compiled.temp_nbytes >> 20:>10,}{expected >> 20:>11,}{compiled.argument_nbytes >> 20:>26,}"
+            print(f"{seq_length:>8}  {remat:<32}{sizes}{compiled.compile_s:>11.1f}", flush=True)
 
 
 if __name__ == "__main__":

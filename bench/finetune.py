@@ -1,9 +1,9 @@
-"""A real fine-tune from end to end: a GPT-Neo of 20 million parameters learns Python from the standard library.
+"""Fine-tune a GPT-Neo of 20 million parameters on Python's standard library, end to end.
 
     python -m bench.finetune --work FOLDER [--steps 100]
 
-Needs the `parity` extra: transformers makes the first weights and says in the end what the exported model's perplexity
-is, on the sequences that prep held out. Prints the curve and both perplexities.
+Needs the `parity` extra: transformers creates the initial weights and computes the perplexity of the exported model on
+the held-out sequences. Prints the loss curve and both perplexities.
 """
 
 from __future__ import annotations
@@ -43,54 +43,55 @@ eval.limit = 64
 
 
 def write_corpus(folder: Path) -> int:
-    """The modules of the standard library and of its packages, as text; bytes."""
+    """Write the modules of the standard library as text files; return their size in bytes."""
     folder.mkdir(parents=True)
     library = Path(sysconfig.get_paths()["stdlib"])
-    total = 0
+    total_nbytes = 0
     for source in sorted([*library.glob("*.py"), *library.glob("[a-z]*/*.py")]):
         text = source.read_text(errors="ignore")
         if text.strip():
-            total += (folder / f"{source.parent.name}.{source.stem}.txt").write_text(text)
-    return total
+            total_nbytes += (folder / f"{source.parent.name}.{source.stem}.txt").write_text(text)
+    return total_nbytes
 
 
 def write_random_model(folder: Path, corpus: Path) -> int:
-    """A random model of transformers with a tokenizer made for the texts; its parameters."""
+    """Write a random transformers model with a tokenizer trained on the corpus; return its parameter count."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import AutoModelForCausalLM, GPTNeoConfig, set_seed
 
     set_seed(0)
-    made = AutoModelForCausalLM.from_config(GPTNeoConfig(**CONFIG))
-    made.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(GPTNeoConfig(**CONFIG))
+    model.save_pretrained(folder)
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train([str(path) for path in sorted(corpus.iterdir())], VOCAB, special_tokens=["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    return made.num_parameters()
+    return model.num_parameters()
 
 
 def run_prep(work: Path, *words: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", "prepcli", *words, "--json"], cwd=work, stdout=subprocess.PIPE)
-    found = json.loads(done.stdout)
-    if not found["ok"]:
-        raise SystemExit(f"prep {words[0]}: {found['error']}")
-    return found
+    """Run a prep command and return its JSON output; raise SystemExit if it fails."""
+    process = subprocess.run([sys.executable, "-m", "prepcli", *words, "--json"], cwd=work, stdout=subprocess.PIPE)
+    output = json.loads(process.stdout)
+    if not output["ok"]:
+        raise SystemExit(f"prep {words[0]}: {output['error']}")
+    return output
 
 
 def perplexity(folder: Path, sequences: np.ndarray) -> float:
-    """Of a Hugging Face folder, by transformers."""
+    """Return the perplexity of a Hugging Face model, computed by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    total = 0.0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total_loss = 0.0
     with torch.no_grad():
         for row in torch.tensor(sequences.astype(np.int64)).split(8):
-            total += float(made(row, labels=row).loss) * row.shape[0]
-    return math.exp(total / len(sequences))
+            total_loss += float(model(row, labels=row).loss) * row.shape[0]
+    return math.exp(total_loss / len(sequences))
 
 
 def holdout_sequences(work: Path) -> np.ndarray:
-    """The sequences that the run evaluated on, cut from its token store."""
+    """Return the run's evaluation sequences from its token store."""
     (store,) = [path for path in (work / "run" / "data").iterdir() if path.is_dir()]
     meta = json.loads((store / "meta.json").read_bytes())
     ids = np.memmap(store / "tokens.bin", np.dtype(meta["dtype"]).newbyteorder("<"), "r")
@@ -99,25 +100,28 @@ def holdout_sequences(work: Path) -> np.ndarray:
 
 
 def main() -> None:
+    """Train, export, and compare the perplexities."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=100)
-    asked = parser.parse_args()
-    work = asked.work
+    options = parser.parse_args()
+    work = options.work
     nbytes = write_corpus(work / "corpus")
     print(f"{nbytes / 1e6:.1f} MB of text, {write_random_model(work / 'model', work / 'corpus'):,} parameters")
     (work / "recipe.toml").write_text(
-        RECIPE.format(length=LENGTH, batch=BATCH, steps=asked.steps, every=max(asked.steps // 4, 1))
+        RECIPE.format(length=LENGTH, batch=BATCH, steps=options.steps, every=max(options.steps // 4, 1))
     )
-    found = run_prep(work, "train", "recipe.toml", "--out", "run")
+    result = run_prep(work, "train", "recipe.toml", "--out", "run")
     for line in map(json.loads, (work / "run" / "metrics.jsonl").read_text().splitlines()):
         print(
             {key: line[key] for key in ("step", "loss", "eval_loss", "eval_perplexity", "tokens_per_s") if key in line}
         )
     run_prep(work, "export", "run", "--out", "exported")
-    theirs = perplexity(work / "exported", holdout_sequences(work))
-    ours = found["eval_perplexity"]
-    print(f"perplexity: prep {ours:.6f}, transformers {theirs:.6f}, relative difference {abs(ours / theirs - 1):.1e}")
+    transformers_perplexity = perplexity(work / "exported", holdout_sequences(work))
+    prep_perplexity = result["eval_perplexity"]
+    difference = abs(prep_perplexity / transformers_perplexity - 1)
+    perplexities = f"prep {prep_perplexity:.6f}, transformers {transformers_perplexity:.6f}"
+    print(f"perplexity: {perplexities}, relative difference {difference:.1e}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The floor of a conversion: plain copies of the same files, by direct or buffered I/O, in one thread or two.
+"""Copy a folder by direct or buffered I/O, in one thread or two: the floor of a conversion's time.
 
     python -m bench.floor SOURCE OUT --read direct --write paced --threads 2
 
@@ -29,7 +29,7 @@ FilledBuffer = tuple[memoryview, int, int]  # buffer, offset in the file, bytes
 
 @dataclass(frozen=True, slots=True)
 class CopyMethod:
-    """A way to copy: direct or buffered reads; direct, buffered or paced writes; one thread, or one for each."""
+    """A copy method: direct or buffered reads; direct, buffered or paced writes; one or two threads."""
 
     read: str
     write: str
@@ -39,7 +39,7 @@ class CopyMethod:
         return f"{self.read}/{self.write} x{self.threads}"
 
     def command(self, source: Path, out: Path) -> tuple[str | Path, ...]:
-        """The command that copies `source` to `out` by these means."""
+        """Return the command that copies `source` to `out` with this method."""
         options = ("--read", self.read, "--write", self.write, "--threads", str(self.threads))
         return (sys.executable, "-m", "bench.floor", source, out, *options)
 
@@ -52,7 +52,7 @@ COPY_METHODS = tuple(
 
 
 def copy_folder(source: Path, out: Path, method: CopyMethod) -> None:
-    """Copy all files of a folder into a new one, and make them durable."""
+    """Copy all files of a folder into a new folder and fsync them."""
     out.mkdir(parents=True)
     free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     for _ in range(BUFFER_COUNT):
@@ -67,21 +67,27 @@ def copy_folder(source: Path, out: Path, method: CopyMethod) -> None:
             _copy_file(path, target, method, free)
 
 
-def _copy_file(source: Path, target: Path, means: CopyMethod, free: queue.SimpleQueue[memoryview]) -> None:
-    reader = os.open(source, os.O_RDONLY | (os.O_DIRECT if means.read == "direct" else 0))
-    writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if means.write == "direct" else 0))
+def _copy_file(source: Path, target: Path, method: CopyMethod, free: queue.SimpleQueue[memoryview]) -> None:
+    reader = os.open(source, os.O_RDONLY | (os.O_DIRECT if method.read == "direct" else 0))
+    writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if method.write == "direct" else 0))
     try:
         size = os.fstat(reader).st_size
         allocate(writer, size)
-        _move(_filled(reader, size, means.read, free), _Sink(writer, means.write, free), means.threads)
-        os.ftruncate(writer, size)  # direct writes end with a whole page
+        _write_blocks(
+            _iter_filled_buffers(reader, size, method.read, free),
+            _BlockWriter(writer, method.write, free),
+            method.threads,
+        )
+        os.ftruncate(writer, size)  # direct writes are padded to a whole page
         os.fsync(writer)
     finally:
         os.close(reader)
         os.close(writer)
 
 
-def _filled(reader: int, size: int, read: str, free: queue.SimpleQueue[memoryview]) -> Iterator[FilledBuffer]:
+def _iter_filled_buffers(
+    reader: int, size: int, read: str, free: queue.SimpleQueue[memoryview]
+) -> Iterator[FilledBuffer]:
     for offset in range(0, size, BLOCK_NBYTES):
         buffer = free.get()
         count, wanted = 0, min(BLOCK_NBYTES, size - offset)
@@ -92,15 +98,15 @@ def _filled(reader: int, size: int, read: str, free: queue.SimpleQueue[memoryvie
         yield buffer, offset, count
 
 
-class _Sink:
-    """Writes blocks to a file, and gives their buffers back."""
+class _BlockWriter:
+    """Writer of blocks to a file, which returns their buffers to the pool."""
 
     def __init__(self, writer: int, write: str, free: queue.SimpleQueue[memoryview]) -> None:
         self._writer, self._write, self._free = writer, write, free
         self._writeback = Writeback()
 
-    def put(self, block: FilledBuffer) -> None:
-        """Write a block; a direct one in whole pages."""
+    def write_block(self, block: FilledBuffer) -> None:
+        """Write a block, in whole pages for direct I/O, and release its buffer."""
         buffer, offset, count = block
         end = -(-count // PAGE_NBYTES) * PAGE_NBYTES if self._write == "direct" else count
         done = 0
@@ -113,26 +119,26 @@ class _Sink:
             self._free.put(buffer)
 
 
-def _move(blocks: Iterator[FilledBuffer], sink: _Sink, threads: int) -> None:
+def _write_blocks(blocks: Iterator[FilledBuffer], sink: _BlockWriter, threads: int) -> None:
     if threads == 1:
         for block in blocks:
-            sink.put(block)
+            sink.write_block(block)
         return
     with ThreadPoolExecutor(1) as pool:
-        for written in [pool.submit(sink.put, block) for block in blocks]:
+        for written in [pool.submit(sink.write_block, block) for block in blocks]:
             written.result()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Copy what the arguments name."""
+    """Copy the folder given by the arguments."""
     parser = argparse.ArgumentParser(prog="python -m bench.floor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is not there yet")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
     parser.add_argument("--read", choices=READS, default="direct")
     parser.add_argument("--write", choices=WRITES, default="direct")
     parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
-    given = parser.parse_args(arguments)
-    copy_folder(given.source, given.out, CopyMethod(given.read, given.write, given.threads))
+    options = parser.parse_args(arguments)
+    copy_folder(options.source, options.out, CopyMethod(options.read, options.write, options.threads))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What `prep save-init` costs as models grow: seconds and memory, as a table and as a picture.
+"""Measure seconds and memory of `prep save-init` for growing models, as a table and a chart.
 
     python -m bench.growth --work FOLDER [--model llama-7b] [--layers 2,8,16,32] [--svg docs/growth.svg]
 
-Models are the named one with fewer or more layers. Each is measured cold, in turn with cp, and deleted again.
+The models are the named one with fewer or more layers. Each is measured with cold caches, alternating with cp, and
+then deleted.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ CASE, MEMORY = "save-init", "512MiB"
 
 
 def measure_growth(work: Path, name: str, layers: Sequence[int], pairs: int) -> list[EvidenceRow]:
-    """A row for each number of layers, smallest first."""
+    """Measure the model with each number of layers, in ascending order."""
     rows = []
-    for count in sorted(layers):
-        room = BenchPaths(make_model(work, name, count), work)
+    for num_layers in sorted(layers):
+        paths = BenchPaths(make_model(work, name, num_layers), work)
         try:
-            rows.append(measure_case(CASE, MEMORY, room, pairs))
+            rows.append(measure_case(CASE, MEMORY, paths, pairs))
         finally:
-            remove(room.init, room.out, *room.unfinished)
-            shutil.rmtree(room.model)
-        log(f"{count} layers: {rows[-1].source_nbytes / GB:.1f} GB in {min(rows[-1].seconds):.1f} s")
+            remove(paths.init, paths.out, *paths.unfinished)
+            shutil.rmtree(paths.model)
+        log(f"{num_layers} layers: {rows[-1].source_nbytes / GB:.1f} GB in {min(rows[-1].seconds):.1f} s")
     return rows
 
 
 def growth_text(rows: Sequence[EvidenceRow]) -> str:
-    """Seconds for each size, seconds a GB, the ratios to cp, and the most memory."""
-    head = "GB", "seconds", "s / GB", "cp, seconds", "/ fastest", "/ median", "peak MiB"
-    shown = [
+    """Return a table of seconds, seconds per GB, ratios to cp and peak memory for each size."""
+    header = "GB", "seconds", "s / GB", "cp, seconds", "/ fastest", "/ median", "peak MiB"
+    lines = [
         (
             f"{row.source_nbytes / GB:.1f}",
             " ".join(f"{value:.1f}" for value in row.seconds),
@@ -50,11 +51,11 @@ def growth_text(rows: Sequence[EvidenceRow]) -> str:
         )
         for row in rows
     ]
-    return format_table(shown, head, right_aligned=head)
+    return format_table(lines, header, right_aligned=header)
 
 
 def growth_svg(rows: Sequence[EvidenceRow]) -> str:
-    """Seconds of the fastest runs over GB, and memory over GB, one under the other."""
+    """Return an SVG of two charts: seconds of the fastest runs over GB, and memory over GB."""
     sizes = [row.source_nbytes / GB for row in rows]
     times = (
         Curve("prep save-init, seconds", [(x, min(row.seconds)) for x, row in zip(sizes, rows)]),
@@ -73,19 +74,21 @@ def growth_svg(rows: Sequence[EvidenceRow]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, draw the picture."""
+    """Measure, print the table and draw the chart."""
     parser = argparse.ArgumentParser(prog="python -m bench.growth", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="on the disk to measure")
-    parser.add_argument("--model", choices=PUBLISHED, default="llama-7b", metavar="NAME", help="an alias")
-    parser.add_argument("--layers", default="1,6,16,32,64", metavar="N,…", help="of each model; default: 1,6,16,32,64")
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
+    parser.add_argument("--model", choices=PUBLISHED, default="llama-7b", metavar="NAME", help="alias of a model")
+    parser.add_argument(
+        "--layers", default="1,6,16,32,64", metavar="N,…", help="layers of each model; default: 1,6,16,32,64"
+    )
     parser.add_argument("--pairs", type=int, default=2, metavar="N", help="runs of each; default: 2")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the curves there")
-    given = parser.parse_args(arguments)
-    given.work.mkdir(parents=True, exist_ok=True)
-    rows = measure_growth(given.work, given.model, [int(text) for text in given.layers.split(",")], given.pairs)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the chart to FILE")
+    options = parser.parse_args(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    rows = measure_growth(options.work, options.model, [int(text) for text in options.layers.split(",")], options.pairs)
     print(growth_text(rows))
-    if given.svg:
-        given.svg.write_text(growth_svg(rows))
+    if options.svg:
+        options.svg.write_text(growth_svg(rows))
 
 
 if __name__ == "__main__":

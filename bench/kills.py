@@ -1,12 +1,12 @@
-"""SIGKILL at random points of every command that writes checkpoints, and then the same command again.
+"""Kill every command that writes checkpoints at random points with SIGKILL, and then run the same command again.
 
     python -m bench.kills --work FOLDER [--count 200] [--seed 1] [--commands save-init,export]
 
-In a share of the cases some bytes of what the killed run left are flipped, cut off or added before the second run. Its
-output is compared, bit by bit, with that of a run that was not killed. A second run may also refuse with an error that
-says what to do: then `--restart` has to lead to the same output. Prints one row per command; `wrong` has to be 0.
+In a share of the cases, bytes of the killed run's files are flipped, cut off or appended before the second run. The
+output of the second run must equal that of an uninterrupted run, bit by bit. The second run may also fail with an
+error that has a hint; then `--restart` must produce the same output. Prints one row per command; `wrong` must be 0.
 
-Conversions are forked from this process, with Python's modules loaded: a kill then hits the work, not the start.
+Conversions are forked from this process with all modules loaded, so that a kill interrupts the work, not the imports.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ checkpoint = { every = 1, keep = 2 }
 
 @dataclass(slots=True)
 class KillCounts:
-    """What came of the kills of one command."""
+    """Outcomes of the kills of one command."""
 
     kills: int = 0
     resumed: int = 0
@@ -71,30 +71,30 @@ class KillCounts:
     wrong: int = 0
     redone_nbytes: list[int] = field(
         default_factory=list
-    )  # bytes written before the kill and again after it, if undamaged
+    )  # bytes written twice: before and after the kill (undamaged runs)
 
 
 @dataclass(frozen=True, slots=True)
 class KillBench:
-    """A folder with the sources, and of each command an output that was not killed, its bytes and its seconds."""
+    """Folder with the sources and the reference outputs, and the written bytes and duration of each command."""
 
     folder: Path
     written_nbytes: dict[str, int]
     duration_s: dict[str, float]
 
     def reference_output(self, name: str) -> Path:
-        """The output of a run that was not killed."""
+        """Return the output of the uninterrupted run."""
         return self.folder / f"whole.{list(COMMANDS).index(name)}"
 
 
 def command_line(name: str, out: str) -> list[str]:
-    """The command line of a command."""
+    """Return the arguments of a command."""
     memory = () if name == TRAIN or "--memory" in COMMANDS[name] else ("--memory", "32MiB")
     return [*COMMANDS[name], "--out", out, *memory, "--json", "--progress", "none"]
 
 
 def start_command(folder: Path, command: Sequence[str]) -> BaseProcess:
-    """Start a command in a folder, where `said.out` and `said.err` take what it says."""
+    """Start a command in a folder; its output goes to `stdout.txt` and `stderr.txt` there."""
     process = multiprocessing.get_context("fork").Process(target=_run, args=(folder, command))
     process.start()
     return process
@@ -102,51 +102,51 @@ def start_command(folder: Path, command: Sequence[str]) -> BaseProcess:
 
 def _run(folder: Path, command: Sequence[str]) -> None:
     os.chdir(folder)
-    for number, name in ((1, "said.out"), (2, "said.err")):
+    for number, name in ((1, "stdout.txt"), (2, "stderr.txt")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
-    if command[0] == TRAIN:  # jax does not survive a fork
+    if command[0] == TRAIN:  # JAX does not support fork
         os.execv(sys.executable, [sys.executable, "-m", "prepcli", *command])
     sys.exit(prep(list(command)))
 
 
 def make_bench(folder: Path, names: Sequence[str]) -> KillBench:
-    """Make the sources and the outputs to compare with in an empty folder."""
+    """Write the sources and the reference outputs into a new folder."""
     folder.mkdir(parents=True)
     write_tiny_model(folder / "model")
-    draw = random.Random(0)
-    (folder / "text.txt").write_text(" ".join(draw.choice(VOCABULARY[2:]) for _ in range(2000)))
+    rng = random.Random(0)
+    (folder / "text.txt").write_text(" ".join(rng.choice(VOCABULARY[2:]) for _ in range(2000)))
     (folder / "recipe.toml").write_text(RECIPE)
-    _whole(folder, [*INIT_COMMAND, "--out", "init", "-q"])
+    _run_to_end(folder, [*INIT_COMMAND, "--out", "init", "-q"])
     bench = KillBench(folder, {}, {})
     for name in names:
-        began = time.monotonic()
-        said = _whole(folder, command_line(name, bench.reference_output(name).name))
-        bench.duration_s[name] = time.monotonic() - began
-        bench.written_nbytes[name] = _written(said)
+        start = time.monotonic()
+        output = _run_to_end(folder, command_line(name, bench.reference_output(name).name))
+        bench.duration_s[name] = time.monotonic() - start
+        bench.written_nbytes[name] = _written_nbytes(output)
     return bench
 
 
-def _whole(folder: Path, command: Sequence[str]) -> str:
-    """Run a command to its end; what it printed. RuntimeError where it fails."""
+def _run_to_end(folder: Path, command: Sequence[str]) -> str:
+    """Run a command to its end and return its stdout; raise RuntimeError if it fails."""
     process = start_command(folder, command)
     process.join()
     if process.exitcode:
-        raise RuntimeError(f"{command[0]} ended with {process.exitcode}: {(folder / 'said.err').read_text()}")
-    return (folder / "said.out").read_text()
+        raise RuntimeError(f"{command[0]} ended with {process.exitcode}: {(folder / 'stderr.txt').read_text()}")
+    return (folder / "stdout.txt").read_text()
 
 
-def _written(printed: str) -> int:
+def _written_nbytes(printed: str) -> int:
     return json.loads(printed).get("bytes", {}).get("written", 0)
 
 
 def compared_folder(folder: Path) -> Path:
-    """The part of an output that is compared: of a training run its last step."""
+    """Return the part of an output to compare: the last step of a training run, or the output itself."""
     steps = saved_steps(folder)
     return folder / str(steps[-1]) if steps else folder
 
 
 def have_same_files(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same files, bit by bit."""
+    """Return whether two folders hold the same files, bit by bit."""
     files = [{path.relative_to(root): path for path in root.rglob("*") if path.is_file()} for root in (a, b)]
     return files[0].keys() == files[1].keys() and all(
         path.read_bytes() == files[1][name].read_bytes() for name, path in files[0].items()
@@ -154,165 +154,176 @@ def have_same_files(a: Path, b: Path) -> bool:
 
 
 def data_nbytes(partial: Path) -> int:
-    """Return the bytes of tensors that a killed run has written, without holes and unwritten extents."""
+    """Return the bytes of tensors written by a killed run, without holes and unwritten extents."""
     folders = [partial / ".prep/raw/d", partial / "d", partial]
-    found = next((folder for folder in folders if folder.is_dir() and any(map(is_data, folder.iterdir()))), None)
-    return sum(_nbytes_with_data(path) for path in found.iterdir() if is_data(path)) if found else 0
+    data_folder = next((folder for folder in folders if folder.is_dir() and any(map(is_data, folder.iterdir()))), None)
+    return sum(_nbytes_with_data(path) for path in data_folder.iterdir() if is_data(path)) if data_folder else 0
 
 
 def _nbytes_with_data(path: Path) -> int:
     with path.open("rb") as file:
-        size, at, found = os.fstat(file.fileno()).st_size, 0, 0
-        while at < size:
+        size, offset, data_total = os.fstat(file.fileno()).st_size, 0, 0
+        while offset < size:
             try:
-                low = os.lseek(file.fileno(), at, os.SEEK_DATA)
-            except OSError:  # nothing but a hole is left
+                data_start = os.lseek(file.fileno(), offset, os.SEEK_DATA)
+            except OSError:  # the rest is a hole
                 break
-            at = os.lseek(file.fileno(), low, os.SEEK_HOLE)
-            found += at - low
-    return found
+            offset = os.lseek(file.fileno(), data_start, os.SEEK_HOLE)
+            data_total += offset - data_start
+    return data_total
 
 
 def is_data(path: Path) -> bool:
-    """Whether a file of a staging folder holds tensors."""
+    """Return whether a file of a staging folder holds tensors."""
     return path.is_file() and (path.suffix == ".safetensors" or path.parent.name == "d")
 
 
 def kill_condition(point: str, partial: Path, duration_s: float, rng: random.Random) -> Callable[[], bool]:
-    """What tells that the point is reached at which a run is killed."""
-    at, after_s = time.monotonic(), rng.uniform(0.0, 0.05)
-    journal, syncs = partial / ".prep/journal.0", rng.randint(1, 5)
+    """Return a function that tells whether the run has reached the point of its kill."""
+    start, delay_s = time.monotonic(), rng.uniform(0.0, 0.05)
+    journal, sync_count = partial / ".prep/journal.0", rng.randint(1, 5)
     events: dict[str, Callable[[], bool]] = {
         "between syncs": lambda: data_nbytes(partial) > 0,
-        "after a sync": lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1 + syncs,
+        "after a sync": lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1 + sync_count,
         "at commit": lambda: any((partial / name).exists() for name in ("config.json", "hf", "_METADATA")),
     }
     if point not in events:
         latest = rng.uniform(0.1, 1.0) * duration_s
-        return lambda: time.monotonic() - at >= latest
-    seen: list[float] = []
+        return lambda: time.monotonic() - start >= latest
+    event_times: list[float] = []
 
     def reached() -> bool:
         try:
-            if not seen and events[point]():
-                seen.append(time.monotonic())
-        except OSError:  # renamed while it was looked at
+            if not event_times and events[point]():
+                event_times.append(time.monotonic())
+        except OSError:  # a file was renamed meanwhile
             pass
-        return bool(seen) and time.monotonic() - seen[0] >= after_s
+        return bool(event_times) and time.monotonic() - event_times[0] >= delay_s
 
     return reached
 
 
 def start_and_kill(bench: KillBench, name: str, out: Path, rng: random.Random) -> bool:
-    """Start a command and kill it; whether it was at work."""
+    """Start a command and kill it; return whether it was still running."""
     partial = out.with_name(f"{out.name}.partial")
     point = rng.choice(KILL_POINTS) if name != TRAIN else KILL_POINTS[0]
     process = start_command(bench.folder, command_line(name, out.name))
-    is_time = kill_condition(point, partial, bench.duration_s[name], rng)
-    while process.is_alive() and not is_time():
+    has_reached_point = kill_condition(point, partial, bench.duration_s[name], rng)
+    while process.is_alive() and not has_reached_point():
         time.sleep(0.0005)
     process.kill()
     process.join()
-    until = time.monotonic() + LOCK_TIMEOUT_S
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     while (partial / ".prep/lock").exists() and is_locked(partial / ".prep/lock"):  # workers end with their parent
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError(f"{partial} is still locked")
         time.sleep(0.01)
     return process.exitcode == -signal.SIGKILL
 
 
-def run_again(bench: KillBench, name: str, out: Path, *more: str) -> tuple[int, str, int]:
-    """Run a command to its end: exit code, what it said, and the bytes that it wrote."""
-    process = start_command(bench.folder, [*command_line(name, out.name), *more])
+def run_again(bench: KillBench, name: str, out: Path, *extra: str) -> tuple[int, str, int]:
+    """Run a command to its end; return exit code, output and written bytes."""
+    process = start_command(bench.folder, [*command_line(name, out.name), *extra])
     process.join()
-    said = [(bench.folder / file).read_text() for file in ("said.out", "said.err")]
-    return process.exitcode or 0, "\n".join(said), 0 if process.exitcode else _written(said[0])
+    outputs = [(bench.folder / file).read_text() for file in ("stdout.txt", "stderr.txt")]
+    return process.exitcode or 0, "\n".join(outputs), 0 if process.exitcode else _written_nbytes(outputs[0])
 
 
 def is_clear_error(output: str) -> bool:
-    """Whether a refusal is an error with a reason."""
+    """Return whether the output of a failed run is an error of prep and not a crash."""
     return "error" in output and "Traceback" not in output and "bug in prep" not in output
 
 
 def run_case(bench: KillBench, name: str, out: Path, rng: random.Random, counts: KillCounts) -> None:
-    """Kill a run, maybe spoil what it left, run it again, and compare."""
+    """Kill a run, damage its files in a share of the cases, run it again, and compare the output."""
     partial = out.with_name(f"{out.name}.partial")
-    while not start_and_kill(bench, name, out, rng):  # it came too late
+    while not start_and_kill(bench, name, out, rng):  # the kill came too late
         shutil.rmtree(out, ignore_errors=True)
     counts.kills += 1
-    there = data_nbytes(partial)
-    left = partial if name != TRAIN else next(out.glob("*.partial"), None)
-    how = damage_file(left, rng) if left and left.exists() and rng.random() < DAMAGED_SHARE else ""
-    counts.damaged += bool(how)
-    code, said, written = run_again(bench, name, out)
+    killed_nbytes = data_nbytes(partial)
+    damage_target = partial if name != TRAIN else next(out.glob("*.partial"), None)
+    damage = (
+        damage_file(damage_target, rng)
+        if damage_target and damage_target.exists() and rng.random() < DAMAGED_SHARE
+        else ""
+    )
+    counts.damaged += bool(damage)
+    code, output, written_nbytes = run_again(bench, name, out)
     if code:
         counts.refused += 1
-        clear, first = is_clear_error(said), said[:400]
-        code, said, written = run_again(bench, name, out, "--restart")
-        code = code or not clear
-        log(f"refused: {name}, {how or 'undamaged'}: {first}")
-    elif "resuming" in said or name == TRAIN:
+        has_clear_error, first_output = is_clear_error(output), output[:400]
+        code, output, written_nbytes = run_again(bench, name, out, "--restart")
+        code = code or not has_clear_error
+        log(f"refused: {name}, {damage or 'undamaged'}: {first_output}")
+    elif "resuming" in output or name == TRAIN:
         counts.resumed += 1
-    if not how and name != TRAIN:
-        counts.redone_nbytes.append(max(0, there + written - bench.written_nbytes[name]))
+    if not damage and name != TRAIN:
+        counts.redone_nbytes.append(max(0, killed_nbytes + written_nbytes - bench.written_nbytes[name]))
     if code or not have_same_files(compared_folder(out), compared_folder(bench.reference_output(name))):
         counts.wrong += 1
-        log(f"WRONG: {name}, {how or 'undamaged'}, exit {code}\n{said}")
+        log(f"WRONG: {name}, {damage or 'undamaged'}, exit {code}\n{output}")
         out.rename(out.with_name(f"wrong-{counts.wrong}-{out.name}")) if out.exists() else None
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def kills_per_command(names: Sequence[str], count: int) -> dict[str, int]:
-    """How many of the kills each command has."""
-    train = max(1, round(count * TRAIN_SHARE)) if TRAIN in names else 0
-    others = [name for name in names if name != TRAIN]
-    each = {name: (count - train + at) // len(others) for at, name in enumerate(others)} if others else {}
-    return each | ({TRAIN: train if others else count} if train else {})
+    """Return the number of kills of each command."""
+    train_count = max(1, round(count * TRAIN_SHARE)) if TRAIN in names else 0
+    conversions = [name for name in names if name != TRAIN]
+    counts = (
+        {name: (count - train_count + position) // len(conversions) for position, name in enumerate(conversions)}
+        if conversions
+        else {}
+    )
+    return counts | ({TRAIN: train_count if conversions else count} if train_count else {})
 
 
 def kills_text(rows: dict[str, KillCounts]) -> str:
-    """The table."""
-    head = ("command", "kills", "damaged", "resumed", "refused", "wrong", "redone, mean MiB", "most MiB")
-    shown = []
-    for name, row in rows.items():
-        mean, most = (sum(row.redone_nbytes) / max(1, len(row.redone_nbytes)), max(row.redone_nbytes, default=0))
-        counts = (row.kills, row.damaged, row.resumed, row.refused, row.wrong)
-        shown.append((name, *counts, f"{mean / 2**20:.1f}", f"{most / 2**20:.1f}"))
-    totals = [sum(row[column] for row in shown) for column in range(1, 6)]
-    return format_table([*shown, ("all", *totals, "", "")], head, right_aligned=head[6:])
+    """Return the table of results."""
+    header = ("command", "kills", "damaged", "resumed", "refused", "wrong", "redone, mean MiB", "most MiB")
+    lines = []
+    for name, counts in rows.items():
+        mean, maximum = (
+            sum(counts.redone_nbytes) / max(1, len(counts.redone_nbytes)),
+            max(counts.redone_nbytes, default=0),
+        )
+        numbers = (counts.kills, counts.damaged, counts.resumed, counts.refused, counts.wrong)
+        lines.append((name, *numbers, f"{mean / 2**20:.1f}", f"{maximum / 2**20:.1f}"))
+    totals = [sum(counts[column] for counts in lines) for column in range(1, 6)]
+    return format_table([*lines, ("all", *totals, "", "")], header, right_aligned=header[6:])
 
 
 def log(text: str) -> None:
-    """What happens meanwhile, on stderr."""
+    """Print a line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Kill what the arguments ask for; print the table. 1 where an output was wrong."""
+    """Kill the requested commands and print the table; return 1 if an output was wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.kills", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="a new folder; deleted at the end")
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="new folder, deleted at the end")
     parser.add_argument("--count", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=1, help="default: 1")
     parser.add_argument("--commands", default=",".join(COMMANDS), help="default: all")
-    given = parser.parse_args(arguments)
-    names = given.commands.split(",")
+    options = parser.parse_args(arguments)
+    names = options.commands.split(",")
     if unknown := [name for name in names if name not in COMMANDS]:
         parser.error(f"no command {unknown[0]!r}; there are {', '.join(COMMANDS)}")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    bench = make_bench(given.work, names)
+    bench = make_bench(options.work, names)
     rows = {name: KillCounts() for name in names}
     try:
-        for name, count in kills_per_command(names, given.count).items():
+        for name, count in kills_per_command(names, options.count).items():
             for number in range(count):
-                draw = random.Random(f"{given.seed} {name} {number}")
-                run_case(bench, name, given.work / "out", draw, rows[name])
+                rng = random.Random(f"{options.seed} {name} {number}")
+                run_case(bench, name, options.work / "out", rng, rows[name])
             log(f"{name}: {rows[name]}")
     finally:
         print(kills_text(rows))
     wrong = sum(row.wrong for row in rows.values())
     if not wrong:
-        shutil.rmtree(given.work)
+        shutil.rmtree(options.work)
     return 1 if wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""What one command costs, measured from outside: time, CPU time, anonymous memory of its whole process tree. Linux."""
+"""Measure wall time, CPU time and anonymous memory of a command's whole process tree from outside. Linux only."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 PROC = Path("/proc")
 DROP_CACHES = PROC / "sys/vm/drop_caches"
 PERIOD_S = 0.01
-SCAN_EVERY = 5  # samples: to look for new processes costs more than to ask those that are known
+SCAN_EVERY = 5  # samples: a scan for new processes costs more than a sample of the known ones
 
 
 @dataclass(frozen=True, slots=True)
 class CommandCost:
-    """One run of a command.
+    """Cost of one run of a command.
 
-    `cpu_s`: user and system time of all processes that were waited for, not of kernel threads. `peak_nbytes`: the most
-    anonymous and shared memory of all processes together that a sample saw. `max_rss_nbytes`: exact, but of the largest
-    single process, with mapped files, and no less than the meter's own process had when it started the command.
+    Attributes:
+        exit_code: Exit code of the command.
+        wall_s: Wall time.
+        cpu_s: User and system time of all processes that were waited for, without kernel threads.
+        peak_nbytes: Maximum over samples of the anonymous and shared memory of all processes together.
+        max_rss_nbytes: Exact maximum RSS of the largest single process, mapped files included; at least the RSS of
+            this process when it started the command.
+        stdout: Standard output of the command.
+        stderr: Standard error of the command.
     """
 
     exit_code: int
@@ -40,9 +45,9 @@ class CommandCost:
 
 
 def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> CommandCost:
-    """Run a command to its end, but not that of what it leaves running. Whatever interrupts us kills its session."""
+    """Run a command and return its cost; an exception in this process kills the command's session."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        started_s = time.perf_counter()
+        start_s = time.perf_counter()
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
         with _sampled(process.pid, period_s) as samples:
             try:
@@ -51,7 +56,7 @@ def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Comman
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise
-            wall_s = time.perf_counter() - started_s
+            wall_s = time.perf_counter() - start_s
         process.returncode = os.waitstatus_to_exitcode(status)
         texts = [
             os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode(errors="replace") for f in (stdout, stderr)
@@ -61,9 +66,10 @@ def measure(command: Sequence[str | Path], period_s: float = PERIOD_S) -> Comman
 
 
 def drop_page_cache(paths: Sequence[Path]) -> str:
-    """Write back these files, or all files under these folders, and take them out of the page cache.
+    """Write back the given files, or all files under the given folders, and evict them from the page cache.
 
-    Returns how: `drop_caches` where the system lets us drop all that is clean, else `fadvise`, which is a wish.
+    Returns:
+        `drop_caches` if the system could drop all clean pages, else `fadvise` (advisory only).
     """
     for path in paths:
         for file in (path,) if path.is_file() else filter(Path.is_file, path.rglob("*")):
@@ -86,7 +92,7 @@ def _evict(path: Path) -> None:
 
 @contextlib.contextmanager
 def _sampled(root: int, period_s: float) -> Iterator[list[int]]:
-    """Bytes that the process tree under `root` has, sampled until the end of the block."""
+    """Sample the memory of the process tree under `root` until the end of the block."""
     samples = [0]
     done = threading.Event()
     thread = threading.Thread(target=_sample, args=(root, period_s, done, samples), daemon=True)
@@ -109,29 +115,24 @@ def _sample(root: int, period_s: float, done: threading.Event, samples: list[int
 
 
 def process_tree(root_pid: int) -> list[int]:
-    """The processes that descend from `root` or are in its session, as orphans remain, and itself."""
-    lineage = {int(path.name): _lineage(path) for path in PROC.iterdir() if path.name.isdecimal()}
-    inside = {root_pid} | {process for process, (_, session) in lineage.items() if session == root_pid}
-    while more := {process for process, (parent, _) in lineage.items() if parent in inside} - inside:
-        inside |= more
-    return sorted(inside)
+    """Return `root_pid`, its descendants, and the processes of its session (orphans stay in it)."""
+    lineage = {int(path.name): _parent_and_session(path) for path in PROC.iterdir() if path.name.isdecimal()}
+    members = {root_pid} | {process for process, (_, session) in lineage.items() if session == root_pid}
+    while more := {process for process, (parent, _) in lineage.items() if parent in members} - members:
+        members |= more
+    return sorted(members)
 
 
 def anonymous_nbytes(pid: int) -> int:
-    """Anonymous and shared memory of a process; 0 if it is not there any more."""
+    """Return the anonymous and shared memory of a process in bytes; 0 if it has ended."""
     fields = dict(line.split(":", 1) for line in _read(PROC / str(pid) / "status").splitlines() if ":" in line)
     return sum(int(fields.get(key, "0 kB").split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
 
 
-def _lineage(path: Path) -> tuple[int, int]:
-    """Parent and session of a process."""
+def _parent_and_session(path: Path) -> tuple[int, int]:
+    """Return parent and session id of a process."""
     fields = _read(path / "stat").rpartition(")")[2].split()
     return (int(fields[1]), int(fields[3])) if fields else (0, 0)
-
-
-def _all_of(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def _read(path: Path) -> str:

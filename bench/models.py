@@ -1,7 +1,7 @@
-"""Checkpoints of real size with made-up values: `python -m bench.models gpt-neo-1.3B OUT [--dtype bfloat16] …`, or of
-any config.json of a family that prep knows.
+"""Write checkpoints of published size with random values: `python -m bench.models gpt-neo-1.3B OUT`.
 
-Names and shapes are the families' own tables, configs those of the published models. Memory stays at a few blocks.
+The model is an alias or any config.json of a supported family. Names and shapes come from the tables of the families,
+configs from the published models. Memory use is a few blocks.
 """
 
 from __future__ import annotations
@@ -39,70 +39,83 @@ BLOCK_NBYTES = 8 << 20
 SHARD_NBYTES = 5 * 10**9
 SEED = 0
 STD = 0.02
-NO_LENGTH_LIMIT = 10**30  # as transformers writes it where there is no end
-FREE_BITS = {"float32": 0x807FFFFF, "float16": 0x83FF, "bfloat16": 0x807F}  # sign and mantissa of a value
-KEY_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplying by it loses no number
+NO_LENGTH_LIMIT = 10**30  # as transformers writes a missing limit
+FREE_BITS = {"float32": 0x807FFFFF, "float16": 0x83FF, "bfloat16": 0x807F}  # sign and mantissa bits of a value
+KEY_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2^n is injective
 
 
 @dataclass(frozen=True, slots=True)
 class RandomBlock:
-    """One block of random normals as 64-bit words; XORed with a key its values stay finite and become others."""
+    """A block of random normals as 64-bit words; XOR with a key changes the values and keeps them finite."""
 
     words: npt.NDArray[np.uint64]
-    free_bits: tuple[int, ...]  # bits of a word that keys may change
+    free_bits: tuple[int, ...]  # bits of a word that keys may flip
 
     def key(self, number: int) -> np.uint64:
-        """The key of a block; different numbers have different ones, up to 2^32 of them in any dtype."""
-        mixed = number * KEY_MULTIPLIER % (1 << len(self.free_bits))
-        return np.uint64(sum((mixed >> i & 1) << bit for i, bit in enumerate(self.free_bits)))
+        """Return the key of block `number`; keys of different numbers below 2^32 differ in every dtype."""
+        mixed_number = number * KEY_MULTIPLIER % (1 << len(self.free_bits))
+        return np.uint64(sum((mixed_number >> index & 1) << bit for index, bit in enumerate(self.free_bits)))
 
 
 def tensor_entries(config: HFConfig) -> list[LayoutEntry]:
-    """The tensors that a file of this model holds, layer by layer. Raises PrepError for a config without sense."""
+    """Return the tensors of a model's file, layer by layer; raise PrepError for an invalid config."""
     family = family_of(config)
     dtype = config["torch_dtype"]
     tied = family.tying.head_leaf if family.is_tied(config) else None
-    bound = {
+    bound_rows = {
         path: bind_row(row, family.sizes(config))
         for path, row in parameter_rows(family, config).items()
         if path != tied
     }
-    named = {  # several rows may share a tensor
-        name: (_place(path, at), row.source_shape) for path, row in bound.items() for name, at in row.tensors()
+    tensors = {  # several rows may share a tensor
+        name: (_file_order(path, stack_index), row.source_shape)
+        for path, row in bound_rows.items()
+        for name, stack_index in row.tensors()
     }
     return [
         (name if name in family.unprefixed else family.prefix + name, dtype, shape, math.prod(shape) * itemsize(dtype))
-        for name, (_, shape) in sorted(named.items(), key=lambda found: found[1][0])
+        for name, (_, shape) in sorted(tensors.items(), key=lambda item: item[1][0])
     ]
 
 
-def _place(path: str, at: Mapping[str, int]) -> tuple[float, int]:
-    """Where files have a leaf's tensor: the embedding, an encoder's layers, a decoder's, the rest."""
+def _file_order(path: str, stack_index: Mapping[str, int]) -> tuple[float, int]:
+    """Return the sort key of a leaf's tensor in a file: embedding, encoder layers, decoder layers, the rest."""
     if path.startswith("embed."):
         return -1, 0
-    return next(((-LAYER_ATOMS.index(stack), at[stack]) for stack in LAYER_ATOMS if stack in at), (1, 0))
+    return next(
+        ((-LAYER_ATOMS.index(stack), stack_index[stack]) for stack in LAYER_ATOMS if stack in stack_index), (1, 0)
+    )
 
 
 def write_model(folder: Path, config: HFConfig, shard_nbytes: int = SHARD_NBYTES, sparse: bool = False) -> int:
-    """Write a model into a new folder; `sparse`: true headers over zeros that take no disk, and no tokenizer. The same
-    config and shards make the same bytes. Returns how many bytes the weights have."""
-    held = tensor_entries(config)
+    """Write a model into a new folder; equal arguments give equal bytes.
+
+    Args:
+        folder: Folder to create.
+        config: Config of the model.
+        shard_nbytes: Size limit of a weight file.
+        sparse: Whether to write real headers over sparse zeros, without a tokenizer.
+
+    Returns:
+        Size of the weights in bytes.
+    """
+    model_entries = tensor_entries(config)
     folder.mkdir(parents=True)
-    groups = split_into_shards(held, shard_nbytes)
+    groups = split_into_shards(model_entries, shard_nbytes)
     layouts = lay_out_files(
         [(name, sorted(group), None) for name, group in groups]
-    )  # within a file as safetensors sorts
-    values, numbers = None if sparse else _values(config["torch_dtype"]), itertools.count()
+    )  # sorted within a file, like safetensors does
+    values, numbers = None if sparse else _make_random_block(config["torch_dtype"]), itertools.count()
     for layout in layouts:
         _write_file(folder / layout.name, layout, values, numbers)
     if len(layouts) > 1:
         (folder / INDEX_FILE).write_bytes(encode_index(layouts))
-    for name, content in ({"config.json": config} if sparse else _settings(config)).items():
+    for name, content in ({"config.json": config} if sparse else _make_small_files(config)).items():
         (folder / name).write_bytes(json_bytes(content))
-    return sum(nbytes for *_, nbytes in held)
+    return sum(nbytes for *_, nbytes in model_entries)
 
 
-def _values(dtype: str) -> RandomBlock:
+def _make_random_block(dtype: str) -> RandomBlock:
     width = 8 * itemsize(dtype)
     free = tuple(low + bit for low in range(0, 64, width) for bit in range(width) if FREE_BITS[dtype] >> bit & 1)
     normals = np.random.default_rng(SEED).standard_normal(BLOCK_NBYTES // itemsize(dtype), np.float32) * np.float32(STD)
@@ -126,7 +139,7 @@ def _write_file(path: Path, layout: SafetensorsLayout, values: RandomBlock | Non
                 file.write(changed.view(np.uint8)[:nbytes].data)
 
 
-def _settings(config: HFConfig) -> dict[str, object]:
+def _make_small_files(config: HFConfig) -> dict[str, object]:
     tokens = {f"token{number}": number for number in range(config["vocab_size"])}
     tokenizer = {
         "version": "1.0",
@@ -144,7 +157,7 @@ def _settings(config: HFConfig) -> dict[str, object]:
     }
 
 
-def _config(text: str) -> HFConfig:
+def _parse_config(text: str) -> HFConfig:
     if text in PUBLISHED:
         return PUBLISHED[text]
     try:
@@ -153,7 +166,7 @@ def _config(text: str) -> HFConfig:
         raise argparse.ArgumentTypeError(f"`{text}` is neither an alias nor a config.json") from error
 
 
-def _field(text: str) -> tuple[str, Any]:
+def _parse_field(text: str) -> tuple[str, Any]:
     key, _, value = text.partition("=")
     try:
         return key, json.loads(value)
@@ -162,22 +175,26 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the model that the arguments ask for; one line on stdout says what it is."""
+    """Write the requested model and print its size."""
     parser = argparse.ArgumentParser(prog="python -m bench.models", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("config", type=_config, metavar="NAME", help="an alias (`prep models`), or a config.json")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is not there yet")
-    parser.add_argument("--dtype", choices=FREE_BITS, help="of all weights; default: as published")
-    parser.add_argument("--layers", type=int, help="another depth, widths stay real")
-    parser.add_argument("--shard-gb", type=float, default=5, help="decimal GB a file; default: 5")
-    parser.add_argument("--sparse", action="store_true", help="zeros that take no disk, under true headers")
-    parser.add_argument("--set", type=_field, action="append", default=[], metavar="KEY=JSON", help="a config field")
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "config", type=_parse_config, metavar="NAME", help="alias (see `prep models`), or a config.json"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that does not exist yet")
+    parser.add_argument("--dtype", choices=FREE_BITS, help="dtype of all weights; default: as published")
+    parser.add_argument("--layers", type=int, help="number of layers; widths stay as published")
+    parser.add_argument("--shard-gb", type=float, default=5, help="decimal GB per file; default: 5")
+    parser.add_argument("--sparse", action="store_true", help="write real headers over sparse zeros")
+    parser.add_argument(
+        "--set", type=_parse_field, action="append", default=[], metavar="KEY=JSON", help="override a config field"
+    )
+    options = parser.parse_args(arguments)
     try:
-        config = override_config(given.config, given.dtype, given.layers, dict(given.set))
-        nbytes = write_model(given.out, config, int(given.shard_gb * 10**9), given.sparse)
+        config = override_config(options.config, options.dtype, options.layers, dict(options.set))
+        nbytes = write_model(options.out, config, int(options.shard_gb * 10**9), options.sparse)
     except (PrepError, FileExistsError) as error:
         parser.error(str(error))
-    print(f"{given.out}: {format_bytes(nbytes)} in {len(tensor_entries(config))} tensors")
+    print(f"{options.out}: {format_bytes(nbytes)} in {len(tensor_entries(config))} tensors")
 
 
 if __name__ == "__main__":

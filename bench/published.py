@@ -1,5 +1,7 @@
-"""config.json of the models that prep has aliases for, as data; what neither conversion nor training asks of it is left
-out, and LongRoPE's factors are made up."""
+"""The config.json of every model with an alias, as data.
+
+Fields unused by conversion and training are omitted. The factors of LongRoPE are placeholders.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from trainer.models.parameters import HFConfig
 ConfigFields = dict[str, Any]
 GPT2_TOKEN_IDS = {"bos_token_id": 50256, "eos_token_id": 50256}
 LLAMA_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2}
-DEPTH_KEYS = {  # num_hidden_layers else
+DEPTH_KEYS = {  # other model types: num_hidden_layers
     "gpt2": ("n_layer",), "gptj": ("n_layer",), "gpt_neo": ("num_layers",), "t5": ("num_layers", "num_decoder_layers"),
 }  # fmt: skip
 
@@ -67,20 +69,22 @@ def _opt(embed: int, layers: int, heads: int, word_embed: int | None = None, fir
 def _llama_like(
     common: ConfigFields, embed: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
 ) -> HFConfig:
-    """`common`: model_type and class, and what a generation has in common."""
+    """Return a LLaMA-style config; `common` has the fields that all models of a generation share."""
     sizes = {"hidden_size": embed, "intermediate_size": mlp, "num_hidden_layers": layers}
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
     usual = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "tie_word_embeddings": False}
     return {**LLAMA_TOKEN_IDS, **usual, **common, **sizes, **counts, **more}
 
 
-def _common(family: str, name: str, dtype: str, positions: int, eps: float, theta: float | None = None) -> ConfigFields:
-    found: ConfigFields = {"model_type": family, "architectures": [f"{name}ForCausalLM"], "torch_dtype": dtype}
-    found |= {"max_position_embeddings": positions, "rms_norm_eps": eps}
-    return found | ({} if theta is None else {"rope_theta": theta})
+def _generation_fields(
+    family: str, name: str, dtype: str, positions: int, eps: float, theta: float | None = None
+) -> ConfigFields:
+    fields: ConfigFields = {"model_type": family, "architectures": [f"{name}ForCausalLM"], "torch_dtype": dtype}
+    fields |= {"max_position_embeddings": positions, "rms_norm_eps": eps}
+    return fields | ({} if theta is None else {"rope_theta": theta})
 
 
-def _ropes(kind: str, count: int) -> ConfigFields:
+def _longrope_scaling(kind: str, count: int) -> ConfigFields:
     ramp = [1.0 + 0.05 * i for i in range(count)]
     return {"type": kind, "short_factor": ramp, "long_factor": [2 * factor for factor in ramp]}
 
@@ -95,29 +99,32 @@ def _t5(embed: int, mlp: int, layers: int, heads: int, head_dim: int = 64) -> HF
     }  # fmt: skip
 
 
-LLAMA_1 = _common("llama", "Llama", "float16", 2048, 1e-6)
-LLAMA_2 = _common("llama", "Llama", "float16", 4096, 1e-5)
-LLAMA_3 = _common("llama", "Llama", "bfloat16", 8192, 1e-5, 5e5) | {"bos_token_id": 128000, "eos_token_id": 128001}
+LLAMA_1 = _generation_fields("llama", "Llama", "float16", 2048, 1e-6)
+LLAMA_2 = _generation_fields("llama", "Llama", "float16", 4096, 1e-5)
+LLAMA_3 = _generation_fields("llama", "Llama", "bfloat16", 8192, 1e-5, 5e5) | {
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
 LLAMA_31_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 LLAMA_31 = LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": LLAMA_31_ROPE}
 LLAMA_32 = LLAMA_31 | {"rope_scaling": LLAMA_31_ROPE | {"factor": 32.0}, "tie_word_embeddings": True}
-SMOLLM2 = _common("llama", "Llama", "bfloat16", 8192, 1e-5, 1e5) | {
+SMOLLM2 = _generation_fields("llama", "Llama", "bfloat16", 8192, 1e-5, 1e5) | {
     "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0, "rope_scaling": None, "attention_bias": False,
 }  # fmt: skip
-MISTRAL = _common("mistral", "Mistral", "bfloat16", 32768, 1e-5, 1e4) | {"sliding_window": 4096}
+MISTRAL = _generation_fields("mistral", "Mistral", "bfloat16", 32768, 1e-5, 1e4) | {"sliding_window": 4096}
 MISTRAL_3 = MISTRAL | {"rope_theta": 1e6, "sliding_window": None}
-MIXTRAL = _common("mixtral", "Mixtral", "bfloat16", 32768, 1e-5, 1e6) | {
+MIXTRAL = _generation_fields("mixtral", "Mixtral", "bfloat16", 32768, 1e-5, 1e6) | {
     "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "output_router_logits": False,
     "router_aux_loss_coef": 0.02,
 }  # fmt: skip
 QWEN_COMMON = {"bos_token_id": 151643, "eos_token_id": 151643, "use_sliding_window": False}
-QWEN2 = _common("qwen2", "Qwen2", "bfloat16", 131072, 1e-6, 1e6) | QWEN_COMMON | {
+QWEN2 = _generation_fields("qwen2", "Qwen2", "bfloat16", 131072, 1e-6, 1e6) | QWEN_COMMON | {
     "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False,
 }  # fmt: skip
-QWEN3 = _common("qwen3", "Qwen3", "bfloat16", 40960, 1e-6, 1e6) | QWEN_COMMON | {
+QWEN3 = _generation_fields("qwen3", "Qwen3", "bfloat16", 40960, 1e-6, 1e6) | QWEN_COMMON | {
     "head_dim": 128, "attention_bias": False, "rope_scaling": None, "sliding_window": None, "max_window_layers": 28,
 }  # fmt: skip
 QWEN3_MOE = QWEN3 | {
@@ -126,24 +133,28 @@ QWEN3_MOE = QWEN3 | {
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
 GEMMA_COMMON = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": True, "head_dim": 256}
-GEMMA = _common("gemma", "Gemma", "bfloat16", 8192, 1e-6, 1e4) | GEMMA_COMMON | {
+GEMMA = _generation_fields("gemma", "Gemma", "bfloat16", 8192, 1e-6, 1e4) | GEMMA_COMMON | {
     "hidden_act": "gelu", "hidden_activation": None, "attention_bias": False, "rope_scaling": None,
 }  # fmt: skip
 TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
-GEMMA_2 = _common("gemma2", "Gemma2", "float32", 8192, 1e-6, 1e4) | GEMMA_COMMON | TANH | {
+GEMMA_2 = _generation_fields("gemma2", "Gemma2", "float32", 8192, 1e-6, 1e4) | GEMMA_COMMON | TANH | {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
 }  # fmt: skip
-GEMMA_3 = _common("gemma3_text", "Gemma3", "bfloat16", 32768, 1e-6, 1e6) | GEMMA_COMMON | TANH | {
+GEMMA_3 = _generation_fields("gemma3_text", "Gemma3", "bfloat16", 32768, 1e-6, 1e6) | GEMMA_COMMON | TANH | {
     "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6, "rope_local_base_freq": 10000,
     "rope_scaling": None, "attn_logit_softcapping": None, "final_logit_softcapping": None,
     "cache_implementation": "hybrid",
 }  # fmt: skip
-PHI_3 = _common("phi3", "Phi3", "bfloat16", 4096, 1e-5, 1e4) | {
+PHI_3 = _generation_fields("phi3", "Phi3", "bfloat16", 4096, 1e-5, 1e4) | {
     "original_max_position_embeddings": 4096, "sliding_window": 2047, "rope_scaling": None, "attention_bias": False,
     "eos_token_id": 32000, "pad_token_id": 32000,
 }  # fmt: skip
-PHI_35 = PHI_3 | {"max_position_embeddings": 131072, "sliding_window": 262144, "rope_scaling": _ropes("longrope", 48)}
+PHI_35 = PHI_3 | {
+    "max_position_embeddings": 131072,
+    "sliding_window": 262144,
+    "rope_scaling": _longrope_scaling("longrope", 48),
+}
 PHI_4 = PHI_3 | {
     "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rope_theta": 250000,
     "sliding_window": None, "bos_token_id": 100257, "eos_token_id": 100265, "pad_token_id": 100349,
@@ -257,14 +268,14 @@ PUBLISHED: Mapping[str, HFConfig] = {
 def published_config(
     name: str, dtype: str | None = None, layers: int | None = None, changes: HFConfig | None = None
 ) -> dict[str, Any]:
-    """config.json of the published model of an alias, made another with so many layers, a dtype, other fields."""
+    """Return the config of an alias with another number of layers, dtype or fields."""
     return override_config(PUBLISHED[name], dtype, layers, changes)
 
 
 def override_config(
     config: HFConfig, dtype: str | None = None, layers: int | None = None, changes: HFConfig | None = None
 ) -> dict[str, Any]:
-    """A config with so many layers, a dtype, other fields."""
+    """Return a config with another number of layers, dtype or fields."""
     config = {**config, **(changes or {})}
     depths = DEPTH_KEYS.get(config["model_type"], ("num_hidden_layers",))
     config |= {} if layers is None else dict.fromkeys(depths, layers)

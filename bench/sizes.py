@@ -1,8 +1,8 @@
-"""Every family at its published sizes: `prep save-init --dry-run` of sparse models, planned and coverage-checked.
+"""Plan every published size of every family: `prep save-init --dry-run` of sparse models, with coverage checks.
 
-    python -m bench.sizes --work FOLDER                       # of each family the largest one
-    python -m bench.sizes --work FOLDER --all --mesh 1,8,1    # all that there are aliases for
-    python -m bench.sizes --work FOLDER --run mistral-7b      # whole, with values: written, verified, deleted
+    python -m bench.sizes --work FOLDER                       # the largest model of each family
+    python -m bench.sizes --work FOLDER --all --mesh 1,8,1    # all aliases
+    python -m bench.sizes --work FOLDER --run mistral-7b      # with values: converted, verified, deleted
 
 Sparse models take no disk; `--run` takes twice the model.
 """
@@ -26,7 +26,7 @@ GB, MIB = 10**9, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SizeRow:
-    """A model as planned, or as converted: seconds of the whole process, memory above that of `prep inspect`."""
+    """Results of a planned or converted model: seconds of the process, peak memory above `prep inspect`."""
 
     name: str
     nbytes: int
@@ -38,13 +38,13 @@ class SizeRow:
 
 
 def largest_aliases() -> list[str]:
-    """Of each family the alias with the most parameters."""
+    """Return the alias with the most parameters of each family."""
     by_size = sorted(ALIASES, key=lambda alias: alias.parameters)
     return sorted({alias.family: alias.name for alias in by_size}.values(), key=list(PUBLISHED).index)
 
 
 def plan_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
-    """Plan the conversion of a model of headers and zeros. SystemExit with what prep says where that fails."""
+    """Plan the conversion of a sparse model; raise SystemExit if prep fails."""
     model = work / f"bench-{name}-sparse"
     remove(model)
     write_model(model, published_config(name), sparse=True)
@@ -55,7 +55,7 @@ def plan_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
 
 
 def convert_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
-    """Convert a model with values and hold the checkpoint against it; nothing is left of either."""
+    """Convert a model with values, verify the checkpoint, and delete both."""
     out, unfinished = work / "bench-out", work / "bench-out.partial"
     remove(out, unfinished)
     model = make_model(work, name, None)
@@ -68,26 +68,26 @@ def convert_model(work: Path, name: str, options: Sequence[str]) -> SizeRow:
 
 
 def _save_init(name: str, model: Path, out: Path, options: Sequence[str]) -> SizeRow:
-    base = run_checked((PREP, "inspect", model, "--quiet"))
+    inspect_cost = run_checked((PREP, "inspect", model, "--quiet"))
     cost = run_checked((PREP, "save-init", model, "--out", out, *options, "--json", "--quiet"))
-    said = json.loads(cost.stdout)
-    if said["accounting"]["used"] != said["accounting"]["tensors"]:
-        raise SystemExit(f"{name}: {said['accounting']}")
+    result = json.loads(cost.stdout)
+    if result["accounting"]["used"] != result["accounting"]["tensors"]:
+        raise SystemExit(f"{name}: {result['accounting']}")
     return SizeRow(
-        name,
-        said["source"]["bytes"],
-        said["accounting"]["tensors"],
-        said["leaves"],
-        said["chunks"],
-        cost.wall_s,
-        max(cost.peak_nbytes - base.peak_nbytes, 0),
+        name=name,
+        nbytes=result["source"]["bytes"],
+        tensors=result["accounting"]["tensors"],
+        leaves=result["leaves"],
+        chunks=result["chunks"],
+        seconds=cost.wall_s,
+        peak_nbytes=max(cost.peak_nbytes - inspect_cost.peak_nbytes, 0),
     )
 
 
 def sizes_text(rows: Sequence[SizeRow]) -> str:
-    """A line for each model."""
-    head = "model", "family", "parameters", "GB", "tensors", "leaves", "chunks", "seconds", "peak MiB"
-    shown = [
+    """Return a table with one line per model."""
+    header = "model", "family", "parameters", "GB", "tensors", "leaves", "chunks", "seconds", "peak MiB"
+    lines = [
         (
             row.name,
             ALIASES_BY_NAME[row.name].family,
@@ -101,29 +101,33 @@ def sizes_text(rows: Sequence[SizeRow]) -> str:
         )
         for row in rows
     ]
-    return format_table(shown, head, right_aligned=head[2:])
+    return format_table(lines, header, right_aligned=header[2:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan, or convert, what the arguments ask for; print the table."""
+    """Plan or convert the requested models and print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.sizes", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="aliases; default: the largest one of each family")
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="on the disk to measure")
-    parser.add_argument("--all", action="store_true", help="of all aliases")
-    parser.add_argument("--run", action="store_true", help="models with values, converted and verified")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="aliases; default: the largest of each family")
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER", help="folder on the disk to measure")
+    parser.add_argument("--all", action="store_true", help="measure all aliases")
+    parser.add_argument("--run", action="store_true", help="convert and verify models with values")
     parser.add_argument("--memory", default="512MiB", metavar="SIZE", help="default: 512MiB")
     parser.add_argument("--mesh", metavar="MESH", help="default: none")
-    given = parser.parse_args(arguments)
-    if unknown := [name for name in given.names if name not in PUBLISHED]:
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in PUBLISHED]:
         parser.error(f"no alias {unknown[0]}; `prep models` lists them")
-    given.work.mkdir(parents=True, exist_ok=True)
-    options = ("--memory", given.memory, *(("--mesh", given.mesh, "--pad-vocab", "auto") if given.mesh else ()))
+    options.work.mkdir(parents=True, exist_ok=True)
+    prep_options = (
+        "--memory",
+        options.memory,
+        *(("--mesh", options.mesh, "--pad-vocab", "auto") if options.mesh else ()),
+    )
     rows = []
     try:
-        for name in list(PUBLISHED) if given.all else given.names or largest_aliases():
-            rows.append((convert_model if given.run else plan_model)(given.work, name, options))
+        for name in list(PUBLISHED) if options.all else options.names or largest_aliases():
+            rows.append((convert_model if options.run else plan_model)(options.work, name, prep_options))
             log(f"{name}: {rows[-1].nbytes / GB:.1f} GB in {rows[-1].seconds:.1f} s")
-    finally:  # what was measured is shown even where the next one fails
+    finally:  # print the completed measurements if one fails
         print(sizes_text(rows))
 
 

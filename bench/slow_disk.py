@@ -1,6 +1,6 @@
-"""A disk held to a rate: a loop device with an ext4 file system, throttled by the blkio controller of cgroup v1.
+"""Create a disk of a limited rate: an ext4 loop device, throttled by the blkio controller of cgroup v1.
 
-The throttle holds direct I/O and writeback alike, since both are in the root group there. It takes root.
+The limit applies to direct I/O and writeback, since both are in the root group. Root is required.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MB = 10**6
 CONTROLLER = Path("/sys/fs/cgroup/blkio")
 LIMITS = "blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device"
 TOOLS = "losetup", "mkfs.ext4", "mount", "umount"
-PROBE_NBYTES = 1000 * MB  # written and read to show the rates
+PROBE_NBYTES = 1000 * MB  # bytes written and read to measure the rates
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """MB/s of a disk, each over one file."""
+    """Rates of a disk in MB/s, each measured with one file."""
 
-    copied: float  # cp && sync, of a file that is in memory
-    written: float  # direct
-    read: float  # direct
+    copied: float  # cp && sync of a file in memory
+    written: float  # direct I/O
+    read: float  # direct I/O
 
     def __str__(self) -> str:
         return f"cp && sync {self.copied:.0f} MB/s, direct writes {self.written:.0f}, direct reads {self.read:.0f}"
@@ -38,20 +38,20 @@ class DiskRates:
 
 @contextlib.contextmanager
 def slow_disk(work: Path, mb_s: int, nbytes: int) -> Iterator[Path]:
-    """Make a disk of `nbytes` that moves `mb_s` MB/s each way, and remove it at the end.
+    """Create a disk of `nbytes` with a limit of `mb_s` MB/s for reads and writes, and remove it at the end.
 
     Args:
-        work: The folder that holds its image, on a disk that is faster.
-        mb_s: MB/s of its reads, and of its writes.
-        nbytes: Size of its file system; the image takes the disk space of what is written.
+        work: Folder for its image, on a faster disk.
+        mb_s: Limit of its reads, and of its writes, in MB/s.
+        nbytes: Size of its file system; the image is sparse.
 
     Yields:
-        The folder at which it is mounted.
+        Mount point of the disk.
 
     Raises:
-        SystemExit: The system lacks a tool, the controller, a right or the disk space.
+        SystemExit: The system lacks a tool, the controller, a permission or disk space.
     """
-    _check(work, nbytes)
+    _check_requirements(work, nbytes)
     image, folder = work / "bench-slow.img", work / "bench-slow"
     with contextlib.ExitStack() as undo:
         undo.callback(image.unlink, missing_ok=True)
@@ -71,7 +71,7 @@ def slow_disk(work: Path, mb_s: int, nbytes: int) -> Iterator[Path]:
 
 
 def measure_rates(folder: Path) -> DiskRates:
-    """Measure what a disk does, with a file of the given folder and one in memory."""
+    """Measure the rates of a disk with a file in the given folder and one in memory."""
     memory = Path("/dev/shm/bench-slow")
     block = os.urandom(MB)
     try:
@@ -84,20 +84,20 @@ def measure_rates(folder: Path) -> DiskRates:
             f"dd if={memory} of={target} bs=16M oflag=direct conv=fsync status=none",
             f"dd if={target} of=/dev/null bs=16M iflag=direct status=none",
         )
-        return DiskRates(*[PROBE_NBYTES / MB / _seconds(step) for step in steps])
+        return DiskRates(*[PROBE_NBYTES / MB / _time_shell_command(step) for step in steps])
     finally:
         memory.unlink(missing_ok=True)
         (folder / "bench-rate").unlink(missing_ok=True)
 
 
-def _seconds(step: str) -> float:
+def _time_shell_command(step: str) -> float:
     os.sync()
     began = time.perf_counter()
     _run("bash", "-c", step)
     return time.perf_counter() - began
 
 
-def _check(work: Path, nbytes: int) -> None:
+def _check_requirements(work: Path, nbytes: int) -> None:
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         raise SystemExit(f"--slow-disk needs {', '.join(missing)}")
     if not all(os.access(CONTROLLER / limit, os.W_OK) for limit in LIMITS):
@@ -107,19 +107,19 @@ def _check(work: Path, nbytes: int) -> None:
 
 
 def _throttle(number: str, nbytes_s: int) -> None:
-    """Set the most bytes a second of a device, 0 for no bound, for the root group and that of this process."""
-    own = next((line.split(":", 2)[2] for line in _groups() if line.split(":", 2)[1] == "blkio"), "/")
-    for group in {CONTROLLER, CONTROLLER / own.lstrip("/")}:
+    """Limit a device to `nbytes_s` bytes/s (0: no limit), in the root group and the group of this process."""
+    own_group = next((line.split(":", 2)[2] for line in _cgroup_lines() if line.split(":", 2)[1] == "blkio"), "/")
+    for group in {CONTROLLER, CONTROLLER / own_group.lstrip("/")}:
         for limit in LIMITS:
             (group / limit).write_text(f"{number} {nbytes_s}")
 
 
-def _groups() -> list[str]:
+def _cgroup_lines() -> list[str]:
     return Path("/proc/self/cgroup").read_text().splitlines()
 
 
 def _run(*words: str | Path) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(map(str, words))} ended with {done.returncode}\n{done.stderr}")
-    return done.stdout.strip()
+    process = subprocess.run(words, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(map(str, words))} ended with {process.returncode}\n{process.stderr}")
+    return process.stdout.strip()

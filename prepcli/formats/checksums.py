@@ -1,6 +1,7 @@
-"""`prep-checksums.bin`: the XXH3-64 of every checksum block, so that readers of parts can check what they read.
+"""Read and write `prep-checksums.bin`, the XXH3-64 checksum of every checksum block.
 
-The file is little-endian uint64 in the order of `planning.checksum_blocks`; the manifest records its digest.
+A reader of part of a checkpoint checks only the blocks of that part. The file holds little-endian uint64 values in the
+order of `planning.checksum_blocks`; the manifest records the digest of the file.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_bl
 
 CHECKSUMS_FILE = "prep-checksums.bin"
 CHECKSUM_METHOD = "xxh3_64"
-REBUILD_HINT = "make the checkpoint anew, or `--no-verify`"
-MAX_CHECKSUMS_NBYTES = 1 << 30  # of the file: sums of 128 TiB in blocks of 1 MiB
+REBUILD_HINT = "create the checkpoint again, or pass `--no-verify`"
+MAX_CHECKSUMS_NBYTES = 1 << 30  # size of the file: checksums of 128 TiB in blocks of 1 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockChecksums:
-    """The recorded sums of a checkpoint's blocks."""
+    """Recorded checksums of a checkpoint's blocks."""
 
     leaves: Mapping[str, LeafBlocks]
     sums: npt.NDArray[np.uint64]
@@ -36,57 +37,70 @@ class BlockChecksums:
     def first_damaged_block(
         self, leaf_name: str, chunk_index: Sequence[int], start: int, data: npt.NDArray[np.uint8]
     ) -> tuple[int, int] | None:
-        """Bytes of the first block that differs from its sum; None where all agree.
+        """Return the byte range in the chunk of the first block that differs from its checksum.
 
         Args:
-            name: Leaf.
-            index: Chunk of the leaf.
-            start: Byte of the chunk where `data` begins, at the edge of a block.
+            leaf_name: Name of the leaf.
+            chunk_index: Index of the chunk in the leaf's grid.
+            start: Offset of `data` in the chunk, a multiple of the block size.
             data: Whole blocks of the chunk.
+
+        Returns:
+            Start and stop offset of the block in the chunk; None if all blocks match.
         """
         blocks = self.leaves[leaf_name]
-        first = blocks.first_in_chunk(chunk_index)
+        first_number = blocks.first_in_chunk(chunk_index)
         for block in blocks.per_chunk.overlapping(start, start + data.size):
-            if checksum(data[block.start - start : block.stop - start].data) != self.sums[first + block.number]:
+            if checksum(data[block.start - start : block.stop - start].data) != self.sums[first_number + block.number]:
                 return block.start, block.stop
         return None
 
 
 def write_checksums(folder: Path, sums: npt.NDArray[np.uint64]) -> dict[str, Any]:
-    """Write the file; return what the manifest says of it."""
+    """Write the checksum file into `folder` and return its record for the manifest."""
     data = sums.astype(CHECKSUM_DTYPE).tobytes()
     write_no_follow(folder / CHECKSUMS_FILE, data)
     return {"file": CHECKSUMS_FILE, "method": CHECKSUM_METHOD, "block": BLOCK_NBYTES, "digest": digest(data)}
 
 
 def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]) -> BlockChecksums | None:
-    """Read the sums of an item's arrays; None where the manifest names none.
+    """Read the block checksums of an Orbax item.
+
+    Args:
+        folder: Folder of the item.
+        manifest: Manifest of the item.
+        arrays: Arrays of the item.
+
+    Returns:
+        The checksums; None if the manifest records no checksum file.
 
     Raises:
-        PrepError: The file is missing, differs from its digest, or has a form that this version does not read.
+        PrepError: The file is missing, differs from its digest, or has an unsupported format.
     """
     data = read_checksum_bytes(folder, manifest)
     if data is None:
         return None
-    leaves = _numbered(folder, manifest, arrays)
-    wanted = np.dtype(CHECKSUM_DTYPE).itemsize * max((blocks.stop_number for blocks in leaves.values()), default=0)
-    if len(data) != wanted:
+    leaves = _number_leaf_blocks(folder, manifest, arrays)
+    expected_nbytes = np.dtype(CHECKSUM_DTYPE).itemsize * max(
+        (blocks.stop_number for blocks in leaves.values()), default=0
+    )
+    if len(data) != expected_nbytes:
         raise PrepError(
-            f"{folder / CHECKSUMS_FILE} is broken", f"it has {len(data):,} bytes, not {wanted:,}", REBUILD_HINT
+            f"{folder / CHECKSUMS_FILE} is broken", f"it has {len(data):,} bytes, not {expected_nbytes:,}", REBUILD_HINT
         )
     return BlockChecksums(leaves, np.frombuffer(data, CHECKSUM_DTYPE))
 
 
 def read_checksum_bytes(folder: Path, manifest: Mapping[str, Any]) -> bytes | None:
-    """Read the file that the manifest names, checked against its digest; None where it names none."""
+    """Return the bytes of the checksum file, checked against the manifest's digest; None if the manifest has none."""
     record = manifest.get("checksums")
     if record is None:
         return None
     path = folder / CHECKSUMS_FILE
-    says = [record.get(key) for key in ("file", "method", "block")] if isinstance(record, dict) else record
-    if says != [CHECKSUMS_FILE, CHECKSUM_METHOD, BLOCK_NBYTES]:
-        why = f"the manifest says {says!r:.80}, this prep reads {CHECKSUM_METHOD} of {BLOCK_NBYTES:,} bytes"
-        raise PrepError(f"{path} is of another format", why, "a later prep, or `--no-verify`")
+    stored_format = [record.get(key) for key in ("file", "method", "block")] if isinstance(record, dict) else record
+    if stored_format != [CHECKSUMS_FILE, CHECKSUM_METHOD, BLOCK_NBYTES]:
+        why = f"the manifest says {stored_format!r:.80}, this prep reads {CHECKSUM_METHOD} of {BLOCK_NBYTES:,} bytes"
+        raise PrepError(f"{path} has another format", why, "install a later prep, or pass `--no-verify`")
     data = read_small_file(path, MAX_CHECKSUMS_NBYTES)
     if digest(data) != record.get("digest"):
         raise PrepError(
@@ -95,9 +109,14 @@ def read_checksum_bytes(folder: Path, manifest: Mapping[str, Any]) -> bytes | No
     return data
 
 
-def _numbered(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]) -> dict[str, LeafBlocks]:
-    """The blocks of the arrays, in the order of the manifest's leaves."""
-    metas, listed = {meta.name: meta for meta in arrays}, manifest.get("leaves")
-    if not isinstance(listed, dict) or {*listed} != {*metas}:
-        raise PrepError(f"{folder} is damaged", "its manifest lists other leaves than it holds", "make it anew")
-    return number_blocks((name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype) for name in listed)
+def _number_leaf_blocks(
+    folder: Path, manifest: Mapping[str, Any], arrays: Sequence[ArrayMeta]
+) -> dict[str, LeafBlocks]:
+    """Return the numbered blocks of each array, in the order of the manifest's leaves."""
+    metas, manifest_leaves = {meta.name: meta for meta in arrays}, manifest.get("leaves")
+    if not isinstance(manifest_leaves, dict) or {*manifest_leaves} != {*metas}:
+        why = "its manifest lists other leaves than it holds"
+        raise PrepError(f"{folder} is damaged", why, "create the checkpoint again")
+    return number_blocks(
+        (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype) for name in manifest_leaves
+    )

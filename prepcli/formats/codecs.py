@@ -1,7 +1,7 @@
-"""Codecs of chunks: the bytes that are stored, turned back into elements piece by piece, within stated memory.
+"""Streaming decoders of stored chunks: zstd, gzip, zlib and CRC-32C, within a known amount of memory.
 
-What is decoded comes from strangers: a few bytes may claim to be any number. No more is ever made than is asked for,
-and what a decoder needs for itself is known, and bounded, before it is made.
+Input is untrusted: a few stored bytes may decode to any number of bytes. A decoder never returns more bytes than
+requested, and its own memory is computed and bounded before it is created.
 """
 
 from __future__ import annotations
@@ -13,77 +13,87 @@ from typing import BinaryIO, Protocol, cast
 
 import google_crc32c
 
-READ_BLOCK_NBYTES = 128 << 10  # of stored bytes, read at a time
+READ_BLOCK_NBYTES = 128 << 10  # stored bytes per read
 CRC32C_NBYTES = 4
 COMPRESSORS = ("zstd", "gzip", "zlib")
 CRC32C = "crc32c"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-ZSTD_HEADER_NBYTES = 18  # of a zstd frame, at most
-_MOST_WINDOW_NBYTES = 1 << 27  # zstd's own limit; only its --ultra goes beyond
+ZSTD_HEADER_NBYTES = 18  # maximum size of a zstd frame header
+_MAX_WINDOW_NBYTES = 1 << 27  # default limit of zstd; only its --ultra levels exceed it
 _ZLIB_WINDOW_BITS = {"gzip": 31, "zlib": 15}
-_OWN_NBYTES = 512 << 10  # what a decoder takes beside its window, pieces included
+_DECODER_NBYTES = 512 << 10  # memory of a decoder besides its window, read blocks included
 
 
 class ByteReader(Protocol):
-    """Bytes from first to last."""
+    """Sequential reader of bytes."""
 
     def read(self, count: int) -> bytes:
-        """At most `count` more bytes; none at the end. ValueError says what is broken."""
+        """Return at most `count` more bytes, none at the end; raise ValueError if the stream is invalid."""
         ...
 
 
 class StoredBytesReader:
-    """`nbytes` stored bytes, as pieces; `read_at(offset, count)` gives any of them."""
+    """Sequential reader of `nbytes` stored bytes, which `read_at(offset, count)` returns."""
 
     def __init__(self, read_at: Callable[[int, int], bytes], nbytes: int) -> None:
-        self._read_at, self._nbytes, self._at = read_at, nbytes, 0
+        self._read_at, self._nbytes, self._offset = read_at, nbytes, 0
 
     def read(self, count: int) -> bytes:
-        """The next bytes."""
-        found = self._read_at(self._at, min(count, self._nbytes - self._at))
-        self._at += len(found)
-        return found
+        """Return at most `count` more bytes."""
+        data = self._read_at(self._offset, min(count, self._nbytes - self._offset))
+        self._offset += len(data)
+        return data
 
 
 def decoder_memory_nbytes(codec_names: Sequence[str], header: bytes, decoded_nbytes: int) -> int:
-    """Memory that decoding takes, by the first bytes that are stored of a chunk of `nbytes`.
+    """Return the bytes of memory that decoding a chunk needs.
 
-    ValueError where they are no frame, or one that says it holds another number of bytes.
+    Args:
+        codec_names: Codecs of the chunk in encoding order.
+        header: First stored bytes of the chunk, at least `ZSTD_HEADER_NBYTES` if the chunk has as many.
+        decoded_nbytes: Size of the decoded chunk.
+
+    Raises:
+        ValueError: The header is not a zstd frame, or the frame has another content size.
     """
-    return _OWN_NBYTES + (_zstd_window(header, decoded_nbytes) if codec_names and codec_names[0] == "zstd" else 0)
+    return _DECODER_NBYTES + (
+        _zstd_window_nbytes(header, decoded_nbytes) if codec_names and codec_names[0] == "zstd" else 0
+    )
 
 
 def open_decoder(codec_names: Sequence[str], stored: ByteReader) -> ByteReader:
-    """The elements behind `steps`, which are in the order in which they were encoded."""
-    for step in reversed(codec_names):
-        stored = _STEPS[step](stored)
+    """Return a reader of the decoded bytes; `codec_names` are in encoding order."""
+    for codec_name in reversed(codec_names):
+        stored = _DECODERS[codec_name](stored)
     return stored
 
 
-def _zstd_window(head: bytes, nbytes: int) -> int:
-    import zstandard  # late: an item that is stored raw does not need it
+def _zstd_window_nbytes(header: bytes, decoded_nbytes: int) -> int:
+    import zstandard  # imported late: items without compression do not need it
 
-    if head[:4] != _ZSTD_MAGIC:
-        raise ValueError("it is no zstd frame")
+    if header[:4] != _ZSTD_MAGIC:
+        raise ValueError("it is not a zstd frame")
     try:
-        frame = zstandard.get_frame_parameters(head[:ZSTD_HEADER_NBYTES])
+        frame = zstandard.get_frame_parameters(header[:ZSTD_HEADER_NBYTES])
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
-    if frame.content_size not in (nbytes, zstandard.CONTENTSIZE_UNKNOWN):
-        raise ValueError(f"its frame says that it holds {frame.content_size:,} bytes, not {nbytes:,}")
-    if frame.window_size > _MOST_WINDOW_NBYTES:
-        raise ValueError(f"its window of {frame.window_size:,} bytes is beyond {_MOST_WINDOW_NBYTES:,}")
+    if frame.content_size not in (decoded_nbytes, zstandard.CONTENTSIZE_UNKNOWN):
+        raise ValueError(f"its frame has a content size of {frame.content_size:,} bytes, not {decoded_nbytes:,}")
+    if frame.window_size > _MAX_WINDOW_NBYTES:
+        raise ValueError(f"its window has {frame.window_size:,} bytes, the limit is {_MAX_WINDOW_NBYTES:,}")
     if frame.dict_id:
-        raise ValueError("it needs a dictionary")
-    return min(frame.window_size, nbytes)
+        raise ValueError("it needs a dictionary, which is not supported")
+    return min(frame.window_size, decoded_nbytes)
 
 
-class _Zstd:
+class _ZstdReader:
+    """Decoder of a zstd frame."""
+
     def __init__(self, stored: ByteReader) -> None:
         import zstandard
 
         self._error = zstandard.ZstdError
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW_NBYTES)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES)
         self._reader = decompressor.stream_reader(cast(BinaryIO, stored), read_size=READ_BLOCK_NBYTES)
 
     def read(self, count: int) -> bytes:
@@ -93,46 +103,48 @@ class _Zstd:
             raise ValueError(str(error).removeprefix("zstd decompress error: ")) from error
 
 
-class _Zlib:
+class _ZlibReader:
+    """Decoder of a gzip or zlib stream."""
+
     def __init__(self, stored: ByteReader, window_bits: int) -> None:
         self._stored = stored
         self._stream = zlib.decompressobj(window_bits)
 
     def read(self, count: int) -> bytes:
-        found = b""
-        while not found and not self._stream.eof:
-            data = self._stream.unconsumed_tail or self._stored.read(READ_BLOCK_NBYTES)
-            if not data:
+        decoded = b""
+        while not decoded and not self._stream.eof:
+            encoded = self._stream.unconsumed_tail or self._stored.read(READ_BLOCK_NBYTES)
+            if not encoded:
                 raise ValueError("it is cut short")
             try:
-                found = self._stream.decompress(data, count)
+                decoded = self._stream.decompress(encoded, count)
             except zlib.error as error:
                 raise ValueError(str(error)) from error
-        if not found and (self._stream.unused_data or self._stored.read(1)):
+        if not decoded and (self._stream.unused_data or self._stored.read(1)):
             raise ValueError("bytes follow its end")
-        return found
+        return decoded
 
 
-class _Checked:
-    """Bytes with a CRC-32C behind them."""
+class _Crc32cReader:
+    """Reader of bytes that a CRC-32C checksum follows; it checks the checksum at the end."""
 
     def __init__(self, stored: ByteReader) -> None:
-        self._stored, self._held, self._sum = stored, b"", 0
+        self._stored, self._pending, self._crc = stored, b"", 0
 
     def read(self, count: int) -> bytes:
-        while len(self._held) < count + CRC32C_NBYTES and (more := self._stored.read(count)):
-            self._held += more
-        keep = max(0, len(self._held) - CRC32C_NBYTES)
-        found, self._held = self._held[: min(count, keep)], self._held[min(count, keep) :]
-        self._sum = google_crc32c.extend(self._sum, found)
-        if not found and count and self._held != struct.pack("<I", self._sum):
+        while len(self._pending) < count + CRC32C_NBYTES and (more := self._stored.read(count)):
+            self._pending += more
+        data_nbytes = min(count, max(0, len(self._pending) - CRC32C_NBYTES))
+        data, self._pending = self._pending[:data_nbytes], self._pending[data_nbytes:]
+        self._crc = google_crc32c.extend(self._crc, data)
+        if not data and count and self._pending != struct.pack("<I", self._crc):
             raise ValueError("its checksum does not match")
-        return found
+        return data
 
 
-_STEPS: dict[str, Callable[[ByteReader], ByteReader]] = {
-    "zstd": _Zstd,
-    "gzip": lambda stored: _Zlib(stored, _ZLIB_WINDOW_BITS["gzip"]),
-    "zlib": lambda stored: _Zlib(stored, _ZLIB_WINDOW_BITS["zlib"]),
-    CRC32C: _Checked,
+_DECODERS: dict[str, Callable[[ByteReader], ByteReader]] = {
+    "zstd": _ZstdReader,
+    "gzip": lambda stored: _ZlibReader(stored, _ZLIB_WINDOW_BITS["gzip"]),
+    "zlib": lambda stored: _ZlibReader(stored, _ZLIB_WINDOW_BITS["zlib"]),
+    CRC32C: _Crc32cReader,
 }

@@ -1,4 +1,4 @@
-"""Which files of a folder hold a Flax checkpoint, or an EasyLM stream."""
+"""Find the files of a Flax checkpoint or an EasyLM stream in a folder."""
 
 from __future__ import annotations
 
@@ -19,35 +19,42 @@ from prepcli.formats.untrusted import list_folder
 STEM = "flax_model"
 SINGLE_FILE = f"{STEM}.{SUFFIX}"
 INDEX_FILE = f"{SINGLE_FILE}.index.json"
-FLAX_FILES = (SINGLE_FILE, INDEX_FILE, "params.msgpack", "train_state.msgpack")  # in the order in which they count
+FLAX_FILES = (SINGLE_FILE, INDEX_FILE, "params.msgpack", "train_state.msgpack")  # in order of precedence
 STREAM_FILE = "streaming_params"
 STREAM_FILES = (STREAM_FILE, "streaming_train_state")
-_SHARD = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.{SUFFIX}")
-_NUMBERED = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
+_SHARD_FILE = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.{SUFFIX}")
+_NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 
 def detect_msgpack_kind(names: list[str]) -> MsgpackKind | None:
-    """Which of the two a folder of these files holds."""
+    """Return the kind of checkpoint that a folder with these file names holds; None if neither."""
     if any(name in names for name in FLAX_FILES):
         return "flax"
-    return "easylm" if any(name in STREAM_FILES or _NUMBERED.fullmatch(name) for name in names) else None
+    return "easylm" if any(name in STREAM_FILES or _NUMBERED_STREAM.fullmatch(name) for name in names) else None
 
 
 def select_flax_files(names: Sequence[str]) -> list[str]:
-    """Of the files of a repository those of a Flax model, its index among them."""
+    """Return the file names of a Flax model in a repository, with its index if it has one."""
     if SINGLE_FILE in names or INDEX_FILE not in names:
         return [SINGLE_FILE] if SINGLE_FILE in names else []
-    return [INDEX_FILE, *(name for name in names if _SHARD.fullmatch(name))]
+    return [INDEX_FILE, *(name for name in names if _SHARD_FILE.fullmatch(name))]
 
 
 def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
-    """The files of a checkpoint that is a file, or in a folder. PrepError where one is missing, or several could be
-    meant."""
+    """Return the files of a checkpoint.
+
+    Args:
+        path: File, or folder that holds the files.
+        kind: Kind of the checkpoint.
+
+    Raises:
+        PrepError: A file of the index is missing, or the folder holds several EasyLM streams.
+    """
     if not path.is_dir():
         return (path,)
     names = list_folder(path)
     if kind == "easylm":
-        return (path / _stream(path, names),)
+        return (path / _find_stream(path, names),)
     first = next(name for name in FLAX_FILES if name in names)
     if first != INDEX_FILE:
         return (path / first,)
@@ -55,18 +62,18 @@ def find_weight_files(path: Path, kind: MsgpackKind) -> tuple[Path, ...]:
 
 
 def check_index(folder: Path, headers: list[MsgpackHeader]) -> None:
-    """PrepError unless the index of a folder, where its files were taken from that, and they tell the same."""
-    names = {document.path.name for document in headers}
+    """Raise PrepError if the files were selected by the folder's index and disagree with it."""
+    names = {header.path.name for header in headers}
     if not folder.is_dir() or names <= {*FLAX_FILES} or detect_msgpack_kind([*names]) == "easylm":
         return
-    pairs = [("/".join(array.path), document.path.name) for document in headers for array in document.arrays]
+    pairs = [("/".join(array.path), header.path.name) for header in headers for array in header.arrays]
     check_index_matches_files(folder, read_weight_map(folder / INDEX_FILE, SUFFIX), map_tensors_to_files(folder, pairs))
 
 
-def _stream(folder: Path, names: list[str]) -> str:
-    if found := [name for name in STREAM_FILES if name in names]:
-        return found[0]
-    numbered = [name for name in names if _NUMBERED.fullmatch(name)]
+def _find_stream(folder: Path, names: list[str]) -> str:
+    if unnumbered := [name for name in STREAM_FILES if name in names]:
+        return unnumbered[0]
+    numbered = [name for name in names if _NUMBERED_STREAM.fullmatch(name)]
     if len(numbered) == 1:
         return numbered[0]
     hint = f"one of them: `params::{folder / numbered[-1]}`"

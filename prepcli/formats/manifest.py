@@ -1,4 +1,4 @@
-"""The manifest: what an output was made from and holds, so that no later command needs a flag that it answers."""
+"""Read and write the manifest of an output: its source, model and layout, which later commands read from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
 
 MANIFEST_FILE = "prep-manifest.json"
-STATE_ITEM = "state"  # the item of a training step, which lies beside the step's manifest
+STATE_ITEM = "state"  # item of a training step; the step's manifest is beside it
 FORMAT_VERSION = 1
 REQUIRED_KEYS = {
     "kind": str,
@@ -27,7 +27,7 @@ LAYOUT_KEYS = {"scan": bool, "scan_axis": int, "rules": list}
 KEYS_BY_KIND = {
     "init": LAYOUT_KEYS,
     "train": LAYOUT_KEYS | {"step": int, "slots": dict, "others": dict},
-}  # by kind, what it says too
+}  # additional required keys by kind
 PREP_KEYS = {
     *("format", "kind", "request", "plan", "prep", "source", "command", "name", "family", "config", "vocab", "layout"),
     *(
@@ -48,64 +48,63 @@ PREP_KEYS = {
         "packed",
         "checksums",
     ),
-}  # keys that prep writes; what else a training step says is the trainer's
+}  # keys that prep writes; further keys of a training step belong to the trainer
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder, None if it has none; PrepError where it is broken or of a later format."""
+    """Read the manifest of a folder; return None if there is none, raise PrepError if it is invalid."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
     try:
-        found = json.loads(read_small_file(path))
+        manifest = json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
-        raise PrepError(f"{path} is broken", str(error), "make the output anew") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT_VERSION:
-        says = found.get("format") if isinstance(found, dict) else type(found).__name__
-        raise PrepError(f"{path} is of another format", f"it says {says!r}, this prep reads {FORMAT_VERSION}")
-    _check(path, found)
-    return found
+        raise PrepError(f"{path} is broken", str(error), "create the output again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_VERSION:
+        stored_format = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise PrepError(f"{path} has another format", f"it says {stored_format!r}, this prep reads {FORMAT_VERSION}")
+    _check_manifest(path, manifest)
+    return manifest
 
 
 def foreign_output_error(output: str) -> PrepError:
-    """The error of an output in whose place something is that prep did not make."""
-    why = f"it has no {MANIFEST_FILE}: prep did not make it, and replaces nothing but its own"
-    return PrepError(f"{output} exists and is something else", why, "another `--out`, or remove it")
+    """Return the error for an output path at which something exists that prep did not write."""
+    why = f"it has no {MANIFEST_FILE}: prep only replaces its own outputs"
+    return PrepError(f"{output} exists and is something else", why, "choose another `--out`, or remove it")
 
 
 def find_manifest_folder(path: Path) -> Path:
-    """The folder whose manifest speaks of what `path` means: of an item its own or its training step's, of a run that
-    of the last step, else `path` itself."""
+    """Return the folder with the manifest of `path`: its item, training step or last step of a run; else `path`."""
     item = find_item(path)
     if item is None or (item / MANIFEST_FILE).exists():
         return item or path
     return item.parent if item.name == STATE_ITEM and (item.parent / MANIFEST_FILE).exists() else item
 
 
-def _check(path: Path, found: Mapping[str, Any]) -> None:
-    """PrepError unless the manifest has all that later commands take from it."""
-    for key, kind in (REQUIRED_KEYS | KEYS_BY_KIND.get(str(found.get("kind")), {})).items():
-        if not isinstance(found.get(key), kind):
-            why = f"`{key}` is {found.get(key)!r:.60}" if key in found else f"`{key}` is missing"
-            raise PrepError(f"{path} is broken", why, "make the output anew")
-    state = (found["others"], *found["slots"].values()) if found["kind"] == "train" else ()
-    for records in (found["tensors"], *state):
+def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise PrepError unless the manifest has all keys that later commands read."""
+    for key, expected_type in (REQUIRED_KEYS | KEYS_BY_KIND.get(str(manifest.get("kind")), {})).items():
+        if not isinstance(manifest.get(key), expected_type):
+            why = f"`{key}` is {manifest.get(key)!r:.60}" if key in manifest else f"`{key}` is missing"
+            raise PrepError(f"{path} is broken", why, "create the output again")
+    state_records = (manifest["others"], *manifest["slots"].values()) if manifest["kind"] == "train" else ()
+    for records in (manifest["tensors"], *state_records):
         _check_records(path, records)
 
 
 def _check_records(path: Path, records: Any) -> None:
-    """PrepError unless each tensor has a list of digests."""
+    """Raise PrepError unless each tensor has a list of digests."""
     for name, record in records.items() if isinstance(records, dict) else [("the state", records)]:
-        pieces = record.get("digests") if isinstance(record, dict) else None
-        if not isinstance(pieces, list) or not all(_is_piece(piece) for piece in pieces):
-            raise PrepError(f"{path} is broken", f"what it says of {name!r:.60} is no list of digests", "make it anew")
+        row_digests = record.get("digests") if isinstance(record, dict) else None
+        if not isinstance(row_digests, list) or not all(_is_row_digest(row_digest) for row_digest in row_digests):
+            raise PrepError(f"{path} is broken", f"{name!r:.60} has no list of digests", "create the output again")
 
 
-def _is_piece(piece: Any) -> bool:
-    """Whether this is [first row, one past the last, digest]."""
-    return isinstance(piece, list) and [type(part) for part in piece] == [int, int, str]
+def _is_row_digest(value: Any) -> bool:
+    """Return whether a value is [first row, stop row, digest]."""
+    return isinstance(value, list) and [type(part) for part in value] == [int, int, str]
 
 
 def encode_manifest(content: Mapping[str, Any]) -> bytes:
-    """The manifest as it is stored."""
+    """Return the bytes of the manifest file."""
     return json.dumps({"format": FORMAT_VERSION, **content}, indent=1).encode() + b"\n"

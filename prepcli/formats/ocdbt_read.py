@@ -1,7 +1,7 @@
-"""The index of an OCDBT database, read node by node within stated bounds; values are for others to read.
+"""Read the index of an OCDBT database node by node, within fixed limits; values in data files are not read.
 
-A manifest names the root of the newest version, nodes of height 0 hold keys and values, those above refer to nodes.
-Older versions are left alone. What TensorStore writes is read, whatever the configuration.
+The manifest refers to the root of the newest version. Nodes of height 0 hold keys and values, higher nodes refer to
+child nodes. Older versions are ignored. Every configuration that TensorStore writes is supported.
 """
 
 from __future__ import annotations
@@ -20,126 +20,134 @@ from prepcli.formats.ocdbt_decode import UINT64_MAX, BodyReader, decode_frame, d
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
 
 MAX_MANIFEST_NBYTES = 16 << 20
-MAX_INDEX_NBYTES = 256 << 20  # of all nodes, decompressed
-MAX_TEXT_NBYTES = 256 << 20  # of all keys, and the values that lie in nodes
-MAX_ENTRIES = 1 << 21  # of all nodes: far above any model
-_FREE_ENTRIES, _ENTRIES_PER_BYTE = 1 << 18, 16  # a compressed node of a few hundred bytes may claim a million
-_MOST_VERSIONS = 1 << 16
-_MOST_FILES, _MOST_PATHS_NBYTES = 1 << 18, 16 << 20  # that a node knows
-_MOST_PATH_NBYTES = 4095
-_MOST_KEY_NBYTES = 65535
-_MOST_OFFSET = (1 << 63) - 1
-_NUMBERED = re.compile(r"manifest\.[0-9a-f]{16}")
+MAX_INDEX_NBYTES = 256 << 20  # total decompressed size of all nodes
+MAX_TEXT_NBYTES = 256 << 20  # total size of all keys and inline values
+MAX_ENTRIES = 1 << 21  # entries of all nodes: far above any model
+_BASE_ENTRIES, _ENTRIES_PER_BYTE = 1 << 18, 16  # a compressed node of a few hundred bytes may claim a million entries
+_MAX_VERSIONS = 1 << 16
+_MAX_FILES, _MAX_PATHS_NBYTES = 1 << 18, 16 << 20  # files of a node's table, and the total length of their paths
+_MAX_PATH_NBYTES = 4095
+_MAX_KEY_NBYTES = 65535
+_MAX_OFFSET = (1 << 63) - 1
+_NUMBERED_MANIFEST = re.compile(r"manifest\.[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A data file that a node knows; the node in it, if one is, knows files below `base`."""
+class _DataFile:
+    """A data file in a node's file table; `base_path` is the prefix of the paths in a node that this file holds."""
 
     path: str
-    base: bytes
+    base_path: bytes
 
-    def place(self, offset: int, nbytes: int) -> ValueLocation:
-        if offset + nbytes > _MOST_OFFSET:
-            raise ValueError(f"it refers to {nbytes:,} bytes at {offset:,}, where no file has any")
+    def make_reference(self, offset: int, nbytes: int) -> ValueLocation:
+        """Return the location of a byte range of the file; raise ValueError if it exceeds any file size."""
+        if offset + nbytes > _MAX_OFFSET:
+            raise ValueError(f"it refers to {nbytes:,} bytes at offset {offset:,}, beyond any file")
         return ValueLocation(self.path, offset, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
-    """A reference to a node; `prefix` goes before all of its keys."""
+class _NodeRef:
+    """A reference to a node; `key_prefix` is prepended to all of its keys."""
 
-    place: ValueLocation
-    base: bytes
+    location: ValueLocation
+    base_path: bytes
     height: int
-    prefix: bytes = b""
+    key_prefix: bytes = b""
 
 
 def read_ocdbt_index(folder: Path, before_read: Callable[[ValueLocation], object] = str) -> Iterator[OcdbtEntry]:
-    """All entries of the newest version in ascending order of their keys, node by node.
+    """Yield all entries of the newest version in ascending order of keys, node by node.
 
-    `before` is told the place of each node before it is read: it may have to be fetched. Paths are checked to stay in
-    the folder, nodes to lie in their files; what else the places of values hold is the caller's to check. Raises
-    PrepError for a database that is missing, broken, or beyond the bounds above.
+    Paths are checked to stay in the folder and nodes to lie in their files. The caller checks the locations of values.
+
+    Args:
+        folder: Folder of the database.
+        before_read: Called with the location of each node before it is read, for example to download it.
+
+    Raises:
+        PrepError: The database is missing, invalid, or exceeds a limit of this module.
     """
     if not (folder / OCDBT_MANIFEST).is_file():
-        raise PrepError(f"{folder} has no {OCDBT_MANIFEST}", "the checkpoint was not finished, or was copied in part")
+        raise PrepError(f"{folder} has no {OCDBT_MANIFEST}", "the checkpoint is unfinished or was copied in part")
     try:
-        root = _root(folder)
-        yield from _Index(folder, before_read).entries(root) if root else ()
+        root = _read_root(folder)
+        yield from _IndexReader(folder, before_read).iter_entries(root) if root else ()
     except ValueError as error:
-        what, hint = f"the index of {folder} cannot be read", "copy the folder again, with all it holds"
+        what, hint = f"the index of {folder} cannot be read", "copy the whole folder again"
         raise PrepError(what, str(error), hint) from error
 
 
-def _root(folder: Path) -> _Node | None:
-    """The root of the newest version; None: it is empty."""
-    body = _newest_manifest(folder)
-    files = _files(body, folder, b"")
-    count = body.read_varint(_MOST_VERSIONS)
+def _read_root(folder: Path) -> _NodeRef | None:
+    """Return a reference to the root of the newest version; None for an empty database."""
+    body = _read_newest_manifest(folder)
+    files = _read_file_table(body, folder, b"")
+    count = body.read_varint(_MAX_VERSIONS)
     if not count:
         raise ValueError("its manifest names no version")
     body.read_varints(count)  # generation numbers
     height = body.take(count)[-1]
-    number, offset, nbytes = (int(column[-1]) for column in _references(body, count, files))
+    file_number, offset, nbytes = (int(column[-1]) for column in _read_references(body, count, files))
     if offset == nbytes == UINT64_MAX:
         return None
-    return _Node(files[number].place(offset, nbytes), files[number].base, height)
+    return _NodeRef(files[file_number].make_reference(offset, nbytes), files[file_number].base_path, height)
 
 
-def _newest_manifest(folder: Path) -> BodyReader:
-    """The manifest from its table of files on. Stores that cannot replace a file have one for each version."""
-    body = _manifest(folder / OCDBT_MANIFEST)
-    if not _is_numbered(body):
+def _read_newest_manifest(folder: Path) -> BodyReader:
+    """Return the newest manifest, positioned at its file table; numbered manifests have one file per version."""
+    body = _read_manifest(folder / OCDBT_MANIFEST)
+    if not _uses_numbered_manifests(body):
         return body
-    numbered = [name for name in list_folder(folder) if _NUMBERED.fullmatch(name)]
+    numbered = [name for name in list_folder(folder) if _NUMBERED_MANIFEST.fullmatch(name)]
     if not numbered:
-        raise ValueError("its versions have manifests of their own, and there is none")
-    body = _manifest(folder / numbered[-1])
-    if _is_numbered(body):
+        raise ValueError("its manifest refers to numbered manifests, and none exists")
+    body = _read_manifest(folder / numbered[-1])
+    if _uses_numbered_manifests(body):
         raise ValueError(f"{numbered[-1]} names no version")
     return body
 
 
-def _manifest(path: Path) -> BodyReader:
+def _read_manifest(path: Path) -> BodyReader:
     nbytes = stat_file(path).st_size
     if nbytes > MAX_MANIFEST_NBYTES:
-        raise ValueError(f"{path.name} has {nbytes:,} bytes, prep takes {MAX_MANIFEST_NBYTES:,}")
+        raise ValueError(f"{path.name} has {nbytes:,} bytes, the limit is {MAX_MANIFEST_NBYTES:,}")
     return decode_frame(read_bytes(path, 0, nbytes), MANIFEST_MAGIC, MAX_MANIFEST_NBYTES)
 
 
-def _is_numbered(body: BodyReader) -> bool:
-    """Takes the configuration off a manifest, and says whether nothing follows: versions are in numbered files."""
+def _uses_numbered_manifests(body: BodyReader) -> bool:
+    """Read the configuration of a manifest and return whether its versions are in numbered manifests."""
     body.take(16)  # uuid
     kind = body.read_varint(1)
-    body.read_varints(2)  # most bytes of an inline value, and of a node
+    body.read_varints(2)  # limits of an inline value and of a node
     body.take(1)  # arity of the version tree
     if body.read_varint(1):
-        body.take(4)  # level of compression
+        body.take(4)  # compression level
     return kind == 1
 
 
-def _files(body: BodyReader, folder: Path, base: bytes) -> list[_File]:
-    """The table of files that begins a node, or a manifest's versions; `base` goes before all paths."""
-    count = body.read_varint(_MOST_FILES)
-    shared, rests = body.read_varints(max(0, count - 1)), body.read_varints(count, _MOST_PATH_NBYTES)
-    bases = body.read_varints(count)
-    text = body.take(int(rests.sum()))
+def _read_file_table(body: BodyReader, folder: Path, base_path: bytes) -> list[_DataFile]:
+    """Read the file table of a node or manifest; `base_path` is prepended to all paths."""
+    count = body.read_varint(_MAX_FILES)
+    prefix_lengths, suffix_lengths = body.read_varints(max(0, count - 1)), body.read_varints(count, _MAX_PATH_NBYTES)
+    base_lengths = body.read_varints(count)
+    suffixes = body.take(int(suffix_lengths.sum()))
     files = []
     nbytes = 0
-    for path, base_nbytes in zip(decode_keys(shared, rests, text, _MOST_PATH_NBYTES - len(base)), iter_ints(bases)):
+    for path, base_nbytes in zip(
+        decode_keys(prefix_lengths, suffix_lengths, suffixes, _MAX_PATH_NBYTES - len(base_path)),
+        iter_ints(base_lengths),
+    ):
         if base_nbytes > len(path):
-            raise ValueError(
-                f"a node knows {quote_name(path.decode(errors='replace'))}, of which {base_nbytes:,} bytes are a base"
-            )
-        files.append(_File(_inside(folder, base + path), base + path[:base_nbytes]))
-        nbytes += len(base) + len(path)
-        if nbytes > _MOST_PATHS_NBYTES:
-            raise ValueError(f"a node knows paths of more than {_MOST_PATHS_NBYTES:,} bytes")
+            shown_path = quote_name(path.decode(errors="replace"))
+            raise ValueError(f"a node has the file {shown_path} with a base path of {base_nbytes:,} bytes")
+        files.append(_DataFile(_decode_inner_path(folder, base_path + path), base_path + path[:base_nbytes]))
+        nbytes += len(base_path) + len(path)
+        if nbytes > _MAX_PATHS_NBYTES:
+            raise ValueError(f"a node has file paths of more than {_MAX_PATHS_NBYTES:,} bytes")
     return files
 
 
-def _inside(folder: Path, stored: bytes) -> str:
+def _decode_inner_path(folder: Path, stored: bytes) -> str:
     path = stored.decode(errors="replace")
     if path.startswith("/") or ".." in path.split("/") or "\0" in path:
         raise PrepError(
@@ -148,100 +156,110 @@ def _inside(folder: Path, stored: bytes) -> str:
     return path
 
 
-def _references(body: BodyReader, count: int, files: Sequence[_File]) -> tuple[NDArray[np.uint64], ...]:
-    """Of `count` nodes the number of the file, the offset and the bytes."""
-    places = (body.read_varints(count, len(files) - 1), body.read_varints(count), body.read_varints(count))
-    body.read_varints(3 * count)  # statistics of what is below
-    return places
+def _read_references(body: BodyReader, count: int, files: Sequence[_DataFile]) -> tuple[NDArray[np.uint64], ...]:
+    """Read `count` node references as columns: file number, offset, length in bytes."""
+    columns = (body.read_varints(count, len(files) - 1), body.read_varints(count), body.read_varints(count))
+    body.read_varints(3 * count)  # statistics of the subtrees
+    return columns
 
 
-class _Index:
-    """The nodes of a database, and how much of them was read."""
+class _IndexReader:
+    """Reader of the nodes of a database, with counters for the limits."""
 
     def __init__(self, folder: Path, before: Callable[[ValueLocation], object]) -> None:
         self._folder, self._before = folder, before
         self._seen: set[ValueLocation] = set()
         self._nbytes = self._stored_nbytes = self._text_nbytes = self._entries = 0
 
-    def entries(self, root: _Node) -> Iterator[OcdbtEntry]:
-        """All that is below a node, in order."""
-        last: bytes | None = None
-        waiting: list[Iterator[_Node]] = [iter([root])]
-        while waiting:
-            if (node := next(waiting[-1], None)) is None:
-                waiting.pop()
+    def iter_entries(self, root: _NodeRef) -> Iterator[OcdbtEntry]:
+        """Yield all entries of a subtree in ascending order of keys."""
+        last_key: bytes | None = None
+        stack: list[Iterator[_NodeRef]] = [iter([root])]
+        while stack:
+            if (node := next(stack[-1], None)) is None:
+                stack.pop()
             elif node.height:
-                waiting.append(_children(node, *self._opened(node)))
+                stack.append(_iter_children(node, *self._open_node(node)))
             else:
-                for key, value in _leaf(node, *self._opened(node)):
-                    if last is not None and key <= last:
-                        raise ValueError(f"key {quote_name(repr(key))} follows {quote_name(repr(last))}")
+                for key, value in _iter_leaf_entries(node, *self._open_node(node)):
+                    if last_key is not None and key <= last_key:
+                        raise ValueError(f"key {quote_name(repr(key))} follows {quote_name(repr(last_key))}")
                     self._count_text(key, value)
-                    last = key
+                    last_key = key
                     yield key, value
 
-    def _opened(self, node: _Node) -> tuple[BodyReader, list[_File], int]:
-        """The node's body from its entries on, its files, and the number of its entries."""
-        body = decode_frame(self._read(node.place), NODE_MAGIC, MAX_INDEX_NBYTES - self._nbytes)
-        self._nbytes += max(body.remaining_nbytes, node.place.nbytes)
+    def _open_node(self, node: _NodeRef) -> tuple[BodyReader, list[_DataFile], int]:
+        """Return a node's body, positioned at its entries, its file table, and the number of its entries."""
+        body = decode_frame(self._read_node(node.location), NODE_MAGIC, MAX_INDEX_NBYTES - self._nbytes)
+        self._nbytes += max(body.remaining_nbytes, node.location.nbytes)
         height = body.take(1)[0]
-        if height != node.height:  # also what keeps a node from being its own child
-            raise ValueError(f"a node says height {height}, its parent {node.height}")
-        files = _files(body, self._folder, node.base)
+        if height != node.height:  # this also prevents a node from being its own child
+            raise ValueError(f"a node has height {height}, its parent refers to height {node.height}")
+        files = _read_file_table(body, self._folder, node.base_path)
         count = body.read_varint()
         self._count_entries(count)
         return body, files, count
 
-    def _read(self, place: ValueLocation) -> bytes:
-        if place in self._seen:  # a few small nodes could otherwise stand for any number of keys
-            raise ValueError(f"it refers twice to the node at byte {place.offset:,} of {quote_name(place.path)}")
-        self._seen.add(place)
-        path, end = self._folder / place.path, place.offset + place.nbytes
+    def _read_node(self, location: ValueLocation) -> bytes:
+        if location in self._seen:  # otherwise a few small nodes could encode any number of keys
+            raise ValueError(f"it refers twice to the node at byte {location.offset:,} of {quote_name(location.path)}")
+        self._seen.add(location)
+        path, end = self._folder / location.path, location.offset + location.nbytes
         size = stat_file(path).st_size
         if end > size:
             raise PrepError(f"{path} is cut short", f"an index node ends at byte {end}, the file at {size}")
-        if place.nbytes > MAX_INDEX_NBYTES - self._nbytes:
+        if location.nbytes > MAX_INDEX_NBYTES - self._nbytes:
             raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
-        self._before(place)
-        self._stored_nbytes += place.nbytes
-        return read_bytes(path, place.offset, place.nbytes)
+        self._before(location)
+        self._stored_nbytes += location.nbytes
+        return read_bytes(path, location.offset, location.nbytes)
 
     def _count_entries(self, count: int) -> None:
-        most = min(MAX_ENTRIES, _FREE_ENTRIES + _ENTRIES_PER_BYTE * self._stored_nbytes)
+        max_entries = min(MAX_ENTRIES, _BASE_ENTRIES + _ENTRIES_PER_BYTE * self._stored_nbytes)
         self._entries += count
-        if not 0 < count <= self._entries <= most:
-            raise ValueError(f"a node claims {count:,} entries; {self._stored_nbytes:,} bytes may hold {most:,} in all")
+        if not 0 < count <= self._entries <= max_entries:
+            raise ValueError(
+                f"a node claims {count:,} entries; the limit for {self._stored_nbytes:,} bytes is {max_entries:,}"
+            )
 
     def _count_text(self, key: bytes, value: bytes | ValueLocation) -> None:
         self._text_nbytes += len(key) + (len(value) if isinstance(value, bytes) else 0)
         if self._text_nbytes > MAX_TEXT_NBYTES:
-            raise ValueError(f"its keys and the values beside them have more than {MAX_TEXT_NBYTES:,} bytes")
+            raise ValueError(f"its keys and inline values have more than {MAX_TEXT_NBYTES:,} bytes")
 
 
-def _children(node: _Node, body: BodyReader, files: Sequence[_File], count: int) -> Iterator[_Node]:
-    shared, rests = body.read_varints(count - 1), body.read_varints(count, _MOST_KEY_NBYTES)
-    common = body.read_varints(count)
-    keys = decode_keys(shared, rests, body.take(int(rests.sum())), _MOST_KEY_NBYTES)
-    columns = _references(body, count, files)
+def _iter_children(node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int) -> Iterator[_NodeRef]:
+    prefix_lengths, suffix_lengths = body.read_varints(count - 1), body.read_varints(count, _MAX_KEY_NBYTES)
+    common_lengths = body.read_varints(count)
+    keys = decode_keys(prefix_lengths, suffix_lengths, body.take(int(suffix_lengths.sum())), _MAX_KEY_NBYTES)
+    columns = _read_references(body, count, files)
     body.expect_end()
-    for key, nbytes_common, number, offset, nbytes in zip(keys, iter_ints(common), *map(iter_ints, columns)):
-        file = files[number]
-        yield _Node(file.place(offset, nbytes), file.base, node.height - 1, node.prefix + key[:nbytes_common])
+    for key, common_length, file_number, offset, nbytes in zip(
+        keys, iter_ints(common_lengths), *map(iter_ints, columns)
+    ):
+        file = files[file_number]
+        yield _NodeRef(
+            file.make_reference(offset, nbytes), file.base_path, node.height - 1, node.key_prefix + key[:common_length]
+        )
 
 
-def _leaf(node: _Node, body: BodyReader, files: Sequence[_File], count: int) -> Iterator[OcdbtEntry]:
-    shared, rests = body.read_varints(count - 1), body.read_varints(count, _MOST_KEY_NBYTES)
-    keys = decode_keys(shared, rests, body.take(int(rests.sum())), _MOST_KEY_NBYTES)
-    sizes = body.read_varints(count)
-    is_place = body.take(count)
-    if max(is_place) > 1:
-        raise ValueError(f"a value is of kind {max(is_place)}, which prep does not know")
-    in_files = is_place.count(1)
-    places = zip(iter_ints(body.read_varints(in_files, len(files) - 1)), iter_ints(body.read_varints(in_files)))
-    for key, nbytes, lies in zip(keys, iter_ints(sizes), is_place):
-        if lies:
-            number, offset = next(places)
-            yield node.prefix + key, files[number].place(offset, nbytes)
+def _iter_leaf_entries(
+    node: _NodeRef, body: BodyReader, files: Sequence[_DataFile], count: int
+) -> Iterator[OcdbtEntry]:
+    prefix_lengths, suffix_lengths = body.read_varints(count - 1), body.read_varints(count, _MAX_KEY_NBYTES)
+    keys = decode_keys(prefix_lengths, suffix_lengths, body.take(int(suffix_lengths.sum())), _MAX_KEY_NBYTES)
+    value_lengths = body.read_varints(count)
+    is_indirect = body.take(count)
+    if max(is_indirect) > 1:
+        raise ValueError(f"a value has the unknown kind {max(is_indirect)}")
+    indirect_count = is_indirect.count(1)
+    locations = zip(
+        iter_ints(body.read_varints(indirect_count, len(files) - 1)), iter_ints(body.read_varints(indirect_count))
+    )
+    for key, nbytes, indirect in zip(keys, iter_ints(value_lengths), is_indirect):
+        if indirect:
+            file_number, offset = next(locations)
+            yield node.key_prefix + key, files[file_number].make_reference(offset, nbytes)
         else:
-            yield node.prefix + key, body.take(nbytes)
+            yield node.key_prefix + key, body.take(nbytes)
     body.expect_end()

@@ -1,8 +1,8 @@
-"""An Orbax item - the folder that holds one tree of arrays - as the reader and the writer both see it.
+"""Define the layout of an Orbax item, the folder that holds one tree of arrays, for the reader and the writer.
 
-Arrays are zarr v2 in one OCDBT database: for each a document `NAME/.zarray` and a value `NAME/i.j.k` for each chunk of
-its grid, where NAME is the path in the tree joined by dots. Chunks are raw: C order, little endian, the last one of
-an axis padded to full size.
+Arrays are stored as zarr v2 in one OCDBT database: a document `NAME/.zarray` and one value `NAME/i.j.k` per chunk,
+where NAME is the path in the tree joined by dots. The writer stores raw chunks in C order, little endian; the last
+chunk of an axis is padded to full size.
 """
 
 from __future__ import annotations
@@ -25,67 +25,67 @@ ZARR_TYPESTRS = {
     "bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
     "float8_e8m0fnu": "float8_e8m0fnu", "float8_e4m3fnuz": "float8_e4m3fnuz", "float8_e5m2fnuz": "float8_e5m2fnuz",
 }  # fmt: skip
-"""dtypes as TensorStore's zarr v2 spells them; those without a NumPy code are its own extension."""
+"""dtype -> zarr v2 type string. Names without a NumPy type code are an extension of TensorStore."""
 
-TreePath = tuple[str | int, ...]  # a str is a key of a dict, an int an index of a list or tuple
+TreePath = tuple[str | int, ...]  # str: key of a dict, int: index of a list or tuple
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayMeta:
-    """An array of the tree. `scalar`: a number of Python, stored as a 0-d array."""
+    """An array of the tree; `is_scalar` marks a Python number, stored as a 0-d array."""
 
     path: TreePath
     shape: tuple[int, ...]
     dtype: str  # a key of TYPESTR
-    chunk_shape: tuple[int, ...]  # one extent >= 1 per axis; need not divide the shape
+    chunk_shape: tuple[int, ...]  # one extent >= 1 per axis; may not divide the shape
     is_scalar: bool = False
 
     @property
     def name(self) -> str:
-        """What the array is called on disk."""
+        """Return the name of the array on disk."""
         return dotted_name(self.path)
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Chunks along each axis; () for a 0-d array, which has one chunk."""
+        """Return the number of chunks along each axis; () for a 0-d array (one chunk)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape))
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of any chunk; the last ones are padded."""
+        """Return the size of any chunk in bytes, padding included."""
         return math.prod(self.chunk_shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxNonArray:
-    """A leaf of the tree that is no array: a string, or an empty container or None by the name of its type."""
+    """A leaf of the tree other than an array: a string, an empty container or None."""
 
     path: TreePath
-    value_type: str  # as Orbax says it: "string", "Dict", "List", "Tuple", "NamedTuple", "None"
-    text: str = ""  # of a string
+    value_type: str  # Orbax's name: "string", "Dict", "List", "Tuple", "NamedTuple", "None"
+    text: str = ""  # content of a string
 
 
 def dotted_name(path: TreePath) -> str:
-    """A path as one name; ambiguous where a part contains a dot."""
+    """Return a path joined by dots; ambiguous if a part contains a dot."""
     return ".".join(map(str, path))
 
 
 def chunk_key(index: tuple[int, ...]) -> str:
-    """What follows `NAME/` in the key of a chunk."""
+    """Return the key of a chunk without its prefix `NAME/`."""
     return ".".join(map(str, index)) or "0"
 
 
 def unravel_chunk_index(grid: tuple[int, ...], chunk_number: int) -> tuple[int, ...]:
-    """The index of chunk number `at` of a grid in C order."""
+    """Return the index of a chunk from its number in C order, like `np.unravel_index`."""
     index = []
-    for n in reversed(grid):
-        chunk_number, i = divmod(chunk_number, n)
+    for extent in reversed(grid):
+        chunk_number, i = divmod(chunk_number, extent)
         index.append(i)
     return tuple(reversed(index))
 
 
 def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
-    """The names of two leaves that one tree, or one index, cannot both hold."""
+    """Return the names of two leaves that cannot be stored in one tree; None if there are none."""
     names = sorted((dotted_name(path), tuple(map(str, path))) for path in paths)
     for (a, _), (b, _) in itertools.pairwise(names):
         if a == b:
@@ -97,23 +97,27 @@ def find_name_clash(paths: Iterable[TreePath]) -> tuple[str, str] | None:
 
 
 def find_item(path: Path) -> Path | None:
-    """The item that `path` means: itself, the item of a step folder, or that of the last step of a run folder."""
-    if (item := _item_of_step(path)) is not None:
+    """Return the item that `path` is or holds: the item of a step folder, or of a run folder's last step."""
+    if (item := _find_item_of_step(path)) is not None:
         return item
-    steps = [child for child in _folders(path) if child.name.isascii() and child.name.isdigit()]
-    items = (_item_of_step(step) for step in sorted(steps, key=lambda step: int(step.name), reverse=True))
+    steps = [child for child in _list_subfolders(path) if child.name.isascii() and child.name.isdigit()]
+    items = (_find_item_of_step(step) for step in sorted(steps, key=lambda step: int(step.name), reverse=True))
     return next((item for item in items if item is not None), None)
 
 
-def _item_of_step(step: Path) -> Path | None:
-    """Orbax's own names for the tree first; a training job may have named its only item otherwise, and parameters may
-    have an optimizer's state beside them, as redco has it."""
-    named = [step, step / "default", step / "state", step / "items"]
-    if found := next((item for item in named if (item / METADATA_FILE).is_file()), None):
-        return found
-    items = [child for child in _folders(step) if (child / METADATA_FILE).is_file() and not child.name.isdigit()]
+def _find_item_of_step(step: Path) -> Path | None:
+    """Return the item of a step folder.
+
+    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco).
+    """
+    candidates = [step, step / "default", step / "state", step / "items"]
+    if default_item := next((item for item in candidates if (item / METADATA_FILE).is_file()), None):
+        return default_item
+    items = [
+        child for child in _list_subfolders(step) if (child / METADATA_FILE).is_file() and not child.name.isdigit()
+    ]
     return items[0] if len(items) == 1 else next((item for item in items if item.name == "params"), None)
 
 
-def _folders(path: Path) -> list[Path]:
+def _list_subfolders(path: Path) -> list[Path]:
     return [path / name for name in list_folder(path) if (path / name).is_dir()] if path.is_dir() else []

@@ -1,7 +1,7 @@
-"""What an Orbax item holds and where each chunk lies; the chunks themselves are for others to read.
+"""Read the metadata of an Orbax item: its arrays and the location of each chunk.
 
-Items come from strangers. All that is read from one here is checked: afterwards every chunk of every array is known
-to lie, with the right number of bytes, in an ordinary file inside the folder, apart from all other chunks.
+Items are untrusted, so all metadata is checked. Every chunk of a returned item is in a regular file inside the folder,
+has the expected size (unless it is compressed), and does not overlap another chunk.
 """
 
 from __future__ import annotations
@@ -32,17 +32,26 @@ from prepcli.formats.orbax_store import ChunkTable, OrbaxStore, StoredRange, bui
 from prepcli.formats.untrusted import list_folder, parse_json, quote_name, read_small_file, stat_file
 from prepcli.formats.zarr import ZarrArray, parse_zarr_document
 
-_UNFINISHED = ".orbax-checkpoint-tmp"
-_MOST_ABSENT = 1 << 18  # chunks of zeros that are not stored
+_UNFINISHED_MARK = ".orbax-checkpoint-tmp"
+_MAX_ABSENT_CHUNKS = 1 << 18  # chunks that are not stored and read as zeros
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItem:
-    """An item's arrays and where they lie.
+    """Arrays of an item and the locations of their chunks.
 
-    `chunks`, `steps` and `value_types` are parallel to `arrays`: the chunks that are stored, those that are not stand
-    for zeros; the steps of `codecs` that turn elements into what is stored; and what Orbax says the leaf is:
-    `jax.Array`, `np.ndarray` or `scalar`. `stamp`: a digest of all that says so.
+    `chunks`, `codec_names` and `value_types` are parallel to `arrays`.
+
+    Attributes:
+        folder: Folder of the item.
+        arrays: Arrays in the order of the tree.
+        chunks: Stored chunks of each array; missing chunks read as zeros.
+        codec_names: Codecs of each array's chunks, in encoding order.
+        files: Files that the locations of chunks refer to by number.
+        value_types: Orbax's type of each leaf: `jax.Array`, `np.ndarray` or `scalar`.
+        non_arrays: Leaves other than arrays.
+        unlisted_names: Names in the index without a leaf in the tree; Orbax ignores them too.
+        metadata_digest: Digest of all metadata of the item.
     """
 
     folder: Path
@@ -52,53 +61,55 @@ class OrbaxItem:
     files: tuple[Path, ...]
     value_types: tuple[str, ...]
     non_arrays: tuple[OrbaxNonArray, ...]
-    unlisted_names: tuple[str, ...]  # names in the index that the tree lacks; Orbax does not see them either
+    unlisted_names: tuple[str, ...]
     metadata_digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class _TreeLeaf:
+    """A leaf of the tree in `_METADATA`."""
+
     path: TreePath
     value_type: str
-    empty: bool
+    is_empty: bool
 
 
 def read_item(folder: Path) -> OrbaxItem:
-    """All that the item says of its arrays. Raises PrepError for what is broken, and for storage that is not read."""
-    if unfinished := next((part for part in folder.absolute().parts if _UNFINISHED in part), None):
-        raise PrepError(f"{folder} is a checkpoint that Orbax did not finish", f"its folder is {unfinished}")
+    """Read and check the metadata of an item; raise PrepError if it is invalid or its storage is not supported."""
+    if unfinished_part := next((part for part in folder.absolute().parts if _UNFINISHED_MARK in part), None):
+        raise PrepError(f"{folder} is a checkpoint that Orbax did not finish", f"its folder is {unfinished_part}")
     tree = _read_tree(folder)
-    leaves = [_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
+    leaves = [_parse_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
     if names := find_name_clash(leaf.path for leaf in leaves):
         raise PrepError(
             f"{folder / METADATA_FILE} is broken", f"it has {quote_name(names[0])} and {quote_name(names[1])}"
         )
-    listed = [leaf for leaf in leaves if not leaf.empty and leaf.value_type != "string"]
+    array_leaves = [leaf for leaf in leaves if not leaf.is_empty and leaf.value_type != "string"]
     uses_ocdbt = tree.get("use_ocdbt", True) is not False
-    names = [dotted_name(leaf.path) for leaf in listed]
+    names = [dotted_name(leaf.path) for leaf in array_leaves]
     store = OrbaxStore(folder, names, uses_ocdbt, bool(tree.get("use_zarr3")))
     documents = [store.pop_document(name) for name in names]
     zarrs = [parse_zarr_document(quote_name(name), store.document_name, text) for name, text in zip(names, documents)]
-    complete = tree.get("store_array_data_equal_to_fill_value") is True
+    is_complete = tree.get("store_array_data_equal_to_fill_value") is True
     tables = [
-        build_chunk_table(quote_name(name), zarr, store.values.pop(name), store, complete)
+        build_chunk_table(quote_name(name), zarr, store.values.pop(name), store, is_complete)
         for name, zarr in zip(names, zarrs)
     ]
-    arrays = tuple(_array(leaf, zarr) for leaf, zarr in zip(listed, zarrs))
+    arrays = tuple(_make_array_meta(leaf, zarr) for leaf, zarr in zip(array_leaves, zarrs))
     for meta, zarr, chunks in zip(arrays, zarrs, tables):
-        _check_sizes(meta, zarr, chunks)
-    _check_absent(folder, arrays, tables)
-    _check_places(arrays, tables, store.files)
+        _check_chunk_sizes(meta, zarr, chunks)
+    _check_absent_chunks(folder, arrays, tables)
+    _check_chunk_ranges(arrays, tables, store.files)
     return OrbaxItem(
         folder=folder,
         arrays=arrays,
         chunks=tuple(tables),
         codec_names=tuple(zarr.codec_names for zarr in zarrs),
         files=store.files,
-        value_types=tuple(leaf.value_type for leaf in listed),
-        non_arrays=_others(folder, leaves),
+        value_types=tuple(leaf.value_type for leaf in array_leaves),
+        non_arrays=_read_non_arrays(folder, leaves),
         unlisted_names=tuple(sorted(store.values)),
-        metadata_digest=_stamp(folder, documents),
+        metadata_digest=_metadata_digest(folder, documents),
     )
 
 
@@ -111,10 +122,10 @@ def _read_tree(folder: Path) -> Mapping[str, Any]:
     return tree
 
 
-def _stamp(folder: Path, documents: Iterable[bytes]) -> str:
+def _metadata_digest(folder: Path, documents: Iterable[bytes]) -> str:
     index = folder / OCDBT_MANIFEST
-    held = [read_small_file(folder / METADATA_FILE), read_small_file(index) if index.exists() else b"", *documents]
-    return digest(b"".join(held))
+    contents = [read_small_file(folder / METADATA_FILE), read_small_file(index) if index.exists() else b"", *documents]
+    return digest(b"".join(contents))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -127,73 +138,81 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _leaf(folder: Path, entry: Any) -> _Leaf:
+def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
     match entry:
         case {"key_metadata": [_, *_] as keys, "value_metadata": {"value_type": str(value_type)} as value}:
-            path = tuple(_part(folder, key) for key in keys)
-            return _Leaf(path, value_type, value.get("skip_deserialize") is True)
-    raise PrepError(f"{folder / METADATA_FILE} is broken", "it describes a leaf without its path or type")
+            path = tuple(_parse_path_part(folder, key) for key in keys)
+            return _TreeLeaf(path, value_type, value.get("skip_deserialize") is True)
+    raise PrepError(f"{folder / METADATA_FILE} is broken", "it describes a leaf without a path or a type")
 
 
-def _part(folder: Path, key: Any) -> str | int:
+def _parse_path_part(folder: Path, key: Any) -> str | int:
     match key:
         case {"key": str(text), "key_type": 1} if re.fullmatch("0|[1-9][0-9]{0,8}", text):
             return int(text)
         case {"key": str(text), "key_type": 2}:
             return text
-    raise PrepError(f"{folder / METADATA_FILE} is broken", f"{quote_name(str(key))} is no part of a path")
+    raise PrepError(f"{folder / METADATA_FILE} is broken", f"{quote_name(str(key))} is not a part of a path")
 
 
-def _array(leaf: _Leaf, zarr: ZarrArray) -> ArrayMeta:
+def _make_array_meta(leaf: _TreeLeaf, zarr: ZarrArray) -> ArrayMeta:
     return ArrayMeta(
         leaf.path, zarr.shape, zarr.dtype, zarr.chunk_shape, leaf.value_type == "scalar" and not zarr.shape
     )
 
 
-def _check_sizes(meta: ArrayMeta, zarr: ZarrArray, chunks: ChunkTable) -> None:
-    """Chunks that are not compressed have the bytes of their elements, and no more than those."""
+def _check_chunk_sizes(meta: ArrayMeta, zarr: ZarrArray, chunks: ChunkTable) -> None:
+    """Raise PrepError if a chunk without compression does not have the size of its elements."""
     if zarr.codec_names not in ((), (CRC32C,)):
         return
-    wanted = meta.chunk_nbytes + CRC32C_NBYTES * bool(zarr.codec_names)
-    for index, stored in chunks.items():
-        nbytes = len(stored) if isinstance(stored, bytes) else stored.nbytes
-        if nbytes != wanted:
-            why = f"it has {nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {wanted:,}"
+    expected_nbytes = meta.chunk_nbytes + CRC32C_NBYTES * bool(zarr.codec_names)
+    for index, value in chunks.items():
+        nbytes = len(value) if isinstance(value, bytes) else value.nbytes
+        if nbytes != expected_nbytes:
+            why = f"it has {nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {expected_nbytes:,}"
             raise PrepError(f"chunk {chunk_key(index)} of {quote_name(meta.name)} has the wrong size", why)
 
 
-def _check_absent(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[ChunkTable]) -> None:
-    """PrepError where an item claims to be far larger than what it stores."""
+def _check_absent_chunks(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[ChunkTable]) -> None:
+    """Raise PrepError if too many chunks are not stored: the item claims to be far larger than its files."""
     absent = sum(math.prod(meta.grid) - len(chunks) for meta, chunks in zip(arrays, tables))
-    if absent > _MOST_ABSENT:
-        why = f"{absent:,} chunks stand for zeros, prep takes at most {_MOST_ABSENT:,} such"
-        raise PrepError(f"{folder} does not store what it holds", why)
+    if absent > _MAX_ABSENT_CHUNKS:
+        why = f"{absent:,} chunks are not stored and read as zeros, the limit is {_MAX_ABSENT_CHUNKS:,}"
+        raise PrepError(f"{folder} does not store most of its chunks", why)
 
 
-def _check_places(arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]) -> None:
-    """Every chunk in its file, no two on the same bytes."""
+def _check_chunk_ranges(arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable], files: Sequence[Path]) -> None:
+    """Raise PrepError if a chunk exceeds its file or overlaps another chunk."""
     sizes = [stat_file(file).st_size for file in files]
-    places = sorted(
-        (stored.file, stored.offset, stored.offset + stored.nbytes, n)
-        for n, table in enumerate(chunks)
+    ranges = sorted(
+        (stored.file, stored.offset, stored.offset + stored.nbytes, array_number)
+        for array_number, table in enumerate(chunks)
         for stored in table.values()
         if isinstance(stored, StoredRange)
     )
-    for file, _, end, n in places:
+    for file, _, end, array_number in ranges:
         if end > sizes[file]:
-            why = f"a chunk of {quote_name(arrays[n].name)} ends at byte {end:,}, the file at {sizes[file]:,}"
+            why = (
+                f"a chunk of {quote_name(arrays[array_number].name)} ends at byte {end:,}, the file at {sizes[file]:,}"
+            )
             raise PrepError(f"{files[file]} is cut short", why, "copy the checkpoint again")
-    for (file, _, end, a), (next_file, start, _, b) in itertools.pairwise(places):
+    for (file, _, end, first_array), (next_file, start, _, second_array) in itertools.pairwise(ranges):
         if file == next_file and start < end:
             why = f"both use byte {start:,} of {files[file]}"
-            raise PrepError(f"chunks of {quote_name(arrays[a].name)} and {quote_name(arrays[b].name)} overlap", why)
+            raise PrepError(
+                f"chunks of {quote_name(arrays[first_array].name)} and {quote_name(arrays[second_array].name)} overlap",
+                why,
+            )
 
 
-def _others(folder: Path, leaves: Sequence[_Leaf]) -> tuple[OrbaxNonArray, ...]:
-    strings = [leaf for leaf in leaves if leaf.value_type == "string" and not leaf.empty]
+def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNonArray, ...]:
+    strings = [leaf for leaf in leaves if leaf.value_type == "string" and not leaf.is_empty]
     texts = _read_json(folder / STRINGS_FILE) if strings else {}
     for leaf in strings:
         if not isinstance(texts.get(dotted_name(leaf.path)), str):
             raise PrepError(f"{folder / STRINGS_FILE} has no text for {quote_name(dotted_name(leaf.path))}")
-    empty = [OrbaxNonArray(leaf.path, leaf.value_type) for leaf in leaves if leaf.empty]
-    return (*empty, *(OrbaxNonArray(leaf.path, leaf.value_type, texts[dotted_name(leaf.path)]) for leaf in strings))
+    empty_leaves = [OrbaxNonArray(leaf.path, leaf.value_type) for leaf in leaves if leaf.is_empty]
+    return (
+        *empty_leaves,
+        *(OrbaxNonArray(leaf.path, leaf.value_type, texts[dotted_name(leaf.path)]) for leaf in strings),
+    )

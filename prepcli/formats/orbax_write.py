@@ -1,6 +1,6 @@
-"""What makes an Orbax item of raw chunks that lie in data files: the OCDBT index and Orbax's metadata.
+"""Write the metadata of an Orbax item, given chunks in data files: the OCDBT index and Orbax's JSON files.
 
-Neither Orbax nor TensorStore is imported, and no bytes of weights pass through here.
+Neither Orbax nor TensorStore is imported, and no weights are read or written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardC
 
 @dataclass(frozen=True, slots=True)
 class WrittenChunk:
-    """Where the chunk `index` (one number per axis) of array number `array` lies: `nbytes` from `offset` of a file."""
+    """Location of the chunk `index` of array number `array`: `nbytes` bytes at `offset` of file number `file`."""
 
     array: int
     index: tuple[int, ...]
@@ -45,8 +45,8 @@ class WrittenChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """File, offset and stored bytes of each chunk of one array, in C order of its grid; file -1: not placed yet."""
+class _ChunkColumns:
+    """File, offset and size of each chunk of an array, in C order of its grid; file -1 if not placed yet."""
 
     meta: ArrayMeta
     grid: tuple[int, ...]
@@ -66,20 +66,31 @@ def write_item_metadata(
     node_nbytes: int = NODE_NBYTES,
     zstd_level: int | None = None,
 ) -> None:
-    """Write all that `folder` needs besides its data files to be an Orbax item, and a whole checkpoint of that item.
+    """Write the metadata of an Orbax item over existing data files; the item is also a checkpoint of its own.
 
-    `file_names` are paths relative to `folder`. Leaves are declared `np.ndarray`, so that any reader takes them with
-    or without a target. `zstd_level` says how chunks are compressed, if they are. Equal arguments give equal files,
-    whatever the order of `chunks`; nothing is fsynced. Raises PrepError, before it writes, where a leaf cannot be
-    stored or the chunks are not each chunk of each array once.
+    Leaves are declared as `np.ndarray`, so that Orbax restores them with or without a target. Equal arguments give
+    equal files, independent of the order of `chunks`. Nothing is fsynced.
+
+    Args:
+        folder: Folder of the item.
+        arrays: Arrays of the item.
+        chunks: Location of every chunk of every array.
+        file_names: Data files by number, relative to `folder`.
+        now_ns: Commit time in nanoseconds since the epoch.
+        non_arrays: Leaves other than arrays.
+        node_nbytes: Decoded size at which an index node is split.
+        zstd_level: Compression level of the chunks; None for raw chunks.
+
+    Raises:
+        PrepError: A leaf cannot be stored, or a chunk is missing, duplicate or of the wrong size. Nothing is written.
     """
     _check_leaves(arrays, non_arrays)
-    tables = [_empty_table(meta) for meta in arrays]
+    tables = [_empty_columns(meta) for meta in arrays]
     for chunk in chunks:
-        _place(tables[chunk.array], chunk, zstd_level is not None)
+        _record_chunk(tables[chunk.array], chunk, zstd_level is not None)
     for table in tables:
-        _check_whole(table)
-    write_ocdbt_index(folder, _entries(tables, file_names, zstd_level), now_ns, node_nbytes)
+        _check_complete(table)
+    write_ocdbt_index(folder, _iter_entries(tables, file_names, zstd_level), now_ns, node_nbytes)
     _write_json(folder / METADATA_FILE, _tree_metadata(arrays, non_arrays))
     _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata(_HANDLER, now_ns))
     if texts := {dotted_name(leaf.path): leaf.text for leaf in non_arrays if leaf.value_type == "string"}:
@@ -88,12 +99,12 @@ def write_item_metadata(
 
 
 def write_step_metadata(folder: Path, item_name: str, now_ns: int) -> None:
-    """Make `folder` a whole checkpoint of the item in its folder `item`, as Orbax keeps those of a run's steps."""
+    """Write the metadata that makes `folder` a training step of Orbax with the item in its subfolder `item_name`."""
     _write_json(folder / CHECKPOINT_METADATA_FILE, _checkpoint_metadata({item_name: _HANDLER}, now_ns))
 
 
 def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
-    """The `.zarray` document of an array, raw or compressed, in TensorStore's own spelling."""
+    """Return the `.zarray` document of an array, byte for byte as TensorStore writes it."""
     document = {
         "chunks": meta.chunk_shape,
         "compressor": None if zstd_level is None else {"id": "zstd", "level": zstd_level},
@@ -108,85 +119,102 @@ def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _check_leaves(arrays: Sequence[ArrayMeta], others: Sequence[OrbaxNonArray]) -> None:
+def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     if not arrays:
-        raise PrepError("the checkpoint would hold no arrays")
+        raise PrepError("the checkpoint would contain no arrays")
     for meta in arrays:
         if meta.dtype not in ZARR_TYPESTRS:
             raise PrepError(
                 f"{meta.name} is {meta.dtype}",
-                f"TensorStore's zarr v2 holds {', '.join(ZARR_TYPESTRS)}",
+                f"zarr v2 of TensorStore supports {', '.join(ZARR_TYPESTRS)}",
                 "cast it: --dtype bfloat16",
             )
         if len(meta.chunk_shape) != len(meta.shape) or min(meta.chunk_shape, default=1) < 1:
-            raise PrepError(f"chunk {meta.chunk_shape} of {meta.name} does not suit its shape {meta.shape}")
-    paths = [leaf.path for leaf in (*arrays, *others)]
+            raise PrepError(f"chunk {meta.chunk_shape} of {meta.name} does not match its shape {meta.shape}")
+    paths = [leaf.path for leaf in (*arrays, *non_arrays)]
     for path in paths:
         if not path or not all(part and not {".", "/"} & set(part) for part in map(str, path)):
-            raise PrepError(f"{path} cannot name a leaf of an Orbax checkpoint", "a part is empty or holds a . or a /")
+            raise PrepError(
+                f"{path} cannot name a leaf of an Orbax checkpoint", "a part is empty or contains `.` or `/`"
+            )
     if names := find_name_clash(paths):
-        raise PrepError(f"the tree has two leaves in one place, {names[0]} and {names[1]}")
+        raise PrepError(f"the tree has two leaves with clashing names, {names[0]} and {names[1]}")
 
 
-def _empty_table(meta: ArrayMeta) -> _Table:
+def _empty_columns(meta: ArrayMeta) -> _ChunkColumns:
     grid = meta.grid
-    n = math.prod(grid)
-    return _Table(meta, grid, meta.chunk_nbytes, array("q", [-1]) * n, array("q", [0]) * n, array("q", [0]) * n)
+    chunk_count = math.prod(grid)
+    return _ChunkColumns(
+        meta,
+        grid,
+        meta.chunk_nbytes,
+        array("q", [-1]) * chunk_count,
+        array("q", [0]) * chunk_count,
+        array("q", [0]) * chunk_count,
+    )
 
 
-def _place(table: _Table, chunk: WrittenChunk, compressed: bool) -> None:
-    at, inside = 0, len(chunk.index) == len(table.grid)
-    for i, n in zip(chunk.index, table.grid):
-        at, inside = at * n + i, inside and 0 <= i < n
-    if not inside:
+def _record_chunk(table: _ChunkColumns, chunk: WrittenChunk, is_compressed: bool) -> None:
+    chunk_number, is_inside = 0, len(chunk.index) == len(table.grid)
+    for index, extent in zip(chunk.index, table.grid):
+        chunk_number, is_inside = chunk_number * extent + index, is_inside and 0 <= index < extent
+    if not is_inside:
         raise _chunk_error(table, chunk, "", f"its grid is {table.grid}")
-    if not compressed and chunk.nbytes != table.chunk_nbytes:
+    if not is_compressed and chunk.nbytes != table.chunk_nbytes:
         meta = table.meta
         why = f"it has {chunk.nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {table.chunk_nbytes:,}"
         raise PrepError(f"chunk {chunk_key(chunk.index)} of {meta.name} has the wrong size", why)
-    if table.files[at] >= 0:
+    if table.files[chunk_number] >= 0:
         raise _chunk_error(table, chunk, " twice")
-    table.files[at], table.offsets[at], table.nbytes[at] = chunk.file, chunk.offset, chunk.nbytes
+    table.files[chunk_number], table.offsets[chunk_number], table.nbytes[chunk_number] = (
+        chunk.file,
+        chunk.offset,
+        chunk.nbytes,
+    )
 
 
-def _chunk_error(table: _Table, chunk: WrittenChunk, how: str, why: str = "") -> PrepError:
-    return PrepError(f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{how}", why)
+def _chunk_error(table: _ChunkColumns, chunk: WrittenChunk, suffix: str, why: str = "") -> PrepError:
+    return PrepError(f"the index of {table.meta.name} has chunk {chunk_key(chunk.index)}{suffix}", why)
 
 
-def _check_whole(table: _Table) -> None:
+def _check_complete(table: _ChunkColumns) -> None:
     if -1 not in table.files:
         return
-    missing = unravel_chunk_index(table.grid, table.files.index(-1))
-    raise PrepError(f"the index of {table.meta.name} misses chunk {chunk_key(missing)}")
+    missing_index = unravel_chunk_index(table.grid, table.files.index(-1))
+    raise PrepError(f"the index of {table.meta.name} misses chunk {chunk_key(missing_index)}")
 
 
-def _entries(tables: Sequence[_Table], file_names: Sequence[str], zstd_level: int | None) -> Iterator[OcdbtEntry]:
-    """In the order of keys: no name holds a slash, and both `.` and `/` come before the digits."""
+def _iter_entries(
+    tables: Sequence[_ChunkColumns], file_names: Sequence[str], zstd_level: int | None
+) -> Iterator[OcdbtEntry]:
+    """Yield the index entries in the order of keys; names contain no slash, and `.` and `/` sort before digits."""
     by_key = sorted((f"{table.meta.name}/".encode(), n) for n, table in enumerate(tables))
     for prefix, n in by_key:
         table = tables[n]
         yield prefix + b".zarray", encode_zarray(table.meta, zstd_level)
         axes = [sorted(range(extent), key=str) for extent in table.grid]
         labels = [[b"%d" % i for i in axis] for axis in axes]
-        steps = [math.prod(table.grid[n + 1 :]) for n in range(len(axes))]
-        starts = [[i * step for i in axis] for axis, step in zip(axes, steps)]
+        strides = [math.prod(table.grid[n + 1 :]) for n in range(len(axes))]
+        starts = [[i * stride for i in axis] for axis, stride in zip(axes, strides)]
         for label, start in zip(itertools.product(*labels), itertools.product(*starts)):
-            at = sum(start)
-            place = ValueLocation(file_names[table.files[at]], table.offsets[at], table.nbytes[at])
-            yield prefix + (b".".join(label) or b"0"), place
+            chunk_number = sum(start)
+            location = ValueLocation(
+                file_names[table.files[chunk_number]], table.offsets[chunk_number], table.nbytes[chunk_number]
+            )
+            yield prefix + (b".".join(label) or b"0"), location
 
 
-def _tree_metadata(arrays: Sequence[ArrayMeta], others: Sequence[OrbaxNonArray]) -> dict[str, object]:
+def _tree_metadata(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> dict[str, object]:
     tree: dict[str, object] = {}
     for meta in arrays:
         value_type = "scalar" if meta.is_scalar else "np.ndarray"
-        tree[_key(meta.path)] = {
+        tree[_tree_key(meta.path)] = {
             "key_metadata": _key_metadata(meta.path),
             "value_metadata": {"value_type": value_type, "skip_deserialize": False, "write_shape": meta.chunk_shape},
         }
-    for leaf in others:
+    for leaf in non_arrays:
         skip = leaf.value_type != "string"
-        tree[_key(leaf.path)] = {
+        tree[_tree_key(leaf.path)] = {
             "key_metadata": _key_metadata(leaf.path),
             "value_metadata": {"value_type": leaf.value_type, "skip_deserialize": skip},
         }
@@ -199,7 +227,7 @@ def _tree_metadata(arrays: Sequence[ArrayMeta], others: Sequence[OrbaxNonArray])
     }
 
 
-def _key(path: TreePath) -> str:
+def _tree_key(path: TreePath) -> str:
     return str(tuple(map(str, path)))
 
 

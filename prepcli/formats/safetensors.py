@@ -1,7 +1,7 @@
-"""safetensors, read: what a file's header and a folder's index say of their tensors.
+"""Read the headers of safetensors files and the index of a folder.
 
-Only headers pass through here; payload bytes are the engine's. Headers and indexes come from strangers, so all that
-the safetensors library refuses is refused, and more: names that occur twice, fields that nobody defined.
+The engine reads the payloads. Headers and indexes are untrusted: everything that the safetensors library rejects is
+rejected, and also duplicate names and unknown fields. Format: https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 SUFFIX = "safetensors"
 METADATA_KEY = "__metadata__"
-LENGTH_NBYTES = 8  # the little-endian length that a file begins with
-MAX_HEADER_NBYTES = 100_000_000  # the safetensors library's limit
-MAX_ENTRY_NBYTES = 4 << 20  # of one tensor's entry, and of all metadata
-MAX_DIMS = 64  # NumPy's limit
+LENGTH_NBYTES = 8  # a file starts with the little-endian length of its header
+MAX_HEADER_NBYTES = 100_000_000  # limit of the safetensors library
+MAX_ENTRY_NBYTES = 4 << 20  # limit of one tensor's entry, and of all metadata
+MAX_DIMS = 64  # limit of NumPy
 
 DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -46,47 +46,57 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-_FIELDS = {"dtype", "shape", "data_offsets"}
+_ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 _SPACE = r"[ \t\r\n]*+"
 _STRING = r'"(?>[^"\\]++|\\.)*+"'
-_FLAT = rf'\{{(?>[^"{{}}]++|{_STRING})*+\}}'  # an object with no object inside
-_OPENING = re.compile(rf"{_SPACE}\{{".encode())
-_EMPTY = re.compile(rf"{_SPACE}\{{{_SPACE}\}}{_SPACE}".encode())
+_FLAT_OBJECT = rf'\{{(?>[^"{{}}]++|{_STRING})*+\}}'  # an object without nested objects
+_OPENING_BRACE = re.compile(rf"{_SPACE}\{{".encode())
+_EMPTY_OBJECT = re.compile(rf"{_SPACE}\{{{_SPACE}\}}{_SPACE}".encode())
 _BLANK = re.compile(_SPACE.encode())
-_ENTRY = re.compile(rf"{_SPACE}({_STRING}{_SPACE}:{_SPACE}{_FLAT}){_SPACE}([,}}])".encode(), re.DOTALL)
+_ENTRY = re.compile(rf"{_SPACE}({_STRING}{_SPACE}:{_SPACE}{_FLAT_OBJECT}){_SPACE}([,}}])".encode(), re.DOTALL)
 _NUMBER = rb"(?:0|[1-9][0-9]{0,17})"
-_USUAL = re.compile(  # an entry as libraries write it: no escapes in its name, its fields in this order
+_COMMON_ENTRY = re.compile(  # an entry as libraries write it: no escapes in the name, fields in this order
     rb'[ \t\r\n]*+"([^"\\\x00-\x1f]++)"[ ]*+:[ ]*+\{[ ]*+"dtype"[ ]*+:[ ]*+"([A-Z0-9_]++)"[ ]*+,'
     rb'[ ]*+"shape"[ ]*+:[ ]*+\[((?:%b(?:,[ ]*+%b)*+)?+)\][ ]*+,'
     rb'[ ]*+"data_offsets"[ ]*+:[ ]*+\[(%b),[ ]*+(%b)\][ ]*+\}[ \t\r\n]*+([,}])' % ((_NUMBER,) * 4)
 )
-_FOREIGN = (  # how it begins, what it is, why it is not ours, a hint (none: download it again)
-    (b"version https://git-lfs", "a Git LFS pointer", "it only names the file that should be here", "`git lfs pull`"),
+_OTHER_FORMATS = (  # first bytes, format, explanation, hint (empty: download it again)
+    (b"version https://git-lfs", "a Git LFS pointer", "it only refers to the real file", "run `git lfs pull`"),
     ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
-    (b"PK\x03\x04", "a zip archive", "PyTorch writes its checkpoints so", "if it is one, name it *.bin"),
-    ((b"\x80\x02", b"\x80\x03", b"\x80\x04"), "a pickle", "PyTorch wrote so once", "if it is one, name it *.bin"),
-    (b"GGUF", "a GGUF file", "its weights are quantised", "take the safetensors files that it was made from"),
-    (b"\x89HDF", "an HDF5 file", "Keras writes its weights so", "take the model's safetensors files"),
-    (b"{", "bare JSON", "the length of a header must come first", ""),
+    (
+        b"PK\x03\x04",
+        "a zip archive",
+        "PyTorch checkpoints have this format",
+        "if it is a PyTorch checkpoint, rename it to *.bin",
+    ),
+    (
+        (b"\x80\x02", b"\x80\x03", b"\x80\x04"),
+        "a pickle",
+        "old PyTorch checkpoints have this format",
+        "if it is a PyTorch checkpoint, rename it to *.bin",
+    ),
+    (b"GGUF", "a GGUF file", "its weights are quantised", "use the safetensors files that it was converted from"),
+    (b"\x89HDF", "an HDF5 file", "Keras weights have this format", "use the model's safetensors files"),
+    (b"{", "bare JSON", "the length of the header must come first", ""),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A safetensors file without its payload; tensors in layout order, offsets from the first byte of the file."""
+    """Header of a safetensors file; tensors in layout order, with offsets from the start of the file."""
 
     file_name: str
-    size: int  # bytes of the whole file
+    size: int  # size of the whole file in bytes
     data_start: int
     tensors: tuple[FileTensor, ...]
     metadata: tuple[tuple[str, str], ...]
-    digest: str  # XXH3-128 of the first data_start bytes, in hexadecimal
+    digest: str  # hexadecimal XXH3-128 of the first data_start bytes
     mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFolder:
-    """The safetensors files of one model; tensors in (file, offset) order, `file` being an index into `headers`."""
+    """Safetensors files of one model; tensors in (file, offset) order, `file` is an index into `headers`."""
 
     path: Path
     headers: tuple[SafetensorsHeader, ...]
@@ -95,174 +105,181 @@ class SafetensorsFolder:
 
 
 def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
-    """The header of a safetensors file, its tensors marked as being in file number `file`.
+    """Read the header of a safetensors file.
 
-    Raises PrepError, and nothing else, whatever is under that name.
+    Args:
+        path: Path of the file.
+        file_number: Number of the file in its model, stored in the tensors.
+
+    Raises:
+        PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
     """
-    found, raw = _read_raw(path)
+    file_stat, header_bytes = _read_header_bytes(path)
     try:
-        metadata, tensors = _described(raw, file_number)
+        metadata, tensors = _parse_header(header_bytes, file_number)
         tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
-        end = _end_of(tensors, len(raw))
+        end = _check_contiguous(tensors, len(header_bytes))
     except ValueError as error:
         raise PrepError(f"{path.name} has a broken header", str(error), download_again_hint(path)) from error
-    if end != found.st_size:
-        raise _wrong_size(path, end, found.st_size)
-    digest = xxhash.xxh3_128_hexdigest(raw)
-    return SafetensorsHeader(path.name, end, len(raw), tuple(tensors), metadata, digest, found.st_mtime_ns)
+    if end != file_stat.st_size:
+        raise _wrong_size_error(path, end, file_stat.st_size)
+    digest = xxhash.xxh3_128_hexdigest(header_bytes)
+    return SafetensorsHeader(path.name, end, len(header_bytes), tuple(tensors), metadata, digest, file_stat.st_mtime_ns)
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether `read_folder` would find something to read there, be it broken or an adapter."""
-    return folder.is_dir() and (INDEX_FILE in list_folder(folder) or bool(_unindexed(folder)))
+    """Return whether a folder holds safetensors files or an index, valid or not."""
+    return folder.is_dir() and (INDEX_FILE in list_folder(folder) or bool(_files_without_index(folder)))
 
 
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
-    """The headers of a model's files: those that the index names, else model.safetensors, else all *.safetensors.
+    """Read the headers of a model's files, in the order of file names; links are followed.
 
-    Files are in the order of their names; links are followed.
-    Raises PrepError for a folder that cannot be read, lacks a file or contradicts itself.
+    The files are those of the index, else model.safetensors, else all *.safetensors.
+
+    Raises:
+        PrepError: The folder is unreadable, a file is missing, or index and files disagree.
     """
-    indexed = INDEX_FILE in list_folder(folder)
-    if indexed:
+    has_index = INDEX_FILE in list_folder(folder)
+    if has_index:
         weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
         names = list_indexed_files(folder, weight_map)
     else:
-        weight_map, names = None, _unindexed(folder)
+        weight_map, names = None, _files_without_index(folder)
         _check_model(folder, names)
-    headers = tuple(read_safetensors_header(folder / name, file) for file, name in enumerate(names))
+    headers = tuple(read_safetensors_header(folder / name, file_number) for file_number, name in enumerate(names))
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
-    holders = map_tensors_to_files(folder, ((tensor.name, names[tensor.file]) for tensor in tensors))
+    file_by_tensor = map_tensors_to_files(folder, ((tensor.name, names[tensor.file]) for tensor in tensors))
     if weight_map is not None:
-        check_index_matches_files(folder, weight_map, holders)
-    return SafetensorsFolder(folder, headers, tensors, indexed)
+        check_index_matches_files(folder, weight_map, file_by_tensor)
+    return SafetensorsFolder(folder, headers, tensors, has_index)
 
 
 # One file
 
 
-def _read_raw(path: Path) -> tuple[os.stat_result, bytes]:
-    """The file's stat, and its bytes up to the payload: the length and the header's text."""
-    found = stat_file(path)
+def _read_header_bytes(path: Path) -> tuple[os.stat_result, bytes]:
+    """Return the file's stat and its bytes before the payload: the length and the JSON header."""
+    file_stat = stat_file(path)
     try:
         with path.open("rb") as stream:
-            start = stream.read(64)
-            nbytes = int.from_bytes(start[:LENGTH_NBYTES], "little")
-            if len(start) < LENGTH_NBYTES or not 0 < nbytes <= MAX_HEADER_NBYTES:
-                raise _foreign(path, start, nbytes)
+            first_bytes = stream.read(64)
+            nbytes = int.from_bytes(first_bytes[:LENGTH_NBYTES], "little")
+            if len(first_bytes) < LENGTH_NBYTES or not 0 < nbytes <= MAX_HEADER_NBYTES:
+                raise _wrong_format_error(path, first_bytes, nbytes)
             stream.seek(0)
-            raw = stream.read(min(LENGTH_NBYTES + nbytes, found.st_size))
+            header_bytes = stream.read(min(LENGTH_NBYTES + nbytes, file_stat.st_size))
     except OSError as error:
         raise unreadable_error(path, error) from error
-    if len(raw) < LENGTH_NBYTES + nbytes:
-        raise _wrong_size(path, LENGTH_NBYTES + nbytes, len(raw))
-    return found, raw
+    if len(header_bytes) < LENGTH_NBYTES + nbytes:
+        raise _wrong_size_error(path, LENGTH_NBYTES + nbytes, len(header_bytes))
+    return file_stat, header_bytes
 
 
-def _foreign(path: Path, start: bytes, nbytes: int) -> PrepError:
-    """The error for a file whose first 8 bytes cannot be the length of a header."""
-    for magic, kind, meaning, hint in _FOREIGN:
-        if start.lstrip().startswith(magic):
+def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepError:
+    """Return the error for a file whose first 8 bytes are not a valid header length."""
+    for magic, format_name, explanation, hint in _OTHER_FORMATS:
+        if first_bytes.lstrip().startswith(magic):
             return PrepError(
-                f"{path.name} is {kind}, not a safetensors file", meaning, hint or download_again_hint(path)
+                f"{path.name} is {format_name}, not a safetensors file", explanation, hint or download_again_hint(path)
             )
-    if len(start) < LENGTH_NBYTES:
-        why = f"it has {len(start)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
+    if len(first_bytes) < LENGTH_NBYTES:
+        why = f"it has {len(first_bytes)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
         return PrepError(f"{path.name} is cut short", why, download_again_hint(path))
-    why = f"it promises a header of {nbytes:,} bytes, allowed are 1 to {MAX_HEADER_NBYTES:,}"
+    why = f"its header length is {nbytes:,} bytes, valid are 1 to {MAX_HEADER_NBYTES:,}"
     return PrepError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
 
 
-def _described(raw: bytes, file: int) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
-    """Metadata and tensors as the header lists them. This and what it calls raise ValueError with the reason."""
+def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
+    """Return metadata and tensors in the order of the header; raise ValueError if it is invalid."""
     metadata: tuple[tuple[str, str], ...] = ()
     tensors: list[FileTensor] = []
     names: set[str] = set()
-    for name, entry in _entries(raw):
+    for name, entry in _iter_entries(raw):
         if name in names:
-            raise ValueError(f"it names {quote_name(name)} twice")
+            raise ValueError(f"it has {quote_name(name)} twice")
         names.add(name)
         if name == METADATA_KEY:
-            metadata = _texts(entry)
+            metadata = _parse_metadata(entry)
         else:
-            tensors.append(_tensor(name, entry, file, len(raw)))
+            tensors.append(_parse_tensor(name, entry, file_number, len(raw)))
     return metadata, tensors
 
 
-def _entries(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and content of each entry, parsed one by one: hostile text never becomes many objects at once."""
-    if _EMPTY.fullmatch(raw, LENGTH_NBYTES):
+def _iter_entries(raw: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and content of each entry, parsed one by one to bound the memory of malicious headers."""
+    if _EMPTY_OBJECT.fullmatch(raw, LENGTH_NBYTES):
         return
-    opening = _OPENING.match(raw, LENGTH_NBYTES)
-    if opening is None:
+    opening_brace = _OPENING_BRACE.match(raw, LENGTH_NBYTES)
+    if opening_brace is None:
         raise ValueError("it is not a JSON object")
-    at, after = opening.end(), b","
-    while after == b",":
-        usual = _USUAL.match(raw, at)
-        if usual is not None and usual.end() - at <= MAX_ENTRY_NBYTES:
-            at, after = usual.end(), usual[6]
-            yield _usual_entry(usual)
+    offset, separator = opening_brace.end(), b","
+    while separator == b",":
+        common_match = _COMMON_ENTRY.match(raw, offset)
+        if common_match is not None and common_match.end() - offset <= MAX_ENTRY_NBYTES:
+            offset, separator = common_match.end(), common_match[6]
+            yield _parse_common_entry(common_match)
             continue
-        entry = _ENTRY.match(raw, at)
-        if entry is None or entry.end(1) - entry.start(1) > MAX_ENTRY_NBYTES:
-            raise ValueError(f"the text at byte {at:,} is not the entry of a tensor, or has over 4 MiB")
-        yield from parse_json(b"{" + entry[1] + b"}").items()
-        at, after = entry.end(), entry[2]
-    if not _BLANK.fullmatch(raw, at):
-        raise ValueError(f"it goes on after its end at byte {at:,}")
+        entry_match = _ENTRY.match(raw, offset)
+        if entry_match is None or entry_match.end(1) - entry_match.start(1) > MAX_ENTRY_NBYTES:
+            raise ValueError(f"the text at byte {offset:,} is not the entry of a tensor, or has more than 4 MiB")
+        yield from parse_json(b"{" + entry_match[1] + b"}").items()
+        offset, separator = entry_match.end(), entry_match[2]
+    if not _BLANK.fullmatch(raw, offset):
+        raise ValueError(f"text follows its end at byte {offset:,}")
 
 
-def _usual_entry(found: re.Match[bytes]) -> tuple[str, dict[str, Any]]:
-    """Name and content of an entry without a JSON parser, which takes three times as long."""
-    name, code, shape, low, high, _ = found.groups()
+def _parse_common_entry(match: re.Match[bytes]) -> tuple[str, dict[str, Any]]:
+    """Return name and content of a common entry without the JSON parser, which takes three times as long."""
+    name, code, shape, start, stop, _ = match.groups()
     try:
-        text = name.decode()
+        decoded_name = name.decode()
     except UnicodeError as error:
         raise ValueError("its text is not UTF-8") from error
-    counts = [*map(int, shape.split(b","))] if shape else []
-    return text, {"dtype": code.decode(), "shape": counts, "data_offsets": [int(low), int(high)]}
+    extents = [*map(int, shape.split(b","))] if shape else []
+    return decoded_name, {"dtype": code.decode(), "shape": extents, "data_offsets": [int(start), int(stop)]}
 
 
-def _texts(entry: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _parse_metadata(entry: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     if not all(isinstance(value, str) for value in entry.values()):
         raise ValueError(f"its {METADATA_KEY} must hold only text")
-    "".join(entry.values()).encode()  # half of a surrogate pair passes Python's JSON, and no other
+    "".join(entry.values()).encode()  # Python's JSON accepts half of a surrogate pair, other parsers do not
     return tuple(entry.items())
 
 
-def _tensor(name: str, entry: dict[str, Any], file: int, data_start: int) -> FileTensor:
-    if entry.keys() != _FIELDS:
+def _parse_tensor(name: str, entry: dict[str, Any], file_number: int, data_start: int) -> FileTensor:
+    if entry.keys() != _ENTRY_FIELDS:
         raise ValueError(f"{quote_name(name)} must have dtype, shape and data_offsets, nothing else")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         raise ValueError(f"the dtype of {quote_name(name)} is not one of {', '.join(DTYPES)}")
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
         raise ValueError(f"shape or data_offsets of {quote_name(name)} are not whole numbers from 0 to 2^63 - 1")
-    sides = [dim or 1 for dim in shape] if 0 in shape else shape  # libraries refuse it beside a 0 as well
-    if array_bits(DTYPES[code], tuple(sides)) >= 1 << 63:
+    extents = [dim or 1 for dim in shape] if 0 in shape else shape  # libraries reject overflow beside a 0 too
+    if array_bits(DTYPES[code], tuple(extents)) >= 1 << 63:
         raise ValueError(f"{quote_name(name)} has a shape of 2^63 bits or more")
-    low, high = offsets
+    start, stop = offsets
     bits = array_bits(DTYPES[code], tuple(shape))
-    if bits != 8 * (high - low):
+    if bits != 8 * (stop - start):
         raise ValueError(
-            f"{quote_name(name)} {code} {shape} takes {bits:,} bits, its data_offsets {8 * (high - low):,}"
+            f"{quote_name(name)} {code} {shape} takes {bits:,} bits, its data_offsets {8 * (stop - start):,}"
         )
-    return FileTensor(name, DTYPES[code], tuple(shape), file, data_start + low, high - low)
+    return FileTensor(name, DTYPES[code], tuple(shape), file_number, data_start + start, stop - start)
 
 
 def _are_counts(values: object) -> bool:
     if not isinstance(values, list) or len(values) > MAX_DIMS:
         return False
-    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)  # True is an int, but no count
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)  # bool is a subclass of int
 
 
-def _end_of(tensors: Sequence[FileTensor], data_start: int) -> int:
-    """Where tensors in layout order end, each beginning where the last one ended."""
+def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
+    """Return the end offset of tensors in layout order; raise ValueError for holes and overlaps."""
     end = data_start
     for tensor in tensors:
         if tensor.offset != end:
-            kind = "hole" if tensor.offset > end else "overlap"
-            raise ValueError(f"{kind}: {quote_name(tensor.name)} begins at byte {tensor.offset:,}, not {end:,}")
+            problem = "hole" if tensor.offset > end else "overlap"
+            raise ValueError(f"{problem}: {quote_name(tensor.name)} starts at byte {tensor.offset:,}, not {end:,}")
         end += tensor.nbytes
     return end
 
@@ -270,22 +287,26 @@ def _end_of(tensors: Sequence[FileTensor], data_start: int) -> int:
 # A folder
 
 
-def _unindexed(folder: Path) -> list[str]:
-    """The names that count where there is no index."""
+def _files_without_index(folder: Path) -> list[str]:
+    """Return the file names of a model without an index."""
     names = [name for name in list_folder(folder) if name.endswith(f".{SUFFIX}") and not name.startswith(".")]
     return [SINGLE_FILE] if SINGLE_FILE in names else names
 
 
 def _check_model(folder: Path, names: Sequence[str]) -> None:
-    """All that can be known without an index: it is a model, and no file is missing of those that are numbered."""
+    """Raise PrepError if files without an index are not a model, or a numbered file is missing."""
     if not names:
-        raise PrepError(f"{folder} holds no safetensors files")
+        raise PrepError(f"{folder} has no safetensors files")
     if ADAPTER_FILE in names:
-        why = f"{ADAPTER_FILE} holds only what is added to a base model"
+        why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
         raise PrepError(f"{folder} is an adapter, not a model", why, "merge it first: PEFT's `merge_and_unload()`")
     check_numbered_files(folder, names)
 
 
-def _wrong_size(path: Path, promised: int, size: int) -> PrepError:
-    what = f"{path.name} is cut short" if size < promised else f"{path.name} is too long"
-    return PrepError(what, f"its header promises {promised:,} bytes, the file has {size:,}", download_again_hint(path))
+def _wrong_size_error(path: Path, expected_nbytes: int, actual_nbytes: int) -> PrepError:
+    what = f"{path.name} is cut short" if actual_nbytes < expected_nbytes else f"{path.name} is too long"
+    return PrepError(
+        what,
+        f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}",
+        download_again_hint(path),
+    )

@@ -1,7 +1,7 @@
-"""PyTorch checkpoints, read: what a file says of its tensors, and which files of a folder are a model's.
+"""Read the headers of PyTorch checkpoints, and find the files of a model in a folder.
 
-A file is a pickle that refers to storages. The pickle is interpreted without running anything (`torch_pickle`), and
-the storages stay where they are: payload bytes are the engine's.
+A file is a pickle that refers to storages. The pickle is interpreted without running any code (`torch_pickle`). The
+engine reads the storages.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from prepcli.formats.untrusted import list_folder, quote_name, stat_file, unread
 from prepcli.planning.tensors import array_bits
 
 INDEX_FILE = "pytorch_model.bin.index.json"
-META_PARAMS_FILE = "params.json"  # of Meta's
+META_PARAMS_FILE = "params.json"  # config of Meta's LLaMA
 SINGLE_FILE = "pytorch_model.bin"
 ADAPTER_FILE = "adapter_model.bin"
 SUFFIXES = (".bin", ".pth", ".pt")
-TRAINING_FILE_PATTERNS = (  # lower case: what a training run keeps beside a model
+TRAINING_FILE_PATTERNS = (  # lower case: files of a training run beside a model
     "training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*", "*optim_states.pt",
 )  # fmt: skip
 MAX_NON_TENSORS = 12
 
 CONSOLIDATED_FILE = re.compile(r"consolidated\.(\d{2})\.pth")
 
-_HUGGING_FACE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
-_NUMBERED = re.compile(r".+-\d{5}-of-\d{5}\.[^.]+")
-_PICKLE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_FOREIGN = (
-    (b"version https://git-lfs", "a Git LFS pointer", "it only names the file that should be here", "`git lfs pull`"),
+_HF_FILE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
+_NUMBERED_FILE = re.compile(r".+-\d{5}-of-\d{5}\.[^.]+")
+_PICKLE_MAGICS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_OTHER_FORMATS = (
+    (b"version https://git-lfs", "a Git LFS pointer", "it only refers to the real file", "run `git lfs pull`"),
     ((b"<!", b"<h", b"<H", b"<?"), "a web page", "an error page was saved under this name", ""),
     ((b"lmgg", b"tjgg", b"fmgg", b"algg", b"GGUF"), "a GGML file", "its weights are quantised or reordered",
-     "take the model that it was made from"),
+     "use the model that it was converted from"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TorchTensor:
-    """A tensor of file number `file`: from `offset` on in C order, or with `steps` bytes along each dim."""
+    """A tensor in file number `file` at `offset`, in C order or with `byte_strides` along each dim."""
 
     name: str
     dtype: str
@@ -67,196 +67,231 @@ class TorchTensor:
 
     @property
     def nbytes(self) -> int:
+        """Return the size of the tensor's elements in bytes."""
         return array_bits(self.dtype, self.shape) // 8
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """The bytes of the file between its first and its last, both included."""
+        """Return start and stop offset of the tensor's bytes in its file."""
         if self.byte_strides is None:
             return self.offset, self.offset + self.nbytes
-        reach = sum((extent - 1) * step for extent, step in zip(self.shape, self.byte_strides))
-        return self.offset, self.offset + reach + array_bits(self.dtype, ()) // 8
+        last_offset = sum((extent - 1) * step for extent, step in zip(self.shape, self.byte_strides))
+        return self.offset, self.offset + last_offset + array_bits(self.dtype, ()) // 8
 
 
 @dataclass(frozen=True, slots=True)
 class TorchHeader:
-    """A file without its payload: tensors in the order of their bytes, and what it holds besides, in a few words."""
+    """Contents of a file without its payload: tensors by offset, and descriptions of all other values."""
 
     file_name: str
     size: int
     mtime_ns: int
-    digest: str  # XXH3-128 of what says where tensors are
+    digest: str  # XXH3-128 of the metadata
     tensors: tuple[TorchTensor, ...]
     non_tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFolder:
-    """The PyTorch files of one model; tensors in (file, offset) order, `file` being an index into `checkpoints`."""
+    """PyTorch files of one model; tensors in (file, offset) order, `file` is an index into `headers`."""
 
     path: Path
     headers: tuple[TorchHeader, ...]
 
     @property
     def tensors(self) -> tuple[TorchTensor, ...]:
+        """Return the tensors of all files."""
         return tuple(tensor for checkpoint in self.headers for tensor in checkpoint.tensors)
 
     @property
     def files(self) -> tuple[Path, ...]:
+        """Return the paths of all files."""
         return tuple(self.path / checkpoint.file_name for checkpoint in self.headers)
 
 
 def read_torch_header(path: Path, file_number: int) -> TorchHeader:
-    """The tensors of a file, marked as being in file `number`. Raises PrepError, and nothing else, for any bytes."""
-    found = stat_file(path)
+    """Read the header of a PyTorch file.
+
+    Args:
+        path: Path of the file.
+        file_number: Number of the file in its model, stored in the tensors.
+
+    Raises:
+        PrepError: The file is unreadable or invalid. No other exception is raised, whatever the file holds.
+    """
+    file_stat = stat_file(path)
     try:
         with path.open("rb") as file:
-            start = file.read(512)
-            if start.startswith(torch_zip.ZIP_MAGIC):
-                told, state, places = _read_zip(file)
-            elif start.startswith(_PICKLE):
-                told, state, places = _read_legacy(file)
+            first_bytes = file.read(512)
+            if first_bytes.startswith(torch_zip.ZIP_MAGIC):
+                metadata_digest, state, storage_offsets = _read_zip(file)
+            elif first_bytes.startswith(_PICKLE_MAGICS):
+                metadata_digest, state, storage_offsets = _read_legacy(file)
             else:
-                raise _foreign(path, start)
-        tensors = sorted((_placed(view, places, file_number) for view in state.views), key=lambda t: (t.offset, t.name))
+                raise _wrong_format_error(path, first_bytes)
+        tensors = sorted(
+            (_to_torch_tensor(view, storage_offsets, file_number) for view in state.views),
+            key=lambda t: (t.offset, t.name),
+        )
     except OSError as error:
         raise unreadable_error(path, error) from error
     except UnexpectedNameError as error:
-        raise _unexpected(path, error.name) from error
+        raise _unexpected_name_error(path, error.name) from error
     except ValueError as error:
         raise PrepError(f"{path.name} is not a usable PyTorch file", str(error), download_again_hint(path)) from error
-    return TorchHeader(path.name, found.st_size, found.st_mtime_ns, told, tuple(tensors), _some(state.non_tensors))
+    return TorchHeader(
+        path.name,
+        file_stat.st_size,
+        file_stat.st_mtime_ns,
+        metadata_digest,
+        tuple(tensors),
+        _limit_non_tensors(state.non_tensors),
+    )
 
 
 def select_model_files(names: Iterable[str]) -> list[str]:
-    """Of the names in a folder those that hold the model's tensors in PyTorch's format, without a look into them."""
+    """Return the file names that hold a model's tensors in PyTorch's format, by their names alone."""
     names = list(names)
     if INDEX_FILE in names or SINGLE_FILE in names:
         return [name for name in names if name == (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)]
-    found = [name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
-    found = [name for name in found if not CONSOLIDATED_FILE.fullmatch(name)]
+    candidates = [name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
+    candidates = [name for name in candidates if not CONSOLIDATED_FILE.fullmatch(name)]
     return sorted(
-        name for name in found if not any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
+        name for name in candidates if not any(fnmatchcase(name.lower(), pattern) for pattern in TRAINING_FILE_PATTERNS)
     )
 
 
 def detect_torch_kind(names: Iterable[str]) -> Literal["torch", "meta"] | None:
-    """What the names in a folder say by themselves: a model as transformers saved it, or as Meta did."""
+    """Return the kind of a folder by its file names: saved by transformers, or by Meta; None if neither."""
     names = list(names)
-    if INDEX_FILE in names or any(_HUGGING_FACE.fullmatch(name) for name in names):
+    if INDEX_FILE in names or any(_HF_FILE.fullmatch(name) for name in names):
         return "torch"
     return "meta" if any(CONSOLIDATED_FILE.fullmatch(name) for name in names) else None
 
 
 def select_torch_files(names: Iterable[str]) -> list[str]:
-    """Of the names in a repository without safetensors those that a model needs, its index and Meta's settings among
-    them; none where nothing says that there is a model."""
+    """Return the file names of a PyTorch model in a repository without safetensors, with its index or params.json.
+
+    The list is empty if the names do not identify a model.
+    """
     names = list(names)
     kind = detect_torch_kind(names)
     if kind == "meta":
         return [name for name in names if name == META_PARAMS_FILE or CONSOLIDATED_FILE.fullmatch(name)]
     if INDEX_FILE in names:
-        return [name for name in names if name == INDEX_FILE or _HUGGING_FACE.fullmatch(name)]
+        return [name for name in names if name == INDEX_FILE or _HF_FILE.fullmatch(name)]
     return select_model_files(names) if kind == "torch" else []
 
 
 def read_torch_folder(folder: Path) -> TorchFolder:
-    """The tensors of a model's files: those that the index names, else pytorch_model.bin, else the one that there is.
+    """Read the headers of a model's files: those of the index, else pytorch_model.bin, else the only file.
 
-    Raises PrepError for a folder that cannot be read, lacks a file or contradicts itself.
+    Raises:
+        PrepError: The folder is unreadable, a file is missing, or index and files disagree.
     """
-    found = select_model_files(list_folder(folder))
-    weight_map = read_weight_map(folder / INDEX_FILE, "bin") if found == [INDEX_FILE] else None
-    names = list_indexed_files(folder, weight_map) if weight_map is not None else found
+    candidates = select_model_files(list_folder(folder))
+    weight_map = read_weight_map(folder / INDEX_FILE, "bin") if candidates == [INDEX_FILE] else None
+    names = list_indexed_files(folder, weight_map) if weight_map is not None else candidates
     if weight_map is None:
         _check_model(folder, names)
-    checkpoints = tuple(read_torch_header(folder / name, number) for number, name in enumerate(names))
-    told = TorchFolder(folder, checkpoints)
-    holders = map_tensors_to_files(folder, ((tensor.name, names[tensor.file]) for tensor in told.tensors))
+    headers = tuple(read_torch_header(folder / name, file_number) for file_number, name in enumerate(names))
+    torch_folder = TorchFolder(folder, headers)
+    file_by_tensor = map_tensors_to_files(
+        folder, ((tensor.name, names[tensor.file]) for tensor in torch_folder.tensors)
+    )
     if weight_map is not None:
-        check_index_matches_files(folder, weight_map, holders)
-    return told
+        check_index_matches_files(folder, weight_map, file_by_tensor)
+    return torch_folder
 
 
 # One file
 
 
-_Places = Mapping[str, int]  # first byte of each storage in the file
-_Found = tuple[str, TorchState, _Places]  # with the digest
+_StorageOffsets = Mapping[str, int]  # offset of each storage in the file
+_ReadResult = tuple[str, TorchState, _StorageOffsets]  # metadata digest, state, offsets
 
 
-def _read_zip(file: BinaryIO) -> _Found:
+def _read_zip(file: BinaryIO) -> _ReadResult:
     archive = torch_zip.read_archive(file)
     if "byteorder" in archive.records and torch_zip.read_record(file, archive, "byteorder", 16) != b"little":
-        raise ValueError("it was written on a machine whose numbers begin with their highest byte")
+        raise ValueError("it was written on a big-endian machine")
     if any(name.startswith("code/") for name in archive.records):
-        raise ValueError("it is a TorchScript archive, a program; save the model's state_dict() instead")
+        raise ValueError("it is a TorchScript archive; save the model's state_dict() instead")
     pickled = torch_zip.read_record(file, archive, "data.pkl", MAX_NBYTES)
     state = read_torch_state(interpret_pickle(BoundedReader.from_bytes(pickled), ALLOWED_NAMES))
-    promised: dict[str, int] = {}
+    required_nbytes: dict[str, int] = {}
     for view in state.views:
-        promised[view.storage.key] = max(view.storage.nbytes, promised.get(view.storage.key, 0))
-    return digest(pickled + archive.directory), state, _zip_places(file, archive, promised)
+        required_nbytes[view.storage.key] = max(view.storage.nbytes, required_nbytes.get(view.storage.key, 0))
+    return digest(pickled + archive.directory), state, _zip_storage_offsets(file, archive, required_nbytes)
 
 
-def _zip_places(file: BinaryIO, archive: torch_zip.ZipArchive, promised: Mapping[str, int]) -> _Places:
-    """The first byte of each storage; none lies in another, and each has at least the bytes that are promised."""
-    places: dict[str, int] = {}
+def _zip_storage_offsets(
+    file: BinaryIO, archive: torch_zip.ZipArchive, required_nbytes: Mapping[str, int]
+) -> _StorageOffsets:
+    """Return the offset of each storage; raise ValueError if one is too small or overlaps another."""
+    offsets: dict[str, int] = {}
     spans = []
-    for key, nbytes in promised.items():
+    for key, nbytes in required_nbytes.items():
         name = f"data/{key}"
-        places[key], stored = torch_zip.locate_record(file, archive, name)
-        if nbytes > stored:
-            raise ValueError(f"storage {quote_name(key)} has {stored:,} bytes, its tensors say {nbytes:,}")
-        spans.append((archive.records[name].header_offset, places[key] + stored))
+        offsets[key], stored_nbytes = torch_zip.locate_record(file, archive, name)
+        if nbytes > stored_nbytes:
+            raise ValueError(f"storage {quote_name(key)} has {stored_nbytes:,} bytes, its tensors need {nbytes:,}")
+        spans.append((archive.records[name].header_offset, offsets[key] + stored_nbytes))
     spans.sort()
     for (_, end), (start, _) in itertools.pairwise(spans):
         if start < end:
-            raise ValueError(f"two storages in it have byte {start:,}")
-    return places
+            raise ValueError(f"two of its storages overlap at byte {start:,}")
+    return offsets
 
 
-def _read_legacy(file: BinaryIO) -> _Found:
+def _read_legacy(file: BinaryIO) -> _ReadResult:
     legacy = read_legacy_file(file)
     state = read_torch_state(legacy.unpickled)
     file.seek(0)
     return digest(file.read(legacy.data_start)), state, legacy.storage_offsets
 
 
-def _placed(view: StorageView, places: _Places, number: int) -> TorchTensor:
+def _to_torch_tensor(view: StorageView, storage_offsets: _StorageOffsets, file_number: int) -> TorchTensor:
     return TorchTensor(
-        view.name, view.dtype, view.shape, number, places[view.storage.key] + view.offset, view.byte_strides
+        view.name,
+        view.dtype,
+        view.shape,
+        file_number,
+        storage_offsets[view.storage.key] + view.offset,
+        view.byte_strides,
     )
 
 
-def _some(asides: Sequence[str]) -> tuple[str, ...]:
-    more = (f"and {len(asides) - MAX_NON_TENSORS:,} more",) if len(asides) > MAX_NON_TENSORS else ()
-    return (*asides[:MAX_NON_TENSORS], *more)
+def _limit_non_tensors(non_tensors: Sequence[str]) -> tuple[str, ...]:
+    more = (f"and {len(non_tensors) - MAX_NON_TENSORS:,} more",) if len(non_tensors) > MAX_NON_TENSORS else ()
+    return (*non_tensors[:MAX_NON_TENSORS], *more)
 
 
-def _unexpected(path: Path, name: str) -> PrepError:
-    """The error for a file that names what is not let in."""
+def _unexpected_name_error(path: Path, name: str) -> PrepError:
+    """Return the error for a pickle with a name outside of the allowed ones."""
     if name in UNSUPPORTED_NAMES:
-        return PrepError(f"{path.name} cannot be read", f"{UNSUPPORTED_NAMES[name]} (`{name}`)", _SAVE_AGAIN)
-    why = "prep runs nothing of a file: tensors, and what plain settings are made of, is all that it lets in"
-    return PrepError(f"{path.name} asks for {quote_name(name)}", why, f"if you trust it, {_SAVE_AGAIN}")
+        return PrepError(f"{path.name} cannot be read", f"{UNSUPPORTED_NAMES[name]} (`{name}`)", _SAVE_AGAIN_HINT)
+    why = "prep runs no code of a file: it reads only tensors and plain settings"
+    return PrepError(f"{path.name} refers to {quote_name(name)}", why, f"if you trust it, {_SAVE_AGAIN_HINT}")
 
 
-_SAVE_AGAIN = "with PyTorch: load it, and torch.save() the model's state_dict() alone"
+_SAVE_AGAIN_HINT = "load it with PyTorch and torch.save() only the model's state_dict()"
 
 
-def _foreign(path: Path, start: bytes) -> PrepError:
-    """The error for a file that is neither of the two formats."""
-    for magic, kind, meaning, hint in _FOREIGN:
-        if start.lstrip().startswith(magic):
-            return PrepError(f"{path.name} is {kind}, not a PyTorch file", meaning, hint or download_again_hint(path))
-    if start[257:262] == b"ustar":
-        why = "PyTorch wrote so before 0.1.10"
-        return PrepError(f"{path.name} is a tar archive", why, _SAVE_AGAIN)
-    if start[8:9] == b"{":
-        hint = f"if it is one, name it {path.with_suffix('.safetensors').name}"
-        return PrepError(f"{path.name} is not a PyTorch file", "it begins like a safetensors file", hint)
-    why = f"it begins with {start[:8].hex(' ')}" if start else "it is empty"
+def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
+    """Return the error for a file in neither of the two formats."""
+    for magic, format_name, explanation, hint in _OTHER_FORMATS:
+        if first_bytes.lstrip().startswith(magic):
+            return PrepError(
+                f"{path.name} is {format_name}, not a PyTorch file", explanation, hint or download_again_hint(path)
+            )
+    if first_bytes[257:262] == b"ustar":
+        why = "PyTorch wrote this format before 0.1.10"
+        return PrepError(f"{path.name} is a tar archive", why, _SAVE_AGAIN_HINT)
+    if first_bytes[8:9] == b"{":
+        hint = f"if it is a safetensors file, rename it to {path.with_suffix('.safetensors').name}"
+        return PrepError(f"{path.name} is not a PyTorch file", "it starts like a safetensors file", hint)
+    why = f"it starts with {first_bytes[:8].hex(' ')}" if first_bytes else "it is empty"
     return PrepError(f"{path.name} is not a PyTorch file", why, download_again_hint(path))
 
 
@@ -264,13 +299,13 @@ def _foreign(path: Path, start: bytes) -> PrepError:
 
 
 def _check_model(folder: Path, names: Sequence[str]) -> None:
-    """All that can be known without an index: it is one model, and no file is missing of those that are numbered."""
+    """Raise PrepError if files without an index are not one model, or a numbered file is missing."""
     if ADAPTER_FILE in names:
-        why = f"{ADAPTER_FILE} holds only what is added to a base model"
+        why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
         raise PrepError(f"{folder} is an adapter, not a model", why, "merge it first: PEFT's `merge_and_unload()`")
     check_numbered_files(folder, names)
-    if len(names) != 1 and not all(_NUMBERED.fullmatch(name) for name in names):
-        why = f"{len(names)} PyTorch files could be it: {', '.join(names[:4])}"
+    if len(names) != 1 and not all(_NUMBERED_FILE.fullmatch(name) for name in names):
+        why = f"it has {len(names)} PyTorch files: {', '.join(names[:4])}"
         raise PrepError(
-            f"{folder} does not say which file the model is", why, f"name the one that counts {SINGLE_FILE}"
+            f"{folder} does not say which file the model is", why, f"rename the file of the model to {SINGLE_FILE}"
         )

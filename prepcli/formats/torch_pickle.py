@@ -1,8 +1,8 @@
-"""A pickle, read without running anything: its opcodes are interpreted, and all that they make is inert.
+"""Interpret a pickle without running any code: opcodes build inert objects only.
 
-A class or function that a pickle names is let in as a `Name` if the caller expects it, and what it would be called
-with is recorded as `Made`; nothing is imported, called or hashed. Any other name ends the reading. Time and memory are
-bounded by the opcodes and the bytes that are taken in. All here raises ValueError with the reason.
+A class or function becomes a `PickledName` if the caller allows it, and a call of it becomes a `PickledCall`. Nothing
+is imported, called or hashed. Any other name raises `UnexpectedNameError`. Time and memory are bounded by limits on
+opcodes and input bytes. Invalid pickles raise ValueError.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import BinaryIO, TypeVar
 
 from prepcli.formats.untrusted import quote_name
 
-MAX_NBYTES = 32 << 20  # of a pickle: a tensor takes 100 to 200
-MAX_OPCODES = 2_000_000  # of a pickle: a tensor takes about 35; an opcode makes at most some hundred bytes
+MAX_NBYTES = 32 << 20  # size of a pickle: a tensor takes 100 to 200 bytes
+MAX_OPCODES = 2_000_000  # per pickle: a tensor takes about 35; an opcode allocates at most a few hundred bytes
 MAX_TEXT_NBYTES = 1 << 20
 MAX_INT_NBYTES = 255
 MAX_LINE_NBYTES = 1000
@@ -25,30 +25,30 @@ MAPPING_TYPES = {"collections.OrderedDict", "collections.defaultdict", "collecti
 
 
 class UnexpectedNameError(ValueError):
-    """A pickle asks for a class or function that is not expected of it; `name` is which."""
+    """Error for a pickle with a class or function outside of the allowed names."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"it asks for {quote_name(name)}")
+        super().__init__(f"it refers to {quote_name(name)}")
         self.name = name
 
 
 @dataclass(frozen=True, slots=True)
 class PickledName:
-    """A class or function that a pickle names: its module and name, joined by a dot."""
+    """A reference to a class or function: module and name, joined by a dot."""
 
     qualified_name: str
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PickledMapping:
-    """A mapping: its items in order, names that occur twice among them."""
+    """A mapping as a list of items in order, which may contain duplicate keys."""
 
     items: list[tuple[object, object]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PickledCall:
-    """What would be made by calling `maker` with `args`, and then be given a `state`."""
+    """A recorded call of `callee` with `args`, and the `state` set on its result."""
 
     callee: PickledName
     args: tuple[object, ...]
@@ -57,282 +57,317 @@ class PickledCall:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PersistentRef:
-    """What a pickle refers to by an id: a storage."""
+    """A reference to an object outside of the pickle (a storage) by its persistent id."""
 
     persistent_id: object
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UnpickledObject:
-    """The object that a pickle holds, and all that it refers to outside of it, in order."""
+    """Root object of a pickle, and its persistent references in order."""
 
     root: object
     persistent_refs: tuple[PersistentRef, ...]
 
 
 class BoundedReader:
-    """At most so many bytes of a file from where it stands, taken one after another."""
+    """Sequential reader of at most `max_nbytes` bytes of a file from its current position."""
 
     def __init__(self, file: BinaryIO, max_nbytes: int) -> None:
         self._file, self._left = file, max_nbytes
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BoundedReader:
-        """The bytes that are there already."""
+        """Return a reader of bytes in memory."""
         return cls(io.BytesIO(data), len(data))
 
     def read(self, nbytes: int) -> bytes:
-        """The next bytes; ValueError if there are fewer."""
+        """Return the next `nbytes` bytes; raise ValueError if there are fewer."""
         if nbytes > self._left:
-            raise ValueError(f"it goes on for {nbytes:,} bytes where {self._left:,} are left of it")
-        found = self._file.read(nbytes)
-        if len(found) < nbytes:
+            raise ValueError(f"it continues for {nbytes:,} bytes, {self._left:,} are left")
+        data = self._file.read(nbytes)
+        if len(data) < nbytes:
             raise ValueError("it is cut short")
         self._left -= nbytes
-        return found
+        return data
 
     def read_line(self) -> bytes:
-        """The next bytes up to the end of a line, which is left out."""
-        found = self._file.readline(min(MAX_LINE_NBYTES, self._left))
-        self._left -= len(found)
-        if not found.endswith(b"\n"):
-            raise ValueError(f"a name in it is cut short, or has over {MAX_LINE_NBYTES} bytes")
-        return found[:-1]
+        """Return the next line without its line break."""
+        line = self._file.readline(min(MAX_LINE_NBYTES, self._left))
+        self._left -= len(line)
+        if not line.endswith(b"\n"):
+            raise ValueError(f"a name in it is cut short, or has more than {MAX_LINE_NBYTES} bytes")
+        return line[:-1]
 
 
 def interpret_pickle(reader: BoundedReader, allowed_names: Collection[str]) -> UnpickledObject:
-    """The object of the pickle that begins a window, which then stands behind it. `expected`: names that may occur.
+    """Interpret the next pickle of a reader.
 
-    Numbers, texts, bytes, lists and tuples are Python's; a set is a list, a mapping is `Pairs`.
+    Numbers, text, bytes, lists and tuples become Python objects, a set becomes a list, a mapping a `PickledMapping`.
+
+    Args:
+        reader: Reader at the start of the pickle; afterwards it is at its end.
+        allowed_names: Qualified names of classes and functions that may occur.
+
+    Raises:
+        UnexpectedNameError: The pickle refers to another name.
+        ValueError: The pickle is invalid or exceeds a limit.
     """
-    return _Machine(reader, allowed_names).run()
+    return _PickleMachine(reader, allowed_names).run()
 
 
 _MARK = object()
-_Kind = TypeVar("_Kind")
+_T = TypeVar("_T")
 
 
-class _Machine:
-    def __init__(self, window: BoundedReader, expected: Collection[str]) -> None:
-        self.window, self.expected = window, expected
+class _PickleMachine:
+    """Stack machine that interprets the opcodes of a pickle."""
+
+    def __init__(self, reader: BoundedReader, allowed_names: Collection[str]) -> None:
+        self.reader, self.allowed_names = reader, allowed_names
         self.stack: list[object] = []
         self.memo: dict[int, object] = {}
-        self.outside: list[PersistentRef] = []
-        self.left = MAX_OPCODES
+        self.persistent_refs: list[PersistentRef] = []
+        self.steps_left = MAX_OPCODES
 
     def run(self) -> UnpickledObject:
-        take = self.window.read
+        """Interpret all opcodes and return the root object."""
+        read = self.reader.read
         while True:
-            self.spend(1)
-            code = take(1)
+            self.count_steps(1)
+            code = read(1)
             if code == b".":
-                return UnpickledObject(self.pop(), tuple(self.outside))
-            work = _WORK.get(code)
-            if work is None:
-                raise ValueError(
-                    f"it has the opcode {_OTHERS.get(code, f'0x{code.hex()}')}, which PyTorch never writes"
-                )
-            work(self)
+                return UnpickledObject(self.pop(), tuple(self.persistent_refs))
+            execute = _OPCODES.get(code)
+            if execute is None:
+                opcode_name = _REFUSED_OPCODES.get(code, f"0x{code.hex()}")
+                raise ValueError(f"it has the opcode {opcode_name}, which PyTorch never writes")
+            execute(self)
 
-    def spend(self, steps: int) -> None:
-        """Count work; ValueError once it is more than any checkpoint takes."""
-        self.left -= steps
-        if self.left < 0:
+    def count_steps(self, steps: int) -> None:
+        """Count steps; raise ValueError if there are more than `MAX_OPCODES`."""
+        self.steps_left -= steps
+        if self.steps_left < 0:
             raise ValueError(f"it has more than {MAX_OPCODES:,} opcodes")
 
-    # The stack
+    # Stack operations
 
     def push(self, value: object) -> None:
+        """Push a value."""
         self.stack.append(value)
 
     def pop(self) -> object:
+        """Pop the top value; raise ValueError if there is none above the last mark."""
         if not self.stack or self.stack[-1] is _MARK:
-            raise ValueError("it takes from an empty stack")
+            raise ValueError("it pops from an empty stack")
         return self.stack.pop()
 
     def top(self) -> object:
+        """Return the top value without popping it."""
         value = self.pop()
         self.stack.append(value)
         return value
 
     def pop_to_mark(self) -> list[object]:
-        """All above the last mark, which is taken off as well."""
-        for at in reversed(range(len(self.stack))):
-            if self.stack[at] is _MARK:
-                found = self.stack[at + 1 :]
-                del self.stack[at:]
-                return found
-        raise ValueError("it looks for a mark that is not there")
+        """Pop the last mark and return the values above it."""
+        for index in reversed(range(len(self.stack))):
+            if self.stack[index] is _MARK:
+                values = self.stack[index + 1 :]
+                del self.stack[index:]
+                return values
+        raise ValueError("it pops to a mark that does not exist")
 
-    def pop_a(self, kind: type[_Kind]) -> _Kind:
+    def pop_type(self, expected_type: type[_T]) -> _T:
+        """Pop a value of a type; raise ValueError for another type."""
         value = self.pop()
-        if not isinstance(value, kind):
-            raise ValueError(f"it has a {type(value).__name__} where a {kind.__name__} should be")
+        if not isinstance(value, expected_type):
+            raise ValueError(f"it has a {type(value).__name__} where a {expected_type.__name__} should be")
         return value
 
     def drop(self) -> None:
+        """Pop the top value or mark (POP)."""
         if not self.stack:
-            raise ValueError("it takes from an empty stack")
+            raise ValueError("it pops from an empty stack")
         self.stack.pop()
 
-    # What opcodes are followed by
+    # Operands of opcodes
 
-    def number(self, form: str) -> int:
-        (found,) = struct.unpack(form, self.window.read(struct.calcsize(form)))
-        return found
+    def read_number(self, struct_format: str) -> int:
+        """Read a number of a struct format."""
+        (number,) = struct.unpack(struct_format, self.reader.read(struct.calcsize(struct_format)))
+        return number
 
-    def counted(self, form: str, most: int = MAX_TEXT_NBYTES) -> bytes:
-        """Bytes behind their own number."""
-        nbytes = self.number(form)
-        if not 0 <= nbytes <= most:
-            raise ValueError(f"a text or number in it has {nbytes:,} bytes, allowed are {most:,}")
-        return self.window.read(nbytes)
+    def read_sized_bytes(self, struct_format: str, max_nbytes: int = MAX_TEXT_NBYTES) -> bytes:
+        """Read bytes that follow their own length."""
+        nbytes = self.read_number(struct_format)
+        if not 0 <= nbytes <= max_nbytes:
+            raise ValueError(f"a text or number in it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
+        return self.reader.read(nbytes)
 
-    # What opcodes do
+    # Opcodes
 
-    def long(self, form: str) -> None:
-        self.push(int.from_bytes(self.counted(form, MAX_INT_NBYTES), "little", signed=True))
+    def push_long(self, struct_format: str) -> None:
+        """Push an integer of any size (LONG1, LONG4)."""
+        self.push(int.from_bytes(self.read_sized_bytes(struct_format, MAX_INT_NBYTES), "little", signed=True))
 
-    def text(self, form: str) -> None:
-        self.push(_decoded(self.counted(form)))
+    def push_text(self, struct_format: str) -> None:
+        """Push a UTF-8 text (BINUNICODE)."""
+        self.push(_decode_text(self.read_sized_bytes(struct_format)))
 
-    def old_text(self, form: str) -> None:
-        """A text of Python 2, which may be bytes."""
-        found = self.counted(form)
+    def push_python2_text(self, struct_format: str) -> None:
+        """Push a string of Python 2 as text, or as bytes if it is not UTF-8 (BINSTRING)."""
+        data = self.read_sized_bytes(struct_format)
         try:
-            self.push(found.decode())
+            self.push(data.decode())
         except UnicodeDecodeError:
-            self.push(found)
+            self.push(data)
 
-    def tuple_of(self, count: int) -> None:
+    def push_tuple(self, count: int) -> None:
+        """Pop `count` values and push them as a tuple."""
         self.push(tuple([self.pop() for _ in range(count)][::-1]))
 
-    def append(self, values: list[object]) -> None:
-        target = self.pop_a(list)
+    def extend_list(self, values: list[object]) -> None:
+        """Append values to the list on the stack (APPENDS)."""
+        target = self.pop_type(list)
         target += values
         self.push(target)
 
-    def put(self, values: list[object]) -> None:
-        """Keys and values, in turn, into a mapping."""
-        target = self.pop_a(PickledMapping)
+    def set_items(self, values: list[object]) -> None:
+        """Add alternating keys and values to the mapping on the stack (SETITEMS)."""
+        target = self.pop_type(PickledMapping)
         if len(values) % 2:
             raise ValueError("a mapping in it has a key without a value")
         target.items += zip(values[::2], values[1::2])
         self.push(target)
 
-    def put_one(self) -> None:
+    def set_item(self) -> None:
+        """Pop a key and a value into the mapping below them (SETITEM)."""
         value, key = self.pop(), self.pop()
-        self.put([key, value])
+        self.set_items([key, value])
 
-    def append_one(self) -> None:
+    def append_item(self) -> None:
+        """Pop a value into the list below it (APPEND)."""
         value = self.pop()
-        self.append([value])
+        self.extend_list([value])
 
-    def mapping(self) -> None:
+    def push_mapping(self) -> None:
+        """Push a mapping of the keys and values above the last mark (DICT)."""
         values = self.pop_to_mark()
         self.push(PickledMapping())
-        self.put(values)
+        self.set_items(values)
 
-    def recall(self, form: str) -> None:
-        number = self.number(form)
+    def push_from_memo(self, struct_format: str) -> None:
+        """Push an object of the memo (BINGET)."""
+        number = self.read_number(struct_format)
         if number not in self.memo:
-            raise ValueError(f"it recalls object {number:,}, which was not kept")
+            raise ValueError(f"it refers to object {number:,}, which is not in the memo")
         self.push(self.memo[number])
 
-    def name(self, module: str, name: str) -> None:
-        text = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        if text not in self.expected:
-            raise UnexpectedNameError(text)
-        self.push(PickledName(text))
+    def push_name(self, module: str, name: str) -> None:
+        """Push a reference to a class or function; raise UnexpectedNameError if it is not allowed."""
+        qualified_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if qualified_name not in self.allowed_names:
+            raise UnexpectedNameError(qualified_name)
+        self.push(PickledName(qualified_name))
 
-    def name_on_stack(self) -> None:
-        name, module = self.pop_a(str), self.pop_a(str)
-        self.name(module, name)
+    def push_name_from_stack(self) -> None:
+        """Push the name whose module and name are on the stack (STACK_GLOBAL)."""
+        name, module = self.pop_type(str), self.pop_type(str)
+        self.push_name(module, name)
 
-    def name_in_lines(self) -> None:
-        module, name = self.window.read_line(), self.window.read_line()
-        self.name(_decoded(module), _decoded(name))
+    def push_name_from_lines(self) -> None:
+        """Push the name whose module and name are in the next two lines (GLOBAL)."""
+        module, name = self.reader.read_line(), self.reader.read_line()
+        self.push_name(_decode_text(module), _decode_text(name))
 
-    def make(self) -> None:
-        args, maker = self.pop_a(tuple), self.pop_a(PickledName)
-        self.push(self.mapping_of(args) if maker.qualified_name in MAPPING_TYPES else PickledCall(maker, args))
+    def push_call(self) -> None:
+        """Record a call without making it; calls of mapping types become mappings (REDUCE, NEWOBJ)."""
+        args, callee = self.pop_type(tuple), self.pop_type(PickledName)
+        self.push(self.build_mapping(args) if callee.qualified_name in MAPPING_TYPES else PickledCall(callee, args))
 
-    def mapping_of(self, args: tuple[object, ...]) -> PickledMapping:
-        """A mapping made of a list of pairs, as Python 2 wrote it, of another mapping, or of nothing."""
-        first = args[-1] if args else None
-        if isinstance(first, PickledMapping):
-            return first
-        pairs = first if isinstance(first, list | tuple) else ()
-        self.spend(len(pairs))
-        found = PickledMapping()
+    def build_mapping(self, args: tuple[object, ...]) -> PickledMapping:
+        """Return the mapping of a list of pairs (written by Python 2), of another mapping, or an empty one."""
+        last_arg = args[-1] if args else None
+        if isinstance(last_arg, PickledMapping):
+            return last_arg
+        pairs = last_arg if isinstance(last_arg, list | tuple) else ()
+        self.count_steps(len(pairs))
+        mapping = PickledMapping()
         for pair in pairs:
             if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise ValueError("a mapping in it is made of something other than pairs")
-            found.items.append((pair[0], pair[1]))
-        return found
+                raise ValueError("a mapping in it is not built from pairs")
+            mapping.items.append((pair[0], pair[1]))
+        return mapping
 
-    def make_with_names(self) -> None:
-        self.pop_a(PickledMapping)
-        self.make()
+    def push_call_with_kwargs(self) -> None:
+        """Record a call; its keyword arguments are ignored (NEWOBJ_EX)."""
+        self.pop_type(PickledMapping)
+        self.push_call()
 
-    def build(self) -> None:
-        """A mapping's attributes (`_metadata` of modules) say nothing of tensors; a state is kept."""
+    def set_state(self) -> None:
+        """Keep the state of a recorded call; ignore attributes of a mapping, such as `_metadata` (BUILD)."""
         state, target = self.pop(), self.top()
         if isinstance(target, PickledCall):
             target.state = state
         elif not isinstance(target, PickledMapping):
-            raise ValueError(f"it gives a state to a {type(target).__name__}")
+            raise ValueError(f"it sets the state of a {type(target).__name__}")
 
-    def refer(self) -> None:
-        found = PersistentRef(self.pop())
-        self.outside.append(found)
-        self.push(found)
+    def push_persistent_ref(self) -> None:
+        """Push a persistent reference and record it (BINPERSID)."""
+        reference = PersistentRef(self.pop())
+        self.persistent_refs.append(reference)
+        self.push(reference)
 
-    def protocol(self) -> None:
-        if (found := self.number("B")) not in PROTOCOLS:
-            raise ValueError(f"it is of protocol {found}, known are 0 to {PROTOCOLS[-1]}")
+    def check_protocol(self) -> None:
+        """Raise ValueError for an unknown protocol (PROTO)."""
+        if (protocol := self.read_number("B")) not in PROTOCOLS:
+            raise ValueError(f"it has protocol {protocol}, supported are 0 to {PROTOCOLS[-1]}")
 
 
-def _decoded(text: bytes) -> str:
+def _decode_text(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
         raise ValueError("a text in it is not UTF-8") from error
 
 
-def _keep(machine: _Machine, number: int) -> None:
+def _memoize(machine: _PickleMachine, number: int) -> None:
     machine.memo[number] = machine.top()
 
 
-def _pushing(value: object) -> Callable[[_Machine], object]:
+def _push_constant(value: object) -> Callable[[_PickleMachine], object]:
     return lambda m: m.push(value)
 
 
-_WORK: Mapping[bytes, Callable[[_Machine], object]] = {
-    b"(": _pushing(_MARK), b"0": _Machine.drop, b"1": _Machine.pop_to_mark, b"2": lambda m: m.push(m.top()),
-    b"N": _pushing(None), b"\x88": _pushing(True), b"\x89": _pushing(False), b")": _pushing(()),
-    b"J": lambda m: m.push(m.number("<i")), b"K": lambda m: m.push(m.number("B")),
-    b"M": lambda m: m.push(m.number("<H")),
-    b"G": lambda m: m.push(struct.unpack(">d", m.window.read(8))[0]),
-    b"\x8a": lambda m: m.long("B"), b"\x8b": lambda m: m.long("<i"),
-    b"X": lambda m: m.text("<I"), b"\x8c": lambda m: m.text("B"), b"\x8d": lambda m: m.text("<Q"),
-    b"U": lambda m: m.old_text("B"), b"T": lambda m: m.old_text("<i"),
-    b"C": lambda m: m.push(m.counted("B")), b"B": lambda m: m.push(m.counted("<I")),
-    b"\x8e": lambda m: m.push(m.counted("<Q")), b"\x96": lambda m: m.push(m.counted("<Q")),
+_OPCODES: Mapping[bytes, Callable[[_PickleMachine], object]] = {
+    b"(": _push_constant(_MARK), b"0": _PickleMachine.drop, b"1": _PickleMachine.pop_to_mark,
+    b"2": lambda m: m.push(m.top()),
+    b"N": _push_constant(None), b"\x88": _push_constant(True), b"\x89": _push_constant(False), b")": _push_constant(()),
+    b"J": lambda m: m.push(m.read_number("<i")), b"K": lambda m: m.push(m.read_number("B")),
+    b"M": lambda m: m.push(m.read_number("<H")),
+    b"G": lambda m: m.push(struct.unpack(">d", m.reader.read(8))[0]),
+    b"\x8a": lambda m: m.push_long("B"), b"\x8b": lambda m: m.push_long("<i"),
+    b"X": lambda m: m.push_text("<I"), b"\x8c": lambda m: m.push_text("B"), b"\x8d": lambda m: m.push_text("<Q"),
+    b"U": lambda m: m.push_python2_text("B"), b"T": lambda m: m.push_python2_text("<i"),
+    b"C": lambda m: m.push(m.read_sized_bytes("B")), b"B": lambda m: m.push(m.read_sized_bytes("<I")),
+    b"\x8e": lambda m: m.push(m.read_sized_bytes("<Q")), b"\x96": lambda m: m.push(m.read_sized_bytes("<Q")),
     b"]": lambda m: m.push([]), b"\x8f": lambda m: m.push([]), b"l": lambda m: m.push(m.pop_to_mark()),
-    b"\x91": lambda m: m.push(m.pop_to_mark()), b"a": _Machine.append_one,
-    b"e": lambda m: m.append(m.pop_to_mark()), b"\x90": lambda m: m.append(m.pop_to_mark()),
-    b"t": lambda m: m.push(tuple(m.pop_to_mark())), b"\x85": lambda m: m.tuple_of(1),
-    b"\x86": lambda m: m.tuple_of(2), b"\x87": lambda m: m.tuple_of(3),
-    b"}": lambda m: m.push(PickledMapping()), b"d": _Machine.mapping, b"s": _Machine.put_one,
-    b"u": lambda m: m.put(m.pop_to_mark()),
-    b"q": lambda m: _keep(m, m.number("B")), b"r": lambda m: _keep(m, m.number("<I")),
-    b"\x94": lambda m: _keep(m, len(m.memo)), b"h": lambda m: m.recall("B"), b"j": lambda m: m.recall("<I"),
-    b"c": _Machine.name_in_lines, b"\x93": _Machine.name_on_stack,
-    b"R": _Machine.make, b"\x81": _Machine.make, b"\x92": _Machine.make_with_names, b"b": _Machine.build,
-    b"Q": _Machine.refer, b"\x80": _Machine.protocol, b"\x95": lambda m: m.window.read(8),
+    b"\x91": lambda m: m.push(m.pop_to_mark()), b"a": _PickleMachine.append_item,
+    b"e": lambda m: m.extend_list(m.pop_to_mark()), b"\x90": lambda m: m.extend_list(m.pop_to_mark()),
+    b"t": lambda m: m.push(tuple(m.pop_to_mark())), b"\x85": lambda m: m.push_tuple(1),
+    b"\x86": lambda m: m.push_tuple(2), b"\x87": lambda m: m.push_tuple(3),
+    b"}": lambda m: m.push(PickledMapping()), b"d": _PickleMachine.push_mapping, b"s": _PickleMachine.set_item,
+    b"u": lambda m: m.set_items(m.pop_to_mark()),
+    b"q": lambda m: _memoize(m, m.read_number("B")), b"r": lambda m: _memoize(m, m.read_number("<I")),
+    b"\x94": lambda m: _memoize(m, len(m.memo)), b"h": lambda m: m.push_from_memo("B"),
+    b"j": lambda m: m.push_from_memo("<I"),
+    b"c": _PickleMachine.push_name_from_lines, b"\x93": _PickleMachine.push_name_from_stack,
+    b"R": _PickleMachine.push_call, b"\x81": _PickleMachine.push_call,
+    b"\x92": _PickleMachine.push_call_with_kwargs, b"b": _PickleMachine.set_state,
+    b"Q": _PickleMachine.push_persistent_ref, b"\x80": _PickleMachine.check_protocol,
+    b"\x95": lambda m: m.reader.read(8),
 }  # fmt: skip
-_OTHERS = {
+_REFUSED_OPCODES = {
     b"i": "INST", b"o": "OBJ", b"P": "PERSID", b"\x82": "EXT1", b"\x83": "EXT2", b"\x84": "EXT4", b"I": "INT",
     b"L": "LONG", b"F": "FLOAT", b"S": "STRING", b"V": "UNICODE", b"g": "GET", b"p": "PUT",
     b"\x97": "NEXT_BUFFER", b"\x98": "READONLY_BUFFER",

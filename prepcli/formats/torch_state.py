@@ -1,6 +1,6 @@
-"""The tensors of a PyTorch checkpoint, from the object that its pickle holds: views of storages, and what is beside.
+"""Find the tensors of a PyTorch checkpoint in its unpickled object: views of storages, and all other values.
 
-Nothing here touches a file. All raises ValueError with the reason.
+No file is read. Functions raise ValueError for invalid objects.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from prepcli.planning.boxes import strides
 from prepcli.planning.tensors import itemsize
 
 MAX_DIMS = 64
-MAX_RUNS = 1 << 18  # of a view's bytes that do not lie together: each would be read by itself
+MAX_RUNS = 1 << 18  # contiguous runs of a view: each is read separately
 INT64_LIMIT = 1 << 63
-MAX_WRAPS = 8  # of a tensor in a parameter in a subclass …; a pickle may name the outermost very often
+MAX_WRAPS = 8  # nesting of a tensor in parameters and subclasses; a pickle may repeat the outermost one
 MAX_FLAGS = 16
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 MAX_SHOWN_CHARS = 40
@@ -52,12 +52,12 @@ TENSOR_REBUILDERS = {
     f"{UTILS_MODULE}_rebuild_tensor": 4,
     f"{UTILS_MODULE}_rebuild_tensor_v2": 6,
     f"{UTILS_MODULE}_rebuild_tensor_v3": 7,
-}  # arguments
+}  # -> number of arguments
 TYPED_TENSOR_REBUILDER = "torch._tensor._rebuild_from_type_v2"
 TENSOR_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"}
-_MAKERS = frozenset({*TENSOR_REBUILDERS, *PARAMETER_REBUILDERS, TYPED_TENSOR_REBUILDER})
+_REBUILDERS = frozenset({*TENSOR_REBUILDERS, *PARAMETER_REBUILDERS, TYPED_TENSOR_REBUILDER})
 SIZE_TYPE = "torch.Size"
-SETTINGS_TYPES = {  # beside tensors: what settings and counters are made of
+SETTINGS_TYPES = {  # types of settings and counters beside tensors
     "torch.device", "builtins.set", "builtins.frozenset", "builtins.complex", "builtins.bytearray", "builtins.slice",
     "builtins.range", "_codecs.encode", "argparse.Namespace", "pathlib.PosixPath", "numpy.dtype", "numpy.ndarray",
     "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
@@ -77,17 +77,17 @@ ALLOWED_NAMES = frozenset(
         *SETTINGS_TYPES,
     }
 )
-UNSUPPORTED_NAMES: Mapping[str, str] = {  # name or its end -> what it means that a file has it
+UNSUPPORTED_NAMES: Mapping[str, str] = {  # name -> reason why the file is not supported
     f"{UTILS_MODULE}_rebuild_qtensor": "it holds quantised tensors",
     f"{UTILS_MODULE}_rebuild_sparse_tensor": "it holds sparse tensors",
     f"{UTILS_MODULE}_rebuild_nested_tensor": "it holds nested tensors",
     f"{UTILS_MODULE}_rebuild_meta_tensor_no_storage": "it holds tensors of the meta device, which have no values",
-    f"{UTILS_MODULE}_rebuild_wrapper_subclass": "it holds tensors of a kind of their own",
-    f"{UTILS_MODULE}_rebuild_device_tensor_from_numpy": "it holds tensors of a device that stores them in its own way",
-    f"{UTILS_MODULE}_rebuild_device_tensor_from_cpu_tensor": "it holds tensors of a device that stores them in its own way",
+    f"{UTILS_MODULE}_rebuild_wrapper_subclass": "it holds tensors of a wrapper subclass",
+    f"{UTILS_MODULE}_rebuild_device_tensor_from_numpy": "it holds tensors of a device with its own storage format",
+    f"{UTILS_MODULE}_rebuild_device_tensor_from_cpu_tensor": "it holds tensors of a device with its own storage format",
     "torch.storage._load_from_bytes": "it holds a pickle within the pickle",
     **dict.fromkeys(("torch.complex32", "torch.complex128", "torch.float4_e2m1fn_x2", "torch.ComplexDoubleStorage"),
-                    "it holds tensors of a dtype that prep does not carry"),
+                    "it holds tensors of a dtype that is not supported"),
     **{f"torch.{kind}Storage": "it holds quantised tensors" for kind in
        ("QUInt8", "QInt8", "QInt32", "QUInt4x2", "QUInt2x4")},
 }  # fmt: skip
@@ -95,7 +95,7 @@ UNSUPPORTED_NAMES: Mapping[str, str] = {  # name or its end -> what it means tha
 
 @dataclass(frozen=True, slots=True)
 class TorchStorage:
-    """Bytes that tensors are views of; `item` is the size of the elements that its own length is counted in."""
+    """A storage that tensors are views of; its length is counted in elements of `item_nbytes` bytes."""
 
     key: str
     nbytes: int
@@ -104,7 +104,7 @@ class TorchStorage:
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A tensor: `offset` and `steps` are bytes in its storage; no `steps` where it lies in C order."""
+    """A tensor in a storage, at `offset` bytes; `byte_strides` is None for C order."""
 
     name: str
     dtype: str
@@ -116,80 +116,83 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class TorchState:
-    """The tensors of a model by name, and what a file holds besides, each in a few words."""
+    """Tensors of a model by name, and descriptions of all other values of its file."""
 
     views: tuple[StorageView, ...]
     non_tensors: tuple[str, ...]
 
 
 def read_torch_state(unpickled: UnpickledObject) -> TorchState:
-    """The one mapping of names to tensors that a checkpoint is, or that it has under a name that says so."""
-    pairs = _state_dict(unpickled.root)
-    asides = [f"{_key(key)} is {_kind(value)}" for key, value in _beside(unpickled.root, pairs)]
+    """Return the tensors of a checkpoint's state dict: the root, or its item under one of `WRAPPERS`."""
+    state_dict = _find_state_dict(unpickled.root)
+    non_tensors = [
+        f"{_describe_key(key)} is {_describe_value(value)}"
+        for key, value in _iter_outer_items(unpickled.root, state_dict)
+    ]
     views: list[StorageView] = []
     names: set[str] = set()
-    for key, value in pairs.items:
+    for key, value in state_dict.items:
         if not _is_tensor(value):
-            asides.append(f"{_key(key)} is {_kind(value)}")
+            non_tensors.append(f"{_describe_key(key)} is {_describe_value(value)}")
             continue
         if not isinstance(key, str):
-            raise ValueError(f"a tensor in it has no text for a name, but {_kind(key)}")
+            raise ValueError(f"the name of a tensor in it is not text, but {_describe_value(key)}")
         if key in names:
-            raise ValueError(f"it names {quote_name(key)} twice")
+            raise ValueError(f"it has {quote_name(key)} twice")
         names.add(key)
-        views.append(_named(key, value))
-    return TorchState(tuple(views), tuple(asides))
+        views.append(_parse_named_view(key, value))
+    return TorchState(tuple(views), tuple(non_tensors))
 
 
 def collect_storages(unpickled: UnpickledObject) -> dict[str, TorchStorage]:
-    """Every storage that a pickle refers to, by its key: the first that is said of it, which the others agree with."""
-    found: dict[str, TorchStorage] = {}
-    for outside in unpickled.persistent_refs:
-        storage, _ = _storage(outside)
-        if found.setdefault(storage.key, storage).nbytes != storage.nbytes:
-            raise ValueError(f"it gives storage {quote_name(storage.key)} two lengths")
-    return found
+    """Return every storage that a pickle refers to, by key; raise ValueError if references disagree."""
+    storages: dict[str, TorchStorage] = {}
+    for reference in unpickled.persistent_refs:
+        storage, _ = _parse_storage(reference)
+        if storages.setdefault(storage.key, storage).nbytes != storage.nbytes:
+            raise ValueError(f"storage {quote_name(storage.key)} has two lengths")
+    return storages
 
 
-# Which of its objects are the model's tensors
+# The state dict
 
 
-def _state_dict(root: object) -> PickledMapping:
+def _find_state_dict(root: object) -> PickledMapping:
     if not isinstance(root, PickledMapping):
-        raise ValueError(f"it holds {_kind(root)}, not tensors by name")
-    inside = [("", root)] if _is_model(root) else []
-    wrappers = [(key, value) for key, value in root.items if isinstance(key, str) and key in WRAPPERS]
-    if twice := [key for key, count in Counter(key for key, _ in wrappers).items() if count > 1]:
-        raise ValueError(f"it names {quote_name(twice[0])} twice")
-    inside += [(key, value) for key, value in wrappers if isinstance(value, PickledMapping) and _is_model(value)]
-    if not inside:
+        raise ValueError(f"it holds {_describe_value(root)}, not tensors by name")
+    candidates = [("", root)] if _has_tensors(root) else []
+    wrapped = [(key, value) for key, value in root.items if isinstance(key, str) and key in WRAPPERS]
+    if duplicates := [key for key, count in Counter(key for key, _ in wrapped).items() if count > 1]:
+        raise ValueError(f"it has {quote_name(duplicates[0])} twice")
+    candidates += [(key, value) for key, value in wrapped if isinstance(value, PickledMapping) and _has_tensors(value)]
+    if not candidates:
         raise ValueError("it holds no tensors by name")
-    if len(inside) > 1:
-        where = " and ".join(quote_name(key) if key else "itself" for key, _ in inside[:4])
-        raise ValueError(f"tensors by name are in {where}: which of them are meant?")
-    return inside[0][1]
+    if len(candidates) > 1:
+        locations = " and ".join(quote_name(key) if key else "itself" for key, _ in candidates[:4])
+        raise ValueError(f"it has tensors by name in {locations}, which is ambiguous")
+    return candidates[0][1]
 
 
-def _is_model(pairs: PickledMapping) -> bool:
-    return any(_is_tensor(value) for _, value in pairs.items)
+def _has_tensors(mapping: PickledMapping) -> bool:
+    return any(_is_tensor(value) for _, value in mapping.items)
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, PickledCall) and value.callee.qualified_name in _MAKERS
+    return isinstance(value, PickledCall) and value.callee.qualified_name in _REBUILDERS
 
 
-def _beside(root: object, taken: PickledMapping) -> Iterator[tuple[object, object]]:
-    """What lies around the mapping that was taken."""
-    if isinstance(root, PickledMapping) and root is not taken:
-        yield from ((key, value) for key, value in root.items if value is not taken)
+def _iter_outer_items(root: object, state_dict: PickledMapping) -> Iterator[tuple[object, object]]:
+    """Yield the items of the root outside of the state dict."""
+    if isinstance(root, PickledMapping) and root is not state_dict:
+        yield from ((key, value) for key, value in root.items if value is not state_dict)
 
 
-def _key(key: object) -> str:
-    return quote_name(key) if isinstance(key, str) else _kind(key)
+def _describe_key(key: object) -> str:
+    return quote_name(key) if isinstance(key, str) else _describe_value(key)
 
 
-def _kind(value: object) -> str:
-    """A value in a few words, whatever it is."""
+def _describe_value(value: object) -> str:
+    """Describe any value in a few words."""
     if value is None or isinstance(value, bool | float):
         return str(value)
     if isinstance(value, int):
@@ -207,139 +210,147 @@ def _kind(value: object) -> str:
 # One tensor
 
 
-def _named(name: str, value: object) -> StorageView:
+def _parse_named_view(name: str, value: object) -> StorageView:
     try:
-        return _view(name, value)
+        return _parse_view(name, value)
     except ValueError as error:
         raise ValueError(f"{quote_name(name)}: {error}") from error
 
 
-def _view(name: str, value: object) -> StorageView:
-    made = _unwrapped(value)
-    count = TENSOR_REBUILDERS.get(made.callee.qualified_name)
-    if count is None or not count <= len(made.args) <= max(count, 6) + 1 or made.state is not None:
-        raise ValueError("it is not made as PyTorch makes a tensor")
-    storage, dtype = _storage(made.args[0])
-    if count == 7:
-        dtype = _dtype(made.args[6])
-    if any(map(_is_flagged, made.args[max(count, 6) :])):
+def _parse_view(name: str, value: object) -> StorageView:
+    call = _unwrap_parameter(value)
+    arg_count = TENSOR_REBUILDERS.get(call.callee.qualified_name)
+    if arg_count is None or not arg_count <= len(call.args) <= max(arg_count, 6) + 1 or call.state is not None:
+        raise ValueError("it is not built as PyTorch builds a tensor")
+    storage, dtype = _parse_storage(call.args[0])
+    if arg_count == 7:
+        dtype = _parse_dtype(call.args[6])
+    if any(map(_is_flagged, call.args[max(arg_count, 6) :])):
         raise ValueError("it is a conjugate or negative view, whose values are not stored")
-    offset, shape, steps = _count(made.args[1]), _counts(made.args[2]), _counts(made.args[3])
-    return _placed(name, dtype, storage, (offset, shape, steps))
+    offset, shape, element_strides = (
+        _parse_count(call.args[1]),
+        _parse_counts(call.args[2]),
+        _parse_counts(call.args[3]),
+    )
+    return _make_view(name, dtype, storage, (offset, shape, element_strides))
 
 
 def _is_flagged(metadata: object) -> bool:
     if not isinstance(metadata, PickledMapping):
         return False
     if len(metadata.items) > MAX_FLAGS:
-        raise ValueError("it is not made as PyTorch makes a tensor")
+        raise ValueError("it is not built as PyTorch builds a tensor")
     return any(flag is not False for _, flag in metadata.items)
 
 
-def _unwrapped(value: object) -> PickledCall:
-    """The call that makes a tensor, out of those that make a parameter of it."""
+def _unwrap_parameter(value: object) -> PickledCall:
+    """Return the call that builds a tensor, without the calls that wrap it in a parameter or subclass."""
     for _ in range(MAX_WRAPS):
         if not isinstance(value, PickledCall):
             break
         if value.callee.qualified_name == TYPED_TENSOR_REBUILDER:
-            value = _of_type(value)
+            value = _unwrap_typed_tensor(value)
         elif value.callee.qualified_name in PARAMETER_REBUILDERS and value.args:
             value = value.args[0]
         else:
             return value
-    raise ValueError("it is not made as PyTorch makes a tensor")
+    raise ValueError("it is not built as PyTorch builds a tensor")
 
 
-def _of_type(made: PickledCall) -> PickledCall:
-    """A tensor with attributes of Python, which say nothing of its values."""
-    if len(made.args) != 4:
-        raise ValueError("it is not made as PyTorch makes a tensor")
-    maker, kind, args, _ = made.args
+def _unwrap_typed_tensor(call: PickledCall) -> PickledCall:
+    """Return the call that builds a tensor, without the Python attributes of the tensor."""
+    if len(call.args) != 4:
+        raise ValueError("it is not built as PyTorch builds a tensor")
+    callee, tensor_type, args, _ = call.args
     if not (
-        isinstance(maker, PickledName)
+        isinstance(callee, PickledName)
         and isinstance(args, tuple)
-        and isinstance(kind, PickledName)
-        and kind.qualified_name in TENSOR_TYPES
+        and isinstance(tensor_type, PickledName)
+        and tensor_type.qualified_name in TENSOR_TYPES
     ):
-        raise ValueError("it is a tensor of a class of its own")
-    return PickledCall(maker, args)
+        raise ValueError("it is a tensor of a custom class")
+    return PickledCall(callee, args)
 
 
-def _storage(value: object) -> tuple[TorchStorage, str]:
-    """A storage, and the dtype of the tensors in it, by the id that a pickle refers to it by."""
-    found = value.persistent_id if isinstance(value, PersistentRef) else None
-    if not isinstance(found, tuple) or len(found) not in (5, 6) or found[0] != "storage":
-        raise ValueError("it refers to something other than a storage")
-    kind, key = found[1], found[2]
+def _parse_storage(value: object) -> tuple[TorchStorage, str]:
+    """Return the storage of a persistent reference, and the dtype of its tensors."""
+    persistent_id = value.persistent_id if isinstance(value, PersistentRef) else None
+    if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6) or persistent_id[0] != "storage":
+        raise ValueError("it refers to an object that is not a storage")
+    storage_type, key = persistent_id[1], persistent_id[2]
     if (
-        not isinstance(kind, PickledName)
-        or kind.qualified_name not in {*TYPED_STORAGES, *UNTYPED_STORAGES}
+        not isinstance(storage_type, PickledName)
+        or storage_type.qualified_name not in {*TYPED_STORAGES, *UNTYPED_STORAGES}
         or not isinstance(key, str)
     ):
-        raise ValueError("it refers to a storage of no known kind")
-    if len(found) == 6 and found[5] is not None:
-        raise ValueError("it refers to a part of a storage, as very old versions of PyTorch did")
-    dtype = TYPED_STORAGES.get(kind.qualified_name, "uint8")
-    nbytes = _count(found[4]) * itemsize(dtype)
+        raise ValueError("it refers to a storage of an unknown type")
+    if len(persistent_id) == 6 and persistent_id[5] is not None:
+        raise ValueError("it refers to a part of a storage (a format of very old versions of PyTorch)")
+    dtype = TYPED_STORAGES.get(storage_type.qualified_name, "uint8")
+    nbytes = _parse_count(persistent_id[4]) * itemsize(dtype)
     return TorchStorage(key, nbytes, itemsize(dtype)), dtype
 
 
-def _dtype(value: object) -> str:
+def _parse_dtype(value: object) -> str:
     if not isinstance(value, PickledName) or value.qualified_name not in DTYPES:
-        raise ValueError("it has no known dtype")
+        raise ValueError("its dtype is unknown")
     return DTYPES[value.qualified_name]
 
 
-def _counts(value: object) -> tuple[int, ...]:
+def _parse_counts(value: object) -> tuple[int, ...]:
     if isinstance(value, PickledCall) and value.callee.qualified_name == SIZE_TYPE and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_DIMS:
-        raise ValueError("its shape or its strides are no list of numbers")
-    return tuple(map(_count, value))
+        raise ValueError("its shape or its strides are not a list of numbers")
+    return tuple(map(_parse_count, value))
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < INT64_LIMIT:  # True is an int, but no count
-        raise ValueError("a number of it is no whole number from 0 to 2^63 - 1")
+def _parse_count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < INT64_LIMIT:  # bool is a subclass of int
+        raise ValueError("a number of it is not a whole number from 0 to 2^63 - 1")
     return value
 
 
-_Lies = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
+_ElementLayout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
 
 
-def _placed(name: str, dtype: str, storage: TorchStorage, lies: _Lies) -> StorageView:
-    """A view whose elements are all within its storage, each of them once."""
-    offset, shape, steps = lies
-    item = itemsize(dtype)
-    if len(steps) != len(shape):
-        raise ValueError(f"it has {len(shape)} dims and {len(steps)} strides")
-    if math.prod(max(extent, 1) for extent in shape) * item >= INT64_LIMIT:
+def _make_view(name: str, dtype: str, storage: TorchStorage, layout: _ElementLayout) -> StorageView:
+    """Return a view; raise ValueError unless all its elements are in the storage and do not overlap."""
+    offset, shape, element_strides = layout
+    item_nbytes = itemsize(dtype)
+    if len(element_strides) != len(shape):
+        raise ValueError(f"it has {len(shape)} dims and {len(element_strides)} strides")
+    if math.prod(max(extent, 1) for extent in shape) * item_nbytes >= INT64_LIMIT:
         raise ValueError("it has a shape of 2^63 bytes or more")
     if 0 in shape:
         return StorageView(name, dtype, shape, storage, 0, None)
-    last = offset + sum((extent - 1) * step for extent, step in zip(shape, steps))
-    if (last + 1) * item > storage.nbytes:
-        raise ValueError(f"it reaches to byte {(last + 1) * item:,} of a storage of {storage.nbytes:,}")
-    plain = strides(shape)
-    if all(extent == 1 or step == usual for extent, step, usual in zip(shape, steps, plain)):
-        return StorageView(name, dtype, shape, storage, offset * item, None)
-    steps = tuple(step if extent > 1 else usual for extent, step, usual in zip(shape, steps, plain))
-    _check_apart(shape, steps)
-    return StorageView(name, dtype, shape, storage, offset * item, tuple(step * item for step in steps))
+    last_index = offset + sum((extent - 1) * stride for extent, stride in zip(shape, element_strides))
+    if (last_index + 1) * item_nbytes > storage.nbytes:
+        raise ValueError(f"it reaches to byte {(last_index + 1) * item_nbytes:,} of a storage of {storage.nbytes:,}")
+    c_strides = strides(shape)
+    if all(extent == 1 or stride == c_stride for extent, stride, c_stride in zip(shape, element_strides, c_strides)):
+        return StorageView(name, dtype, shape, storage, offset * item_nbytes, None)
+    element_strides = tuple(
+        stride if extent > 1 else c_stride for extent, stride, c_stride in zip(shape, element_strides, c_strides)
+    )
+    _check_no_overlap(shape, element_strides)
+    return StorageView(
+        name, dtype, shape, storage, offset * item_nbytes, tuple(stride * item_nbytes for stride in element_strides)
+    )
 
 
-def _check_apart(shape: Sequence[int], steps: Sequence[int]) -> None:
-    """Each element has bytes of its own, and not each of very many lies by itself."""
-    dims = sorted((step, extent) for step, extent in zip(steps, shape) if extent > 1)
-    if dims[0][0] == 0:
-        raise ValueError("it is an expanded view, many elements of which are one: `.contiguous()` before it is saved")
-    reached = 0
-    for step, extent in dims:
-        if step <= reached:
-            raise ValueError("it is a view whose elements overlap: `.contiguous()` before it is saved")
-        reached += step * (extent - 1)
-    run = 1
-    for step, extent in dims:
-        run *= extent if step == run else 1
-    if (runs := math.prod(shape) // run) > MAX_RUNS:
-        raise ValueError(f"it is a view in {runs:,} pieces: `.contiguous()` before it is saved")
+def _check_no_overlap(shape: Sequence[int], element_strides: Sequence[int]) -> None:
+    """Raise ValueError if elements overlap, or the view has more than `MAX_RUNS` contiguous runs."""
+    stride_extents = sorted((stride, extent) for stride, extent in zip(element_strides, shape) if extent > 1)
+    if stride_extents[0][0] == 0:
+        raise ValueError("it is an expanded view, whose elements share memory: save its `.contiguous()` copy")
+    last_offset = 0
+    for stride, extent in stride_extents:
+        if stride <= last_offset:
+            raise ValueError("it is a view whose elements overlap: save its `.contiguous()` copy")
+        last_offset += stride * (extent - 1)
+    run_elements = 1
+    for stride, extent in stride_extents:
+        run_elements *= extent if stride == run_elements else 1
+    if (run_count := math.prod(shape) // run_elements) > MAX_RUNS:
+        raise ValueError(f"it is a view in {run_count:,} pieces: save its `.contiguous()` copy")

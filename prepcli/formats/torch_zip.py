@@ -1,8 +1,8 @@
-"""The zip archive that PyTorch has written since 1.6: where its records lie.
+"""Locate the records of the zip archives that PyTorch has written since 1.6.
 
-The directory at the end of the file is read as a whole, of everything else only what is asked for. A record is stored
-as it is, so its bytes are those of the file; where they begin, only the header before them says. All raises ValueError
-with the reason.
+The central directory at the end of the file is read as a whole, records only on request. Records are stored without
+compression. The offset of a record follows from its local header. Functions raise ValueError for invalid archives.
+Format: APPNOTE.TXT of PKWARE.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from prepcli.formats.untrusted import quote_name
 
 ZIP_MAGIC = b"PK\x03\x04"
 MAX_DIRECTORY_NBYTES = 32 << 20
-MAX_TAIL_NBYTES = 22 + 0xFFFF + 20 + 56  # the end of the directory with a comment, and what zip64 puts before it
+MAX_TAIL_NBYTES = 22 + 0xFFFF + 20 + 56  # end record with a comment, zip64 locator and zip64 end record
 
 _END, _END64, _LOCATOR, _ENTRY = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07", b"PK\x01\x02"
 _END_FORM, _END64_FORM, _LOCATOR_FORM = "<4s4H2LH", "<4sQ2H2L4Q", "<4sLQL"
 _ENTRY_FORM, _LOCAL_FORM = "<4s6H3L5H2L", "<4s5H3L2H"
-_WIDE, _WIDE_COUNT = 0xFFFFFFFF, 0xFFFF  # the number is in the zip64 part
-_ENCRYPTED, _STREAMED = 1, 8  # flags: the second says that the local header has no sizes
+_IN_ZIP64, _COUNT_IN_ZIP64 = 0xFFFFFFFF, 0xFFFF  # markers: the number is in the zip64 extra field
+_ENCRYPTED, _STREAMED = 1, 8  # flags; the local header of a streamed record has no sizes
 
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """An entry of the archive as its directory has it; `header` is where its own header lies, `plain` whether its bytes
-    are stored as they are."""
+    """A record in the central directory; `is_stored` tells whether it is neither compressed nor encrypted."""
 
     name: str
     nbytes: int
@@ -39,7 +38,7 @@ class ZipRecord:
 
 @dataclass(frozen=True, slots=True)
 class ZipArchive:
-    """The records by name, without the folder that they are all in; `end` is where the directory begins."""
+    """Records of an archive by name, without their common folder `root`."""
 
     root: str
     records: Mapping[str, ZipRecord]
@@ -48,141 +47,161 @@ class ZipArchive:
 
 
 def read_archive(file: BinaryIO) -> ZipArchive:
-    """Directory of an archive of PyTorch's."""
+    """Read and check the central directory of an archive."""
     size = file.seek(0, os.SEEK_END)
-    count, start, nbytes = _directory_place(file, size)
+    count, directory_offset, nbytes = _locate_directory(file, size)
     if nbytes > MAX_DIRECTORY_NBYTES:
-        raise ValueError(f"its directory has {nbytes:,} bytes, allowed are {MAX_DIRECTORY_NBYTES:,}")
-    directory = _read(file, start, nbytes)
-    found: dict[str, ZipRecord] = {}
-    for record in _entries(directory, count):
-        if found.setdefault(record.name, record) is not record:
+        raise ValueError(f"its directory has {nbytes:,} bytes, the limit is {MAX_DIRECTORY_NBYTES:,}")
+    directory = _read_range(file, directory_offset, nbytes)
+    records: dict[str, ZipRecord] = {}
+    for record in _iter_records(directory, count):
+        if records.setdefault(record.name, record) is not record:
             raise ValueError(f"it has {quote_name(record.name)} twice")
-        if record.is_stored and record.header_offset + struct.calcsize(_LOCAL_FORM) + record.nbytes > start:
-            raise ValueError(f"{quote_name(record.name)} reaches into its directory")
-    root = _root(found)
-    return ZipArchive(root, {name[len(root) :]: record for name, record in found.items()}, directory, start)
+        if record.is_stored and record.header_offset + struct.calcsize(_LOCAL_FORM) + record.nbytes > directory_offset:
+            raise ValueError(f"{quote_name(record.name)} overlaps its directory")
+    root = _find_root(records)
+    return ZipArchive(
+        root, {name[len(root) :]: record for name, record in records.items()}, directory, directory_offset
+    )
 
 
 def locate_record(file: BinaryIO, archive: ZipArchive, name: str) -> tuple[int, int]:
-    """First byte and length of a record, of which the header before it says the same as the directory."""
+    """Return offset and size of a record; raise ValueError if its local header disagrees with the directory."""
     record = archive.records.get(name)
     if record is None:
         raise ValueError(f"it has no record {quote_name(name)}")
     if not record.is_stored:
-        raise ValueError(f"{quote_name(name)} in it is compressed or encrypted: PyTorch stores its records as they are")
-    head = struct.unpack(_LOCAL_FORM, _read(file, record.header_offset, struct.calcsize(_LOCAL_FORM)))
-    magic, _, flags, method, _, _, _, packed, nbytes, name_nbytes, extra_nbytes = head
-    after = record.header_offset + struct.calcsize(_LOCAL_FORM)
-    same_name = magic == ZIP_MAGIC and _read(file, after, name_nbytes) == record.name.encode()
-    same_sizes = flags & _STREAMED or {packed, nbytes} <= {record.nbytes, _WIDE}
-    if method or not same_name or not same_sizes:
+        raise ValueError(f"{quote_name(name)} in it is compressed or encrypted, which PyTorch never does")
+    local_header = struct.unpack(_LOCAL_FORM, _read_range(file, record.header_offset, struct.calcsize(_LOCAL_FORM)))
+    magic, _, flags, method, _, _, _, compressed_nbytes, nbytes, name_nbytes, extra_nbytes = local_header
+    name_offset = record.header_offset + struct.calcsize(_LOCAL_FORM)
+    has_same_name = magic == ZIP_MAGIC and _read_range(file, name_offset, name_nbytes) == record.name.encode()
+    has_same_sizes = flags & _STREAMED or {compressed_nbytes, nbytes} <= {record.nbytes, _IN_ZIP64}
+    if method or not has_same_name or not has_same_sizes:
         raise ValueError(f"its directory and the header of {quote_name(name)} differ")
-    first = after + name_nbytes + extra_nbytes
-    if first + record.nbytes > archive.directory_offset:
-        raise ValueError(f"{quote_name(name)} reaches into its directory")
-    return first, record.nbytes
+    data_offset = name_offset + name_nbytes + extra_nbytes
+    if data_offset + record.nbytes > archive.directory_offset:
+        raise ValueError(f"{quote_name(name)} overlaps its directory")
+    return data_offset, record.nbytes
 
 
 def read_record(file: BinaryIO, archive: ZipArchive, name: str, max_nbytes: int) -> bytes:
-    """All of a small record."""
-    first, nbytes = locate_record(file, archive, name)
+    """Return the content of a small record."""
+    offset, nbytes = locate_record(file, archive, name)
     if nbytes > max_nbytes:
-        raise ValueError(f"{quote_name(name)} in it has {nbytes:,} bytes, allowed are {max_nbytes:,}")
-    return _read(file, first, nbytes)
+        raise ValueError(f"{quote_name(name)} in it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
+    return _read_range(file, offset, nbytes)
 
 
-def _read(file: BinaryIO, offset: int, nbytes: int) -> bytes:
+def _read_range(file: BinaryIO, offset: int, nbytes: int) -> bytes:
     file.seek(offset)
-    found = file.read(nbytes)
-    if len(found) < nbytes:
+    data = file.read(nbytes)
+    if len(data) < nbytes:
         raise ValueError("it is cut short")
-    return found
+    return data
 
 
-def _directory_place(file: BinaryIO, size: int) -> tuple[int, int, int]:
-    """Entries, first byte and length of the directory, by what stands behind it."""
+def _locate_directory(file: BinaryIO, size: int) -> tuple[int, int, int]:
+    """Return number of entries, offset and size of the directory, from the end record."""
     tail_start = max(0, size - MAX_TAIL_NBYTES)
-    tail = _read(file, tail_start, size - tail_start)
-    at = tail.rfind(_END)
-    if at < 0 or len(tail) - at < struct.calcsize(_END_FORM):
+    tail = _read_range(file, tail_start, size - tail_start)
+    end_position = tail.rfind(_END)
+    if end_position < 0 or len(tail) - end_position < struct.calcsize(_END_FORM):
         raise ValueError("it has no directory at its end: it is cut short")
-    _, disk, other_disk, here, count, nbytes, start, comment_nbytes = struct.unpack_from(_END_FORM, tail, at)
-    if at + struct.calcsize(_END_FORM) + comment_nbytes != len(tail):
-        raise ValueError("it goes on behind its end, or lacks some of it")
-    ends_at = tail_start + at
-    if disk or other_disk or here != count:
-        raise ValueError("it is one of several parts")
-    if tail.startswith(_LOCATOR, max(0, at - struct.calcsize(_LOCATOR_FORM))):  # PyTorch always has it
-        ends_at, count, nbytes, start = _wide_place(file, ends_at - struct.calcsize(_LOCATOR_FORM))
-    if start + nbytes != ends_at:
-        raise ValueError(f"its directory ends at byte {start + nbytes:,}, what describes it begins at {ends_at:,}")
-    return count, start, nbytes
+    _, disk, other_disk, disk_count, count, nbytes, directory_offset, comment_nbytes = struct.unpack_from(
+        _END_FORM, tail, end_position
+    )
+    if end_position + struct.calcsize(_END_FORM) + comment_nbytes != len(tail):
+        raise ValueError("bytes follow its end, or it is cut short")
+    end_offset = tail_start + end_position
+    if disk or other_disk or disk_count != count:
+        raise ValueError("it is one part of a split archive")
+    if tail.startswith(_LOCATOR, max(0, end_position - struct.calcsize(_LOCATOR_FORM))):  # PyTorch always writes it
+        end_offset, count, nbytes, directory_offset = _locate_zip64_directory(
+            file, end_offset - struct.calcsize(_LOCATOR_FORM)
+        )
+    if directory_offset + nbytes != end_offset:
+        raise ValueError(
+            f"its directory ends at byte {directory_offset + nbytes:,}, what describes it begins at {end_offset:,}"
+        )
+    return count, directory_offset, nbytes
 
 
-def _wide_place(file: BinaryIO, at: int) -> tuple[int, int, int, int]:
-    """The same of an archive with zip64, by the locator at a byte, with the byte at which its description begins."""
-    _, _, ends_at, _ = struct.unpack(_LOCATOR_FORM, _read(file, at, struct.calcsize(_LOCATOR_FORM)))
-    if ends_at + struct.calcsize(_END64_FORM) != at:
-        raise ValueError("the description of a large archive in it is broken")
-    found = struct.unpack(_END64_FORM, _read(file, ends_at, struct.calcsize(_END64_FORM)))
-    magic, _, _, _, disk, other_disk, here, count, nbytes, start = found
-    if magic != _END64 or disk or other_disk or here != count:
-        raise ValueError("the description of a large archive in it is broken")
-    return ends_at, count, nbytes, start
+def _locate_zip64_directory(file: BinaryIO, locator_offset: int) -> tuple[int, int, int, int]:
+    """Return offset of the zip64 end record, and number of entries, size and offset of the directory."""
+    _, _, end_offset, _ = struct.unpack(
+        _LOCATOR_FORM, _read_range(file, locator_offset, struct.calcsize(_LOCATOR_FORM))
+    )
+    if end_offset + struct.calcsize(_END64_FORM) != locator_offset:
+        raise ValueError("its zip64 end record is invalid")
+    fields = struct.unpack(_END64_FORM, _read_range(file, end_offset, struct.calcsize(_END64_FORM)))
+    magic, _, _, _, disk, other_disk, disk_count, count, nbytes, directory_offset = fields
+    if magic != _END64 or disk or other_disk or disk_count != count:
+        raise ValueError("its zip64 end record is invalid")
+    return end_offset, count, nbytes, directory_offset
 
 
-def _entries(directory: bytes, count: int) -> Iterator[ZipRecord]:
-    at, seen = 0, 0
-    while at < len(directory):
-        if len(directory) - at < struct.calcsize(_ENTRY_FORM) or directory[at : at + 4] != _ENTRY:
-            raise ValueError(f"its directory is broken at its byte {at:,}")
-        found = struct.unpack_from(_ENTRY_FORM, directory, at)
-        at += struct.calcsize(_ENTRY_FORM)
-        name, extra = directory[at : at + found[10]], directory[at + found[10] : at + found[10] + found[11]]
-        at += sum(found[10:13])
-        if at > len(directory):
+def _iter_records(directory: bytes, count: int) -> Iterator[ZipRecord]:
+    position, record_count = 0, 0
+    while position < len(directory):
+        if len(directory) - position < struct.calcsize(_ENTRY_FORM) or directory[position : position + 4] != _ENTRY:
+            raise ValueError(f"its directory is broken at its byte {position:,}")
+        fields = struct.unpack_from(_ENTRY_FORM, directory, position)
+        position += struct.calcsize(_ENTRY_FORM)
+        name, extra = (
+            directory[position : position + fields[10]],
+            directory[position + fields[10] : position + fields[10] + fields[11]],
+        )
+        position += sum(fields[10:13])
+        if position > len(directory):
             raise ValueError("its directory is cut short")
-        seen += 1
-        yield _record(name, found, extra)
-    if seen != count:
-        raise ValueError(f"its directory has {seen:,} entries, it promises {count:,}")
+        record_count += 1
+        yield _parse_record(name, fields, extra)
+    if record_count != count:
+        raise ValueError(f"its directory has {record_count:,} entries, its end record {count:,}")
 
 
-def _record(raw: bytes, found: Sequence[Any], extra: bytes) -> ZipRecord:
-    flags, method, packed, nbytes, disk, header = found[3], found[4], found[8], found[9], found[13], found[16]
+def _parse_record(raw_name: bytes, fields: Sequence[Any], extra: bytes) -> ZipRecord:
+    flags, method, compressed_nbytes, nbytes, disk, header_offset = (
+        fields[3],
+        fields[4],
+        fields[8],
+        fields[9],
+        fields[13],
+        fields[16],
+    )
     try:
-        name = raw.decode()
+        name = raw_name.decode()
     except UnicodeDecodeError as error:
         raise ValueError("the name of a record in it is not UTF-8") from error
     if any(part in ("", "..", ".") for part in name.split("/")) or "\\" in name or "\0" in name:
-        raise ValueError(f"it has a record called {quote_name(name)}, which is no plain path")
-    nbytes, packed, header = _widened(extra, [nbytes, packed, header])
-    plain = not flags & _ENCRYPTED and not method and packed == nbytes and disk in (0, _WIDE_COUNT)
-    return ZipRecord(name, nbytes, header, plain)
+        raise ValueError(f"it has a record called {quote_name(name)}, which is not a plain path")
+    nbytes, compressed_nbytes, header_offset = _apply_zip64_extra(extra, [nbytes, compressed_nbytes, header_offset])
+    is_stored = not flags & _ENCRYPTED and not method and compressed_nbytes == nbytes and disk in (0, _COUNT_IN_ZIP64)
+    return ZipRecord(name, nbytes, header_offset, is_stored)
 
 
-def _widened(extra: bytes, numbers: list[int]) -> list[int]:
-    """The numbers, those that are too large for their fields taken from the zip64 part, in this order."""
-    at, wide = 0, b""
-    while at + 4 <= len(extra):
-        tag, nbytes = struct.unpack_from("<2H", extra, at)
+def _apply_zip64_extra(extra: bytes, numbers: list[int]) -> list[int]:
+    """Replace numbers marked as too large by those of the zip64 extra field, in order."""
+    position, zip64_data = 0, b""
+    while position + 4 <= len(extra):
+        tag, nbytes = struct.unpack_from("<2H", extra, position)
         if tag == 1:
-            wide = extra[at + 4 : at + 4 + nbytes]
-        at += 4 + nbytes
-    needed = numbers.count(_WIDE)
-    if len(wide) < 8 * needed:
-        raise ValueError("an entry of its directory lacks its large numbers")
-    large = iter(struct.unpack_from(f"<{needed}Q", wide))
-    return [next(large) if number == _WIDE else number for number in numbers]
+            zip64_data = extra[position + 4 : position + 4 + nbytes]
+        position += 4 + nbytes
+    missing_count = numbers.count(_IN_ZIP64)
+    if len(zip64_data) < 8 * missing_count:
+        raise ValueError("an entry of its directory lacks its zip64 numbers")
+    large_numbers = iter(struct.unpack_from(f"<{missing_count}Q", zip64_data))
+    return [next(large_numbers) if number == _IN_ZIP64 else number for number in numbers]
 
 
-def _root(records: Mapping[str, ZipRecord]) -> str:
-    """The folder, with a slash, that all records are in: the name that a file had when it was saved."""
+def _find_root(records: Mapping[str, ZipRecord]) -> str:
+    """Return the folder of all records, with a slash; PyTorch names it after the saved file."""
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         raise ValueError(f"it is a zip archive with {len(pickles)} pickles of tensors, not one")
     root = pickles[0].removesuffix("data.pkl")
     if strays := [name for name in records if not name.startswith(root)]:
-        raise ValueError(f"{quote_name(strays[0])} in it is not below {quote_name(root)}")
+        raise ValueError(f"{quote_name(strays[0])} in it is not under {quote_name(root)}")
     return root

@@ -1,4 +1,4 @@
-"""What comes from strangers: files that may be anything, JSON that may be a bomb, names that may be a screenful."""
+"""Read untrusted input: files of any kind, malicious JSON, and names of any length."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 from prepcli.errors import PrepError
 
 MAX_CONFIG_NBYTES = 16 << 20
-MAX_SMALL_FILE_NBYTES = 100_000_000  # of a manifest, or of another document that grows with a model
+MAX_SMALL_FILE_NBYTES = 100_000_000  # a manifest or another document that grows with a model
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON whose integers are either counts, from 0 and below 10^19, or -1.
+    """Parse JSON; integers outside of 0 to 10^19 - 1 become -1.
 
-    Raises ValueError with the reason, also for names that occur twice in an object.
+    Raises:
+        ValueError: The text is not JSON, or an object has a duplicate name.
     """
     try:
         return _DECODER.decode(text.decode())
@@ -31,23 +32,23 @@ def parse_json(text: bytes) -> Any:
 
 
 def quote_name(name: str) -> str:
-    """A name for a message: without control characters, and never a page long."""
+    """Quote a name for a message: without control characters and at most 100 characters long."""
     return f"`{name}`" if len(name) <= 100 and name.isprintable() else ascii(name[:100])
 
 
 def stat_file(path: Path) -> os.stat_result:
-    """The stat of a regular file, links followed; a PrepError for anything else: to open a pipe would be to wait."""
+    """Return the stat of a regular file, links followed; raise PrepError for others: opening a pipe would block."""
     try:
-        found = path.stat()
+        file_stat = path.stat()
     except OSError as error:
         raise unreadable_error(path, error) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(file_stat.st_mode):
         raise PrepError(f"{path} is not a file")
-    return found
+    return file_stat
 
 
 def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
-    """Bytes of an ordinary file; PrepError where the system does not give them."""
+    """Return bytes of a regular file; raise PrepError if it cannot be read."""
     stat_file(path)
     try:
         with path.open("rb") as file:
@@ -58,15 +59,15 @@ def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
 
 
 def read_small_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
-    """All of a file of settings; PrepError for one that is larger, and for what is no ordinary file."""
+    """Return the content of a small file; raise PrepError if it is too large or not a regular file."""
     nbytes = stat_file(path).st_size
     if nbytes > max_nbytes:
-        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, prep takes {max_nbytes:,}")
+        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
     return read_bytes(path, 0, nbytes)
 
 
 def list_folder(folder: Path) -> list[str]:
-    """All names in a folder, sorted."""
+    """Return the sorted names in a folder."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
@@ -74,26 +75,26 @@ def list_folder(folder: Path) -> list[str]:
 
 
 def unreadable_error(path: Path, error: OSError) -> PrepError:
-    """The error for a file or folder that the system does not let prep read."""
+    """Return the error for a file or folder that cannot be read."""
     return PrepError(f"cannot read {path}", error.strerror or str(error))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"it names {quote_name(twice)} twice")
-    for name in made:
-        name.encode()  # half of a surrogate pair is JSON to Python, and to nobody else
-    return made
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it names {quote_name(duplicate)} twice")
+    for name in document:
+        name.encode()  # Python's JSON accepts half of a surrogate pair, other parsers do not
+    return document
 
 
-def _count(digits: str) -> int:
+def _parse_count(digits: str) -> int:
     return int(digits) if digits.isdigit() and len(digits) < 20 else -1  # int() of a million digits takes hours
 
 
-def _no_number(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_count, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_object, parse_int=_parse_count, parse_constant=_reject_constant)

@@ -1,6 +1,6 @@
-"""Documents that describe zarr arrays, of version 2 (`.zarray`) and 3 (`zarr.json`), as TensorStore writes them.
+"""Parse the metadata documents of zarr arrays, version 2 (`.zarray`) and 3 (`zarr.json`), as TensorStore writes them.
 
-What prep cannot carry is refused by its name: nothing is guessed.
+Unsupported features raise an error with their name. Specifications: https://zarr-specs.readthedocs.io.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ RESAVE_HINT = (
 )
 SUPPORTED_STORAGE = f"prep reads C order, little endian, raw or with {', '.join(COMPRESSORS)}"
 _DTYPES = {typestr: dtype for dtype, typestr in ZARR_TYPESTRS.items()} | {"<i1": "int8", "<u1": "uint8", "<b1": "bool"}
-MAX_DIMS, MAX_CHUNK_BITS = 32, 48  # TensorStore's own rank; elements of a chunk, far above any
+MAX_DIMS, MAX_CHUNK_BITS = 32, 48  # TensorStore's maximum rank; elements of a chunk, far above any
 
 ChunkIndex = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrSharding:
-    """Stored values that hold several chunks each and a table of where they lie."""
+    """Storage of several chunks in one value (a shard) with an index of their locations."""
 
     shard_shape: tuple[int, ...]
-    has_checksum: bool  # whether a CRC-32C follows the table
+    has_checksum: bool  # whether a CRC-32C follows the index
     index_is_at_end: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ZarrArray:
-    """An array as its document has it; `steps` are those of `codecs`, `zeros`: missing chunks stand for zeros."""
+    """Parsed metadata document of an array; `missing_is_zero` tells whether missing chunks read as zeros."""
 
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
@@ -46,161 +46,191 @@ class ZarrArray:
     codec_names: tuple[str, ...]
     sharding: ZarrSharding | None
     missing_is_zero: bool
-    chunk_key: Callable[
-        [ChunkIndex], str
-    ]  # what follows `NAME/` in the key of a chunk, or of a shard where there are such
+    chunk_key: Callable[[ChunkIndex], str]  # key of a chunk, or of a shard, without its prefix `NAME/`
 
     @property
     def stored_chunk_shape(self) -> tuple[int, ...]:
-        """Extents of what one key stands for."""
+        """Return the shape that one stored value covers: a shard, or a chunk."""
         return self.sharding.shard_shape if self.sharding else self.chunk_shape
 
     @property
     def stored_grid(self) -> tuple[int, ...]:
-        """Keys along each axis."""
+        """Return the number of stored values along each axis."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.stored_chunk_shape))
 
 
 def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
-    """The array `name` by the text of its document. PrepError for what is broken, and for what prep cannot carry."""
+    """Parse the metadata document of an array.
+
+    Args:
+        name: Quoted name of the array for errors.
+        file_name: `.zarray` or `zarr.json`.
+        text: Content of the document.
+
+    Raises:
+        PrepError: The document is invalid, or the array uses an unsupported feature.
+    """
     try:
         document = parse_json(text)
     except ValueError as error:
         raise broken_document_error(name, file_name, str(error)) from error
     if not isinstance(document, dict):
         raise broken_document_error(name, file_name, "it is not a JSON object")
-    return _version_2(name, document) if file_name == ZARRAY else _version_3(name, document)
+    return _parse_v2(name, document) if file_name == ZARRAY else _parse_v3(name, document)
 
 
 def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
-    """The error for a document that makes no sense."""
+    """Return the error for an invalid metadata document."""
     return PrepError(f"the {file_name} of {name} is broken", why)
 
 
-def _version_2(name: str, document: Mapping[str, Any]) -> ZarrArray:
+def _parse_v2(name: str, document: Mapping[str, Any]) -> ZarrArray:
     compressor, order, separator = (document.get(key) for key in ("compressor", "order", "dimension_separator"))
     method = compressor.get("id") if isinstance(compressor, dict) else compressor
     if method is not None and method not in COMPRESSORS:
-        raise _unread(f"{name} is stored compressed with {quote_name(str(method))}")
+        raise _unsupported_storage_error(f"{name} is stored compressed with {quote_name(str(method))}")
     if document.get("filters"):
-        raise _unread(f"{name} is stored with filters")
+        raise _unsupported_storage_error(f"{name} is stored with filters")
     if order != "C":
-        raise _unread(f"{name} is stored in order {quote_name(str(order))}")
+        raise _unsupported_storage_error(f"{name} is stored in order {quote_name(str(order))}")
     if separator not in (None, "."):
-        raise _unread(f"the chunks of {name} are named with {quote_name(str(separator))}")
+        raise _unsupported_storage_error(f"the chunks of {name} are named with {quote_name(str(separator))}")
     typestr = document.get("dtype")
     if isinstance(typestr, str) and typestr.startswith(">"):
-        raise _unread(f"{name} is stored big endian")
+        raise _unsupported_storage_error(f"{name} is stored big endian")
     dtype = _DTYPES.get(typestr) if isinstance(typestr, str) else None
-    shape, chunk = _shape_and_chunk(name, ZARRAY, document.get("shape"), document.get("chunks"))
+    shape, chunk = _parse_shapes(name, ZARRAY, document.get("shape"), document.get("chunks"))
     steps = (str(method),) if method is not None else ()
     zeros = _is_zero(document.get("fill_value"))
     return ZarrArray(
-        shape, chunk, _carried(name, dtype, typestr), steps, None, zeros, lambda i: ".".join(map(str, i)) or "0"
+        shape, chunk, _require_dtype(name, dtype, typestr), steps, None, zeros, lambda i: ".".join(map(str, i)) or "0"
     )
 
 
-def _version_3(name: str, document: Mapping[str, Any]) -> ZarrArray:
+def _parse_v3(name: str, document: Mapping[str, Any]) -> ZarrArray:
     if (document.get("zarr_format"), document.get("node_type")) != (3, "array"):
         raise broken_document_error(name, ZARR_JSON, "it does not describe an array of zarr 3")
     if document.get("storage_transformers"):
-        raise _unread(f"{name} is stored with storage transformers")
-    grid = _named(name, document.get("chunk_grid"), "chunk_grid")
-    if grid[0] != "regular":
-        raise _unread(f"{name} is cut into the grid {quote_name(grid[0])}")
-    shape, chunk = _shape_and_chunk(name, ZARR_JSON, document.get("shape"), grid[1].get("chunk_shape"))
+        raise _unsupported_storage_error(f"{name} is stored with storage transformers")
+    chunk_grid = _parse_named_config(name, document.get("chunk_grid"), "chunk_grid")
+    if chunk_grid[0] != "regular":
+        raise _unsupported_storage_error(f"{name} has the chunk grid {quote_name(chunk_grid[0])}")
+    shape, chunk = _parse_shapes(name, ZARR_JSON, document.get("shape"), chunk_grid[1].get("chunk_shape"))
     dtype = document.get("data_type")
-    carried = _carried(name, dtype if isinstance(dtype, str) and dtype in ZARR_TYPESTRS else None, dtype)
-    codecs = _codecs(name, document.get("codecs"))
+    prep_dtype = _require_dtype(name, dtype if isinstance(dtype, str) and dtype in ZARR_TYPESTRS else None, dtype)
+    codecs = _parse_codecs(name, document.get("codecs"))
     shards = None
     if codecs and codecs[0][0] == "sharding_indexed":
         if len(codecs) > 1:
-            raise _unread(f"the shards of {name} are stored with {quote_name(codecs[1][0])}")
-        inner, shards = _shards(name, chunk, codecs[0][1])
-        chunk, codecs = inner, _codecs(name, codecs[0][1].get("codecs"))
+            raise _unsupported_storage_error(f"the shards of {name} are stored with {quote_name(codecs[1][0])}")
+        inner_chunk_shape, shards = _parse_sharding(name, chunk, codecs[0][1])
+        chunk, codecs = inner_chunk_shape, _parse_codecs(name, codecs[0][1].get("codecs"))
     zeros = _is_zero(document.get("fill_value"))
-    return ZarrArray(shape, chunk, carried, _steps(name, codecs), shards, zeros, _keys(name, document))
+    return ZarrArray(
+        shape, chunk, prep_dtype, _byte_codec_names(name, codecs), shards, zeros, _make_chunk_key(name, document)
+    )
 
 
-def _shards(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[tuple[int, ...], ZarrSharding]:
-    """The chunk within a shard of `shape`, and how shards are stored."""
-    outer, inner = _shape_and_chunk(name, ZARR_JSON, list(shape), settings.get("chunk_shape"))
-    if any(whole % part for whole, part in zip(outer, inner)):
-        raise broken_document_error(name, ZARR_JSON, f"chunks {list(inner)} do not divide shards {list(outer)}")
-    steps = _steps(name, _codecs(name, settings.get("index_codecs")))
-    if steps not in ((), (CRC32C,)):
-        raise _unread(f"the shards of {name} have an index that is stored with {', '.join(steps)}")
+def _parse_sharding(
+    name: str, shape: tuple[int, ...], settings: Mapping[str, Any]
+) -> tuple[tuple[int, ...], ZarrSharding]:
+    """Return the chunk shape within a shard of `shape`, and the storage of shards."""
+    shard_shape, chunk_shape = _parse_shapes(name, ZARR_JSON, list(shape), settings.get("chunk_shape"))
+    if any(shard_extent % chunk_extent for shard_extent, chunk_extent in zip(shard_shape, chunk_shape)):
+        raise broken_document_error(
+            name, ZARR_JSON, f"chunks {list(chunk_shape)} do not divide shards {list(shard_shape)}"
+        )
+    index_codecs = _byte_codec_names(name, _parse_codecs(name, settings.get("index_codecs")))
+    if index_codecs not in ((), (CRC32C,)):
+        raise _unsupported_storage_error(
+            f"the shards of {name} have an index that is stored with {', '.join(index_codecs)}"
+        )
     location = settings.get("index_location", "end")
     if location not in ("start", "end"):
         raise broken_document_error(name, ZARR_JSON, f"the index of a shard is at its {quote_name(str(location))}")
-    return inner, ZarrSharding(outer, bool(steps), location == "end")
+    return chunk_shape, ZarrSharding(shard_shape, bool(index_codecs), location == "end")
 
 
 _Codec = tuple[str, Mapping[str, Any]]
 
 
-def _codecs(name: str, found: Any) -> list[_Codec]:
-    if not isinstance(found, list):
+def _parse_codecs(name: str, value: Any) -> list[_Codec]:
+    if not isinstance(value, list):
         raise broken_document_error(name, ZARR_JSON, "it has no list of codecs")
-    return [_named(name, each, "codec") for each in found]
+    return [_parse_named_config(name, codec, "codec") for codec in value]
 
 
-def _named(name: str, found: Any, what: str) -> _Codec:
-    """Name and settings of what zarr 3 calls a named configuration."""
-    match found:
-        case {"name": str(kind)} if isinstance(found.get("configuration", {}), dict):
-            return kind, found.get("configuration", {})
+def _parse_named_config(name: str, value: Any, what: str) -> _Codec:
+    """Return name and configuration of a zarr v3 extension object."""
+    match value:
+        case {"name": str(kind)} if isinstance(value.get("configuration", {}), dict):
+            return kind, value.get("configuration", {})
         case str(kind):
             return kind, {}
     raise broken_document_error(name, ZARR_JSON, f"it has a {what} without a name")
 
 
-def _steps(name: str, codecs: Sequence[_Codec]) -> tuple[str, ...]:
-    """Steps after the elements became bytes: one compressor at most, then a checksum at most."""
+def _byte_codec_names(name: str, codecs: Sequence[_Codec]) -> tuple[str, ...]:
+    """Return the names of the bytes-to-bytes codecs: at most one compressor, then at most one checksum."""
     if not codecs or codecs[0][0] != "bytes":
-        raise _unread(f"{name} is stored with {quote_name(codecs[0][0]) if codecs else 'no codec'} in place of `bytes`")
+        raise _unsupported_storage_error(
+            f"{name} is stored with {quote_name(codecs[0][0]) if codecs else 'no codec'} in place of `bytes`"
+        )
     if codecs[0][1].get("endian", "little") != "little":
-        raise _unread(f"{name} is stored big endian")
-    steps = tuple(kind for kind, _ in codecs[1:])
-    compressor = steps[:1] if steps[:1] and steps[0] in ("zstd", "gzip") else ()
-    if steps not in (compressor, (*compressor, CRC32C)):
-        raise _unread(f"{name} is stored with {', '.join(map(quote_name, steps))}")
-    return steps
+        raise _unsupported_storage_error(f"{name} is stored big endian")
+    names = tuple(codec_name for codec_name, _ in codecs[1:])
+    compressor = names[:1] if names[:1] and names[0] in ("zstd", "gzip") else ()
+    if names not in (compressor, (*compressor, CRC32C)):
+        raise _unsupported_storage_error(f"{name} is stored with {', '.join(map(quote_name, names))}")
+    return names
 
 
-def _keys(name: str, document: Mapping[str, Any]) -> Callable[[ChunkIndex], str]:
-    kind, settings = _named(name, document.get("chunk_key_encoding"), "chunk_key_encoding")
+def _make_chunk_key(name: str, document: Mapping[str, Any]) -> Callable[[ChunkIndex], str]:
+    kind, settings = _parse_named_config(name, document.get("chunk_key_encoding"), "chunk_key_encoding")
     separator = settings.get("separator", "/" if kind == "default" else ".")
     if kind not in ("default", "v2") or separator not in ("/", "."):
-        raise _unread(f"the chunks of {name} are named as {quote_name(kind)} with {quote_name(str(separator))}")
+        raise _unsupported_storage_error(
+            f"the chunks of {name} are named as {quote_name(kind)} with {quote_name(str(separator))}"
+        )
     if kind == "v2":
         return lambda index: separator.join(map(str, index)) or "0"
     return lambda index: separator.join(("c", *map(str, index)))
 
 
-def _shape_and_chunk(name: str, file: str, shape: Any, chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    a, b = _extents(shape), _extents(chunk)
-    if a is None or b is None or len(a) != len(b) or 0 in b or len(a) > MAX_DIMS or math.prod(b) >> MAX_CHUNK_BITS:
-        raise broken_document_error(name, file, f"shape {shape!s:.100}, chunks {chunk!s:.100}")
-    return a, b
+def _parse_shapes(name: str, file_name: str, shape: Any, chunk_shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape_extents, chunk_extents = _parse_shape(shape), _parse_shape(chunk_shape)
+    if (
+        shape_extents is None
+        or chunk_extents is None
+        or len(shape_extents) != len(chunk_extents)
+        or 0 in chunk_extents
+        or len(shape_extents) > MAX_DIMS
+        or math.prod(chunk_extents) >> MAX_CHUNK_BITS
+    ):
+        raise broken_document_error(name, file_name, f"shape {shape!s:.100}, chunks {chunk_shape!s:.100}")
+    return shape_extents, chunk_extents
 
 
-def _extents(value: Any) -> tuple[int, ...] | None:
+def _parse_shape(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value):
         return tuple(value)
     return None
 
 
-def _carried(name: str, dtype: str | None, spelled: Any) -> str:
+def _require_dtype(name: str, dtype: str | None, stored_dtype: Any) -> str:
     if dtype is None:
-        raise PrepError(f"{name} is {quote_name(str(spelled))}", f"prep carries {', '.join(ZARR_TYPESTRS)}")
+        raise PrepError(f"{name} is {quote_name(str(stored_dtype))}", f"prep supports {', '.join(ZARR_TYPESTRS)}")
     return dtype
 
 
-def _is_zero(fill: Any) -> bool:
-    """Whether a fill value is 0 in all its bits; none is."""
-    return fill is None or fill is False or (isinstance(fill, int | float) and str(fill) in ("0", "0.0"))
+def _is_zero(fill_value: Any) -> bool:
+    """Return whether a fill value is 0 in all bits; a missing fill value counts as 0."""
+    return (
+        fill_value is None
+        or fill_value is False
+        or (isinstance(fill_value, int | float) and str(fill_value) in ("0", "0.0"))
+    )
 
 
-def _unread(what: str) -> PrepError:
+def _unsupported_storage_error(what: str) -> PrepError:
     return PrepError(what, SUPPORTED_STORAGE, RESAVE_HINT)

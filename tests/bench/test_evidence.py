@@ -1,4 +1,4 @@
-"""What is said of measurements; to take them is for a calm machine."""
+"""Tests of the evidence table with fake measurements; real ones need an idle machine."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MIB = 1 << 20
 ROW = EvidenceRow("export", "512MiB", 10 * MIB, (7.0, 6.0, 8.0), (20.0, 12.0, 10.0), 2.5, 16.0, 300 * MIB, 30 * MIB)
 
 
-def test_like_is_held_against_like() -> None:
+def test_ratios_compare_fastest_and_median_runs() -> None:
     assert (ROW.to_fastest, ROW.to_median) == (6 / 10, 7 / 12)
     assert "7.0 6.0 8.0  20.0 12.0 10.0       0.60      0.58    2.5      16.0       300  ext4" in evidence_text(
         [ROW], "ext4"
     )
 
 
-def test_the_target_is_the_larger_of_cp_and_floor() -> None:
+def test_target_is_the_larger_of_cp_and_floor() -> None:
     by_cp = dataclasses.replace(ROW, floor_seconds=(8.0, 7.0), floor_means="direct/direct x2")
     assert (by_cp.to_floor, by_cp.to_target) == (6 / 7, 6 / 9)  # 0.9 x 10 s
     assert dataclasses.replace(ROW, floor_seconds=(10.0, 11.0)).to_target == pytest.approx(6 / 11)
@@ -42,7 +42,7 @@ def test_the_target_is_the_larger_of_cp_and_floor() -> None:
     assert ROW.to_target is None
 
 
-def test_plain_copies_take_turns_with_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_case_alternates_plain_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"prep": 5.0, "bash": 4.0}
     ran: list[str] = []
 
@@ -58,7 +58,7 @@ def test_plain_copies_take_turns_with_both(tmp_path: Path, monkeypatch: pytest.M
     assert (row.floor_seconds, row.floor_means) == ((3.0, 3.0), str(COPY_METHODS[0]))
 
 
-def test_finalists_are_the_fastest_plain_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_copy_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = [
         COPY_METHODS[3],
         COPY_METHODS[1],
@@ -69,7 +69,7 @@ def test_finalists_are_the_fastest_plain_copies(tmp_path: Path, monkeypatch: pyt
     assert evidence.fastest_copy_methods(tmp_path, tmp_path) == (COPY_METHODS[3], COPY_METHODS[1])
 
 
-def test_memory_and_order_are_those_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_case_memory_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     peaks = {"inspect": 30, "save-init": 130, "cp": 5}
 
@@ -85,7 +85,7 @@ def test_memory_and_order_are_those_of_the_runs(tmp_path: Path, monkeypatch: pyt
     assert (row.peak_nbytes, row.inspect_nbytes, row.seconds) == (100, 30, (1.0, 1.0))
 
 
-def test_nothing_stays_but_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_cases_deletes_all_but_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = BenchPaths(tmp_path / "model", tmp_path)
     for path in (room.model, room.init, room.out, *room.unfinished):
         path.mkdir()
@@ -99,14 +99,12 @@ def test_nothing_stays_but_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == [room.model]
 
 
-def test_a_failed_command_says_why() -> None:
+def test_run_checked_reports_stderr() -> None:
     with pytest.raises(SystemExit, match=r"(?s)ended with 3.*no such thing"):
         run_checked([sys.executable, "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(3)"])
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_model_checks_disk_space_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = dataclasses.make_dataclass("Usage", ["free"])(15 * 10**9)
     monkeypatch.setattr(evidence.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(SystemExit, match=r"free, this takes 14\.70 GiB"):
@@ -114,7 +112,7 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_reads_no_weights_and_writes_nothing(tmp_path: Path) -> None:
+def test_plan_figures_write_only_a_sparse_model(tmp_path: Path) -> None:
     figures = plan_figures(tmp_path)
     assert figures["chunks"] > 256
     assert figures["peak_nbytes"] > figures["above_inspect_nbytes"]
@@ -124,7 +122,7 @@ def test_a_plan_reads_no_weights_and_writes_nothing(tmp_path: Path) -> None:
     assert not model.exists()
 
 
-def test_unknown_cases_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_rejects_unknown_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--work", str(tmp_path / "work"), "--cases", "export,import"])
     assert f"no case import; there are {', '.join(CASES)}" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Plain copies: every means copies every byte."""
+"""Tests of plain copies: every method copies every byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("means", COPY_METHODS, ids=str)
-def test_plain_copies_are_equal(source: Path, means: CopyMethod, monkeypatch: pytest.MonkeyPatch):
+def test_copy_equals_source(source: Path, means: CopyMethod, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(floor, "BLOCK_NBYTES", 2 * PAGE)
     out = source.with_name("out")
     main([str(word) for word in means.command(source, out)[3:]])
@@ -33,12 +33,12 @@ def test_plain_copies_are_equal(source: Path, means: CopyMethod, monkeypatch: py
     assert all((source / name).read_bytes() == (out / name).read_bytes() for name in files)
 
 
-def test_a_copy_overwrites_nothing(source: Path):
+def test_copy_does_not_overwrite(source: Path):
     with pytest.raises(FileExistsError):
         main([str(source), str(source)])
 
 
-def test_a_failed_write_ends_the_copy(source: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_write_ends_the_copy(source: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> int:
         raise OSError("no")
 

@@ -1,4 +1,4 @@
-"""What is said of growth and of the usual ways; to take the figures is for a calm machine."""
+"""Tests of the growth and alternatives tables with fake measurements."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def _row(gb: int, seconds: float) -> EvidenceRow:
     )
 
 
-def test_a_line_for_each_size() -> None:
+def test_growth_text_has_a_line_per_size() -> None:
     small, large = growth_text([_row(2, 1.0), _row(20, 12.0)]).splitlines()[-2:]
     assert small.split() == ["2.0", "1.0", "2.0", "0.50", "2.0", "0.50", "0.75", "250"]
     assert large.split() == ["20.0", "12.0", "13.0", "0.60", "24.0", "0.50", "0.52", "250"]
 
 
-def test_the_picture_is_svg_with_both_charts() -> None:
+def test_growth_svg_has_two_charts() -> None:
     picture = ElementTree.fromstring(growth_svg([_row(2, 1.0), _row(20, 12.0)]))
     assert [child.tag.rpartition("}")[2] for child in picture] == ["svg", "svg"]
     assert len(picture.findall(".//{*}polyline")) == 4
 
 
-def test_ways_are_told_by_what_prep_takes() -> None:
+def test_usual_text_is_relative_to_prep() -> None:
     ours, theirs = CommandCost(0, 5.0, 1, 100 * MIB, 0, "", ""), CommandCost(0, 60.0, 9, 3000 * MIB, 0, "", "")
     last = usual_text({"prep": [ours, ours], "other": [theirs]}).splitlines()[-1]
     assert last.split() == ["other", "60.0", "60.0", "12.0", "3000", "30.0"]
 
 
-def test_the_way_of_flax_needs_an_environment() -> None:
+def test_conversion_commands_with_and_without_flax() -> None:
     assert len(conversion_commands(Path("a"), Path("b"), None)) == 2
     assert conversion_commands(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][0] == Path("python")

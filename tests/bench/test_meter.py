@@ -1,4 +1,4 @@
-"""The meter sees what a command really takes."""
+"""Tests of the meter: time and memory of real commands."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from bench.meter import anonymous_nbytes, drop_page_cache, measure, process_tree
 
 MIB = 1 << 20
 MAP = "import mmap, sys, time; m = mmap.mmap(open(sys.argv[1]).fileno(), 0, prot=1); sum(m[::4096]); time.sleep(0.2)"
-HOLD = "import sys, time; held = b'x' * (int(sys.argv[1]) << 20); time.sleep(0.3)"
+HOLD = "import sys, time; data = b'x' * (int(sys.argv[1]) << 20); time.sleep(0.3)"
 
 
 def hold(mib: int) -> list[str]:
-    """A process that has so much memory, for long enough."""
+    """Return a command that holds `mib` MiB of memory for 0.3 s."""
     return [sys.executable, "-c", HOLD, str(mib)]
 
 
-def test_memory_that_a_process_allocates_is_seen() -> None:
+def test_measure_peak_memory() -> None:
     base, cost = measure(hold(0)), measure(hold(64))
     assert 63 * MIB < cost.peak_nbytes - base.peak_nbytes < 72 * MIB
     assert cost.max_rss_nbytes > 64 * MIB
 
 
 @pytest.mark.parametrize("script", ['"$@"; true', '("$@" &); sleep 1'], ids=["child", "orphan"])
-def test_memory_of_the_whole_tree_counts(script: str) -> None:
+def test_measure_memory_of_child_processes(script: str) -> None:
     assert measure(["bash", "-c", script, "bash", *hold(64)]).peak_nbytes > 64 * MIB
 
 
-def test_mapped_files_do_not_count(tmp_path: Path) -> None:
+def test_measure_ignores_mapped_files(tmp_path: Path) -> None:
     big = tmp_path / "big"
     big.write_bytes(b"x" * (64 * MIB))
     cost = measure([sys.executable, "-c", MAP, str(big)])
@@ -40,7 +40,7 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     assert cost.max_rss_nbytes > 64 * MIB
 
 
-def test_code_output_and_time_are_those_of_the_command() -> None:
+def test_measure_exit_code_output_and_time() -> None:
     cost = measure(["bash", "-c", "echo out; echo err >&2; for ((i = 0; i < 100000; i++)); do :; done; exit 3"])
     assert (cost.exit_code, cost.stdout, cost.stderr) == (3, "out\n", "err\n")
     assert cost.cpu_s > 0
@@ -48,7 +48,7 @@ def test_code_output_and_time_are_those_of_the_command() -> None:
     assert measure(["bash", "-c", "kill -9 $$"]).exit_code == -9
 
 
-def test_an_interrupted_measurement_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_measure_kills_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
     def interrupted(process: int, _: int) -> None:
@@ -62,13 +62,13 @@ def test_an_interrupted_measurement_leaves_nothing_running(monkeypatch: pytest.M
         os.kill(started[0], 0)
 
 
-def test_this_process_is_in_its_own_tree() -> None:
+def test_process_tree_contains_this_process() -> None:
     assert os.getpid() in process_tree(os.getpid())
     assert anonymous_nbytes(os.getpid()) > MIB
     assert anonymous_nbytes(2**22 + 1) == 0  # more than any process has
 
 
-def test_cold_takes_every_file_and_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_page_cache_evicts_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model" / "hf").mkdir(parents=True)
     files = [tmp_path / "model" / "a", tmp_path / "model" / "hf" / "b", tmp_path / "c"]
     for path in files:

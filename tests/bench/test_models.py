@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: real names and shapes, values that no comparison can mistake."""
+"""Tests of synthetic checkpoints: published names and shapes, distinct values."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ LLAMA = published_config(
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes by the family's table alone."""
+    """Return names and shapes from the table of the family alone."""
     family = family_of(config)
-    bound = [bind_row(row, family.sizes(config)) for row in parameter_rows(family, config).values()]
-    found = {name: row.source_shape for row in bound for name, _ in row.tensors()}
+    bound_rows = [bind_row(row, family.sizes(config)) for row in parameter_rows(family, config).values()]
+    shapes = {name: row.source_shape for row in bound_rows for name, _ in row.tensors()}
     if family.is_tied(config):
-        del found[family.tying.head_tensor]
-    return {name if name in family.unprefixed else family.prefix + name: shape for name, shape in found.items()}
+        del shapes[family.tying.head_tensor]
+    return {name if name in family.unprefixed else family.prefix + name: shape for name, shape in shapes.items()}
 
 
-def test_every_config_is_of_an_alias() -> None:
+def test_published_configs_match_aliases() -> None:
     assert list(PUBLISHED) == [alias.name for alias in ALIASES]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_configs_say_what_is_known_of_the_published_models(name: str) -> None:
+def test_published_config_sizes(name: str) -> None:
     alias, config = ALIASES_BY_NAME[name], published_config(name)
     assert sum(math.prod(shape) for _, _, shape, _ in tensor_entries(config)) == alias.parameters
     assert sum(nbytes for *_, nbytes in tensor_entries(config)) == alias.nbytes
@@ -51,12 +51,12 @@ def test_configs_say_what_is_known_of_the_published_models(name: str) -> None:
 
 
 @pytest.mark.parametrize(("layers", "attention"), [(1, [[["global"], 1]]), (4, [[["global", "local"], 2]])])
-def test_attention_follows_the_depth(layers: int, attention: list[object]) -> None:
+def test_gpt_neo_attention_types_follow_the_depth(layers: int, attention: list[object]) -> None:
     assert published_config("gpt-neo-1.3B", layers=layers)["attention_types"] == attention
 
 
 @pytest.mark.parametrize("config", [GPT_NEO, LLAMA, GPT_NEO | {"tie_word_embeddings": False}])
-def test_names_and_shapes_are_the_tables(config: dict[str, Any], tmp_path: Path) -> None:
+def test_write_model_names_and_shapes(config: dict[str, Any], tmp_path: Path) -> None:
     write_model(tmp_path / "model", config, shard_nbytes=30_000)
     assert {name: value.shape for name, value in read_tensors(tmp_path / "model").items()} == shapes_of(config)
     source = open_source(tmp_path / "model", "model")
@@ -65,7 +65,7 @@ def test_names_and_shapes_are_the_tables(config: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", FREE_BITS)
-def test_the_safetensors_library_reads_finite_values_no_two_tensors_alike(dtype: str, tmp_path: Path) -> None:
+def test_write_model_values_are_finite_and_distinct(dtype: str, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     write_model(tmp_path / "model", GPT_NEO | {"torch_dtype": dtype})
     with safetensors.safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
@@ -74,27 +74,27 @@ def test_the_safetensors_library_reads_finite_values_no_two_tensors_alike(dtype:
     for value in tensors.values():
         assert value.dtype.name == dtype
         assert np.isfinite(value.astype(np.float64)).all()
-    for one, other in itertools.combinations(tensors.values(), 2):
-        count = min(one.size, other.size)
-        assert one.ravel()[:count].tobytes() != other.ravel()[:count].tobytes()
+    for first, second in itertools.combinations(tensors.values(), 2):
+        count = min(first.size, second.size)
+        assert first.ravel()[:count].tobytes() != second.ravel()[:count].tobytes()
 
 
-def test_blocks_of_a_tensor_differ_word_by_word(tmp_path: Path) -> None:
+def test_blocks_of_a_tensor_differ(tmp_path: Path) -> None:
     config = GPT_NEO | {"vocab_size": 3 * BLOCK_NBYTES // (32 * itemsize("float32"))}
     write_model(tmp_path / "model", config)
     words = read_tensors(tmp_path / "model")["transformer.wte.weight"].view(np.uint64).reshape(3, -1)
-    for one, other in itertools.combinations(words, 2):
-        assert (one != other).all()
+    for first, second in itertools.combinations(words, 2):
+        assert (first != second).all()
 
 
-def test_the_same_request_makes_the_same_bytes(tmp_path: Path) -> None:
+def test_write_model_is_deterministic(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_model(tmp_path / name, LLAMA, shard_nbytes=30_000)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
 
 
-def test_sparse_takes_no_disk(tmp_path: Path) -> None:
+def test_sparse_model_takes_no_disk_space(tmp_path: Path) -> None:
     main(["llama-13b", str(tmp_path / "model"), "--sparse"])
     source = open_source(tmp_path / "model", "model")
     assert sum(tensor.nbytes for tensor in source.tensors) == ALIASES_BY_NAME["llama-13b"].nbytes
@@ -103,13 +103,13 @@ def test_sparse_takes_no_disk(tmp_path: Path) -> None:
     assert sum(file.st_blocks * 512 for file in files) < 1 << 20 < sum(file.st_size for file in files)
 
 
-def test_the_tokenizer_has_as_many_tokens_as_the_vocabulary(tmp_path: Path) -> None:
+def test_tokenizer_size_matches_vocabulary(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     write_model(tmp_path / "model", GPT_NEO)
     assert tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).get_vocab_size() == 131
 
 
-def test_the_command_line_changes_the_config(tmp_path: Path) -> None:
+def test_main_overrides_config(tmp_path: Path) -> None:
     options = ["--layers", "1", "--dtype", "bfloat16", "--set", "hidden_size=24", "--set", "vocab_size=7"]
     main(["gpt-neo-125M", str(tmp_path / "model"), *options, "--shard-gb", "0.00005"])
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -121,7 +121,7 @@ def test_the_command_line_changes_the_config(tmp_path: Path) -> None:
     ("options", "why"),
     [(["--set", "layers"], "is not KEY=JSON"), (["--set", "hidden_size=0"], "hidden_size is 0"), ([], "exists")],
 )
-def test_what_makes_no_sense_is_said(
+def test_main_rejects_invalid_options(
     options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""OCDBT databases as TensorStore reads them, the judge of what prep writes and reads."""
+"""Read and write OCDBT databases with TensorStore, the reference implementation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_folder(folder: Path) -> ts.KvStore:
 
 
 def open_database(folder: Path, config: Mapping[str, Any] | None = None) -> ts.KvStore:
-    """The database of a folder, to be read and written."""
+    """Open the database of a folder for reading and writing."""
     spec = {"driver": "ocdbt", "base": f"file://{folder}/", "config": config or {}}
     return ts.KvStore.open(spec, context=CONTEXT).result()
 
@@ -28,14 +28,14 @@ def open_database(folder: Path, config: Mapping[str, Any] | None = None) -> ts.K
 def write_entries(
     folder: Path, entries: Mapping[bytes, bytes | ValueLocation], node_bytes: int = 1 << 20
 ) -> list[OcdbtEntry]:
-    """A database that prep writes."""
+    """Write a database with prep; return its entries in order."""
     in_order = sorted(entries.items())
     write_ocdbt_index(folder, in_order, NOW_NS, node_bytes)
     return in_order
 
 
 def parse_location(location: str) -> ValueLocation:
-    """A location as TensorStore spells it: `kind:base path:path:offset:length`, both paths percent-encoded."""
+    """Parse TensorStore's location `kind:base path:path:offset:length`, with percent-encoded paths."""
     _, base, path, offset, nbytes = location.split(":")
     return ValueLocation(unquote(base) + unquote(path), int(offset), int(nbytes))
 
@@ -45,19 +45,19 @@ def dump_node(folder: Path, location: str) -> dict[str, Any]:
 
 
 def iter_nodes(folder: Path) -> Iterator[tuple[bytes, ValueLocation, dict[str, Any]]]:
-    """All nodes of the newest version in the order of their keys, with what goes before these, and where each lies."""
-    waiting = [(b"", ts.ocdbt.dump(open_folder(folder)).result()["versions"][-1]["root"]["location"])]
-    while waiting:
-        prefix, location = waiting.pop()
+    """Yield key prefix, location and content of all nodes of the newest version, in the order of keys."""
+    pending = [(b"", ts.ocdbt.dump(open_folder(folder)).result()["versions"][-1]["root"]["location"])]
+    while pending:
+        prefix, location = pending.pop()
         node = dump_node(folder, location)
         yield prefix, parse_location(location), node
         if node["height"]:
-            below = [(prefix + each["subtree_common_prefix"], each["location"]) for each in node["entries"]]
-            waiting += reversed(below)
+            children = [(prefix + child["subtree_common_prefix"], child["location"]) for child in node["entries"]]
+            pending += reversed(children)
 
 
 def node_entries(node: dict[str, Any], prefix: bytes = b"") -> list[OcdbtEntry]:
-    """The entries of a leaf."""
+    """Return the entries of a leaf node."""
     values = (
         e["inline_value"] if "inline_value" in e else parse_location(e["indirect_value"]) for e in node["entries"]
     )

@@ -1,6 +1,6 @@
-"""Orbax itself, in a process of its own with eight devices: saves one tree in every form of storage that it has.
+"""Save one tree with Orbax in every storage form, in a separate process with eight devices.
 
-Usage: orbax_forms.py FOLDER    FOLDER/<form>, and FOLDER/expected.json: of each leaf dtype, shape and bits
+Usage: orbax_forms.py FOLDER    writes FOLDER/<form>, and dtype, shape and bits of each leaf to FOLDER/expected.json
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAPE = (16, 40)
 
 
 def values(dtype: str) -> np.ndarray:
-    """Random bits."""
+    """Return an array of random bits."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     high = 2 if dtype == "bool" else 256
     bits = np.random.default_rng(len(dtype)).integers(0, high, int(np.prod(SHAPE)) * kind.itemsize, np.uint8)
@@ -50,26 +50,26 @@ def tree() -> dict[str, Any]:
     }
 
 
-def save_forms(folder: Path, held: dict[str, Any]) -> None:
-    """zarr 2 and 3, in a database and in files, compressed and not, in one chunk and in many."""
+def save_forms(folder: Path, tree: dict[str, Any]) -> None:
+    """Save as zarr 2 and 3, in OCDBT and in files, with and without compression, in one and in many chunks."""
     flags = itertools.product((False, True), repeat=3)
     for (zarr3, ocdbt, compressed), nbytes in itertools.product(flags, (None, 200)):
         form = f"zarr{2 + zarr3}{'-ocdbt' * ocdbt}{'-zstd' * compressed}{'-many' * bool(nbytes)}"
         handler = ocp.PyTreeCheckpointHandler(use_zarr3=zarr3, use_ocdbt=ocdbt, use_compression=compressed)
-        cut = jax.tree.map(lambda _, nbytes=nbytes: ocp.SaveArgs(chunk_byte_size=nbytes), held)
-        ocp.Checkpointer(handler).save(folder / form, args=ocp.args.PyTreeSave(held, save_args=cut))
-    v1.save(str(folder / "v1"), held)
+        save_args = jax.tree.map(lambda _, nbytes=nbytes: ocp.SaveArgs(chunk_byte_size=nbytes), tree)
+        ocp.Checkpointer(handler).save(folder / form, args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    v1.save(str(folder / "v1"), tree)
     with ocp.CheckpointManager(folder / "run") as checkpoints:
-        checkpoints.save(100, args=ocp.args.StandardSave(held))
+        checkpoints.save(100, args=ocp.args.StandardSave(tree))
 
 
-def save_from_two_processes(folder: Path, held: dict[str, Any]) -> None:
-    """A database from each process, merged as Orbax does it at the end of a save."""
-    item = folder / "processes"
-    arrays = [(name, array) for name, array in flat(held).items() if array.ndim]
+def save_from_two_processes(folder: Path, tree: dict[str, Any]) -> None:
+    """Save one database per process, and merge them as Orbax does at the end of a save."""
+    item_folder = folder / "processes"
+    arrays = [(name, array) for name, array in flat(tree).items() if array.ndim]
     context = tensorstore_utils.get_ts_context(use_ocdbt=True)
     for n, (name, array) in enumerate(arrays):
-        base = f"file://{item}/ocdbt.process_{n % 2}/"
+        base = f"file://{item_folder}/ocdbt.process_{n % 2}/"
         store = {"driver": "ocdbt", "base": base, "path": f"{name}/", "config": {"max_inline_value_bytes": 100}}
         chunk = [-(-extent // 2) for extent in array.shape]
         metadata = {"shape": array.shape, "chunks": chunk, "compressor": {"id": "gzip", "level": 1}}
@@ -78,15 +78,15 @@ def save_from_two_processes(folder: Path, held: dict[str, Any]) -> None:
         ts.open(spec, dtype=ts.dtype(array.dtype.name)).result().write(array).result()
     from etils import epath
 
-    asyncio.run(ocdbt_utils.merge_ocdbt_per_process_files(epath.Path(item), context, use_zarr3=False))
-    whole = json.loads((folder / "zarr2-ocdbt-zstd/_METADATA").read_text())
-    kept = {str(tuple(name.split("."))) for name, _ in arrays}
-    leaves = {key: leaf for key, leaf in whole["tree_metadata"].items() if key in kept}
-    (item / "_METADATA").write_text(json.dumps(whole | {"tree_metadata": leaves}))
+    asyncio.run(ocdbt_utils.merge_ocdbt_per_process_files(epath.Path(item_folder), context, use_zarr3=False))
+    saved_metadata = json.loads((folder / "zarr2-ocdbt-zstd/_METADATA").read_text())
+    kept_keys = {str(tuple(name.split("."))) for name, _ in arrays}
+    leaves = {key: leaf for key, leaf in saved_metadata["tree_metadata"].items() if key in kept_keys}
+    (item_folder / "_METADATA").write_text(json.dumps(saved_metadata | {"tree_metadata": leaves}))
 
 
-def flat(held: dict[str, Any]) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_flatten_with_path(held)[0]
+def flat(tree: dict[str, Any]) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): np.asarray(x) for path, x in leaves}
 
 

@@ -1,4 +1,4 @@
-"""Small Orbax items for the tests: the data files are filled here in the plainest way."""
+"""Write small Orbax items for tests, with data files from a simple reference encoder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOW_NS = 1_700_000_000_123_456_789
 
 
 def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random bits, so NaN and infinity in all their forms; booleans are 0 and 1."""
+    """Return an array of random bits, with NaN and infinity of all kinds; booleans are 0 and 1."""
     high = 2 if dtype == "bool" else 256
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     bits = np.random.default_rng(seed).integers(0, high, math.prod(shape) * numpy_dtype.itemsize, np.uint8)
@@ -25,26 +25,27 @@ def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
 
 
 def chunk_bytes(array: np.ndarray, chunk: tuple[int, ...], index: tuple[int, ...]) -> bytes:
-    """The chunk at `index`; what of it lies beyond the array's edge is filled with ones' bits."""
-    part = array[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk))]
-    whole = np.full(math.prod(chunk) * array.dtype.itemsize, 255, np.uint8).view(array.dtype).reshape(chunk)
-    whole[tuple(slice(n) for n in part.shape)] = part
-    return whole.tobytes()
+    """Return the bytes of the chunk at `index`; padding beyond the array's edge has all bits set."""
+    part = array[tuple(slice(i * extent, (i + 1) * extent) for i, extent in zip(index, chunk))]
+    padded = np.full(math.prod(chunk) * array.dtype.itemsize, 255, np.uint8).view(array.dtype).reshape(chunk)
+    padded[tuple(slice(extent) for extent in part.shape)] = part
+    return padded.tobytes()
 
 
 def write_data_files(
     folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], gap: int = 0
 ) -> tuple[list[WrittenChunk], list[str]]:
-    """Chunks in reversed order into two data files, `gap` unused bytes before each."""
+    """Write chunks in reversed order into two data files, with `gap` unused bytes before each."""
     names = ["d/" + "b" * 32, "d/" + "a" * 32]
     (folder / "d").mkdir(parents=True)
     data, chunks = [bytearray(), bytearray()], []
-    for n, (meta, array) in enumerate(arrays.items()):
-        for at in reversed(range(math.prod(meta.grid))):
-            file = data[(n + at) % 2]
+    for array_number, (meta, array) in enumerate(arrays.items()):
+        for chunk_number in reversed(range(math.prod(meta.grid))):
+            file = data[(array_number + chunk_number) % 2]
             file += b"\xaa" * gap
-            index = unravel_chunk_index(meta.grid, at)
-            chunks.append(WrittenChunk(n, index, (n + at) % 2, len(file), meta.chunk_nbytes))
+            index = unravel_chunk_index(meta.grid, chunk_number)
+            file_number = (array_number + chunk_number) % 2
+            chunks.append(WrittenChunk(array_number, index, file_number, len(file), meta.chunk_nbytes))
             file += chunk_bytes(array, meta.chunk_shape, index)
     for name, file in zip(names, data):
         (folder / name).write_bytes(file)
@@ -58,11 +59,11 @@ def write_item(
     non_arrays: Sequence[OrbaxNonArray] = (),
     node_nbytes: int = NODE_NBYTES,
 ) -> None:
-    """A whole item of these arrays."""
+    """Write an item of these arrays."""
     chunks, names = write_data_files(folder, arrays, gap)
     write_item_metadata(folder, list(arrays), chunks, names, NOW_NS, non_arrays, node_nbytes)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """All files under `folder` by their relative paths."""
+    """Return the content of all files under `folder` by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""Pickles put together opcode by opcode, so that they may say what no library would write, and files around them."""
+"""Build pickles opcode by opcode, including ones that no library writes, and PyTorch files that contain them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START, STOP, MARK = b"\x80\x02", b".", b"("
 
 
 def encode_name(text: str) -> bytes:
-    """A class or function by its module and name, joined by a dot."""
+    """Encode a reference to a class or function, `module.name`."""
     module, _, last = text.rpartition(".")
     return f"c{module}\n{last}\n".encode()
 
@@ -31,7 +31,7 @@ def encode_int(value: int) -> bytes:
 
 
 def encode_tuple(*parts: bytes) -> bytes:
-    """A tuple."""
+    """Encode a tuple."""
     return MARK + b"".join(parts) + b"t"
 
 
@@ -60,7 +60,7 @@ def encode_storage(key: str = "0", kind: str = "torch.FloatStorage", numel: int 
 def encode_tensor(
     shape: Sequence[int] = (2, 3), stride: Sequence[int] = (3, 1), offset: int = 0, storage: bytes | None = None
 ) -> bytes:
-    """A tensor as PyTorch 0.4 and later make it, by default of all of a storage of six numbers."""
+    """Encode a tensor as PyTorch 0.4 and later do, by default all of a storage of six floats."""
     where = encode_storage() if storage is None else storage
     rebuild = "torch._utils._rebuild_tensor_v2"
     hooks = encode_call("collections.OrderedDict")
@@ -72,11 +72,11 @@ def make_pickle(*body: bytes) -> bytes:
 
 
 SIX_FLOATS = struct.pack("<6f", *range(6))
-ONE_TENSOR = make_pickle(encode_mapping({"w": encode_tensor()}))  # a pickle of one tensor of these numbers
+ONE_TENSOR = make_pickle(encode_mapping({"w": encode_tensor()}))  # a pickle of one tensor of these floats
 
 
 def make_zip_file(pickled: bytes, records: Mapping[str, bytes] | None = None, root: str = "archive") -> bytes:
-    """A zip archive as PyTorch writes it, but for the places of its records."""
+    """Return a zip archive like PyTorch's, except for the alignment of its records."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr(f"{root}/data.pkl", pickled)
@@ -94,7 +94,7 @@ def make_legacy_file(
     little: bytes = b"\x88",
     magic: int = MAGIC,
 ) -> bytes:
-    """A file as PyTorch wrote it before 1.6; of each storage its key, the length that is told, and its bytes."""
+    """Return a file in the format before PyTorch 1.6; storages are (key, stated length, bytes)."""
     head = [encode_int(magic), b"M" + struct.pack("<H", 1001), encode_mapping({"little_endian": little}), root]
     keys = b"]" + MARK + b"".join(encode_text(key) for key, _, _ in storages) + b"e"
     data = b"".join(struct.pack("<q", count) + raw for _, count, raw in storages)
@@ -102,33 +102,34 @@ def make_legacy_file(
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Bytes flipped, cut out, doubled, or replaced by large numbers."""
-    found = bytearray(data)
+    """Flip, delete, repeat or replace random bytes."""
+    mutated = bytearray(data)
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(found) + 1)
+        position = rng.randrange(len(mutated) + 1)
         kind = rng.randrange(5)
-        if kind == 0 and at < len(found):
-            found[at] ^= 1 << rng.randrange(8)
+        if kind == 0 and position < len(mutated):
+            mutated[position] ^= 1 << rng.randrange(8)
         elif kind == 1:
-            del found[at : at + rng.randint(1, 9)]
+            del mutated[position : position + rng.randint(1, 9)]
         elif kind == 2:
-            found[at:at] = found[rng.randrange(len(found) + 1) :][: rng.randint(1, 30)]
+            mutated[position:position] = mutated[rng.randrange(len(mutated) + 1) :][: rng.randint(1, 30)]
         elif kind == 3:
-            found[at : at + 4] = rng.choice([b"\xff" * 4, b"\xff\xff\xff\x7f", b"\x00" * 4, bytes(rng.randbytes(4))])
+            number = rng.choice([b"\xff" * 4, b"\xff\xff\xff\x7f", b"\x00" * 4, bytes(rng.randbytes(4))])
+            mutated[position : position + 4] = number
         else:
-            del found[at:]
-    return bytes(found)
+            del mutated[position:]
+    return bytes(mutated)
 
 
 KINDS = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "bool": "Bool", "float64": "Double"}
 
 
 def make_torch_file(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """A file of PyTorch's with these tensors, each in a storage of its own."""
-    made, records = {}, {}
+    """Return a PyTorch file with these tensors, each in its own storage."""
+    tensors, records = {}, {}
     for number, (key, array) in enumerate(arrays.items()):
-        steps = [step // array.itemsize for step in np.empty(array.shape, array.dtype).strides]
-        held = encode_storage(str(number), f"torch.{KINDS[array.dtype.name]}Storage", array.size)
-        made[key] = encode_tensor(array.shape, steps, storage=held)
+        element_strides = [step // array.itemsize for step in np.empty(array.shape, array.dtype).strides]
+        storage = encode_storage(str(number), f"torch.{KINDS[array.dtype.name]}Storage", array.size)
+        tensors[key] = encode_tensor(array.shape, element_strides, storage=storage)
         records[f"data/{number}"] = array.tobytes()
-    return make_zip_file(make_pickle(encode_mapping(made)), records)
+    return make_zip_file(make_pickle(encode_mapping(tensors)), records)

@@ -1,4 +1,4 @@
-"""PyTorch's files as the tests read them."""
+"""Read PyTorch files from bytes for tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_error(folder: Path, content: bytes) -> PrepError:
 
 
 def tensor_bytes(found: TorchTensor, content: bytes) -> bytes:
-    """The tensor's bytes in C order, by what was read of where it lies."""
+    """Return the tensor's bytes in C order, from its offset and strides."""
     if 0 in found.shape:
         return b""
     size = itemsize(found.dtype)

@@ -1,4 +1,4 @@
-"""Small Orbax items in every form of storage, encoded here in the plainest way."""
+"""Write small Orbax items in every storage form with a simple reference encoder."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ ENCODERS = {
 
 @dataclass(frozen=True, slots=True)
 class StorageForm:
-    """How an item is stored. `shard`: chunks along each axis of a shard (0: no shards); `inline`: values of at most so
-    many bytes lie in the index; `leaves_out`: chunks of zeros are not stored."""
+    """Storage form of an item; `chunks_per_shard` is per axis, 0 for no shards."""
 
     zarr3: bool = False
     ocdbt: bool = True
@@ -54,7 +53,8 @@ def document(meta: ArrayMeta, form: StorageForm) -> dict[str, Any]:
     if not form.zarr3:
         compressor = {"id": form.codec_names[0], "level": 1} if form.codec_names else None
         return {
-            "chunks": meta.chunk_shape, "compressor": compressor, "dimension_separator": ".", "dtype": ZARR_TYPESTRS[meta.dtype],
+            "chunks": meta.chunk_shape, "compressor": compressor, "dimension_separator": ".",
+            "dtype": ZARR_TYPESTRS[meta.dtype],
             "fill_value": None, "filters": None, "order": "C", "shape": meta.shape, "zarr_format": 2,
         }  # fmt: skip
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
@@ -86,7 +86,7 @@ def _key(index: tuple[int, ...], form: StorageForm) -> str:
 
 def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[tuple[str, bytes]]:
     stored = _stored_chunk(meta, form)
-    outer = replace(meta, chunk_size=stored)
+    outer = replace(meta, chunk_shape=stored)
     for index in np.ndindex(outer.grid):
         if form.chunks_per_shard:
             value = _shard(meta, array, index, form)
@@ -115,7 +115,7 @@ def _shard(meta: ArrayMeta, array: np.ndarray, outer: tuple[int, ...], form: Sto
 
 
 def write_zarr_item(folder: Path, arrays: Mapping[ArrayMeta, np.ndarray], form: StorageForm) -> None:
-    """A whole item of these arrays."""
+    """Write an item of these arrays."""
     folder.mkdir(parents=True)
     name = "zarr.json" if form.zarr3 else ".zarray"
     values: dict[str, bytes] = {}

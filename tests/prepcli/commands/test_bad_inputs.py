@@ -195,8 +195,8 @@ def test_a_pickle_that_asks_for_something_is_refused_and_not_run(capsys):
     Path("m/pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch pwndR.")
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
     assert code == 1
-    assert lines[0] == "error: pytorch_model.bin asks for `os.system`"
-    assert "prep runs nothing of a file" in lines[1]
+    assert lines[0] == "error: pytorch_model.bin refers to `os.system`"
+    assert "prep runs no code of a file" in lines[1]
     assert not Path("pwnd").exists()
 
 

@@ -27,8 +27,8 @@ def test_output_of_another_request_is_not_replaced(capsys):
         1,
         [
             "error: m-init exists and is something else",
-            "  why: it has no prep-manifest.json: prep did not make it, and replaces nothing but its own",
-            " hint: another `--out`, or remove it",
+            "  why: it has no prep-manifest.json: prep only replaces its own outputs",
+            " hint: choose another `--out`, or remove it",
         ],
     )
 

@@ -195,8 +195,8 @@ def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFix
     Path("b/pytorch_model-00002-of-00002.bin").write_bytes(make_zip_file(evil))
     for command in ("save-init", "pad-vocab", "inspect"):
         lines = error_lines(capsys, command, "./b")
-        assert lines[0] == "error: pytorch_model-00002-of-00002.bin asks for `os.system`"
-        assert lines[2].startswith(" hint: if you trust it, with PyTorch")
+        assert lines[0] == "error: pytorch_model-00002-of-00002.bin refers to `os.system`"
+        assert lines[2].startswith(" hint: if you trust it, load it with PyTorch")
     assert not Path("pwned").exists()
     assert sorted(path.name for path in Path().iterdir()) == ["b", "m"]
 

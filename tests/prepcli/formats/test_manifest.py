@@ -1,4 +1,4 @@
-"""Manifests: what is written comes back, what is broken or of another time is named."""
+"""Tests of reading and writing manifests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WHOLE = {
 LAYOUT = {"scan": True, "scan_axis": 0, "rules": [], "step": 3, "slots": {}, "others": {}}
 
 
-def written(folder: Path, data: bytes) -> Path:
+def write_manifest(folder: Path, data: bytes) -> Path:
     (folder / MANIFEST_FILE).write_bytes(data)
     return folder
 
 
-def test_what_is_written_comes_back(tmp_path):
+def test_read_manifest_round_trip(tmp_path):
     assert read_manifest(tmp_path) is None
-    assert read_manifest(written(tmp_path, encode_manifest(WHOLE))) == {"format": 1, **WHOLE}
+    assert read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE))) == {"format": 1, **WHOLE}
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_what_is_written_comes_back(tmp_path):
         (b'{"format": 2}', "it says 2, this prep reads 1"),
     ],
 )
-def test_what_is_no_manifest_of_ours_is_named(tmp_path, data: bytes, text: str):
+def test_read_manifest_rejects_other_files(tmp_path, data: bytes, text: str):
     with pytest.raises(PrepError) as caught:
-        read_manifest(written(tmp_path, data))
+        read_manifest(write_manifest(tmp_path, data))
     assert str(tmp_path / MANIFEST_FILE) in caught.value.what
     assert text in str(caught.value)
 
@@ -55,44 +55,44 @@ def test_what_is_no_manifest_of_ours_is_named(tmp_path, data: bytes, text: str):
         {"tensors": {"w": {}}},
         {"tensors": {"w": {"digests": [[0, "3", "a"]]}}},
         {"tensors": {"w": [[0, 3, "a"]]}},
-        {"kind": "init"},  # of which more is known
+        {"kind": "init"},  # requires additional keys
         {"kind": "train"} | LAYOUT | {"step": "3"},
         {"kind": "train"} | LAYOUT | {"slots": {"opt_state.mu": []}},
         {"kind": "train"} | LAYOUT | {"slots": {"opt_state.mu": {"w": {}}}},
         {"kind": "train"} | LAYOUT | {"others": {"step": {"digests": "abc"}}},
     ],
 )
-def test_what_later_commands_need_is_checked(tmp_path, change: dict[str, object]):
+def test_read_manifest_checks_required_keys(tmp_path, change: dict[str, object]):
     with pytest.raises(PrepError, match="is broken"):
-        read_manifest(written(tmp_path, encode_manifest(WHOLE | change)))
+        read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE | change)))
 
 
-def test_a_manifest_that_is_a_folder_is_named(tmp_path):
+def test_read_manifest_rejects_a_folder(tmp_path):
     (tmp_path / MANIFEST_FILE).mkdir()
     with pytest.raises(PrepError, match="is not a file"):
         read_manifest(tmp_path)
 
 
-def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
+def test_read_manifest_rejects_a_pipe(tmp_path):
     os.mkfifo(tmp_path / MANIFEST_FILE)
     with pytest.raises(PrepError, match="is not a file"):
         read_manifest(tmp_path)
 
 
-def test_it_is_json_that_people_can_read(tmp_path):
+def test_encode_manifest_is_indented_json(tmp_path):
     text = encode_manifest(WHOLE).decode()
     assert json.loads(text)["tied"] is False
     assert text.endswith("}\n")
 
 
-def test_a_training_step_is_read(tmp_path):
+def test_read_manifest_of_training_step(tmp_path):
     state = {"slots": {"opt_state.mu": WHOLE["tensors"]}, "others": {"step": {"digests": [[0, 1, "b"]]}}}
     step = WHOLE | {"kind": "train"} | LAYOUT | state
-    assert read_manifest(written(tmp_path, encode_manifest(step))) == {"format": 1, **step}
+    assert read_manifest(write_manifest(tmp_path, encode_manifest(step))) == {"format": 1, **step}
 
 
 @pytest.mark.parametrize("path", ["run", "run/10", "run/10/state"])
-def test_the_manifest_of_a_step_lies_beside_its_state(tmp_path, path: str):
+def test_find_manifest_folder_of_training_step(tmp_path, path: str):
     for step in ("9", "10"):
         (tmp_path / "run" / step / "state").mkdir(parents=True)
         (tmp_path / "run" / step / "state/_METADATA").touch()
@@ -100,7 +100,7 @@ def test_the_manifest_of_a_step_lies_beside_its_state(tmp_path, path: str):
     assert find_manifest_folder(tmp_path / path) == tmp_path / "run/10"
 
 
-def test_the_manifest_of_an_item_lies_in_it(tmp_path):
+def test_find_manifest_folder_of_item(tmp_path):
     for name in ("state", "item"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "_METADATA").touch()

@@ -1,4 +1,4 @@
-"""The reader of Flax msgpack and EasyLM streams: against the real msgpack, and against files that mean harm."""
+"""Tests of reading Flax msgpack and EasyLM streams, compared with msgpack, and with malicious files."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def payload(array: MsgpackArray, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "kind"), FILES.items())
-def test_what_is_read_is_what_the_real_msgpack_reads(name: str, kind: MsgpackKind):
+def test_read_msgpack_header_matches_msgpack_library(name: str, kind: MsgpackKind):
     data = (FOLDER / name).read_bytes()
-    found, wanted = read_msgpack_header(FOLDER / name, kind), decode_msgpack(data, kind)
-    arrays = {path: value for path, value in wanted.items() if isinstance(value, np.ndarray)}
-    assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in found.arrays} == {
+    header, expected = read_msgpack_header(FOLDER / name, kind), decode_msgpack(data, kind)
+    arrays = {path: value for path, value in expected.items() if isinstance(value, np.ndarray)}
+    assert {a.path: (a.shape, a.dtype, payload(a, data)) for a in header.arrays} == {
         path: (value.shape, value.dtype.name, value.tobytes()) for path, value in arrays.items()
     }
-    assert {aside.path: aside.value for aside in found.non_arrays} == {
-        p: v for p, v in wanted.items() if p not in arrays
+    assert {leaf.path: leaf.value for leaf in header.non_arrays} == {
+        p: v for p, v in expected.items() if p not in arrays
     }
     assert sniff_msgpack_kind(FOLDER / name) == kind
 
 
-def test_large_arrays_are_in_pieces():
-    found = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
-    assert max(len(array.runs) for array in found.arrays) > 5
-    assert max(nbytes for array in found.arrays for _, nbytes in array.runs) == 600
+def test_read_msgpack_header_chunked_array_runs():
+    header = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
+    assert max(len(array.runs) for array in header.arrays) > 5
+    assert max(nbytes for array in header.arrays for _, nbytes in array.runs) == 600
 
 
-def test_what_is_no_array_is_an_aside(tmp_path: Path):
+def test_read_msgpack_header_lists_non_arrays(tmp_path: Path):
     tree = {
         "a": -5,
         "b": 2**40,
@@ -72,27 +72,27 @@ def test_what_is_no_array_is_an_aside(tmp_path: Path):
         "g": [1, F32],
         "h": msgpack.ExtType(2, b"12"),
     }
-    found = read(tmp_path / "x", msgpack.packb(tree) or b"")
-    assert [array.path for array in found.arrays] == [("g", "1")]
-    assert [str(aside) for aside in found.non_arrays] == [
-        "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are no array",
-        "g.0 is 1", "h is 2 bytes that are no array",
+    header = read(tmp_path / "x", msgpack.packb(tree) or b"")
+    assert [array.path for array in header.arrays] == [("g", "1")]
+    assert [str(leaf) for leaf in header.non_arrays] == [
+        "a is -5", "b is 1099511627776", "c is None", "d is 1.5", "e is True", "f is 4 bytes that are not an array",
+        "g.0 is 1", "h is 2 bytes that are not an array",
     ]  # fmt: skip
 
 
-def test_only_headers_are_read(tmp_path: Path):
+def test_read_msgpack_header_skips_payloads(tmp_path: Path):
     path = tmp_path / "sparse"
     nbytes = 1 << 31
     inner = bytes.fromhex("9391ce20000000a7") + b"float32" + b"\xc6" + nbytes.to_bytes(4, "big")
-    head = b"\x81\xa1w\xc9" + (len(inner) + nbytes).to_bytes(4, "big") + b"\x01" + inner
+    header_bytes = b"\x81\xa1w\xc9" + (len(inner) + nbytes).to_bytes(4, "big") + b"\x01" + inner
     with path.open("wb") as file:
-        file.write(head)
-        file.truncate(len(head) + nbytes)
+        file.write(header_bytes)
+        file.truncate(len(header_bytes) + nbytes)
     tracemalloc.start()
-    found = read_msgpack_header(path, "flax")
+    header = read_msgpack_header(path, "flax")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.arrays == (MsgpackArray(("w",), "float32", (1 << 29,), ((len(head), nbytes),)),)
+    assert header.arrays == (MsgpackArray(("w",), "float32", (1 << 29,), ((len(header_bytes), nbytes),)),)
     assert peak < 1 << 20
 
 
@@ -100,37 +100,43 @@ def deep(levels: int) -> bytes:
     return b"\x81\xa1a" * levels + b"\x01"
 
 
-FLAX_HARM = {
+INVALID_FLAX_FILES = {
     "nothing": (b"", "it is cut short: it ends at byte 0"),
-    "no code of msgpack": (b"\x81\xa1a\xc1", "is 0xc1, which msgpack does not know"),
-    "more than one value": (b"\x80\x80", "it goes on after its end: 1 bytes from 1"),
-    "a number as a key": (b"\x81\x01\x01", "a key before byte 2 is no text"),
+    "no code of msgpack": (b"\x81\xa1a\xc1", "is 0xc1, which msgpack does not define"),
+    "more than one value": (b"\x80\x80", "1 bytes follow its end at byte 1"),
+    "a number as a key": (b"\x81\x01\x01", "a key before byte 2 is not text"),
     "a key that is no text": (b"\x81\xa1\xff\x01", "is not UTF-8"),
-    "a long key": (b"\x81\xda\xff\xff", "has 65,535 bytes, allowed are 1,024"),
+    "a long key": (b"\x81\xda\xff\xff", "has 65,535 bytes, the limit is 1,024"),
     "a key twice": (b"\x82\xa1a\x01\xa1a\x01", "it has `a` twice"),
     "a huge map": (b"\xdf\xff\xff\xff\xff\xa1a\x01", "it is cut short"),
     "a huge array": (b"\xdd\xff\xff\xff\xff", "it is cut short"),
     "nested too deeply": (deep(MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
     "deep arrays": (b"\x91" * 100_000, f"nested more than {MAX_DEPTH} deep"),
     "too many entries": (b"\xdd\x00\x10\x00\x00" + b"\x01" * (1 << 20), "more than 131,072 entries"),
-    "bytes beyond the end": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "4,294,967,295 are missing"),
+    "bytes beyond the end": (b"\x81\xa1a\xc6\xff\xff\xff\xff", "4,294,967,295 bytes are missing"),
     "an extension beyond the end": (b"\x81\xa1a\xc9\xff\xff\xff\xff\x05", "are missing"),
-    "no array in an array": (b"\x81\xa1a\xc7\x01\x01\x01", "`a` is no array of Flax's"),
-    "a shape that is a number": (b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00", "`a` has no shape"),
-    "a negative extent": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\xff\xa4bool\xc4\x00", "`a` has no shape"),
-    "many dims": (b"\x81\xa1a\xc7\x09\x01\x93\xdd\xff\xff\xff\xff", "`a` has no shape"),
+    "no array in an array": (b"\x81\xa1a\xc7\x01\x01\x01", "`a` is not an array of Flax"),
+    "a shape that is a number": (b"\x81\xa1a\xc7\x09\x01\x93\x01\xa4bool\xc4\x00", "`a` has no valid shape"),
+    "a negative extent": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\xff\xa4bool\xc4\x00", "`a` has no valid shape"),
+    "many dims": (b"\x81\xa1a\xc7\x09\x01\x93\xdd\xff\xff\xff\xff", "`a` has no valid shape"),
     "an unknown dtype": (
         b"\x81\xa1a\xc7\x0a\x01\x93\x91\x00\xa4int4\xc4\x00",
-        "`int4`, a dtype that prep does not carry",
+        "`int4`, a dtype that is not supported",
     ),
-    "another size": (b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00", "takes 2 bytes and has others"),
-    "payload beyond its array": (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x02\xa4bool\xc4\x02\x00\x00", "takes 2 bytes and"),
+    "another size": (
+        b"\x81\xa1a\xc7\x0b\x01\x93\x91\x02\xa4bool\xc4\x01\x00",
+        "takes 2 bytes, its payload has another size",
+    ),
+    "payload beyond its array": (
+        b"\x81\xa1a\xc7\x0a\x01\x93\x91\x02\xa4bool\xc4\x02\x00\x00",
+        "takes 2 bytes, its payload",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", FLAX_HARM)
-def test_a_flax_file_that_means_harm(tmp_path: Path, name: str):
-    data, why = FLAX_HARM[name]
+@pytest.mark.parametrize("name", INVALID_FLAX_FILES)
+def test_read_msgpack_header_rejects_invalid_flax_file(tmp_path: Path, name: str):
+    data, why = INVALID_FLAX_FILES[name]
     assert why in refusal(tmp_path / "x", data)
 
 
@@ -150,8 +156,8 @@ def test_a_flax_file_that_means_harm(tmp_path: Path, name: str):
         {CHUNKED_MARKER: True, "shape": {str(i): 1 for i in range(70)} | {"0": 3}, "chunks": {"0": PIECE}},
     ],
 )
-def test_pieces_that_make_no_array(tmp_path: Path, tree: object):
-    assert "make no array" in refusal(tmp_path / "x", msgpack.packb({"w": tree}) or b"")
+def test_read_msgpack_header_rejects_invalid_pieces(tmp_path: Path, tree: object):
+    assert "do not form an array" in refusal(tmp_path / "x", msgpack.packb({"w": tree}) or b"")
 
 
 def record(key: object, value: bytes) -> bytes:
@@ -159,41 +165,41 @@ def record(key: object, value: bytes) -> bytes:
 
 
 VALUE = msgpack.packb(F32) or b""
-STREAM_HARM = {
-    "no record": (b"\x93\x01", "byte 0 begins no record"),
-    "a key that is no list": (record("a", VALUE), "byte 0 begins no record"),
+INVALID_STREAMS = {
+    "no record": (b"\x93\x01", "byte 0 does not start a record"),
+    "a key that is no list": (record("a", VALUE), "byte 0 does not start a record"),
     "a value that is no bytes": (msgpack.packb((["a"], 1)), "the record `a` has no bytes"),
     "a record twice": (record(["a"], VALUE) * 2, "it has `a` twice"),
     "a cut record": (record(["a"], VALUE)[:-1], "it is cut short: the record `a`"),
     "bytes after the value": (record(["a"], VALUE + b"\x01"), "its value at"),
-    "garbage at the end": (record(["a"], VALUE) + b"\x00" * 9, "begins no record"),
+    "garbage at the end": (record(["a"], VALUE) + b"\x00" * 9, "does not start a record"),
     "a value that reaches into the next": (record(["a"], VALUE[:-1]) + record(["b"], VALUE), "its value at"),
-    "a long path": (b"\x92\xdd\x00\x00\x01\x00", "begins no record"),
+    "a long path": (b"\x92\xdd\x00\x00\x01\x00", "does not start a record"),
 }
 
 
-@pytest.mark.parametrize("name", STREAM_HARM)
-def test_a_stream_that_means_harm(tmp_path: Path, name: str):
-    data, why = STREAM_HARM[name]
+@pytest.mark.parametrize("name", INVALID_STREAMS)
+def test_read_msgpack_header_rejects_invalid_stream(tmp_path: Path, name: str):
+    data, why = INVALID_STREAMS[name]
     assert why in refusal(tmp_path / "x", data or b"", "easylm")
 
 
-def test_numbers_in_a_path_are_text(tmp_path: Path):
+def test_stream_path_numbers_become_text(tmp_path: Path):
     assert read(tmp_path / "x", record(["h", 3], VALUE), "easylm").arrays[0].path == ("h", "3")
 
 
-def test_an_empty_stream_has_nothing(tmp_path: Path):
+def test_empty_stream_has_no_arrays(tmp_path: Path):
     assert read(tmp_path / "x", b"", "easylm").arrays == ()
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x02}q", b"GGUF", b"PK\x03\x04", b"{}", b"\x92", b"\x92\x01", b"\x90"])
-def test_other_files_are_not_taken_for_these(tmp_path: Path, data: bytes):
+def test_sniff_msgpack_kind_rejects_other_files(tmp_path: Path, data: bytes):
     path = tmp_path / "x"
     path.write_bytes(data)
     assert sniff_msgpack_kind(path) is None
 
 
-def test_what_is_no_file(tmp_path: Path):
+def test_read_msgpack_header_missing_file_and_folder(tmp_path: Path):
     assert sniff_msgpack_kind(tmp_path) is None
     assert sniff_msgpack_kind(tmp_path / "gone") is None
     with pytest.raises(PrepError, match="cannot read"):
@@ -205,50 +211,53 @@ def test_what_is_no_file(tmp_path: Path):
 # Any bytes
 
 
-def mutated(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Bits flipped, cut, spliced with another file, counts made huge."""
-    at = rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
+def mutated(data: bytes, other_data: bytes, rng: random.Random) -> bytes:
+    """Cut, insert, splice with another file, enlarge counts, delete, or flip bits."""
+    position = rng.randrange(min(len(data), 4000)) if rng.random() < 0.8 else rng.randrange(len(data))
     kind = rng.randrange(6)
     if kind == 0:
-        return data[:at]
+        return data[:position]
     if kind == 1:
-        return data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+        return data[:position] + rng.randbytes(rng.randrange(1, 9)) + data[position:]
     if kind == 2:
-        return data[:at] + other[rng.randrange(len(other)) :]
+        return data[:position] + other_data[rng.randrange(len(other_data)) :]
     if kind == 3:
         return (
-            data[:at] + bytes([rng.choice(b"\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf")]) + b"\xff" * 4 + data[at + 5 :]
+            data[:position]
+            + bytes([rng.choice(b"\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf")])
+            + b"\xff" * 4
+            + data[position + 5 :]
         )
     if kind == 4:
-        return data[:at] + data[at + rng.randrange(1, 40) :]
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+        return data[:position] + data[position + rng.randrange(1, 40) :]
+    return data[:position] + bytes([data[position] ^ 1 << rng.randrange(8)]) + data[position + 1 :]
 
 
 def fuzzed_file(seed: int) -> tuple[bytes, MsgpackKind]:
     rng = random.Random(seed)
     if seed % 10 == 0:
-        head = rng.choice([b"", b"\x81\xa1a", b"\x92\x91\xa1a\xc4\x40", b"\x81\xa1a\xc7\x40\x01"])
-        return head + rng.randbytes(rng.randrange(200)), rng.choice(["flax", "easylm"])
-    name, other = rng.sample(sorted(FILES), 2)
+        prefix = rng.choice([b"", b"\x81\xa1a", b"\x92\x91\xa1a\xc4\x40", b"\x81\xa1a\xc7\x40\x01"])
+        return prefix + rng.randbytes(rng.randrange(200)), rng.choice(["flax", "easylm"])
+    name, other_name = rng.sample(sorted(FILES), 2)
     data = (FOLDER / name).read_bytes()
     for _ in range(rng.randrange(1, 4)):
-        data = mutated(data or b"\x80", (FOLDER / other).read_bytes(), rng)
+        data = mutated(data or b"\x80", (FOLDER / other_name).read_bytes(), rng)
     return data, FILES[name]
 
 
 def check_fuzzed(path: Path, seed: int) -> bool:
-    """Whether an input is read; if not it is refused by name."""
+    """Return whether an input is read; otherwise it must raise PrepError."""
     data, kind = fuzzed_file(seed)
     path.write_bytes(data)
     try:
-        found = read_msgpack_header(path, kind)
+        header = read_msgpack_header(path, kind)
     except PrepError:
         return False
-    assert all(0 <= offset <= offset + n <= len(data) for array in found.arrays for offset, n in array.runs)
+    assert all(0 <= offset <= offset + n <= len(data) for array in header.arrays for offset, n in array.runs)
     return True
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_any_bytes_are_read_or_refused(tmp_path: Path, part: int):
+def test_read_msgpack_header_fuzzed(tmp_path: Path, part: int):
     read_well = sum(check_fuzzed(tmp_path / "x", seed) for seed in range(part * 500, part * 500 + 500))
     assert 0 < read_well < 500

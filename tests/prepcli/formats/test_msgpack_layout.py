@@ -1,4 +1,4 @@
-"""Flax msgpack and EasyLM streams, laid out: the bytes are those that Flax writes."""
+"""Tests of the layout of Flax msgpack and EasyLM streams, compared with the bytes that Flax writes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def leaves_of(values: Mapping[KeyPath, np.ndarray]) -> list[MsgpackLeaf]:
 
 
 def rendered(layout: MsgpackLayout, values: Mapping[KeyPath, np.ndarray]) -> bytes:
-    """The file, payloads as its runs say."""
+    """Return the bytes of a file, with the payloads at the runs of its layout."""
     out = bytearray(layout.size)
     for offset, data in layout.fixed_bytes:
         out[offset : offset + len(data)] = data
@@ -64,13 +64,13 @@ def rendered(layout: MsgpackLayout, values: Mapping[KeyPath, np.ndarray]) -> byt
 
 
 def in_order(tree: dict) -> dict:
-    """As JAX hands a tree on."""
+    """Return a tree in the key order of JAX."""
     return {key: in_order(value) if isinstance(value, dict) else value for key, value in sorted(tree.items())}
 
 
 @pytest.mark.parametrize("piece", [1 << 30, 1000])
 @given(tree=trees)
-def test_the_bytes_are_those_of_flax(piece: int, tree: dict):
+def test_layouts_match_flax_serialization(piece: int, tree: dict):
     values = flatten_dict(tree)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flax_serialization, "MAX_CHUNK_SIZE", piece)
@@ -81,18 +81,18 @@ def test_the_bytes_are_those_of_flax(piece: int, tree: dict):
         assert rendered(lay_out_stream(leaves_of(values)), values) == b"".join(record or b"" for record in records)
 
 
-def test_paths_are_in_the_order_of_text():
+def test_sort_paths_sorts_keys_as_text():
     assert sort_paths([("h", "2"), ("h", "10"), ("a",)]) == [("a",), ("h", "10"), ("h", "2")]
 
 
-def test_a_large_leaf_is_in_pieces_of_one_gibibyte():
+def test_lay_out_flax_splits_leaves_above_1_gib():
     layout = lay_out_flax([MsgpackLeaf(("w",), "float32", (3, 1 << 28)), MsgpackLeaf(("x",), "int8", (1 << 30,))])
     assert [nbytes for _, nbytes in layout.runs["w",]] == [MAX_PIECE_NBYTES] * 3
     assert [nbytes for _, nbytes in layout.runs["x",]] == [MAX_PIECE_NBYTES]
     assert layout.fixed_bytes[0][1].startswith(b"\x82\xa1w\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x82\xa10\x03")
 
 
-def test_a_record_has_a_length_of_32_bits():
+def test_lay_out_stream_rejects_records_above_4_gib():
     largest = lay_out_stream([MsgpackLeaf(("w",), "int8", (MAX_RECORD_NBYTES - 300,))])
     assert len(largest.runs["w",]) == 4
     with pytest.raises(PrepError) as caught:
@@ -100,12 +100,12 @@ def test_a_record_has_a_length_of_32_bits():
     assert caught.value.what == "a.w is too large for an EasyLM stream"
 
 
-def test_elements_smaller_than_a_byte_are_refused():
+def test_lay_out_flax_rejects_sub_byte_dtypes():
     with pytest.raises(PrepError, match=r"w is float4_e2m1fn"):
         lay_out_flax([MsgpackLeaf(("w",), "float4_e2m1fn", (2,))])
 
 
 @pytest.mark.parametrize("paths", [[("a",), ("a", "b")], [("a", "b"), ("a",)], [("a",), ("a",)]])
-def test_leaves_that_make_no_tree(paths: list[KeyPath]):
-    with pytest.raises(ValueError, match=r"is a leaf|is there twice"):
+def test_lay_out_flax_rejects_clashing_paths(paths: list[KeyPath]):
+    with pytest.raises(ValueError, match=r"is a leaf|occurs twice"):
         lay_out_flax([MsgpackLeaf(path, "int8", ()) for path in paths])

@@ -20,7 +20,7 @@ ENTRIES = st.dictionaries(KEYS, st.one_of(st.binary(max_size=20), PLACES), min_s
 
 @settings(max_examples=80, deadline=None)
 @given(entries=ENTRIES, node_bytes=st.sampled_from([1, 100, 400, 1 << 20]))
-def test_what_is_written_is_what_tensorstore_reads(tmp_path_factory, entries, node_bytes):
+def test_write_ocdbt_index_is_read_by_tensorstore(tmp_path_factory, entries, node_bytes):
     folder = tmp_path_factory.mktemp("db")
     expected = write_entries(folder, entries, node_bytes)
     assert read_all_entries(folder) == expected
@@ -29,7 +29,7 @@ def test_what_is_written_is_what_tensorstore_reads(tmp_path_factory, entries, no
 
 @settings(max_examples=40, deadline=None)
 @given(entries=ENTRIES, node_bytes=st.sampled_from([1, 400, 1 << 20]))
-def test_the_manifest_is_tensorstores_own_to_the_byte(tmp_path_factory, entries, node_bytes):
+def test_manifest_bytes_match_tensorstore(tmp_path_factory, entries, node_bytes):
     folder = tmp_path_factory.mktemp("db")
     write_entries(folder, entries, node_bytes)
     dumped = ts.ocdbt.dump(open_folder(folder)).result()
@@ -37,8 +37,8 @@ def test_the_manifest_is_tensorstores_own_to_the_byte(tmp_path_factory, entries,
     assert dumped["versions"][0]["commit_time"] == NOW_NS
 
 
-def test_a_node_is_tensorstores_own_to_the_byte(tmp_path):
-    """TensorStore writes the same keys itself, uncompressed and inline; its node must not differ from ours."""
+def test_node_bytes_match_tensorstore(tmp_path):
+    """Compare with the node that TensorStore writes for the same keys, uncompressed and inline."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     entries = {b"params.w/%d.%d" % (i, j): b"v%d" % j for i in range(12) for j in range(11)}
@@ -68,7 +68,7 @@ def test_tensorstore_reads_values_by_key(tmp_path, node_bytes):
         store[b"k/70"]
 
 
-def test_statistics_count_everything_below_the_root(tmp_path):
+def test_root_statistics_count_the_whole_tree(tmp_path):
     entries = {b"k%03d" % i: ValueLocation("data", i, 7) for i in range(100)}
     write_entries(tmp_path, entries, node_bytes=1000)
     version = ts.ocdbt.dump(open_folder(tmp_path)).result()["versions"][0]
@@ -79,7 +79,7 @@ def test_statistics_count_everything_below_the_root(tmp_path):
     }  # fmt: skip
 
 
-def test_equal_entries_give_equal_files_and_the_time_is_in_the_manifest_alone(tmp_path):
+def test_equal_entries_give_equal_files_except_the_time(tmp_path):
     entries = {b"k%03d" % i: ValueLocation("data", i, 7) for i in range(100)}
     folders = [tmp_path / name for name in ("one", "two", "later")]
     for folder, now_ns in zip(folders, (NOW_NS, NOW_NS, NOW_NS + 1)):
@@ -90,7 +90,7 @@ def test_equal_entries_give_equal_files_and_the_time_is_in_the_manifest_alone(tm
     assert {path for path in one if one[path] != later[path]} == {OCDBT_MANIFEST}
 
 
-def test_writing_again_over_a_run_that_was_killed_leaves_nothing_else(tmp_path):
+def test_rewrite_after_a_killed_write_gives_equal_files(tmp_path):
     entries = {b"k": b"value"}
     write_entries(tmp_path, entries)
     before = read_files(tmp_path)

@@ -1,4 +1,4 @@
-"""Databases that TensorStore wrote, read as it reads them; and those that nobody should write, refused."""
+"""Tests of reading OCDBT databases that TensorStore wrote, and of rejecting invalid ones."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-def held(folder: Path) -> dict[bytes, bytes]:
-    """What a database holds, values read from where they are."""
+def read_values(folder: Path) -> dict[bytes, bytes]:
+    """Return all keys and values of a database."""
     return {
         key: value if isinstance(value, bytes) else bytes_at(folder, value) for key, value in read_ocdbt_index(folder)
     }
@@ -57,8 +57,8 @@ def bytes_at(folder: Path, place: ValueLocation) -> bytes:
 
 @settings(max_examples=120, deadline=None)
 @given(config=CONFIGS, commits=st.lists(VALUES, min_size=1, max_size=4))
-def test_what_tensorstore_writes_is_read(tmp_path_factory, config, commits):
-    """Whatever the configuration: versions, levels, compression, values in nodes and in files."""
+def test_read_ocdbt_index_matches_tensorstore(tmp_path_factory, config, commits):
+    """Read every configuration: versions, tree heights, compression, inline and indirect values."""
     folder = tmp_path_factory.mktemp("db")
     store = open_database(folder, config)
     expected: dict[bytes, bytes] = {}
@@ -68,10 +68,10 @@ def test_what_tensorstore_writes_is_read(tmp_path_factory, config, commits):
                 store.with_transaction(transaction)[key] = value
         expected |= values
     assert list(read_ocdbt_index(folder)) == read_all_entries(folder)
-    assert held(folder) == expected == {key: store[key] for key in store.list().result()}
+    assert read_values(folder) == expected == {key: store[key] for key in store.list().result()}
 
 
-def test_many_commits_leave_older_versions_in_nodes_of_their_own(tmp_path):
+def test_read_newest_of_many_versions(tmp_path):
     store = open_database(tmp_path, {"version_tree_arity_log2": 1, "max_decoded_node_bytes": 200})
     expected = {b"key%03d" % i: b"v" * (i % 9) for i in range(60)}
     for key, value in expected.items():
@@ -79,11 +79,11 @@ def test_many_commits_leave_older_versions_in_nodes_of_their_own(tmp_path):
     dumped = ts.ocdbt.dump(open_folder(tmp_path)).result()
     assert dumped["version_tree_nodes"]
     assert dumped["versions"][-1]["root_height"] > 1
-    assert held(tmp_path) == expected
+    assert read_values(tmp_path) == expected
 
 
-def test_databases_of_several_folders_that_were_joined(tmp_path):
-    """As Orbax joins those of its processes: whole nodes are taken over, with paths that go through their folder."""
+def test_read_database_merged_from_several_folders(tmp_path):
+    """Merge databases like Orbax merges those of its processes: nodes are shared, with paths via their folders."""
     expected = {}
     whole = open_database(tmp_path, {"max_inline_value_bytes": 4})
     for n in range(3):
@@ -94,14 +94,13 @@ def test_databases_of_several_folders_that_were_joined(tmp_path):
         with ts.Transaction(atomic=True) as transaction:
             part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
         expected |= values
-    assert held(tmp_path) == expected
-    assert {value.path.split("/")[0] for _, value in read_ocdbt_index(tmp_path) if isinstance(value, ValueLocation)} == {
-        "process_0", "process_1", "process_2"
-    }  # fmt: skip
+    assert read_values(tmp_path) == expected
+    locations = [value for _, value in read_ocdbt_index(tmp_path) if isinstance(value, ValueLocation)]
+    assert {location.path.split("/")[0] for location in locations} == {"process_0", "process_1", "process_2"}
 
 
 @pytest.mark.parametrize("keeps_one", [False, True])
-def test_numbered_manifests_that_are_not_there_are_named(tmp_path, keeps_one):
+def test_missing_numbered_manifest_error(tmp_path, keeps_one):
     open_database(tmp_path, {"manifest_kind": "numbered"})[b"k"] = b"v"
     numbered = sorted(tmp_path.glob("manifest.0*"))
     if keeps_one:
@@ -110,32 +109,32 @@ def test_numbered_manifests_that_are_not_there_are_named(tmp_path, keeps_one):
     else:
         for path in numbered:
             path.unlink()
-        why = "its versions have manifests of their own, and there is none"
+        why = "its manifest refers to numbered manifests, and none exists"
     with pytest.raises(PrepError) as caught:
         list(read_ocdbt_index(tmp_path))
     assert caught.value.why == why
 
 
-def test_an_empty_database_has_no_entries(tmp_path):
+def test_empty_database_has_no_entries(tmp_path):
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
     store[b"k"] = b"v"
     del store[b"k"]
     assert list(read_ocdbt_index(tmp_path)) == []
 
 
-def test_a_missing_manifest_is_named(tmp_path):
+def test_missing_manifest_error(tmp_path):
     with pytest.raises(PrepError, match=r"has no manifest\.ocdbt"):
         list(read_ocdbt_index(tmp_path))
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "d/../../outside", "d/\0"])
-def test_a_path_that_leaves_the_folder_is_refused(tmp_path, path):
+def test_path_outside_the_folder_is_rejected(tmp_path, path):
     write_entries(tmp_path, {b"k": ValueLocation(path, 0, 1)})
     with pytest.raises(PrepError, match="refers to"):
         list(read_ocdbt_index(tmp_path))
 
 
-def test_a_missing_node_file_is_named(tmp_path):
+def test_missing_node_file_error(tmp_path):
     write_entries(tmp_path, {b"k": b"v"})
     node = next((tmp_path / "d").iterdir())
     node.unlink()
@@ -143,19 +142,19 @@ def test_a_missing_node_file_is_named(tmp_path):
         list(read_ocdbt_index(tmp_path))
 
 
-def test_a_node_that_is_its_own_child_is_refused(tmp_path):
-    """A database whose root claims to be one level higher than it is."""
+def test_node_that_is_its_own_child_is_rejected(tmp_path):
+    """Write a root that claims one more level than it has."""
     write_entries(tmp_path, {b"k": b"v"})
     dumped = ts.ocdbt.dump(open_folder(tmp_path)).result()
     dumped["versions"][0]["root_height"] = 1
     (tmp_path / OCDBT_MANIFEST).write_bytes(ts.ocdbt.undump_manifest(dumped))
     with pytest.raises(PrepError) as caught:
         list(read_ocdbt_index(tmp_path))
-    assert caught.value.why == "a node says height 0, its parent 1"
+    assert caught.value.why == "a node has height 0, its parent refers to height 1"
 
 
-def test_a_node_that_two_parents_share_is_refused(tmp_path):
-    """The second reference to a leaf is bent to the first: a few such levels would make endless keys."""
+def test_node_with_two_parents_is_rejected(tmp_path):
+    """Let two references point to one leaf: a few such levels would encode exponentially many keys."""
     write_entries(tmp_path, {b"a": b"", b"b": b""}, node_bytes=1)
     file = next((tmp_path / "d").iterdir())
     data = file.read_bytes()
@@ -170,7 +169,7 @@ def test_a_node_that_two_parents_share_is_refused(tmp_path):
 
 
 def framed(magic: bytes, body: bytes, compressed: bool = False) -> bytes:
-    """A frame as TensorStore has it, with a checksum that is right."""
+    """Return a frame with a valid checksum."""
     text = bytes([0, compressed]) + (zstandard.compress(body) if compressed else body)
     data = magic + struct.pack("<Q", len(text) + 16) + text
     return data + struct.pack("<I", google_crc32c.value(data))
@@ -187,7 +186,7 @@ def varint(number: int) -> bytes:
 
 
 def write_node(folder: Path, frame: bytes, height: int = 0) -> None:
-    """A database of one node, in a file of its own."""
+    """Write a database whose root is the node in `frame`."""
     (folder / "node").write_bytes(frame)
     dumped = ts.ocdbt.dump(open_folder(made(folder))).result()
     root = dumped["versions"][0]
@@ -202,19 +201,19 @@ def made(folder: Path) -> Path:
 
 
 def leaf(count: int, *columns: bytes) -> bytes:
-    """A leaf without files that claims `count` entries."""
+    """Return the body of a leaf without files that claims `count` entries."""
     return b"\0" + b"\0" + varint(count) + b"".join(columns)
 
 
 def inlined(keys: int, first: bytes, value: bytes) -> bytes:
-    """A leaf of keys that all begin with `first`, with equal values."""
+    """Return the body of a leaf of `keys` keys with the prefix `first`, and equal inline values."""
     shared = varint(len(first)) * (keys - 1)
     rests = varint(len(first) + 3) + varint(3) * (keys - 1)
     text = first + b"".join(i.to_bytes(3, "big") for i in range(keys))
     return leaf(keys, shared, rests, text, varint(len(value)) * keys, bytes(keys), value * keys)
 
 
-def test_a_leaf_that_is_made_here_is_one(tmp_path):
+def test_handmade_leaf_is_valid(tmp_path):
     write_node(tmp_path, framed(NODE, inlined(5, b"key", b"value"), compressed=True))
     assert list(read_ocdbt_index(tmp_path)) == [(b"key" + bytes([0, 0, i]), b"value") for i in range(5)]
     assert sorted(open_database(tmp_path).list().result()) == [b"key" + bytes([0, 0, i]) for i in range(5)]
@@ -227,14 +226,14 @@ def test_a_leaf_that_is_made_here_is_one(tmp_path):
         (leaf(1 << 40), "a node claims 1,099,511,627,776 entries"),
         (leaf(0), "a node claims 0 entries"),
         (inlined(4000, b"k" * 65000, b""), "have more than 134,217,728 bytes"),
-        (inlined(600, b"", bytes(1 << 18)), "it stands for more than 134,217,728 bytes"),
-        (b"\0" + varint(1 << 30), "it has the number 1,073,741,824 where 262,144 is the most"),
+        (inlined(600, b"", bytes(1 << 18)), "it decompresses to more than 134,217,728 bytes"),
+        (b"\0" + varint(1 << 30), "it has the number 1,073,741,824, the limit is 262,144"),
         (b"\0" + varint(5000) + varint(4000) * 4999 + varint(4000) + varint(1) * 4999 + bytes(5000) + b"p" * 9000,
-         "a node knows paths of more than"),
+         "a node has file paths of more than"),
     ],
 )  # fmt: skip
-def test_a_few_bytes_that_stand_for_very_many_are_refused_in_little_memory(tmp_path, monkeypatch, bomb, why):
-    for name in ("MOST_INDEX_NBYTES", "MOST_TEXT_NBYTES"):
+def test_decompression_bombs_are_rejected_in_bounded_memory(tmp_path, monkeypatch, bomb, why):
+    for name in ("MAX_INDEX_NBYTES", "MAX_TEXT_NBYTES"):
         monkeypatch.setattr(ocdbt_read, name, 128 << 20)
     frame = framed(NODE, bomb, compressed=True)
     assert len(frame) < 40_000
@@ -249,10 +248,10 @@ def test_a_few_bytes_that_stand_for_very_many_are_refused_in_little_memory(tmp_p
     assert peak_nbytes < 3 * (128 << 20)
 
 
-def test_nodes_that_each_are_small_are_bounded_together(tmp_path, monkeypatch):
+def test_limits_apply_to_all_nodes_together(tmp_path, monkeypatch):
     write_entries(tmp_path, {b"key%04d" % i: b"value" for i in range(1000)}, node_bytes=400)
     total = sum(path.stat().st_size for path in (tmp_path / "d").iterdir())
-    for name, most in (("MOST_INDEX_NBYTES", total // 2), ("MOST_ENTRIES", 900), ("MOST_TEXT_NBYTES", 11_000)):
+    for name, most in (("MAX_INDEX_NBYTES", total // 2), ("MAX_ENTRIES", 900), ("MAX_TEXT_NBYTES", 11_000)):
         with monkeypatch.context() as patched:
             patched.setattr(ocdbt_read, name, most)
             with pytest.raises(PrepError, match="cannot be read"):
@@ -263,20 +262,20 @@ def test_nodes_that_each_are_small_are_bounded_together(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (b"", "it does not begin with 0cdb20de"),
-        (framed(TOP, b""), "it does not begin with 0cdb20de"),
-        (framed(NODE, inlined(2, b"", b""))[:-1], "it says that it has 34 bytes, and has 33"),
+        (b"", "it does not start with 0cdb20de"),
+        (framed(TOP, b""), "it does not start with 0cdb20de"),
+        (framed(NODE, inlined(2, b"", b""))[:-1], "its length field is 34 bytes, it has 33"),
         (framed(NODE, inlined(2, b"", b""))[:-1] + b"x", "its checksum does not match"),
         (framed(NODE, inlined(2, b"", b"") + b"x"), "1 bytes follow its end"),
         (framed(NODE, inlined(2, b"", b"v")[:-1]), "it is cut short"),
-        (framed(NODE, leaf(1, varint(1), b"k", varint(1), b"\2")), "a value is of kind 2, which prep does not know"),
+        (framed(NODE, leaf(1, varint(1), b"k", varint(1), b"\2")), "a value has the unknown kind 2"),
         (framed(NODE, leaf(1, b"\xff" * 9 + b"\2")), "it has a number of more than 64 bits"),
         (framed(NODE, leaf(2, varint(2), varint(1) * 2, b"aa", bytes(4))),
          "it has a name of 3 bytes, 2 of them from one of 1"),
         (framed(NODE, leaf(2, varint(0), varint(1) * 2, b"ba", bytes(4))), "key `b'a'` follows `b'b'`"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_node_is_said(tmp_path, frame, why):
+def test_invalid_node_error_names_the_reason(tmp_path, frame, why):
     write_node(tmp_path, frame)
     with pytest.raises(PrepError) as caught:
         list(read_ocdbt_index(tmp_path))
@@ -291,59 +290,60 @@ MUTATIONS = st.lists(
 
 
 def mutated(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:
-    for kind, at, new in mutations:
-        at %= len(data) + 1
-        rest = {"set": data[at + len(new) :], "cut": data[at + len(new) + 1 :], "insert": data[at:]}
-        data = data[:at] + new * (kind != "cut") + rest.get(kind, data[max(0, at - 9) :])
+    for kind, position, new in mutations:
+        position %= len(data) + 1
+        rest = {"set": data[position + len(new) :], "cut": data[position + len(new) + 1 :], "insert": data[position:]}
+        data = data[:position] + new * (kind != "cut") + rest.get(kind, data[max(0, position - 9) :])
     return data
 
 
 @pytest.fixture(scope="module")
 def bodies(tmp_path_factory) -> list[tuple[int, bytes]]:
-    """Heights and bodies of all nodes of databases that TensorStore wrote."""
-    found = []
+    """Return heights and bodies of all nodes of databases that TensorStore wrote."""
+    nodes_found = []
     for config in ({"compression": None}, {"max_inline_value_bytes": 3}, {"max_decoded_node_bytes": 300}):
         folder = tmp_path_factory.mktemp("db")
         store = open_database(folder, config)
         with ts.Transaction() as transaction:
             for i in range(40):
                 store.with_transaction(transaction)[b"layers.w/%d" % i] = b"v" * (i % 7)
-        found += [(node["height"], body_of(bytes_at(folder, place))) for _, place, node in iter_nodes(folder)]
-    assert {height for height, _ in found} >= {0, 1}
-    return found
+        nodes_found += [(node["height"], body_of(bytes_at(folder, place))) for _, place, node in iter_nodes(folder)]
+    assert {height for height, _ in nodes_found} >= {0, 1}
+    return nodes_found
 
 
-def judged(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
-    """The entries of the leaf as TensorStore reads it; None: it does not."""
+def tensorstore_entries(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
+    """Return the entries of a leaf as TensorStore reads them; None if it rejects the leaf."""
     try:
         return node_entries(dump_node(folder, f"btreenode::node:0:{nbytes}"))
-    except Exception:  # one of many
+    except Exception:  # TensorStore raises several types
         return None
 
 
 @settings(max_examples=1500, deadline=None)
 @given(which=st.integers(0, 100), mutations=MUTATIONS, compressed=st.booleans())
-def test_a_mutated_leaf_is_read_as_tensorstore_reads_it_or_refused(
-    tmp_path_factory, bodies, which, mutations, compressed
-):
+def test_mutated_leaf_matches_tensorstore_or_is_rejected(tmp_path_factory, bodies, which, mutations, compressed):
     folder = tmp_path_factory.getbasetemp() / "mutated"
     folder.mkdir(exist_ok=True)
     height, body = bodies[which % len(bodies)]
     frame = framed(NODE, mutated(body, mutations), compressed)
     write_node(folder, frame, height)
     try:
-        found = list(read_ocdbt_index(folder))
+        entries = list(read_ocdbt_index(folder))
     except PrepError as error:
         outside = "must lie inside" in error.why
-        assert height or outside or judged(folder, len(frame)) is None
+        assert height or outside or tensorstore_entries(folder, len(frame)) is None
     else:
         assert height == 0
-        assert judged(folder, len(frame)) in (None, found)  # it also checks what is of no use in reading
+        assert tensorstore_entries(folder, len(frame)) in (
+            None,
+            entries,
+        )  # TensorStore also checks fields that the reader ignores
 
 
 @settings(max_examples=500, deadline=None)
 @given(mutations=MUTATIONS, numbered=st.booleans())
-def test_a_mutated_manifest_is_read_or_refused(tmp_path_factory, mutations, numbered):
+def test_mutated_manifest_is_read_or_rejected(tmp_path_factory, mutations, numbered):
     folder = tmp_path_factory.getbasetemp() / f"manifest-{numbered}"
     if not folder.exists():
         open_database(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = b"v"
@@ -360,7 +360,7 @@ def test_a_mutated_manifest_is_read_or_refused(tmp_path_factory, mutations, numb
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=200), name=st.sampled_from([OCDBT_MANIFEST, "node"]))
-def test_random_bytes_are_refused(tmp_path_factory, data, name):
+def test_random_bytes_are_rejected(tmp_path_factory, data, name):
     folder = tmp_path_factory.getbasetemp() / "random"
     folder.mkdir(exist_ok=True)
     write_node(folder, framed(NODE, inlined(2, b"", b"")))

@@ -1,4 +1,4 @@
-"""What the reader and the writer share, and both of them before the judge: Orbax itself, in its own process."""
+"""Tests of Orbax items, compared with Orbax itself in a separate process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata
 from tests.helpers.orbax_items import NOW_NS, random_array, write_item
 
-JUDGE = Path(__file__).parents[2] / "helpers" / "orbax_judge.py"
+ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
 
 
 def run_orbax(command: str, *paths: Path) -> None:
-    run = subprocess.run([sys.executable, JUDGE, command, *paths], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, ORACLE, command, *paths], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 
@@ -35,13 +35,13 @@ def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints by Orbax: see `save` of the judge."""
+    """Return checkpoints that Orbax wrote; see `save` in orbax_oracle.py."""
     folder = tmp_path_factory.mktemp("saved")
     run_orbax("save", folder)
     return folder
 
 
-def test_orbax_restores_every_dtype_and_form_of_array_in_every_way(tmp_path):
+def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
     forms = {
         ArrayMeta(("params", "zero_d"), (), "bfloat16", ()): (),
         ArrayMeta(("params", "none"), (0, 4), "float32", (1, 4)): (0, 4),
@@ -57,7 +57,7 @@ def test_orbax_restores_every_dtype_and_form_of_array_in_every_way(tmp_path):
     run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
-def test_orbax_restores_an_item_whose_index_is_a_tree_of_nodes(tmp_path):
+def test_orbax_restores_item_with_multi_node_index(tmp_path):
     layers = ArrayMeta(("params", "layers", "w"), (16, 8, 4), "bfloat16", (1, 2, 2))
     arrays = {meta: random_array(meta.dtype, meta.shape) for meta in (layers, ArrayMeta(("b",), (3,), "float32", (1,)))}
     write_item(tmp_path / "item", arrays, node_nbytes=2000)
@@ -66,16 +66,16 @@ def test_orbax_restores_an_item_whose_index_is_a_tree_of_nodes(tmp_path):
     run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
-def test_what_orbax_saved_raw_is_read_and_written_again_as_the_same_tree(saved, tmp_path):
-    """Lists, None, empty dicts, strings and Python's numbers too."""
+def test_item_saved_by_orbax_round_trips(saved, tmp_path):
+    """Round-trip lists, None, empty dicts, strings and Python numbers too."""
     item = read_item(saved / "raw")
     (tmp_path / "d").mkdir()
     data, chunks = b"", []
-    for n, table in enumerate(item.chunks):
+    for array_number, table in enumerate(item.chunks):
         for index, stored in table.items():
-            found = stored if isinstance(stored, bytes) else _range(item, stored)
-            chunks.append(WrittenChunk(n, index, 0, len(data), len(found)))
-            data += found
+            chunk = stored if isinstance(stored, bytes) else _range(item, stored)
+            chunks.append(WrittenChunk(array_number, index, 0, len(data), len(chunk)))
+            data += chunk
     (tmp_path / "d/data").write_bytes(data)
     write_item_metadata(tmp_path, item.arrays, chunks, ["d/data"], NOW_NS, item.non_arrays)
     run_orbax("same", saved / "raw", tmp_path)
@@ -85,7 +85,7 @@ def _range(item: OrbaxItem, stored: StoredRange) -> bytes:
     return item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
 
 
-def test_arrays_that_orbax_sharded_are_read(saved):
+def test_read_item_of_sharded_arrays(saved):
     item = read_item(saved / "raw")
     assert [(meta.name, meta.shape, meta.dtype, meta.chunk_shape) for meta in item.arrays] == [
         ("opt.0.mu", (5, 2), "bfloat16", (5, 2)),
@@ -103,14 +103,14 @@ def test_arrays_that_orbax_sharded_are_read(saved):
     assert {path.parent.parent.name for path in item.files} == {"ocdbt.process_0"}
 
 
-def test_the_way_out_leads_out(saved):
-    """`save` of the judge did to the compressed one what the hint says where storage is not read."""
+def test_resave_hint_produces_a_readable_item(saved):
+    """Check `raw again`, which the oracle wrote from the compressed item as RESAVE_HINT says."""
     raw, again = read_item(saved / "raw"), read_item(saved / "raw again")
     assert [meta.name for meta in raw.arrays] == [meta.name for meta in again.arrays]
     assert raw.non_arrays == again.non_arrays
 
 
-def test_items_are_found_where_orbax_puts_them(saved):
+def test_find_item_in_orbax_folders(saved):
     assert find_item(saved / "raw") == saved / "raw"
     assert find_item(saved / "v1") == saved / "v1/state"
     assert find_item(saved / "run/9") == saved / "run/9/default"
@@ -118,13 +118,13 @@ def test_items_are_found_where_orbax_puts_them(saved):
 
 
 @pytest.mark.parametrize("item", [".", "default", "state", "items", "5", "5/params", "5/state"])
-def test_an_item_is_found(tmp_path, item):
+def test_find_item_in_known_subfolders(tmp_path, item):
     (tmp_path / item).mkdir(parents=True, exist_ok=True)
     (tmp_path / item / "_METADATA").touch()
     assert find_item(tmp_path) == tmp_path / item
 
 
-def test_the_last_step_counts_by_number_and_unfinished_ones_do_not(tmp_path):
+def test_find_item_returns_last_finished_step(tmp_path):
     for step in ("9/state", "10/state", "11/metrics", "12.partial/state", "13.orbax-checkpoint-tmp/state"):
         (tmp_path / step).mkdir(parents=True)
         if step != "11/metrics":
@@ -132,7 +132,7 @@ def test_the_last_step_counts_by_number_and_unfinished_ones_do_not(tmp_path):
     assert find_item(tmp_path) == tmp_path / "10/state"
 
 
-def test_of_several_items_none_is_guessed(tmp_path):
+def test_find_item_returns_none_if_ambiguous(tmp_path):
     for name in ("model", "opt_state"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "_METADATA").touch()
@@ -141,7 +141,7 @@ def test_of_several_items_none_is_guessed(tmp_path):
     assert find_item(tmp_path) == tmp_path / "model"
 
 
-def test_parameters_beside_an_optimizer_state_are_meant(tmp_path):
+def test_find_item_prefers_params_to_optimizer_state(tmp_path):
     for name in ("params", "opt_state"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "_METADATA").touch()
@@ -149,15 +149,15 @@ def test_parameters_beside_an_optimizer_state_are_meant(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["nothing", "file", "empty"])
-def test_where_there_is_no_item_none_is_found(tmp_path, path):
+def test_find_item_returns_none_without_item(tmp_path, path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     assert find_item(tmp_path / path) is None
 
 
 @given(grid=st.lists(st.integers(1, 5), max_size=4).map(tuple))
-def test_chunks_are_numbered_in_c_order(grid):
-    assert [unravel_chunk_index(grid, at) for at in range(int(np.prod(grid)))] == list(np.ndindex(grid))
+def test_unravel_chunk_index_is_c_order(grid):
+    assert [unravel_chunk_index(grid, number) for number in range(int(np.prod(grid)))] == list(np.ndindex(grid))
 
 
 @pytest.mark.parametrize(
@@ -169,5 +169,5 @@ def test_chunks_are_numbered_in_c_order(grid):
         ([("a", 0), ("a", 1), ("b",), ("aa",), ("a.c",)], None),
     ],
 )
-def test_leaves_that_cannot_share_a_tree(paths, expected):
+def test_find_name_clash(paths, expected):
     assert find_name_clash(paths) == expected

@@ -1,4 +1,4 @@
-"""What Orbax saves, in every form of storage that it has, is read bit for bit."""
+"""Tests of reading every storage form that Orbax writes, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def item_of(folder: Path) -> OrbaxItem:
-    found = find_item(folder)
-    assert found is not None
-    return read_item(found)
+    item_folder = find_item(folder)
+    assert item_folder is not None
+    return read_item(item_folder)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_read(saved: Path, form: str):
+def test_read_item_in_every_storage_form(saved: Path, form: str):
     item = item_of(saved / form)
     expected = json.loads((saved / "expected.json").read_text())
     named = {name: leaf for name, leaf in expected.items() if leaf[1]} if form == "processes" else expected
     assert {meta.name for meta in item.arrays} == named.keys()
     with ItemReader(item, {}) as reader:
         for meta in item.arrays:
-            found = np.full(meta.shape, 1, numpy_dtype(meta.dtype))
-            reader.read(meta.name, {full_box(meta.shape): found})
-            assert [meta.dtype, list(meta.shape), found.tobytes().hex()] == expected[meta.name]
+            array = np.full(meta.shape, 1, numpy_dtype(meta.dtype))
+            reader.read(meta.name, {full_box(meta.shape): array})
+            assert [meta.dtype, list(meta.shape), array.tobytes().hex()] == expected[meta.name]
 
 
-def test_the_forms_are_what_they_are_called(saved: Path):
-    """Else a change of Orbax's defaults would leave a form untested."""
+def test_saved_items_have_their_storage_form(saved: Path):
+    """Detect a change of Orbax's defaults, which would leave a form untested."""
     for form in (form for form in FORMS if form.startswith("zarr")):
         item = item_of(saved / form)
         assert set(item.codec_names) == {("zstd",) if "zstd" in form else ()}

@@ -1,4 +1,4 @@
-"""Where an item keeps its values, as strangers may say it: more than it stores, or in folders without end."""
+"""Tests of malicious items: more values than they store, or endless folders."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def refused(item: Path) -> PrepError:
     return caught.value
 
 
-def test_chunks_in_shards_count_as_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Many shards may be the same few bytes, with a table that says it has a million chunks of none."""
+def test_chunks_of_shards_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Count the chunks of shards: many shards may share a few bytes with an index of a million empty chunks."""
     write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(zarr3=True, chunks_per_shard=2))
     assert len(read_item(tmp_path / "item").chunks[0]) == 16
     monkeypatch.setattr(orbax_store, "MAX_VALUES", 16)
-    assert "says that it holds more than 16 chunks" in refused(tmp_path / "item").what
+    assert "claims more than 16 chunks" in refused(tmp_path / "item").what
 
 
-def test_links_to_folders_within_an_array_are_not_followed(tmp_path: Path):
-    """Two of them to where they are would be 2^40 folders."""
+def test_links_to_folders_are_not_followed(tmp_path: Path):
+    """Do not follow two links to their own folder, which would be 2^40 folders."""
     write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(zarr3=True, ocdbt=False))
     for name in ("a", "b"):
         os.symlink(".", tmp_path / "item" / "w" / name)
     assert refused(tmp_path / "item").what == f"{tmp_path / 'item/w/a'} is not a file"
 
 
-def test_files_of_chunks_may_be_links(tmp_path: Path):
+def test_links_to_chunk_files_are_followed(tmp_path: Path):
     write_zarr_item(tmp_path / "item", {META: VALUES}, StorageForm(ocdbt=False))
     chunk = tmp_path / "item" / "w" / "0.0"
     os.symlink(chunk.rename(tmp_path / "elsewhere"), chunk)

@@ -24,7 +24,7 @@ WHOLE = (WrittenChunk(0, (0, 0), 0, 0, 48), WrittenChunk(0, (1, 0), 0, 48, 48))
 
 @pytest.mark.parametrize("dtype", ZARR_TYPESTRS)
 @pytest.mark.parametrize(("shape", "chunk"), [((), ()), ((5,), (2,)), ((0, 3), (1, 3)), ((4, 6, 2), (4, 3, 1))])
-def test_zarray_is_tensorstores_own_to_the_byte(dtype, shape, chunk):
+def test_encode_zarray_matches_tensorstore(dtype, shape, chunk):
     metadata = {"shape": shape, "chunks": chunk, "compressor": None}
     spec = {"driver": "zarr", "kvstore": "memory://", "dtype": dtype, "metadata": metadata}
     store = ts.open(spec, create=True).result()
@@ -34,7 +34,7 @@ def test_zarray_is_tensorstores_own_to_the_byte(dtype, shape, chunk):
 
 
 @given(order=st.permutations(range(5)))
-def test_equal_arguments_in_any_order_of_chunks_give_equal_files(tmp_path_factory, order):
+def test_files_do_not_depend_on_the_order_of_chunks(tmp_path_factory, order):
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     write_item(one / "item", ARRAYS)
     chunks, names = write_data_files(two / "item", ARRAYS)
@@ -42,7 +42,7 @@ def test_equal_arguments_in_any_order_of_chunks_give_equal_files(tmp_path_factor
     assert read_files(one) == read_files(two)
 
 
-def test_nothing_but_the_index_and_the_metadata_is_written(tmp_path):
+def test_write_item_metadata_writes_only_metadata(tmp_path):
     (tmp_path / "d").mkdir()
     write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS)
     metadata = {"_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", OCDBT_MANIFEST}
@@ -50,9 +50,9 @@ def test_nothing_but_the_index_and_the_metadata_is_written(tmp_path):
     assert re.fullmatch("d/[0-9a-f]{32}", node)
 
 
-def test_leaves_that_hold_no_array_are_kept(tmp_path):
-    others = [OrbaxNonArray(("opt", 0), "None"), OrbaxNonArray(("name",), "string", "a name")]
-    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, others)
+def test_write_item_metadata_keeps_non_arrays(tmp_path):
+    non_arrays = [OrbaxNonArray(("opt", 0), "None"), OrbaxNonArray(("name",), "string", "a name")]
+    write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, non_arrays)
     tree = json.loads((tmp_path / "_METADATA").read_text())["tree_metadata"]
     assert tree["('opt', '0')"] == {
         "key_metadata": [{"key": "opt", "key_type": 2}, {"key": "0", "key_type": 1}],
@@ -74,7 +74,7 @@ def test_leaves_that_hold_no_array_are_kept(tmp_path):
         ((WHOLE[0], WrittenChunk(0, (1, 0), 0, 0, 47)), "chunk 1.0 of params.w has the wrong size"),
     ],
 )
-def test_chunks_that_are_not_each_chunk_once_are_refused_before_anything_is_written(tmp_path, chunks, message):
+def test_invalid_chunks_are_rejected_before_writing(tmp_path, chunks, message):
     with pytest.raises(PrepError) as caught:
         write_item_metadata(tmp_path, [W], chunks, ["d/x"], NOW_NS)
     assert caught.value.what == message
@@ -82,34 +82,34 @@ def test_chunks_that_are_not_each_chunk_once_are_refused_before_anything_is_writ
 
 
 @pytest.mark.parametrize("dtype", ["float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"])
-def test_a_dtype_that_tensorstore_cannot_hold_is_refused(tmp_path, dtype):
+def test_unsupported_dtype_is_rejected(tmp_path, dtype):
     with pytest.raises(PrepError, match=f"params.w is {dtype}"):
         write_item_metadata(tmp_path, [dataclasses.replace(W, dtype=dtype)], WHOLE, ["d/x"], NOW_NS)
 
 
 @pytest.mark.parametrize("path", [(), ("a.b",), ("a", ""), ("a/b",)])
-def test_a_path_that_has_no_name_on_disk_is_refused(tmp_path, path):
+def test_invalid_leaf_path_is_rejected(tmp_path, path):
     with pytest.raises(PrepError, match="cannot name a leaf"):
         write_item_metadata(tmp_path, [dataclasses.replace(W, path=path)], WHOLE, ["d/x"], NOW_NS)
 
 
 @pytest.mark.parametrize("chunk", [(2,), (2, 0), ()])
-def test_a_chunk_that_does_not_suit_the_shape_is_refused(tmp_path, chunk):
-    with pytest.raises(PrepError, match="does not suit its shape"):
-        write_item_metadata(tmp_path, [dataclasses.replace(W, chunk_size=chunk)], WHOLE, ["d/x"], NOW_NS)
+def test_chunk_shape_mismatch_is_rejected(tmp_path, chunk):
+    with pytest.raises(PrepError, match="does not match its shape"):
+        write_item_metadata(tmp_path, [dataclasses.replace(W, chunk_shape=chunk)], WHOLE, ["d/x"], NOW_NS)
 
 
-def test_two_leaves_in_one_place_are_refused(tmp_path):
+def test_clashing_leaf_names_are_rejected(tmp_path):
     with pytest.raises(PrepError, match=r"params\.w and params\.w\.x"):
         write_item_metadata(tmp_path, [W], WHOLE, ["d/x"], NOW_NS, [OrbaxNonArray(("params", "w", "x"), "None")])
 
 
-def test_a_checkpoint_of_no_arrays_is_refused(tmp_path):
+def test_item_without_arrays_is_rejected(tmp_path):
     with pytest.raises(PrepError, match="no arrays"):
         write_item_metadata(tmp_path, [], [], [], NOW_NS)
 
 
-def test_writing_imports_neither_tensorstore_nor_jax():
+def test_import_needs_neither_tensorstore_nor_jax():
     code = "import sys, prepcli.formats.orbax_write, prepcli.formats.orbax_read; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"tensorstore", "jax", "orbax", "torch"} & set(modules)

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: read as the library reads them, refused wherever it refuses them."""
+"""Tests of reading safetensors headers, compared with the safetensors library."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def as_library_reads(content: bytes) -> dict[str, tuple[str, list[int], bytes]]:
     }
 
 
-def test_every_dtype_of_the_format_has_a_name_and_a_size(tmp_path: Path) -> None:
+def test_read_header_supports_every_dtype(tmp_path: Path) -> None:
     assert sorted(DTYPES.values()) == sorted(ITEM_BITS)
-    header, at = {}, 0
+    header, offset = {}, 0
     for code, dtype in DTYPES.items():
         nbytes = array_bits(dtype, (3, 8)) // 8
-        header[code] = {"dtype": code, "shape": [3, 8], "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    content = packed(header, bytes(i % 251 for i in range(at)))
+        header[code] = {"dtype": code, "shape": [3, 8], "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    content = packed(header, bytes(i % 251 for i in range(offset)))
     assert as_read(read(tmp_path, content), content) == as_library_reads(content)
 
 
-def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+def test_read_header_of_library_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     arrays = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(5, dtype=np.int64), "c": np.array(True)}
     save_file(arrays, path, {"format": "pt", "by": "me"})
@@ -84,14 +84,14 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     assert header.mtime_ns == path.stat().st_mtime_ns
 
 
-def test_the_digest_covers_the_whole_header_and_no_payload(tmp_path: Path) -> None:
+def test_header_digest_covers_header_without_payload(tmp_path: Path) -> None:
     first = read(tmp_path, packed({"a": ENTRY}, bytes(8)))
     other_payload = read(tmp_path, packed({"a": ENTRY}, bytes(range(8))))
     other_padding = read(tmp_path, packed(json.dumps({"a": ENTRY}).encode() + b" ", bytes(8)))
     assert first.digest == other_payload.digest != other_padding.digest
 
 
-def test_links_are_followed(tmp_path: Path) -> None:
+def test_read_header_follows_links(tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(packed({"a": ENTRY}, bytes(8)))
     (tmp_path / "model.safetensors").symlink_to("blob")
     header = read_safetensors_header(tmp_path / "model.safetensors", 0)
@@ -117,7 +117,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("content", ACCEPTED.values(), ids=ACCEPTED)
-def test_unusual_but_valid_headers_are_read(tmp_path: Path, content: bytes) -> None:
+def test_read_header_accepts_unusual_valid_headers(tmp_path: Path, content: bytes) -> None:
     assert as_read(read(tmp_path, content), content) == as_library_reads(content)
 
 
@@ -131,7 +131,7 @@ BROKEN = {
     "a list": (packed(b"[1, 2]"), "not a JSON object"),
     "cut JSON": (packed(b'{"a":{"dtype":"F32"'), "byte 9 is not the entry"),
     "trailing comma": (packed(b'{"__metadata__":{},}'), "byte 27 is not the entry"),
-    "text after the end": (packed(b'{"__metadata__":{}} x'), "goes on after its end at byte 27"),
+    "text after the end": (packed(b'{"__metadata__":{}} x'), "text follows its end at byte 27"),
     "byte order mark": (packed(b"\xef\xbb\xbf{}"), "not a JSON object"),
     "not UTF-8": (packed(b'{"\xff":{}}'), "not UTF-8"),
     "UTF-16": (packed("{}".encode("utf-16")), "not a JSON object"),
@@ -170,11 +170,11 @@ BROKEN = {
     "reversed offsets": (entry(data_offsets=[8, 0]), "takes 64 bits, its data_offsets -64"),
     "hole at the start": (
         packed({"a": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)),
-        "hole: `a` begins at byte 74, not 70",
+        "hole: `a` starts at byte 74, not 70",
     ),
-    "hole": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 17]}}, bytes(17)), "hole: `b` begins at byte"),
-    "overlap": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)), "overlap: `b` begins"),
-    "same bytes twice": (packed({"a": ENTRY, "b": ENTRY}, bytes(8)), "overlap: `b` begins"),
+    "hole": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [9, 17]}}, bytes(17)), "hole: `b` starts at byte"),
+    "overlap": (packed({"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)), "overlap: `b` starts"),
+    "same bytes twice": (packed({"a": ENTRY, "b": ENTRY}, bytes(8)), "overlap: `b` starts"),
     "name twice": (packed(b'{"a":{},"a":{}}'.replace(b"{}", json.dumps(ENTRY).encode()), bytes(8)), "`a` twice"),
     "metadata twice": (packed(b'{"__metadata__":{},"__metadata__":{}}'), "`__metadata__` twice"),
     "metadata key twice": (packed(b'{"__metadata__":{"k":"","k":""}}'), "`k` twice"),
@@ -188,7 +188,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("content", "why"), BROKEN.values(), ids=BROKEN)
-def test_broken_headers_are_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+def test_read_header_rejects_invalid_headers(tmp_path: Path, content: bytes, why: str) -> None:
     error = refusal(tmp_path, content)
     assert error.what == "x.safetensors has a broken header"
     assert why in error.why
@@ -200,7 +200,7 @@ def test_broken_headers_are_refused_with_the_reason(tmp_path: Path, content: byt
 OTHER = {
     "empty": (b"", "x.safetensors is cut short", "it has 0 bytes"),
     "seven bytes": (bytes(7), "x.safetensors is cut short", "it has 7 bytes"),
-    "zeros": (bytes(100), "x.safetensors is not a safetensors file", "a header of 0 bytes"),
+    "zeros": (bytes(100), "x.safetensors is not a safetensors file", "header length is 0 bytes"),
     "huge header": (
         (2**63).to_bytes(8, "little") + b"{}",
         "x.safetensors is not a safetensors file",
@@ -226,7 +226,7 @@ OTHER = {
     "LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid",
         "a Git LFS pointer, not a safetensors",
-        "names",
+        "refers",
     ),
     "web page": (b"\n<!DOCTYPE html><html>", "x.safetensors is a web page, not a safetensors file", "error page"),
     "zip": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(99), "x.safetensors is a zip archive, not", "PyTorch"),
@@ -238,14 +238,14 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("content", "what", "why"), OTHER.values(), ids=OTHER)
-def test_other_files_are_named_for_what_they_are(tmp_path: Path, content: bytes, what: str, why: str) -> None:
+def test_read_header_names_other_formats(tmp_path: Path, content: bytes, what: str, why: str) -> None:
     error = refusal(tmp_path, content)
     assert what in error.what
     assert why in error.why
     assert error.hint
 
 
-def test_a_truncated_file_is_told_in_full(tmp_path: Path) -> None:
+def test_truncated_file_error_and_download_hint(tmp_path: Path) -> None:
     folder = tmp_path / "models--acme--tiny" / "snapshots" / "0123"
     folder.mkdir(parents=True)
     header = packed({"a": {"dtype": "F32", "shape": [4096, 1024], "data_offsets": [0, 16777216]}})
@@ -255,7 +255,7 @@ def test_a_truncated_file_is_told_in_full(tmp_path: Path) -> None:
     assert error.hint == "download it again: `hf download acme/tiny x.safetensors --force-download`"
 
 
-def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
+def test_read_header_rejects_special_and_missing_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
@@ -273,7 +273,7 @@ REFUSED_HERE_ONLY = {
 
 
 @pytest.mark.parametrize("case", [*BROKEN, *OTHER])
-def test_the_library_refuses_the_same_but_for_our_own_rules(case: str) -> None:
+def test_library_rejects_the_same_files_except_own_rules(case: str) -> None:
     content = (BROKEN | OTHER)[case][0]
     assert library_accepts(content) == (case in REFUSED_HERE_ONLY)
 
@@ -293,10 +293,10 @@ VALID = packed(
 @given(
     changes=st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.binary(max_size=3), st.integers(0, 3)), max_size=3)
 )
-def test_changed_bytes_are_refused_or_read_as_the_library_reads_them(tmp_path: Path, changes: list) -> None:
+def test_changed_bytes_match_library_or_are_rejected(tmp_path: Path, changes: list) -> None:
     content = VALID
-    for at, put, taken in changes:
-        content = content[:at] + put + content[at + taken :]
+    for offset, inserted, deleted_count in changes:
+        content = content[:offset] + inserted + content[offset + deleted_count :]
     try:
         header = read(tmp_path, content)
     except PrepError:
@@ -311,9 +311,7 @@ def test_changed_bytes_are_refused_or_read_as_the_library_reads_them(tmp_path: P
     whole=st.booleans(),
 )
 @example(text=b"{}", payload=b"", whole=True)
-def test_any_bytes_are_refused_or_read_as_the_library_reads_them(
-    tmp_path: Path, text: bytes, payload: bytes, whole: bool
-) -> None:
+def test_any_bytes_match_library_or_are_rejected(tmp_path: Path, text: bytes, payload: bytes, whole: bool) -> None:
     content = packed(text, payload) if whole else text
     try:
         header = read(tmp_path, content)
@@ -340,10 +338,10 @@ near_entries = st.fixed_dictionaries(
 @given(
     header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), near_entries | json_values), payload=st.binary()
 )
-def test_any_json_is_refused_or_read_as_the_library_reads_it(tmp_path: Path, header: dict, payload: bytes) -> None:
+def test_any_json_matches_library_or_is_rejected(tmp_path: Path, header: dict, payload: bytes) -> None:
     content = packed(header, payload)
     try:
-        found = read(tmp_path, content)
+        parsed = read(tmp_path, content)
     except PrepError:
         return
-    assert as_read(found, content) == as_library_reads(content)
+    assert as_read(parsed, content) == as_library_reads(content)

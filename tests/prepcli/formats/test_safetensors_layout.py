@@ -1,4 +1,4 @@
-"""Laid-out safetensors files, judged by the safetensors library and by our own reader."""
+"""Tests of the layout of safetensors files, with the safetensors library and prep's own reader."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def entry(name: str, *shape: int, dtype: str = "float32") -> LayoutEntry:
 
 
 def fill(folder: Path, layout: SafetensorsLayout) -> bytes:
-    """Writes the file with a payload that tells positions apart."""
+    """Write the file with a payload in which positions differ."""
     content = layout.header + bytes(i % 251 for i in range(layout.size - len(layout.header)))
     (folder / layout.name).write_bytes(content)
     return content
@@ -53,7 +53,7 @@ leads = st.none() | st.integers(0, 10_000)
 
 @fuzzed
 @given(groups=st.lists(st.tuples(entries(), leads), max_size=3))
-def test_what_is_laid_out_is_what_the_library_and_our_reader_find(
+def test_layout_is_read_by_library_and_own_reader(
     tmp_path: Path, groups: list[tuple[list[LayoutEntry], int | None]]
 ) -> None:
     layouts = lay_out_files([(f"{i}.safetensors", listed, lead) for i, (listed, lead) in enumerate(groups)])
@@ -67,14 +67,14 @@ def test_what_is_laid_out_is_what_the_library_and_our_reader_find(
         by_library = dict(safetensors.deserialize(content))
         assert len(by_library) == len(listed)
         for t in layout.tensors:
-            found = by_library[t.name]
-            assert (found["dtype"], tuple(found["shape"])) == (DTYPE_CODES[t.dtype], t.shape)
-            assert found["data"] == content[t.offset : t.offset + t.nbytes]
+            library_tensor = by_library[t.name]
+            assert (library_tensor["dtype"], tuple(library_tensor["shape"])) == (DTYPE_CODES[t.dtype], t.shape)
+            assert library_tensor["data"] == content[t.offset : t.offset + t.nbytes]
 
 
 @fuzzed
 @given(listed=entries(), lead=leads)
-def test_the_payload_begins_where_it_was_asked_to(listed: list[LayoutEntry], lead: int | None) -> None:
+def test_encode_header_aligns_payload_to_page_offset(listed: list[LayoutEntry], lead: int | None) -> None:
     start = len(encode_header(listed, lead))
     text = encode_header(listed, None).rstrip(b" ")
     assert start % 8 == 0
@@ -85,11 +85,11 @@ def test_the_payload_begins_where_it_was_asked_to(listed: list[LayoutEntry], lea
         assert start - len(text) < 8
 
 
-def test_the_payload_begins_on_a_page_unless_told_otherwise() -> None:
+def test_encode_header_aligns_payload_to_page_by_default() -> None:
     assert len(encode_header([entry("a", 2)])) == 4096
 
 
-def test_the_header_is_what_the_libraries_write() -> None:
+def test_encode_header_matches_library_json() -> None:
     header = encode_header([entry("b", 2, 3), entry("a", 5, dtype="bfloat16")], None)
     assert int.from_bytes(header[:8], "little") == len(header) - 8
     expected = (
@@ -99,7 +99,7 @@ def test_the_header_is_what_the_libraries_write() -> None:
     assert header[8:].decode().rstrip() == expected
 
 
-def test_values_come_back_through_the_library(tmp_path: Path) -> None:
+def test_library_loads_the_same_values(tmp_path: Path) -> None:
     arrays = {
         "mask": np.array([True, False, True]),
         "w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -115,16 +115,16 @@ def test_values_come_back_through_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
-def test_raw_bytes_of_dtypes_that_numpy_lacks_come_back(tmp_path: Path, dtype: str) -> None:
+def test_library_reads_ml_dtypes(tmp_path: Path, dtype: str) -> None:
     values = np.array([1, 2, 4, 0.5], dtype=getattr(ml_dtypes, dtype))
     assert values.dtype.name == dtype
     (layout,) = lay_out_files([("model.safetensors", [entry("a", 4, dtype=dtype)], None)])
-    ((name, found),) = safetensors.deserialize(layout.header + values.tobytes())
-    assert (name, found["dtype"]) == ("a", DTYPE_CODES[dtype])
-    assert np.frombuffer(found["data"], values.dtype).tolist() == [1, 2, 4, 0.5]
+    ((name, tensor),) = safetensors.deserialize(layout.header + values.tobytes())
+    assert (name, tensor["dtype"]) == ("a", DTYPE_CODES[dtype])
+    assert np.frombuffer(tensor["data"], values.dtype).tolist() == [1, 2, 4, 0.5]
 
 
-def test_a_header_for_a_source_deep_in_a_page_keeps_its_place(tmp_path: Path) -> None:
+def test_tensors_keep_the_page_offset_of_their_source(tmp_path: Path) -> None:
     (source,) = lay_out_files([("a.safetensors", [entry(f"layer.{i}", 64, 64) for i in range(50)], None)])
     (target,) = lay_out_files([("b.safetensors", [entry(f"l{i}", 64, 64) for i in range(50)], len(source.header))])
     depths = [[t.offset % 4096 for t in layout.tensors] for layout in (source, target)]
@@ -132,18 +132,18 @@ def test_a_header_for_a_source_deep_in_a_page_keeps_its_place(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("names", [["a", "a"], ["__metadata__"]])
-def test_names_that_would_be_lost_are_refused(names: list[str]) -> None:
+def test_duplicate_and_reserved_names_are_rejected(names: list[str]) -> None:
     with pytest.raises(ValueError, match="twice"):
         encode_header([entry(name, 1) for name in names])
 
 
 @pytest.mark.parametrize("wrong", [("a", "float32", (2,), 7), ("a", "float4_e2m1fn", (3,), 2)])
-def test_bytes_that_do_not_fit_the_shape_are_refused(wrong: LayoutEntry) -> None:
+def test_size_that_does_not_match_shape_is_rejected(wrong: LayoutEntry) -> None:
     with pytest.raises(PrepError, match="a cannot be stored as safetensors"):
         encode_header([wrong])
 
 
-def test_a_header_that_no_reader_takes_is_not_made() -> None:
+def test_header_above_the_size_limit_is_rejected() -> None:
     with pytest.raises(PrepError, match="2 tensors are too many for one safetensors file"):
         encode_header([entry(letter * 50_000_000, 1) for letter in "ab"])
 
@@ -152,7 +152,7 @@ sizes = st.lists(st.integers(0, 20), max_size=30)
 
 
 @given(sizes=sizes, limit_bytes=st.integers(1, 40))
-def test_shards_keep_order_and_limit_and_are_filled_greedily(sizes: list[int], limit_bytes: int) -> None:
+def test_split_into_shards_is_greedy_and_ordered(sizes: list[int], limit_bytes: int) -> None:
     listed = [entry(str(i), size, dtype="uint8") for i, size in enumerate(sizes)]
     files = split_into_shards(listed, limit_bytes)
     assert [e for _, group in files for e in group] == listed
@@ -162,7 +162,7 @@ def test_shards_keep_order_and_limit_and_are_filled_greedily(sizes: list[int], l
     assert all(total + first > limit_bytes for total, first in zip(totals, firsts))
 
 
-def test_shards_are_named_as_the_libraries_name_them() -> None:
+def test_split_into_shards_file_names() -> None:
     listed = [entry("a", 4), entry("b", 4), entry("c", 40), entry("d", 1)]
     assert [(name, [e[0] for e in group]) for name, group in split_into_shards(listed, 32)] == [
         ("model-00001-of-00003.safetensors", ["a", "b"]),
@@ -174,7 +174,7 @@ def test_shards_are_named_as_the_libraries_name_them() -> None:
     assert split_into_shards(listed, 1000, "flax_model", "msgpack")[0][0] == "flax_model.msgpack"
 
 
-def test_an_index_with_its_files_is_a_folder_that_our_reader_takes(tmp_path: Path) -> None:
+def test_encode_index_is_read_by_own_reader(tmp_path: Path) -> None:
     listed = [entry(f"layers.{i}.ü", 3, 5, dtype="bfloat16") for i in range(7)]
     layouts = lay_out_files([(name, group, 0) for name, group in split_into_shards(listed, 64)])
     for layout in layouts:

@@ -1,4 +1,4 @@
-"""Folders of safetensors: which files count, and what is said when index and files differ."""
+"""Tests of folders of safetensors: file selection, and errors if index and files differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 
 
 def sharded(folder: Path) -> dict[str, str]:
-    """Three files of five tensors, and the weight_map of them."""
+    """Write three files of five tensors; return their weight_map."""
     files = {SECOND: ["b", "bb"], FIRST: ["aa", "a"], THIRD: ["c"]}
     for file, names in files.items():
         write(folder, file, *names)
@@ -43,7 +43,7 @@ def refusal(folder: Path) -> PrepError:
     return caught.value
 
 
-def test_files_come_in_the_order_of_their_names_and_tensors_in_that_of_bytes(tmp_path: Path) -> None:
+def test_read_folder_order_of_files_and_tensors(tmp_path: Path) -> None:
     write_index(tmp_path, sharded(tmp_path))
     folder = read_safetensors_folder(tmp_path)
     assert (folder.path, folder.has_index) == (tmp_path, True)
@@ -54,14 +54,14 @@ def test_files_come_in_the_order_of_their_names_and_tensors_in_that_of_bytes(tmp
     assert positions == sorted(positions)
 
 
-def test_files_that_the_index_does_not_name_are_ignored(tmp_path: Path) -> None:
+def test_files_missing_from_the_index_are_ignored(tmp_path: Path) -> None:
     write_index(tmp_path, sharded(tmp_path))
     write(tmp_path, "consolidated.safetensors", "a", "other")
     (tmp_path / "broken.safetensors").write_bytes(b"")
     assert len(read_safetensors_folder(tmp_path).headers) == 3
 
 
-def test_a_hub_cache_of_links_is_read(tmp_path: Path) -> None:
+def test_hub_cache_of_links_is_read(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
     blobs.mkdir()
     snapshot.mkdir()
@@ -71,25 +71,25 @@ def test_a_hub_cache_of_links_is_read(tmp_path: Path) -> None:
     assert [header.file_name for header in read_safetensors_folder(snapshot).headers] == [FIRST, SECOND, THIRD]
 
 
-def test_without_an_index_one_file_is_the_model(tmp_path: Path) -> None:
+def test_single_file_without_index(tmp_path: Path) -> None:
     write(tmp_path, "model.safetensors", "a")
     write(tmp_path, "consolidated.safetensors", "b")
     folder = read_safetensors_folder(tmp_path)
     assert ([t.name for t in folder.tensors], folder.has_index) == (["a"], False)
 
 
-def test_without_an_index_all_files_together_are_the_model(tmp_path: Path) -> None:
+def test_all_files_without_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     write(tmp_path, ".hidden.safetensors", "a")
     assert [t.name for t in read_safetensors_folder(tmp_path).tensors] == ["a", "aa", "b", "bb", "c"]
 
 
-def test_a_file_of_any_name_will_do(tmp_path: Path) -> None:
+def test_file_of_any_name_without_index(tmp_path: Path) -> None:
     write(tmp_path, "weights.safetensors", "a")
     assert read_safetensors_folder(tmp_path).headers[0].file_name == "weights.safetensors"
 
 
-def test_has_safetensors_tells_what_read_folder_would_read(tmp_path: Path) -> None:
+def test_has_safetensors_agrees_with_read_folder(tmp_path: Path) -> None:
     assert not has_safetensors(tmp_path)
     assert not has_safetensors(tmp_path / "absent")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
@@ -102,12 +102,12 @@ def test_has_safetensors_tells_what_read_folder_would_read(tmp_path: Path) -> No
     assert has_safetensors(tmp_path)
 
 
-def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path).what == f"{tmp_path} holds no safetensors files"
+def test_folder_without_safetensors_is_rejected(tmp_path: Path) -> None:
+    assert refusal(tmp_path).what == f"{tmp_path} has no safetensors files"
     assert refusal(tmp_path / "absent").what == f"cannot read {tmp_path / 'absent'}"
 
 
-def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+def test_adapter_is_rejected(tmp_path: Path) -> None:
     write(tmp_path, "adapter_model.safetensors", "a.lora_A.weight")
     error = refusal(tmp_path)
     assert error.what == f"{tmp_path} is an adapter, not a model"
@@ -115,13 +115,13 @@ def test_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     assert "merge_and_unload" in error.hint
 
 
-def test_an_adapter_beside_a_whole_model_is_ignored(tmp_path: Path) -> None:
+def test_adapter_beside_a_model_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, "adapter_model.safetensors", "a.lora_A.weight")
     write(tmp_path, "model.safetensors", "a")
     assert [t.name for t in read_safetensors_folder(tmp_path).tensors] == ["a"]
 
 
-def test_a_missing_file_is_named_with_the_number_of_its_tensors(tmp_path: Path) -> None:
+def test_missing_file_error_has_tensor_counts(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--acme--tiny" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     write_index(snapshot, sharded(snapshot))
@@ -143,7 +143,7 @@ def test_many_missing_files_are_counted(tmp_path: Path) -> None:
     assert refusal(tmp_path).hint == f"`hf download OWNER/NAME --local-dir {tmp_path}`"
 
 
-def test_a_link_to_nowhere_is_missing(tmp_path: Path) -> None:
+def test_dangling_link_is_missing(tmp_path: Path) -> None:
     write_index(tmp_path, {"a": "model.safetensors"})
     (tmp_path / "model.safetensors").symlink_to("gone")
     assert refusal(tmp_path).what == f"1 of 1 files of {tmp_path} is missing"
@@ -151,7 +151,7 @@ def test_a_link_to_nowhere_is_missing(tmp_path: Path) -> None:
     assert refusal(tmp_path).what == f"cannot read {tmp_path / 'model.safetensors'}"
 
 
-def test_numbered_files_must_be_complete_without_an_index_too(tmp_path: Path) -> None:
+def test_numbered_files_without_index_must_be_complete(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / SECOND).unlink()
     error = refusal(tmp_path)
@@ -160,7 +160,7 @@ def test_numbered_files_must_be_complete_without_an_index_too(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path, indexed: bool) -> None:
+def test_tensor_in_two_files_is_rejected(tmp_path: Path, indexed: bool) -> None:
     weight_map = sharded(tmp_path)
     write(tmp_path, THIRD, "c", "a")
     if indexed:
@@ -182,9 +182,7 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize(("changes", "why"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
-def test_an_index_that_differs_from_its_files_is_refused(
-    tmp_path: Path, changes: dict[str, str | None], why: str
-) -> None:
+def test_index_that_differs_from_files_is_rejected(tmp_path: Path, changes: dict[str, str | None], why: str) -> None:
     changed = {**sharded(tmp_path), **changes}
     write_index(tmp_path, {name: file for name, file in changed.items() if file})
     error = refusal(tmp_path)
@@ -204,7 +202,7 @@ UNSAFE = [
 
 
 @pytest.mark.parametrize("file", UNSAFE)
-def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None:
+def test_index_with_file_outside_the_folder_is_rejected(tmp_path: Path, file: str) -> None:
     write_index(tmp_path, {"a": file})
     error = refusal(tmp_path)
     assert error.what == f"{tmp_path / INDEX} is not a usable index"
@@ -212,7 +210,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None
     assert error.why.isprintable()
 
 
-def test_an_overlong_file_name_is_missing(tmp_path: Path) -> None:
+def test_overlong_file_name_is_missing(tmp_path: Path) -> None:
     write_index(tmp_path, {"a": "m" * 300 + ".safetensors"})
     assert refusal(tmp_path).what == f"1 of 1 files of {tmp_path} is missing"
 
@@ -236,7 +234,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize(("content", "why"), INDEXES.values(), ids=INDEXES)
-def test_a_broken_index_is_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+def test_invalid_index_is_rejected(tmp_path: Path, content: bytes, why: str) -> None:
     (tmp_path / INDEX).write_bytes(content)
     error = refusal(tmp_path)
     assert error.what == f"{tmp_path / INDEX} is not a usable index"
@@ -244,18 +242,18 @@ def test_a_broken_index_is_refused_with_the_reason(tmp_path: Path, content: byte
     assert INDEX in error.hint
 
 
-def test_an_index_over_the_limit_is_not_read(tmp_path: Path) -> None:
+def test_index_above_the_size_limit_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / INDEX).open("wb") as file:
         file.truncate(200_000_000)
     assert "200,000,000 bytes" in refusal(tmp_path).why
 
 
-def test_a_folder_for_an_index_is_refused(tmp_path: Path) -> None:
+def test_folder_as_index_is_rejected(tmp_path: Path) -> None:
     (tmp_path / INDEX).mkdir()
     assert refusal(tmp_path).what == f"{tmp_path / INDEX} is not a file"
 
 
-def test_an_index_of_other_files_is_read_too(tmp_path: Path) -> None:
+def test_read_weight_map_of_torch_index(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin.index.json"
     path.write_text('{"metadata": {"total_size": "12"}, "weight_map": {"a": "x.bin"}}')
     assert read_weight_map(path, "bin") == {"a": "x.bin"}
@@ -273,15 +271,15 @@ def test_an_index_of_other_files_is_read_too(tmp_path: Path) -> None:
     ).map(lambda value: json.dumps(value).encode())
     | st.binary(max_size=40)
 )
-def test_any_index_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
+def test_any_index_is_read_or_rejected(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / INDEX
     path.write_bytes(text)
     with pytest.raises(PrepError, match=re.escape(str(path))):
         read_safetensors_folder(tmp_path)
 
 
-def test_names_that_promise_very_many_files_cost_no_more_than_their_own_number(tmp_path: Path) -> None:
-    """Each of 300 sets promises 99,999 files: to list them would take gigabytes."""
+def test_check_numbered_files_has_bounded_memory(tmp_path: Path) -> None:
+    """Check 300 sets of 99,999 files each, a list of which would take gigabytes."""
     names = [f"set{number:03d}-00001-of-99999.bin" for number in range(300)]
     tracemalloc.start()
     with pytest.raises(PrepError) as caught:

@@ -1,4 +1,4 @@
-"""PyTorch's files: tensors as PyTorch itself has them, in all the ways that it saves; nothing else is let in."""
+"""Tests of reading PyTorch files, compared with PyTorch, in every format that it writes."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ FILES = sorted(FOLDER.glob("*.bin"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_tensor_of_the_golden_files_has_its_bits(path: Path) -> None:
-    found, content = read_torch_header(path, 7), path.read_bytes()
-    wanted = TOLD[path.stem.partition("-")[0]]
-    assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in found.tensors} == {
-        key: (each["dtype"], each["shape"], each["bits"]) for key, each in wanted.items()
+def test_read_torch_header_of_golden_files(path: Path) -> None:
+    header, content = read_torch_header(path, 7), path.read_bytes()
+    expected = TOLD[path.stem.partition("-")[0]]
+    assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in header.tensors} == {
+        key: (tensor["dtype"], tensor["shape"], tensor["bits"]) for key, tensor in expected.items()
     }
-    assert {t.file for t in found.tensors} == {7}
-    assert [t.offset for t in found.tensors] == sorted(t.offset for t in found.tensors)
-    assert (found.file_name, found.size, found.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
+    assert {t.file for t in header.tensors} == {7}
+    assert [t.offset for t in header.tensors] == sorted(t.offset for t in header.tensors)
+    assert (header.file_name, header.size, header.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
 
 
-def test_contiguous_parts_need_no_strides_and_others_have_theirs() -> None:
+def test_byte_strides_of_views() -> None:
     for kind in ("zip", "legacy"):
         steps = {t.name: t.byte_strides for t in read_torch_header(FOLDER / f"views-{kind}.bin", 0).tensors}
         assert steps == {
@@ -61,7 +61,7 @@ def test_contiguous_parts_need_no_strides_and_others_have_theirs() -> None:
         }  # fmt: skip
 
 
-def test_what_is_beside_the_tensors_is_told() -> None:
+def test_non_tensors_are_described() -> None:
     for kind in ("zip", "plain", "legacy"):
         assert read_torch_header(FOLDER / f"wrapped-{kind}.bin", 0).non_tensors == (
             "`epoch` is 3", "`lr` is 0.5", "`optimizer` is a mapping of 2", "`dtype` is the name of a class",
@@ -70,29 +70,30 @@ def test_what_is_beside_the_tensors_is_told() -> None:
         )  # fmt: skip
 
 
-def test_few_of_many_asides_are_told(tmp_path: Path) -> None:
+def test_non_tensors_are_limited(tmp_path: Path) -> None:
     many = {"w": encode_tensor()} | {f"k{i}": encode_int(i) for i in range(40)}
-    asides = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).non_tensors
-    assert len(asides) == MAX_NON_TENSORS + 1
-    assert asides[-1] == "and 28 more"
+    non_tensors = read_content(tmp_path, make_zip_file(make_pickle(encode_mapping(many)))).non_tensors
+    assert len(non_tensors) == MAX_NON_TENSORS + 1
+    assert non_tensors[-1] == "and 28 more"
 
 
-def test_the_digest_is_that_of_what_says_where_tensors_are(tmp_path: Path) -> None:
-    one, other = encode_mapping({"w": encode_tensor()}), encode_mapping({"v": encode_tensor()})
+def test_digest_covers_metadata_without_payload(tmp_path: Path) -> None:
+    root, other_root = encode_mapping({"w": encode_tensor()}), encode_mapping({"v": encode_tensor()})
     assert (
-        read_content(tmp_path, make_legacy_file(one)).digest
-        == read_content(tmp_path, make_legacy_file(one).replace(SIX_FLOATS, bytes(24))).digest
+        read_content(tmp_path, make_legacy_file(root)).digest
+        == read_content(tmp_path, make_legacy_file(root).replace(SIX_FLOATS, bytes(24))).digest
     )
     assert (
-        read_content(tmp_path, make_legacy_file(one)).digest != read_content(tmp_path, make_legacy_file(other)).digest
+        read_content(tmp_path, make_legacy_file(root)).digest
+        != read_content(tmp_path, make_legacy_file(other_root)).digest
     )
     assert (
-        read_content(tmp_path, make_zip_file(make_pickle(one))).digest
-        != read_content(tmp_path, make_zip_file(make_pickle(other))).digest
+        read_content(tmp_path, make_zip_file(make_pickle(root))).digest
+        != read_content(tmp_path, make_zip_file(make_pickle(other_root))).digest
     )
 
 
-def test_the_same_bits_as_torch_has_them(tmp_path: Path) -> None:
+def test_random_views_match_torch(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from tests.helpers.torch_checkpoints import tensor_bytes as bits_of
 
@@ -118,12 +119,14 @@ def test_the_same_bits_as_torch_has_them(tmp_path: Path) -> None:
         path = tmp_path / "x.bin"
         torch.save(state, path, _use_new_zipfile_serialization=bool(turn % 2))
         content = path.read_bytes()
-        found = {t.name: t for t in read_torch_header(path, 0).tensors}
-        assert {key: tuple(value.shape) for key, value in state.items()} == {k: t.shape for k, t in found.items()}
-        assert all(tensor_bytes(found[key], content) == bits_of(value) for key, value in state.items() if value.numel())
+        tensors = {t.name: t for t in read_torch_header(path, 0).tensors}
+        assert {key: tuple(value.shape) for key, value in state.items()} == {k: t.shape for k, t in tensors.items()}
+        assert all(
+            tensor_bytes(tensors[key], content) == bits_of(value) for key, value in state.items() if value.numel()
+        )
 
 
-def test_parameters_and_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
+def test_parameters_and_tensors_with_attributes_are_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     marked, parameter = torch.arange(3.0), torch.nn.Parameter(torch.ones(2))
     marked.note = parameter.note = "mine"
@@ -135,31 +138,31 @@ NOT_CARRIED: Mapping[str, tuple[Callable[[Any], object], str]] = {
     "quantised": (lambda t: t.quantize_per_tensor(t.ones(2), 0.1, 0, t.qint8), "it holds quantised tensors"),
     "sparse": (lambda t: t.ones(2, 2).to_sparse(), "it holds sparse tensors"),
     "meta": (lambda t: t.ones(2, device="meta"), "which have no values"),
-    "complex128": (lambda t: t.ones(2, dtype=t.complex128), "a dtype that prep does not carry"),
-    "complex32": (lambda t: t.ones(2, dtype=t.complex32), "a dtype that prep does not carry"),
+    "complex128": (lambda t: t.ones(2, dtype=t.complex128), "a dtype that is not supported"),
+    "complex32": (lambda t: t.ones(2, dtype=t.complex32), "a dtype that is not supported"),
     "conjugate": (lambda t: t.ones(2, dtype=t.complex64).conj(), "conjugate or negative view"),
-    "expanded": (lambda t: t.ones(2, 1).expand(2, 3), "`.contiguous()` before it is saved"),
+    "expanded": (lambda t: t.ones(2, 1).expand(2, 3), "save its `.contiguous()` copy"),
     "overlapping": (lambda t: t.arange(5.0).as_strided((3, 3), (1, 1)), "elements overlap"),
-    "a whole module": (lambda t: t.nn.Linear(2, 2), "asks for `torch.nn.modules.linear.Linear`"),
-    "a class of one's own": (lambda t: random.Random(), "asks for `random.Random`"),
+    "a whole module": (lambda t: t.nn.Linear(2, 2), "refers to `torch.nn.modules.linear.Linear`"),
+    "a class of one's own": (lambda t: random.Random(), "refers to `random.Random`"),
 }
 
 
-@pytest.mark.parametrize(("make", "told"), NOT_CARRIED.values(), ids=NOT_CARRIED)
+@pytest.mark.parametrize(("make", "message"), NOT_CARRIED.values(), ids=NOT_CARRIED)
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.filterwarnings("ignore")
-def test_what_prep_does_not_carry_is_refused_by_its_name(
-    tmp_path: Path, make: Callable[[Any], object], told: str, zipped: bool
+def test_unsupported_objects_are_rejected_by_name(
+    tmp_path: Path, make: Callable[[Any], object], message: str, zipped: bool
 ) -> None:
     torch = pytest.importorskip("torch")
     torch.save({"w": torch.ones(2), "x": make(torch)}, tmp_path / "y.bin", _use_new_zipfile_serialization=zipped)
     error = read_error(tmp_path, (tmp_path / "y.bin").read_bytes())
-    assert told in f"{error.what} {error.why}"
+    assert message in f"{error.what} {error.why}"
     assert error.hint
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_program_is_no_checkpoint(tmp_path: Path) -> None:
+def test_torchscript_is_rejected(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "y.bin")
     assert "TorchScript" in read_error(tmp_path, (tmp_path / "y.bin").read_bytes()).why
@@ -169,25 +172,25 @@ SEEDS = [path.read_bytes() for path in FILES]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_bytes_are_read_within_the_file_or_refused(tmp_path: Path, seed: int) -> None:
+def test_mutated_files_are_read_in_bounds_or_rejected(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    told = set()
+    reasons = set()
     for i in range(FUZZED // 3):
         content = fuzzed(rng, i)
         try:
-            found = read_content(tmp_path, content)
+            header = read_content(tmp_path, content)
         except PrepError as error:
-            told.add(error.why)
+            reasons.add(error.why)
             continue
-        told.add("read")
-        assert all(0 <= t.byte_range[0] <= t.byte_range[1] <= len(content) for t in found.tensors)
-    assert "read" in told
-    assert len(told) > 30
-    assert all(why.isprintable() for why in told)
+        reasons.add("read")
+        assert all(0 <= t.byte_range[0] <= t.byte_range[1] <= len(content) for t in header.tensors)
+    assert "read" in reasons
+    assert len(reasons) > 30
+    assert all(why.isprintable() for why in reasons)
 
 
 def fuzzed(rng: random.Random, number: int) -> bytes:
-    """A file that was changed anywhere, at its ends, or in its pickle alone."""
+    """Return a golden file mutated anywhere, at an end, or in its pickle."""
     content = SEEDS[number % len(SEEDS)]
     kind = rng.randrange(4)
     if kind == 0:
@@ -204,7 +207,7 @@ def fuzzed(rng: random.Random, number: int) -> bytes:
 # Which files of a folder
 
 
-def test_the_files_that_count() -> None:
+def test_select_model_files_and_detect_torch_kind() -> None:
     index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
     kept = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "config.json", ".hidden.bin"]
     assert select_model_files([index, single, "x.bin"]) == [index]
@@ -223,27 +226,27 @@ def test_the_files_that_count() -> None:
     assert detect_torch_kind(["model.pth", *kept]) is None
 
 
-def shards(folder: Path, held: Mapping[str, bytes]) -> Path:
-    for file, pickled in held.items():
+def shards(folder: Path, pickles: Mapping[str, bytes]) -> Path:
+    for file, pickled in pickles.items():
         (folder / file).write_bytes(make_zip_file(pickled))
     return folder
 
 
-def index_of(folder: Path, held: object) -> None:
+def index_of(folder: Path, weight_map: object) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(
-        json.dumps({"metadata": {"total_size": "1"}, "weight_map": held})
+        json.dumps({"metadata": {"total_size": "1"}, "weight_map": weight_map})
     )
 
 
 A, B = (make_pickle(encode_mapping({key: encode_tensor()})) for key in "ab")
 
 
-def test_shards_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_read_torch_folder_order_of_shards(tmp_path: Path) -> None:
     shards(tmp_path, {"pytorch_model-00002-of-00002.bin": A, "pytorch_model-00001-of-00002.bin": B})
     for _ in range(2):
-        found = read_torch_folder(tmp_path)
-        assert [(t.name, t.file) for t in found.tensors] == [("b", 0), ("a", 1)]
-        assert [path.name[14:19] for path in found.files] == ["00001", "00002"]
+        torch_folder = read_torch_folder(tmp_path)
+        assert [(t.name, t.file) for t in torch_folder.tensors] == [("b", 0), ("a", 1)]
+        assert [path.name[14:19] for path in torch_folder.files] == ["00001", "00002"]
         index_of(tmp_path, {"a": "pytorch_model-00002-of-00002.bin", "b": "pytorch_model-00001-of-00002.bin"})
 
 
@@ -259,11 +262,11 @@ FOLDERS = {
 }
 
 
-@pytest.mark.parametrize(("held", "index", "what"), FOLDERS.values(), ids=FOLDERS)
-def test_folders_that_do_not_agree_are_refused(
-    tmp_path: Path, held: Mapping[str, bytes], index: object, what: str
+@pytest.mark.parametrize(("pickles", "index", "what"), FOLDERS.values(), ids=FOLDERS)
+def test_read_torch_folder_rejects_inconsistent_folders(
+    tmp_path: Path, pickles: Mapping[str, bytes], index: object, what: str
 ) -> None:
-    shards(tmp_path, held)
+    shards(tmp_path, pickles)
     if index is not None:
         index_of(tmp_path, index)
     with pytest.raises(PrepError) as caught:

@@ -1,4 +1,4 @@
-"""PyTorch's files as nobody should write them: each lie is told for what it is."""
+"""Tests of malformed PyTorch files: each error names the reason."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def with_tensor(made: bytes) -> bytes:
 
 
 def parameter(depth: int, made: bytes) -> bytes:
-    """A tensor of which a parameter is made, and of that another one."""
+    """Return a tensor wrapped in `depth` parameters."""
     for _ in range(depth):
         made = encode_call("torch._utils._rebuild_parameter", made, b"\x89", encode_call("collections.OrderedDict"))
     return made
 
 
-def held(**changes: Any) -> bytes:
+def with_storage(**changes: Any) -> bytes:
     return with_tensor(encode_tensor(storage=encode_storage(**changes)))
 
 
@@ -50,49 +50,92 @@ STATES = {
     "no mapping": (make_pickle(encode_int(3)), "it holds 3, not tensors by name"),
     "no tensors": (make_pickle(encode_mapping({"a": encode_int(3)})), "it holds no tensors"),
     "a name of a model twice": (
-        make_pickle(encode_mapping([(encode_text("model"), encode_mapping({})), (encode_text("model"), encode_mapping({"w": encode_tensor()}))])),
-        "it names `model` twice",
+        make_pickle(
+            encode_mapping(
+                [
+                    (encode_text("model"), encode_mapping({})),
+                    (encode_text("model"), encode_mapping({"w": encode_tensor()})),
+                ]
+            )
+        ),
+        "it has `model` twice",
     ),
-    "a tensor in ten parameters": (with_tensor(parameter(10, encode_tensor())), "not made as PyTorch makes a tensor"),
+    "a tensor in ten parameters": (with_tensor(parameter(10, encode_tensor())), "not built as PyTorch builds a tensor"),
     "a tensor of too many facts": (
         with_tensor(
-            encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0), encode_ints((6,)), encode_ints((1,)), *[b"N"] * 9)
+            encode_call(
+                "torch._utils._rebuild_tensor_v2",
+                encode_storage(),
+                encode_int(0),
+                encode_ints((6,)),
+                encode_ints((1,)),
+                *[b"N"] * 9,
+            )
         ),
-        "not made as PyTorch makes a tensor",
+        "not built as PyTorch builds a tensor",
     ),
     "a tensor with too many flags": (
         with_tensor(
             encode_call(
-                "torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0), encode_ints((6,)), encode_ints((1,)), b"\x89", b"N",
+                "torch._utils._rebuild_tensor_v2",
+                encode_storage(),
+                encode_int(0),
+                encode_ints((6,)),
+                encode_ints((1,)),
+                b"\x89",
+                b"N",
                 encode_mapping({f"flag {n}": b"\x89" for n in range(20)}),
             )
         ),
-        "not made as PyTorch makes a tensor",
+        "not built as PyTorch builds a tensor",
     ),
     "a list of tensors": (make_pickle(b"]", encode_tensor(), b"a"), "a list of 1, not tensors by name"),
     "two models": (
-        make_pickle(encode_mapping({"model": encode_mapping({"w": encode_tensor()}), "module": encode_mapping({"w": encode_tensor()})})),
-        "in `model` and `module`: which",
+        make_pickle(
+            encode_mapping(
+                {"model": encode_mapping({"w": encode_tensor()}), "module": encode_mapping({"w": encode_tensor()})}
+            )
+        ),
+        "in `model` and `module`, which",
     ),
     "a model within a model": (
-        make_pickle(encode_mapping({"w": encode_tensor(), "model": encode_mapping({"w": encode_tensor()})})), "in itself and `model`: which",
+        make_pickle(encode_mapping({"w": encode_tensor(), "model": encode_mapping({"w": encode_tensor()})})),
+        "in itself and `model`, which",
     ),
-    "a model under another name": (make_pickle(encode_mapping({"ema": encode_mapping({"w": encode_tensor()})})), "it holds no tensors"),
-    "a name twice": (make_pickle(encode_mapping([(encode_text("w"), encode_tensor()), (encode_text("w"), encode_tensor())])), "it names `w` twice"),
-    "a name that is a number": (make_pickle(encode_mapping([(encode_int(1), encode_tensor())])), "no text for a name, but 1"),
+    "a model under another name": (
+        make_pickle(encode_mapping({"ema": encode_mapping({"w": encode_tensor()})})),
+        "it holds no tensors",
+    ),
+    "a name twice": (
+        make_pickle(encode_mapping([(encode_text("w"), encode_tensor()), (encode_text("w"), encode_tensor())])),
+        "it has `w` twice",
+    ),
+    "a name that is a number": (make_pickle(encode_mapping([(encode_int(1), encode_tensor())])), "is not text, but 1"),
     "a shape that is a text": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor", encode_storage(), encode_int(0), encode_text("ab"), encode_ints((1,)))),
-        "no list of numbers",
+        with_tensor(
+            encode_call(
+                "torch._utils._rebuild_tensor", encode_storage(), encode_int(0), encode_text("ab"), encode_ints((1,))
+            )
+        ),
+        "not a list of numbers",
     ),
-    "a negative dim": (with_tensor(encode_tensor((2, -3))), "no whole number"),
-    "a negative stride": (with_tensor(encode_tensor((2, 3), (3, -1), 2)), "no whole number"),
-    "a negative offset": (with_tensor(encode_tensor(offset=-1)), "no whole number"),
-    "a dim of 2^63": (with_tensor(encode_tensor((2**63, 0), (1, 1))), "no whole number"),
+    "a negative dim": (with_tensor(encode_tensor((2, -3))), "not a whole number"),
+    "a negative stride": (with_tensor(encode_tensor((2, 3), (3, -1), 2)), "not a whole number"),
+    "a negative offset": (with_tensor(encode_tensor(offset=-1)), "not a whole number"),
+    "a dim of 2^63": (with_tensor(encode_tensor((2**63, 0), (1, 1))), "not a whole number"),
     "a dim that is True": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor", encode_storage(), encode_int(0), encode_tuple(b"\x88"), encode_ints((1,)))),
-        "no whole number",
+        with_tensor(
+            encode_call(
+                "torch._utils._rebuild_tensor",
+                encode_storage(),
+                encode_int(0),
+                encode_tuple(b"\x88"),
+                encode_ints((1,)),
+            )
+        ),
+        "not a whole number",
     ),
-    "too many dims": (with_tensor(encode_tensor((1,) * 65, (1,) * 65)), "no list of numbers"),
+    "too many dims": (with_tensor(encode_tensor((1,) * 65, (1,) * 65)), "not a list of numbers"),
     "more strides than dims": (with_tensor(encode_tensor((6,), (1, 1))), "1 dims and 2 strides"),
     "an overflowing shape": (with_tensor(encode_tensor((2**40, 2**40, 0), (0, 0, 1))), "2^63 bytes or more"),
     "beyond the storage": (with_tensor(encode_tensor(offset=1)), "reaches to byte 28 of a storage of 24"),
@@ -100,44 +143,93 @@ STATES = {
     "no strides at all": (with_tensor(encode_tensor((2, 3), (0, 0))), "expanded view"),
     "an overlap": (with_tensor(encode_tensor((2, 3), (1, 1))), "elements overlap"),
     "a view in pieces": (
-        with_tensor(encode_tensor((1 << 21, 1), (2, 1), storage=encode_storage(numel=1 << 22))), "2,097,152 pieces",
+        with_tensor(encode_tensor((1 << 21, 1), (2, 1), storage=encode_storage(numel=1 << 22))),
+        "2,097,152 pieces",
     ),
-    "a storage that is a number": (with_tensor(encode_tensor(storage=encode_int(3))), "something other than a storage"),
-    "an id that is a text": (with_tensor(encode_tensor(storage=encode_text("0") + b"Q")), "something other than a storage"),
+    "a storage that is a number": (
+        with_tensor(encode_tensor(storage=encode_int(3))),
+        "an object that is not a storage",
+    ),
+    "an id that is a text": (
+        with_tensor(encode_tensor(storage=encode_text("0") + b"Q")),
+        "an object that is not a storage",
+    ),
     "an id of another kind": (
-        with_tensor(encode_tensor(storage=encode_tuple(encode_text("module"), encode_name("torch.FloatStorage"), encode_text("0"), encode_text("cpu"), encode_int(6))
-                           + b"Q")),
-        "something other than a storage",
+        with_tensor(
+            encode_tensor(
+                storage=encode_tuple(
+                    encode_text("module"),
+                    encode_name("torch.FloatStorage"),
+                    encode_text("0"),
+                    encode_text("cpu"),
+                    encode_int(6),
+                )
+                + b"Q"
+            )
+        ),
+        "an object that is not a storage",
     ),
-    "a storage without a kind": (held(kind="torch.Size"), "no known kind"),
+    "a storage without a kind": (with_storage(kind="torch.Size"), "of an unknown type"),
     "a part of a storage": (
-        with_tensor(encode_tensor(storage=encode_tuple(encode_text("storage"), encode_name("torch.FloatStorage"), encode_text("0"), encode_text("cpu"), encode_int(6),
-                                      encode_tuple(encode_text("1"), encode_int(0), encode_int(6))) + b"Q")),
+        with_tensor(
+            encode_tensor(
+                storage=encode_tuple(
+                    encode_text("storage"),
+                    encode_name("torch.FloatStorage"),
+                    encode_text("0"),
+                    encode_text("cpu"),
+                    encode_int(6),
+                    encode_tuple(encode_text("1"), encode_int(0), encode_int(6)),
+                )
+                + b"Q"
+            )
+        ),
         "a part of a storage",
     ),
-    "a storage longer than its record": (held(numel=7), "has 24 bytes, its tensors say 28"),
-    "a storage that is not there": (held(key="1"), "no record `data/1`"),
-    "a storage outside": (held(key="../data.pkl"), "no record `data/../data.pkl`"),
+    "a storage longer than its record": (with_storage(numel=7), "has 24 bytes, its tensors need 28"),
+    "a storage that is not there": (with_storage(key="1"), "no record `data/1`"),
+    "a storage outside": (with_storage(key="../data.pkl"), "no record `data/../data.pkl`"),
     "too few arguments": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0))), "as PyTorch makes",
+        with_tensor(encode_call("torch._utils._rebuild_tensor_v2", encode_storage(), encode_int(0))),
+        "as PyTorch builds",
     ),
-    "a parameter of nothing": (with_tensor(encode_call("torch._utils._rebuild_parameter", encode_int(3))), "as PyTorch makes"),
-    "a tensor with a state": (with_tensor(encode_tensor() + encode_mapping({}) + b"b"), "as PyTorch makes"),
+    "a parameter of nothing": (
+        with_tensor(encode_call("torch._utils._rebuild_parameter", encode_int(3))),
+        "as PyTorch builds",
+    ),
+    "a tensor with a state": (with_tensor(encode_tensor() + encode_mapping({}) + b"b"), "as PyTorch builds"),
     "no dtype": (
-        with_tensor(encode_call("torch._utils._rebuild_tensor_v3", encode_storage(kind="torch.UntypedStorage"), encode_int(0),
-                         encode_ints((6,)), encode_ints((1,)), b"\x89", b"N", encode_text("float32"))),
-        "no known dtype",
+        with_tensor(
+            encode_call(
+                "torch._utils._rebuild_tensor_v3",
+                encode_storage(kind="torch.UntypedStorage"),
+                encode_int(0),
+                encode_ints((6,)),
+                encode_ints((1,)),
+                b"\x89",
+                b"N",
+                encode_text("float32"),
+            )
+        ),
+        "dtype is unknown",
     ),
     "a class of its own": (
-        with_tensor(encode_call("torch._tensor._rebuild_from_type_v2", encode_name("torch._utils._rebuild_tensor"), encode_text("x"),
-                         encode_tuple(), b"N")),
-        "a class of its own",
+        with_tensor(
+            encode_call(
+                "torch._tensor._rebuild_from_type_v2",
+                encode_name("torch._utils._rebuild_tensor"),
+                encode_text("x"),
+                encode_tuple(),
+                b"N",
+            )
+        ),
+        "a custom class",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("pickled", "why"), STATES.values(), ids=STATES)
-def test_tensors_that_cannot_be_are_refused_with_the_reason(tmp_path: Path, pickled: bytes, why: str) -> None:
+def test_invalid_tensors_are_rejected(tmp_path: Path, pickled: bytes, why: str) -> None:
     error = read_error(tmp_path, make_zip_file(pickled))
     assert error.what == "x.bin is not a usable PyTorch file"
     assert why in error.why
@@ -152,11 +244,11 @@ def zipped(edit: Callable[[bytearray], None]) -> bytes:
 
 
 def put(mark: bytes, after: int, value: bytes, last: bool = True) -> bytes:
-    """The archive with bytes written behind its last (or first) such mark."""
+    """Return the archive with `value` written `after` bytes behind its last (or first) `mark`."""
 
     def edit(content: bytearray) -> None:
-        at = (content.rfind(mark) if last else content.find(mark)) + after
-        content[at : at + len(value)] = value
+        position = (content.rfind(mark) if last else content.find(mark)) + after
+        content[position : position + len(value)] = value
 
     return zipped(edit)
 
@@ -167,45 +259,51 @@ ARCHIVES = {
     "encrypted": (put(ENTRY, 8, b"\x01\x00"), "compressed or encrypted"),
     "of two lengths": (put(ENTRY, 20, b"\x01\x00\x00\x00"), "compressed or encrypted"),
     "on another disk": (put(ENTRY, 34, b"\x01\x00"), "compressed or encrypted"),
-    "of several parts": (put(END, 4, b"\x01\x00"), "several parts"),
-    "with another number of entries": (put(END, 8, b"\x03\x00\x03\x00"), "2 entries, it promises 3"),
+    "of several parts": (put(END, 4, b"\x01\x00"), "a split archive"),
+    "with another number of entries": (put(END, 8, b"\x03\x00\x03\x00"), "2 entries, its end record 3"),
     "with a directory elsewhere": (put(END, 16, b"\x00\x00\x00\x00"), "its directory ends at byte"),
     "with an endless directory": (put(END, 12, b"\xff\xff\xff\xff"), "its directory ends at byte"),
     "with a broken directory": (put(ENTRY, 0, b"PK\x01\x03"), "its directory is broken at its byte"),
     "with an endless name": (put(ENTRY, 28, b"\xff\xff"), "its directory is cut short"),
     "with a header elsewhere": (put(ENTRY, 42, b"\x01\x00\x00\x00"), "header of `data/0` differ"),
-    "with a header behind its end": (put(ENTRY, 42, b"\xf0\xff\xff\x7f"), "reaches into its directory"),
-    "with large numbers that are not there": (put(ENTRY, 42, b"\xff\xff\xff\xff"), "lacks its large numbers"),
+    "with a header behind its end": (put(ENTRY, 42, b"\xf0\xff\xff\x7f"), "overlaps its directory"),
+    "with large numbers that are not there": (put(ENTRY, 42, b"\xff\xff\xff\xff"), "lacks its zip64 numbers"),
     "with another name in its header": (put(LOCAL, 30, b"Archive"), "header of `data/0` differ"),
     "with another length in its header": (put(LOCAL, 22, b"\x17"), "header of `data/0` differ"),
     "compressed by its header": (put(LOCAL, 8, b"\x08\x00"), "header of `data/0` differ"),
-    "with data far away": (put(LOCAL, 28, b"\xff\x7f"), "reaches into its directory"),
-    "that goes on": (make_zip_file(ONE_TENSOR) + b"x", "goes on behind its end"),
+    "with data far away": (put(LOCAL, 28, b"\xff\x7f"), "overlaps its directory"),
+    "that goes on": (make_zip_file(ONE_TENSOR) + b"x", "bytes follow its end"),
     "cut short": (make_zip_file(ONE_TENSOR)[:-30], "no directory at its end"),
-    "with a record outside": (make_zip_file(ONE_TENSOR, {"../../x": SIX_FLOATS}), "no plain path"),
-    "with an absolute record": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS}, "/a"), "no plain path"),
-    "with a drive": (make_zip_file(ONE_TENSOR, {"a\\b": SIX_FLOATS}), "no plain path"),
-    "without a pickle": (make_zip_file(ONE_TENSOR).replace(b"/data.pkl", b"/data.pk1"), "0 pickles of tensors, not one"),
-    "of big numbers": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"big"}), "highest byte"),
-    "with a long byte order": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"little" * 9}), "54 bytes, allowed are 16"),
+    "with a record outside": (make_zip_file(ONE_TENSOR, {"../../x": SIX_FLOATS}), "not a plain path"),
+    "with an absolute record": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS}, "/a"), "not a plain path"),
+    "with a drive": (make_zip_file(ONE_TENSOR, {"a\\b": SIX_FLOATS}), "not a plain path"),
+    "without a pickle": (
+        make_zip_file(ONE_TENSOR).replace(b"/data.pkl", b"/data.pk1"),
+        "0 pickles of tensors, not one",
+    ),
+    "of big numbers": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"big"}), "big-endian machine"),
+    "with a long byte order": (
+        make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "byteorder": b"little" * 9}),
+        "54 bytes, the limit is 16",
+    ),
     "of a program": (make_zip_file(ONE_TENSOR, {"data/0": SIX_FLOATS, "code/a.py": b"1"}), "TorchScript"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("content", "why"), ARCHIVES.values(), ids=ARCHIVES)
-def test_archives_that_lie_are_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+def test_invalid_archives_are_rejected(tmp_path: Path, content: bytes, why: str) -> None:
     error = read_error(tmp_path, content)
     assert error.what == "x.bin is not a usable PyTorch file"
     assert why in error.why
 
 
-def test_a_record_twice_and_records_in_one_another_are_refused(tmp_path: Path) -> None:
+def test_duplicate_and_overlapping_records_are_rejected(tmp_path: Path) -> None:
     two = make_pickle(encode_mapping({"a": encode_tensor(), "b": encode_tensor(storage=encode_storage(key="1"))}))
     content = make_zip_file(two, {"data/0": SIX_FLOATS, "data/1": SIX_FLOATS})
     assert len(read_content(tmp_path, content).tensors) == 2
     twice = content.replace(b"archive/data/1", b"archive/data/0")
     assert "it has `archive/data/0` twice" in read_error(tmp_path, twice).why
-    inner = make_zip_file(ONE_TENSOR, {"data/1": SIX_FLOATS})  # a header within the bytes of another record
+    inner = make_zip_file(ONE_TENSOR, {"data/1": SIX_FLOATS})  # a local header within the data of another record
     header = inner[inner.rfind(LOCAL) : inner.find(ENTRY)]
     outer = make_pickle(
         encode_mapping(
@@ -216,31 +314,34 @@ def test_a_record_twice_and_records_in_one_another_are_refused(tmp_path: Path) -
         )
     )
     content = bytearray(make_zip_file(outer, {"data/0": header, "data/1": SIX_FLOATS}))
-    place = content.find(header)
-    at = content.rfind(ENTRY) + 42
-    content[at : at + 4] = struct.pack("<I", place)
-    assert "two storages in it have byte" in read_error(tmp_path, bytes(content)).why
+    header_offset = content.find(header)
+    position = content.rfind(ENTRY) + 42
+    content[position : position + 4] = struct.pack("<I", header_offset)
+    assert "two of its storages overlap at byte" in read_error(tmp_path, bytes(content)).why
 
 
-def test_a_large_archive_is_read_by_its_wide_numbers(tmp_path: Path) -> None:
+def test_zip64_archive_is_read(tmp_path: Path) -> None:
     content = make_zip_file(ONE_TENSOR)
-    at, end = content.rfind(ENTRY), content.rfind(END)
-    header = struct.unpack_from("<I", content, at + 42)[0]
+    entry_start, end_start = content.rfind(ENTRY), content.rfind(END)
+    header = struct.unpack_from("<I", content, entry_start + 42)[0]
     extra = struct.pack("<2H3Q", 1, 24, len(SIX_FLOATS), len(SIX_FLOATS), header)
-    entry = bytearray(content[at:end])
+    entry = bytearray(content[entry_start:end_start])
     entry[20:28], entry[42:46] = b"\xff" * 8, b"\xff" * 4
     entry[30:32] = struct.pack("<H", len(extra))
     start = content.find(ENTRY)
-    directory = content[start:at] + bytes(entry) + extra
-    wide = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(directory), start)
+    directory = content[start:entry_start] + bytes(entry) + extra
+    zip64_end = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 2, 2, len(directory), start)
     locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, start + len(directory), 1)
-    told = struct.pack("<4s4H2LH", END, 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
-    large = content[:start] + directory + wide + locator + told
-    found = read_content(tmp_path, large)
-    assert tensor_bytes(found.tensors[0], large) == SIX_FLOATS
-    for lie in (wide.replace(b"PK\x06\x06", b"PK\x06\x07"), wide[:32] + struct.pack("<Q", 3) + wide[40:]):
-        broken = content[:start] + directory + lie + locator + told
-        assert "large archive" in read_error(tmp_path, broken).why
+    end_record = struct.pack("<4s4H2LH", END, 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    large = content[:start] + directory + zip64_end + locator + end_record
+    parsed = read_content(tmp_path, large)
+    assert tensor_bytes(parsed.tensors[0], large) == SIX_FLOATS
+    for bad_zip64_end in (
+        zip64_end.replace(b"PK\x06\x06", b"PK\x06\x07"),
+        zip64_end[:32] + struct.pack("<Q", 3) + zip64_end[40:],
+    ):
+        broken = content[:start] + directory + bad_zip64_end + locator + end_record
+        assert "zip64 end record" in read_error(tmp_path, broken).why
 
 
 ROOT = encode_mapping({"w": encode_tensor()})
@@ -248,42 +349,49 @@ TWO = encode_mapping(
     {"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(kind="torch.HalfStorage", numel=12))}
 )
 LEGACIES = {
-    "another magic number": (make_legacy_file(ROOT, magic=5), "not like one of PyTorch's"),
-    "another pickle": (make_pickle(encode_int(3)), "not like one of PyTorch's"),
+    "another magic number": (make_legacy_file(ROOT, magic=5), "not PyTorch's magic number"),
+    "another pickle": (make_pickle(encode_int(3)), "not PyTorch's magic number"),
     "another version": (make_legacy_file(ROOT).replace(b"M\xe9\x03", b"M\xea\x03"), "its version is not 1001"),
-    "numbers the other way round": (make_legacy_file(ROOT, little=b"\x89"), "highest byte"),
-    "a number for True": (make_legacy_file(ROOT, little=encode_int(1)), "highest byte"),
-    "no storage": (make_legacy_file(ROOT, ()), "not that of its tensors"),
-    "another storage": (make_legacy_file(ROOT, [("1", 6, SIX_FLOATS)]), "not that of its tensors"),
-    "one storage more": (make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("1", 6, SIX_FLOATS)]), "not that of its tensors"),
-    "a storage twice": (make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("0", 6, SIX_FLOATS)]), "not that of its tensors"),
-    "another length": (make_legacy_file(ROOT, [("0", 7, SIX_FLOATS)]), "has 7 elements, its tensors say 6"),
+    "numbers the other way round": (make_legacy_file(ROOT, little=b"\x89"), "big-endian machine"),
+    "a number for True": (make_legacy_file(ROOT, little=encode_int(1)), "big-endian machine"),
+    "no storage": (make_legacy_file(ROOT, ()), "differs from the storages of its tensors"),
+    "another storage": (make_legacy_file(ROOT, [("1", 6, SIX_FLOATS)]), "differs from the storages of its tensors"),
+    "one storage more": (
+        make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("1", 6, SIX_FLOATS)]),
+        "differs from the storages of its tensors",
+    ),
+    "a storage twice": (
+        make_legacy_file(ROOT, [("0", 6, SIX_FLOATS), ("0", 6, SIX_FLOATS)]),
+        "differs from the storages of its tensors",
+    ),
+    "another length": (make_legacy_file(ROOT, [("0", 7, SIX_FLOATS)]), "has 7 elements, its tensors need 6"),
     "a negative length": (make_legacy_file(ROOT, [("0", -6, SIX_FLOATS)]), "has -6 elements"),
     "cut short in a storage": (make_legacy_file(ROOT)[:-1], "cut short in storage `0`"),
     "cut short before it": (make_legacy_file(ROOT)[: -len(SIX_FLOATS) - 1], "cut short in storage `0`"),
     "bytes behind the end": (make_legacy_file(ROOT) + b"x", "the file has"),
     "two lengths of a storage": (
-        make_legacy_file(encode_mapping({"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(numel=7))})), "gives storage `0` two lengths",
+        make_legacy_file(encode_mapping({"w": encode_tensor(), "v": encode_tensor(storage=encode_storage(numel=7))})),
+        "storage `0` has two lengths",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("content", "why"), LEGACIES.values(), ids=LEGACIES)
-def test_old_files_that_lie_are_refused_with_the_reason(tmp_path: Path, content: bytes, why: str) -> None:
+def test_invalid_legacy_files_are_rejected(tmp_path: Path, content: bytes, why: str) -> None:
     error = read_error(tmp_path, content)
     assert error.what == "x.bin is not a usable PyTorch file"
     assert why in error.why
 
 
-def test_a_storage_may_be_two_dtypes(tmp_path: Path) -> None:
-    found = {t.name: t.dtype for t in read_content(tmp_path, make_legacy_file(TWO)).tensors}
-    assert found == {"w": "float32", "v": "float16"}
+def test_storage_with_two_dtypes_is_read(tmp_path: Path) -> None:
+    dtypes = {t.name: t.dtype for t in read_content(tmp_path, make_legacy_file(TWO)).tensors}
+    assert dtypes == {"w": "float32", "v": "float16"}
 
 
 OTHER = {
     "empty": (b"", "x.bin is not a PyTorch file", "it is empty"),
-    "zeros": (bytes(100), "x.bin is not a PyTorch file", "begins with 00 00"),
-    "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid", "x.bin is a Git LFS pointer", "names"),
+    "zeros": (bytes(100), "x.bin is not a PyTorch file", "starts with 00 00"),
+    "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid", "x.bin is a Git LFS pointer", "refers"),
     "web page": (b"<!doctype html>", "x.bin is a web page", "error page"),
     "safetensors": (b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "x.bin is not a PyTorch file", "like a safetensors file"),
     "tar": (b"x" * 257 + b"ustar\x00", "x.bin is a tar archive", "before 0.1.10"),
@@ -293,13 +401,13 @@ OTHER = {
 
 
 @pytest.mark.parametrize(("content", "what", "why"), OTHER.values(), ids=OTHER)
-def test_other_files_are_told_by_what_they_are(tmp_path: Path, content: bytes, what: str, why: str) -> None:
+def test_read_torch_header_names_other_formats(tmp_path: Path, content: bytes, what: str, why: str) -> None:
     error = read_error(tmp_path, content)
     assert error.what.startswith(what)
     assert why in error.why
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_special_files_are_rejected(tmp_path: Path) -> None:
     for make in (lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: path.symlink_to("nowhere")):
         path = tmp_path / f"{make.__code__.co_firstlineno}{make.__code__.co_consts}.bin"
         make(path)

@@ -1,4 +1,4 @@
-"""Pickles interpreted: what they hold is what Python's own reader makes of them, and nothing of them is run."""
+"""Tests of interpreting pickles, compared with Python's pickle; no code of a pickle runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read(data: bytes) -> UnpickledObject:
 
 
 def reason(data: bytes) -> str:
-    """Why bytes are refused; empty if they are not."""
+    """Return the reason why a pickle is rejected; empty if it is read."""
     try:
         read(data)
     except ValueError as error:
@@ -55,11 +55,11 @@ def reason(data: bytes) -> str:
 
 
 def plain(value: object) -> object:
-    """What was read as Python's own objects."""
+    """Convert an interpreted value to Python objects."""
     if isinstance(value, PickledMapping):
-        return {plain(key): plain(each) for key, each in value.items}
+        return {plain(key): plain(item) for key, item in value.items}
     if isinstance(value, list | tuple):
-        return type(value)(plain(each) for each in value)
+        return type(value)(plain(item) for item in value)
     return value
 
 
@@ -73,49 +73,49 @@ values = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(value=values, protocol=st.integers(3, 5))
-def test_plain_values_are_read_as_python_reads_them(value: object, protocol: int) -> None:
+def test_plain_values_match_pickle_loads(value: object, protocol: int) -> None:
     window = BoundedReader.from_bytes(pickle.dumps(value, protocol) + b"rest")
     assert plain(interpret_pickle(window, ()).root) == value
     assert window.read(4) == b"rest"
 
 
-def test_mappings_and_sets_are_read_without_being_made() -> None:
+def test_mappings_and_sets_are_not_constructed() -> None:
     shared = ["x"]
     value = OrderedDict(a=1, b=shared, c=shared, d={"e": ()}, f=-1, g=2**40, h=1.5, i={3})
     for protocol in (2, 3, 4, 5):
-        found = read(pickle.dumps(value, protocol)).root
-        assert isinstance(found, PickledMapping)
-        assert [key for key, _ in found.items] == list(value)
-        items = {key: plain(each) for key, each in found.items if isinstance(key, str)}
+        mapping = read(pickle.dumps(value, protocol)).root
+        assert isinstance(mapping, PickledMapping)
+        assert [key for key, _ in mapping.items] == list(value)
+        items = {key: plain(item) for key, item in mapping.items if isinstance(key, str)}
         seen = items.pop("i")
         assert isinstance(seen, list | PickledCall)
-        assert items == {key: plain(each) for key, each in value.items() if key != "i"}
+        assert items == {key: plain(item) for key, item in value.items() if key != "i"}
 
 
-def test_texts_of_python_2_are_texts_and_lists_of_pairs_mappings() -> None:
+def test_python2_strings_and_pair_lists() -> None:
     pair = b"]" + MARK + b"U\x01a" + encode_int(3) + b"e"
     assert plain(read(make_pickle(encode_call("collections.OrderedDict", b"]" + pair + b"a"))).root) == {"a": 3}
     assert plain(read(make_pickle(b"T\x02\x00\x00\x00\xff\xfe")).root) == b"\xff\xfe"
 
 
-def test_a_call_is_recorded_and_not_made() -> None:
-    found = read(make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")).root
-    assert isinstance(found, PickledCall)
-    assert (found.callee, found.args, plain(found.state)) == (PickledName("a.B"), (3,), {"x": 1})
+def test_calls_are_recorded_and_not_made() -> None:
+    call = read(make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")).root
+    assert isinstance(call, PickledCall)
+    assert (call.callee, call.args, plain(call.state)) == (PickledName("a.B"), (3,), {"x": 1})
 
 
-def test_what_lies_outside_is_told_in_order() -> None:
-    found = read(make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e"))
-    assert [each.persistent_id for each in found.persistent_refs] == ["b", "a"]
-    assert isinstance(found.root, list)
-    assert all(isinstance(each, PersistentRef) for each in found.root)
+def test_persistent_refs_are_in_order() -> None:
+    unpickled = read(make_pickle(b"]", MARK, encode_text("b") + b"Q", encode_text("a") + b"Q", b"e"))
+    assert [reference.persistent_id for reference in unpickled.persistent_refs] == ["b", "a"]
+    assert isinstance(unpickled.root, list)
+    assert all(isinstance(reference, PersistentRef) for reference in unpickled.root)
 
 
 OUT = "a file that must not be"
 
 
 class Payload:
-    """Asks to be made by a call of the system."""
+    """Object whose pickle calls `os.system`."""
 
     def __reduce__(self) -> tuple[object, ...]:
         import os
@@ -155,13 +155,13 @@ PAYLOADS = {
 
 
 @pytest.mark.parametrize("data", PAYLOADS.values(), ids=PAYLOADS)
-def test_nothing_is_run(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payloads_are_rejected_and_not_run(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.__import__", _no_import)
-    found = reason(data)
+    rejection = reason(data)
     monkeypatch.undo()
-    assert found
-    assert found.isprintable()
+    assert rejection
+    assert rejection.isprintable()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -169,7 +169,7 @@ def _no_import(*names: object) -> None:
     raise AssertionError(f"something was imported: {names[0]}")
 
 
-def test_a_name_that_is_not_expected_is_told() -> None:
+def test_unexpected_name_error_has_the_name() -> None:
     with pytest.raises(UnexpectedNameError) as caught:
         read(make_pickle(encode_name("os.system")))
     assert caught.value.name == "os.system"
@@ -212,7 +212,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
-def test_broken_pickles_are_refused_with_a_reason(data: bytes) -> None:
+def test_invalid_pickles_are_rejected(data: bytes) -> None:
     assert reason(data).isprintable()
     assert 5 < len(reason(data)) < 300
 
@@ -231,7 +231,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
-def test_bombs_end_at_the_limit_of_opcodes(data: bytes) -> None:
+def test_bombs_reach_the_opcode_limit(data: bytes) -> None:
     with pytest.raises(ValueError, match="opcodes"):
         read(data)
 
@@ -247,7 +247,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("data", NESTED.values(), ids=NESTED)
-def test_depth_costs_nothing(data: bytes) -> None:
+def test_deep_nesting_is_read(data: bytes) -> None:
     assert read(data).root is not None
 
 
@@ -258,17 +258,17 @@ SEEDS = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_bytes_end_in_a_value_or_a_reason(seed: int) -> None:
+def test_mutated_pickles_are_read_or_rejected(seed: int) -> None:
     rng = random.Random(seed)
     reasons = set()
     for i in range(FUZZED // 3):
         reasons.add(reason(mutate(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))))
     assert "" in reasons
     assert len(reasons) > 20
-    assert all(each.isprintable() for each in reasons)
+    assert all(message.isprintable() for message in reasons)
 
 
-def test_every_opcode_is_either_read_or_refused_by_its_name() -> None:
+def test_every_opcode_is_read_or_rejected_by_name() -> None:
     for opcode in pickletools.opcodes:
-        found = reason(opcode.code.encode("latin-1") + b".")
-        assert f"opcode {opcode.name}, " in found or "opcode" not in found
+        rejection = reason(opcode.code.encode("latin-1") + b".")
+        assert f"opcode {opcode.name}, " in rejection or "opcode" not in rejection

@@ -1,4 +1,4 @@
-"""JSON, names and files from strangers."""
+"""Tests of reading untrusted JSON, names and files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ no_numbers = st.recursive(
 
 
 @given(value=no_numbers)
-def test_json_of_counts_is_read_as_it_is(value: object) -> None:
+def test_parse_json_matches_json_for_counts(value: object) -> None:
     assert parse_json(json.dumps(value).encode()) == value
     assert parse_json(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
-def test_other_numbers_are_no_counts() -> None:
+def test_parse_json_other_numbers_become_minus_one() -> None:
     assert parse_json(b"[1, -1, -0, 9999999999999999999, 10000000000000000000, 1.5, 1e999]") == [
         1, -1, -1, 9999999999999999999, -1, 1.5, math.inf,
     ]  # fmt: skip
@@ -46,19 +46,19 @@ def test_other_numbers_are_no_counts() -> None:
         (b'{"a":' * 100_000, "its JSON is nested too deeply"),
     ],
 )
-def test_broken_json_is_refused_with_the_reason(text: bytes, why: str) -> None:
+def test_parse_json_rejects_invalid_json(text: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse_json(text)
 
 
 @given(name=st.text())
-def test_shown_names_are_short_and_printable(name: str) -> None:
+def test_quote_name_is_short_and_printable(name: str) -> None:
     assert quote_name(name).isprintable()
     assert len(quote_name(name * 1000)) <= 1002
     assert quote_name("layers.0.w") == "`layers.0.w`"
 
 
-def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
+def test_stat_file_and_list_folder_errors(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"xyz")
     (tmp_path / "a").mkdir()
     assert list_folder(tmp_path) == ["a", "b"]
@@ -71,14 +71,14 @@ def test_files_and_folders_that_are_not_there(tmp_path: Path) -> None:
         list_folder(tmp_path / "b")
 
 
-def test_what_is_small_is_read_and_what_has_no_end_is_not_waited_for(tmp_path: Path) -> None:
+def test_read_small_file_limits_and_special_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"xyz")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     assert read_small_file(tmp_path / "a", 3) == b"xyz"
     with pytest.raises(PrepError) as caught:
         read_small_file(tmp_path / "a", 2)
-    assert (caught.value.what, caught.value.why) == (f"{tmp_path / 'a'} is too large", "it has 3 bytes, prep takes 2")
+    assert (caught.value.what, caught.value.why) == (f"{tmp_path / 'a'} is too large", "it has 3 bytes, the limit is 2")
     for name in ("pipe", "zeros"):
         with pytest.raises(PrepError, match="is not a file"):
             read_small_file(tmp_path / name, 3)

@@ -1,4 +1,4 @@
-"""Documents of zarr arrays: what is read of them, what is refused by name, and that nothing else can happen."""
+"""Tests of parsing zarr metadata documents, and of rejecting unsupported ones by name."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def sharding(**changes: Any) -> list[dict[str, Any]]:
     return [codec("sharding_indexed", **{"chunk_shape": [2, 3], "codecs": [BYTES], "index_codecs": [BYTES], **changes})]
 
 
-def test_an_array_of_version_3_in_shards():
-    found = version_3()
-    assert (found.shape, found.chunk_shape, found.dtype, found.codec_names) == (
+def test_parse_v3_with_sharding():
+    array = version_3()
+    assert (array.shape, array.chunk_shape, array.dtype, array.codec_names) == (
         (4, 6),
         (2, 3),
         "float32",
         ("zstd", "crc32c"),
     )
-    assert (found.stored_chunk_shape, found.stored_grid, found.missing_is_zero) == ((4, 6), (1, 1), True)
-    assert found.chunk_key((3, 1)) == "c/3/1"
+    assert (array.stored_chunk_shape, array.stored_grid, array.missing_is_zero) == ((4, 6), (1, 1), True)
+    assert array.chunk_key((3, 1)) == "c/3/1"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_an_array_of_version_3_in_shards():
         (codec("v2", separator="/"), ["1/2", "0"]),
     ],
 )
-def test_how_chunks_are_named(encoding: dict[str, Any], keys: list[str]):
+def test_chunk_key_encodings(encoding: dict[str, Any], keys: list[str]):
     key = version_3(chunk_key_encoding=encoding).chunk_key
     assert [key((1, 2)), key(())] == keys
 
@@ -68,7 +68,7 @@ def test_how_chunks_are_named(encoding: dict[str, Any], keys: list[str]):
     ("fill", "is_zero"),
     [(None, True), (0, True), (0.0, True), (False, True), (1, False), (-0.0, False), ("0x0", False), (True, False)],
 )
-def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
+def test_missing_is_zero_follows_fill_value(fill: Any, is_zero: bool):
     assert version_2(fill_value=fill).missing_is_zero == is_zero
     assert version_3(fill_value=fill).missing_is_zero == is_zero
 
@@ -82,7 +82,7 @@ def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
         ({"chunk_grid": codec("regular", chunk_shape=[0, 3])}, "the zarr.json of w is broken"),
         ({"chunk_grid": codec("regular", chunk_shape=[1 << 30, 1 << 30])}, "the zarr.json of w is broken"),
         ({"shape": [1] * 40, "chunk_grid": codec("regular", chunk_shape=[1] * 40)}, "the zarr.json of w is broken"),
-        ({"chunk_grid": codec("rectilinear")}, "w is cut into the grid `rectilinear`"),
+        ({"chunk_grid": codec("rectilinear")}, "w has the chunk grid `rectilinear`"),
         ({"chunk_grid": 3}, "the zarr.json of w is broken"),
         ({"data_type": "int4"}, "w is `int4`"),
         ({"data_type": {"name": "structured"}}, "w is `{'name': 'structured'}`"),
@@ -109,7 +109,7 @@ def test_what_missing_chunks_stand_for(fill: Any, is_zero: bool):
         ),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], what: str):
+def test_unsupported_v3_documents_are_rejected(changes: dict[str, Any], what: str):
     with pytest.raises(PrepError) as caught:
         version_3(**changes)
     assert caught.value.what == what
@@ -124,7 +124,7 @@ WORDS = st.sampled_from(["zstd", "bytes", "crc32c", "sharding_indexed", "gzip", 
 
 
 def spots(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of everything in a document."""
+    """Return the paths of all values in a document."""
     inside = (
         document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
     )
@@ -134,20 +134,20 @@ def spots(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
     if not path:
         return value
-    made = dict(document) if isinstance(document, dict) else list(document)
-    made[path[0]] = replaced(document[path[0]], path[1:], value)
-    return made
+    copied = dict(document) if isinstance(document, dict) else list(document)
+    copied[path[0]] = replaced(document[path[0]], path[1:], value)
+    return copied
 
 
 @settings(max_examples=1500, deadline=None)
 @given(data=st.data(), form=st.sampled_from([StorageForm(codec_names=("zstd",)), SHARDED, StorageForm(zarr3=True)]))
-def test_changed_documents_are_refused_or_understood(data: st.DataObject, form: StorageForm):
+def test_changed_documents_are_rejected_or_parsed(data: st.DataObject, form: StorageForm):
     changed = json.loads(json.dumps(document(META, form)))
     for _ in range(data.draw(st.integers(1, 3))):
         spot = data.draw(st.sampled_from(spots(changed)))
         changed = replaced(changed, spot, data.draw(st.one_of(JSON, WORDS, st.just([1, 2]), st.just([BYTES]))))
     with contextlib.suppress(PrepError):
-        found = parse_zarr_document("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
-        assert len(found.shape) == len(found.chunk_shape) == len(found.stored_grid)
-        assert all(n > 0 for n in found.chunk_shape)
-        assert found.chunk_key((0,) * len(found.shape))
+        array = parse_zarr_document("w", ZARR_JSON if form.zarr3 else ZARRAY, json.dumps(changed).encode())
+        assert len(array.shape) == len(array.chunk_shape) == len(array.stored_grid)
+        assert all(n > 0 for n in array.chunk_shape)
+        assert array.chunk_key((0,) * len(array.shape))

@@ -212,7 +212,7 @@ def set_checksum_field(path: Path, key: str, value: object) -> None:
 def test_open_reader_rejects_unknown_checksum_fields(model: Path, tmp_path: Path, key: str):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     set_checksum_field(tmp_path / "init/prep-manifest.json", key, "other")
-    with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} is (of another format|damaged).*`--no-verify`"):
+    with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} (has another format|is damaged).*`--no-verify`"):
         open_reader(tmp_path / "init")
     open_reader(tmp_path / "init", verify=False).close()
 

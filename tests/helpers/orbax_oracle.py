@@ -1,10 +1,10 @@
-"""Orbax itself, in a process of its own with eight devices: saves trees, and opens items in every way a user may.
+"""Save trees and open items with Orbax in every way a user may, in a separate process with eight devices.
 
-Usage: orbax_judge.py save FOLDER            what Orbax itself writes, in several forms
-       orbax_judge.py judge EXPECTED ITEM    every way to open the item gives what the JSON file says
-       orbax_judge.py judge-step EXPECTED STEP    the same for a step folder that holds the item `state`, and its run
-       orbax_judge.py same A B               two items hold the same tree
-       orbax_judge.py v1-paths INIT RUN STEP which of the paths Orbax v1's `load_pytree` takes
+Usage: orbax_oracle.py save FOLDER            save checkpoints with Orbax in several forms
+       orbax_oracle.py judge EXPECTED ITEM    open the item in every way and compare with the JSON file
+       orbax_oracle.py judge-step EXPECTED STEP    the same for a step folder with the item `state`, and its run
+       orbax_oracle.py same A B               check that two items hold the same tree
+       orbax_oracle.py v1-paths INIT RUN STEP check which paths `load_pytree` of Orbax v1 accepts
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.experimental import v1
 
-jax.config.update("jax_enable_x64", True)  # or JAX would cast leaves of 64 bits
+jax.config.update("jax_enable_x64", True)  # otherwise JAX casts 64-bit leaves
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "mp"))
 
 
 def sharded(tree: Any) -> Any:
-    """What to restore: each array over the mesh along its two last axes, where they divide."""
+    """Return restore targets: arrays sharded over the mesh along their last two axes, if divisible."""
 
     def target(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = leaf.shape
@@ -84,7 +84,7 @@ WAYS = (v0_standard, v0_standard_no_target, v0_pytree, v0_pytree_numpy, v1_no_ta
 
 
 def described(leaf: Any) -> list[Any]:
-    """Dtype, shape and bits of an array; kind and value of what is none."""
+    """Return dtype, shape and bits of an array, or type and value of another leaf."""
     if hasattr(leaf, "dtype"):
         array = np.asarray(leaf)
         return [array.dtype.name, list(array.shape), array.tobytes().hex()]
@@ -100,9 +100,9 @@ def judge(expected_file: Path, item: Path) -> None:
     expected = json.loads(expected_file.read_text())
     for way in WAYS:
         leaves = flat(way(item))
-        found = {name: described(leaf) for name, leaf in leaves.items()}
-        assert found.keys() == expected.keys(), (way.__name__, sorted(found.keys() ^ expected.keys()))
-        for name, leaf in found.items():
+        actual = {name: described(leaf) for name, leaf in leaves.items()}
+        assert actual.keys() == expected.keys(), (way.__name__, sorted(actual.keys() ^ expected.keys()))
+        for name, leaf in actual.items():
             assert leaf == expected[name], (way.__name__, name, leaf[:2], expected[name][:2])
         if way in (v0_standard, v1_sharded):
             shards = {len({str(s.index) for s in leaf.addressable_shards}) for leaf in leaves.values()}
@@ -110,7 +110,7 @@ def judge(expected_file: Path, item: Path) -> None:
 
 
 def judge_step(expected_file: Path, step: Path) -> None:
-    """The item by itself, the step as a whole, and the run that the step is one of."""
+    """Check the item, the step folder, and the run that contains the step."""
 
     def managed(args: Any) -> Any:
         with ocp.CheckpointManager(step.parent) as checkpoints:
@@ -129,15 +129,15 @@ def judge_step(expected_file: Path, step: Path) -> None:
         "manager_standard": lambda: managed(ocp.args.Composite(state=ocp.args.StandardRestore())),
     }
     for name, way in ways.items():
-        found = {leaf: described(value) for leaf, value in flat(way()).items()}
-        assert found == expected, (
+        actual = {leaf: described(value) for leaf, value in flat(way()).items()}
+        assert actual == expected, (
             name,
-            sorted(leaf for leaf in {*found, *expected} if found.get(leaf) != expected.get(leaf)),
+            sorted(leaf for leaf in {*actual, *expected} if actual.get(leaf) != expected.get(leaf)),
         )
 
 
 def tree_of_arrays() -> dict[str, Any]:
-    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)  # chunks too long for the index
+    big = np.arange(4 * 64 * 64, dtype=np.float32).reshape(4, 64, 64)  # chunks too large to be inline
     over_mesh = NamedSharding(MESH, PartitionSpec(None, "fsdp", "mp"))
     return {
         "params": {"big": jax.device_put(big, over_mesh), "small": np.arange(3, dtype=np.int8)},
@@ -149,12 +149,12 @@ def tree_of_arrays() -> dict[str, Any]:
 
 
 def save(folder: Path) -> None:
-    """The same tree as raw chunks and compressed (Orbax's default), and steps."""
+    """Save a tree raw and compressed (Orbax's default), and steps of a run."""
     tree = tree_of_arrays()
     raw = ocp.PyTreeCheckpointer(use_compression=False)
     raw.save(folder / "raw", tree)
     ocp.PyTreeCheckpointer().save(folder / "zstd", tree)
-    raw.save(folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd"))  # what the errors advise
+    raw.save(folder / "raw again", ocp.PyTreeCheckpointer().restore(folder / "zstd"))  # as RESAVE_HINT
     v1.save(str(folder / "v1"), {"w": np.ones(3)})
     with ocp.CheckpointManager(folder / "run") as checkpoints:
         for step in (9, 10):
@@ -164,19 +164,19 @@ def save(folder: Path) -> None:
 def same(a: Path, b: Path) -> None:
     trees = [v0_pytree(item) for item in (a, b)]
     assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
-    found = [{name: described(leaf) for name, leaf in flat(tree).items()} for tree in trees]
-    assert found[0] == found[1]
+    descriptions = [{name: described(leaf) for name, leaf in flat(tree).items()} for tree in trees]
+    assert descriptions[0] == descriptions[1]
 
 
 def is_taken(path: Path) -> bool:
     try:
         return bool(v1.load_pytree(path))
-    except ValueError:  # InvalidLayoutError is one
+    except ValueError:  # base class of InvalidLayoutError
         return False
 
 
 def v1_paths(init: Path, run: Path, step: Path) -> None:
-    """An init and a step of a run are loaded; the run, and the item within a step, are not."""
+    """Check that v1 loads an init and a step, but not the run or the item of a step."""
     assert set(v1.load_pytree(init)) == {"params"}
     assert {"params", "opt_state"} <= set(v1.load_pytree(step))
     assert not any(map(is_taken, (run, step / "state")))
