@@ -1,4 +1,4 @@
-"""The demo's report: one page that needs nothing but itself."""
+"""Report of the demo: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
 
 
 def write_page(out: Path, steps: Sequence[StepReport]) -> None:
-    """Write the report of a demo in the folder `out`. PrepError where the disk refuses it."""
+    """Write the report of a demo to the folder `out`. PrepError if the disk cannot be written."""
     body = "\n".join(_body(out, steps))
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>prep demo</title>'
@@ -71,11 +71,17 @@ def _loss_section(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
         Curve("not killed", _loss_points(out / UNBROKEN / METRICS_FILE), 7.0),
         Curve("killed, and gone on", _loss_points(out / KILLED / METRICS_FILE)),
     ]
-    marks = [(float(step), "saved") for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
-    how = next((step.result for step in steps if step.step == "train, kill -9"), "")
-    again = next((step.result for step in steps if step.step == "the same again" and "train" in step.command), "")
-    yield "<h2>Training</h2><p>The loss by step. The second run was " + escape(f"{how}; {again}.") + "</p>"
-    yield line_chart(curves, marks, "loss by step")
+    save_marks = [(float(step), "saved") for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
+    kill_result = next((step.result for step in steps if step.step == "train, kill -9"), "")
+    resume_result = next(
+        (step.result for step in steps if step.step == "the same again" and "train" in step.command), ""
+    )
+    yield (
+        "<h2>Training</h2><p>The loss by step. The second run was "
+        + escape(f"{kill_result}; {resume_result}.")
+        + "</p>"
+    )
+    yield line_chart(curves, save_marks, "loss by step")
 
 
 def _loss_points(path: Path) -> list[tuple[float, float]]:
@@ -87,12 +93,12 @@ def _devices_section(out: Path) -> Iterator[str]:
     manifest = read_manifest(out / RESHARDED) or {}
     mesh, shape = parse_mesh(manifest["mesh"]), manifest["leaves"][f"params.{SHOWN_LEAF}"]["shape"]
     boxes = device_boxes(partition_spec([("vocab",), ("embed",)], shape, mesh, DEFAULT_RULES), mesh, shape)
-    what = f"{shape} on mesh {mesh}: which of {mesh.n_devices} devices holds what."
-    yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {what}</p>"
+    caption = f"{shape} on mesh {mesh}: which of {mesh.n_devices} devices holds what."
+    yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {caption}</p>"
     yield shard_map_svg(shape, boxes, f"{SHOWN_LEAF} on mesh {mesh}")
 
 
 def _memory_section(steps: Sequence[StepReport]) -> Iterator[str]:
-    found = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
+    bars = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
     yield "<h2>Memory</h2><p>The most that each conversion took on top of its start.</p>"
-    yield bar_chart(found, title="peak memory of each conversion")
+    yield bar_chart(bars, title="peak memory of each conversion")

@@ -243,7 +243,7 @@ def test_a_data_file_that_is_cut_before_the_end(capsys, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "run", cut)
-        assert "was changed by somebody else" in failed(capsys, "save-init")
+        assert "was changed by" in failed(capsys, "save-init")
     check_goes_on("save-init", expected)
 
 
@@ -349,7 +349,7 @@ def test_two_commands_on_one_output(capsys, monkeypatch):
     for name in ("pad-vocab", "reshard", "export"):
         err = failed(capsys, name)
         assert "out.partial belongs to another run" in err
-        assert "begun by `prep save-init ./model" in err
+        assert "started by `prep save-init ./model" in err
     changed = read_files(Path("out.partial"))
     assert {k: v for k, v in changed.items() if "lock" not in k} == {k: v for k, v in before.items() if "lock" not in k}
     check_goes_on("save-init", expected)

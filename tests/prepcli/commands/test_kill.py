@@ -123,7 +123,7 @@ def test_resume_writes_a_spoiled_data_file_anew(bench: KillSetup, spoil: Callabl
     spoil(next((partial / "d").iterdir()))
     again = subprocess.run(command_line("save-init", "spoiled"), cwd=bench.folder, capture_output=True, text=True)
     assert again.returncode == 0
-    assert "spoiled.partial are damaged: written anew" in again.stderr
+    assert "spoiled.partial are damaged: writing them again" in again.stderr
     assert read_files(bench.folder / "spoiled") == read_files(bench.expected["save-init"])
     shutil.rmtree(bench.folder / "spoiled")
 

@@ -114,7 +114,7 @@ def test_an_upload_that_fails_leaves_the_export_whole_and_can_be_made_again(init
         prep, hub.failing_requests = Runner(hub, tmp_path), broken
         error = prep(*arguments)["error"]
         assert error["what"] == "cannot push to o/m"
-        assert error["why"] == "the hub says 400; the export in hf is whole"
+        assert error["why"] == "the hub answered 400; the export in hf is whole"
         assert error["hint"].startswith("run the same command again")
         assert prep("verify", "hf")["ok"]
         assert not hub.repos.get("o/m", PushedRepo(False)).branches["main"]
@@ -126,9 +126,9 @@ def test_an_upload_that_fails_leaves_the_export_whole_and_can_be_made_again(init
 @pytest.mark.parametrize(
     ("status", "why"),
     [
-        (401, "the hub says 401: it does not take the token"),
-        (403, "the hub says 403: the token may not write there"),
-        (404, "the hub says 404: there is no such owner, repository or branch"),
+        (401, "the hub answered 401: the token is invalid"),
+        (403, "the hub answered 403: the token has no write access"),
+        (404, "the hub answered 404: unknown owner, repository or branch"),
     ],
 )
 def test_refusals_of_the_hub(init: Path, tmp_path: Path, status: int, why: str):
@@ -143,14 +143,14 @@ def test_what_cannot_work_is_said_before_anything_is_made(init: Path, tmp_path: 
         prep = Runner(hub, tmp_path)
         arguments = ("export", str(init), "--out", "hf", "--push")
         assert (
-            prep(*arguments, "o/m", token="")["error"]["why"] == "there is no token: the hub would not know who you are"
+            prep(*arguments, "o/m", token="")["error"]["why"] == "no token is configured"
         )
         assert (
-            prep(*arguments, "o/m", token="another")["error"]["why"] == "the hub says 401: it does not take the token"
+            prep(*arguments, "o/m", token="another")["error"]["why"] == "the hub answered 401: the token is invalid"
         )
         assert prep(*arguments, "o/open", "--private")["error"]["what"] == "o/open is public"
         assert prep(*arguments, "nobody")["error"]["code"] == 2
-        assert prep(*arguments, "o/m", HF_HUB_OFFLINE="1")["error"]["why"] == "HF_HUB_OFFLINE asks for no network"
+        assert prep(*arguments, "o/m", HF_HUB_OFFLINE="1")["error"]["why"] == "HF_HUB_OFFLINE is set"
         assert prep(*arguments[:-1], "--private")["error"]["what"] == "`--private` is for `--push`"
         assert prep(*arguments, "o/m", "--processes", "2/0")["error"]["what"] == "`--push` is for one process"
         assert prep(*arguments, "o/m", "--dry-run")["ok"]
@@ -162,7 +162,7 @@ def test_a_hub_that_is_away(init: Path, tmp_path: Path):
     with serve_push_hub() as hub:
         pass
     error = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m")["error"]
-    assert error["why"] == "the hub cannot be reached, or hung up"
+    assert error["why"] == "the hub cannot be reached, or closed the connection"
     assert not (tmp_path / "hf").exists()
 
 

@@ -78,7 +78,7 @@ def test_a_broken_off_task_is_not_called_done() -> None:
     progress.begin("save-init", 4 * GIB)
     advance(progress, time, 5, GIB)
     progress.end()
-    assert stream.getvalue().splitlines()[-1].endswith("25%  1.00 of 4.00 GiB  205 MiB/s  broken off after 5.0 s")
+    assert stream.getvalue().splitlines()[-1].endswith("25%  1.00 of 4.00 GiB  205 MiB/s  interrupted after 5.0 s")
 
 
 def test_bytes_of_an_earlier_run_count_as_done_but_not_for_the_rate() -> None:

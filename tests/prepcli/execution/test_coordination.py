@@ -93,7 +93,7 @@ def test_only_one_publishes(tmp_path: Path):
 def test_one_that_is_gone_is_not_waited_for_forever(tmp_path: Path):
     task = joined(tmp_path / "out", Share(3, 1))
     finish(task)
-    with pytest.raises(PrepError, match="process 0, 2 of 3 is not at work") as caught:
+    with pytest.raises(PrepError, match="process 0, 2 of 3 is not running") as caught:
         wait(task, patience_s=0.01)
     assert caught.value.code == STOPPED
     assert "--processes 3/0" in caught.value.hint
@@ -172,7 +172,7 @@ def test_failure_is_reported_to_each_process_once(tmp_path: Path):
     fail(other, PrepError("the disk is full", "why", "hint"))
     task.stage.leave()
     again = joined(tmp_path / "out", Share(2, 0))  # the other process is about to be started again, too
-    with pytest.raises(PrepError, match="process 1 of 2 is not at work") as caught:
+    with pytest.raises(PrepError, match="process 1 of 2 is not running") as caught:
         wait(again, patience_s=0.01)
     assert "the disk is full" in caught.value.why
     assert caught.value.code == STOPPED

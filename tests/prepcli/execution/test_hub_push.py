@@ -87,7 +87,7 @@ def test_push_that_is_refused_says_the_status(hub: FakePushHub, folder: Path, st
     with pytest.raises(PrepError) as caught:
         pushed(folder, [], 0.5)
     assert caught.value.what == "cannot push to o/m"
-    assert caught.value.why.startswith(f"the hub says {status}")
+    assert caught.value.why.startswith(f"the hub answered {status}")
 
 
 def test_push_notices_a_commit_without_the_files(hub: FakePushHub, folder: Path):

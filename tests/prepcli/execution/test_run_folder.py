@@ -172,14 +172,14 @@ def test_a_step_is_saved_once(init: Path, params: TrainingState, run: Path):
 
 
 def test_what_prep_says_itself_is_not_for_others_to_say(init: Path, params: TrainingState, run: Path):
-    with RunFolder(run, init, "tuned") as store, pytest.raises(ValueError, match="may not say kind, tensors"):
+    with RunFolder(run, init, "tuned") as store, pytest.raises(ValueError, match="reserved keys: kind, tensors"):
         store.save(1, host_leaves(params), {"kind": "x", "tensors": {}, "recipe": ""})
 
 
 def test_a_state_that_is_not_the_models_is_named(init: Path, params: TrainingState, run: Path):
     lacking = {name: value for name, value in params.items() if name != "params.final_norm.bias"}
     with RunFolder(run, init, "tuned") as store:
-        with pytest.raises(PrepError, match=r"the state to be saved lacks the leaf params\.final_norm\.bias"):
+        with pytest.raises(PrepError, match=r"the training state lacks the leaf params\.final_norm\.bias"):
             store.save(1, host_leaves(lacking), {})
         with pytest.raises(PrepError, match=r"params\.final_norm\.bias is not what it should be"):
             store.save(1, host_leaves(lacking | {"params.final_norm.bias": np.zeros(63, np.float32)}), {})

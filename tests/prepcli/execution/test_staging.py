@@ -80,7 +80,7 @@ def test_restart_drops_what_was_there(out: Path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"request": "prep y"}, "it was begun by `prep x`, this is `prep y`"),
+        ({"request": "prep y"}, "it was started by `prep x`, this is `prep y`"),
         ({"source": "c", "plan": "d"}, "the source has changed since"),
         ({"prep": "2"}, "another version of prep"),
     ],
@@ -101,7 +101,7 @@ def test_a_broken_note_of_the_run_is_dropped_by_restart_as_its_hint_says(out: Pa
     stage = begun(out)
     stage.close()
     (stage.work / "run.json").write_bytes(data)
-    with open_staging(out) as other, pytest.raises(PrepError, match="is broken") as caught:
+    with open_staging(out) as other, pytest.raises(PrepError, match="is damaged") as caught:
         other.open(RUN, restart=False)
     assert "--restart" in caught.value.hint
     opened(out, restart=True)
@@ -124,7 +124,7 @@ def test_a_folder_that_prep_did_not_make_is_left_alone(out: Path):
     theirs.mkdir()
     (theirs / "thesis.txt").write_text("mine")
     for restart in (False, True):
-        with open_staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial is in the way"):
+        with open_staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial exists"):
             stage.open(RUN, restart)
     assert contents(theirs) == {"thesis.txt": "mine"}
 
@@ -136,7 +136,7 @@ def test_a_folder_that_was_just_made_is_taken(out: Path):
 
 def test_a_file_of_that_name_is_in_the_way(out: Path):
     out.with_name("out.partial").write_text("mine")
-    with pytest.raises(PrepError, match="is in the way"):
+    with pytest.raises(PrepError, match="exists"):
         opened(out)
 
 
@@ -149,7 +149,7 @@ def test_a_place_that_cannot_be_written_to_is_named(out: Path):
 
 @pytest.mark.parametrize("name", [".", "..", "/", "folder/.."])
 def test_an_output_without_a_name_of_its_own_is_refused(name: str):
-    with pytest.raises(PrepError, match="is no name for an output") as caught:
+    with pytest.raises(PrepError, match="is invalid") as caught:
         Staging(Path(name))
     assert caught.value.code == USAGE
 

@@ -68,5 +68,5 @@ def test_folder_that_was_replaced_is_not_published(out: Path):
     stage = begun(out)
     stage.folder.rename(out.with_name("moved"))
     opened(out)
-    with pytest.raises(PrepError, match="was changed by somebody else"), stage.holding_publish_lock():
+    with pytest.raises(PrepError, match="was changed by another program"), stage.holding_publish_lock():
         pass
