@@ -32,7 +32,7 @@ def check_machine(
 
     Args:
         recipe: The recipe of the run.
-        model: The model that is trained.
+        model: The model to train.
         sharding: Mesh and devices.
         folder: Folder of the run.
         ui: Prints notes and warnings.
@@ -140,7 +140,7 @@ def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
 
 
 def check_disk(folder: Path, needed_nbytes: int) -> None:
-    """Check that a new run's folder is writable and has room for one checkpoint.
+    """Check a new run's folder: it needs write permission and room for one checkpoint.
 
     Raises:
         PrepError: It is not writable, or the disk is too full.

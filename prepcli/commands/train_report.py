@@ -19,7 +19,7 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
     Args:
         job: The run.
         recipe: Its recipe.
-        step: The step that the run starts at.
+        step: First step of the run.
     """
     from trainer.distributed.sharding import param_nbytes_per_device
 

@@ -66,7 +66,7 @@ class ProgressMeter:
         self.samples.append((self.started_s, self.done_bytes))
 
     def advance(self, written_bytes: int) -> float:
-        """Count the bytes; return the time, so that the clock is read once."""
+        """Count the bytes; return the time, to save the caller a second clock call."""
         now = self.clock()
         self.done_bytes += written_bytes
         if now - self.samples[-1][0] >= SAMPLE_INTERVAL_S:
@@ -109,25 +109,25 @@ class ProgressMeter:
         return self.bytes_and_rate() + remaining + (f"   {note}" if note else "")
 
     def summary(self) -> str:
-        """Return bytes, rate and duration: `done in 32.7 s`, or that the task was interrupted."""
+        """Return bytes, rate and duration: `done in 32.7 s`, or `interrupted after 5.0 s`."""
         ending = "done in" if self.done_bytes >= self.total_bytes else "interrupted after"
         return f"{self.bytes_and_rate()}  {ending} {format_duration(self.elapsed_s())}"
 
 
 class NullProgress:
-    """A Progress that shows nothing, the default."""
+    """A Progress without a display, the default."""
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Do nothing."""
+        """Ignore the call."""
 
     def advance(self, written_bytes: int) -> None:
-        """Do nothing."""
+        """Ignore the call."""
 
     def note(self, text: str) -> None:
-        """Do nothing."""
+        """Ignore the call."""
 
     def end(self) -> None:
-        """Do nothing."""
+        """Ignore the call."""
 
 
 @dataclass(slots=True)

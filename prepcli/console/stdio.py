@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or whose reader has gone."""
+"""Handling of standard streams that may be closed, full or without a reader."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def escape_unencodable() -> None:
 
 
 def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
-    """Write and flush; return the error if the text was lost. A reader that has closed the pipe is no error."""
+    """Write and flush; return the error if the text was lost. A closed reader is no error."""
     try:
         stream.write(text)
         stream.flush()

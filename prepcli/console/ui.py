@@ -46,7 +46,7 @@ class Report:
     Attributes:
         text: Text for stdout.
         fields: Fields of the JSON object.
-        next_command: Command that is suggested as the next step.
+        next_command: Suggested next command.
         error: The error, if there is one.
     """
 
@@ -104,13 +104,13 @@ class Ui:
         return error.code if error is not None else OK
 
     def fail(self, error: BaseException) -> int:
-        """Print an error and return the exit code. An exception that is not a PrepError is reported as a bug."""
+        """Print an error and return the exit code. Any exception other than PrepError is reported as a bug."""
         if os.environ.get("PREP_TRACEBACK"):
             self._print_stderr("".join(traceback.format_exception(error)).rstrip())
         return self.finish(Report(error=as_prep_error(error)))
 
     def _document(self, report: Report) -> dict[str, object]:
-        """Return the JSON object: the common fields and those of the report."""
+        """Return the JSON object: the common fields and the report's fields."""
         common = {"prep": version(), "command": self.command, "ok": report.error is None}
         document = {**common, "seconds": round(self.clock() - self.started_s, 3), **report.fields}
         document["warnings"] = list(self.warnings)
@@ -179,7 +179,7 @@ def format_table(
     Args:
         rows: The cells of each row.
         header: Name of each column.
-        right_aligned: Names of further columns that are right-aligned.
+        right_aligned: Names of further right-aligned columns.
         width: Width of the lines; the widest text columns are shortened in the middle to fit it.
 
     Returns:

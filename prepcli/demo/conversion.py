@@ -99,7 +99,7 @@ def _data_nbytes(unfinished: Path) -> int:
 
 
 def _durable_nbytes(unfinished: Path) -> int:
-    """Return the durable bytes that the journal records; its last line may be cut short."""
+    """Return the number of durable bytes in the journal; its last line may be cut short."""
     try:
         lines = (unfinished / WORK_FOLDER / f"{JOURNAL_STEM}.0").read_bytes().split(b"\n")[1:-1]
     except FileNotFoundError:

@@ -106,7 +106,7 @@ def _train(folder: Path, args: Sequence[str]) -> StepOutcome:
 
 
 def logged_losses(folder: Path, run: str) -> list[float]:
-    """Return the loss of each step that a run logged."""
+    """Return the loss of each logged step."""
     from trainer.training.metrics import METRICS_FILE, read_metrics
 
     return [line["loss"] for line in read_metrics(folder / run / METRICS_FILE) if "loss" in line]

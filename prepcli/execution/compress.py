@@ -2,8 +2,7 @@
 
 The length of a compressed chunk is unknown until it is compressed, so its location cannot be planned; the bytes depend
 only on the raw bytes and the level. A chunk is compressed in pieces, because it may be of any size. A line of the
-journal holds the lengths of chunks that are durable and the digest of their bytes, which a later run reads back before
-it continues.
+journal holds the lengths of durable chunks and the digest of their bytes. A later run reads the bytes back before it continues.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def compress_chunks(
 ) -> CompressedChunks:
     """Compress raw chunks into data files of an item, in the order of their locations.
 
-    A run that was interrupted continues from the chunks that are durable.
+    An interrupted run continues from its durable chunks.
 
     Args:
         chunks: The raw chunks.
@@ -95,7 +94,7 @@ def compress_chunks(
         folder: Folder of the item.
         journal: Path of the journal of durable chunks.
         level: Compression level of zstd.
-        progress: Receives the raw bytes that are compressed.
+        progress: Receives the number of compressed raw bytes.
 
     Returns:
         The compressed locations.
@@ -121,7 +120,7 @@ def compress_chunks(
 
 
 def nbytes_to_compress(chunks: Iterable[WrittenChunk], journal: Path) -> int:
-    """Return the bytes of raw chunks that are not compressed yet. PrepError if the journal cannot be read."""
+    """Return the number of raw bytes still to compress. PrepError if the journal cannot be read."""
     table = _chunk_table(chunks)
     return int(table[_storage_order(table)][sum(len(mark.lengths) for mark in _read_marks(journal)) :, 2].sum())
 
@@ -147,7 +146,7 @@ class _Compressor:
         self.source = (-1, -1)  # number and descriptor of the raw file that is being read
 
     def run(self, progress: Progress) -> None:
-        """Compress the chunks that are not durable."""
+        """Compress the remaining chunks."""
         marked, unmarked, since_s = len(self.lengths), 0, time.monotonic()
         last = _ByteRange(*map(int, _chunk_places(self.lengths)[-1])) if marked else _ByteRange(0, 0, 0)
         file, offset = last.file, last.offset + last.nbytes
@@ -166,7 +165,7 @@ class _Compressor:
         self._mark(marked)
 
     def _open(self, file: int, nbytes: int) -> None:
-        """Go on with a data file after so many bytes."""
+        """Open a data file for appending after its first `nbytes` bytes."""
         path = self.folder / _data_file_name(file)
         try:
             previous_fd, self.out_fd = self.out_fd, open_no_follow(path, os.O_WRONLY | os.O_CREAT)
@@ -254,7 +253,7 @@ def _chunk_places(lengths: Sequence[int]) -> _ChunkTable:
 
 
 def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
-    """Return the lengths of the chunks that the data files hold intact; truncate the journal after them."""
+    """Return the lengths of the intact chunks in the data files; truncate the journal after them."""
     marks = _read_marks(journal)
     lengths = [length for mark in marks for length in mark.lengths]
     places, count, nbytes = _chunk_places(lengths), 0, 0

@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True)
 class ConversionTask:
-    """A plan that is executed in a staging folder, with its streams divided among processes.
+    """A plan and its staging folder, with the streams divided among processes.
 
     Attributes:
         plan: The plan of the whole output.
@@ -49,11 +49,11 @@ class ConversionTask:
 
     @cached_property
     def own_plan(self) -> Plan:
-        """Part of the plan that is this process's share."""
+        """This process's part of the plan."""
         return self.share_plan(self.stage.share.index)
 
     def share_plan(self, index: int) -> Plan:
-        """Return the part of the plan that is the share of process `index`."""
+        """Return the part of the plan that process `index` executes."""
         return subplan(self.plan, set(self.shares[index]))
 
     @property
@@ -101,7 +101,7 @@ class ConversionTask:
         return journal_state.session == self.stage.session or not self.durable_part(index, journal_state).durable_nbytes
 
     def unverified_shares(self) -> list[int]:
-        """Return the indices of the shares that are still to be read back."""
+        """Return the indices of shares not read back yet."""
         return [i for i in range(self.division.count) if not self.is_verified(i, self.read_journal_state(i))]
 
     def durable_digests(self) -> dict[int, str]:
@@ -123,7 +123,7 @@ class WaitOptions:
     """Options of waiting for other processes.
 
     Attributes:
-        patience_s: Time without a sign of life after which a process is reported as missing.
+        patience_s: Seconds without a sign of life before a process counts as missing.
         check_workers: Raises an error if a worker has failed.
         note: Prints a line for the user.
     """
@@ -177,7 +177,7 @@ def wait_for_all(task: ConversionTask, wait_options: WaitOptions) -> dict[int, s
         wait_options: How to wait for the other processes.
 
     Returns:
-        Digests of all streams that have bytes; fewer if the output was published meanwhile.
+        Digests of all streams with bytes; fewer if the output was published meanwhile.
 
     Raises:
         PrepError: Another process failed or is missing, or `check_workers` raised.
@@ -224,7 +224,7 @@ class _Peers:
                 raise failure.error
 
     def poll(self) -> list[int]:
-        """Read the journals of unfinished processes; return the indices of those that are still unfinished."""
+        """Read the journals of unfinished processes; return the indices of processes still unfinished."""
         now = time.monotonic()
         for index in range(self.task.division.count):
             if index not in self.complete:

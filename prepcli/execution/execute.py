@@ -57,8 +57,8 @@ class ExecuteOptions:
         num_workers: Number of shares, from `share` on, whose progress is shown as one.
         start_workers: Starts the worker processes, once there is work for them.
         check_workers: Raises an error if a worker has failed.
-        patience_s: Time without a sign of life after which another process is reported as missing.
-        allow_overflow: Cast values that are out of range of the target dtype to infinity.
+        patience_s: Seconds without a sign of life before another process counts as missing.
+        allow_overflow: Cast out-of-range values to infinity.
     """
 
     out: Path
@@ -96,13 +96,13 @@ def execute_plan(
 ) -> ConversionResult:
     """Execute a plan, or one share of it, and wait until the output is published.
 
-    A run that was interrupted continues from the bytes that are durable.
+    An interrupted run continues from its durable bytes.
 
     Args:
         plan: The plan of the whole output.
-        source: The opened source that the plan reads.
+        source: The opened source of the plan.
         options: Output path, memory budget and the share of this process.
-        progress: Receives the bytes that are written.
+        progress: Receives the number of written bytes.
         note: Prints a line for the user.
 
     Returns:
@@ -217,7 +217,7 @@ class _ShareMover:
             self.progress.end()
 
     def _verify_earlier_run(self, index: int) -> JournalState:
-        """Read back the durable part of a share, and return the part that is intact."""
+        """Read back the durable part of a share, and return its intact part."""
         stage, durable = self.task.stage, self.task.durable_part(index, self.task.read_journal_state(index))
         if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE
@@ -278,7 +278,7 @@ def identify_run(plan: Plan) -> dict[str, object]:
 def _is_already_done(plan: Plan, run_identity: dict[str, object], options: ExecuteOptions) -> bool:
     """Return whether the requested output exists.
 
-    With several processes, an output that the other processes have just published is never replaced.
+    With several processes, a process that joins late never replaces the output of its peers.
 
     Raises:
         PrepError: The path holds something else, and `overwrite` is not set.
@@ -361,7 +361,7 @@ def open_sink(plan: Plan, stage: Staging) -> Iterator[Files]:
 
 
 def check_free_space(plan: Plan, folder: Path) -> None:
-    """Raise PrepError if the disk has no room for the bytes that are not written yet. `folder` need not exist."""
+    """Raise PrepError if the disk has no room for the remaining bytes. `folder` need not exist."""
     needed_nbytes = sum(file.size - _allocated_nbytes(data_folder(plan, folder) / file.path) for file in plan.files)
     needed_nbytes += output_nbytes_to_compress(plan, folder)  # chunks are on disk both raw and compressed until the end
     usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
@@ -371,7 +371,7 @@ def check_free_space(plan: Plan, folder: Path) -> None:
 
 
 def _allocated_nbytes(path: Path) -> int:
-    """Return the bytes that the file occupies on disk; 0 if it does not exist."""
+    """Return the size of the file on disk; 0 if it does not exist."""
     try:
         return path.stat().st_blocks * 512
     except OSError:

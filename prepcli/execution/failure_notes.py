@@ -104,7 +104,7 @@ class FailureNotes:
         )
 
     def _stamps(self) -> dict[str, str]:
-        """Return a stamp of each note that differs from those of earlier and later notes of the same process."""
+        """Return a stamp of each note, unique among all notes of the same process."""
         own_name = f"{FAILED_STEM}.{self._share.index}"
         notes = {path.name: _read_note(path) for path in self._folder.glob(f"{FAILED_STEM}.*") if path.name != own_name}
         return {name: note.stamp for name, note in notes.items() if note is not None}

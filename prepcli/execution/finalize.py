@@ -29,7 +29,7 @@ RAW_FOLDER, COMPRESS_JOURNAL = "raw", "packed"  # in the work folder of an outpu
 
 
 def data_folder(plan: Plan, folder: Path) -> Path:
-    """Return the folder of the data files. Chunks that are to be compressed are first written to a work folder."""
+    """Return the folder of the data files. Chunks are first written to a work folder if they will be compressed."""
     return folder / WORK_FOLDER / RAW_FOLDER if plan.zstd_level else folder / plan.item
 
 
@@ -47,7 +47,7 @@ def finalize_output(
         stage: The staging folder, whose data files are complete.
         run_identity: Keys of the manifest that identify the run.
         outcome: Digests of all streams.
-        progress: Receives the bytes that are compressed.
+        progress: Receives the number of compressed bytes.
 
     Raises:
         PrepError: The system refused to read or write.
@@ -106,7 +106,7 @@ def newest_source_ns(plan: Plan) -> int:
 
 
 def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
-    """Return the bytes of the output that are not compressed yet."""
+    """Return the number of bytes still to compress."""
     return (
         nbytes_to_compress(_raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL) if plan.zstd_level else 0
     )

@@ -96,13 +96,13 @@ def push_folder(
 ) -> str:
     """Upload a folder in one commit, and delete weights of an earlier push in the same format.
 
-    Large files are uploaded one by one before the commit; files that the hub has are not sent again. The repository is
+    Large files are uploaded one by one before the commit; files already on the hub are not sent again. The repository is
     listed afterwards to verify the commit.
 
     Args:
         folder: The finished export, which does not change.
         target: Repository and branch.
-        progress: Receives the bytes that are uploaded.
+        progress: Receives the number of uploaded bytes.
         retry_policy: How long to wait for answers of the hub.
 
     Returns:

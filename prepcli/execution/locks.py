@@ -35,7 +35,7 @@ def acquire_team_lock(path: Path, locked_path: Path, count: int) -> tuple[int, b
 
     Args:
         path: The lock file.
-        locked_path: The path that the error names.
+        locked_path: Path for the error message.
         count: Number of processes that may share the lock.
 
     Returns:

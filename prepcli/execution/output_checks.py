@@ -1,7 +1,7 @@
-"""Checks that the data files of an output are intact before it is published.
+"""Integrity checks of an output's data files before it is published.
 
-Reading all of them back would cost as much as writing them. A file that was truncated while it was written has holes or
-another size; a file that was changed has another change time. Only the streams next to a hole are read back.
+Reading all of them back would cost as much as writing them. A file truncated during the writes has holes or another
+size; a changed file has another change time. Only the streams next to a hole are read back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FileStamps = dict[Path, tuple[int, ...]]
 
 
 def check_data_files(plan: Plan, files: Sequence[Path], digests: Mapping[int, str], reader: StreamReader) -> None:
-    """Check that the data files have their sizes, and that no written bytes are lost in holes.
+    """Check the sizes of the data files, and read streams next to holes back.
 
     Args:
         plan: The plan of the output.
@@ -62,7 +62,7 @@ def _holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
 
 
 def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each hole of a file; nothing if the file system does not report holes."""
+    """Yield (start, stop) of each hole of a file; none if the file system does not report holes."""
     position = 0
     while position < size:
         try:

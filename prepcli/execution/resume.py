@@ -44,7 +44,7 @@ class StreamReader:
             return self._digests({number: readback_stream(self.streams[number]) for number in numbers}, opened)
 
     def source_digests(self, numbers: Iterable[int], source: Source) -> dict[int, str]:
-        """Return the digest of each stream that is read from the source."""
+        """Return the digest of each stream's bytes in the source."""
         streams = {n: replace(self.streams[n], writes=(), cast_to="") for n in numbers if self.streams[n].reads}
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
             return self._digests(streams, opened)
@@ -102,7 +102,7 @@ def verify_journal_state(
         source: The source, if it may have changed since and is to be read again; None if it has not changed.
 
     Returns:
-        The complete streams that are intact, and the prefix if it is intact and the source has not changed.
+        The intact complete streams, and the prefix if it is intact and the source has not changed.
     """
     damaged = find_damaged(reader, journal_state.digests, files)
     if source:

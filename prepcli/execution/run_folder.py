@@ -1,7 +1,7 @@
 """The folder of a training run: one checkpoint per saved step, `STEP/state/` with `STEP/prep-manifest.json`.
 
-A save is a conversion whose source is memory. It is staged as `STEP.partial` and renamed once it is durable. A step
-that is no longer kept is renamed to `STEP.removed.partial` before it is deleted, so a folder called
+A save is a conversion whose source is memory. It is staged as `STEP.partial` and renamed once it is durable. An old
+step is renamed to `STEP.removed.partial` before it is deleted, so a folder called
 STEP is always complete.
 """
 
@@ -80,7 +80,7 @@ class RunFolder:
 
         Args:
             run_folder: Folder of the run.
-            start_checkpoint: Checkpoint that the run starts or resumes from; its settings are the defaults.
+            start_checkpoint: Checkpoint to start or resume from; its settings are the defaults.
             name: Name of the run.
             keep: Number of steps to keep.
             request: Command line, for the manifest.
@@ -157,10 +157,10 @@ class RunFolder:
         return open_reader(step_folder(self._run_folder, step))
 
     def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
-        """Save a checkpoint, then remove steps that are no longer kept. An error leaves all other steps complete.
+        """Save a checkpoint, then remove old steps. An error leaves all other steps complete.
 
         Args:
-            step: The step, which has no checkpoint yet.
+            step: A step without a checkpoint.
             leaves: All leaves: parameters (`params.…`), the optimizer state (`opt_state.…`) and the remaining state.
             manifest_fields: Additional keys of the manifest.
 

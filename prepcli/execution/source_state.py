@@ -20,7 +20,7 @@ SourceState = list[list[int]]  # inode and change time of each file
 def read_source_state(plan: Plan, source: Source) -> SourceState:
     """Return the inode and change time of each file of a source; an empty list for a remote source.
 
-    The state is not part of the plan: a source that was copied or touched is the same source, but its bytes are
+    The state is not part of the plan: a copied or touched source is the same source, but its bytes are
     compared again.
 
     Args:

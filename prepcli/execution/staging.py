@@ -197,9 +197,9 @@ class Staging:
         fsync_path(self.work)
 
     def _drop_earlier_run(self) -> None:
-        """Drop an earlier run: first the journals, then the bytes that they record.
+        """Drop an earlier run: first the journals, then the recorded bytes.
 
-        Failure notes stay: one may be of a process that was started together with this one.
+        Failure notes stay: one may be of a process started together with this one.
         """
         self._restore_replaced()
         for path in [*self.work.glob(f"{JOURNAL_STEM}.*"), self.work / DIVISION_FILE, self.work / RUN_FILE]:
@@ -213,7 +213,7 @@ class Staging:
                 remove_path(path)
 
     def _restore_replaced(self) -> None:
-        """Give an output that was about to be replaced its name again, if the name is free."""
+        """Rename an output back after an interrupted replacement, if its name is free."""
         replaced = self.work / REPLACED_NAME
         if os.path.lexists(replaced) and not os.path.lexists(self.out):
             replaced.rename(self.out)
@@ -227,7 +227,7 @@ class Staging:
         return dict(content) if existing is None else existing
 
     def _read_session(self) -> str:
-        """Return the lock file's text, which is equal for all running processes."""
+        """Return the lock file's text, equal for all running processes."""
         try:
             return read_no_follow(self.work / LOCK_FILE).decode(errors="replace")
         except OSError as error:
@@ -270,7 +270,7 @@ class Staging:
         return self.share.count == 1 or not has_shared_holders(self.work / MOVING_LOCK_FILE)
 
     def _is_same_folder(self) -> bool:
-        """Return whether the folder is still the one that was opened."""
+        """Return whether the path still leads to the opened folder."""
         return self._folder_stat is not None and _is_same_file(self._folder_stat, self.folder)
 
     def is_running(self, index: int) -> bool:
@@ -287,7 +287,7 @@ class Staging:
         return self._failures
 
     def discard(self) -> None:
-        """Remove a folder that is not needed. Another process may be joining it."""
+        """Remove an unneeded folder. Another process may be joining it."""
         unused_path = self.out.with_name(f"{self.out.name}.unused-{self.share.index}.partial")
         with contextlib.suppress(OSError), exclusive_lock(self.work / JOIN_LOCK_FILE):
             if self._is_same_folder():

@@ -75,7 +75,7 @@ def make_and_upload(
 
     Args:
         request: URL and options.
-        has_other_processes: Whether several processes write the output, which is not supported.
+        has_other_processes: Whether several processes write the output (not supported).
         ui: Prints notes and progress.
         make_output: Called with the folder and whether it is a dry run; creates the output and returns its report.
 
@@ -117,7 +117,7 @@ def _report_if_uploaded(
     ui: Ui,
     make_output: Callable[[Path, bool], Report],
 ) -> Report | None:
-    """Return the report of an output that is complete, None without a manifest. PrepError for another output."""
+    """Return the report of a complete output, None without a manifest. PrepError for another output."""
     manifest = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
     if manifest is None:
         return None
@@ -162,7 +162,7 @@ def _with_url(report: Report, request: UploadRequest) -> Report:
 def _upload_folder(
     request: UploadRequest, plan_digest: str, bucket: Bucket, remote_files: Sequence[RemoteFile], progress: Progress
 ) -> None:
-    """Upload all files that are not uploaded yet: data first, completion markers last."""
+    """Upload the remaining files: data first, completion markers last."""
     folder = request.local_folder
     paths = [
         path
@@ -230,7 +230,7 @@ def _write_mark(marks: TextIO, plan_digest: str, file: RemoteFile) -> None:
 
 
 def _uploaded_names(marks_path: Path, plan_digest: str, remote_files: Sequence[RemoteFile]) -> set[str]:
-    """Return the names that an earlier run of the same plan uploaded and that have not changed since."""
+    """Return the unchanged files uploaded by an earlier run of the same plan."""
     if not marks_path.exists():
         return set()
     names, known_files = set[str](), {*remote_files}

@@ -34,7 +34,7 @@ class ProcessOptions:
     Attributes:
         processes: Value of `--processes`; None to ask the launcher's variables.
         num_workers: Value of `--workers`.
-        argv: All arguments of the command, from which those of workers are made.
+        argv: All arguments of the command, for the workers.
     """
 
     processes: str | None = None
@@ -72,7 +72,7 @@ def worker_memory_nbytes(memory_nbytes: int, num_workers: int, baseline_nbytes: 
 
 
 def worker_argv(argv: Sequence[str], share: Share, memory_nbytes: int) -> list[str]:
-    """Return the arguments of a worker: those of this process, followed by the worker's own, which win."""
+    """Return the arguments of a worker: this process's arguments, overridden by the worker's own."""
     end = argv.index("--") if "--" in argv else len(argv)
     worker_options = ["--workers", "1", "--processes", str(share), "--memory", str(memory_nbytes)]
     return [*argv[:end], *worker_options, "--json", "--quiet", "--progress", "json", *argv[end:]]
@@ -81,7 +81,7 @@ def worker_argv(argv: Sequence[str], share: Share, memory_nbytes: int) -> list[s
 def add_worker_reports(
     result: ConversionResult, reports: Iterable[dict[str, Any]], baseline_nbytes: int
 ) -> ConversionResult:
-    """Return the result with the bytes and the memory that the workers report added."""
+    """Return the result plus the bytes and memory of the workers' reports."""
     outcome, peak_nbytes = result.outcome, result.peak_nbytes
     for report in reports:
         nbytes = report["bytes"]
@@ -178,7 +178,7 @@ class _Worker:
                     self._last_message = line
 
     def report(self) -> dict[str, Any]:
-        """Return the JSON object that the worker printed; empty if there is none."""
+        """Return the worker's JSON report; empty if there is none."""
         for listener in self._listeners:
             listener.join()
         report = _parse_json(self._report)
@@ -243,7 +243,7 @@ class _SharedProgress:
             self.inner.note(text)
 
     def end(self) -> None:
-        """Do nothing: the workers may still be running."""
+        """Ignore the end of one process: workers may still be running."""
 
 
 def _parse_json(data: bytes) -> object:

@@ -98,7 +98,7 @@ def _cell_width(down: _PictureSide, across: _PictureSide, shard: Sequence[int]) 
 
 
 def _cell_devices(down: _PictureSide, across: _PictureSide, shard: Sequence[int], boxes: Sequence[Box]) -> CellDevices:
-    """Return the devices of each cell; of a third partitioned dim, those of its first part."""
+    """Return the devices of each cell; of a third partitioned dim, the devices of its first part."""
     holders: CellDevices = {}
     drawn = (down.dim, across.dim)
     for device, box in enumerate(boxes):

@@ -24,7 +24,7 @@ RUN_NBYTES = 1 << 20  # fits in a CPU cache, also as float32 and with 8-byte ind
 class TensorStats:
     """Statistics of a tensor.
 
-    `minimum`, `maximum` and `mean` are those of the finite values; None if there are none, or for complex values.
+    `minimum`, `maximum` and `mean` cover the finite values; None if there are none, or for complex values.
     `mean` is also None if it exceeds float64.
     """
 
@@ -74,7 +74,7 @@ def compute_stats(entry: TensorEntry, files: RunReader, on_read: Callable[[int],
         on_read: Called with the number of bytes after each read.
 
     Returns:
-        The statistics; None for dtypes smaller than a byte, which are packed.
+        The statistics; None for packed dtypes smaller than a byte.
     """
     if ITEM_BITS[entry.dtype] % 8:
         return None
@@ -90,7 +90,7 @@ def compute_stats(entry: TensorEntry, files: RunReader, on_read: Callable[[int],
 
 
 def stored_nbytes(entry: TensorEntry) -> int:
-    """Return the bytes that `compute_stats` reads: those of whole chunks."""
+    """Return the number of bytes that `compute_stats` reads, in whole chunks."""
     contiguous_nbytes = entry.nbytes if entry.placement else 0
     return contiguous_nbytes + len(entry.chunks) * math.prod(entry.chunk_shape) * itemsize(entry.dtype)
 
@@ -137,7 +137,7 @@ def _ordered_runs(
 
 
 def _inside_mask(start: int, count: int, chunk: Sequence[int], inside: Sequence[int]) -> np.ndarray:
-    """Return a mask of `count` elements of a chunk, from `start` on, that are within the first `inside` of each dim."""
+    """Return a mask of `count` elements of a chunk, from `start` on, within the first `inside` of each dim."""
     positions = np.arange(start, start + count)
     mask = np.ones(count, bool)
     for stride, length, extent in zip(strides(chunk), chunk, inside):

@@ -49,7 +49,7 @@ def lay_out_weight_files(
 
 
 def copied_files(paths: Iterable[Path], root: Path, path_prefix: str = "") -> tuple[SmallFile, ...]:
-    """Return files that are copied unchanged from the checkpoint `root`. PrepError for a link that leaves it."""
+    """Return files to copy unchanged from the checkpoint `root`. PrepError for a link that leaves it."""
     return tuple(_copied_file(path, resolve_small_file(path, root), path_prefix) for path in paths)
 
 
@@ -66,7 +66,7 @@ def settings_files(
     extra_files: Iterable[SmallFile],
     path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:
-    """Return config.json, the index of several files, and the files that are copied unchanged."""
+    """Return config.json, the index of several files, and the copied files."""
     return (SmallFile(path_prefix + CONFIG, json_bytes(config)), *index_files(layouts), *extra_files)
 
 

@@ -42,7 +42,7 @@ class OrbaxItemLayout:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """A line for each dim that is not partitioned by the first choice of its rule."""
+        """A line for each dim partitioned by a later choice of its rule."""
         return tuple(dict.fromkeys(str(fallback) for spec in self.specs.values() for fallback in spec.fallbacks))
 
     def device_nbytes(self) -> int:
@@ -89,7 +89,7 @@ def make_item(
     partitioning: Partitioning,
     dtype: str | None = None,
 ) -> OrbaxItemLayout:
-    """Lay out the leaves of an item, including those of a training state.
+    """Lay out the leaves of an item, including the leaves of a training state.
 
     Args:
         source: The opened source.
@@ -133,14 +133,14 @@ def make_item(
 def item_streams(
     source: Source, accounting: Accounting, item: OrbaxItemLayout, vocab_size: int, resize: VocabResize
 ) -> tuple[Stream, ...]:
-    """Return the streams of all tensors to an item's leaves, and those read only for equality checks."""
+    """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size)
     targets = {name: TensorTarget(regions, sizes[name], item.dtypes[name]) for name, regions in item.regions.items()}
     return build_streams(source, targets, resize, {check.name for check in accounting.checks})
 
 
 def _mixed_dtypes_error(source: Source, leaf: str, first: SourceTensor, later: SourceTensor) -> PrepError:
-    """Return the error for tensors that cannot share a leaf; one that is not floating-point is named first."""
+    """Return the error for tensors that cannot share a leaf; a tensor of another kind than float is named first."""
     reported, other = (
         (first, later) if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES else (later, first)
     )

@@ -28,7 +28,7 @@ class TensorTarget:
     dtype: str = ""
 
     def cast_dtype(self, tensor: SourceTensor) -> str:
-        """Return the dtype that a tensor is cast to; empty if it keeps its dtype."""
+        """Return the target dtype of a cast; empty if it keeps its dtype."""
         return self.dtype if self.dtype != tensor.dtype else ""
 
 
@@ -39,7 +39,7 @@ class VocabResize:
     Attributes:
         vocabulary: True and stored size in the source.
         tensors: Names of the tensors whose first dim is the vocabulary.
-        fill: Fill of the rows that the source lacks.
+        fill: Fill of rows beyond those of the source.
     """
 
     vocabulary: Vocabulary
@@ -53,7 +53,7 @@ def output_rows(tensors: Iterable[SourceTensor], vocab_tensors: Collection[str],
 
 
 def vocab_tensor_names(source: Source, accounting: Accounting) -> set[str]:
-    """Return the names of tensors whose first dim is the vocabulary, including those of a training state."""
+    """Return the names of tensors whose first dim is the vocabulary, including the training state."""
     names = vocab_tensors(accounting)
     state = ((tensor.name, *split_name(tensor.name)) for tensor in source.state_tensors)
     return names | {name for name, slot, tensor in state if slot and tensor in names}
@@ -70,7 +70,7 @@ def build_streams(
         source: The opened source.
         targets: Target of each tensor, by name.
         resize: Resize of the vocabulary.
-        compared: Names of tensors that are read even without a target, for equality checks.
+        compared: Names of tensors to read for equality checks, even without a target.
 
     Returns:
         Streams whose rows cover each tensor without gaps.
@@ -150,7 +150,7 @@ def optimizer_nbytes(source: Source) -> int:
 def dropped_padding(
     source: Source, targets: Mapping[str, TensorTarget], resize: VocabResize
 ) -> Iterator[DroppedTensor]:
-    """Yield the rows of padding that the source has and the target lacks."""
+    """Yield the source's padding rows beyond the rows of the target."""
     for tensor in source.tensors:
         target = targets.get(tensor.name)
         if target and tensor.name in resize.tensors and tensor.shape[0] > target.rows:

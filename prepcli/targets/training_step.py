@@ -34,15 +34,15 @@ def plan_training_step(
 
     Args:
         leaves: Shape and dtype of each leaf, by dotted name.
-        start_manifest: Manifest of the checkpoint that the run started from.
+        start_manifest: Manifest of the run's start checkpoint.
         request: Command line, for the manifest.
-        slab_nbytes: Size of the slabs that the plan is checked with.
+        slab_nbytes: Size of the slabs for checking the plan.
 
     Returns:
         The plan of the step's item.
 
     Raises:
-        PrepError: The leaves are not those of the start checkpoint's model.
+        PrepError: The leaves differ from the start checkpoint's model.
     """
     source = _source_of_leaves(leaves, start_manifest)
     rows = source_rows(source, start_manifest["scan"], start_manifest["scan_axis"])
@@ -84,7 +84,7 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[st
 
 
 def _single_chunk(number: int, piece: LeafPiece) -> Placement:
-    """Return the placement of a leaf in memory, which is a single chunk."""
+    """Return the placement of a leaf in memory: a single chunk."""
     zeros = (0,) * len(piece.grid.shape)
     return StridedPlacement(number, 0, zeros, zeros)
 
