@@ -9,7 +9,7 @@ MAX_NAMES = 20
 
 
 def join_names(
-    names: Iterable[str], total: int | None = None, max_names: int = MAX_NAMES, separator: str = ", "
+    names: Iterable[str], total: int | None = None, *, max_names: int = MAX_NAMES, separator: str = ", "
 ) -> str:
     """Join the first names and count the remaining ones.
 

@@ -40,7 +40,7 @@ SAVE_INIT_ARGS = (
     "1,1,1",
     "--memory",
     "32MiB",
-)  # a small budget makes many small steps, and so many moments for a kill
+)  # a small budget yields many small steps, and so many moments for a kill
 MAX_KILL_TRIES = 5  # the command may end before it is killed
 
 
@@ -50,11 +50,11 @@ def conversion_steps() -> tuple[DemoStep, ...]:
         DemoStep("make a tiny GPT-Neo", (), _make),
         DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad),
         DemoStep("save an init, kill -9", SAVE_INIT_ARGS, _kill),
-        DemoStep("the same again", SAVE_INIT_ARGS, _resume),
-        DemoStep("one that is not killed", (*SAVE_INIT_ARGS, "--out", UNBROKEN), _compare),
-        DemoStep("lay out for 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
-        DemoStep("go back", ("export", RESHARDED), _export),
-        DemoStep("compare with the start", ("verify", EXPORTED, MODEL), _verify),
+        DemoStep("resume the same command", SAVE_INIT_ARGS, _resume),
+        DemoStep("convert without a kill", (*SAVE_INIT_ARGS, "--out", UNBROKEN), _compare),
+        DemoStep("reshard to 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
+        DemoStep("export to Hugging Face", ("export", RESHARDED), _export),
+        DemoStep("verify against the start", ("verify", EXPORTED, MODEL), _verify),
     )
 
 
@@ -82,7 +82,7 @@ def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
             share = f"{durable / _data_nbytes(unfinished):.0%}"
             text = f"killed at {share}, {format_bytes(durable)} durable; no {INIT}{retry_note}"
             return StepOutcome(text, durable)
-    raise PrepError(f"the run was over {MAX_KILL_TRIES} times before it could be killed", "this machine is too fast")
+    raise PrepError(f"the run ended {MAX_KILL_TRIES} times before it could be killed", "this machine is too fast")
 
 
 def _is_midway(unfinished: Path, is_last: bool) -> bool:
@@ -112,8 +112,8 @@ def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
     durable_nbytes = _durable_nbytes(partial_path(folder / INIT))
     report = run_prep(folder, args)
     resumed, written = report["bytes"]["resumed"], report["bytes"]["written"]
-    check(resumed == durable_nbytes, f"{durable_nbytes:,} bytes were durable, it went on from {resumed:,}")
-    return conversion_outcome(report, f"went on from {format_bytes(resumed)} of {format_bytes(resumed + written)}")
+    check(resumed == durable_nbytes, f"{durable_nbytes:,} bytes were durable, but it resumed from {resumed:,}")
+    return conversion_outcome(report, f"resumed from {format_bytes(resumed)} of {format_bytes(resumed + written)}")
 
 
 def _compare(folder: Path, args: Sequence[str]) -> StepOutcome:
@@ -121,8 +121,8 @@ def _compare(folder: Path, args: Sequence[str]) -> StepOutcome:
     names = [list_files(folder / name) for name in (INIT, UNBROKEN)]
     check(names[0] == names[1], f"{INIT} and {UNBROKEN} have different files")
     _, differing, unreadable = filecmp.cmpfiles(folder / INIT, folder / UNBROKEN, names[0], shallow=False)
-    check(not differing and not unreadable, f"not the same in {INIT}: {', '.join([*differing, *unreadable])}")
-    return conversion_outcome(report, f"{len(names[0])} files, byte for byte those of the killed one")
+    check(not differing and not unreadable, f"different files in {INIT}: {', '.join([*differing, *unreadable])}")
+    return conversion_outcome(report, f"{len(names[0])} files, byte for byte equal to the killed run")
 
 
 def _reshard(folder: Path, args: Sequence[str]) -> StepOutcome:
@@ -134,7 +134,7 @@ def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
     report = run_prep(folder, args)
     vocab = report["vocab"]
     check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
-    return conversion_outcome(report, f"{vocab['written']} rows again")
+    return conversion_outcome(report, f"{vocab['written']} true rows")
 
 
 def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
@@ -142,6 +142,6 @@ def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
     before, after = folder / MODEL, folder / EXPORTED
     is_tokenizer_equal = filecmp.cmp(before / "tokenizer.json", after / "tokenizer.json", shallow=False)
     configs = [json.loads((model / "config.json").read_bytes()) for model in (before, after)]
-    check(is_tokenizer_equal and configs[0] == configs[1], "the settings are not those of the start")
+    check(is_tokenizer_equal and configs[0] == configs[1], "the settings differ from the start")
     nbytes = sum(path.stat().st_size for model in (before, after) for path in model.glob("*.safetensors"))
     return StepOutcome(f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes)

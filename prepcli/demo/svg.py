@@ -31,7 +31,7 @@ class Bar:
 
 
 def line_chart(
-    curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), title: str = "", from_zero: bool = False
+    curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), *, title: str = "", from_zero: bool = False
 ) -> str:
     """Draw curves on shared axes.
 
@@ -87,7 +87,7 @@ def _mark(x: float, name: str) -> str:
     return line + _text(x, 14, name, "middle")
 
 
-def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, title: str = "") -> str:
+def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, *, title: str = "") -> str:
     """Draw horizontal bars, and a vertical line for the limit."""
     longest = max([bar.value for bar in bars] + ([limit.value] if limit else []), default=0) or 1
     left, room, height = 200, WIDTH - 300, 24 * len(bars) + 30
@@ -104,7 +104,7 @@ def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, title: str = "") ->
     return _svg(WIDTH, height, parts, title)
 
 
-def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str = "") -> str:
+def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], *, title: str = "") -> str:
     """Draw a matrix cut into the slices that devices hold; the tooltip of a slice shows its rows and columns."""
     width, height = 420, 220
     parts = []

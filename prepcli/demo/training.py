@@ -33,7 +33,7 @@ UNBROKEN_ARGS = ("train", RECIPE, "--out", UNBROKEN)
 KILLED_ARGS = ("train", RECIPE, "--out", KILLED)
 
 RECIPE_TEXT = f"""\
-# A tiny GPT-Neo learns a language of {len(WORDS)} words, each of which is followed by one of {FOLLOWERS}.
+# A tiny GPT-Neo learns a language of {len(WORDS)} words; {FOLLOWERS} different words may follow each word.
 seed = 1
 mesh = "1,2,4"                # dp, fsdp, mp: 8 devices
 
@@ -47,7 +47,7 @@ seq_length = 32
 holdout = 0.02
 
 [batch]
-size = 8                      # sequences a step
+size = 8                      # sequences per step
 
 [optimizer]
 lr = 6e-4
@@ -71,9 +71,9 @@ def training_steps() -> tuple[DemoStep, ...]:
         DemoStep("write a text and a recipe", (), _write),
         DemoStep("train on 8 devices", UNBROKEN_ARGS, _train, DEVICES),
         DemoStep("train, kill -9", KILLED_ARGS, _kill, DEVICES),
-        DemoStep("the same again", KILLED_ARGS, _resume, DEVICES),
-        DemoStep("export what was learned", ("export", KILLED, "--out", LEARNED), _export),
-        DemoStep("compare with the run", ("verify", LEARNED, KILLED), _verify),
+        DemoStep("resume the same command", KILLED_ARGS, _resume, DEVICES),
+        DemoStep("export the trained model", ("export", KILLED, "--out", LEARNED), _export),
+        DemoStep("verify against the run", ("verify", LEARNED, KILLED), _verify),
     )
 
 
@@ -123,26 +123,26 @@ def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
     run = folder / KILLED
     remove_output(run)
     if not run_and_kill(folder, args, lambda: len(logged_losses(folder, KILLED)) > SAVE_EVERY + 2, **DEVICES):
-        raise PrepError("the run was over before it could be killed", "this machine is too fast")
+        raise PrepError("the run ended before it could be killed", "this machine is too fast")
     done, saved = len(logged_losses(folder, KILLED)), saved_steps(run)
-    check(bool(saved) and saved[-1] < STEPS, f"the steps that it saved are {saved}")
+    check(bool(saved) and saved[-1] < STEPS, f"the saved steps are {saved}")
     return StepOutcome(f"killed after step {done}, step {saved[-1]} is durable", _last_step_nbytes(folder, KILLED))
 
 
 def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
     saved = saved_steps(folder / KILLED)[-1]
     report = run_prep(folder, args, **DEVICES)
-    check(report["resumed_at"] == saved, f"it went on from step {report['resumed_at']}, not {saved}")
+    check(report["resumed_at"] == saved, f"it resumed at step {report['resumed_at']}, not {saved}")
     check(
-        logged_losses(folder, KILLED) == logged_losses(folder, UNBROKEN), "its losses are not those of the unbroken run"
+        logged_losses(folder, KILLED) == logged_losses(folder, UNBROKEN), "its losses differ from the undisturbed run"
     )
     resumed_step, unbroken_step = (step_folder(folder / run, STEPS) for run in (KILLED, UNBROKEN))
     names = list_files(resumed_step)
-    check(names == list_files(unbroken_step), "its last step has other files")
+    check(names == list_files(unbroken_step), "its last step has different files")
     _, differing, unreadable = filecmp.cmpfiles(resumed_step, unbroken_step, names, shallow=False)
-    check(not differing and not unreadable, f"not the same: {', '.join([*differing, *unreadable])}")
+    check(not differing and not unreadable, f"different files: {', '.join([*differing, *unreadable])}")
     return StepOutcome(
-        f"went on from step {saved}; step {STEPS} is byte for byte that of the unbroken run",
+        f"resumed at step {saved}; step {STEPS} is byte for byte equal to the undisturbed run",
         _last_step_nbytes(folder, KILLED),
     )
 

@@ -2,7 +2,8 @@
 
 The length of a compressed chunk is unknown until it is compressed, so its location cannot be planned; the bytes depend
 only on the raw bytes and the level. A chunk is compressed in pieces, because it may be of any size. A line of the
-journal holds the lengths of durable chunks and the digest of their bytes. A later run reads the bytes back before it continues.
+journal holds the lengths of durable chunks and the digest of their bytes. A later run reads the bytes back before it
+continues.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def parse_compress(text: str | None) -> int | None:
 def compress_chunks(
     chunks: Iterable[WrittenChunk],
     raw_files: Sequence[Path],
+    *,
     folder: Path,
     journal: Path,
     level: int,

@@ -224,7 +224,7 @@ class _ShareMover:
         touched = source_state.touched_files(self.source, self.initial_source_state, self.own_source_state)
         if touched:
             self.note(f"{_join_file_names(touched)} may have changed since {stage.folder.name} was begun: comparing")
-        intact = verify_journal_state(self.reader, durable, self.files, self.source if touched else None)
+        intact = verify_journal_state(self.reader, durable, files=self.files, source=self.source if touched else None)
         num_damaged = len(durable.digests.keys() - intact.digests.keys()) + (durable.prefix != intact.prefix)
         if num_damaged:
             delete_checksums(stage)  # they may be of bytes that are about to be overwritten
@@ -261,7 +261,7 @@ def _check_and_publish(mover: _ShareMover, options: ExecuteOptions, outcome: Pip
     # with several processes, each read the source at another time
     baseline = mover.initial_source_state if options.share.count > 1 else mover.own_source_state
     mover.check_source(outcome.digests, baseline)
-    check_data_files(plan, mover.files, outcome.digests, mover.reader)
+    check_data_files(plan, mover.files, digests=outcome.digests, reader=mover.reader)
     stamps = read_stamps(mover.files)
     finalize_output(plan, stage, task.run_identity, outcome, mover.progress)
     check_unchanged(stamps)

@@ -97,7 +97,14 @@ def _open_without_links(path: str, flags: int) -> int:
 def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
     data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
     folder, journal = stage.folder / plan.item, stage.folder / WORK_FOLDER / COMPRESS_JOURNAL
-    return compress_chunks(_raw_chunks(plan.leaves), data_files, folder, journal, plan.zstd_level or 0, progress)
+    return compress_chunks(
+        _raw_chunks(plan.leaves),
+        data_files,
+        folder=folder,
+        journal=journal,
+        level=plan.zstd_level or 0,
+        progress=progress,
+    )
 
 
 def newest_source_ns(plan: Plan) -> int:

@@ -96,8 +96,8 @@ def push_folder(
 ) -> str:
     """Upload a folder in one commit, and delete weights of an earlier push in the same format.
 
-    Large files are uploaded one by one before the commit; files already on the hub are not sent again. The repository is
-    listed afterwards to verify the commit.
+    Large files are uploaded one by one before the commit; files already on the hub are not sent again. The repository
+    is listed afterwards to verify the commit.
 
     Args:
         folder: The finished export, which does not change.

@@ -30,7 +30,7 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
     return fd
 
 
-def acquire_team_lock(path: Path, locked_path: Path, count: int) -> tuple[int, bool]:
+def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int, bool]:
     """Acquire a lock that `count` processes share if `count` is more than 1. One process at a time may call it.
 
     Args:

@@ -23,7 +23,7 @@ HOLE_MARGIN_NBYTES = 1 << 17  # on each side of a hole: file systems truncate in
 FileStamps = dict[Path, tuple[int, ...]]
 
 
-def check_data_files(plan: Plan, files: Sequence[Path], digests: Mapping[int, str], reader: StreamReader) -> None:
+def check_data_files(plan: Plan, files: Sequence[Path], *, digests: Mapping[int, str], reader: StreamReader) -> None:
     """Check the sizes of the data files, and read streams next to holes back.
 
     Args:

@@ -91,7 +91,7 @@ def find_outdated(reader: StreamReader, digests: Mapping[int, str], source: Sour
 
 
 def verify_journal_state(
-    reader: StreamReader, journal_state: JournalState, files: Sequence[Path], source: Source | None
+    reader: StreamReader, journal_state: JournalState, *, files: Sequence[Path], source: Source | None
 ) -> JournalState:
     """Return the part of a journal's state whose bytes are intact.
 

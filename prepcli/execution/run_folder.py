@@ -184,8 +184,8 @@ class RunFolder:
 
     def _write(self, plan: Plan, out: Path, leaves: Sequence[HostLeaf]) -> None:
         with open_staging(out) as stage:
-            run = identify_run(replace(plan, small_files=()))  # their paths differ after each save
-            stage.open(run, restart=True)
+            run_identity = identify_run(replace(plan, small_files=()))  # their paths differ after each save
+            stage.open(run_identity, restart=True)
             check_free_space(plan, stage.folder)
             with open_sink(plan, stage) as sink:
                 spend = make_budget(MEMORY_NBYTES)
@@ -194,7 +194,7 @@ class RunFolder:
                 outcome = pipeline.run(plan.streams, source, sink, spend, NullProgress(), checksums=checksums)
             if checksums:
                 checksums.save()
-            finalize_output(plan, stage, run, outcome)
+            finalize_output(plan, stage, run_identity, outcome)
             stage.publish()
 
     def _remove_old_steps(self) -> None:
@@ -218,7 +218,10 @@ class RunFolder:
         stored = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
         if self._layout is None or self._layout[0] != stored:
             slab_nbytes = make_budget(MEMORY_NBYTES).slab_nbytes
-            self._layout = stored, plan_training_step(stored, self._start_manifest, self._request, slab_nbytes)
+            self._layout = (
+                stored,
+                plan_training_step(stored, self._start_manifest, request=self._request, slab_nbytes=slab_nbytes),
+            )
         plan = self._layout[1]
         small = settings_files(plan.settings["config"], (), self._extra_files(), f"{HF_FOLDER}/")
         return replace(plan, small_files=small, settings={**plan.settings, **manifest_fields, "step": step})

@@ -96,7 +96,7 @@ class Staging:
         share = self.share
         try:
             with self._holding_join_lock():
-                fd, is_first = acquire_team_lock(self.work / LOCK_FILE, self.folder, share.count)
+                fd, is_first = acquire_team_lock(self.work / LOCK_FILE, self.folder, count=share.count)
                 self._locks.append(fd)
                 if restart and is_first and any((self.work / name).exists() for name in (RUN_FILE, DIVISION_FILE)):
                     self._drop_earlier_run()

@@ -28,7 +28,7 @@ COPIED_KEYS = ("name", "family", "vocab", "layout", "mesh", "rules", "scan", "sc
 
 
 def plan_training_step(
-    leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any], request: str, slab_nbytes: int
+    leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any], *, request: str, slab_nbytes: int
 ) -> Plan:
     """Plan a save of leaves. File n of the plan's streams is leaf n, in C order.
 

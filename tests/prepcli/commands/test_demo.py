@@ -77,7 +77,7 @@ def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     """Check that training was killed, resumed, and ended like the undisturbed run, with changed weights."""
     assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 24 steps", steps[9]["result"])
     assert re.match(r"killed after step \d+, step (8|16) is durable", steps[10]["result"])
-    assert steps[11]["result"].endswith("step 24 is byte for byte that of the unbroken run")
+    assert steps[11]["result"].endswith("step 24 is byte for byte equal to the undisturbed run")
     losses = [training.logged_losses(out, run) for run in (training.KILLED, training.UNBROKEN)]
     assert losses[0] == losses[1]
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")
@@ -138,13 +138,13 @@ def test_compare_step_fails_for_different_files(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name / "d").mkdir(parents=True)
         (tmp_path / name / "d" / "data").write_text(name)
     monkeypatch.setattr(conversion, "run_prep", lambda folder, words: {})
-    with pytest.raises(PrepError, match="not the same in tiny-padded-init: d/data"):
+    with pytest.raises(PrepError, match="different files in tiny-padded-init: d/data"):
         conversion._compare(tmp_path, ())
 
 
 def test_kill_step_fails_if_the_run_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_is_midway", lambda partial, is_last: False)
-    with pytest.raises(PrepError, match="over 5 times before it could be killed"):
+    with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
         conversion._kill(tmp_path, ("models",))
 
 

@@ -69,7 +69,9 @@ class CompressedFiles:
 
 def compress_in(folder: Path, progress: NullProgress | None = None) -> CompressedFiles:
     chunks, paths, _ = raw_chunks(folder)
-    packed = compress_chunks(iter(chunks), paths, folder, folder / "journal", 1, progress or NullProgress())
+    packed = compress_chunks(
+        iter(chunks), paths, folder=folder, journal=folder / "journal", level=1, progress=progress or NullProgress()
+    )
     return CompressedFiles(tuple(packed.relocate(iter(chunks))), packed.files, packed.sizes)
 
 
@@ -124,7 +126,14 @@ def test_compress_uses_little_memory_per_chunk(tmp_path: Path):
         return (WrittenChunk(0, (index, 0, 0, 0), 0, index, 1) for index in range(count))
 
     def bring() -> int:
-        packed = compress_chunks(chunks(), [tmp_path / "raw"], tmp_path, tmp_path / "journal", 1, NullProgress())
+        packed = compress_chunks(
+            chunks(),
+            [tmp_path / "raw"],
+            folder=tmp_path,
+            journal=tmp_path / "journal",
+            level=1,
+            progress=NullProgress(),
+        )
         return sum(chunk.nbytes for chunk in packed.relocate(chunks()))
 
     tracemalloc.start()
@@ -192,7 +201,9 @@ def test_compress_names_a_truncated_raw_file(tmp_path: Path):
     chunks, paths, _ = raw_chunks(tmp_path / "item")
     paths[1].write_bytes(b"short")
     with pytest.raises(PrepError, match="raw1 is cut short"):
-        compress_chunks(chunks, paths, tmp_path / "item", tmp_path / "journal", 1, NullProgress())
+        compress_chunks(
+            chunks, paths, folder=tmp_path / "item", journal=tmp_path / "journal", level=1, progress=NullProgress()
+        )
 
 
 @pytest.mark.parametrize(("text", "level"), [(None, None), ("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)])
