@@ -28,11 +28,11 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
     if mesh is not None:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
         device_nbytes = format_bytes(3 * param_nbytes_per_device(leaves, setup.forward_config.sharding))
-        yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments a device"
+        yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments per device"
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
     yield (
-        f"batch {size} x {length} = {job.tokens_per_step:,} tokens a step{parts};"
+        f"batch {size} x {length} = {job.tokens_per_step:,} tokens per step{parts};"
         f" {job.steps:,} steps = {epochs:.2f} epochs of {job.train.n_rows:,} sequences"
     )
     if job.evaluation is not None:
@@ -44,8 +44,8 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
 class TrainReporter:
     """Callbacks of a run that print its lines and keep the last values for the result."""
 
-    def __init__(self, ui: Ui, steps: int, tokens_a_step: int) -> None:
-        self.ui, self.steps, self.tokens_a_step = ui, steps, tokens_a_step
+    def __init__(self, ui: Ui, steps: int, tokens_per_step: int) -> None:
+        self.ui, self.steps, self.tokens_per_step = ui, steps, tokens_per_step
         self.fields: dict[str, Any] = {}
 
     def on_compile(self, seconds: float) -> None:

@@ -112,7 +112,7 @@ def _header(name: str, shape: Sequence[int], dtype: str, spec: Spec, mesh: Mesh)
     shard_nbytes = format_bytes(array_bits(dtype, shard_shape(spec, shape)) / 8)
     n_copies = num_replicas(spec, mesh)
     copied = f"{n_copies} {'copy' if n_copies == 1 else 'copies'}"
-    return _wrap([name, f"{list(shape)} {dtype}", str(spec), f"{shard_nbytes} a device, {copied}"], "  ")
+    return _wrap([name, f"{list(shape)} {dtype}", str(spec), f"{shard_nbytes} per device, {copied}"], "  ")
 
 
 def _legend(spec: Spec, down: _PictureSide, across: _PictureSide, shard: Sequence[int]) -> list[str]:

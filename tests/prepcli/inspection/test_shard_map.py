@@ -21,7 +21,7 @@ def draw_lines(dims: str, shape, mesh: str, dtype="float32", rules=DEFAULT_RULES
 
 def test_draw_matrix_split_both_ways():
     assert draw_lines("vocab embed", (50264, 2048), "1,2,4", name="embed.tokens") == [
-        "embed.tokens  [50264, 2048] float32  P(mp, fsdp)  49.1 MiB a device, 1 copy",
+        "embed.tokens  [50264, 2048] float32  P(mp, fsdp)  49.1 MiB per device, 1 copy",
         "vocab down; embed across",
         " 0:1024               1024:2048",
         "┌────────────────────┬────────────────────┐",
@@ -61,7 +61,7 @@ def test_draw_shows_copies_and_names_whole_dims():
     lines = draw_lines("layers heads head_dim embed", (32, 32, 128, 4096), "2,2,2")
     assert lines[:3] == [
         "leaf  [32, 32, 128, 4096] float32  P(None, mp, None, fsdp)",
-        "  512 MiB a device, 2 copies",
+        "  512 MiB per device, 2 copies",
         "heads down; embed across; whole: layers, head_dim",
     ]
     assert lines[-4:] == [
@@ -97,7 +97,7 @@ def test_draw_lone_last_dim_horizontally():
 @pytest.mark.parametrize(("dims", "shape"), [("norm", (32,)), ("", ())])
 def test_draw_unpartitioned_leaf_as_one_cell(dims, shape):
     lines = draw_lines(dims, shape, "2,4,8")
-    assert lines[0].endswith("a device, 64 copies")
+    assert lines[0].endswith("per device, 64 copies")
     assert lines[1:] == ["┌────────────────────┐", "│ 0-63               │", "└────────────────────┘"]
 
 
