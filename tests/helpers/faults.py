@@ -29,13 +29,13 @@ def make_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def expected_output(name: str) -> dict[str, bytes]:
-    """Return the files that the command writes without faults."""
+    """Return the output of the command without faults."""
     assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
     return read_files(Path("whole"))
 
 
 class Killed(BaseException):
-    """Stand-in for the end by SIGKILL."""
+    """Simulated SIGKILL."""
 
 
 def kill(*args: object, **more: object) -> None:

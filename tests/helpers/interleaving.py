@@ -45,7 +45,7 @@ class Process:
     """A simulated process.
 
     Attributes:
-        body: Function that the process runs.
+        body: The code of the process.
         may_start: Returns whether the process may start.
         attempt: Number of the attempt it belongs to.
         ended: Exception that ended the process, or None.
@@ -290,7 +290,7 @@ def _observation(name: str, result: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _heard_notes(top: str, data: bytes) -> Any:
-    """Return the existing failure notes that a process has heard of."""
+    """Return the existing failure notes known to a process."""
     with contextlib.suppress(ValueError):
         heard = json.loads(data)
         return [

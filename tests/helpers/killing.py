@@ -121,7 +121,7 @@ def check_killed(
 
 
 def published_names(folder: Path) -> set[str]:
-    """Return the files of a published output without `.prep`, which a kill after the rename leaves there."""
+    """Return the files of a published output without `.prep`, a leftover of kills after the rename."""
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and ".prep" not in p.parts}
 
 

@@ -32,7 +32,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_failing_command(capsys: pytest.CaptureFixture[str], name: str, *more: str, code: int = 1) -> str:
-    """Run a command that fails, check that the output does not exist, and return stderr."""
+    """Run a failing command, check the absence of its output, and return stderr."""
     capsys.readouterr()
     assert main([*COMMANDS[name], "--out", "out", "-q", *more]) == code
     assert not Path("out").exists()

@@ -110,7 +110,7 @@ def test_source_change_between_runs_is_an_error(setup: KillSetup):
 
 
 def kill_when_durable(setup: KillSetup, out: str) -> Path:
-    """Kill a save-init that has durable bytes, and return its staging folder."""
+    """Kill a save-init once it has durable bytes, and return its staging folder."""
     process = act_when_durable(setup, "save-init", out, lambda p: p.kill())
     process.wait(timeout=60)
     assert process.returncode == -signal.SIGKILL

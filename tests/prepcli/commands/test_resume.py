@@ -1,4 +1,4 @@
-"""Resumed conversions read back every byte that they rely on."""
+"""Resumed conversions verify all bytes of the earlier run."""
 
 from __future__ import annotations
 

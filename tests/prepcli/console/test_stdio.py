@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or unread, and deleted folders, as a shell passes them to prep."""
+"""Closed, full and unread standard streams, and deleted folders, as a shell passes them to prep."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LENGTHS = [1, 5000, 70_000, 3, 200_000, 4096, 12, 90_000, 90_000, 17]
 
 
 class StoppedError(Exception):
-    """Stand-in for a kill, without effects on files that are closed."""
+    """Simulated kill, without effects on closed files."""
 
 
 class StopAfter(NullProgress):

@@ -41,7 +41,7 @@ class Life:
         return self.attempt < later.attempt and self.share == later.share
 
     def run(self, out: Path) -> None:
-        """Run the steps of `execute_plan`, with a share that is one file per stream."""
+        """Run the steps of `execute_plan`, with one file per stream as the share."""
         if not (out / "whole").exists():
             with open_staging(out) as stage:
                 division = stage.open(RUN, self.restart, self.share)
@@ -132,7 +132,7 @@ def explore_lives(tmp_path: Path, lives: Callable[[], list[Life]], check: Callab
 
 
 def attempt(count: int, number: int = 0, *, fails: int = -1, restart: bool = False) -> list[Life]:
-    """Return one start of each process, of which at most one fails."""
+    """Return one start of each process; at most one fails."""
     return [Life(Share(count, i), i == fails, restart, number) for i in range(count)]
 
 

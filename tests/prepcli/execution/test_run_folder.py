@@ -204,7 +204,7 @@ def test_failed_save_leaves_other_steps_unchanged(init: Path, params: TrainingSt
 
 
 def full(call: Callable[..., int]) -> Callable[..., int]:
-    """Return a write function for a disk that is full after some writes."""
+    """Return a write function for a disk with room for a few writes."""
     left = [5]
 
     def write(*args: Any) -> int:

@@ -246,7 +246,7 @@ def test_publish_keeps_an_output_created_meanwhile(out: Path, kind: str):
 
 
 class Killed(BaseException):
-    """Stand-in for a signal."""
+    """Simulated signal."""
 
 
 def publish_until(stage: Staging, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
