@@ -205,7 +205,7 @@ class _ShareMover:
         task, plan, name = self.task, self.task.share_plan(index), self.task.stage.folder.name
         done, total = task.team_nbytes()
         if done:
-            self.note(f"resuming {name}: {format_bytes(done)} of {format_bytes(total)} are there")
+            self.note(f"resuming {name}: {format_bytes(done)} of {format_bytes(total)} are durable")
         self.progress.begin(plan.command, total, done)
         try:
             integrity = IntegrityChecker(plan, self.source, self.allow_overflow)
@@ -223,7 +223,7 @@ class _ShareMover:
             return EMPTY_JOURNAL_STATE
         touched = source_state.touched_files(self.source, self.initial_source_state, self.own_source_state)
         if touched:
-            self.note(f"{_join_file_names(touched)} may have changed since {stage.folder.name} was begun: comparing")
+            self.note(f"{_join_file_names(touched)} may have changed since {stage.folder.name} was started: comparing")
         intact = verify_journal_state(self.reader, durable, files=self.files, source=self.source if touched else None)
         num_damaged = len(durable.digests.keys() - intact.digests.keys()) + (durable.prefix != intact.prefix)
         if num_damaged:

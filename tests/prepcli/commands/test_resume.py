@@ -180,7 +180,7 @@ def test_resume_compares_a_source_with_restored_time(capsys, monkeypatch):
     change_and_restore_time(shard())
     capsys.readouterr()
     assert run("save-init") == 0
-    assert "may have changed since out.partial was begun: comparing" in capsys.readouterr().err
+    assert "may have changed since out.partial was started: comparing" in capsys.readouterr().err
     assert main(["verify", "out", "./model", "-q"]) == 0
 
 
