@@ -1,25 +1,25 @@
-"""What this machine lets a process have: memory, and the limit that a container or a job sets below it."""
+"""Memory of this machine, and the limits that containers and jobs set below it."""
 
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number of this size
+UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a number of this size
 
 
 def system_memory(root: Path = Path("/")) -> dict[str, int]:
-    """`total` and `available` bytes of the machine, as far as the system tells."""
+    """Return `total` and `available` bytes of the machine, as far as the system reports them."""
     names = {"MemTotal": "total", "MemAvailable": "available"}
-    found = {}
+    memory = {}
     for line in _read(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         if name in names:
-            found[names[name]] = int(value.split()[0]) << 10
-    return found
+            memory[names[name]] = int(value.split()[0]) << 10
+    return memory
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
-    """The smallest memory limit of the control groups that this process is in, in bytes; None without one."""
+    """Return the smallest memory limit in bytes of the control groups of this process; None without a limit."""
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -31,7 +31,7 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _limits(mount: Path, path: str, name: str) -> list[int]:
-    """The limits of a group and of all groups above it; inside a container its own group is the mount itself."""
+    """Return the limits of a group and all groups above it. In a container its own group is the mount itself."""
     group = PurePosixPath(path).relative_to("/")
     texts = [_read(mount / parent / name).strip() for parent in (group, *group.parents)]
     return [int(text) for text in texts if text.isdigit()]

@@ -1,4 +1,4 @@
-"""What `prep train` tells while it works."""
+"""Lines that `prep train` prints during a run."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ if TYPE_CHECKING:
 
 
 def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
-    """What the run is about to do."""
+    """Yield lines that describe the run: mesh, batch, evaluation and the step it resumes at.
+
+    Args:
+        job: The run.
+        recipe: Its recipe.
+        step: First step of the run.
+    """
     from trainer.distributed.sharding import param_nbytes_per_device
 
     setup, size, length = job.setup, job.order.batch_size, job.tokens_per_step // job.order.batch_size
     mesh, leaves = setup.forward_config.sharding.mesh, setup.model.leaves
     if mesh is not None:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
-        held = format_bytes(3 * param_nbytes_per_device(leaves, setup.forward_config.sharding))
-        yield f"mesh {axes} = {mesh.n_devices} devices; {held} of parameters and moments a device"
+        device_nbytes = format_bytes(3 * param_nbytes_per_device(leaves, setup.forward_config.sharding))
+        yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments per device"
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
     yield (
-        f"batch {size} x {length} = {job.tokens_per_step:,} tokens a step{parts};"
+        f"batch {size} x {length} = {job.tokens_per_step:,} tokens per step{parts};"
         f" {job.steps:,} steps = {epochs:.2f} epochs of {job.train.n_rows:,} sequences"
     )
     if job.evaluation is not None:
@@ -36,22 +42,22 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
 
 
 class TrainReporter:
-    """Tells a run's lines to a Ui, and keeps the last values for the result."""
+    """Callbacks of a run that print its lines and keep the last values for the result."""
 
-    def __init__(self, ui: Ui, steps: int, tokens_a_step: int) -> None:
-        self.ui, self.steps, self.tokens_a_step = ui, steps, tokens_a_step
+    def __init__(self, ui: Ui, steps: int, tokens_per_step: int) -> None:
+        self.ui, self.steps, self.tokens_per_step = ui, steps, tokens_per_step
         self.fields: dict[str, Any] = {}
 
     def on_compile(self, seconds: float) -> None:
-        """How long it took."""
+        """Print the compile time."""
         self.ui.note(f"compiled in {format_duration(seconds)}")
         self.fields["compile_seconds"] = round(seconds, 3)
 
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
-        """`step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
+        """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
         self.fields |= {key: line[key] for key in ("loss", "tokens", "skipped")}
-        place = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
-        text = f"step {place}  loss {_format_number(line['loss'])}  lr {line['lr']:.2e}"
+        progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
+        text = f"step {progress}  loss {_format_number(line['loss'])}  lr {line['lr']:.2e}"
         if remaining_s is not None:
             self.fields["tokens_per_s"] = line["tokens_per_s"]
             text += (
@@ -62,7 +68,7 @@ class TrainReporter:
         self.ui.note(text)
 
     def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        """`evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
+        """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
         self.fields |= {key: line[key] for key in ("eval_loss", "eval_perplexity", "eval_tokens")}
         loss, perplexity = _format_number(line["eval_loss"]), _format_number(line["eval_perplexity"], 2)
         self.ui.note(
@@ -70,7 +76,7 @@ class TrainReporter:
         )
 
     def on_save(self, step: int, seconds: float) -> None:
-        """Which step, and how long it took."""
+        """Print the saved step and the time it took."""
         self.ui.note(f"saved step {step} in {format_duration(seconds)}")
 
 

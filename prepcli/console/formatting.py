@@ -1,4 +1,4 @@
-"""Sizes, rates and durations: as users write them, and as prep shows them."""
+"""Parsing of sizes as users write them, and formatting of sizes, rates and durations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ _BY_LOWER_CASE = {unit.lower(): nbytes for unit, nbytes in UNITS.items()}
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that a text such as `512MiB`, `5GB`, `1.5 gib` or `1048576` stands for; KiB counts 1024, KB 1000.
+    """Return the bytes of a text such as `512MiB`, `5GB`, `1.5 gib` or `1048576`; KiB is 1024 bytes, KB 1000.
 
-    Raises a usage PrepError for anything else, also for a fraction of a byte.
+    Args:
+        text: The size.
+
+    Returns:
+        A whole number of bytes.
+
+    Raises:
+        PrepError: With code 2, for any other text and for fractions of a byte.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -42,13 +49,13 @@ def _invalid_size_error(text: str, guess: str = "") -> PrepError:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`4.90 GiB`, `56.0 KiB`, `214 MiB`, `17 bytes`: binary units, three digits or so."""
+    """Format as `4.90 GiB`, `56.0 KiB`, `214 MiB` or `17 bytes`: binary units, about three digits."""
     unit = _fitting_unit(nbytes)
     return f"{_in_unit(nbytes, unit)} {unit}" if unit else _count(round(nbytes), "byte")
 
 
 def format_bytes_of(done_nbytes: int, total_nbytes: int) -> str:
-    """`11.15 of 24.24 GiB`: both in the unit that fits the total."""
+    """Format as `11.15 of 24.24 GiB`, both in the unit of the total."""
     unit = _fitting_unit(total_nbytes)
     if not unit:
         return f"{done_nbytes} of {_count(total_nbytes, 'byte')}"
@@ -57,7 +64,7 @@ def format_bytes_of(done_nbytes: int, total_nbytes: int) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """`870 MiB/s`, `1.2 GiB/s`."""
+    """Format as `870 MiB/s` or `1.2 GiB/s`."""
     unit = _fitting_unit(bytes_per_s)
     if not unit:
         return f"{bytes_per_s:.0f} B/s"
@@ -66,7 +73,7 @@ def format_rate(bytes_per_s: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """How long something took: `4.3 s`, `2 min 13 s`, `3 h 05 min`."""
+    """Format as `4.3 s`, `2 min 13 s` or `3 h 05 min`."""
     if seconds < 99.95:
         return f"{seconds:.1f} s"
     if seconds < 3599.5:
@@ -76,14 +83,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Elapsed time as a clock shows it: `0:04`, `12:30`, `1:00:07`."""
+    """Format elapsed time as `0:04`, `12:30` or `1:00:07`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def format_time_left(seconds: float) -> str:
-    """How long something will still take, no more exactly than anyone can know: `15 s left`, `2 min left`."""
+    """Format remaining time with the precision of an estimate: `15 s left`, `2 min left`."""
     if seconds < 99.5:
         return f"{round(seconds)} s left"
     minutes = round(seconds / 60)
@@ -93,7 +100,7 @@ def format_time_left(seconds: float) -> str:
 
 
 def _fitting_unit(nbytes: float) -> str:
-    """The largest binary unit of which there is at least one, once the digits shown are rounded; `` for bytes."""
+    """Return the largest binary unit that shows as at least 1 after rounding; empty for bytes."""
     fitting = [unit for unit, scale in BINARY_UNITS.items() if nbytes >= scale - scale / 2048]
     return fitting[-1] if fitting else ""
 

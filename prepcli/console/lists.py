@@ -1,4 +1,4 @@
-"""Lists in messages: the first names, and how many more there are. Pure."""
+"""Lists of names in messages: the first names, and the number of further ones."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ MAX_NAMES = 20
 
 
 def join_names(
-    names: Iterable[str], total: int | None = None, max_names: int = MAX_NAMES, separator: str = ", "
+    names: Iterable[str], total: int | None = None, *, max_names: int = MAX_NAMES, separator: str = ", "
 ) -> str:
-    """Join the first names and count the rest.
+    """Join the first names and count the remaining ones.
 
     Args:
-        names: Names; no more than `most` of them are taken.
-        total: How many names there are, where `names` is not all of them or has no length.
-        most: How many to show.
-        separator: Between names.
+        names: Names, of which at most `max_names` are read if `total` is set.
+        total: Number of names, if `names` has no length or is incomplete.
+        max_names: Number of names to show.
+        separator: Separator of the names.
+
+    Returns:
+        For example `a, b and 3 more`.
     """
     if total is None:
         names = names if isinstance(names, list | tuple) else [*names]

@@ -1,6 +1,6 @@
-"""What a long task tells the outside, in bytes, and the ways to show it: a bar, lines, JSON objects, nothing.
+"""Progress of long tasks in bytes, and its displays: a bar, lines, JSON objects, or none.
 
-A Progress is told of by one thread at a time. Time comes from the clock that is handed in, so tests need not sleep.
+One thread at a time reports to a Progress. The clock is an argument, so that tests need not sleep.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ BAR_CELLS = 30
 
 
 class Progress(Protocol):
-    """What a long task tells the outside: bytes, never characters."""
+    """Receiver of a long task's progress in bytes."""
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """A task starts; `done_bytes` of its total are there already, from a journal."""
+        """Begin a task; `done_bytes` of its total are durable from an earlier run."""
         ...
 
     def advance(self, written_bytes: int) -> None:
-        """So many more bytes are written."""
+        """Count bytes that were written."""
         ...
 
     def note(self, text: str) -> None:
-        """What is being done now, shown behind the numbers; replaces the note before."""
+        """Show the current step behind the numbers; replaces the last note."""
         ...
 
     def end(self) -> None:
-        """The task is over: complete, or broken off when bytes are missing."""
+        """End the task: it is complete, or interrupted if bytes are missing."""
         ...
 
 
 @dataclass(slots=True)
 class ProgressMeter:
-    """How far a task is: `rate` over all bytes of this run, `eta_s` from the last 30 seconds."""
+    """Bytes, rate and remaining time of a task. The rate is that of this run, the remaining time of the last 30 s."""
 
     task: str
     total_bytes: int
@@ -66,7 +66,7 @@ class ProgressMeter:
         self.samples.append((self.started_s, self.done_bytes))
 
     def advance(self, written_bytes: int) -> float:
-        """Count the bytes; returns the time, so that a caller asks the clock once."""
+        """Count the bytes; return the time, to save the caller a second clock call."""
         now = self.clock()
         self.done_bytes += written_bytes
         if now - self.samples[-1][0] >= SAMPLE_INTERVAL_S:
@@ -77,20 +77,20 @@ class ProgressMeter:
 
     @property
     def percent(self) -> int:
-        """Rounded down, so that 100 means all of it; an empty task is complete."""
+        """Percentage, rounded down so that 100 means complete; an empty task is complete."""
         return 100 * self.done_bytes // self.total_bytes if self.total_bytes else 100
 
     def elapsed_s(self) -> float:
-        """Seconds since the task began."""
+        """Return the seconds since the task began."""
         return self.clock() - self.started_s
 
     def rate(self) -> float | None:
-        """Bytes per second of this run, None until time has passed and bytes were written."""
+        """Return the bytes per second of this run, None before time has passed and bytes were written."""
         took_s, written_bytes = self.elapsed_s(), self.done_bytes - self.resumed_bytes
         return written_bytes / took_s if took_s > 0 and written_bytes > 0 else None
 
     def eta_s(self) -> float | None:
-        """Seconds that are left at the pace of the last 30 s, None where that pace is unknown or zero."""
+        """Return the remaining seconds at the rate of the last 30 s, None if that rate is unknown or zero."""
         then_s, then_bytes = self.samples[0]
         now_s, gained_bytes = self.clock(), self.done_bytes - then_bytes
         if now_s <= then_s or gained_bytes <= 0:
@@ -98,41 +98,41 @@ class ProgressMeter:
         return max(0, self.total_bytes - self.done_bytes) * (now_s - then_s) / gained_bytes
 
     def bytes_and_rate(self) -> str:
-        """`11.15 of 24.24 GiB  870 MiB/s`, without a rate that is not known yet."""
+        """Return for example `11.15 of 24.24 GiB  870 MiB/s`, without the rate while it is unknown."""
         rate = self.rate()
         return format_bytes_of(self.done_bytes, self.total_bytes) + (f"  {format_rate(rate)}" if rate else "")
 
     def status(self, note: str) -> str:
-        """The numbers, the time that is left, and the note."""
+        """Return bytes, rate, remaining time and the note."""
         eta_s = self.eta_s()
-        left = f"  {format_time_left(eta_s)}" if eta_s is not None else ""
-        return self.bytes_and_rate() + left + (f"   {note}" if note else "")
+        remaining = f"  {format_time_left(eta_s)}" if eta_s is not None else ""
+        return self.bytes_and_rate() + remaining + (f"   {note}" if note else "")
 
     def summary(self) -> str:
-        """The numbers and how the task ended: `done in 32.7 s`, or that bytes are missing."""
-        how = "done in" if self.done_bytes >= self.total_bytes else "broken off after"
-        return f"{self.bytes_and_rate()}  {how} {format_duration(self.elapsed_s())}"
+        """Return bytes, rate and duration: `done in 32.7 s`, or `interrupted after 5.0 s`."""
+        ending = "done in" if self.done_bytes >= self.total_bytes else "interrupted after"
+        return f"{self.bytes_and_rate()}  {ending} {format_duration(self.elapsed_s())}"
 
 
 class NullProgress:
-    """Says nothing: the default wherever a Progress is taken."""
+    """A Progress without a display, the default."""
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Nothing."""
+        """Ignore the call."""
 
     def advance(self, written_bytes: int) -> None:
-        """Nothing."""
+        """Ignore the call."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Ignore the call."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Ignore the call."""
 
 
 @dataclass(slots=True)
 class LineProgress:
-    """For logs: a line at the beginning, each 30 s, and at the end."""
+    """Progress for logs: one line at the start, every 30 s, and at the end."""
 
     stream: TextIO
     clock: Clock = time.monotonic
@@ -141,13 +141,13 @@ class LineProgress:
     printed_at_s: float = 0.0
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """The first line; the next one is due in 30 s."""
+        """Print the first line; the next one is due in 30 s."""
         self.meter, self.last_note = ProgressMeter(task, total_bytes, done_bytes, self.clock), ""
         self.printed_at_s = self.meter.started_s
         self._line(self.meter, format_bytes_of(done_bytes, total_bytes))
 
     def advance(self, written_bytes: int) -> None:
-        """A line, if the last one is 30 s old."""
+        """Print a line if the last one is 30 s old."""
         if self.meter is None:
             return
         now = self.meter.advance(written_bytes)
@@ -156,11 +156,11 @@ class LineProgress:
             self._line(self.meter, self.meter.status(self.last_note))
 
     def note(self, text: str) -> None:
-        """Kept for the next line."""
+        """Keep the note for the next line."""
         self.last_note = text
 
     def end(self) -> None:
-        """The last line."""
+        """Print the last line."""
         if self.meter is not None:
             self._line(self.meter, self.meter.summary())
         self.meter = None
@@ -171,7 +171,7 @@ class LineProgress:
 
 @dataclass(slots=True)
 class JsonProgress:
-    """For programs: one object a line, when a task begins, each second, at each note, and when it ends."""
+    """Progress for programs: one JSON object per line at the start, every second, at each note, and at the end."""
 
     stream: TextIO
     clock: Clock = time.monotonic
@@ -179,13 +179,13 @@ class JsonProgress:
     printed_at_s: float = 0.0
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-        """Event `begin`."""
+        """Print the event `begin`."""
         self.meter = ProgressMeter(task, total_bytes, done_bytes, self.clock)
         self.printed_at_s = self.meter.started_s
         self._event(self.meter, "begin")
 
     def advance(self, written_bytes: int) -> None:
-        """Event `progress`, if the last one is old enough."""
+        """Print the event `progress` if the last one is a second old."""
         if self.meter is None:
             return
         now = self.meter.advance(written_bytes)
@@ -194,12 +194,12 @@ class JsonProgress:
             self._event(self.meter, "progress")
 
     def note(self, text: str) -> None:
-        """Event `note`."""
+        """Print the event `note`."""
         if self.meter is not None:
             self._event(self.meter, "note", text=text)
 
     def end(self) -> None:
-        """Event `end`; `done` below `total` says that it was broken off."""
+        """Print the event `end`; an interrupted task has `done` below `total`."""
         if self.meter is not None:
             self._event(self.meter, "end")
         self.meter = None
@@ -217,7 +217,7 @@ class JsonProgress:
 
 @dataclass(slots=True)
 class BarProgress:
-    """For people: one line that is redrawn in place, at most ten times a second."""
+    """Progress for terminals: one line, redrawn in place at most ten times per second."""
 
     stream: TextIO
     clock: Clock = time.monotonic
@@ -237,18 +237,18 @@ class BarProgress:
         self._draw(self.meter, format_bytes_of(done_bytes, total_bytes))
 
     def advance(self, written_bytes: int) -> None:
-        """Redraw, if the last picture is a tenth of a second old."""
+        """Redraw the bar if the last drawing is a tenth of a second old."""
         if self.meter is not None:
             self._redraw_if_due(self.meter, self.meter.advance(written_bytes))
 
     def note(self, text: str) -> None:
-        """Shown behind the numbers as far as the line is wide."""
+        """Show the note behind the numbers, as far as the line is wide."""
         self.last_note = text
         if self.meter is not None:
             self._redraw_if_due(self.meter, self.clock())
 
     def end(self) -> None:
-        """The last picture stays on the screen."""
+        """Draw the bar a last time; it stays on the screen."""
         if self.meter is not None and self.bar is not None:
             complete = self.meter.done_bytes >= self.meter.total_bytes
             clock = f"{self.meter.bytes_and_rate()}  {format_clock(self.meter.elapsed_s())}"
@@ -271,7 +271,7 @@ class BarProgress:
 
 
 def _bar_cells(width: int) -> int:
-    """A short bar where the line is narrow: the numbers matter more."""
+    """Return the width of the bar: short on narrow lines, where the numbers matter more."""
     return BAR_CELLS if width >= 100 else 10
 
 
@@ -294,9 +294,18 @@ def _rich_bar(stream: TextIO) -> RichProgress:
 
 
 def make_progress(mode: Mode, stream: TextIO, clock: Clock = time.monotonic) -> Progress:
-    """The Progress for a mode; `auto` is a bar on a terminal that can redraw a line, and lines anywhere else.
+    """Return the Progress of a mode.
 
-    FORCE_COLOR and its kin make rich believe in terminals that are pipes; only isatty and TERM decide here.
+    `auto` is a bar on a terminal that can redraw a line, otherwise lines. FORCE_COLOR makes rich treat pipes as
+    terminals; only isatty and TERM are used here.
+
+    Args:
+        mode: Value of `--progress`.
+        stream: Stream to print on.
+        clock: Returns the time in seconds.
+
+    Returns:
+        The Progress.
     """
     if mode == "auto":
         redraws = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")

@@ -1,4 +1,4 @@
-"""The standard streams of the process where they are closed, full, or read by nobody."""
+"""Handling of standard streams that may be closed, full or without a reader."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, TextIO
 
 
 class LossyStream:
-    """A text stream that drops what it cannot write: a message that is lost must not stop a conversion."""
+    """A text stream that drops text it cannot write: a lost message must not stop a conversion."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or drop, all of the text."""
+        """Write all of the text, or drop it."""
         with contextlib.suppress(OSError):
             return self._stream.write(text)
         redirect_to_null(self._stream)
         return len(text)
 
     def flush(self) -> None:
-        """Flush; what fails is dropped."""
+        """Flush; drop the text if that fails."""
         try:
             self._stream.flush()
         except OSError:
@@ -35,9 +35,9 @@ class LossyStream:
 
 
 def open_closed_streams() -> None:
-    """Open a stand-in for each standard stream that is closed, so that no output file gets its descriptor.
+    """Open a replacement for each closed standard stream, so that no output file gets its descriptor.
 
-    Writing to the stand-in of stdout fails, because a result would be lost; that of stderr drops messages.
+    Writes to the replacement of stdout fail, because a result would be lost; that of stderr drops messages.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -50,14 +50,14 @@ def open_closed_streams() -> None:
 
 
 def escape_unencodable() -> None:
-    """Have the standard streams escape characters that their encoding lacks."""
+    """Make the standard streams escape characters that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
-    """Write and flush; return the error that lost the text. A reader that has gone away wants no more of it."""
+    """Write and flush; return the error if the text was lost. A closed reader is no error."""
     try:
         stream.write(text)
         stream.flush()
@@ -68,8 +68,8 @@ def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
 
 
 def redirect_to_null(stream: TextIO) -> None:
-    """Send what is written to the stream from now on, and what waits in its buffer, to nowhere."""
-    with contextlib.suppress(OSError, ValueError):  # streams of tests have no descriptor
+    """Discard the stream's buffer and all text written to it from now on."""
+    with contextlib.suppress(OSError, ValueError):  # streams in tests have no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
@@ -77,7 +77,7 @@ def redirect_to_null(stream: TextIO) -> None:
 
 
 def is_reader_gone(stream: TextIO) -> bool:
-    """Whether the stream is a pipe whose reader has closed it."""
+    """Return whether the stream is a pipe whose reader has closed it."""
     poll = select.poll()
     try:
         poll.register(stream.fileno(), 0)

@@ -1,6 +1,6 @@
-"""The one place that prints: results on stdout; notes, warnings, errors and progress on stderr.
+"""Console output: results on stdout; notes, warnings, errors and progress on stderr. No other module prints.
 
-With `--json` stdout carries exactly one object, also on failure. A Ui is made once a command and handed along.
+With `--json` stdout carries exactly one object, also on failure. A command creates one Ui and passes it on.
 """
 
 from __future__ import annotations
@@ -24,24 +24,30 @@ from prepcli.console.progress import Mode, NullProgress, Progress, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush
 from prepcli.errors import FAILED, OK, PrepError
 
-UNESCAPED = "\n\t\u200c\u200d"  # line, tab, and what joins letters or keeps them apart
-QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, nothing, -v: a line a leaf, -vv: a line a slab
+UNESCAPED = "\n\t\u200c\u200d"  # newline, tab, and the zero-width joiners of letters
+QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, default, -v: one line per leaf, -vv: one line per slab
 
-_UNUSUAL = re.compile(r"[^ -~\n\t]")  # what has to be looked at: megabytes of the rest take no time
+_UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
 
 Cell = str | int
-COLUMN_GAP, MIN_CELL_WIDTH = 2, 12  # between columns of a table; what a column of text keeps on a narrow terminal
+COLUMN_GAP, MIN_CELL_WIDTH = 2, 12  # spaces between columns; minimum width of a shortened text column
 
-# What the machine refuses, not prep: a full or read-only disk, missing rights, a broken device
+# Errors of the machine, not of prep: a full or read-only disk, missing permissions, a broken device
 _SYSTEM_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a command found or made.
+    """Result of a command.
 
-    `text` goes to stdout, `fields` into the JSON object, `next_command` is shown as what to do next. A report may carry
-    an error besides its result, as `verify` does: then both are shown and the error's code is the exit code.
+    A report may have an error in addition to its result, as `verify` does: both are shown, and the error's code is
+    the exit code.
+
+    Attributes:
+        text: Text for stdout.
+        fields: Fields of the JSON object.
+        next_command: Suggested next command.
+        error: The error, if there is one.
     """
 
     text: str = ""
@@ -52,7 +58,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Ui:
-    """How one run of a command talks: to which streams, how much, in which form."""
+    """Output of one run of a command: its streams, verbosity and format."""
 
     command: str
     as_json: bool = False
@@ -62,32 +68,32 @@ class Ui:
     err: TextIO = field(default_factory=lambda: cast(TextIO, LossyStream(sys.stderr)))
     clock: Callable[[], float] = time.monotonic
     started_s: float = field(default_factory=time.monotonic)
-    warnings: list[str] = field(default_factory=list)  # kept for the JSON object
+    warnings: list[str] = field(default_factory=list)  # for the JSON object
 
     def note(self, text: str, level: int = NORMAL) -> None:
-        """A line on stderr for those who want this much."""
+        """Print a line on stderr if the verbosity is at least `level`."""
         if self.level >= level:
             self._print_stderr(printable(text))
 
     def warn(self, text: str) -> None:
-        """Something that went another way than asked, but on; part of the JSON object too."""
+        """Print a warning on stderr and add it to the JSON object."""
         self.warnings.append(text)
         if self.level >= NORMAL:
             self._print_stderr(f"{self._colored('warning:', 33)} {printable(text)}")
 
     @property
     def columns(self) -> int | None:
-        """The width of the terminal that results go to; None for a pipe or a file, whose tables are never cut."""
+        """Width of the terminal on stdout; None for a pipe or a file, where tables are never shortened."""
         return shutil.get_terminal_size().columns if self.out.isatty() else None
 
     def progress(self) -> Progress:
-        """The Progress that the user chose; none by default where the user wants quiet."""
+        """Return the Progress of the chosen mode; a silent one with `--quiet` if the mode is `auto`."""
         if self.level <= QUIET and self.progress_mode == "auto":
             return NullProgress()
         return make_progress(self.progress_mode, self.err)
 
     def finish(self, report: Report) -> int:
-        """Show the result, and the error if there is one; returns the exit code."""
+        """Print the result, and the error if there is one; return the exit code."""
         if report.next_command:
             self.note(f"next: {report.next_command}")
         text = json.dumps(self._document(report), allow_nan=False) if self.as_json else printable(report.text)
@@ -98,13 +104,13 @@ class Ui:
         return error.code if error is not None else OK
 
     def fail(self, error: BaseException) -> int:
-        """Show why nothing came of it; returns the exit code. What is not a PrepError is a bug in prep and says so."""
+        """Print an error and return the exit code. Any exception other than PrepError is reported as a bug."""
         if os.environ.get("PREP_TRACEBACK"):
             self._print_stderr("".join(traceback.format_exception(error)).rstrip())
         return self.finish(Report(error=as_prep_error(error)))
 
     def _document(self, report: Report) -> dict[str, object]:
-        """The JSON object: the fields that every command has, around the command's own."""
+        """Return the JSON object: the common fields and the report's fields."""
         common = {"prep": version(), "command": self.command, "ok": report.error is None}
         document = {**common, "seconds": round(self.clock() - self.started_s, 3), **report.fields}
         document["warnings"] = list(self.warnings)
@@ -129,36 +135,36 @@ class Ui:
 
 
 def open_ui(command: str, as_json: bool, quiet: bool, verbose: int, progress: Mode = "auto") -> Ui:
-    """The Ui of a command from its shared options; -q wins over -v."""
+    """Return the Ui for the shared options; `-q` takes precedence over `-v`."""
     return Ui(command, as_json, QUIET if quiet else min(verbose, SLABS), progress)
 
 
 def version() -> str:
-    """The installed version of prep."""
+    """Return the installed version of prep."""
     return metadata.version("prepcli")
 
 
 def stdout_error(error: OSError) -> PrepError:
-    """The error of a result that stdout did not take."""
+    """Return the error for a result that could not be written to stdout."""
     return PrepError("cannot write the result to stdout", error.strerror or str(error))
 
 
 def as_prep_error(error: BaseException) -> PrepError:
-    """The error as it is told to users; the traceback of one that prep did not foresee is saved to a file."""
+    """Return the error in the form that users see. The traceback of an unexpected exception is saved to a file."""
     if isinstance(error, PrepError):
         return error
     if isinstance(error, OSError) and error.errno in _SYSTEM_ERRNOS:
         what = f"cannot use {error.filename}" if error.filename is not None else "the system refused to read or write"
         return PrepError(what, error.strerror or str(error))
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        why = "it holds the process to less than `--memory`, and what Python takes besides"
-        return PrepError("the system has no memory left for this", why, "a smaller `--memory`, or a larger limit")
+        why = "its limit for the process is below `--memory` plus the memory of Python itself"
+        return PrepError("the system is out of memory", why, "a smaller `--memory`, or a larger limit")
     text = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()
     try:
         with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
             file.write(text)
-    except OSError:  # no folder for it
+    except OSError:  # no folder is writable
         return PrepError("this is a bug in prep", line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
     return PrepError("this is a bug in prep", line, f"please report it with {file.name}", FAILED)
 
@@ -166,35 +172,44 @@ def as_prep_error(error: BaseException) -> PrepError:
 def format_table(
     rows: Sequence[Sequence[Cell]], header: Sequence[str], right_aligned: Collection[str] = (), width: int | None = None
 ) -> str:
-    """Plain columns, two spaces apart; integers get commas and stand right, as do the columns named in `right`.
+    """Format rows as columns, two spaces apart.
 
-    Where the lines would be longer than `width`, the texts of the widest columns are shortened in the middle.
+    Integers get thousands separators and are right-aligned.
+
+    Args:
+        rows: The cells of each row.
+        header: Name of each column.
+        right_aligned: Names of further right-aligned columns.
+        width: Width of the lines; the widest text columns are shortened in the middle to fit it.
+
+    Returns:
+        Lines of the table, the header first.
     """
-    shown = [[f"{cell:,}" if isinstance(cell, int) else printable(cell) for cell in row] for row in rows]
-    to_the_right = [
+    cells = [[f"{cell:,}" if isinstance(cell, int) else printable(cell) for cell in row] for row in rows]
+    is_right_aligned = [
         name in right_aligned or (bool(rows) and all(isinstance(row[index], int) for row in rows))
         for index, name in enumerate(header)
     ]
-    widths = [max(len(cell) for cell in column) for column in zip(header, *shown, strict=True)]
+    widths = [max(len(cell) for cell in column) for column in zip(header, *cells, strict=True)]
     if width is not None:
-        widths = _fit_widths(widths, [not is_right for is_right in to_the_right], width)
+        widths = _fit_widths(widths, [not is_right for is_right in is_right_aligned], width)
     lines = [
         "  ".join(
             cell.rjust(width) if is_right else shorten(cell, width).ljust(width)
-            for cell, width, is_right in zip(row, widths, to_the_right, strict=True)
+            for cell, width, is_right in zip(row, widths, is_right_aligned, strict=True)
         ).rstrip()
-        for row in [list(header), *shown]
+        for row in [list(header), *cells]
     ]
     return "\n".join(lines)
 
 
 def _indent(text: str) -> str:
-    """The lines of a reason below one another, beside its label."""
+    """Indent the lines of a reason after the first one to the width of its label."""
     return text.replace("\n", "\n       ")
 
 
 def _fit_widths(widths: Sequence[int], may_shrink: Sequence[bool], total: int) -> list[int]:
-    """Widths of columns that fit a line of `total`, as far as those of text can shrink to LEAST_CELL."""
+    """Return column widths that fit a line of `total`, as far as text columns can shrink to MIN_CELL_WIDTH."""
     fitted = list(widths)
     while sum(fitted) + COLUMN_GAP * (len(fitted) - 1) > total:
         room = {i: width for i, width in enumerate(fitted) if may_shrink[i] and width > MIN_CELL_WIDTH}
@@ -205,7 +220,7 @@ def _fit_widths(widths: Sequence[int], may_shrink: Sequence[bool], total: int) -
 
 
 def shorten(text: str, width: int) -> str:
-    """The text, its middle left out where it is longer than `width`: the ends of names tell them apart."""
+    """Return the text, its middle replaced by an ellipsis if it is longer than `width`; the ends identify a name."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -213,9 +228,11 @@ def shorten(text: str, width: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: names come from strangers' files and must not steer a terminal.
-    Spaces of other scripts, and what joins their letters, steer nothing."""
-    return _UNUSUAL.sub(lambda found: _escape_char(found[0]), text)
+    """Return the text with control characters escaped: names from untrusted files must not control a terminal.
+
+    Spaces and joiners of other scripts are kept.
+    """
+    return _UNUSUAL.sub(lambda match: _escape_char(match[0]), text)
 
 
 def _escape_char(char: str) -> str:
@@ -223,7 +240,7 @@ def _escape_char(char: str) -> str:
 
 
 def _supports_color(stream: TextIO) -> bool:
-    """NO_COLOR wins, then FORCE_COLOR, then whether this is a terminal that knows colours."""
+    """Return whether to use colors: NO_COLOR, then FORCE_COLOR, then whether the stream is a capable terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

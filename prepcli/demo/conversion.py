@@ -1,4 +1,4 @@
-"""The first half of the demo: pad, convert and be killed at it, lay out anew, go back, compare."""
+"""First half of the demo: pad, convert, kill and resume a conversion, reshard, export and compare."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ SAVE_INIT_ARGS = (
     "1,1,1",
     "--memory",
     "32MiB",
-)  # little memory: many small steps to be killed at
-MAX_KILL_TRIES = 5  # a machine may be too fast
+)  # a small budget yields many small steps, and so many moments for a kill
+MAX_KILL_TRIES = 5  # the command may end before it is killed
 
 
 def conversion_steps() -> tuple[DemoStep, ...]:
-    """From an odd vocabulary to 8 devices, and back to where it came from."""
+    """Return the steps from a model with an odd vocabulary to eight devices and back."""
     return (
         DemoStep("make a tiny GPT-Neo", (), _make),
         DemoStep("pad its vocabulary", ("pad-vocab", MODEL, "--multiple", "8"), _pad),
         DemoStep("save an init, kill -9", SAVE_INIT_ARGS, _kill),
-        DemoStep("the same again", SAVE_INIT_ARGS, _resume),
-        DemoStep("one that is not killed", (*SAVE_INIT_ARGS, "--out", UNBROKEN), _compare),
-        DemoStep("lay out for 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
-        DemoStep("go back", ("export", RESHARDED), _export),
-        DemoStep("compare with the start", ("verify", EXPORTED, MODEL), _verify),
+        DemoStep("resume the same command", SAVE_INIT_ARGS, _resume),
+        DemoStep("convert without a kill", (*SAVE_INIT_ARGS, "--out", UNBROKEN), _compare),
+        DemoStep("reshard to 8 devices", ("reshard", INIT, "--mesh", "1,2,4"), _reshard),
+        DemoStep("export to Hugging Face", ("export", RESHARDED), _export),
+        DemoStep("verify against the start", ("verify", EXPORTED, MODEL), _verify),
     )
 
 
@@ -64,30 +64,29 @@ def _make(folder: Path, _: Sequence[str]) -> StepOutcome:
     return StepOutcome(f"{len(VOCABULARY)} words, {len(files)} files", nbytes)
 
 
-def _pad(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words)
-    vocab = found["vocab"]
+def _pad(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args)
+    vocab = report["vocab"]
     check(vocab["true"] == len(VOCABULARY) and vocab["padded"] % 8 == 0, f"the vocabulary became {vocab}")
-    return conversion_outcome(found, f"{vocab['true']} -> {vocab['padded']} rows")
+    return conversion_outcome(report, f"{vocab['true']} -> {vocab['padded']} rows")
 
 
-def _kill(folder: Path, words: Sequence[str]) -> StepOutcome:
-    """Kill the command while the output is partly written; try again if the run was over before it."""
+def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
+    """Kill the command while the output is partly written; try again if the command ended before."""
     unfinished = partial_path(folder / INIT)
     for tries in range(1, MAX_KILL_TRIES + 1):
         remove_output(folder / INIT)
         is_last = tries == MAX_KILL_TRIES
-        if run_and_kill(folder, words, lambda is_last=is_last: _is_midway(unfinished, is_last)) and unfinished.exists():
-            durable, again = _durable_nbytes(unfinished), f" (try {tries}: it was too fast)" if tries > 1 else ""
-            text = (
-                f"killed at {durable / _data_nbytes(unfinished):.0%}, {format_bytes(durable)} durable; no {INIT}{again}"
-            )
+        if run_and_kill(folder, args, lambda is_last=is_last: _is_midway(unfinished, is_last)) and unfinished.exists():
+            durable, retry_note = _durable_nbytes(unfinished), f" (try {tries}: it was too fast)" if tries > 1 else ""
+            share = f"{durable / _data_nbytes(unfinished):.0%}"
+            text = f"killed at {share}, {format_bytes(durable)} durable; no {INIT}{retry_note}"
             return StepOutcome(text, durable)
-    raise PrepError(f"the run was over {MAX_KILL_TRIES} times before it could be killed", "this machine is too fast")
+    raise PrepError(f"the run ended {MAX_KILL_TRIES} times before it could be killed", "this machine is too fast")
 
 
 def _is_midway(unfinished: Path, is_last: bool) -> bool:
-    """Whether first bytes are durable; on the last try, whether the data files exist."""
+    """Return whether some bytes are durable; on the last try, whether the data files exist."""
     return _durable_nbytes(unfinished) > 0 or (is_last and _data_nbytes(unfinished) > 0)
 
 
@@ -100,7 +99,7 @@ def _data_nbytes(unfinished: Path) -> int:
 
 
 def _durable_nbytes(unfinished: Path) -> int:
-    """Return the bytes that the journal promises; its last line may be cut short."""
+    """Return the number of durable bytes in the journal; its last line may be cut short."""
     try:
         lines = (unfinished / WORK_FOLDER / f"{JOURNAL_STEM}.0").read_bytes().split(b"\n")[1:-1]
     except FileNotFoundError:
@@ -109,40 +108,40 @@ def _durable_nbytes(unfinished: Path) -> int:
     return max((json.loads(content)["done"] for content in contents), default=0)
 
 
-def _resume(folder: Path, words: Sequence[str]) -> StepOutcome:
-    promised = _durable_nbytes(partial_path(folder / INIT))
-    found = run_prep(folder, words)
-    resumed, written = found["bytes"]["resumed"], found["bytes"]["written"]
-    check(resumed == promised, f"{promised:,} bytes were durable, it went on from {resumed:,}")
-    return conversion_outcome(found, f"went on from {format_bytes(resumed)} of {format_bytes(resumed + written)}")
+def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
+    durable_nbytes = _durable_nbytes(partial_path(folder / INIT))
+    report = run_prep(folder, args)
+    resumed, written = report["bytes"]["resumed"], report["bytes"]["written"]
+    check(resumed == durable_nbytes, f"{durable_nbytes:,} bytes were durable, but it resumed from {resumed:,}")
+    return conversion_outcome(report, f"resumed from {format_bytes(resumed)} of {format_bytes(resumed + written)}")
 
 
-def _compare(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words)
+def _compare(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args)
     names = [list_files(folder / name) for name in (INIT, UNBROKEN)]
     check(names[0] == names[1], f"{INIT} and {UNBROKEN} have different files")
-    _, differing, unread = filecmp.cmpfiles(folder / INIT, folder / UNBROKEN, names[0], shallow=False)
-    check(not differing and not unread, f"not the same in {INIT}: {', '.join([*differing, *unread])}")
-    return conversion_outcome(found, f"{len(names[0])} files, byte for byte those of the killed one")
+    _, differing, unreadable = filecmp.cmpfiles(folder / INIT, folder / UNBROKEN, names[0], shallow=False)
+    check(not differing and not unreadable, f"different files in {INIT}: {', '.join([*differing, *unreadable])}")
+    return conversion_outcome(report, f"{len(names[0])} files, byte for byte equal to the killed run")
 
 
-def _reshard(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words)
-    return conversion_outcome(found, f"{found['mesh']['from']} -> {found['mesh']['to']}, {found['chunks']} chunks")
+def _reshard(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args)
+    return conversion_outcome(report, f"{report['mesh']['from']} -> {report['mesh']['to']}, {report['chunks']} chunks")
 
 
-def _export(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words)
-    vocab = found["vocab"]
+def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args)
+    vocab = report["vocab"]
     check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
-    return conversion_outcome(found, f"{vocab['written']} rows again")
+    return conversion_outcome(report, f"{vocab['written']} true rows")
 
 
-def _verify(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words)
+def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args)
     before, after = folder / MODEL, folder / EXPORTED
-    kept = filecmp.cmp(before / "tokenizer.json", after / "tokenizer.json", shallow=False)
-    configs = [json.loads((each / "config.json").read_bytes()) for each in (before, after)]
-    check(kept and configs[0] == configs[1], "the settings are not those of the start")
-    nbytes = sum(path.stat().st_size for each in (before, after) for path in each.glob("*.safetensors"))
-    return StepOutcome(f"{found['tensors']} tensors, {found['values']:,} values: 0 bits changed", nbytes)
+    is_tokenizer_equal = filecmp.cmp(before / "tokenizer.json", after / "tokenizer.json", shallow=False)
+    configs = [json.loads((model / "config.json").read_bytes()) for model in (before, after)]
+    check(is_tokenizer_equal and configs[0] == configs[1], "the settings differ from the start")
+    nbytes = sum(path.stat().st_size for model in (before, after) for path in model.glob("*.safetensors"))
+    return StepOutcome(f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes)

@@ -1,4 +1,4 @@
-"""The demo's report: one page that needs nothing but itself."""
+"""Report of the demo: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
 
 
 def write_page(out: Path, steps: Sequence[StepReport]) -> None:
-    """Write the report of a demo in the folder `out`. PrepError where the disk refuses it."""
+    """Write the report of a demo to the folder `out`. PrepError if the disk cannot be written."""
     body = "\n".join(_body(out, steps))
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>prep demo</title>'
@@ -46,8 +46,8 @@ def write_page(out: Path, steps: Sequence[StepReport]) -> None:
 def _body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     yield "<h1>prep demo</h1>"
     yield (
-        "<p>A tiny GPT-Neo with 257 words: padded, converted, laid out for eight devices, taken back, trained; twice"
-        f" killed on the way. All {len(steps)} steps are as they should be.</p>"
+        "<p>A tiny GPT-Neo with 257 words is padded, converted, resharded to eight devices, exported and trained. Two"
+        f" runs are killed and resumed. All {len(steps)} steps passed.</p>"
     )
     yield from _steps_section(steps)
     yield from _loss_section(out, steps)
@@ -68,14 +68,18 @@ def _steps_section(steps: Sequence[StepReport]) -> Iterator[str]:
 
 def _loss_section(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:
     curves = [
-        Curve("not killed", _loss_points(out / UNBROKEN / METRICS_FILE), 7.0),
-        Curve("killed, and gone on", _loss_points(out / KILLED / METRICS_FILE)),
+        Curve("undisturbed", _loss_points(out / UNBROKEN / METRICS_FILE), 7.0),
+        Curve("killed and resumed", _loss_points(out / KILLED / METRICS_FILE)),
     ]
-    marks = [(float(step), "saved") for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
-    how = next((step.result for step in steps if step.step == "train, kill -9"), "")
-    again = next((step.result for step in steps if step.step == "the same again" and "train" in step.command), "")
-    yield "<h2>Training</h2><p>The loss by step. The second run was " + escape(f"{how}; {again}.") + "</p>"
-    yield line_chart(curves, marks, "loss by step")
+    save_marks = [(float(step), "saved") for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
+    kill_result = next((step.result for step in steps if step.step == "train, kill -9"), "")
+    resume_result = next(
+        (step.result for step in steps if step.step == "resume the same command" and "train" in step.command), ""
+    )
+    yield (
+        "<h2>Training</h2><p>The loss by step. The second run: " + escape(f"{kill_result}; {resume_result}.") + "</p>"
+    )
+    yield line_chart(curves, save_marks, title="loss by step")
 
 
 def _loss_points(path: Path) -> list[tuple[float, float]]:
@@ -87,12 +91,12 @@ def _devices_section(out: Path) -> Iterator[str]:
     manifest = read_manifest(out / RESHARDED) or {}
     mesh, shape = parse_mesh(manifest["mesh"]), manifest["leaves"][f"params.{SHOWN_LEAF}"]["shape"]
     boxes = device_boxes(partition_spec([("vocab",), ("embed",)], shape, mesh, DEFAULT_RULES), mesh, shape)
-    what = f"{shape} on mesh {mesh}: which of {mesh.n_devices} devices holds what."
-    yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {what}</p>"
-    yield shard_map_svg(shape, boxes, f"{SHOWN_LEAF} on mesh {mesh}")
+    caption = f"{shape} on mesh {mesh}: the slices that each of {mesh.n_devices} devices holds."
+    yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {caption}</p>"
+    yield shard_map_svg(shape, boxes, title=f"{SHOWN_LEAF} on mesh {mesh}")
 
 
 def _memory_section(steps: Sequence[StepReport]) -> Iterator[str]:
-    found = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
-    yield "<h2>Memory</h2><p>The most that each conversion took on top of its start.</p>"
-    yield bar_chart(found, title="peak memory of each conversion")
+    bars = [Bar(step.step, step.peak, format_bytes(step.peak)) for step in steps if step.peak]
+    yield "<h2>Memory</h2><p>Peak memory of each conversion above its start.</p>"
+    yield bar_chart(bars, title="peak memory of each conversion")

@@ -1,4 +1,4 @@
-"""What a step of the demo is, and how it runs the commands that a user types."""
+"""Steps of the demo, and helpers that run the commands a user types."""
 
 from __future__ import annotations
 
@@ -22,20 +22,30 @@ POLL_EVERY_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step as it went; `command` as a user would type it, in the demo's folder."""
+    """Report of a finished step, as printed with `--json`.
+
+    Attributes:
+        step: Title of the step.
+        command: The command as a user would type it in the demo's folder; empty if there is none.
+        seconds: Duration.
+        bytes: Bytes written.
+        peak: Peak memory in bytes; 0 if the command does not report it.
+        result: Line with the result, or the error.
+        ok: Whether the step succeeded.
+    """
 
     step: str
     command: str
     seconds: float
     bytes: int
-    peak: int  # bytes of memory, 0 where no command told
+    peak: int
     result: str
     ok: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step came to: a line, and bytes that were written and taken at most."""
+    """Outcome of a step: a line for the user, the bytes written, and the peak memory."""
 
     result: str
     nbytes: int
@@ -44,9 +54,13 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DemoStep:
-    """A step to be done: `work` is given the demo's folder and the words of the command; PrepError if it goes wrong.
+    """A step of the demo.
 
-    `variables`: those of the environment that the command line begins with.
+    Attributes:
+        title: Title for the user.
+        args: Arguments of the command; empty if the step runs none.
+        run: Called with the demo's folder and `args`; raises PrepError if the step fails.
+        env: Environment variables of the command.
     """
 
     title: str
@@ -56,31 +70,33 @@ class DemoStep:
 
 
 def prep_argv(args: Sequence[str]) -> list[str]:
-    """The command as a process."""
+    """Return the argument list of a process that runs prep."""
     return [sys.executable, "-P", "-m", "prepcli", *args, "--json", "--quiet"]
 
 
 def offline_environment(**more: str) -> dict[str, str]:
-    """Nothing here needs the network, so nothing may use it."""
+    """Return the environment without network access, which no step needs."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", **more}
 
 
 def run_prep(folder: Path, args: Sequence[str], **variables: str) -> dict[str, Any]:
-    """Run a command in `folder`; its JSON object. PrepError with its message if it fails."""
-    done = subprocess.run(
+    """Run a command in `folder` and return its JSON object. PrepError with its message if it fails."""
+    process = subprocess.run(
         prep_argv(args), cwd=folder, env=offline_environment(**variables), capture_output=True, text=True
     )
     try:
-        found = json.loads(done.stdout)
+        report = json.loads(process.stdout)
     except ValueError:
-        raise PrepError(f"prep {args[0]} ended with {done.returncode}", done.stderr.strip()[-200:]) from None
-    if done.returncode or not found["ok"]:
-        raise PrepError(f"prep {args[0]} ended with {done.returncode}", found["error"]["what"], found["error"]["why"])
-    return found
+        raise PrepError(f"prep {args[0]} ended with {process.returncode}", process.stderr.strip()[-200:]) from None
+    if process.returncode or not report["ok"]:
+        raise PrepError(
+            f"prep {args[0]} ended with {process.returncode}", report["error"]["what"], report["error"]["why"]
+        )
+    return report
 
 
 def run_and_kill(folder: Path, args: Sequence[str], should_kill: Callable[[], bool], **variables: str) -> bool:
-    """Start a command and kill it, by a real SIGKILL, when it is time; False if it was over before."""
+    """Start a command and kill it with SIGKILL when `should_kill` is true; return False if it ended before."""
     process = subprocess.Popen(
         prep_argv(args),
         cwd=folder,
@@ -94,27 +110,27 @@ def run_and_kill(folder: Path, args: Sequence[str], should_kill: Callable[[], bo
             time.sleep(POLL_EVERY_S)
     finally:
         process.kill()
-        _, told = process.communicate()
+        _, stderr = process.communicate()
     if process.returncode > 0:
-        raise PrepError(f"prep {args[0]} ended with {process.returncode}", told.strip()[-200:])
+        raise PrepError(f"prep {args[0]} ended with {process.returncode}", stderr.strip()[-200:])
     return process.returncode == -signal.SIGKILL
 
 
 def check(condition: bool, message: str) -> None:
-    """PrepError unless something is as it should be."""
+    """Raise PrepError with the message unless the condition holds."""
     if not condition:
         raise PrepError(message)
 
 
 def conversion_outcome(report: Mapping[str, Any], result: str) -> StepOutcome:
-    """What a conversion did; PrepError if it took more memory than it was given."""
+    """Return the outcome of a conversion's report. PrepError if it exceeded its memory budget."""
     memory = report["memory"]
     check(memory["peak"] <= memory["budget"], f"it took {format_bytes(memory['peak'])} of memory")
     return StepOutcome(result, report["bytes"]["written"], memory["peak"])
 
 
 def remove_output(out: Path) -> None:
-    """Remove an output, whole or not."""
+    """Remove an output, complete or partial."""
     for folder in (out, partial_path(out)):
         shutil.rmtree(folder, ignore_errors=True)
     if out.is_file():
@@ -122,10 +138,10 @@ def remove_output(out: Path) -> None:
 
 
 def partial_path(out: Path) -> Path:
-    """An output until it is whole."""
+    """Return the path of an output before it is complete."""
     return out.with_name(out.name + ".partial")
 
 
 def list_files(folder: Path) -> list[str]:
-    """Every file below a folder, by its path there."""
+    """Return the relative paths of all files below a folder, sorted."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Pictures for pages, as SVG text: curves, bars, and which device holds what. Nothing is fetched from anywhere."""
+"""Charts as SVG text for self-contained pages: curves, bars, and the devices that hold each slice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLORS = ("#8fb7e8", "#c2410c", "#15803d", "#7c3aed")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points (x, y) in the order of x; a wide one lets a narrow one on top of it be seen."""
+    """Points (x, y) in the order of x. A wide curve stays visible below a narrow one."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -23,7 +23,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A length with a name, and the number as it is read."""
+    """A bar: its name, its length, and the text of its value."""
 
     name: str
     value: float
@@ -31,9 +31,19 @@ class Bar:
 
 
 def line_chart(
-    curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), title: str = "", from_zero: bool = False
+    curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), *, title: str = "", from_zero: bool = False
 ) -> str:
-    """Curves over one pair of axes, which may begin at 0; `marks` are upright lines with a name."""
+    """Draw curves on shared axes.
+
+    Args:
+        curves: The curves.
+        marks: Vertical lines: x and name.
+        title: Title of the chart.
+        from_zero: Whether the axes begin at 0.
+
+    Returns:
+        An `<svg>` element; empty without points.
+    """
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     if not xs:
@@ -51,12 +61,15 @@ def line_chart(
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
+    """Linear scale from values to pixels."""
+
     low: float
     high: float
     first: float
     last: float
 
     def position(self, value: float) -> float:
+        """Return the pixel of a value."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.first + share * (self.last - self.first)
 
@@ -74,8 +87,8 @@ def _mark(x: float, name: str) -> str:
     return line + _text(x, 14, name, "middle")
 
 
-def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, title: str = "") -> str:
-    """A bar for each, and an upright line for a limit."""
+def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, *, title: str = "") -> str:
+    """Draw horizontal bars, and a vertical line for the limit."""
     longest = max([bar.value for bar in bars] + ([limit.value] if limit else []), default=0) or 1
     left, room, height = 200, WIDTH - 300, 24 * len(bars) + 30
     parts = []
@@ -91,8 +104,8 @@ def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, title: str = "") ->
     return _svg(WIDTH, height, parts, title)
 
 
-def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], title: str = "") -> str:
-    """A matrix cut into what devices hold, by number; pointing at a part says its rows and columns."""
+def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], *, title: str = "") -> str:
+    """Draw a matrix cut into the slices that devices hold; the tooltip of a slice shows its rows and columns."""
     width, height = 420, 220
     parts = []
     for rows, columns in dict.fromkeys((box[0], box[1]) for box in boxes):

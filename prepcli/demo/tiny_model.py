@@ -1,4 +1,4 @@
-"""A tiny GPT-Neo as Hugging Face stores it, made on the spot: real names, shapes and settings, random weights."""
+"""A tiny GPT-Neo in Hugging Face format: real names, shapes and settings, with random weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.models.families.gpt_neo import FAMILY
 from trainer.models.parameters import parameter_rows
 
 SEED = 0
-SHARD_NBYTES = 20_000_000  # makes three files
+SHARD_NBYTES = 20_000_000  # yields three files
 STD = 0.02
 
 END_TOKEN, UNKNOWN_TOKEN = "<|endoftext|>", "<unk>"
@@ -32,7 +32,7 @@ WORDS = tuple(
     for begin in "bdfghklmnprstvz"
     for end in ("a", "e", "i", "o", "u", "ai", "ei", "ou", "an", "en", "in", "on", "un", "al", "el", "ol", "ul")
 )
-VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)  # 257: no mesh divides it
+VOCABULARY = (END_TOKEN, UNKNOWN_TOKEN, *WORDS)  # 257 words: an odd size that no mesh divides
 
 CONFIG = {
     "architectures": ["GPTNeoForCausalLM"],
@@ -60,8 +60,14 @@ CONFIG = {
 
 
 def write_tiny_model(folder: Path) -> int:
-    """Write the model into a new folder: weights in three files, settings, a word-level tokenizer. Always the same
-    bytes; returns how many of them are weights."""
+    """Write the model to a new folder: weights in three files, settings, and a word-level tokenizer.
+
+    Args:
+        folder: The folder, which does not exist yet.
+
+    Returns:
+        Bytes of the weights. Each call writes the same files.
+    """
     folder.mkdir()
     layouts = lay_out_files(
         [(name, entries, None) for name, entries in split_into_shards(list(_entries()), SHARD_NBYTES)]
@@ -75,7 +81,7 @@ def write_tiny_model(folder: Path) -> int:
 
 
 def _entries() -> Iterator[LayoutEntry]:
-    """Every tensor that a file holds, by name; the head is the embedding and is not stored again."""
+    """Yield the header entry of each stored tensor, by name; the tied head is not stored."""
     bound = {path: bind_row(row, FAMILY.sizes(CONFIG)) for path, row in parameter_rows(FAMILY, CONFIG).items()}
     del bound[FAMILY.tying.head_leaf]
     shapes = {FAMILY.prefix + name: row.source_shape for row in bound.values() for name, _ in row.tensors()}
@@ -91,7 +97,7 @@ def _write_file(path: Path, layout: SafetensorsLayout) -> None:
 
 
 def _random_values(tensor: FileTensor) -> np.ndarray:
-    """Normal values; those of a norm's scale, which is the only weight of one dim, around 1."""
+    """Return normal values with standard deviation STD; around 1 for a norm's scale, the only weight of one dim."""
     random = np.random.default_rng([SEED, *tensor.name.encode()])
     values = random.standard_normal(tensor.shape, np.float32) * np.float32(STD)
     is_scale = len(tensor.shape) == 1 and tensor.name.endswith(".weight")
@@ -114,7 +120,7 @@ def _settings() -> dict[str, object]:
 
 
 def _tokenizer() -> dict[str, object]:
-    """What `tokenizers` reads: one token a word, and words are what spaces separate."""
+    """Return the tokenizer in the format of `tokenizers`: one token per word, words separated by spaces."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",

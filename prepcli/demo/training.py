@@ -1,4 +1,4 @@
-"""The second half of the demo: train on 8 devices, be killed at it, go on to the same bits, export what was learned."""
+"""Second half of the demo: train on 8 devices, kill and resume a run, and export the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNBROKEN_ARGS = ("train", RECIPE, "--out", UNBROKEN)
 KILLED_ARGS = ("train", RECIPE, "--out", KILLED)
 
 RECIPE_TEXT = f"""\
-# A tiny GPT-Neo learns a language of {len(WORDS)} words, each of which is followed by one of {FOLLOWERS}.
+# A tiny GPT-Neo learns a language of {len(WORDS)} words; {FOLLOWERS} different words may follow each word.
 seed = 1
 mesh = "1,2,4"                # dp, fsdp, mp: 8 devices
 
@@ -47,7 +47,7 @@ seq_length = 32
 holdout = 0.02
 
 [batch]
-size = 8                      # sequences a step
+size = 8                      # sequences per step
 
 [optimizer]
 lr = 6e-4
@@ -66,19 +66,19 @@ every = {SAVE_EVERY}
 
 
 def training_steps() -> tuple[DemoStep, ...]:
-    """From the checkpoint laid out for 8 devices to a Hugging Face folder of what was learned."""
+    """Return the steps from the resharded checkpoint to a Hugging Face folder with the trained model."""
     return (
         DemoStep("write a text and a recipe", (), _write),
         DemoStep("train on 8 devices", UNBROKEN_ARGS, _train, DEVICES),
         DemoStep("train, kill -9", KILLED_ARGS, _kill, DEVICES),
-        DemoStep("the same again", KILLED_ARGS, _resume, DEVICES),
-        DemoStep("export what was learned", ("export", KILLED, "--out", LEARNED), _export),
-        DemoStep("compare with the run", ("verify", LEARNED, KILLED), _verify),
+        DemoStep("resume the same command", KILLED_ARGS, _resume, DEVICES),
+        DemoStep("export the trained model", ("export", KILLED, "--out", LEARNED), _export),
+        DemoStep("verify against the run", ("verify", LEARNED, KILLED), _verify),
     )
 
 
 def _write(folder: Path, _: Sequence[str]) -> StepOutcome:
-    """A language that can be learned: after each word only few may follow."""
+    """Write a text in a learnable language, in which only a few words may follow each word, and a recipe."""
     random = np.random.default_rng(SEED)
     followers = random.integers(0, len(WORDS), (len(WORDS), FOLLOWERS))
     lines = [" ".join(WORDS[word] for word in _sentence(random, followers)) for _ in range(SENTENCES)]
@@ -95,9 +95,9 @@ def _sentence(random: np.random.Generator, followers: np.ndarray) -> Iterator[in
         word = int(followers[word, choice])
 
 
-def _train(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words, **DEVICES)
-    check(found["step"] == STEPS, f"it ended at step {found['step']}")
+def _train(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args, **DEVICES)
+    check(report["step"] == STEPS, f"it ended at step {report['step']}")
     losses = logged_losses(folder, UNBROKEN)
     check(losses[-1] < losses[0] - 1, f"the loss did not fall: {losses[0]:.2f} -> {losses[-1]:.2f}")
     return StepOutcome(
@@ -106,54 +106,55 @@ def _train(folder: Path, words: Sequence[str]) -> StepOutcome:
 
 
 def logged_losses(folder: Path, run: str) -> list[float]:
-    """The loss of every step that a run logged."""
+    """Return the loss of each logged step."""
     from trainer.training.metrics import METRICS_FILE, read_metrics
 
     return [line["loss"] for line in read_metrics(folder / run / METRICS_FILE) if "loss" in line]
 
 
 def _last_step_nbytes(folder: Path, run: str) -> int:
-    last = step_folder(folder / run, saved_steps(folder / run)[-1])
-    return sum((last / name).stat().st_size for name in list_files(last))
+    """Return the bytes of the run's last checkpoint."""
+    last_step = step_folder(folder / run, saved_steps(folder / run)[-1])
+    return sum((last_step / name).stat().st_size for name in list_files(last_step))
 
 
-def _kill(folder: Path, words: Sequence[str]) -> StepOutcome:
-    """After the first checkpoint, a few steps on; the steps since it are lost, and nothing else is."""
+def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
+    """Kill the run a few steps after its first checkpoint; only the steps since the checkpoint are lost."""
     run = folder / KILLED
     remove_output(run)
-    if not run_and_kill(folder, words, lambda: len(logged_losses(folder, KILLED)) > SAVE_EVERY + 2, **DEVICES):
-        raise PrepError("the run was over before it could be killed", "this machine is too fast")
+    if not run_and_kill(folder, args, lambda: len(logged_losses(folder, KILLED)) > SAVE_EVERY + 2, **DEVICES):
+        raise PrepError("the run ended before it could be killed", "this machine is too fast")
     done, saved = len(logged_losses(folder, KILLED)), saved_steps(run)
-    check(bool(saved) and saved[-1] < STEPS, f"the steps that it saved are {saved}")
+    check(bool(saved) and saved[-1] < STEPS, f"the saved steps are {saved}")
     return StepOutcome(f"killed after step {done}, step {saved[-1]} is durable", _last_step_nbytes(folder, KILLED))
 
 
-def _resume(folder: Path, words: Sequence[str]) -> StepOutcome:
+def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:
     saved = saved_steps(folder / KILLED)[-1]
-    found = run_prep(folder, words, **DEVICES)
-    check(found["resumed_at"] == saved, f"it went on from step {found['resumed_at']}, not {saved}")
+    report = run_prep(folder, args, **DEVICES)
+    check(report["resumed_at"] == saved, f"it resumed at step {report['resumed_at']}, not {saved}")
     check(
-        logged_losses(folder, KILLED) == logged_losses(folder, UNBROKEN), "its losses are not those of the unbroken run"
+        logged_losses(folder, KILLED) == logged_losses(folder, UNBROKEN), "its losses differ from the undisturbed run"
     )
-    ours, theirs = (step_folder(folder / run, STEPS) for run in (KILLED, UNBROKEN))
-    names = list_files(ours)
-    check(names == list_files(theirs), "its last step has other files")
-    _, differing, unread = filecmp.cmpfiles(ours, theirs, names, shallow=False)
-    check(not differing and not unread, f"not the same: {', '.join([*differing, *unread])}")
+    resumed_step, unbroken_step = (step_folder(folder / run, STEPS) for run in (KILLED, UNBROKEN))
+    names = list_files(resumed_step)
+    check(names == list_files(unbroken_step), "its last step has different files")
+    _, differing, unreadable = filecmp.cmpfiles(resumed_step, unbroken_step, names, shallow=False)
+    check(not differing and not unreadable, f"different files: {', '.join([*differing, *unreadable])}")
     return StepOutcome(
-        f"went on from step {saved}; step {STEPS} is byte for byte that of the unbroken run",
+        f"resumed at step {saved}; step {STEPS} is byte for byte equal to the undisturbed run",
         _last_step_nbytes(folder, KILLED),
     )
 
 
-def _export(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words)
-    vocab: dict[str, Any] = found["vocab"]
+def _export(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args)
+    vocab: dict[str, Any] = report["vocab"]
     check(vocab["written"] == len(VOCABULARY), f"the vocabulary became {vocab}")
-    return conversion_outcome(found, f"{vocab['written']} rows, ready for transformers")
+    return conversion_outcome(report, f"{vocab['written']} rows, ready for transformers")
 
 
-def _verify(folder: Path, words: Sequence[str]) -> StepOutcome:
-    found = run_prep(folder, words)
+def _verify(folder: Path, args: Sequence[str]) -> StepOutcome:
+    report = run_prep(folder, args)
     nbytes = sum(path.stat().st_size for path in (folder / LEARNED).glob("*.safetensors"))
-    return StepOutcome(f"{found['tensors']} tensors, {found['values']:,} values: 0 bits changed", nbytes)
+    return StepOutcome(f"{report['tensors']} tensors, {report['values']:,} values: 0 bits changed", nbytes)

@@ -1,8 +1,9 @@
-"""Chunks of an output compressed, one after another, once all of them lie raw in its staging folder.
+"""Compression of an output's chunks, one after another, once all raw chunks are in its staging folder.
 
-How long a chunk becomes is only known when it is compressed, so its place cannot be planned; what is written depends on
-the raw bytes and the level alone. A chunk is compressed in pieces: it may be of any size. A line of the journal holds
-the lengths of chunks that are durable, and the digest of their bytes, which a later run reads back before it goes on.
+The length of a compressed chunk is unknown until it is compressed, so its location cannot be planned; the bytes depend
+only on the raw bytes and the level. A chunk is compressed in pieces, because it may be of any size. A line of the
+journal holds the lengths of durable chunks and the digest of their bytes. A later run reads the bytes back before it
+continues.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from prepcli.formats.orbax_write import WrittenChunk
 from prepcli.planning.chunk_placement import FILE_NBYTES
 
 PIECE_NBYTES = 1 << 20
-MARK_NBYTES = 256 << 20  # of raw bytes that are not durable yet
-METHOD, DEFAULT_LEVEL, MAX_LEVEL = "zstd", 1, 19  # the level that Orbax takes; those above ask for much memory
+MARK_NBYTES = 256 << 20  # raw bytes compressed between two marks
+METHOD, DEFAULT_LEVEL, MAX_LEVEL = "zstd", 1, 19  # Orbax compresses with level 1; levels above 19 need much memory
 
 
-_ChunkTable = npt.NDArray[np.int64]  # a row a chunk: file, offset, bytes. Of objects there would be too many
+_ChunkTable = npt.NDArray[np.int64]  # [chunks, 3]: file, offset, bytes. Objects would need too much memory
 
 
 class _ByteRange(NamedTuple):
@@ -46,62 +47,84 @@ class _ByteRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedChunks:
-    """Where the chunks lie now, in the order in which they were given, their files relative to the item, and the size
-    of each."""
+    """Locations of compressed chunks, in the order of the raw chunks.
+
+    Attributes:
+        places: [chunks, 3]: file number, offset and bytes of each chunk.
+        files: Paths of the data files, relative to the item.
+        sizes: Bytes of each data file.
+    """
 
     places: _ChunkTable
     files: tuple[str, ...]
     sizes: tuple[int, ...]
 
     def relocate(self, raw: Iterable[WrittenChunk]) -> Iterator[WrittenChunk]:
-        """The chunks that were given, where they lie now."""
+        """Yield the raw chunks with their compressed locations."""
         for chunk, row in zip(raw, self.places, strict=True):
             file, offset, nbytes = map(int, row)
             yield replace(chunk, file=file, offset=offset, nbytes=nbytes)
 
 
 def parse_compress(text: str | None) -> int | None:
-    """The level that `zstd` or `zstd:LEVEL` names; usage PrepError for anything else."""
+    """Return the level of `zstd` or `zstd:LEVEL`; usage PrepError for any other text."""
     if text is None:
         return None
     method, colon, level = text.partition(":")
     number = int(level) if level.isdecimal() and len(level) < 3 else DEFAULT_LEVEL if not colon else 0
     if method != METHOD or not 1 <= number <= MAX_LEVEL:
-        raise usage_error(f"`--compress {text}` is not understood", f"it takes zstd, or zstd:1 to zstd:{MAX_LEVEL}")
+        raise usage_error(f"`--compress {text}` is invalid", f"valid values are zstd, and zstd:1 to zstd:{MAX_LEVEL}")
     return number
 
 
 def compress_chunks(
     chunks: Iterable[WrittenChunk],
     raw_files: Sequence[Path],
+    *,
     folder: Path,
     journal: Path,
     level: int,
     progress: Progress,
 ) -> CompressedChunks:
-    """Compress raw chunks into data files of the item in `folder`, in the order in which they lie; run again it goes on
-    from what is durable. PrepError where the system does not let it."""
-    given = _chunk_table(chunks)
-    order = _storage_order(given)
+    """Compress raw chunks into data files of an item, in the order of their locations.
+
+    An interrupted run continues from its durable chunks.
+
+    Args:
+        chunks: The raw chunks.
+        raw_files: Paths of the raw data files, by file number.
+        folder: Folder of the item.
+        journal: Path of the journal of durable chunks.
+        level: Compression level of zstd.
+        progress: Receives the number of compressed raw bytes.
+
+    Returns:
+        The compressed locations.
+
+    Raises:
+        PrepError: The system refused to read or write.
+    """
+    table = _chunk_table(chunks)
+    order = _storage_order(table)
     (folder / "d").mkdir(parents=True, exist_ok=True)
-    task = _Compressor(given[order], raw_files, folder, journal, level)
-    total, done = int(given[:, 2].sum()), int(task.chunks[: len(task.lengths), 2].sum())
+    compressor = _Compressor(table[order], raw_files, folder, journal, level)
+    total, done = int(table[:, 2].sum()), int(compressor.chunks[: len(compressor.lengths), 2].sum())
     progress.begin("compress", total, done)
     try:
-        task.run(progress)
+        compressor.run(progress)
     finally:
         progress.end()
-        task.close()
-    places = np.empty_like(given)
-    places[order] = _chunk_places(task.lengths)
+        compressor.close()
+    places = np.empty_like(table)
+    places[order] = _chunk_places(compressor.lengths)
     sizes = np.bincount(places[:, 0], places[:, 2]).astype(np.int64).tolist()
     return CompressedChunks(places, tuple(_data_file_name(number) for number in range(len(sizes))), tuple(sizes))
 
 
 def nbytes_to_compress(chunks: Iterable[WrittenChunk], journal: Path) -> int:
-    """Bytes of the raw chunks that are still to be compressed. PrepError where the journal cannot be read."""
-    given = _chunk_table(chunks)
-    return int(given[_storage_order(given)][sum(len(mark.lengths) for mark in _read_marks(journal)) :, 2].sum())
+    """Return the number of raw bytes still to compress. PrepError if the journal cannot be read."""
+    table = _chunk_table(chunks)
+    return int(table[_storage_order(table)][sum(len(mark.lengths) for mark in _read_marks(journal)) :, 2].sum())
 
 
 def _chunk_table(chunks: Iterable[WrittenChunk]) -> _ChunkTable:
@@ -110,20 +133,22 @@ def _chunk_table(chunks: Iterable[WrittenChunk]) -> _ChunkTable:
 
 
 def _storage_order(table: _ChunkTable) -> npt.NDArray[np.intp]:
-    """The rows in the order in which the chunks lie."""
+    """Return the row numbers in the order of file and offset."""
     return np.lexsort((table[:, 1], table[:, 0]))
 
 
 class _Compressor:
+    """A run that compresses chunks into data files and records them in the journal."""
+
     def __init__(self, chunks: _ChunkTable, raw: Sequence[Path], folder: Path, journal: Path, level: int) -> None:
         self.chunks, self.raw_files, self.folder, self.journal, self.level = chunks, raw, folder, journal, level
         self.lengths = _durable_lengths(journal, folder, len(chunks))
-        self.digest = xxhash.xxh3_128()  # of what was compressed since the last mark
+        self.digest = xxhash.xxh3_128()  # of the bytes compressed since the last mark
         self.out_fd = -1  # the descriptor of the data file that is being written
         self.source = (-1, -1)  # number and descriptor of the raw file that is being read
 
     def run(self, progress: Progress) -> None:
-        """Compress what is left."""
+        """Compress the remaining chunks."""
         marked, unmarked, since_s = len(self.lengths), 0, time.monotonic()
         last = _ByteRange(*map(int, _chunk_places(self.lengths)[-1])) if marked else _ByteRange(0, 0, 0)
         file, offset = last.file, last.offset + last.nbytes
@@ -142,19 +167,19 @@ class _Compressor:
         self._mark(marked)
 
     def _open(self, file: int, nbytes: int) -> None:
-        """Go on with a data file after so many bytes."""
+        """Open a data file for appending after its first `nbytes` bytes."""
         path = self.folder / _data_file_name(file)
         try:
-            before, self.out_fd = self.out_fd, open_no_follow(path, os.O_WRONLY | os.O_CREAT)
-            if before >= 0:
-                os.close(before)
+            previous_fd, self.out_fd = self.out_fd, open_no_follow(path, os.O_WRONLY | os.O_CREAT)
+            if previous_fd >= 0:
+                os.close(previous_fd)
             os.ftruncate(self.out_fd, nbytes)
             os.lseek(self.out_fd, nbytes, os.SEEK_SET)
         except OSError as error:
             raise io_error(path, error) from error
 
     def _compress(self, chunk: _ByteRange, progress: Progress) -> int:
-        import zstandard  # late: most outputs are raw
+        import zstandard  # imported late: most outputs are raw
 
         stream = zstandard.ZstdCompressor(level=self.level).compressobj(size=chunk.nbytes)
         length = 0
@@ -190,7 +215,7 @@ class _Compressor:
         return len(data)
 
     def _mark(self, marked: int) -> int:
-        """What was compressed since becomes durable, and then known to be so; how many chunks are."""
+        """Sync the data file and record the chunks since the last mark; return the number of durable chunks."""
         try:
             os.fdatasync(self.out_fd)
             fd = open_no_follow(self.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -219,25 +244,25 @@ class _Compressor:
 
 
 def _chunk_places(lengths: Sequence[int]) -> _ChunkTable:
-    """Where each chunk lies: a file is closed once it is long enough."""
-    found, file, offset = np.empty((len(lengths), 3), np.int64), 0, 0
-    for at, nbytes in enumerate(lengths):
+    """Return [chunks, 3] file, offset and bytes; a new file begins once the last one exceeds FILE_NBYTES."""
+    places, file, offset = np.empty((len(lengths), 3), np.int64), 0, 0
+    for position, nbytes in enumerate(lengths):
         if offset >= FILE_NBYTES:
             file, offset = file + 1, 0
-        found[at] = file, offset, nbytes
+        places[position] = file, offset, nbytes
         offset += nbytes
-    return found
+    return places
 
 
-def _durable_lengths(journal: Path, folder: Path, most: int) -> list[int]:
-    """The lengths that a journal promises and that the data files hold; the journal is cut off after them."""
+def _durable_lengths(journal: Path, folder: Path, max_chunks: int) -> list[int]:
+    """Return the lengths of the intact chunks in the data files; truncate the journal after them."""
     marks = _read_marks(journal)
     lengths = [length for mark in marks for length in mark.lengths]
     places, count, nbytes = _chunk_places(lengths), 0, 0
     try:
         for mark in marks:
             stop = count + len(mark.lengths)
-            if stop > most or _read_digest(folder, places[count:stop]) != mark.digest:
+            if stop > max_chunks or _read_digest(folder, places[count:stop]) != mark.digest:
                 break
             count, nbytes = stop, nbytes + mark.nbytes
         if journal.exists():
@@ -248,7 +273,7 @@ def _durable_lengths(journal: Path, folder: Path, most: int) -> list[int]:
 
 
 def _read_digest(folder: Path, places: _ChunkTable) -> str:
-    """The digest of compressed chunks as the data files hold them, which may be fewer bytes than there should be."""
+    """Return the digest of compressed chunks in the data files, which may hold fewer bytes than recorded."""
     state = xxhash.xxh3_128()
     for file, offset, nbytes in places.tolist():
         path = folder / _data_file_name(file)
@@ -264,7 +289,7 @@ def _read_digest(folder: Path, places: _ChunkTable) -> str:
 
 
 class _Mark(NamedTuple):
-    """A line of the journal: chunks that became durable together, the digest of their bytes, and the line's length."""
+    """A line of the journal: lengths of chunks that became durable together, their digest, and the line's length."""
 
     lengths: list[int]
     digest: str
@@ -272,7 +297,7 @@ class _Mark(NamedTuple):
 
 
 def _read_marks(journal: Path) -> list[_Mark]:
-    """The whole lines of a journal up to one that is not. PrepError where it cannot be read."""
+    """Return the lines of a journal up to the first damaged one. PrepError if it cannot be read."""
     try:
         lines = read_no_follow(journal).split(b"\n")[:-1]
     except FileNotFoundError:
@@ -296,5 +321,5 @@ def _parse_mark(line: bytes) -> _Mark | None:
 
 
 def _data_file_name(number: int) -> str:
-    """A data file as OCDBT names them."""
+    """Return the name of a data file, in the form that OCDBT uses."""
     return f"d/{hashlib.md5(f'prep packed file {number}'.encode(), usedforsecurity=False).hexdigest()}"

@@ -1,4 +1,4 @@
-"""A Plan carried out: staged, within memory, journalled, checked, and given its name only when it is whole."""
+"""Execute a plan: stage the output, write it within a memory budget, verify it and publish it when it is complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from prepcli.execution.coordination import PATIENCE_S, ConversionTask, WaitOptio
 from prepcli.execution.finalize import data_folder, finalize_output, output_nbytes_to_compress
 from prepcli.execution.integrity import IntegrityChecker
 from prepcli.execution.output_checks import check_data_files, check_unchanged, read_stamps
-from prepcli.execution.resume import StreamReader, find_outdated, verify_marked, zero_gaps
+from prepcli.execution.resume import StreamReader, find_outdated, verify_journal_state, zero_gaps
 from prepcli.execution.signals import note_durable_work
 from prepcli.execution.source_state import SourceState, read_source_state
 from prepcli.execution.staging import Staging, open_staging, remove_work_folder
@@ -46,12 +46,19 @@ ITEM_INDEX_FILES = ("_METADATA", "manifest.ocdbt")
 
 @dataclass(frozen=True, slots=True)
 class ExecuteOptions:
-    """How a plan is carried out; none of this changes a byte of the output.
+    """Options of a plan's execution. None of them changes a byte of the output.
 
-    `share`: this process's among those that write it together; it ends once all are done. With the `workers` - 1 shares
-    after it progress is shown as one; `start` starts them when there is work, `alarm` raises when one of them failed.
-    Others may give no sign of life for `patience_s` before they count as gone. `allow_overflow`: values that are too
-    large for the dtype that they are cast into become infinite.
+    Attributes:
+        out: Path of the output.
+        memory_nbytes: Memory budget of this process.
+        overwrite: Replace an existing output.
+        restart: Drop the durable part of an earlier run.
+        share: Share of this process among the processes that write the output together.
+        num_workers: Number of shares, from `share` on, whose progress is shown as one.
+        start_workers: Starts the worker processes, once there is work for them.
+        check_workers: Raises an error if a worker has failed.
+        patience_s: Seconds without a sign of life before another process counts as missing.
+        allow_overflow: Cast out-of-range values to infinity.
     """
 
     out: Path
@@ -68,8 +75,10 @@ class ExecuteOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """An output that is there: what this process did (nothing if it was there already), with its most memory above the
-    start of the run."""
+    """Result of an execution: the output's path, this process's pipeline result, and its peak memory above the start.
+
+    `already_done` is true if the output existed before; the pipeline result is then empty.
+    """
 
     out: Path
     outcome: PipelineResult
@@ -78,71 +87,91 @@ class ConversionResult:
 
 
 def plan_digest(plan: Plan) -> str:
-    """What tells two plans apart: equal digests mean equal outputs, from sources that are still the same."""
+    """Return the digest of a plan. Equal digests imply equal outputs, given unchanged sources."""
     return "xxh3:" + digest(encode_text(plan).encode())
 
 
 def execute_plan(
     plan: Plan, source: Source, options: ExecuteOptions, progress: Progress, note: Callable[[str], None]
 ) -> ConversionResult:
-    """Carry out a plan, or a share of it and wait for the others; run again after any interruption it goes on from what
-    is durable. Raises PrepError."""
-    spend = make_budget(options.memory_nbytes, min_buffer_nbytes(plan.streams))
-    run = identify_run(plan)
-    if _is_already_done(plan, run, options):
+    """Execute a plan, or one share of it, and wait until the output is published.
+
+    An interrupted run continues from its durable bytes.
+
+    Args:
+        plan: The plan of the whole output.
+        source: The opened source of the plan.
+        options: Output path, memory budget and the share of this process.
+        progress: Receives the number of written bytes.
+        note: Prints a line for the user.
+
+    Returns:
+        The output and the work of this process.
+
+    Raises:
+        PrepError: The source changed, the output exists and may not be replaced, another process failed, or the
+            system refused to read or write.
+    """
+    budget = make_budget(options.memory_nbytes, min_buffer_nbytes(plan.streams))
+    run_identity = identify_run(plan)
+    if _is_already_done(plan, run_identity, options):
         remove_work_folder(options.out)
         return ConversionResult(options.out, PipelineResult(), 0, already_done=True)
-    base_nbytes = anonymous_nbytes()
-    before = read_source_state(plan, source)
+    start_nbytes = anonymous_nbytes()
+    own_source_state = read_source_state(plan, source)
     check_free_space(plan, Staging(options.out).folder)
-    coverage.check(plan, lambda: split_streams(plan.streams, spend.slab_nbytes))
+    coverage.check(plan, lambda: split_streams(plan.streams, budget.slab_nbytes))
     with open_staging(options.out) as stage:
-        division = stage.open(run, options.restart, options.share)
-        if _is_already_done(plan, run, options):  # others were faster
+        division = stage.open(run_identity, options.restart, options.share)
+        if _is_already_done(plan, run_identity, options):  # by the other processes, meanwhile
             stage.discard()
             return ConversionResult(options.out, PipelineResult(), 0, already_done=True)
         task = ConversionTask(
-            plan, run, stage, division, range(options.share.index, options.share.index + options.num_workers)
+            plan, run_identity, stage, division, range(options.share.index, options.share.index + options.num_workers)
         )
         with stage.failures.recording_errors():
-            began = stage.read_or_write_note(source_state.SOURCE_STATE_FILE, {"files": before})["files"]
+            initial_source_state = stage.read_or_write_note(
+                source_state.SOURCE_STATE_FILE, {"files": own_source_state}
+            )["files"]
         mover = _ShareMover(
             task,
             source,
-            initial_source_state=began,
-            own_source_state=before,
-            budget=spend,
+            initial_source_state=initial_source_state,
+            own_source_state=own_source_state,
+            budget=budget,
             allow_overflow=options.allow_overflow,
             progress=progress,
             note=note,
         )
 
-        def move() -> PipelineResult:
+        def move_own_share() -> PipelineResult:
             options.start_workers()
             return mover.move_share(options.share.index)
 
-        waiting = WaitOptions(options.patience_s, options.check_workers, note)
+        wait_options = WaitOptions(options.patience_s, options.check_workers, note)
         with note_durable_work(lambda: _describe_durable(task)):
-            outcome = work_together(task, move, lambda outcome: _check_and_publish(mover, options, outcome), waiting)
-        peak = max(outcome.peak_nbytes, anonymous_nbytes())
+            outcome = work_together(
+                task, move_own_share, lambda outcome: _check_and_publish(mover, options, outcome), wait_options
+            )
+        peak_nbytes = max(outcome.peak_nbytes, anonymous_nbytes())
     remove_work_folder(options.out)
-    return ConversionResult(options.out, outcome, max(0, peak - base_nbytes))
+    return ConversionResult(options.out, outcome, max(0, peak_nbytes - start_nbytes))
 
 
 def _describe_durable(task: ConversionTask) -> str:
-    """What of the output is durable, for the message of a run that was stopped; empty for nothing."""
+    """Describe the durable part of the output, for the message of a stopped run; empty if there is none."""
     done, total = task.team_nbytes()
     return f"{format_bytes(done)} of {format_bytes(total)} are kept in {task.stage.folder.name}" if done else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _ShareMover:
-    """Moves shares of a plan's streams."""
+    """Moves shares of a plan's streams from the source to the data files."""
 
     task: ConversionTask
     source: Source
-    initial_source_state: SourceState  # of the source, when the first process began
-    own_source_state: SourceState  # and when this one did
+    initial_source_state: SourceState  # when the first process began
+    own_source_state: SourceState  # when this process began
     budget: Budget
     allow_overflow: bool
     progress: Progress
@@ -150,16 +179,16 @@ class _ShareMover:
 
     @property
     def files(self) -> list[Path]:
-        """The data files."""
+        """Paths of the data files."""
         return [data_folder(self.task.plan, self.task.stage.folder) / file.path for file in self.task.plan.files]
 
     @property
     def reader(self) -> StreamReader:
-        """Reads the plan's streams back."""
+        """A reader that reads the plan's streams back."""
         return StreamReader(self.task.plan.streams, self.budget, self.progress)
 
     def move_share(self, index: int) -> PipelineResult:
-        """Move the streams of process `index` that no earlier run left whole. Raises PrepError."""
+        """Move the streams of process `index` that no earlier run completed, and return the pipeline's result."""
         task, stage, plan = self.task, self.task.stage, self.task.share_plan(index)
         had_files = any(map(_allocated_nbytes, self.files))
         with open_sink(plan, stage) as sink, open_blobs(self.source.byte_sources, self.budget.cache_nbytes) as files:
@@ -168,7 +197,7 @@ class _ShareMover:
             with task.open_journal(index, self._verify_earlier_run(index)) as journal:
                 outcome = self._run_pipeline(index, files, sink, journal)
                 sink.check_unchanged()
-        digests = {number: outcome.digests[at] for at, number in enumerate(task.shares[index])}
+        digests = {number: outcome.digests[position] for position, number in enumerate(task.shares[index])}
         self.check_source(digests, self.own_source_state)
         return outcome
 
@@ -176,39 +205,47 @@ class _ShareMover:
         task, plan, name = self.task, self.task.share_plan(index), self.task.stage.folder.name
         done, total = task.team_nbytes()
         if done:
-            self.note(f"resuming {name}: {format_bytes(done)} of {format_bytes(total)} are there")
+            self.note(f"resuming {name}: {format_bytes(done)} of {format_bytes(total)} are durable")
         self.progress.begin(plan.command, total, done)
         try:
-            expect = IntegrityChecker(plan, self.source, self.allow_overflow)
-            sums = checksum_recorder(plan, task.stage, index)
-            return pipeline.run(plan.streams, files, sink, self.budget, self.progress, journal, expect.on_digest, sums)
+            integrity = IntegrityChecker(plan, self.source, self.allow_overflow)
+            checksums = checksum_recorder(plan, task.stage, index)
+            return pipeline.run(
+                plan.streams, files, sink, self.budget, self.progress, journal, integrity.on_digest, checksums
+            )
         finally:
             self.progress.end()
 
     def _verify_earlier_run(self, index: int) -> JournalState:
-        """What an earlier run left of a share, read back."""
-        stage, promised = self.task.stage, self.task.durable_part(index, self.task.read_marked(index))
-        if not promised.durable_nbytes:
+        """Read back the durable part of a share, and return its intact part."""
+        stage, durable = self.task.stage, self.task.durable_part(index, self.task.read_journal_state(index))
+        if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE
-        suspect = source_state.touched_files(self.source, self.initial_source_state, self.own_source_state)
-        if suspect:
-            self.note(f"{_join_file_names(suspect)} may have changed since {stage.folder.name} was begun: comparing")
-        found = verify_marked(self.reader, promised, self.files, self.source if suspect else None)
-        bad = len(promised.digests.keys() - found.digests.keys()) + (promised.prefix != found.prefix)
-        if bad:
-            delete_checksums(stage)  # checksums may be of bytes that are written anew
-            self.note(f"{bad} of {len(promised.digests) + 1} tensors in {stage.folder.name} are damaged: written anew")
-        return found
+        touched = source_state.touched_files(self.source, self.initial_source_state, self.own_source_state)
+        if touched:
+            self.note(f"{_join_file_names(touched)} may have changed since {stage.folder.name} was started: comparing")
+        intact = verify_journal_state(self.reader, durable, files=self.files, source=self.source if touched else None)
+        num_damaged = len(durable.digests.keys() - intact.digests.keys()) + (durable.prefix != intact.prefix)
+        if num_damaged:
+            delete_checksums(stage)  # they may be of bytes that are about to be overwritten
+            self.note(
+                f"{num_damaged} of {len(durable.digests) + 1} tensors in {stage.folder.name} are damaged:"
+                " writing them again"
+            )
+        return intact
 
-    def check_source(self, digests: Mapping[int, str], since: SourceState) -> None:
-        """Raise PrepError if streams differ from the source, whose files are read again only if they were touched."""
-        suspect = source_state.touched_files(
-            self.source, since, source_state.read_source_state(self.task.plan, self.source)
+    def check_source(self, digests: Mapping[int, str], baseline: SourceState) -> None:
+        """Raise PrepError if the source no longer holds the bytes that were read.
+
+        Files are read again only if their inode or change time differs from `baseline`.
+        """
+        touched = source_state.touched_files(
+            self.source, baseline, source_state.read_source_state(self.task.plan, self.source)
         )
-        if suspect:
-            self.note(f"{_join_file_names(suspect)} may have changed while it was read: comparing")
+        if touched:
+            self.note(f"{_join_file_names(touched)} may have changed while it was read: comparing")
             if find_outdated(self.reader, digests, self.source):
-                raise source_state.source_changed_error(suspect, self.source)
+                raise source_state.source_changed_error(touched, self.source)
 
 
 def _join_file_names(paths: Sequence[Path]) -> str:
@@ -216,33 +253,35 @@ def _join_file_names(paths: Sequence[Path]) -> str:
 
 
 def _check_and_publish(mover: _ShareMover, options: ExecuteOptions, outcome: PipelineResult) -> None:
-    """Check and publish the output, whose shares all processes at work have moved."""
+    """Verify and publish the output, after all running processes have moved their shares."""
     task, plan, stage = mover.task, mover.task.plan, mover.task.stage
-    for index in task.unverified_shares():  # of processes that ended before this one began
+    for index in task.unverified_shares():  # of processes that ended before this one started
         mover.move_share(index)
     outcome = replace(outcome, digests=task.empty_digests | task.durable_digests())
-    since = (
-        mover.initial_source_state if options.share.count > 1 else mover.own_source_state
-    )  # others may have read at other times
-    mover.check_source(outcome.digests, since)
-    check_data_files(plan, mover.files, outcome.digests, mover.reader)
-    written = read_stamps(mover.files)
+    # with several processes, each read the source at another time
+    baseline = mover.initial_source_state if options.share.count > 1 else mover.own_source_state
+    mover.check_source(outcome.digests, baseline)
+    check_data_files(plan, mover.files, digests=outcome.digests, reader=mover.reader)
+    stamps = read_stamps(mover.files)
     finalize_output(plan, stage, task.run_identity, outcome, mover.progress)
-    check_unchanged(written)
-    _check_replaceable(options.out)  # it may have come to be meanwhile
+    check_unchanged(stamps)
+    _check_replaceable(options.out)  # another program may have created it meanwhile
     stage.publish(options.overwrite)
 
 
 def identify_run(plan: Plan) -> dict[str, object]:
-    """What an output is asked for by: two runs that say the same of it write the same bytes."""
-    facts = digest(encode_text(plan.source_files).encode())
-    return {"request": plan.request, "source": facts, "plan": plan_digest(plan), "prep": version()}
+    """Return the identity of a run. Runs with equal identities write equal bytes."""
+    source_digest = digest(encode_text(plan.source_files).encode())
+    return {"request": plan.request, "source": source_digest, "plan": plan_digest(plan), "prep": version()}
 
 
 def _is_already_done(plan: Plan, run_identity: dict[str, object], options: ExecuteOptions) -> bool:
-    """Whether the output is there; PrepError if something else is, and may not be replaced.
+    """Return whether the requested output exists.
 
-    One of several processes may come when the others are done: what they made is never taken for an older output.
+    With several processes, a process that joins late never replaces the output of its peers.
+
+    Raises:
+        PrepError: The path holds something else, and `overwrite` is not set.
     """
     out = options.out
     if not os.path.lexists(out):
@@ -254,42 +293,44 @@ def _is_already_done(plan: Plan, run_identity: dict[str, object], options: Execu
         if options.overwrite:
             return False
         raise
-    same = manifest is not None and manifest["plan"] == run_identity["plan"]
-    whole = same and _is_complete(plan, out, manifest or {})
-    if whole and (options.share.count > 1 or not (options.restart or options.overwrite)):
+    is_same_plan = manifest is not None and manifest["plan"] == run_identity["plan"]
+    is_complete = is_same_plan and _is_complete(plan, out, manifest or {})
+    if is_complete and (options.share.count > 1 or not (options.restart or options.overwrite)):
         return True
     if options.overwrite:
         return False
     hint = "`--out NAME` or `--overwrite`"
-    if same:
-        raise PrepError(f"{out} exists", "it was made by this request" if whole else "but its files are damaged", hint)
+    if is_same_plan:
+        raise PrepError(
+            f"{out} exists", "it was made by this request" if is_complete else "but its files are damaged", hint
+        )
     raise PrepError(f"{out} exists and is something else", _describe_origin(manifest, plan), hint)
 
 
 def _check_replaceable(out: Path) -> None:
-    """PrepError where something has the name that is no output of prep's, be it damaged, nor an empty folder."""
+    """Raise PrepError if the path is neither free, nor an empty folder, nor an output of prep."""
     try:
-        names = os.listdir(out)  # opened once: another process may be giving the name to its successor
+        names = os.listdir(out)  # a single call: another process may be replacing the output
     except FileNotFoundError:
-        ours = not out.is_symlink()
+        is_replaceable = not out.is_symlink()
     except NotADirectoryError:
-        ours = False
+        is_replaceable = False
     except OSError as error:
         raise io_error(out, error) from error
     else:
-        ours = not names or MANIFEST_FILE in names
-    if not ours:
+        is_replaceable = not names or MANIFEST_FILE in names
+    if not is_replaceable:
         raise foreign_output_error(str(out))
 
 
 def _is_complete(plan: Plan, out: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether all files of an output are there, those that are large with their size."""
+    """Return whether all files of an output exist and the data files have their sizes."""
     folder = out / plan.item
-    files = manifest.get("packed", {}) if plan.zstd_level else {file.path: file.size for file in plan.files}
-    small = [file.path for file in plan.small_files] + ([*ITEM_INDEX_FILES] if plan.leaves else [])
-    sizes = all(_has_size(folder / path, size) for path, size in files.items())
-    summed = "checksums" not in manifest or (out / CHECKSUMS_FILE).is_file()
-    return sizes and summed and all((folder / path).is_file() for path in small)
+    sizes_by_path = manifest.get("packed", {}) if plan.zstd_level else {file.path: file.size for file in plan.files}
+    small_files = [file.path for file in plan.small_files] + ([*ITEM_INDEX_FILES] if plan.leaves else [])
+    have_sizes = all(_has_size(folder / path, size) for path, size in sizes_by_path.items())
+    has_checksums = "checksums" not in manifest or (out / CHECKSUMS_FILE).is_file()
+    return have_sizes and has_checksums and all((folder / path).is_file() for path in small_files)
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -306,7 +347,7 @@ def _describe_origin(manifest: Mapping[str, Any] | None, plan: Plan) -> str:
 
 @contextlib.contextmanager
 def open_sink(plan: Plan, stage: Staging) -> Iterator[Files]:
-    """The output's data files, made with their size and head. PrepError for links among them."""
+    """Create the output's data files with their sizes and headers. PrepError for symbolic links among them."""
     check_no_symlinks(stage.folder)
     paths = [data_folder(plan, stage.folder) / file.path for file in plan.files]
     for folder in {path.parent for path in paths}:
@@ -320,17 +361,17 @@ def open_sink(plan: Plan, stage: Staging) -> Iterator[Files]:
 
 
 def check_free_space(plan: Plan, folder: Path) -> None:
-    """Raise PrepError if the disk has no room for what is still to be written to a folder, which need not exist."""
-    needed = sum(file.size - _allocated_nbytes(data_folder(plan, folder) / file.path) for file in plan.files)
-    needed += output_nbytes_to_compress(plan, folder)  # which is there raw and compressed until it is whole
+    """Raise PrepError if the disk has no room for the remaining bytes. `folder` need not exist."""
+    needed_nbytes = sum(file.size - _allocated_nbytes(data_folder(plan, folder) / file.path) for file in plan.files)
+    needed_nbytes += output_nbytes_to_compress(plan, folder)  # chunks are on disk both raw and compressed until the end
     usage = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir()))
-    if needed > usage.free:
-        why = f"needs {format_bytes(needed)}, its disk has {format_bytes(usage.free)} free"
+    if needed_nbytes > usage.free:
+        why = f"needs {format_bytes(needed_nbytes)}, its disk has {format_bytes(usage.free)} free"
         raise PrepError(f"not enough room for {folder.name.removesuffix('.partial')}", why, "`--out` on another disk")
 
 
 def _allocated_nbytes(path: Path) -> int:
-    """Bytes of the disk that a file has, if it is there."""
+    """Return the size of the file on disk; 0 if it does not exist."""
     try:
         return path.stat().st_blocks * 512
     except OSError:

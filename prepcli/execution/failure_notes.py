@@ -1,7 +1,7 @@
-"""Failure notes: how a process that fails tells the processes that share its work, also those that join later.
+"""Failure notes: a process that fails reports it to the processes that share its work, also to ones that join later.
 
-`failed.I` says why process I failed. It stays until process I joins again. `heard.J` lists the notes that were there
-when process J last ended. To process J, a note of process I is
+`failed.I` says why process I failed. It stays until process I joins again. `heard.J` lists the notes that existed when
+process J last ended. To process J, a note of process I is
 
 - `NEW` if it was written after J joined: a failure of this attempt;
 - `OLD` if `heard.J` lists it: a failure of an earlier attempt, which J has reported already;
@@ -24,11 +24,11 @@ from prepcli.errors import PrepError
 from prepcli.planning.shares import Share
 
 FAILED_STEM, HEARD_STEM = "failed", "heard"
-MAX_NOTE_NBYTES = 1 << 16  # of a note
+MAX_NOTE_NBYTES = 1 << 16
 
 
 class FailureAge(Enum):
-    """When a failure happened, as far as a process can tell."""
+    """Age of a failure, as far as a process can determine it."""
 
     NEW = "new"
     UNSURE = "unsure"
@@ -37,7 +37,7 @@ class FailureAge(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why another process failed, and when."""
+    """Failure of another process: the error and its age."""
 
     error: PrepError
     age: FailureAge
@@ -47,7 +47,7 @@ class FailureNotes:
     """The failure notes in a folder, as one process of a plan sees them from the moment it joins."""
 
     def __init__(self, folder: Path, plan: str, share: Share) -> None:
-        """Withdraw this process's own note, and remember the others that are there. Raises OSError."""
+        """Delete this process's own note, and remember the existing notes. Raises OSError."""
         self._folder, self._share = folder, share
         self._identity = {"plan": plan, "count": share.count}
         (folder / f"{FAILED_STEM}.{share.index}").unlink(missing_ok=True)
@@ -57,7 +57,7 @@ class FailureNotes:
         self.joined_at_s = time.monotonic()
 
     def find(self, index: int) -> Failure | None:
-        """The failure of process `index`, if it left a note about this plan."""
+        """Return the failure of process `index`, None if it left no note about this plan."""
         name = f"{FAILED_STEM}.{index}"
         note = _read_note(self._folder / name)
         if note is None or (error := self._to_error(note, index)) is None:
@@ -68,7 +68,7 @@ class FailureNotes:
 
     @contextlib.contextmanager
     def recording_errors(self) -> Iterator[None]:
-        """Leave a note if the block raises. A process that was stopped leaves none: it is expected back."""
+        """Write a note if the block raises. A stopped process writes none: it is expected to return."""
         try:
             yield
         except Exception as error:
@@ -76,7 +76,7 @@ class FailureNotes:
             raise
 
     def record_heard(self) -> None:
-        """Record which notes are there when this process ends, whether or not it reported them."""
+        """Record the notes that exist when this process ends, whether or not it reported them."""
         if stamps := self._stamps():
             with contextlib.suppress(OSError):
                 _write_note(self._folder / f"{HEARD_STEM}.{self._share.index}", {**stamps})
@@ -84,8 +84,8 @@ class FailureNotes:
     def _write_failure(self, error: Exception) -> None:
         if self._share.count == 1:
             return
-        told = error if isinstance(error, PrepError) else PrepError(f"{type(error).__name__}: {error}")
-        content = {**self._identity, "what": told.what, "why": told.why, "hint": told.hint}
+        prep_error = error if isinstance(error, PrepError) else PrepError(f"{type(error).__name__}: {error}")
+        content = {**self._identity, "what": prep_error.what, "why": prep_error.why, "hint": prep_error.hint}
         path = self._folder / f"{FAILED_STEM}.{self._share.index}"
         try:
             _write_note(path, content)
@@ -94,48 +94,50 @@ class FailureNotes:
                 os.close(_create_file(path))
 
     def _to_error(self, note: _Note, index: int) -> PrepError | None:
-        found = note.content
-        if not isinstance(found, dict):
-            return PrepError(f"process {index} failed", "it could not say why: see its own output")
-        if any(found.get(key) != value for key, value in self._identity.items()):
+        content = note.content
+        if not isinstance(content, dict):
+            return PrepError(f"process {index} failed", "its note is damaged: see the output of that process")
+        if any(content.get(key) != value for key, value in self._identity.items()):
             return None
-        return PrepError(f"process {index} failed: {found.get('what')}", str(found.get("why")), str(found.get("hint")))
+        return PrepError(
+            f"process {index} failed: {content.get('what')}", str(content.get("why")), str(content.get("hint"))
+        )
 
     def _stamps(self) -> dict[str, str]:
-        """What tells each note from earlier and later ones of the same process."""
-        own = f"{FAILED_STEM}.{self._share.index}"
-        found = {path.name: _read_note(path) for path in self._folder.glob(f"{FAILED_STEM}.*") if path.name != own}
-        return {name: note.stamp for name, note in found.items() if note is not None}
+        """Return a stamp of each note, unique among all notes of the same process."""
+        own_name = f"{FAILED_STEM}.{self._share.index}"
+        notes = {path.name: _read_note(path) for path in self._folder.glob(f"{FAILED_STEM}.*") if path.name != own_name}
+        return {name: note.stamp for name, note in notes.items() if note is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A JSON file as it was read: None as content where that is damaged."""
+    """A JSON file with its stamp; `content` is None if it is damaged."""
 
     stamp: str
     content: Any
 
 
 def _read_note(path: Path) -> _Note | None:
-    """A note; None where there is none."""
+    """Return a note, None if it does not exist."""
     try:
         with path.open("rb") as file:
-            found, data = os.fstat(file.fileno()), file.read(MAX_NOTE_NBYTES)
+            file_stat, data = os.fstat(file.fileno()), file.read(MAX_NOTE_NBYTES)
     except OSError:
         return None
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
         content = None
-    return _Note(f"{found.st_ino}.{found.st_mtime_ns}", content)
+    return _Note(f"{file_stat.st_ino}.{file_stat.st_mtime_ns}", content)
 
 
 def _write_note(path: Path, content: dict[str, str | int]) -> None:
-    """Write a file that others see whole or not at all."""
-    fresh = path.with_name(f"new.{path.name}")
-    with open(_create_file(fresh), "w") as file:
+    """Write a file that other processes see completely or not at all."""
+    new_path = path.with_name(f"new.{path.name}")
+    with open(_create_file(new_path), "w") as file:
         json.dump(content, file)
-    os.replace(fresh, path)
+    os.replace(new_path, path)
 
 
 def _create_file(path: Path) -> int:

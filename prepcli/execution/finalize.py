@@ -1,4 +1,4 @@
-"""What ends an output once its tensors are there: chunks compressed, where asked for, index, settings, manifest."""
+"""Finish an output whose tensors are written: compressed chunks, index, settings, checksums and manifest."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ from prepcli.planning.plan import OutputLeaf, Plan, SmallFile
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-RAW_FOLDER, COMPRESS_JOURNAL = (
-    "raw",
-    "packed",
-)  # of an output that is compressed, while it is made: its chunks, and how far they are
+RAW_FOLDER, COMPRESS_JOURNAL = "raw", "packed"  # in the work folder of an output whose chunks are compressed
 
 
 def data_folder(plan: Plan, folder: Path) -> Path:
-    """Where the data files are written: to be compressed from there, or where they stay."""
+    """Return the folder of the data files. Chunks are first written to a work folder if they will be compressed."""
     return folder / WORK_FOLDER / RAW_FOLDER if plan.zstd_level else folder / plan.item
 
 
@@ -43,26 +40,39 @@ def finalize_output(
     outcome: PipelineResult,
     progress: Progress | None = None,
 ) -> None:
-    """Write what is not tensors: chunks compressed, if they are to be, then index, settings, manifest."""
+    """Write all files except the data files: compressed chunks, index, settings, checksums and manifest.
+
+    Args:
+        plan: The plan of the output.
+        stage: The staging folder, whose data files are complete.
+        run_identity: Keys of the manifest that identify the run.
+        outcome: Digests of all streams.
+        progress: Receives the number of compressed bytes.
+
+    Raises:
+        PrepError: The system refused to read or write.
+    """
     folder = stage.folder / plan.item
-    check_no_symlinks(stage.folder)  # of the folders: files are opened without following one
-    packed = _compress_output(plan, stage, progress or NullProgress()) if plan.zstd_level else None
+    check_no_symlinks(stage.folder)  # in the folders' names; files are opened without following links
+    compressed = _compress_output(plan, stage, progress or NullProgress()) if plan.zstd_level else None
     try:
         if plan.leaves:
-            metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk_shape) for x in plan.leaves]
-            names = packed.files if packed else [file.path for file in plan.files]
-            chunks = packed.relocate(_raw_chunks(plan.leaves)) if packed else _raw_chunks(plan.leaves)
-            write_item_metadata(folder, metas, chunks, names, now_ns=newest_source_ns(plan), zstd_level=plan.zstd_level)
+            array_metas = [ArrayMeta(x.path, x.grid.shape, x.dtype, x.grid.chunk_shape) for x in plan.leaves]
+            names = compressed.files if compressed else [file.path for file in plan.files]
+            chunks = compressed.relocate(_raw_chunks(plan.leaves)) if compressed else _raw_chunks(plan.leaves)
+            write_item_metadata(
+                folder, array_metas, chunks, names, now_ns=newest_source_ns(plan), zstd_level=plan.zstd_level
+            )
         if plan.item:
             write_step_metadata(stage.folder, plan.item, newest_source_ns(plan))
         for file in plan.small_files:
             _write_small_file(file, folder / file.path)
-        said: dict[str, Any] = {"packed": dict(zip(packed.files, packed.sizes))} if packed else {}
+        extra_fields: dict[str, Any] = {"packed": dict(zip(compressed.files, compressed.sizes))} if compressed else {}
         if plan.leaves:
-            raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-            said["checksums"] = write_checksums(stage.folder, collect_checksums(plan, stage, raw))
+            data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+            extra_fields["checksums"] = write_checksums(stage.folder, collect_checksums(plan, stage, data_files))
         write_no_follow(
-            stage.folder / MANIFEST_FILE, encode_manifest(_build_manifest(plan, run_identity, outcome) | said)
+            stage.folder / MANIFEST_FILE, encode_manifest(_build_manifest(plan, run_identity, outcome) | extra_fields)
         )
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error
@@ -81,29 +91,36 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
 
 
 def _open_without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)  # a real path, unless somebody has replaced it since
+    return os.open(path, flags | os.O_NOFOLLOW)  # the path was resolved: a link there is a later replacement
 
 
 def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:
-    raw = [data_folder(plan, stage.folder) / file.path for file in plan.files]
+    data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
     folder, journal = stage.folder / plan.item, stage.folder / WORK_FOLDER / COMPRESS_JOURNAL
-    return compress_chunks(_raw_chunks(plan.leaves), raw, folder, journal, plan.zstd_level or 0, progress)
+    return compress_chunks(
+        _raw_chunks(plan.leaves),
+        data_files,
+        folder=folder,
+        journal=journal,
+        level=plan.zstd_level or 0,
+        progress=progress,
+    )
 
 
 def newest_source_ns(plan: Plan) -> int:
-    """The time that the output's metadata carry: that of the source, so that two runs write the same bytes."""
-    return max((0, *(fact.mtime_ns for fact in plan.source_files)))  # metadata have no time before 1970
+    """Return the time stamp for the output's metadata, that of the source, so that equal runs write equal bytes."""
+    return max((0, *(fact.mtime_ns for fact in plan.source_files)))  # metadata cannot hold times before 1970
 
 
 def output_nbytes_to_compress(plan: Plan, folder: Path) -> int:
-    """Bytes of an output that are still to be compressed."""
+    """Return the number of bytes still to compress."""
     return (
         nbytes_to_compress(_raw_chunks(plan.leaves), folder / WORK_FOLDER / COMPRESS_JOURNAL) if plan.zstd_level else 0
     )
 
 
 def _raw_chunks(leaves: tuple[OutputLeaf, ...]) -> Iterator[WrittenChunk]:
-    """Every chunk where it was written, in no order."""
+    """Yield each chunk with its raw location, in no particular order."""
     for number, leaf in enumerate(leaves):
         for box in leaf.placed_chunks:
             for index in box.indices():
@@ -127,21 +144,21 @@ def _build_manifest(plan: Plan, run_identity: dict[str, object], outcome: Pipeli
 
 
 def _tensor_records(plan: Plan, outcome: PipelineResult) -> dict[str, Any]:
-    """Every tensor that was written, with the rows it has there, and digests of them in pieces where it has padding.
+    """Return the manifest's records of the written tensors: shape, dtype and digests by row range.
 
-    Those of a training state are apart: by slot, and what stands alone.
+    Records of a training state are grouped by slot; leaves outside of slots are under `others`.
     """
     tensors: dict[str, Any] = {}
     slots: dict[str, dict[str, Any]] = {}
-    others: dict[str, Any] = {}
+    unslotted: dict[str, Any] = {}
     for number, stream in enumerate(plan.streams):
         if stream.writes:
             slot = split_name(stream.name)[0] if plan.item else PARAMS
-            shown = plan.display_names.get(stream.name, stream.name)
-            name = shown.removeprefix(qualify(slot, "")) if slot else shown
-            held = tensors if slot == PARAMS else slots.setdefault(slot, {}) if slot else others
-            record = held.setdefault(name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []})
+            display_name = plan.display_names.get(stream.name, stream.name)
+            name = display_name.removeprefix(qualify(slot, "")) if slot else display_name
+            records = tensors if slot == PARAMS else slots.setdefault(slot, {}) if slot else unslotted
+            record = records.setdefault(name, {"dtype": stream.written_dtype, "shape": stream.shape, "digests": []})
             record["digests"].append([*stream.rows, parse_stream_digest(outcome.digests[number]).written])
             if stream.shape:
                 record["shape"] = (stream.rows[1], *stream.shape[1:])
-    return {"tensors": tensors, **({"slots": slots, "others": others} if plan.item else {})}
+    return {"tensors": tensors, **({"slots": slots, "others": unslotted} if plan.item else {})}

@@ -1,4 +1,4 @@
-"""A finished export, uploaded to the hub in one commit: until that is made, nobody sees any of it."""
+"""Upload of a finished export to the Hugging Face hub in one commit; no file is visible before the commit."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 _REPO_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _REVISION_PATTERN = re.compile(r"[A-Za-z0-9][\w./-]*", re.ASCII)
-_WEIGHT_FILE_PATTERNS = tuple(  # of each format: a file, one of several, and the index of these
+_WEIGHT_FILE_PATTERNS = tuple(  # for each format: a single file, one of several files, and their index
     re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}|{stem}\.{suffix}\.index\.json")
     for stem, suffix in (("model", "safetensors"), ("flax_model", "msgpack"))
 )
-_RETRY_HINT = "run the same command again: what is uploaded is not uploaded twice"
+_RETRY_HINT = "run the same command again: uploaded files are not sent again"
 
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """A repository, the branch in it that gets the commit, and whether nobody else may see it."""
+    """A repository, the branch of the commit (None: main), and whether a new repository is private."""
 
     repo: str
     revision: str | None = None
@@ -47,52 +47,72 @@ class PushTarget:
 
 
 def parse_push_target(text: str, private: bool) -> PushTarget:
-    """`OWNER/NAME` or `OWNER/NAME@BRANCH`; a usage PrepError for what is neither."""
-    repo, at, revision = text.partition("@")
+    """Parse `OWNER/NAME` or `OWNER/NAME@BRANCH`; usage PrepError for any other text."""
+    repo, separator, revision = text.partition("@")
     if not _REPO_PATTERN.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
-        raise usage_error(f"`--push {text}` names no repository", "it has the form OWNER/NAME or OWNER/NAME@BRANCH")
-    if at and (not _REVISION_PATTERN.fullmatch(revision) or ".." in revision or revision.endswith(("/", ".", ".lock"))):
-        raise usage_error(f"`--push {text}` names no branch", f"`{revision}` cannot be the name of one")
+        raise usage_error(f"`--push {text}` is invalid", "it has the form OWNER/NAME or OWNER/NAME@BRANCH")
+    if separator and (
+        not _REVISION_PATTERN.fullmatch(revision) or ".." in revision or revision.endswith(("/", ".", ".lock"))
+    ):
+        raise usage_error(f"`--push {text}` is invalid", f"`{revision}` is not a valid branch name")
     return PushTarget(repo, revision or None, private)
 
 
-def check_push(target: PushTarget, patience: RetryPolicy = DEFAULT_RETRY_POLICY) -> None:
-    """Raise what would make an upload fail, as far as it is known before there is anything to upload: no token, no
-    network, a repository that is public although it should not be."""
+def check_push(target: PushTarget, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY) -> None:
+    """Check that an upload can succeed, before the export is created.
+
+    Args:
+        target: Repository and branch.
+        retry_policy: How long to wait for answers of the hub.
+
+    Raises:
+        PrepError: There is no token or no network, or the repository is public and should be private.
+    """
     _set_variables()
-    install_retrying_client(patience)
+    install_retrying_client(retry_policy)
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
     if HF_HUB_OFFLINE:
-        raise PrepError(f"cannot push to {target.repo}", "HF_HUB_OFFLINE asks for no network")
+        raise PrepError(f"cannot push to {target.repo}", "HF_HUB_OFFLINE is set")
     with _hub_errors(target):
         try:
             HfApi().whoami()
         except LocalTokenNotFoundError:
-            why = "there is no token: the hub would not know who you are"
+            why = "no token is configured"
             raise PrepError(f"cannot push to {target.repo}", why, "`hf auth login`, or set HF_TOKEN") from None
         try:
             is_public = HfApi().model_info(target.repo).private is False
         except RepositoryNotFoundError:
             return
     if target.private and is_public:
-        why = "`--private` makes new repositories private, and this one is there"
-        raise PrepError(f"{target.repo} is public", why, "make it private on its page, or leave `--private` out")
+        why = "`--private` makes new repositories private, but this one exists"
+        raise PrepError(f"{target.repo} is public", why, "make it private on its page, or omit `--private`")
 
 
 def push_folder(
-    folder: Path, target: PushTarget, progress: Progress, patience: RetryPolicy = DEFAULT_RETRY_POLICY
+    folder: Path, target: PushTarget, progress: Progress, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
 ) -> str:
-    """Upload a folder as it is, and take away what an earlier push left of other weights in its format; the address of
-    the commit.
+    """Upload a folder in one commit, and delete weights of an earlier push in the same format.
 
-    Large files go one by one before the commit; those that are there are not sent again. Afterwards the repository is
-    listed: an answer alone proves nothing. Raises PrepError, and the folder is as it was.
+    Large files are uploaded one by one before the commit; files already on the hub are not sent again. The repository
+    is listed afterwards to verify the commit.
+
+    Args:
+        folder: The finished export, which does not change.
+        target: Repository and branch.
+        progress: Receives the number of uploaded bytes.
+        retry_policy: How long to wait for answers of the hub.
+
+    Returns:
+        URL of the commit.
+
+    Raises:
+        PrepError: The hub refused a request, or the commit lacks files.
     """
     _set_variables()
-    install_retrying_client(patience)
+    install_retrying_client(retry_policy)
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api, names = HfApi(), _file_names(folder)
@@ -100,54 +120,54 @@ def push_folder(
         api.create_repo(target.repo, private=target.private or None, exist_ok=True)
         if target.revision:
             api.create_branch(target.repo, branch=target.revision, exist_ok=True)
-        old = _stale_weights(_list_repo(api, target), names)
-        added = [CommitOperationAdd(name, str(folder / name)) for name in names]
-        _upload_files(api, target, added, progress)
-        deleted = [CommitOperationDelete(name) for name in old]
-        made = api.create_commit(
-            target.repo, [*added, *deleted], commit_message=f"{folder.name} by prep", revision=target.revision
+        stale_names = _stale_weights(_list_repo(api, target), names)
+        additions = [CommitOperationAdd(name, str(folder / name)) for name in names]
+        _upload_files(api, target, additions, progress)
+        deletions = [CommitOperationDelete(name) for name in stale_names]
+        commit = api.create_commit(
+            target.repo, [*additions, *deletions], commit_message=f"{folder.name} by prep", revision=target.revision
         )
-        _check_pushed(made.commit_url, names, _list_repo(api, target), target)
-    return made.commit_url
+        _check_pushed(commit.commit_url, names, _list_repo(api, target), target)
+    return commit.commit_url
 
 
 def _list_repo(api: HfApi, target: PushTarget) -> list[str]:
     """Return the names of the files in the repository."""
-    found = api.list_repo_files(target.repo, revision=target.revision)
-    if not all(isinstance(name, str) for name in found):
+    names = api.list_repo_files(target.repo, revision=target.revision)
+    if not all(isinstance(name, str) for name in names):
         raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
-    return found
+    return names
 
 
-def _check_pushed(url: object, names: Sequence[str], there: Sequence[str], target: PushTarget) -> None:
-    """Raise PrepError unless the commit has an address and the repository holds all files."""
+def _check_pushed(url: object, names: Sequence[str], remote_names: Sequence[str], target: PushTarget) -> None:
+    """Raise PrepError unless the commit has a URL and the repository holds all files."""
     if not isinstance(url, str):
         raise PrepError(f"cannot push to {target.repo}", MALFORMED_ANSWER, CHECK_ENDPOINT)
-    if missing := sorted({*names} - {*there}):
+    if missing := sorted({*names} - {*remote_names}):
         why = f"the hub made a commit without {join_names(missing)}"
         hint = "does a .gitignore in the repository exclude them?"
         raise PrepError(f"cannot push all files to {target.repo}", why, hint)
 
 
-def _stale_weights(there: Sequence[str], names: Sequence[str]) -> list[str]:
-    """What an earlier push left of weights in the format of the new ones: readers would mix them up."""
-    ours = [kind for kind in _WEIGHT_FILE_PATTERNS if any(map(kind.fullmatch, names))]
-    return [name for name in there if name not in names and any(kind.fullmatch(name) for kind in ours)]
+def _stale_weights(remote_names: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return weights of an earlier push in the same format, which readers would mix with the new ones."""
+    patterns = [pattern for pattern in _WEIGHT_FILE_PATTERNS if any(map(pattern.fullmatch, names))]
+    return [name for name in remote_names if name not in names and any(pattern.fullmatch(name) for pattern in patterns)]
 
 
 def _upload_files(api: HfApi, target: PushTarget, added: Sequence[CommitOperationAdd], progress: Progress) -> None:
-    """One file after another, so that there is something to tell while it takes hours."""
-    progress.begin("push", sum(each.upload_info.size for each in added))
+    """Upload files one after another, so that progress can be reported."""
+    progress.begin("push", sum(addition.upload_info.size for addition in added))
     try:
-        for each in added:
-            api.preupload_lfs_files(target.repo, [each], revision=target.revision, free_memory=False)
-            progress.advance(each.upload_info.size)
+        for addition in added:
+            api.preupload_lfs_files(target.repo, [addition], revision=target.revision, free_memory=False)
+            progress.advance(addition.upload_info.size)
     finally:
         progress.end()
 
 
 def _file_names(folder: Path) -> list[str]:
-    """All files of an output by their path in it. PrepError for a link that leaves it."""
+    """Return the paths of all files relative to the folder. PrepError for a link that leaves it."""
     paths = [
         path
         for path in sorted(folder.rglob("*"))
@@ -159,26 +179,27 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _set_variables() -> None:
+    """Turn off the progress bars and warnings of the hub library."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
 
 @contextmanager
 def _hub_errors(target: PushTarget) -> Iterator[None]:
-    """Errors of the library as PrepErrors, without addresses and tokens; others pass."""
+    """Convert errors of the hub library to PrepErrors, without URLs and tokens; other errors pass."""
     try:
         yield
     except PrepError:
         raise
     except Exception as error:
-        told = _explain(error, f"cannot push to {target.repo}")
-        if told is None:
+        prep_error = _explain(error, f"cannot push to {target.repo}")
+        if prep_error is None:
             raise
-        raise told from error
+        raise prep_error from error
 
 
 def _explain(error: BaseException | None, what: str) -> PrepError | None:
-    """By the first error of the chain that says something: the library wraps those of single files."""
+    """Return the PrepError for the first known error in the chain of causes, None if there is none."""
     from huggingface_hub.errors import HfHubHTTPError
 
     while error is not None:
@@ -189,7 +210,7 @@ def _explain(error: BaseException | None, what: str) -> PrepError | None:
         if isinstance(error, HfHubHTTPError):
             return _status_error(what, error.response.status_code)
         if is_network_error(error):
-            return PrepError(what, "the hub cannot be reached, or hung up", _RETRY_HINT)
+            return PrepError(what, "the hub cannot be reached, or closed the connection", _RETRY_HINT)
         if is_malformed_answer(error):
             return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
         error = error.__cause__
@@ -197,14 +218,15 @@ def _explain(error: BaseException | None, what: str) -> PrepError | None:
 
 
 def _status_error(what: str, status: int) -> PrepError:
+    """Return the error for an HTTP status."""
     if status == 401:
-        return PrepError(what, "the hub says 401: it does not take the token", "`hf auth login`, or set HF_TOKEN")
+        return PrepError(what, "the hub answered 401: the token is invalid", "`hf auth login`, or set HF_TOKEN")
     if status == 403:
-        return PrepError(what, "the hub says 403: the token may not write there", "use a token that may")
+        return PrepError(what, "the hub answered 403: the token has no write access", "use a token with write access")
     if status == 404:
-        return PrepError(what, "the hub says 404: there is no such owner, repository or branch", "check the spelling")
+        return PrepError(what, "the hub answered 404: unknown owner, repository or branch", "check the spelling")
     if status == 409:
-        return PrepError(what, "the hub says 409: the branch changed meanwhile", _RETRY_HINT)
+        return PrepError(what, "the hub answered 409: the branch changed meanwhile", _RETRY_HINT)
     if status == 413:
-        return PrepError(what, "the hub says 413: a file is too large for it", "`prep export --shard-size 5GB`")
-    return PrepError(what, f"the hub says {status}", _RETRY_HINT)
+        return PrepError(what, "the hub answered 413: a file is too large", "`prep export --shard-size 5GB`")
+    return PrepError(what, f"the hub answered {status}", _RETRY_HINT)

@@ -1,4 +1,4 @@
-"""What the bytes that pass by have to be: as recorded, equal where tensors are tied, not too large for a cast."""
+"""Checks on the streams of a conversion: recorded digests, equality of tied tensors, and overflow of casts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from prepcli.sources.source import Source
 
 
 class IntegrityChecker:
-    """What digests have to be: those that the source's manifest records, and equal ones for tied tensors; and that no
-    value overflows."""
+    """Checks of each stream's digest.
+
+    A digest has to be equal to the one in the source's manifest, and to that of a tensor it is tied to. A cast may not
+    overflow.
+    """
 
     def __init__(self, plan: Plan, source: Source, allow_overflow: bool) -> None:
         self._plan, self._source, self._allow_overflow = plan, source, allow_overflow
@@ -20,16 +23,24 @@ class IntegrityChecker:
         self._digests: dict[tuple[str, tuple[int, int]], str] = {}
 
     def on_digest(self, number: int, text: str) -> None:
-        """Take in what the engine says of a whole stream. PrepError if it is not what it has to be."""
-        stream, found = self._plan.streams[number], parse_stream_digest(text).read
+        """Check the digest of a complete stream.
+
+        Args:
+            number: Number of the stream in the plan.
+            text: Digest and cast counts of the stream, as the pipeline writes them.
+
+        Raises:
+            PrepError: The digest differs from the recorded one or from that of the tied tensor, or the cast overflowed.
+        """
+        stream, digest = self._plan.streams[number], parse_stream_digest(text).read
         self._check_overflow(stream, parse_stream_digest(text).counts)
-        wanted = self._expected.get(number)
-        if wanted and wanted != found:
-            why = f"its bytes have the digest {found}, its manifest records {wanted}: they have changed since"
+        expected = self._expected.get(number)
+        if expected and expected != digest:
+            why = f"its bytes have the digest {digest}, its manifest records {expected}: the file has changed"
             raise PrepError(
-                f"{self._display_name(stream.name)} in {self._source.display_name} is damaged", why, "make it anew"
+                f"{self._display_name(stream.name)} in {self._source.display_name} is damaged", why, "create it again"
             )
-        self._digests[stream.name, stream.rows] = found
+        self._digests[stream.name, stream.rows] = digest
         for check in self._plan.checks:
             if stream.name in (check.name, check.duplicate_of):
                 self._compare(check, stream)
@@ -39,20 +50,20 @@ class IntegrityChecker:
             what = (
                 f"{counts.overflowed:,} values of {self._display_name(stream.name)} are too large for {stream.cast_to}"
             )
-            why = f"the largest that it has is {max_finite(stream.cast_to):g}"
+            why = f"its largest value is {max_finite(stream.cast_to):g}"
             raise PrepError(what, why, "`--allow-overflow` makes them infinite")
 
     def _compare(self, check: EqualityCheck, stream: Stream) -> None:
-        pair = [self._digests.get((name, stream.rows)) for name in (check.name, check.duplicate_of)]
-        if None in pair or pair[0] == pair[1]:
+        digests = [self._digests.get((name, stream.rows)) for name in (check.name, check.duplicate_of)]
+        if None in digests or digests[0] == digests[1]:
             return
         from prepcli.engine.compare import compare_streams
 
-        sides = [
+        streams = [
             next(s for s in self._plan.streams if (s.name, s.rows) == (n, stream.rows))
             for n in (check.name, check.duplicate_of)
         ]
-        row = compare_streams(self._source.byte_sources, sides[0], self._source.byte_sources, sides[1]).row
+        row = compare_streams(self._source.byte_sources, streams[0], self._source.byte_sources, streams[1]).row
         raise not_equal_error(self._source.family, check, self._plan.display_names, f"first difference in row {row}")
 
     def _display_name(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""One process at a time: a lock on a file that says who has it, and that ends with its process."""
+"""File locks. The file names the holder, and the lock ends with its process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from pathlib import Path
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError
 
-RETRY_FOR_S = 1.0  # for so long, at most, a free lock may seem to be held because somebody looks at it
+RETRY_FOR_S = 1.0  # longest time for which probes of other processes may hold a free lock
 RETRY_EVERY_S = 0.05
 
 
 def acquire_lock(path: Path, locked_path: Path) -> int:
-    """A descriptor that holds the lock until it is closed. PrepError names the process that works on `what`."""
+    """Return a descriptor that holds the lock until it is closed.
+
+    Raises:
+        PrepError: Another process holds the lock; the error names it and `locked_path`.
+    """
     fd = _open(path)
     if not _try_flock(fd, fcntl.LOCK_EX):
         raise _locked_error(fd, locked_path)
@@ -26,26 +30,37 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
     return fd
 
 
-def acquire_team_lock(path: Path, locked_path: Path, count: int) -> tuple[int, bool]:
-    """A descriptor that holds a lock that `count` processes may share if it is more than 1, and whether this one is the
-    first. PrepError where others hold it. To be called by one process at a time."""
+def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int, bool]:
+    """Acquire a lock that `count` processes share if `count` is more than 1. One process at a time may call it.
+
+    Args:
+        path: The lock file.
+        locked_path: Path for the error message.
+        count: Number of processes that may share the lock.
+
+    Returns:
+        The descriptor, and whether this process is the first holder.
+
+    Raises:
+        PrepError: The lock is held exclusively, or by a process while `count` is 1.
+    """
     fd = _open(path)
-    first = _try_flock(fd, fcntl.LOCK_EX)
-    if not first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
+    is_first = _try_flock(fd, fcntl.LOCK_EX)
+    if not is_first and (count == 1 or not _try_flock(fd, fcntl.LOCK_SH)):
         raise _locked_error(fd, locked_path)
-    if first:
+    if is_first:
         _write_holder(fd)
-    if first and count > 1:
+    if is_first and count > 1:
         fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd, first
+    return fd, is_first
 
 
 def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
-    """A lock that others look at with `is_held`: PrepError if it is still held after a moment."""
+    """Acquire a lock that other processes probe with `is_locked`; PrepError if it stays held."""
     fd = _open(path)
-    until = time.monotonic() + RETRY_FOR_S
+    deadline_s = time.monotonic() + RETRY_FOR_S
     while not _try_flock(fd, fcntl.LOCK_EX):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline_s:
             raise _locked_error(fd, locked_name)
         time.sleep(RETRY_EVERY_S)
     _write_holder(fd)
@@ -53,7 +68,7 @@ def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock; OSError (there is no such file: FileNotFoundError)."""
+    """Return whether a process holds the lock. Raises OSError; FileNotFoundError without the file."""
     fd = open_no_follow(path, os.O_RDWR)
     try:
         return not _try_flock(fd, fcntl.LOCK_SH)
@@ -62,14 +77,14 @@ def is_locked(path: Path) -> bool:
 
 
 def acquire_shared_lock(path: Path) -> int:
-    """A descriptor that holds a lock as others may too."""
+    """Return a descriptor that holds a shared lock."""
     fd = _open(path)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
 
 
 def has_shared_holders(path: Path) -> bool:
-    """Whether any process holds a lock by `hold_together`. Nobody may take it meanwhile."""
+    """Return whether a process holds a shared lock. No process may acquire it during the call."""
     fd = _open(path)
     try:
         return not _try_flock(fd, fcntl.LOCK_EX)
@@ -79,7 +94,7 @@ def has_shared_holders(path: Path) -> bool:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[os.stat_result]:
-    """Wait for the lock and hold it within: what is yielded tells which file it is."""
+    """Wait for the lock and hold it inside the context. Yields the stat result of the lock file."""
     fd = _open(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -92,21 +107,23 @@ def _open(path: Path) -> int:
     return open_no_follow(path, os.O_RDWR | os.O_CREAT)
 
 
-def _try_flock(fd: int, kind: int) -> bool:
+def _try_flock(fd: int, operation: int) -> bool:
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
 def _write_holder(fd: int) -> None:
+    """Write this process's id, host and time into the lock file."""
     os.ftruncate(fd, 0)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+    start_time = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()} since {start_time}\n".encode(), 0)
 
 
 def _locked_error(fd: int, locked_name: Path | str) -> PrepError:
+    """Return the error for a lock that another process holds, and close the descriptor."""
     holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
     os.close(fd)
-    return PrepError(f"{locked_name} is locked", f"another process works on it: {holder}", "wait for it")
+    return PrepError(f"{locked_name} is locked", f"another process works on it: {holder}", "wait until it ends")

@@ -1,7 +1,7 @@
-"""The data files of an output, looked at before it gets its name: each byte that was written is still there.
+"""Integrity checks of an output's data files before it is published.
 
-Reading all of them back would cost as much as writing them. A file that was cut while it was written has holes, or
-another size; a file that was changed since has another change time. Only what lies at a hole is read back.
+Reading all of them back would cost as much as writing them. A file truncated during the writes has holes or another
+size; a changed file has another change time. Only the streams next to a hole are read back.
 """
 
 from __future__ import annotations
@@ -18,22 +18,35 @@ from prepcli.execution.resume import StreamReader, find_damaged
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan
 
-HOLE_MARGIN_NBYTES = 1 << 17  # of a hole: blocks of a file system that were cut in the middle
+HOLE_MARGIN_NBYTES = 1 << 17  # on each side of a hole: file systems truncate in the middle of a block
 
 FileStamps = dict[Path, tuple[int, ...]]
 
 
-def check_data_files(plan: Plan, files: Sequence[Path], digests: Mapping[int, str], reader: StreamReader) -> None:
-    """Raise PrepError unless the data files have their sizes, and hold what was written wherever they have holes."""
+def check_data_files(plan: Plan, files: Sequence[Path], *, digests: Mapping[int, str], reader: StreamReader) -> None:
+    """Check the sizes of the data files, and read streams next to holes back.
+
+    Args:
+        plan: The plan of the output.
+        files: Paths of the data files, in the plan's order.
+        digests: Digests of the streams, by number.
+        reader: Reads streams back from the data files.
+
+    Raises:
+        PrepError: A file has another size, or lost bytes of a stream.
+    """
     holes = [hole for number, file in enumerate(plan.files) for hole in _holes(number, files[number], file.size)]
     if not holes:
         return
-    near = {n for n, stream in enumerate(plan.streams) if n in digests and _overlaps(holes, stream_write_spans(stream))}
-    if find_damaged(reader, {number: digests[number] for number in near}, files):
+    touched_streams = {
+        n for n, stream in enumerate(plan.streams) if n in digests and _overlaps(holes, stream_write_spans(stream))
+    }
+    if find_damaged(reader, {number: digests[number] for number in touched_streams}, files):
         raise _changed_error(files[0].parent)
 
 
 def _holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
+    """Yield the holes of a data file, each widened by HOLE_MARGIN_NBYTES."""
     try:
         fd = open_no_follow(path, os.O_RDONLY)
         try:
@@ -49,47 +62,51 @@ def _holes(number: int, path: Path, size: int) -> Iterator[FileSpan]:
 
 
 def _hole_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """The holes of a file; none where the file system does not tell."""
-    at = 0
-    while at < size:
+    """Yield (start, stop) of each hole of a file; none if the file system does not report holes."""
+    position = 0
+    while position < size:
         try:
-            low = os.lseek(fd, at, os.SEEK_HOLE)
+            start = os.lseek(fd, position, os.SEEK_HOLE)
         except OSError:
             return
         try:
-            at = os.lseek(fd, low, os.SEEK_DATA) if low < size else size
+            position = os.lseek(fd, start, os.SEEK_DATA) if start < size else size
         except OSError as error:
             if error.errno != errno.ENXIO:
                 return
-            at = size  # nothing but a hole is left
-        if low < at:
-            yield low, at
+            position = size  # the rest of the file is a hole
+        if start < position:
+            yield start, position
 
 
 def _overlaps(holes: Sequence[FileSpan], spans: Iterator[FileSpan]) -> bool:
-    return any(file == at and low < stop and start < high for file, low, high in spans for at, start, stop in holes)
+    return any(
+        file == hole_file and low < stop and start < high
+        for file, low, high in spans
+        for hole_file, start, stop in holes
+    )
 
 
 def read_stamps(files: Sequence[Path]) -> FileStamps:
-    """What changes with each write to these files, and with nothing that reads or syncs them."""
+    """Return a stamp of each file that changes with each write, but not with reads or syncs."""
     return {path: _stamp(path) for path in files}
 
 
-def check_unchanged(before: FileStamps) -> None:
-    """Raise PrepError where a file was written to, cut or replaced since."""
-    for path, stamp in before.items():
+def check_unchanged(stamps: FileStamps) -> None:
+    """Raise PrepError if a file was written to, truncated or replaced since its stamp was read."""
+    for path, stamp in stamps.items():
         if _stamp(path) != stamp:
             raise _changed_error(path)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
     try:
-        found = path.lstat()
+        file_stat = path.lstat()
     except OSError as error:
         raise io_error(path, error) from error
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns
 
 
 def _changed_error(path: Path) -> PrepError:
-    hint = "run the same command again: what is damaged is written anew"
-    return PrepError(f"{path} was changed by somebody else", "while it was written", hint)
+    hint = "run the same command again: damaged bytes are written again"
+    return PrepError(f"{path} was changed by another program", "it changed while it was written", hint)

@@ -1,7 +1,7 @@
-"""What an earlier run left in a staging folder: read back before a run relies on it.
+"""Verification of the bytes that an earlier run left in a staging folder, before a run relies on them.
 
-A journal says which bytes are durable and what digests they have. Here they are read from the data files, in the order
-of their tensors, and compared. What differs is written anew.
+A journal records which bytes are durable, and their digests. The bytes are read from the data files, in the order of
+their tensors, and compared. Streams that differ are written again.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from prepcli.planning.plan import Plan, Stream
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import Source
 
-CHECK_TASK = "check"  # the task, as progress calls it
+CHECK_TASK = "check"  # name of the task in progress reports
 
 
 @dataclass(frozen=True, slots=True)
 class StreamReader:
-    """Reads streams back from data files, or again from the source, within a budget."""
+    """Reads streams back from data files, or again from the source, within a memory budget."""
 
     streams: Sequence[Stream]
     budget: Budget
     progress: Progress
 
     def written_digests(self, numbers: Iterable[int], files: Sequence[Path]) -> dict[int, str]:
-        """The digest of what the data files hold of each stream, in the order of the tensor's bytes."""
+        """Return the digest of each stream in the data files, in the order of the tensor's bytes."""
         with Files(files) as opened:
             return self._digests({number: readback_stream(self.streams[number]) for number in numbers}, opened)
 
     def source_digests(self, numbers: Iterable[int], source: Source) -> dict[int, str]:
-        """The digest of what the source holds of each stream that is read from it."""
-        read = {n: replace(self.streams[n], writes=(), cast_to="") for n in numbers if self.streams[n].reads}
+        """Return the digest of each stream's bytes in the source."""
+        streams = {n: replace(self.streams[n], writes=(), cast_to="") for n in numbers if self.streams[n].reads}
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
-            return self._digests(read, opened)
+            return self._digests(streams, opened)
 
     def _digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
         self.progress.begin(CHECK_TASK, sum(stream.nbytes for stream in streams.values()))
@@ -55,15 +55,15 @@ class StreamReader:
             outcome = pipeline.run(list(streams.values()), files, None, self.budget, self.progress)
         finally:
             self.progress.end()
-        return {number: outcome.digests[at] for at, number in enumerate(streams)}
+        return {number: outcome.digests[position] for position, number in enumerate(streams)}
 
     def has_prefix(self, prefix: StreamPrefix, files: Sequence[Path]) -> bool:
-        """Whether the data files hold the first bytes of a stream."""
+        """Return whether the data files hold the first bytes of a stream."""
         stream, state = self.streams[prefix.stream_number], xxhash.xxh3_128()
-        back = readback_stream(stream)
-        end = back.byte_range[0] + prefix.nbytes // itemsize(stream.dtype) * itemsize(stream.written_dtype)
+        readback = readback_stream(stream)
+        end = readback.byte_range[0] + prefix.nbytes // itemsize(stream.dtype) * itemsize(stream.written_dtype)
         with Files(files) as opened:
-            for start, data in read_values(opened, back, allocate_run_buffers()):
+            for start, data in read_values(opened, readback, allocate_run_buffers()):
                 state.update(data[: max(0, end - start)].data)
                 if start + data.size >= end:
                     break
@@ -71,39 +71,44 @@ class StreamReader:
 
 
 def readback_stream(stream: Stream) -> Stream:
-    """The stream that reads what another one wrote."""
+    """Return the stream that reads the bytes that `stream` wrote."""
     return replace(stream, dtype=stream.written_dtype, reads=stream.writes, writes=(), fill=None, cast_to="")
 
 
 def find_damaged(reader: StreamReader, digests: Mapping[int, str], files: Sequence[Path]) -> set[int]:
-    """The whole streams that the data files do not hold as promised."""
+    """Return the numbers of complete streams whose bytes in the data files differ from their digests."""
     numbers = [number for number in digests if reader.streams[number].writes and reader.streams[number].nbytes]
-    found = reader.written_digests(numbers, files)
-    return {number for number, digest in found.items() if digest != parse_stream_digest(digests[number]).written}
+    actual_digests = reader.written_digests(numbers, files)
+    return {
+        number for number, digest in actual_digests.items() if digest != parse_stream_digest(digests[number]).written
+    }
 
 
 def find_outdated(reader: StreamReader, digests: Mapping[int, str], source: Source) -> set[int]:
-    """The streams that the source does not hold any more as they were read."""
-    found = reader.source_digests(digests, source)
-    return {number for number, digest in found.items() if digest != parse_stream_digest(digests[number]).read}
+    """Return the numbers of streams whose bytes in the source differ from their digests."""
+    actual_digests = reader.source_digests(digests, source)
+    return {number for number, digest in actual_digests.items() if digest != parse_stream_digest(digests[number]).read}
 
 
-def verify_marked(
-    reader: StreamReader, marked: JournalState, files: Sequence[Path], source: Source | None
+def verify_journal_state(
+    reader: StreamReader, journal_state: JournalState, *, files: Sequence[Path], source: Source | None
 ) -> JournalState:
-    """The part of what a journal promises that holds.
+    """Return the part of a journal's state whose bytes are intact.
 
     Args:
-        reader: Of all streams of the plan.
-        promised: What the journal says.
-        files: The data files, each with its planned size.
-        source: The source where it may have changed since: it is read again too. None where it has not.
+        reader: Reader of all streams of the plan.
+        journal_state: The durable streams, as the journal records them.
+        files: Paths of the data files, each with its planned size.
+        source: The source, if it may have changed since and is to be read again; None if it has not changed.
+
+    Returns:
+        The intact complete streams, and the prefix if it is intact and the source has not changed.
     """
-    bad = find_damaged(reader, marked.digests, files)
+    damaged = find_damaged(reader, journal_state.digests, files)
     if source:
-        bad |= find_outdated(reader, marked.digests, source)
-    digests = {number: digest for number, digest in marked.digests.items() if number not in bad}
-    prefix = marked.prefix if source is None else None
+        damaged |= find_outdated(reader, journal_state.digests, source)
+    digests = {number: digest for number, digest in journal_state.digests.items() if number not in damaged}
+    prefix = journal_state.prefix if source is None else None
     if prefix and not reader.has_prefix(prefix, files):
         prefix = None
     nbytes = sum(reader.streams[number].nbytes for number in digests)
@@ -111,13 +116,13 @@ def verify_marked(
 
 
 def zero_gaps(plan: Plan, files: Sequence[Path]) -> None:
-    """Write zeros where the data files of a plan hold neither tensors nor a header, and are not zero."""
+    """Write zeros to the ranges of the data files that hold neither tensors nor headers and are not zero."""
     fds: dict[int, int] = {}
     try:
-        for number, low, high in coverage.unwritten_spans(plan):
+        for number, start, stop in coverage.unwritten_spans(plan):
             if number not in fds:
                 fds[number] = open_no_follow(files[number], os.O_RDWR)
-            _zero_range(fds[number], low, high)
+            _zero_range(fds[number], start, stop)
     except OSError as error:
         raise io_error(files[0].parent, error) from error
     finally:
@@ -125,6 +130,6 @@ def zero_gaps(plan: Plan, files: Sequence[Path]) -> None:
             os.close(fd)
 
 
-def _zero_range(fd: int, low: int, high: int) -> None:
-    if any(os.pread(fd, high - low, low)):
-        os.pwrite(fd, bytes(high - low), low)
+def _zero_range(fd: int, start: int, stop: int) -> None:
+    if any(os.pread(fd, stop - start, start)):
+        os.pwrite(fd, bytes(stop - start), start)

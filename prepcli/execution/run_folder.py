@@ -1,7 +1,8 @@
-"""The folder of a training run: a checkpoint for each saved step, `STEP/state/` with `STEP/prep-manifest.json`.
+"""The folder of a training run: one checkpoint per saved step, `STEP/state/` with `STEP/prep-manifest.json`.
 
-A save is a conversion whose source is memory. It is staged as `STEP.partial` and renamed once it is durable; a step
-that is no longer kept is renamed to `STEP.removed.partial` before it is deleted: so a folder called STEP is whole.
+A save is a conversion whose source is memory. It is staged as `STEP.partial` and renamed once it is durable. An old
+step is renamed to `STEP.removed.partial` before it is deleted, so a folder called
+STEP is always complete.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from prepcli.targets.training_step import plan_training_step
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec
 
 LOCK = ".lock"
-MEMORY_NBYTES = 256 << 20  # of a save, besides the leaf that it has fetched
+MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf that is fetched
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where a run has the checkpoint of a step."""
+    """Return the folder of a step's checkpoint."""
     return run / str(step)
 
 
 def saved_steps(run: Path) -> list[int]:
-    """The steps that a run has whole checkpoints of, ascending; none where there is no run."""
+    """Return the steps with complete checkpoints, ascending; an empty list if the run does not exist."""
     try:
         names = [name for name in os.listdir(run) if re.fullmatch("0|[1-9][0-9]{0,17}", name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +62,7 @@ def _is_step(folder: Path) -> bool:
 
 
 class RunFolder:
-    """A state.Store: the checkpoints of one run, written by one process at a time."""
+    """The checkpoints of one run: a CheckpointStore that one process writes at a time."""
 
     def __init__(
         self,
@@ -75,28 +76,38 @@ class RunFolder:
         scan: bool | None = None,
         scan_axis: int | None = None,
     ) -> None:
-        """Make the folder, lock it, and clear what killed processes left in it.
+        """Create the folder, lock it, and remove files that killed processes left there.
 
-        `start` is the checkpoint that the run began from, or goes on from: its settings hold for the run's, but for
-        those given here, which say what the tree that is saved is laid out for and how. PrepError where another
-        process has the run.
+        Args:
+            run_folder: Folder of the run.
+            start_checkpoint: Checkpoint to start or resume from; its settings are the defaults.
+            name: Name of the run.
+            keep: Number of steps to keep.
+            request: Command line, for the manifest.
+            mesh: Mesh of the saved tree; None for that of the checkpoint, like the following arguments.
+            rules: Partition rules.
+            scan: Whether layers are stacked.
+            scan_axis: Axis of the stacked layers.
+
+        Raises:
+            PrepError: Another process holds the run.
         """
-        with open_reader(start_checkpoint, verify=False) as reader:  # no leaf is read
-            facts, self._hf_folder = reader.manifest, reader.folder / HF_FOLDER
-        given = {"mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
+        with open_reader(start_checkpoint, verify=False) as reader:  # reads the manifest, but no leaf
+            manifest, self._hf_folder = reader.manifest, reader.folder / HF_FOLDER
+        changed_keys = {"mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
         self._start_manifest = {
-            **facts,
-            **{key: value for key, value in given.items() if value is not None},
+            **manifest,
+            **{key: value for key, value in changed_keys.items() if value is not None},
             "name": name,
         }
-        self._extra_files()  # a link that leaves the checkpoint is an error before the first step
+        self._extra_files()  # raises before the first step if a link leaves the checkpoint
         self._run_folder, self._keep, self._request = run_folder, keep, request
         self._layout: tuple[Mapping[str, LeafSpec], Plan] | None = None
         self._lock = self._acquire_lock()
         self._remove_leftovers()
 
     def _extra_files(self) -> tuple[SmallFile, ...]:
-        """The tokenizer and what else belongs to the model, as the newest step has it."""
+        """Return the tokenizer and other files of the model, from the newest step."""
         return copied_files(small_files(self._hf_folder), self._hf_folder.parent, f"{HF_FOLDER}/")
 
     def _acquire_lock(self) -> int:
@@ -121,36 +132,44 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of the run."""
+        """Release the lock of the run."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def clear(self) -> None:
-        """Remove all steps, the last one first, so that what a kill leaves is a run that was stopped earlier."""
+        """Remove all steps, the last one first: a kill leaves a run that stopped at an earlier step."""
         for step in reversed(self.steps()):
             self._remove_step(step)
 
     def steps(self) -> list[int]:
-        """Steps of which a whole checkpoint is there, ascending."""
+        """Return the steps with complete checkpoints, ascending."""
         return saved_steps(self._run_folder)
 
     def open(self, step: int) -> ItemReader:
-        """The checkpoint of a step; PrepError if it is broken or not there."""
+        """Open the checkpoint of a step; PrepError if it is damaged or missing."""
         return open_reader(step_folder(self._run_folder, step))
 
     def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
-        """Store a checkpoint, then remove steps that are no longer kept; what it raises leaves all other steps whole.
+        """Save a checkpoint, then remove old steps. An error leaves all other steps complete.
 
-        `leaves` are all parameters (`params.…`), the optimizer's state (`opt_state.…`) and what else there is; `facts`
-        go into the manifest, beside prep's own keys. PrepError: the step is there, or cannot be written.
+        Args:
+            step: A step without a checkpoint.
+            leaves: All leaves: parameters (`params.…`), the optimizer state (`opt_state.…`) and the remaining state.
+            manifest_fields: Additional keys of the manifest.
+
+        Raises:
+            PrepError: The step exists, or cannot be written.
+            ValueError: `manifest_fields` has a key that prep writes itself.
         """
-        if own := PREP_KEYS & {*manifest_fields}:
-            raise ValueError(f"facts may not say {', '.join(sorted(own))}: prep does")
+        if reserved := PREP_KEYS & {*manifest_fields}:
+            raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
         out = step_folder(self._run_folder, step)
         if os.path.lexists(out):
             raise PrepError(f"{out} exists", "a step is saved once")
@@ -165,8 +184,8 @@ class RunFolder:
 
     def _write(self, plan: Plan, out: Path, leaves: Sequence[HostLeaf]) -> None:
         with open_staging(out) as stage:
-            run = identify_run(replace(plan, small_files=()))  # which lie elsewhere after each save
-            stage.open(run, restart=True)
+            run_identity = identify_run(replace(plan, small_files=()))  # their paths differ after each save
+            stage.open(run_identity, restart=True)
             check_free_space(plan, stage.folder)
             with open_sink(plan, stage) as sink:
                 spend = make_budget(MEMORY_NBYTES)
@@ -175,7 +194,7 @@ class RunFolder:
                 outcome = pipeline.run(plan.streams, source, sink, spend, NullProgress(), checksums=checksums)
             if checksums:
                 checksums.save()
-            finalize_output(plan, stage, run, outcome)
+            finalize_output(plan, stage, run_identity, outcome)
             stage.publish()
 
     def _remove_old_steps(self) -> None:
@@ -186,20 +205,23 @@ class RunFolder:
 
     def _remove_step(self, step: int) -> None:
         folder = step_folder(self._run_folder, step)
-        away = folder.with_name(f"{folder.name}.removed.partial")
+        removed_folder = folder.with_name(f"{folder.name}.removed.partial")
         try:
-            folder.rename(away)
+            folder.rename(removed_folder)
             fsync_path(self._run_folder)
-            shutil.rmtree(away)
+            shutil.rmtree(removed_folder)
         except OSError as error:
             raise io_error(folder, error) from error
 
     def _plan(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> Plan:
-        """The plan of a save; what does not depend on the step is made once."""
+        """Return the plan of a save; the part that does not depend on the step is made once."""
         stored = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
         if self._layout is None or self._layout[0] != stored:
             slab_nbytes = make_budget(MEMORY_NBYTES).slab_nbytes
-            self._layout = stored, plan_training_step(stored, self._start_manifest, self._request, slab_nbytes)
+            self._layout = (
+                stored,
+                plan_training_step(stored, self._start_manifest, request=self._request, slab_nbytes=slab_nbytes),
+            )
         plan = self._layout[1]
         small = settings_files(plan.settings["config"], (), self._extra_files(), f"{HF_FOLDER}/")
         return replace(plan, small_files=small, settings={**plan.settings, **manifest_fields, "step": step})

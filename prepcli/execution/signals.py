@@ -1,4 +1,4 @@
-"""Signals: a conversion is stopped where it is, training at the end of a step; either goes on from there."""
+"""Signal handling: a signal stops a conversion at once, and training at the end of a step; both can be resumed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PARENT_VARIABLE = "PREP_PARENT"  # the variable that names the process that this one belongs to
+PARENT_VARIABLE = "PREP_PARENT"  # environment variable with the parent's process id
 PR_SET_PDEATHSIG = 1
 
 
 class Stopped(BaseException):
-    """The process was told to stop. Not an Exception: it passes `except Exception`, while `finally` still runs."""
+    """A signal stopped the process. Not an Exception: it passes `except Exception`, while `finally` blocks run."""
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
@@ -22,15 +22,15 @@ class Stopped(BaseException):
 
 
 class Interrupted(BaseException):
-    """Ctrl-C ended a command. Not a KeyboardInterrupt: Typer turns that into an exit code and drops its notes."""
+    """Ctrl-C ended a command. Not a KeyboardInterrupt, which Typer converts to an exit code without its notes."""
 
 
 @contextmanager
 def note_durable_work(describe_durable: Callable[[], str]) -> Iterator[None]:
-    """Within, what stops the work carries a note of what is kept of it, if anything is.
+    """Add a note of the durable work to an exception that stops the block.
 
     Args:
-        kept: Returns what a later start goes on from; empty for nothing.
+        describe_durable: Returns a description of the work that a later run continues from; empty if there is none.
     """
     try:
         yield
@@ -41,13 +41,13 @@ def note_durable_work(describe_durable: Callable[[], str]) -> Iterator[None]:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """What `noting_kept` noted, the innermost first."""
+    """Return the notes that `note_durable_work` added, the innermost first."""
     return list(getattr(error, "__notes__", ()))
 
 
 @contextmanager
 def raise_on_signal() -> Iterator[None]:
-    """Within, the first signal raises Stopped in the main thread, and a second one ends the process at once."""
+    """Raise Stopped in the main thread at the first signal; a second signal ends the process at once."""
 
     def stop(name: str) -> None:
         raise Stopped(name)
@@ -58,25 +58,28 @@ def raise_on_signal() -> Iterator[None]:
 
 @contextmanager
 def remember_signal() -> Iterator[Callable[[], str]]:
-    """Within, the first signal or Ctrl-C is only remembered: what is yielded gives its name, empty before it. A second
-    one ends the process at once."""
-    told: list[str] = []
-    with _handle_first((*STOP_SIGNALS, signal.SIGINT), told.append):
-        yield lambda: told[0] if told else ""
+    """Remember the first signal or Ctrl-C inside the context; a second one ends the process at once.
+
+    Yields:
+        A function that returns the name of the signal, empty before it arrives.
+    """
+    received: list[str] = []
+    with _handle_first((*STOP_SIGNALS, signal.SIGINT), received.append):
+        yield lambda: received[0] if received else ""
 
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Within, signals that end a run wait, also for the processes that are made there: see `follow_parent`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGINT))
+    """Block signals that end a run, also in processes created inside the context: see `die_with_parent`."""
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGINT))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def die_with_parent() -> None:
-    """In a process that belongs to another one: let signals come again, and die with that one, however it ends."""
+    """Unblock signals and end with the parent process, however it ends, if this process is a worker."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent.isdecimal():
         return
@@ -90,14 +93,16 @@ def die_with_parent() -> None:
 
 @contextmanager
 def _handle_first(signals: Sequence[signal.Signals], on_signal: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_signal` with the name of the first signal, after restoring the default handlers."""
+
     def handle(number: int, frame: FrameType | None) -> None:
-        for each in signals:
-            signal.signal(each, signal.SIG_DFL)
+        for stop_signal in signals:
+            signal.signal(stop_signal, signal.SIG_DFL)
         on_signal(signal.Signals(number).name)
 
-    before = {each: signal.signal(each, handle) for each in signals}
+    previous = {stop_signal: signal.signal(stop_signal, handle) for stop_signal in signals}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for stop_signal, handler in previous.items():
+            signal.signal(stop_signal, handler)

@@ -1,4 +1,4 @@
-"""Whether a source is still the one that was planned: size and time, and what tells that somebody put its time back."""
+"""Detection of changes to a source: size, time, inode and change time of its files."""
 
 from __future__ import annotations
 
@@ -12,37 +12,45 @@ from prepcli.planning.plan import Plan
 from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.source import Source
 
-SOURCE_STATE_FILE = "source.json"  # in the folder of a run: the state of the source when it began
+SOURCE_STATE_FILE = "source.json"  # in the work folder: the state of the source when the run began
 
 SourceState = list[list[int]]  # inode and change time of each file
 
 
 def read_source_state(plan: Plan, source: Source) -> SourceState:
-    """Inode and change time of each file of a source; nothing for one that is far away.
+    """Return the inode and change time of each file of a source; an empty list for a remote source.
 
-    They are no part of the plan: a source that is copied or touched stays the same one, but its bytes are compared.
+    The state is not part of the plan: a copied or touched source is the same source, but its bytes are
+    compared again.
+
+    Args:
+        plan: The plan, with the size and time of each file.
+        source: The opened source.
+
+    Returns:
+        [inode, change time in ns] of each file.
 
     Raises:
-        PrepError: A file has another size or time than the plan says.
+        PrepError: The size or time of a file differs from the plan.
     """
     stats = [_stat(path) for path in source.files]
-    for fact, path, found in zip(plan.source_files, source.files, stats):
-        if (found.st_size, found.st_mtime_ns) != (fact.size, fact.mtime_ns):
+    for expected, path, file_stat in zip(plan.source_files, source.files, stats):
+        if (file_stat.st_size, file_stat.st_mtime_ns) != (expected.size, expected.mtime_ns):
             raise source_changed_error([path], source)
     if any(isinstance(blob, RemoteBlob) for blob in source.byte_sources):
         return []
-    return [[found.st_ino, found.st_ctime_ns] for found in stats]
+    return [[file_stat.st_ino, file_stat.st_ctime_ns] for file_stat in stats]
 
 
 def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
-    """The error of files that were written to."""
+    """Return the error for files that were written to."""
     names = ", ".join(path.name for path in paths)
     return PrepError(f"{names} changed while it was read", f"in {source.display_name}", "run again with `--restart`")
 
 
 def touched_files(source: Source, before: SourceState, now: SourceState) -> list[Path]:
-    """The files whose inode or change time differs."""
-    return [path for path, a, b in zip(source.files, before, now) if a != b]
+    """Return the files whose inode or change time differs."""
+    return [path for path, state_before, state_now in zip(source.files, before, now) if state_before != state_now]
 
 
 def _stat(path: Path) -> os.stat_result:

@@ -1,7 +1,7 @@
-"""An output until it is whole: `NAME.partial` beside its final name, locked, the journals of the run in `.prep/`.
+"""Staging of an output: `NAME.partial` next to its final name, locked, with the journals of the run in `.prep/`.
 
-Several processes may work on one: each has a lock and a journal of its own, and which streams of the plan are whose is
-written down in `.prep/division.json`. Who comes, and who gives the output its name, holds `.prep/door`: one at a time.
+Several processes may work on one output. Each has its own lock and journal, and `.prep/division.json` records how the
+plan's streams are divided. A process that joins, or that publishes the output, holds the lock `.prep/door`.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ from prepcli.execution.locks import (
 from prepcli.planning.shares import SINGLE_PROCESS, Division, Share
 
 WORK_FOLDER = ".prep"
-RUN_FILE = "run.json"  # what the run is, for messages
+RUN_FILE = "run.json"  # identity of the run
 DIVISION_FILE = "division.json"
-JOURNAL_STEM = "journal"  # `journal.I`: of process I
-LOCK_FILE = "lock"  # `lock.I`: of process I, where there are several
+JOURNAL_STEM = "journal"  # `journal.I` belongs to process I
+LOCK_FILE = "lock"  # `lock.I` belongs to process I of several
 JOIN_LOCK_FILE = "door"
-MOVING_LOCK_FILE = "moving"  # a lock that processes share until they have moved their shares
-MAX_JOIN_TRIES = 100  # of joining, while others publish or remove the folder
-CHECKSUM_KEY = "checksum"  # a key in these files, over all others
-REPLACED_NAME = "replaced"  # what had the final name, until the output has it
+MOVING_LOCK_FILE = "moving"  # shared lock of the processes that still move their shares
+MAX_JOIN_TRIES = 100  # other processes may publish or remove the folder meanwhile
+CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
+REPLACED_NAME = "replaced"  # the replaced output, until the new one has its name
 
 
 class Staging:
-    """The folder in which an output comes to be. `publish` gives it its name, once everything in it is durable."""
+    """The staging folder of an output. `publish` gives it its final name, once all its files are durable."""
 
     def __init__(self, out: Path) -> None:
-        """Nothing is made yet. A usage PrepError for an output without a name of its own."""
+        """Set the paths, without creating them. Usage PrepError if the output has no name of its own."""
         if out.name in ("", ".."):
-            raise usage_error(f"`--out {out}` is no name for an output", "it is replaced as a whole", "`--out NAME`")
+            raise usage_error(
+                f"`--out {out}` is invalid", "an output is a folder with a name of its own", "`--out NAME`"
+            )
         self.out = out
         self.folder = out.with_name(out.name + ".partial")
         self.work = self.folder / WORK_FOLDER
         self.share = SINGLE_PROCESS
-        self.session = ""  # which processes are at work now: the same for all of them
+        self.session = ""  # equal for all running processes of the run
         self._locks: list[int] = []
         self._moving_fd = -1
         self._folder_stat: os.stat_result | None = None
@@ -61,17 +63,26 @@ class Staging:
 
     @property
     def journal_path(self) -> Path:
+        """Path of this process's journal."""
         return self.journal_path_of(self.share.index)
 
     def journal_path_of(self, index: int) -> Path:
-        """The journal of a process."""
+        """Return the path of the journal of process `index`."""
         return self.work / f"{JOURNAL_STEM}.{index}"
 
     def open(self, run_identity: dict[str, object], restart: bool, share: Share = SINGLE_PROCESS) -> Division:
-        """Make or take up the folder and lock it; how the plan is divided.
+        """Create or join the folder, and lock it.
 
-        `restart` drops what an earlier run left, unless processes are at work with which this one shares. PrepError if
-        it is another run's, or other processes are at work on it.
+        Args:
+            run_identity: Identity of the run; a folder of another run is an error.
+            restart: Drop an earlier run, unless processes of the same run are running.
+            share: Share of this process.
+
+        Returns:
+            How the plan's streams are divided among the processes.
+
+        Raises:
+            PrepError: The folder belongs to another run, or processes outside of this run hold its lock.
         """
         self.share = share
         with contextlib.ExitStack() as on_error:
@@ -85,16 +96,16 @@ class Staging:
         share = self.share
         try:
             with self._holding_join_lock():
-                fd, first = acquire_team_lock(self.work / LOCK_FILE, self.folder, share.count)
+                fd, is_first = acquire_team_lock(self.work / LOCK_FILE, self.folder, count=share.count)
                 self._locks.append(fd)
-                if restart and first and any((self.work / name).exists() for name in (RUN_FILE, DIVISION_FILE)):
+                if restart and is_first and any((self.work / name).exists() for name in (RUN_FILE, DIVISION_FILE)):
                     self._drop_earlier_run()
-                found = self._read_note(RUN_FILE)
-                if found is None:
+                earlier_identity = self._read_note(RUN_FILE)
+                if earlier_identity is None:
                     self._write_note(RUN_FILE, run_identity)
-                elif found != run_identity:
-                    raise _other_run_error(self.folder, found, run_identity)
-                division = self._load_division(str(run_identity["plan"]), first)
+                elif earlier_identity != run_identity:
+                    raise _other_run_error(self.folder, earlier_identity, run_identity)
+                division = self._load_division(str(run_identity["plan"]), is_first)
                 self._lock_share()
                 self._failures = FailureNotes(self.work, str(run_identity["plan"]), share)
         except OSError as error:
@@ -103,90 +114,92 @@ class Staging:
 
     @contextlib.contextmanager
     def _holding_join_lock(self) -> Iterator[None]:
-        """Hold the door of a folder that exists: it may be published, or removed, while this process waits for it."""
+        """Hold the join lock of an existing folder.
+
+        The folder may be published or removed while this process waits for the lock; it is then created again.
+        """
         with contextlib.ExitStack() as stack:
-            for left in reversed(range(MAX_JOIN_TRIES)):
+            for tries_left in reversed(range(MAX_JOIN_TRIES)):
                 try:
                     self._make_folders()
-                    door = stack.enter_context(exclusive_lock(self.work / JOIN_LOCK_FILE))
+                    lock_stat = stack.enter_context(exclusive_lock(self.work / JOIN_LOCK_FILE))
                 except FileNotFoundError:
-                    if not left:
+                    if not tries_left:
                         raise
                     continue
-                if _is_same_file(door, self.work / JOIN_LOCK_FILE):
+                if _is_same_file(lock_stat, self.work / JOIN_LOCK_FILE):
                     break
                 stack.close()
             self._folder_stat = self.folder.stat()
             yield
 
     def _lock_share(self) -> None:
-        """Be the one process of this number."""
+        """Lock this process's share; PrepError if another process has the same share."""
         if self.share.count > 1:
-            what = f"share {self.share.index} of {self.share.count} of {self.folder}"
-            self._locks.append(acquire_lock_with_retries(self.work / f"{LOCK_FILE}.{self.share.index}", what))
+            locked_name = f"share {self.share.index} of {self.share.count} of {self.folder}"
+            self._locks.append(acquire_lock_with_retries(self.work / f"{LOCK_FILE}.{self.share.index}", locked_name))
             self._moving_fd = acquire_shared_lock(self.work / MOVING_LOCK_FILE)
 
-    def _load_division(self, identity: str, is_first: bool) -> Division:
-        """How the plan is divided; anew if it was among other processes, of which none is there any more."""
-        found = _parse_division(self._read_note(DIVISION_FILE))
+    def _load_division(self, run_id: str, is_first: bool) -> Division:
+        """Return the division of the plan; divide it again if the earlier processes were of another number."""
+        division = _parse_division(self._read_note(DIVISION_FILE))
         count = self.share.count
-        if found is None or found.count != count:
-            if found is not None and not is_first:
-                why = f"{found.count} processes work on it, this is one of {count}"
-                hint = f"wait for them, or join them: `--processes {found.count}/I`"
+        if division is None or division.count != count:
+            if division is not None and not is_first:
+                why = f"{division.count} processes work on it, this is one of {count}"
+                hint = f"wait for them, or join them: `--processes {division.count}/I`"
                 raise PrepError(f"{self.folder} is locked", why, hint)
-            found = Division(count, self._durable_digests(identity, found or Division()))
-            self._write_note(
-                DIVISION_FILE, {"count": count, "done": found.durable_digests}
-            )  # before what it was made of is removed
+            division = Division(count, self._durable_digests(run_id, division or Division()))
+            # written before the journals it was derived from are removed
+            self._write_note(DIVISION_FILE, {"count": count, "done": division.durable_digests})
             for path in self.work.glob(f"{JOURNAL_STEM}.*"):
                 remove_path(path)
-        return found
+        return division
 
-    def _durable_digests(self, identity: str, division: Division) -> dict[int, str]:
-        """The digests of all streams that are whole and durable."""
-        done = dict(division.durable_digests)
+    def _durable_digests(self, run_id: str, division: Division) -> dict[int, str]:
+        """Return the digests of all complete, durable streams."""
+        digests = dict(division.durable_digests)
         for index in range(division.count):
-            done |= read_journal(self.journal_path_of(index), identity, division.label).digests
-        return done
+            digests |= read_journal(self.journal_path_of(index), run_id, division.label).digests
+        return digests
 
     def _make_folders(self) -> None:
         for folder in (self.folder, self.work):
             check_not_symlink(folder)
         try:
-            names = os.listdir(self.folder)  # once: another process may be making or publishing it
+            names = os.listdir(self.folder)  # a single call: another process may be creating or publishing it
         except FileNotFoundError:
             names = []
         except NotADirectoryError:
             names = [self.folder.name] if os.path.lexists(self.folder) else []
         if names and WORK_FOLDER not in names:
-            raise PrepError(f"{self.folder} is in the way", "prep did not make it", "`--out NAME`, or move it away")
+            raise PrepError(f"{self.folder} exists", "prep did not create it", "`--out NAME`, or move it away")
         self.work.mkdir(parents=True, exist_ok=True)
 
     def _read_note(self, name: str) -> dict[str, Any] | None:
         path = self.work / name
         try:
-            found = json.loads(read_no_follow(path))
+            content = json.loads(read_no_follow(path))
         except FileNotFoundError:
             return None
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or found.pop(CHECKSUM_KEY, None) not in (None, _checksum(found)):
-            raise PrepError(f"{path} is broken", "it is not what prep wrote", "`--restart` drops it")
-        return found
+            content = None
+        if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (None, _checksum(content)):
+            raise PrepError(f"{path} is damaged", "it is not a file that prep wrote", "`--restart` drops it")
+        return content
 
     def _write_note(self, name: str, content: Mapping[str, object]) -> None:
         path = self.work / name
-        fresh = path.with_suffix(".new")
-        write_no_follow(fresh, json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode())
-        fsync_path(fresh)
-        fresh.rename(path)
+        new_path = path.with_suffix(".new")
+        write_no_follow(new_path, json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode())
+        fsync_path(new_path)
+        new_path.rename(path)
         fsync_path(self.work)
 
     def _drop_earlier_run(self) -> None:
-        """Drop an earlier run: first what promises that its bytes are there, then the bytes.
+        """Drop an earlier run: first the journals, then the recorded bytes.
 
-        Failure notes stay. One may be of a process that was started together with this one.
+        Failure notes stay: one may be of a process started together with this one.
         """
         self._restore_replaced()
         for path in [*self.work.glob(f"{JOURNAL_STEM}.*"), self.work / DIVISION_FILE, self.work / RUN_FILE]:
@@ -200,21 +213,21 @@ class Staging:
                 remove_path(path)
 
     def _restore_replaced(self) -> None:
-        """Give an output that was about to be replaced its name again, if nothing else has it."""
+        """Rename an output back after an interrupted replacement, if its name is free."""
         replaced = self.work / REPLACED_NAME
         if os.path.lexists(replaced) and not os.path.lexists(self.out):
             replaced.rename(self.out)
 
     def read_or_write_note(self, name: str, content: Mapping[str, object]) -> dict[str, Any]:
-        """What a file of the run says; it is made with this content if it does not exist."""
+        """Return the content of a file of the run; create the file with `content` if it does not exist."""
         with exclusive_lock(self.work / JOIN_LOCK_FILE):
-            found = self._read_note(name)
-            if found is None:
+            existing = self._read_note(name)
+            if existing is None:
                 self._write_note(name, content)
-        return dict(content) if found is None else found
+        return dict(content) if existing is None else existing
 
     def _read_session(self) -> str:
-        """What the first of the processes at work wrote into the lock."""
+        """Return the lock file's text, equal for all running processes."""
         try:
             return read_no_follow(self.work / LOCK_FILE).decode(errors="replace")
         except OSError as error:
@@ -222,39 +235,46 @@ class Staging:
 
     @contextlib.contextmanager
     def holding_publish_lock(self) -> Iterator[bool]:
-        """Within, no other process publishes; whether the output still needs it."""
+        """Keep other processes from publishing inside the context.
+
+        Yields:
+            Whether the output is still to be published.
+
+        Raises:
+            PrepError: The folder was removed or replaced.
+        """
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(exclusive_lock(self.work / JOIN_LOCK_FILE))
-            except OSError as error:  # as there is when it is published
+            except OSError as error:  # expected once the folder is published
                 if not self.is_published():
                     raise io_error(self.folder, error) from error
             published = self.is_published()
             if not published and not self._is_same_folder():
                 why = "it was removed or replaced"
-                raise PrepError(f"{self.folder} was changed by somebody else", why, "run again")
+                raise PrepError(f"{self.folder} was changed by another program", why, "run again")
             yield not published
 
     def is_published(self) -> bool:
-        """Whether the folder has its final name."""
+        """Return whether the folder has its final name."""
         return self._folder_stat is not None and _is_same_file(self._folder_stat, self.out)
 
     def mark_moved(self) -> None:
-        """Let others publish: this process reads and writes no more in the folder, unless it publishes itself."""
+        """Release the moving lock: this process has moved its share, and only publishes from now on."""
         if self._moving_fd >= 0:
             os.close(self._moving_fd)
             self._moving_fd = -1
 
     def all_moved(self) -> bool:
-        """Whether all processes at work have moved their shares. To be called while publishing, when nobody joins."""
+        """Return whether all running processes have moved their shares. Call it with the publish lock held."""
         return self.share.count == 1 or not has_shared_holders(self.work / MOVING_LOCK_FILE)
 
     def _is_same_folder(self) -> bool:
-        """Whether the folder is still the one that was opened."""
+        """Return whether the path still leads to the opened folder."""
         return self._folder_stat is not None and _is_same_file(self._folder_stat, self.folder)
 
     def is_running(self, index: int) -> bool:
-        """Whether process `index` is there, as far as locks tell: they need not reach other machines."""
+        """Return whether process `index` is running. Locks may not be visible on other machines."""
         try:
             return is_locked(self.work / f"{LOCK_FILE}.{index}")
         except OSError:
@@ -262,31 +282,37 @@ class Staging:
 
     @property
     def failures(self) -> FailureNotes:
-        """The failure notes of the processes that share the work, once this one has joined."""
+        """Failure notes of the processes that share the work; set once this process has joined."""
         assert self._failures is not None
         return self._failures
 
     def discard(self) -> None:
-        """Remove a folder that turns out not to be needed; another process may be joining it."""
-        away = self.out.with_name(f"{self.out.name}.unused-{self.share.index}.partial")
+        """Remove an unneeded folder. Another process may be joining it."""
+        unused_path = self.out.with_name(f"{self.out.name}.unused-{self.share.index}.partial")
         with contextlib.suppress(OSError), exclusive_lock(self.work / JOIN_LOCK_FILE):
             if self._is_same_folder():
-                remove_path(away)
-                self.folder.rename(away)
-        shutil.rmtree(away, ignore_errors=True)
+                remove_path(unused_path)
+                self.folder.rename(unused_path)
+        shutil.rmtree(unused_path, ignore_errors=True)
 
     def publish(self, overwrite: bool = False) -> None:
-        """Sync every file and folder bottom-up, then give the folder its final name.
+        """Sync all files and folders bottom-up, then rename the folder to its final name.
 
-        What has that name by now is kept unless it may be replaced: PrepError. What is replaced lies in the staging
-        folder, and is removed once its successor has the name; a kill between the two leaves both in NAME.partial.
+        A replaced output is moved to the work folder, and removed after the rename. A kill between the two renames
+        leaves both in NAME.partial.
+
+        Args:
+            overwrite: Replace an existing output.
+
+        Raises:
+            PrepError: The name is taken and `overwrite` is not set, or the system refused to write.
         """
         replaced = self.work / REPLACED_NAME
         if os.path.lexists(self.out) and not overwrite:
-            why = f"it came to be while {self.folder} was made, which is whole"
+            why = f"it was created while {self.folder} was written, which is complete"
             raise PrepError(f"{self.out} exists", why, "move it away, or `--overwrite`, and run again")
         try:
-            remove_path(replaced)  # of a run that was killed between the two renames
+            remove_path(replaced)  # left by a kill between the two renames
             for folder, _, names in os.walk(self.folder, topdown=False):
                 for name in [*names, "."] if self.work not in (Path(folder), *Path(folder).parents) else ():
                     fsync_path(Path(folder, name))
@@ -301,48 +327,48 @@ class Staging:
         remove_work_folder(self.out)
 
     def leave(self) -> None:
-        """End this process's part in the work: nothing is written any more."""
+        """Record the failure notes and release the locks; this process no longer writes to the folder."""
         if self._failures is not None and self._is_same_folder():
             self._failures.record_heard()
         self.close()
 
     def close(self) -> None:
-        """Let go of the locks."""
+        """Release the locks."""
         self.mark_moved()
         while self._locks:
             os.close(self._locks.pop())
 
 
-def _is_same_file(found: os.stat_result, path: Path) -> bool:
-    """Whether a path leads to the very file or folder that was found."""
+def _is_same_file(file_stat: os.stat_result, path: Path) -> bool:
+    """Return whether a path leads to the file or folder of the stat result."""
     try:
-        return os.path.samestat(found, path.stat())
+        return os.path.samestat(file_stat, path.stat())
     except FileNotFoundError:
         return False
 
 
 def _checksum(content: Mapping[str, object]) -> str:
-    """The checksum of what a file of the run says, as JSON has it: keys are text there."""
+    """Return the checksum of a note's content after a JSON round trip, which converts keys to text."""
     return digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
-def _parse_division(found: Mapping[str, Any] | None) -> Division | None:
-    if found is None:
+def _parse_division(content: Mapping[str, Any] | None) -> Division | None:
+    if content is None:
         return None
-    match found:
+    match content:
         case {"count": int(count), "done": dict(done)} if count > 0 and all(map(str.isdecimal, done)):
             return Division(count, {int(number): str(digest) for number, digest in done.items()})
     return None
 
 
 def remove_work_folder(out: Path) -> None:
-    """Remove what a run leaves in a published output; also after one that was killed right after publishing."""
+    """Remove the work folder from a published output; a kill after the rename may leave it there."""
     shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def open_staging(out: Path) -> Iterator[Staging]:
-    """A Staging whose locks are released in the end."""
+    """Yield the staging folder of an output; its locks are released at the end."""
     stage = Staging(out)
     try:
         yield stage
@@ -351,7 +377,7 @@ def open_staging(out: Path) -> Iterator[Staging]:
 
 
 def remove_path(path: Path) -> None:
-    """Remove what is there, if anything is: a folder with all that is in it, of a link only the link."""
+    """Remove a file, a link or a folder with its contents, if it exists. The target of a link stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -367,11 +393,13 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-def _other_run_error(folder: Path, found: dict[str, object], run_identity: dict[str, object]) -> PrepError:
-    if found.get("request") == run_identity.get("request") and found.get("source") != run_identity.get("source"):
+def _other_run_error(folder: Path, earlier_identity: dict[str, object], run_identity: dict[str, object]) -> PrepError:
+    if earlier_identity.get("request") == run_identity.get("request") and earlier_identity.get(
+        "source"
+    ) != run_identity.get("source"):
         why = "the source has changed since: its files have other sizes, times or headers"
-    elif found.get("request") == run_identity.get("request"):
-        why = "another version of prep began it"
+    elif earlier_identity.get("request") == run_identity.get("request"):
+        why = "it was started by another version of prep"
     else:
-        why = f"it was begun by `{found.get('request')}`, this is `{run_identity.get('request')}`"
+        why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"
     return PrepError(f"{folder} belongs to another run", why, "`--restart` drops it")

@@ -1,9 +1,9 @@
-"""An output in an object store: made here first, then uploaded file by file, what says that it is whole last.
+"""Outputs in an object store: created in a local folder, then uploaded file by file, completion markers last.
 
-There a name cannot be given to what is made, and an object cannot be written in pieces in any order. So it is made in
-`NAME.upload` in the current folder as any output is, resumable, and goes up from there; `NAME.upload/uploaded.jsonl`
-names the address and what is up. Readers of Orbax look for `commit_success.txt`, those of prep for its manifest: they
-come last, and where something is replaced they go first.
+Object stores have neither renames nor writes at an offset. The output is created in `NAME.upload` in the current folder
+like any other output, resumable, and uploaded from there; `NAME.upload/uploaded.jsonl` records the URL and the uploaded
+files. Readers of Orbax look for `commit_success.txt`, and prep for its manifest: both are uploaded last, and deleted
+first when an output is replaced.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from prepcli.sources.symlinks import resolve_small_file
 UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
 COMMIT_MARKER = "commit_success.txt"  # of Orbax
-PART_NBYTES = 8 << 20  # of an upload, of which two are in memory
-MAX_PARTS = 9_000  # stores take 10,000
+PART_NBYTES = 8 << 20  # two parts are in memory during an upload
+MAX_PARTS = 9_000  # object stores accept 10,000
 RETRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class UploadRequest:
-    """Where it goes, and what the command line says of what is there."""
+    """URL of an output in an object store, and the options for existing outputs."""
 
     url: ObjectStoreUrl
     dry_run: bool
@@ -48,18 +48,21 @@ class UploadRequest:
 
     @property
     def local_folder(self) -> Path:
-        """The folder in which the output is made before it is uploaded."""
+        """Folder in which the output is created before it is uploaded."""
         name = (self.url.path or self.url.bucket).rpartition("/")[2]
         return Path(name + UPLOAD_SUFFIX, name)
 
     @property
     def marks_path(self) -> Path:
+        """File that records the uploaded files."""
         return self.local_folder.parent / MARKS_FILE
 
 
 def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
-    """The address that `--out` names: as a path it has lost one of its slashes. A usage PrepError for one that prep
-    does not know."""
+    """Return the URL in the value of `--out`, None for a local path; usage PrepError for an unknown scheme.
+
+    As a path the value has lost one of its slashes.
+    """
     scheme, colon, rest = out.as_posix().partition(":/") if out is not None else ("", "", "")
     text = f"{scheme}://{rest}"
     return parse_url(text) if colon and is_url(text) else None
@@ -68,26 +71,41 @@ def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
 def make_and_upload(
     request: UploadRequest, has_other_processes: bool, ui: Ui, make_output: Callable[[Path, bool], Report]
 ) -> Report:
-    """Make an output, with `make(folder, dry run)`, and upload it; what is there already, and the same, is left.
+    """Create an output and upload it. An existing output of the same request is kept.
 
-    Raises PrepError as `make` does, for something else that has the address, and for an upload that failed: then what
-    was made stays here.
+    Args:
+        request: URL and options.
+        has_other_processes: Whether several processes write the output (not supported).
+        ui: Prints notes and progress.
+        make_output: Called with the folder and whether it is a dry run; creates the output and returns its report.
+
+    Returns:
+        The report, with the URL in place of the local folder.
+
+    Raises:
+        PrepError: The URL holds something else, or the upload failed; the output then stays in the local folder.
     """
     if request.dry_run:
         return _with_url(make_output(request.local_folder, True), request)
     if has_other_processes:
-        hint = "write to a folder that all see, then copy it"
-        raise usage_error(f"`--out {request.url}` is for one process", "several write this output", hint)
+        hint = "write to a shared folder, then copy it"
+        raise usage_error(
+            f"`--out {request.url}` is not supported with several processes", "one process uploads the output", hint
+        )
     bucket = Bucket(request.url, RETRIES, retry_policy_from_env(os.environ, ui.note))
-    there = bucket.list_files()
-    if there and not _is_replaceable(request, there):
+    remote_files = bucket.list_files()
+    if remote_files and not _is_replaceable(request, remote_files):
         raise foreign_output_error(bucket.name)
-    if there and not request.overwrite and (already := _report_if_uploaded(request, bucket, there, ui, make_output)):
-        return already
+    if (
+        remote_files
+        and not request.overwrite
+        and (report := _report_if_uploaded(request, bucket, remote_files, ui, make_output))
+    ):
+        return report
     if request.restart:
         _remove_local_files(request)
     report = make_output(request.local_folder, False)
-    _upload_folder(request, str(report.fields["plan_digest"]), bucket, there, ui.progress())
+    _upload_folder(request, str(report.fields["plan_digest"]), bucket, remote_files, ui.progress())
     _remove_local_files(request)
     return _with_url(report, request)
 
@@ -99,18 +117,18 @@ def _report_if_uploaded(
     ui: Ui,
     make_output: Callable[[Path, bool], Report],
 ) -> Report | None:
-    """The report where the output is there; None where an upload of it goes on. PrepError for another output."""
+    """Return the report of a complete output, None without a manifest. PrepError for another output."""
     manifest = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
     if manifest is None:
         return None
     report = make_output(request.local_folder, True)
     try:
-        found = json.loads(read_all(bucket, manifest))
-        same = isinstance(found, dict) and found.get("plan") == report.fields["plan_digest"]
+        content = json.loads(read_all(bucket, manifest))
+        is_same_plan = isinstance(content, dict) and content.get("plan") == report.fields["plan_digest"]
     except ValueError:
-        same = False
-    if not same or request.restart:
-        why = "it was made by this request" if same else "it was made by another request, or of another source"
+        is_same_plan = False
+    if not is_same_plan or request.restart:
+        why = "it was made by this request" if is_same_plan else "it was made by another request, or of another source"
         raise PrepError(f"{bucket.name} exists", why, "`--out` another address, or `--overwrite`")
     ui.note(f"already done: {request.url} was made by the same request from the same source")
     _remove_local_files(request)
@@ -119,32 +137,32 @@ def _report_if_uploaded(
 
 
 def _remove_local_files(request: UploadRequest) -> None:
-    """Remove what was made here, and nothing that lies beside it."""
-    here = request.local_folder
+    """Remove the local output and its marks, but no other files next to it."""
+    local_folder = request.local_folder
     try:
-        for path in (request.marks_path, here, here.with_name(f"{here.name}.partial")):
+        for path in (request.marks_path, local_folder, local_folder.with_name(f"{local_folder.name}.partial")):
             remove_path(path)
     except OSError as error:
-        raise io_error(here.parent, error) from error
-    with contextlib.suppress(OSError):  # there is more in it, or it is not there
-        here.parent.rmdir()
+        raise io_error(local_folder.parent, error) from error
+    with contextlib.suppress(OSError):  # not empty, or missing
+        local_folder.parent.rmdir()
 
 
 def _with_url(report: Report, request: UploadRequest) -> Report:
-    """The report with the address in place of the folder here."""
-    here, url = str(request.local_folder), str(request.url)
+    """Return the report with the URL in place of the local folder."""
+    local_folder, url = str(request.local_folder), str(request.url)
     return replace(
         report,
-        text=report.text.replace(here, url),
+        text=report.text.replace(local_folder, url),
         fields={**report.fields, "output": url},
-        next_command=report.next_command.replace(here, url),
+        next_command=report.next_command.replace(local_folder, url),
     )
 
 
 def _upload_folder(
     request: UploadRequest, plan_digest: str, bucket: Bucket, remote_files: Sequence[RemoteFile], progress: Progress
 ) -> None:
-    """Bring everything up that is not; data first, what says that it is whole last."""
+    """Upload the remaining files: data first, completion markers last."""
     folder = request.local_folder
     paths = [
         path
@@ -152,8 +170,8 @@ def _upload_folder(
         if path.is_file() and path.relative_to(folder).parts[0] != WORK_FOLDER
     ]
     names = {path.relative_to(folder).as_posix(): resolve_small_file(path, folder) for path in paths}
-    last = [name for name in (COMMIT_MARKER, MANIFEST_FILE) if name in names]
-    up = (
+    last_names = [name for name in (COMMIT_MARKER, MANIFEST_FILE) if name in names]
+    uploaded = (
         _uploaded_names(request.marks_path, plan_digest, remote_files)
         if _has_begun(request)
         else _create_marks(request)
@@ -164,8 +182,8 @@ def _upload_folder(
     progress.begin("upload", sum(path.stat().st_size for path in paths))
     try:
         with open(open_no_follow(request.marks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as marks:
-            for name in sorted(names.keys() - {*last}):
-                if name in up:
+            for name in sorted(names.keys() - {*last_names}):
+                if name in uploaded:
                     progress.advance(names[name].stat().st_size)
                 else:
                     _write_mark(
@@ -174,24 +192,24 @@ def _upload_folder(
             for file in remote_files:
                 if file.path not in names:
                     bucket.delete(file.path)
-            for name in last:
+            for name in last_names:
                 bucket.write(name, names[name], PART_NBYTES, MAX_PARTS, progress.advance)
     finally:
         progress.end()
 
 
 def _is_replaceable(request: UploadRequest, remote_files: Sequence[RemoteFile]) -> bool:
-    """Whether what is there is an output of prep, or one that is on its way up from here."""
+    """Return whether the remote files are an output of prep, or an upload that began here."""
     return any(file.path == MANIFEST_FILE for file in remote_files) or _has_begun(request)
 
 
 def _has_begun(request: UploadRequest) -> bool:
-    """Whether an upload to this address was begun here."""
+    """Return whether an upload to this URL began here."""
     return request.marks_path.exists() and request.marks_path.read_text().startswith(_marks_header(request))
 
 
 def _create_marks(request: UploadRequest) -> set[str]:
-    """Begin an upload: nothing is up."""
+    """Create the marks file of a new upload; return the empty set of uploaded names."""
     with open(open_no_follow(request.marks_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as marks:
         marks.write(_marks_header(request))
         marks.flush()
@@ -200,26 +218,27 @@ def _create_marks(request: UploadRequest) -> set[str]:
 
 
 def _marks_header(request: UploadRequest) -> str:
-    """The first line of the marks: to where they were brought up."""
+    """Return the first line of the marks file: the URL."""
     return json.dumps([str(request.url)]) + "\n"
 
 
-def _write_mark(marks: TextIO, plan: str, file: RemoteFile) -> None:
-    marks.write(json.dumps([plan, file.path, file.size, file.digest]) + "\n")
+def _write_mark(marks: TextIO, plan_digest: str, file: RemoteFile) -> None:
+    """Record an uploaded file durably."""
+    marks.write(json.dumps([plan_digest, file.path, file.size, file.digest]) + "\n")
     marks.flush()
     os.fsync(marks.fileno())
 
 
-def _uploaded_names(marks: Path, plan: str, remote_files: Sequence[RemoteFile]) -> set[str]:
-    """The names that an earlier run of the same plan brought up, and that are still as it did."""
-    if not marks.exists():
+def _uploaded_names(marks_path: Path, plan_digest: str, remote_files: Sequence[RemoteFile]) -> set[str]:
+    """Return the unchanged files uploaded by an earlier run of the same plan."""
+    if not marks_path.exists():
         return set()
-    found, known = set[str](), {*remote_files}
-    for line in marks.read_text().splitlines():
+    names, known_files = set[str](), {*remote_files}
+    for line in marks_path.read_text().splitlines():
         try:
-            of_plan, path, size, digest = json.loads(line)
-        except ValueError:  # the address, or of a run that was killed while it wrote it
+            mark_plan_digest, path, size, digest = json.loads(line)
+        except ValueError:  # the header, or a line that was cut short by a kill
             continue
-        if of_plan == plan and RemoteFile(path, size, digest) in known:
-            found.add(path)
-    return found
+        if mark_plan_digest == plan_digest and RemoteFile(path, size, digest) in known_files:
+            names.add(path)
+    return names

@@ -1,4 +1,4 @@
-"""Names as a tree: sizes summed by branch, equal layers shown once."""
+"""Tensor names as a tree, with sizes summed by branch and equal layers merged."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ from prepcli.console.formatting import format_bytes
 from prepcli.inspection.contents import TensorEntry
 
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
-MAX_RUNS = 4  # of numbers that are spelled out
-SELF_LABEL = "(itself)"  # a tensor whose name begins the names of others
+MAX_RUNS = 4  # runs of numbers that are listed
+SELF_LABEL = "(itself)"  # a tensor whose name is also a prefix of other names
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A branch, or a leaf that stands for `tensors` tensors of one shape and dtype; `nbytes` is that of all of them.
+    """A branch, or a leaf for `tensors` tensors of one shape and dtype.
 
-    `labels`: several where a branch holds nothing else: `layers`, `{0..31}`.
+    Attributes:
+        labels: Parts of the name; several if branches with a single child are joined, as in `layers`, `{0..31}`.
+        tensors: Number of tensors in the node.
+        nbytes: Bytes of all tensors in the node.
+        dtype: Dtype of a leaf; empty for a branch.
+        shape: Shape of each tensor of a leaf.
+        children: Nodes of a branch.
     """
 
     labels: tuple[str, ...]
     tensors: int
     nbytes: int
-    dtype: str = ""  # of a leaf
+    dtype: str = ""
     shape: tuple[int, ...] = ()
     children: tuple[TreeNode, ...] = ()
 
     @property
     def name(self) -> str:
+        """The labels, joined by dots."""
         return ".".join(self.labels)
 
 
@@ -40,19 +47,19 @@ class _TreeBuilder:
 
 
 def build_tree(entries: Iterable[TensorEntry]) -> tuple[TreeNode, ...]:
-    """The tree of these entries, in their order."""
+    """Build the tree of the entries, in their order."""
     root = _TreeBuilder()
     for entry in entries:
-        at = root
+        builder = root
         for part in entry.path:
-            at = at.children.setdefault(part, _TreeBuilder())
-        at.entry = entry
-    made = _freeze(root)
-    return (made,) if made.labels else made.children
+            builder = builder.children.setdefault(part, _TreeBuilder())
+        builder.entry = entry
+    tree = _freeze(root)
+    return (tree,) if tree.labels else tree.children
 
 
 def tree_rows(nodes: Sequence[TreeNode], depth: int = 0) -> Iterator[tuple[str, str, str, str]]:
-    """(name, shape, dtype, size) a node, names indented by depth."""
+    """Yield (name, shape, dtype, size) of each node, with names indented by depth."""
     for node in nodes:
         times = f"{node.tensors} x " if node.tensors > 1 else ""
         shape = f"{times}{list(node.shape)}" if node.dtype else ""
@@ -61,12 +68,12 @@ def tree_rows(nodes: Sequence[TreeNode], depth: int = 0) -> Iterator[tuple[str, 
 
 
 def count_nodes(nodes: Sequence[TreeNode]) -> int:
-    """Return how many rows `tree_rows` gives."""
+    """Return the number of rows that `tree_rows` yields."""
     return sum(1 + count_nodes(node.children) for node in nodes)
 
 
 def tree_fields(node: TreeNode) -> dict[str, object]:
-    """A node for JSON: a leaf has shape and dtype, a branch has children."""
+    """Return a node for JSON: a leaf has shape and dtype, a branch has children."""
     common: dict[str, object] = {"name": node.name, "tensors": node.tensors, "bytes": node.nbytes}
     if node.dtype:
         return common | {"shape": node.shape, "dtype": node.dtype}
@@ -74,13 +81,13 @@ def tree_fields(node: TreeNode) -> dict[str, object]:
 
 
 def _freeze(builder: _TreeBuilder) -> TreeNode:
-    """A node without the label that its parent gives it; one that has a single child and is nothing else is that."""
+    """Return a node without its own label. A branch with a single child is replaced by the child."""
     children = tuple(_merge_numbered({label: _freeze(child) for label, child in builder.children.items()}))
     entry = builder.entry
     if entry is None:
         return children[0] if len(children) == 1 else _make_branch(children)
-    own = TreeNode((), 1, entry.nbytes, entry.dtype, entry.shape)
-    return _make_branch((replace(own, labels=(SELF_LABEL,)), *children)) if children else own
+    leaf = TreeNode((), 1, entry.nbytes, entry.dtype, entry.shape)
+    return _make_branch((replace(leaf, labels=(SELF_LABEL,)), *children)) if children else leaf
 
 
 def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
@@ -88,28 +95,28 @@ def _make_branch(children: tuple[TreeNode, ...]) -> TreeNode:
 
 
 def _merge_numbered(children: Mapping[str, TreeNode]) -> Iterator[TreeNode]:
-    """The children with their labels; numbered ones that are equal as one, where the first of the numbers stands."""
+    """Yield the children with their labels. Equal numbered children are merged, at the place of the first number."""
     numbers = sorted(int(label) for label in children if _NUMBER.fullmatch(label))
     groups: dict[TreeNode, list[int]] = {}
     for number in numbers:
         groups.setdefault(_sort_children(children[str(number)]), []).append(number)
-    numbered = [_repeated(children[str(found[0])], _format_numbers(found), len(found)) for found in groups.values()]
+    merged = [_repeated(children[str(equal[0])], _format_numbers(equal), len(equal)) for equal in groups.values()]
     for label, child in children.items():
         if not _NUMBER.fullmatch(label):
             yield replace(child, labels=(label, *child.labels))
-        elif numbered:
-            yield from numbered
-            numbered = []
+        elif merged:
+            yield from merged
+            merged = []
 
 
 def _sort_children(node: TreeNode) -> TreeNode:
-    """The same node however its files order it: where a layer begins a file, its tensors come in another order."""
+    """Return the node with sorted children: layers that begin a file list their tensors in another order."""
     return replace(node, children=tuple(sorted(map(_sort_children, node.children), key=lambda child: child.labels)))
 
 
 def _repeated(node: TreeNode, label: str, count: int) -> TreeNode:
-    many = _multiplied(node, count)
-    return replace(many, labels=(label, *many.labels))
+    repeated = _multiplied(node, count)
+    return replace(repeated, labels=(label, *repeated.labels))
 
 
 def _multiplied(node: TreeNode, count: int) -> TreeNode:
@@ -118,7 +125,7 @@ def _multiplied(node: TreeNode, count: int) -> TreeNode:
 
 
 def _format_numbers(numbers: Sequence[int]) -> str:
-    """`7`, `{0..31}`, `{0..3,8..11}`, and for many runs `{0,2,4,…,46}`."""
+    """Format as `7`, `{0..31}`, `{0..3,8..11}`, and many runs as `{0,2,4,…,46}`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""A folder with a Flax or EasyLM checkpoint as an output: which leaf has which tensor, and where in which file."""
+"""Layout of a folder with a Flax or EasyLM checkpoint: the leaf of each tensor, and its location in a file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,19 @@ from trainer.models.parameters import layout_rows
 STREAM_FORMAT = "stream"
 MAX_NAMES = 4
 
-LeafUse = tuple[str, AxisMap, tuple[tuple[str, int], ...]]  # the path of a leaf, its row, which of the row's tensors
+LeafUse = tuple[str, AxisMap, tuple[tuple[str, int], ...]]  # path of the leaf, its axis map, stacked indices
 
 
 @dataclass(frozen=True, slots=True)
 class FlaxFolder:
-    """The files, where each tensor goes, the index of several files, and how many leaves there are."""
+    """Layout of a Flax folder.
+
+    Attributes:
+        files: The data files.
+        sides: Locations of each tensor, by name.
+        index: The index of several files, otherwise empty.
+        num_leaves: Number of leaves.
+    """
 
     files: tuple[OutputFile, ...]
     sides: Mapping[str, Locations]
@@ -46,42 +53,60 @@ def lay_out_flax_folder(
     vocab_size: int,
     shard_nbytes: int,
 ) -> FlaxFolder:
-    """The leaves of a layout made of tensors, with `vocab` rows of vocabulary. PrepError where one has no place, or a
-    leaf nothing to be made of."""
+    """Lay out the tensors of a source as a Flax folder.
+
+    Args:
+        source: The opened source.
+        kept_tensors: The tensors to write.
+        layout: Name of the layout.
+        container: `stream` for one EasyLM stream; otherwise msgpack files as transformers writes them.
+        vocab_size: Vocabulary rows in the output.
+        shard_nbytes: Largest size of a file.
+
+    Returns:
+        The files and the locations of the tensors.
+
+    Raises:
+        PrepError: A tensor has no leaf in the layout, or a leaf has no tensor.
+    """
     tensors = {tensor.name: tensor for tensor in kept_tensors}
-    taken: dict[str, list[LeafUse]] = {}
+    uses_by_tensor: dict[str, list[LeafUse]] = {}
     for name, use in _leaf_uses(source, layout, tensors, vocab_size):
-        taken.setdefault(name, []).append(use)
-    _check_layout_complete(source, layout, taken, tensors)
+        uses_by_tensor.setdefault(name, []).append(use)
+    _check_layout_complete(source, layout, uses_by_tensor, tensors)
     leaves = {
         tuple(path.split(".")): MsgpackLeaf(tuple(path.split(".")), tensors[name].dtype, row.leaf_shape)
-        for name, uses in taken.items()
+        for name, uses in uses_by_tensor.items()
         for path, row, _ in uses
     }
     groups = [(STREAM_FILE, list(leaves))] if container == STREAM_FORMAT else _shards(leaves, shard_nbytes)
-    make = lay_out_stream if container == STREAM_FORMAT else lay_out_flax
-    layouts = [make(leaves[path] for path in paths) for _, paths in groups]
-    holders = {path: number for number, found in enumerate(layouts) for path in found.runs}
-    sides = {name: tuple(_side(use, tensors[name], holders, layouts) for use in uses) for name, uses in taken.items()}
+    lay_out = lay_out_stream if container == STREAM_FORMAT else lay_out_flax
+    layouts = [lay_out(leaves[path] for path in paths) for _, paths in groups]
+    file_numbers = {path: number for number, file_layout in enumerate(layouts) for path in file_layout.runs}
+    sides = {
+        name: tuple(_locate(use, tensors[name], file_numbers, layouts) for use in uses)
+        for name, uses in uses_by_tensor.items()
+    }
     files = tuple(
-        OutputFile(name, found.size, constant_ranges=found.fixed_bytes) for (name, _), found in zip(groups, layouts)
+        OutputFile(name, file_layout.size, constant_ranges=file_layout.fixed_bytes)
+        for (name, _), file_layout in zip(groups, layouts)
     )
     return FlaxFolder(files, sides, _index_file(groups, leaves), len(leaves))
 
 
 def _leaf_uses(source: Source, layout: str, tensors: Collection[str], vocab_size: int) -> Iterator[tuple[str, LeafUse]]:
-    """Which tensor goes to which leaf, by its path with the base prefix if the source's names have it."""
+    """Yield each tensor with its leaf; paths have the base prefix if the source's names have it."""
     family, config = source.family, source.config
     sizes = family.sizes(config) | {"vocab": vocab_size}
     for path, row in _layout_rows(source, layout, tensors).items():
-        bound = bind_row(row, sizes)
-        where = path if source.names.is_prefixed else path.removeprefix(family.prefix)
-        for tensor, at in bound.tensors():
-            yield tensor, (where.format(**at), bound, tuple(at.items()))
+        axis_map = bind_row(row, sizes)
+        path_template = path if source.names.is_prefixed else path.removeprefix(family.prefix)
+        for tensor, stacked_indices in axis_map.tensors():
+            yield tensor, (path_template.format(**stacked_indices), axis_map, tuple(stacked_indices.items()))
 
 
 def _layout_rows(source: Source, layout: str, tensors: Collection[str]) -> dict[str, Row]:
-    """The rows of the layout, without that of a head which is the embedding."""
+    """Return the rows of the layout, without the row of a tied head."""
     family = source.family
     rows = layout_rows(family.layouts[layout], source.config)
     has_head = not family.is_tied(source.config) or family.tying.head_tensor in tensors
@@ -89,14 +114,18 @@ def _layout_rows(source: Source, layout: str, tensors: Collection[str]) -> dict[
 
 
 def _check_layout_complete(
-    source: Source, layout: str, taken: Mapping[str, object], tensors: Mapping[str, SourceTensor]
+    source: Source, layout: str, uses_by_tensor: Mapping[str, object], tensors: Mapping[str, SourceTensor]
 ) -> None:
-    for verb, names in (("has no place for", tensors.keys() - taken.keys()), ("needs", taken.keys() - tensors.keys())):
+    """Raise PrepError unless tensors and leaves of the layout match one to one."""
+    for verb, names in (
+        ("has no place for", tensors.keys() - uses_by_tensor.keys()),
+        ("needs", uses_by_tensor.keys() - tensors.keys()),
+    ):
         if names:
             listed = ", ".join(source.names.full_name(name) for name in sorted(names)[:MAX_NAMES])
             more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
             raise PrepError(
-                f"{source.display_name} is not to be had in the layout {layout}", f"it {verb} {listed}{more}"
+                f"{source.display_name} cannot be written in the layout {layout}", f"the layout {verb} {listed}{more}"
             )
 
 
@@ -111,7 +140,7 @@ def _shards(
 def _index_file(
     groups: Sequence[tuple[str, list[tuple[str, ...]]]], leaves: Mapping[tuple[str, ...], MsgpackLeaf]
 ) -> tuple[SmallFile, ...]:
-    """flax_model.msgpack.index.json, as transformers writes it."""
+    """Return flax_model.msgpack.index.json in the format of transformers, if there are several files."""
     if len(groups) == 1:
         return ()
     weight_map = {"/".join(path): name for name, paths in groups for path in paths}
@@ -120,24 +149,32 @@ def _index_file(
     return (SmallFile(INDEX_FILE, text.encode() + b"\n"),)
 
 
-def _side(
-    use: LeafUse, tensor: SourceTensor, holders: Mapping[tuple[str, ...], int], layouts: Sequence[MsgpackLayout]
+def _locate(
+    use: LeafUse, tensor: SourceTensor, file_numbers: Mapping[tuple[str, ...], int], layouts: Sequence[MsgpackLayout]
 ) -> Region | GappedRegion:
-    path, row, at = use
-    file = holders[tuple(path.split("."))]
+    path, axis_map, stacked_indices = use
+    file = file_numbers[tuple(path.split("."))]
     runs = layouts[file].runs[tuple(path.split("."))]
-    zeros = (0,) * len(row.leaf_shape)
-    place = StridedPlacement(file, runs[0][0], zeros, zeros)
-    region = Region(row, at, ChunkGrid(row.leaf_shape, row.leaf_shape), place, itemsize(tensor.dtype))
+    zeros = (0,) * len(axis_map.leaf_shape)
+    placement = StridedPlacement(file, runs[0][0], zeros, zeros)
+    region = Region(
+        axis_map,
+        stacked_indices,
+        ChunkGrid(axis_map.leaf_shape, axis_map.leaf_shape),
+        placement,
+        itemsize(tensor.dtype),
+    )
     return GappedRegion(region, gaps_between(runs)) if len(runs) > 1 else region
 
 
-# A head that repeats the embedding
+# A head that is tied to the embedding
 
 
 def with_tied_head(source: Source) -> Source:
-    """A source whose head is the embedding, with the head as a tensor too: the same bytes, read once more, from blobs
-    that follow the source's own."""
+    """Return the source with the head as a tensor of its own, if the head is tied to the embedding.
+
+    The head reads the bytes of the embedding a second time, from blobs that follow the source's own.
+    """
     tie = source.family.tying
     if any(tensor.name == tie.head_tensor for tensor in source.tensors):
         return source
@@ -154,7 +191,7 @@ def with_tied_head(source: Source) -> Source:
 def _shift_blob_numbers(
     part: Contiguous | Strided | Region | GappedRegion, count: int
 ) -> Contiguous | Strided | Region | GappedRegion:
-    """The same part, in blobs that are numbered so much higher."""
+    """Return the same location with blob numbers increased by `count`."""
     if isinstance(part, GappedRegion):
         return replace(part, region=_shift_blob_numbers(part.region, count))
     if not isinstance(part, Region):

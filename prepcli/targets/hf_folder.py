@@ -1,4 +1,4 @@
-"""A Hugging Face folder as an output: files, headers, index and settings, loadable by transformers with no flag."""
+"""Layout of a Hugging Face folder: files, headers, index and settings that transformers loads without options."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from prepcli.sources.symlinks import resolve_small_file
 
 FileGroup = tuple[
     str, Sequence[LayoutEntry], int | None
-]  # file name, tensors in order, how deep in a page the first one lies
+]  # file name, entries in order, page offset of the first tensor
 
 
 def resized_shape(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int]:
-    """Shape and bytes of a tensor with so many rows; a 0-d tensor has none to change."""
+    """Return shape and bytes of a tensor with `rows` rows. A 0-d tensor is unchanged."""
     if not tensor.shape:
         return (), tensor.nbytes
     row_nbytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
@@ -27,14 +27,21 @@ def resized_shape(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int
 
 
 def header_entries(source: Source, tensors: Iterable[SourceTensor], rows: Mapping[str, int]) -> list[LayoutEntry]:
-    """The tensors as a header lists them, each with the rows that it has there."""
+    """Return the header entries of the tensors, each with its rows in the output."""
     return [(source.names.full_name(t.name), t.dtype, *resized_shape(t, rows[t.name])) for t in tensors]
 
 
 def lay_out_weight_files(
     groups: Sequence[FileGroup],
 ) -> tuple[tuple[OutputFile, ...], dict[str, Contiguous], tuple[SafetensorsLayout, ...]]:
-    """The files, and where each tensor lies in them."""
+    """Lay out tensors in safetensors files.
+
+    Args:
+        groups: For each file its name, its entries in order, and the page offset of the first tensor (None: any).
+
+    Returns:
+        The output files, the location of each tensor by name, and the layout of each file.
+    """
     layouts = lay_out_files(groups)
     files = tuple(OutputFile(layout.name, layout.size, layout.header) for layout in layouts)
     places = {t.name: Contiguous(t.file, t.offset) for layout in layouts for t in layout.tensors}
@@ -42,13 +49,15 @@ def lay_out_weight_files(
 
 
 def copied_files(paths: Iterable[Path], root: Path, path_prefix: str = "") -> tuple[SmallFile, ...]:
-    """Files that are copied as they are from the checkpoint `root`. PrepError for a link that leaves it."""
+    """Return files to copy unchanged from the checkpoint `root`. PrepError for a link that leaves it."""
     return tuple(_copied_file(path, resolve_small_file(path, root), path_prefix) for path in paths)
 
 
-def _copied_file(path: Path, real: Path, path_prefix: str) -> SmallFile:
-    found = real.stat()
-    return SmallFile(path_prefix + path.name, copied_from=str(real), stamp=(found.st_size, found.st_mtime_ns))
+def _copied_file(path: Path, real_path: Path, path_prefix: str) -> SmallFile:
+    file_stat = real_path.stat()
+    return SmallFile(
+        path_prefix + path.name, copied_from=str(real_path), stamp=(file_stat.st_size, file_stat.st_mtime_ns)
+    )
 
 
 def settings_files(
@@ -57,17 +66,17 @@ def settings_files(
     extra_files: Iterable[SmallFile],
     path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:
-    """config.json, the index if there are several files, and the files that are copied as they are."""
+    """Return config.json, the index of several files, and the copied files."""
     return (SmallFile(path_prefix + CONFIG, json_bytes(config)), *index_files(layouts), *extra_files)
 
 
 def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
-    """The index, if there are several files or one of another name."""
+    """Return the index if there are several files, or one with another name."""
     if len(layouts) > 1 or any(layout.name != SINGLE_FILE for layout in layouts):
         return (SmallFile(INDEX_FILE, encode_index(layouts)),)
     return ()
 
 
 def json_bytes(content: object) -> bytes:
-    """JSON as the settings of a model are stored."""
+    """Return JSON in the format of a model's settings files."""
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""An Orbax checkpoint as an output: leaves, chunks for a mesh, and where each tensor goes."""
+"""Layout of an Orbax item: its leaves, their chunks for a mesh, and the location of each tensor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,15 @@ from trainer.models.mesh import Mesh, Rules, Spec, chunk_shape, partition_spec
 
 @dataclass(frozen=True, slots=True)
 class OrbaxItemLayout:
-    """The leaves, the data files, the regions of every tensor and its dtype there, and how a mesh splits each leaf,
-    where there is one."""
+    """Layout of an Orbax item.
+
+    Attributes:
+        leaves: The leaves, with their chunk grids and locations.
+        files: The data files.
+        regions: Regions of each tensor, by name.
+        specs: Partition spec of each leaf, if there is a mesh.
+        dtypes: Dtype of each tensor in the item.
+    """
 
     leaves: tuple[OutputLeaf, ...]
     files: tuple[OutputFile, ...]
@@ -35,26 +42,31 @@ class OrbaxItemLayout:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """A line for each dim that is not split as its rule would have it first."""
-        return tuple(dict.fromkeys(str(fallback) for found in self.specs.values() for fallback in found.fallbacks))
+        """A line for each dim partitioned by a later choice of its rule."""
+        return tuple(dict.fromkeys(str(fallback) for spec in self.specs.values() for fallback in spec.fallbacks))
 
     def device_nbytes(self) -> int:
-        """Bytes that one device of the mesh holds."""
+        """Return the bytes that one device of the mesh holds."""
         return sum(leaf.nbytes // math.prod(self.specs[leaf.name].shards_per_dim) for leaf in self.leaves)
 
     def read_amplification(self, mesh: Mesh, devices_per_host: int) -> float:
-        """Bytes that a host of so many devices reads for each that it needs, on the worst host."""
+        """Return the bytes read per byte needed, on the worst host with `devices_per_host` devices."""
         return read_amplification(
             reads_per_host(
-                x.grid.shape, x.grid.chunk_shape, itemsize(x.dtype), self.specs[x.name], mesh, devices_per_host
+                leaf.grid.shape,
+                leaf.grid.chunk_shape,
+                itemsize(leaf.dtype),
+                self.specs[leaf.name],
+                mesh,
+                devices_per_host,
             )
-            for x in self.leaves
+            for leaf in self.leaves
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """For which mesh chunks are made (None: for none in particular), by which rules."""
+    """The mesh that chunks are made for (None: any), and its partition rules."""
 
     mesh: Mesh | None
     rules: Rules
@@ -62,7 +74,7 @@ class Partitioning:
 
 @dataclass(frozen=True, slots=True)
 class _LeafLayout:
-    """How a leaf is stored, and how the mesh splits it, where there is one."""
+    """Dtype and chunk grid of a leaf, and its partition spec if there is a mesh."""
 
     dtype: str
     grid: ChunkGrid
@@ -77,25 +89,41 @@ def make_item(
     partitioning: Partitioning,
     dtype: str | None = None,
 ) -> OrbaxItemLayout:
-    """Lay out the leaves of `table` with `vocab` rows of vocabulary, and those of a training state alike; parameters
-    in `dtype` where that is asked for.
+    """Lay out the leaves of an item, including the leaves of a training state.
 
-    PrepError for dtypes that do not fit together, usage for a dim that the mesh does not divide.
+    Args:
+        source: The opened source.
+        accounting: The matches between tensors and rows.
+        table: Rows of the model's leaves, by path.
+        vocab_size: Vocabulary rows in the item.
+        partitioning: Mesh and rules that determine the chunks.
+        dtype: Dtype of the parameters; None keeps their dtypes.
+
+    Returns:
+        The layout of the item.
+
+    Raises:
+        PrepError: Tensors of one leaf differ in dtype, or (code 2) the mesh does not divide a dim.
     """
     leaves: dict[str, _LeafLayout] = {}
-    firsts: dict[str, SourceTensor] = {}  # the tensor that set a leaf's dtype
-    wants: list[tuple[str, LeafPiece]] = []
+    first_tensors: dict[str, SourceTensor] = {}  # first tensor of each leaf, which sets its dtype
+    pieces: list[tuple[str, LeafPiece]] = []
     source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
-    for tensor, name, row, at in _leaf_uses(source, accounting, table, vocab_size):
+    for tensor, name, row, stacked_indices in _leaf_uses(source, accounting, table, vocab_size):
         if name not in leaves:
-            leaves[name], firsts[name] = _leaf_layout(source, row, tensor, partitioning), tensor
+            leaves[name], first_tensors[name] = _leaf_layout(source, row, tensor, partitioning), tensor
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
-            raise _mixed_dtypes_error(source, name, firsts[name], tensor)
-        wants.append((tensor.name, LeafPiece(name, row, at, leaf.grid, itemsize(leaf.dtype), _source_offset(tensor))))
-    layout = place_chunks(want for _, want in wants)
+            raise _mixed_dtypes_error(source, name, first_tensors[name], tensor)
+        pieces.append(
+            (
+                tensor.name,
+                LeafPiece(name, row, stacked_indices, leaf.grid, itemsize(leaf.dtype), _source_offset(tensor)),
+            )
+        )
+    layout = place_chunks(want for _, want in pieces)
     regions: dict[str, tuple[Region, ...]] = {}
-    for (name, _), region in zip(wants, layout.regions):
+    for (name, _), region in zip(pieces, layout.regions):
         regions[name] = (*regions.get(name, ()), region)
     specs = {name: leaf.spec for name, leaf in leaves.items() if leaf.spec}
     dtypes = {tensor.name: tensor.dtype for tensor in source.all_tensors}
@@ -105,28 +133,33 @@ def make_item(
 def item_streams(
     source: Source, accounting: Accounting, item: OrbaxItemLayout, vocab_size: int, resize: VocabResize
 ) -> tuple[Stream, ...]:
-    """Every tensor into the leaves of an item that `make_item` laid out; those that have to be equal are read too."""
+    """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
     sizes = output_rows(source.all_tensors, resize.tensors, vocab_size)
     targets = {name: TensorTarget(regions, sizes[name], item.dtypes[name]) for name, regions in item.regions.items()}
     return build_streams(source, targets, resize, {check.name for check in accounting.checks})
 
 
 def _mixed_dtypes_error(source: Source, leaf: str, first: SourceTensor, later: SourceTensor) -> PrepError:
-    """The error of tensors that cannot share a leaf; one that is not floating-point is named first."""
-    odd, other = (first, later) if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES else (later, first)
-    shown = source.names.display_name(odd.name)
-    why = f"{shown} is {odd.dtype}, {source.names.display_name(other.name)} is {other.dtype}"
-    hint = "`--no-scan` keeps layers apart"
-    if odd.dtype not in FLOAT_DTYPES:
-        hint = f"a parameter is floating-point: `prep inspect {source.display_name} '{shown}' --stats` shows its values"
+    """Return the error for tensors that cannot share a leaf; a tensor of another kind than float is named first."""
+    reported, other = (
+        (first, later) if first.dtype not in FLOAT_DTYPES and later.dtype in FLOAT_DTYPES else (later, first)
+    )
+    display_name = source.names.display_name(reported.name)
+    why = f"{display_name} is {reported.dtype}, {source.names.display_name(other.name)} is {other.dtype}"
+    hint = "`--no-scan` writes one leaf per layer"
+    if reported.dtype not in FLOAT_DTYPES:
+        command = f"prep inspect {source.display_name} '{display_name}' --stats"
+        hint = f"a parameter is floating-point: `{command}` shows its values"
     return PrepError(f"the leaf {leaf} would have two dtypes", why, hint)
 
 
-_LeafUse = tuple[SourceTensor, str, AxisMap, tuple[tuple[str, int], ...]]  # with the leaf that has it, and by which row
+_LeafUse = tuple[
+    SourceTensor, str, AxisMap, tuple[tuple[str, int], ...]
+]  # tensor, leaf name, axis map, stacked indices
 
 
 def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row], vocab_size: int) -> Iterator[_LeafUse]:
-    """Which leaf has which tensor: moments by the rows of their parameters, what stands alone as it is."""
+    """Yield each tensor with its leaf. Moments use the rows of their parameters, other state leaves are unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(row, sizes) for path, row in table.items()}
     state = [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
@@ -139,12 +172,12 @@ def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row],
 
 def _leaf_layout(source: Source, row: AxisMap, tensor: SourceTensor, partitioning: Partitioning) -> _LeafLayout:
     if ITEM_BITS[tensor.dtype] % 8:
-        why = "its elements are smaller than a byte, which zarr does not store"
+        why = "zarr does not support elements smaller than a byte"
         raise PrepError(f"{source.names.display_name(tensor.name)} is {tensor.dtype}", why)
     dims, shape, mesh = [tuple(f.atom for f in dim) for dim in row.leaf_dims], row.leaf_shape, partitioning.mesh
-    chosen = partition_spec(dims, shape, mesh, partitioning.rules, source.display_name) if mesh else None
+    spec = partition_spec(dims, shape, mesh, partitioning.rules, source.display_name) if mesh else None
     chunk = tuple(max(1, n) for n in chunk_shape(dims, shape, mesh, partitioning.rules, itemsize(tensor.dtype)))
-    return _LeafLayout(tensor.dtype, ChunkGrid(shape, chunk), chosen)
+    return _LeafLayout(tensor.dtype, ChunkGrid(shape, chunk), spec)
 
 
 def _source_offset(tensor: SourceTensor) -> int:
@@ -158,6 +191,6 @@ def _leaves(layout: ChunkLayout, leaves: Mapping[str, _LeafLayout]) -> Iterator[
 
 
 def _data_files(layout: ChunkLayout) -> tuple[OutputFile, ...]:
-    """Data files as OCDBT names them: 32 hexadecimal digits, here a function of the file's number."""
+    """Return the data files. OCDBT names them by 32 hexadecimal digits, here derived from the file's number."""
     names = (hashlib.md5(f"prep data file {i}".encode(), usedforsecurity=False) for i in range(len(layout.file_sizes)))
     return tuple(OutputFile(f"d/{name.hexdigest()}", size) for name, size in zip(names, layout.file_sizes))

@@ -1,4 +1,4 @@
-"""From a source and a wish to the streams of a Plan: the part that saving, exporting and padding share."""
+"""Streams of a plan, from the tensors of a source and their targets: shared by save-init, export and pad-vocab."""
 
 from __future__ import annotations
 
@@ -15,20 +15,32 @@ from prepcli.sources.source import Source, SourceTensor
 
 @dataclass(frozen=True, slots=True)
 class TensorTarget:
-    """Where a tensor goes, and the rows that it has there; 1 for a 0-d tensor. `dtype`: empty for its own."""
+    """Target of a tensor.
+
+    Attributes:
+        writes: Locations of the tensor in the output.
+        rows: Rows of the tensor in the output; 1 for a 0-d tensor.
+        dtype: Dtype in the output; empty for the tensor's own.
+    """
 
     writes: Locations
     rows: int
     dtype: str = ""
 
     def cast_dtype(self, tensor: SourceTensor) -> str:
-        """The dtype that a tensor is cast into; empty where it stays as it is."""
+        """Return the target dtype of a cast; empty if it keeps its dtype."""
         return self.dtype if self.dtype != tensor.dtype else ""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabResize:
-    """The vocabulary, the tensors that have it as their first dim, and what rows that no source has are filled with."""
+    """Resize of the vocabulary.
+
+    Attributes:
+        vocabulary: True and stored size in the source.
+        tensors: Names of the tensors whose first dim is the vocabulary.
+        fill: Fill of rows beyond those of the source.
+    """
 
     vocabulary: Vocabulary
     tensors: Collection[str]
@@ -36,36 +48,45 @@ class VocabResize:
 
 
 def output_rows(tensors: Iterable[SourceTensor], vocab_tensors: Collection[str], vocab_size: int) -> dict[str, int]:
-    """Rows of every tensor in an output with `size` rows of vocabulary; 1 for a 0-d tensor."""
+    """Return the rows of each tensor in an output with `vocab_size` vocabulary rows; 1 for a 0-d tensor."""
     return {t.name: vocab_size if t.name in vocab_tensors else (t.shape[0] if t.shape else 1) for t in tensors}
 
 
 def vocab_tensor_names(source: Source, accounting: Accounting) -> set[str]:
-    """Tensors whose first dim is the vocabulary, those of a training state among them."""
-    found = vocab_tensors(accounting)
+    """Return the names of tensors whose first dim is the vocabulary, including the training state."""
+    names = vocab_tensors(accounting)
     state = ((tensor.name, *split_name(tensor.name)) for tensor in source.state_tensors)
-    return found | {name for name, slot, tensor in state if slot and tensor in found}
+    return names | {name for name, slot, tensor in state if slot and tensor in names}
 
 
 def build_streams(
     source: Source, targets: Mapping[str, TensorTarget], resize: VocabResize, compared: Collection[str] = ()
 ) -> tuple[Stream, ...]:
-    """The tensors that have a target, in the source's order; those `compared` are read even if they have none.
+    """Return the streams of all tensors with a target, in the source's order.
 
-    A tensor of the vocabulary is cut in its true rows and its padding, which is copied as far as the source has it.
+    A vocabulary tensor is split into its true rows and its padding; padding is copied as far as the source has it.
+
+    Args:
+        source: The opened source.
+        targets: Target of each tensor, by name.
+        resize: Resize of the vocabulary.
+        compared: Names of tensors to read for equality checks, even without a target.
+
+    Returns:
+        Streams whose rows cover each tensor without gaps.
     """
-    found: list[Stream] = []
+    streams: list[Stream] = []
     for tensor in source.all_tensors:
         target = targets.get(tensor.name)
         if target is None and tensor.name in compared:
             target = TensorTarget((), tensor.shape[0])
         if target is not None:
-            found += (
+            streams += (
                 _vocab_streams(tensor, target, resize)
                 if tensor.name in resize.tensors
                 else [_whole_stream(tensor, target)]
             )
-    return tuple(found)
+    return tuple(streams)
 
 
 def _whole_stream(tensor: SourceTensor, target: TensorTarget) -> Stream:
@@ -82,9 +103,10 @@ def _whole_stream(tensor: SourceTensor, target: TensorTarget) -> Stream:
 
 
 def _vocab_streams(tensor: SourceTensor, target: TensorTarget, resize: VocabResize) -> Iterator[Stream]:
+    """Yield the streams of a vocabulary tensor: true rows, copied padding by digest range, and filled rows."""
     shape = (max(tensor.shape[0], target.rows), *tensor.shape[1:])
     cast = target.cast_dtype(tensor)
-    true = Stream(
+    true_stream = Stream(
         tensor.name,
         tensor.dtype,
         shape,
@@ -93,20 +115,24 @@ def _vocab_streams(tensor: SourceTensor, target: TensorTarget, resize: VocabResi
         target.writes,
         cast_to=cast,
     )
-    yield true
-    kept = min(tensor.shape[0], target.rows)
-    edges = sorted({resize.vocabulary.true_size, kept, *(low for low, _, _ in tensor.digests)})  # as digests were taken
-    inside = [edge for edge in edges if resize.vocabulary.true_size <= edge <= kept]
+    yield true_stream
+    kept_rows = min(tensor.shape[0], target.rows)
+    edges = sorted(
+        {resize.vocabulary.true_size, kept_rows, *(low for low, _, _ in tensor.digests)}
+    )  # the ranges of the recorded digests
+    inside = [edge for edge in edges if resize.vocabulary.true_size <= edge <= kept_rows]
     for low, high in itertools.pairwise(inside):
-        yield replace(true, rows=(low, high))
-    if target.rows > kept:
-        bias = len(tensor.shape) == 1  # of a head: its padding is 0 whatever the rows are filled with
-        fill = Fill("zeros") if bias else resize.fill
-        yield replace(true, dtype=true.written_dtype, rows=(kept, target.rows), reads=(), fill=fill, cast_to="")
+        yield replace(true_stream, rows=(low, high))
+    if target.rows > kept_rows:
+        is_bias = len(tensor.shape) == 1  # the head's bias: its padding is zero for every fill
+        fill = Fill("zeros") if is_bias else resize.fill
+        yield replace(
+            true_stream, dtype=true_stream.written_dtype, rows=(kept_rows, target.rows), reads=(), fill=fill, cast_to=""
+        )
 
 
 def dropped_state(source: Source) -> Iterator[DroppedTensor]:
-    """What a training state has besides parameters: each slot as a whole, and each leaf that stands alone."""
+    """Yield the parts of a training state other than parameters: each slot, and each leaf outside of slots."""
     groups: dict[str, int] = {}
     for tensor in source.state_tensors:
         slot, name = split_name(tensor.name)
@@ -117,14 +143,14 @@ def dropped_state(source: Source) -> Iterator[DroppedTensor]:
 
 
 def optimizer_nbytes(source: Source) -> int:
-    """Bytes of the optimizer state."""
+    """Return the bytes of the optimizer state."""
     return sum(dropped.nbytes for dropped in dropped_state(source) if dropped.rule == OPT_STATE_RULE)
 
 
 def dropped_padding(
     source: Source, targets: Mapping[str, TensorTarget], resize: VocabResize
 ) -> Iterator[DroppedTensor]:
-    """Rows of padding that the source has and the target has not."""
+    """Yield the source's padding rows beyond the rows of the target."""
     for tensor in source.tensors:
         target = targets.get(tensor.name)
         if target and tensor.name in resize.tensors and tensor.shape[0] > target.rows:

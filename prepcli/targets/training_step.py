@@ -1,4 +1,4 @@
-"""The plan of a save: a training state in memory into an Orbax item, as an init is laid out."""
+"""The plan of a saved training step: a training state in memory, written to an Orbax item in the layout of an init."""
 
 from __future__ import annotations
 
@@ -23,31 +23,41 @@ from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.mesh import merge_rules, parse_mesh
 from trainer.models.registry import family_of
 
-DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, by the age of transformers
+DTYPE_KEYS = ("dtype", "torch_dtype")  # keys of config.json in different versions of transformers
 COPIED_KEYS = ("name", "family", "vocab", "layout", "mesh", "rules", "scan", "scan_axis", "prefixed", "tied")
 
 
 def plan_training_step(
-    leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any], request: str, slab_nbytes: int
+    leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any], *, request: str, slab_nbytes: int
 ) -> Plan:
-    """How leaves, by dotted name, are saved: file n of the plan's streams is leaf n, in C order.
+    """Plan a save of leaves. File n of the plan's streams is leaf n, in C order.
 
-    `before` is the manifest of the checkpoint that they began as. PrepError where they do not make a model like it.
+    Args:
+        leaves: Shape and dtype of each leaf, by dotted name.
+        start_manifest: Manifest of the run's start checkpoint.
+        request: Command line, for the manifest.
+        slab_nbytes: Size of the slabs for checking the plan.
+
+    Returns:
+        The plan of the step's item.
+
+    Raises:
+        PrepError: The leaves differ from the start checkpoint's model.
     """
     source = _source_of_leaves(leaves, start_manifest)
-    table = source_rows(source, start_manifest["scan"], start_manifest["scan_axis"])
-    found, vocabulary = match_source_tensors(source, table, DEFAULT_MATCH_OPTIONS), source.vocabulary()
-    split = Partitioning(
+    rows = source_rows(source, start_manifest["scan"], start_manifest["scan_axis"])
+    accounting, vocabulary = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS), source.vocabulary()
+    partitioning = Partitioning(
         parse_mesh(start_manifest["mesh"]) if start_manifest["mesh"] else None, merge_rules(start_manifest["rules"])
     )
-    item = make_item(source, found, table, vocabulary.stored_size, split)
-    cut = VocabResize(vocabulary, vocab_tensor_names(source, found), Fill("zeros"))
+    item = make_item(source, accounting, rows, vocabulary.stored_size, partitioning)
+    resize = VocabResize(vocabulary, vocab_tensor_names(source, accounting), Fill("zeros"))
     plan = Plan(
         command="train",
         request=request,
         source_name=start_manifest["source"]["name"] if start_manifest["kind"] == "train" else start_manifest["name"],
         source_files=(),
-        streams=item_streams(source, found, item, vocabulary.stored_size, cut),
+        streams=item_streams(source, accounting, item, vocabulary.stored_size, resize),
         files=item.files,
         leaves=item.leaves,
         settings={**{key: start_manifest.get(key) for key in COPIED_KEYS}, "kind": "train", "config": source.config},
@@ -59,28 +69,28 @@ def plan_training_step(
 
 
 def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any]) -> Source:
-    """The leaves as a checkpoint whose files they are."""
+    """Return the leaves as a source whose files are the leaves."""
     config = _config_of_leaves(leaves, start_manifest["config"])
     names = TensorNames(family_of(config), start_manifest["prefixed"])
-    held = {
+    stored_leaves = {
         name: StoredLeaf(leaf.shape, leaf.dtype, tuple(max(1, n) for n in leaf.shape), partial(_single_chunk, number))
         for number, (name, leaf) in enumerate(leaves.items())
     }
-    layout = {**start_manifest, "config": config, "tensors": {}, "slots": {}, "others": {}}
-    tensors, state = tensors_from_manifest(held, names, layout, "the state to be saved")
+    manifest = {**start_manifest, "config": config, "tensors": {}, "slots": {}, "others": {}}
+    tensors, state = tensors_from_manifest(stored_leaves, names, manifest, "the training state")
     return Source(
         start_manifest["name"], Path(), names.family, config, names, tensors, (), (), (), None, state_tensors=state
     )
 
 
-def _single_chunk(number: int, want: LeafPiece) -> Placement:
-    """A leaf in memory is one chunk."""
-    nowhere = (0,) * len(want.grid.shape)
-    return StridedPlacement(number, 0, nowhere, nowhere)
+def _single_chunk(number: int, piece: LeafPiece) -> Placement:
+    """Return the placement of a leaf in memory: a single chunk."""
+    zeros = (0,) * len(piece.grid.shape)
+    return StridedPlacement(number, 0, zeros, zeros)
 
 
 def _config_of_leaves(leaves: Mapping[str, LeafSpec], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, with the dtype that the parameters have now where it names one."""
+    """Return the config with the parameters' dtype in its dtype keys."""
     dtypes = {leaf.dtype for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")}
     changed = {key: dtypes.copy().pop() for key in DTYPE_KEYS if key in config and len(dtypes) == 1}
     return {**config, **changed}

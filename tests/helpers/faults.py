@@ -1,4 +1,4 @@
-"""The commands that faults are tried on, from a model and an init checkpoint made in the folder of a test."""
+"""Commands for fault tests, from a model and an init checkpoint in the folder of a test."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ COMMANDS = {
 
 
 def make_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`model` and `init` in a folder, which becomes the one that one is in."""
+    """Make `model` and `init` in a folder, and change to that folder."""
     monkeypatch.chdir(folder)
     make_checkpoint(Path("model"))
     assert main(["save-init", "./model", "--out", "init", "--pad-vocab", "8", "-q"]) == 0
 
 
 def expected_output(name: str) -> dict[str, bytes]:
-    """What the command makes when nothing goes wrong."""
+    """Return the output of the command without faults."""
     assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
     return read_files(Path("whole"))
 
 
 class Killed(BaseException):
-    """Stands for a kill."""
+    """Simulated SIGKILL."""
 
 
 def kill(*args: object, **more: object) -> None:
-    """End a run as SIGKILL would, in place of any function."""
+    """End a run like SIGKILL, in place of any function."""
     raise Killed
 
 
 def run_until_killed(monkeypatch: pytest.MonkeyPatch, command: Sequence[str], *, syncs: int) -> Path:
-    """Return the staging folder of a run that was killed after so many syncs."""
-    real, counted = Files.sync, iter(range(syncs))
+    """Kill a run after a number of syncs, and return its staging folder."""
+    real_sync, remaining = Files.sync, iter(range(syncs))
 
     def sync(files: Files) -> None:
-        if next(counted, None) is None:
+        if next(remaining, None) is None:
             raise Killed
-        real(files)
+        real_sync(files)
 
     with monkeypatch.context() as patched:
         patched.setattr(Files, "sync", sync)

@@ -1,10 +1,10 @@
-"""Explore how processes that share a folder interleave: a model checker that runs the real code.
+"""Explore the interleavings of processes that share a folder: a model checker that runs the real code.
 
 Each simulated process is a thread, and one thread runs at a time. It stops before its operations on files, locks and
-time, so a schedule is a list of events: start a process, let it go on, kill it, or let time pass once nobody can go on.
-`explore` visits every state that some schedule leads to. It repeats a schedule from its beginning to try another event
-after it, and follows no schedule that leads to a state it has seen. A state is the content of the folder, the clock,
-and all that each process has observed.
+time, so a schedule is a list of events: start a process, resume it, kill it, or let time pass once no process can run.
+`explore` visits every reachable state. It repeats a schedule from its beginning to try another event after it, and
+abandons a schedule that reaches a known state. A state is the content of the folder, the clock, and the observations
+of each process.
 """
 
 from __future__ import annotations
@@ -30,43 +30,52 @@ from prepcli.execution import coordination, failure_notes, locks
 Event = tuple[str, int]
 READS = ("listdir", "scandir", "stat", "lstat")
 CHANGES = ("rename", "replace", "unlink", "mkdir", "rmdir", "write", "pwrite", "ftruncate")
-COARSE = frozenset({"wait", "replace"})  # where a process may be interrupted, besides `sleep` and `step`
+COARSE = frozenset({"wait", "replace"})  # interruption points in addition to `sleep` and `step`
 FINE = COARSE | {"open", "flock", "close", "rename", *READS, *CHANGES}
 ANY = 1 << 30
-STEPS_S = (25.0, 700.0, 700.0, 700.0)  # by which time passes: beyond the time to return, then beyond all patience
+STEPS_S = (25.0, 700.0, 700.0, 700.0)  # seconds of each tick: more than REJOIN_S, then more than PATIENCE_S
 
 
 class Killed(BaseException):
-    """The end of a simulated process by SIGKILL: no operation of it has an effect any more."""
+    """The end of a simulated process by SIGKILL: its operations have no effect any more."""
 
 
 @dataclass(eq=False)
 class Process:
-    """A process: what it runs, when it may start, and how far it is. `ended`: what it raised, or None."""
+    """A simulated process.
+
+    Attributes:
+        body: The code of the process.
+        may_start: Returns whether the process may start.
+        attempt: Number of the attempt it belongs to.
+        ended: Exception that ended the process, or None.
+    """
 
     body: Callable[[], None]
     may_start: Callable[[], bool] = lambda: True
     attempt: int = 0
     thread: threading.Thread | None = None
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    resume: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     label: str = ""
     history: list[Any] = field(default_factory=list)
-    look: list[Any] = field(default_factory=list)  # what it observed since it last slept
+    observations: list[Any] = field(default_factory=list)  # observations since the last sleep
     is_killed: bool = False
     is_done: bool = False
-    idle_at: int = -1  # the number of changes by others at which it has nothing to do
+    idle_at: int = -1  # changes by peers at which it went idle
     ended: BaseException | None = None
     fds: set[int] = field(default_factory=set)
     changes: int = 0
 
     @property
     def is_live(self) -> bool:
+        """Return whether the process has started and has not ended."""
         return self.thread is not None and not self.is_done
 
     def key(self) -> tuple[Any, ...]:
+        """Return a key of the process's state."""
         if self.is_done:
             return self.is_killed, type(self.ended), getattr(self.ended, "code", 0)
-        return self.thread is not None, self.label, tuple(self.history), tuple(self.look)
+        return self.thread is not None, self.label, tuple(self.history), tuple(self.observations)
 
 
 class World:
@@ -77,7 +86,7 @@ class World:
     def __init__(
         self, folder: Path, processes: Sequence[Process], *, points: frozenset[str], kills: int, switches: int
     ) -> None:
-        """`switches`: how often a process may be interrupted for another one although it could go on."""
+        """Create a world. `switches` limits the interruptions of a process that could continue."""
         self.folder, self.processes, self.points = folder, processes, points
         self.kills, self.switches, self.ticks, self.clock_s = kills, switches, 0, 1000.0
         self.last = -1  # the process that ran last
@@ -85,23 +94,23 @@ class World:
         self.threads: dict[int, Process] = {}
         World.current = self
 
-    # What may happen next
+    # Events
 
     def events(self) -> list[Event]:
-        """What can happen next; nothing once all processes have ended."""
+        """Return the possible next events; an empty list once all processes have ended."""
         numbered = list(enumerate(self.processes))
-        found = [("run", n) for n, p in numbered if self._can_run(p)]
+        runs = [("run", n) for n, p in numbered if self._can_run(p)]
         starts = [("start", n) for n, p in numbered if p.thread is None and p.may_start()]
         kills = [("kill", n) for n, p in numbered if p.is_live and self.kills]
-        if not found and not starts and any(p.is_live for p in self.processes):
+        if not runs and not starts and any(p.is_live for p in self.processes):
             assert self.ticks < len(STEPS_S), f"waits for ever: {[(p.label, p.is_done) for p in self.processes]}"
             return [("tick", 0), *kills]
-        if not self.switches and ("run", self.last) in found:
+        if not self.switches and ("run", self.last) in runs:
             return [("run", self.last), *kills]
-        return [*found, *starts, *kills]
+        return [*runs, *starts, *kills]
 
     def do(self, event: Event) -> None:
-        """Let it happen."""
+        """Apply an event."""
         kind, number = event
         process = self.processes[number]
         if kind in ("run", "start"):
@@ -110,8 +119,8 @@ class World:
         if kind == "tick":
             self.clock_s += STEPS_S[self.ticks]
             self.ticks += 1
-            for each in self.processes:
-                each.idle_at = -1
+            for waiting in self.processes:
+                waiting.idle_at = -1
             return
         if kind == "kill":
             self.kills -= 1
@@ -120,10 +129,11 @@ class World:
             process.thread = threading.Thread(target=self._run, args=(process,), daemon=True)
             process.thread.start()
         else:
-            process.go.release()
+            process.resume.release()
         self.back.acquire()
 
     def key(self) -> int:
+        """Return a hash of the world's state."""
         budgets = self.kills, self.switches, self.ticks, self.last if not self.switches else -1
         return hash((budgets, self._content(), tuple(process.key() for process in self.processes)))
 
@@ -132,29 +142,30 @@ class World:
         for process in self.processes:
             while process.is_live:
                 process.is_killed = True
-                process.go.release()
+                process.resume.release()
                 self.back.acquire()
             if process.thread is not None:
                 process.thread.join()
         World.current = None
 
     def _can_run(self, process: Process) -> bool:
-        return process.is_live and process.idle_at != self._changes_of_others(process)
+        """Return whether a process can continue: it is live, and a peer has changed a file since it went idle."""
+        return process.is_live and process.idle_at != self._changes_of_peers(process)
 
-    def _changes_of_others(self, process: Process) -> int:
-        return sum(each.changes for each in self.processes if each is not process)
+    def _changes_of_peers(self, process: Process) -> int:
+        return sum(peer.changes for peer in self.processes if peer is not process)
 
     def _content(self) -> tuple[Any, ...]:
-        """Names and bytes, but for what says when and by whom a file was written."""
-        found: list[Any] = []
+        """Return names and bytes of all files, without times and process ids."""
+        entries: list[Any] = []
         for top, folders, names in os.walk(self.folder):
-            found.append((top.removeprefix(str(self.folder)), sorted(folders), sorted(names)))
+            entries.append((top.removeprefix(str(self.folder)), sorted(folders), sorted(names)))
             for name in sorted(set(names) - {"lock", "door"}):
                 data = Path(top, name).read_bytes() if not name.startswith("lock.") else b""
-                found.append(_which(top, data) if name.startswith("heard.") else data)
-        return tuple(sorted(map(repr, found)))
+                entries.append(_heard_notes(top, data) if name.startswith("heard.") else data)
+        return tuple(sorted(map(repr, entries)))
 
-    # In the threads
+    # In the threads of the processes
 
     def _run(self, process: Process) -> None:
         self.threads[threading.get_ident()] = process
@@ -170,105 +181,105 @@ class World:
         self.back.release()
 
     def stop_at(self, process: Process, label: str, *, is_idle: bool = False) -> None:
-        """Stop before an operation, until the process may go on."""
+        """Stop before an operation until the process is resumed."""
         process.label = label
-        process.idle_at = self._changes_of_others(process) if is_idle else -1
+        process.idle_at = self._changes_of_peers(process) if is_idle else -1
         self.back.release()
-        process.go.acquire()
+        process.resume.acquire()
         if process.is_killed:
             raise Killed
 
     def operation(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """An operation of the thread that runs."""
+        """Run an operation of the current thread."""
         process = self.threads.get(threading.get_ident())
         if process is None:
             return call(*args, **options)
         if process.is_killed:
             raise Killed
         if name in self.points:
-            self.stop_at(process, f"{name} {_shown(args)}")
+            self.stop_at(process, f"{name} {_file_name(args)}")
         if name in CHANGES:
             process.changes += 1
         try:
             result = call(*args, **options)
         except OSError as error:
-            process.look.append((name, _shown(args), type(error).__name__))
+            process.observations.append((name, _file_name(args), type(error).__name__))
             raise
-        process.look.append((name, _shown(args), _seen(name, result, args)))
+        process.observations.append((name, _file_name(args), _observation(name, result, args)))
         return result
 
     def sleep(self) -> None:
-        """Until another process has changed something; equal looks are remembered once."""
+        """Wait until another process has changed a file; equal observations are recorded once."""
         process = self.threads[threading.get_ident()]
         if process.is_killed:
             raise Killed
-        if process.history[-1:] != [tuple(process.look)]:
-            process.history.append(tuple(process.look))
-        process.look = []
+        if process.history[-1:] != [tuple(process.observations)]:
+            process.history.append(tuple(process.observations))
+        process.observations = []
         self.stop_at(process, "sleep", is_idle=True)
 
 
 def step(label: str, *state: object) -> None:
-    """A point of a process's body where it may be interrupted, and all that it knows there."""
+    """Mark a point of a process's body where it may be interrupted, with all its state there."""
     world = World.current
     if world and (process := world.threads.get(threading.get_ident())):
-        process.history, process.look = [repr(state)], []
+        process.history, process.observations = [repr(state)], []
         world.stop_at(process, label)
 
 
 def explore(make: Callable[[Path], World], check: Callable[[World], None], folder: Path) -> int:
-    """Visit every state; `check` each world whose processes have all ended. The number of states."""
-    seen: set[int] = set()
+    """Visit every state, and `check` each world whose processes have all ended; return the number of states."""
+    known_states: set[int] = set()
     schedules: list[tuple[Event, ...]] = [()]
     for number in itertools.count():
         if not schedules:
-            return len(seen)
+            return len(known_states)
         schedule = schedules.pop()
-        place = folder / str(number)
-        place.mkdir()
-        world = make(place)
+        run_folder = folder / str(number)
+        run_folder.mkdir()
+        world = make(run_folder)
         try:
-            schedules += _followed(world, schedule, seen, check)
+            schedules += _follow_schedule(world, schedule, known_states, check)
         finally:
             world.end()
-            shutil.rmtree(place)
+            shutil.rmtree(run_folder)
     raise AssertionError
 
 
-def _followed(
+def _follow_schedule(
     world: World, schedule: tuple[Event, ...], seen: set[int], check: Callable[[World], None]
 ) -> list[tuple[Event, ...]]:
-    """Repeat a schedule and follow it to a state that was seen, or to its end; the schedules that branch off."""
+    """Repeat a schedule and follow it to a known state or its end; return the schedules that branch off."""
     branches: list[tuple[Event, ...]] = []
     for event in schedule:
         world.do(event)
     try:
         while (key := world.key()) not in seen:
             seen.add(key)
-            first, *others = world.events() or [("end", 0)]
+            first, *alternatives = world.events() or [("end", 0)]
             if first[0] == "end":
                 check(world)
                 break
-            branches += [(*schedule, other) for other in others]
+            branches += [(*schedule, alternative) for alternative in alternatives]
             schedule = (*schedule, first)
             world.do(first)
     except AssertionError as error:
-        told = [(process.label, process.ended) for process in world.processes]
-        raise AssertionError(f"{error}\nafter {schedule}\nprocesses {told}") from error
+        states = [(process.label, process.ended) for process in world.processes]
+        raise AssertionError(f"{error}\nafter {schedule}\nprocesses {states}") from error
     return branches
 
 
-# The operations that are simulated
+# Simulated operations
 
 _REAL: dict[str, Any] = {"close": os.close, "flock": fcntl.flock}
 
 
-def _shown(args: tuple[Any, ...]) -> str:
+def _file_name(args: tuple[Any, ...]) -> str:
     return os.path.basename(os.fspath(args[0])) if args and isinstance(args[0], str | os.PathLike) else ""
 
 
-def _seen(name: str, result: Any, args: tuple[Any, ...]) -> Any:
-    """What an operation tells its process."""
+def _observation(name: str, result: Any, args: tuple[Any, ...]) -> Any:
+    """Return the observation that an operation gives to its process."""
     if name == "listdir":
         return tuple(sorted(result))
     if name in ("stat", "lstat"):
@@ -278,8 +289,8 @@ def _seen(name: str, result: Any, args: tuple[Any, ...]) -> Any:
     return name == "flock"
 
 
-def _which(top: str, data: bytes) -> Any:
-    """Which of the failure notes that are there a process has heard of."""
+def _heard_notes(top: str, data: bytes) -> Any:
+    """Return the existing failure notes known to a process."""
     with contextlib.suppress(ValueError):
         heard = json.loads(data)
         return [
@@ -313,7 +324,7 @@ def _flock(fd: int, operation: int) -> None:
 
 
 def _close(fd: int) -> None:
-    """Release what belongs to a descriptor, also of a process that was killed."""
+    """Release the descriptor's lock, also for a killed process."""
     world = World.current
     process = world.threads.get(threading.get_ident()) if world else None
     if world and process is not None and fd in process.fds:
@@ -326,7 +337,7 @@ def _close(fd: int) -> None:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Operations of the threads of a world stop where it says; its clock is theirs."""
+    """Make the operations of a world's threads stop, and replace their clock by the world's."""
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **options: Any) -> Any:

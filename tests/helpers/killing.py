@@ -1,4 +1,4 @@
-"""Commands that are killed midway, and what has to come of them in the end: for the tests."""
+"""Commands that tests kill midway, and checks of the output in the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ SEVERAL_PROCESSES: tuple[tuple[tuple[str, ...], ...], ...] = (
 
 @dataclass(frozen=True)
 class KillSetup:
-    """A model on disk, its init, and for each command an unbroken output and the seconds that it took."""
+    """A model on disk, its init, and an undisturbed run of each command.
+
+    Attributes:
+        folder: Folder of the model and the init.
+        expected: Output of each command.
+        took_s: Duration of each command.
+    """
 
     folder: Path
     expected: dict[str, Path]
@@ -42,87 +48,89 @@ class KillSetup:
 
 
 def command_line(name: str, out: str, *more: str) -> list[str]:
-    words = [*COMMANDS[name], "--out", out, "--memory", "32MiB", "--progress", "none", *more]
-    return [sys.executable, "-m", "prepcli", *words]
+    """Return the command line of a process that runs the command."""
+    args = [*COMMANDS[name], "--out", out, "--memory", "32MiB", "--progress", "none", *more]
+    return [sys.executable, "-m", "prepcli", *args]
 
 
 def make_setup(folder: Path) -> KillSetup:
-    """A bench in an empty folder."""
+    """Make a setup in an empty folder."""
     make_checkpoint(folder / "model", GPT_NEO, **LARGE)
     subprocess.run([sys.executable, "-m", "prepcli", "save-init", "./model", "--out", "init", "--pad-vocab", "8"],
                    cwd=folder, check=True, capture_output=True)  # fmt: skip
-    whole, took_s = {}, {}
+    expected, took_s = {}, {}
     for name in COMMANDS:
-        began = time.monotonic()
+        started_s = time.monotonic()
         subprocess.run(command_line(name, f"{name}-whole"), cwd=folder, check=True, capture_output=True)
-        took_s[name] = time.monotonic() - began
-        whole[name] = folder / f"{name}-whole"
-    return KillSetup(folder, whole, took_s)
+        took_s[name] = time.monotonic() - started_s
+        expected[name] = folder / f"{name}-whole"
+    return KillSetup(folder, expected, took_s)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files below a folder, by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def start_command(bench: KillSetup, name: str, out: str, *more: str) -> subprocess.Popen[bytes]:
-    """Begin a command."""
+def start_command(setup: KillSetup, name: str, out: str, *more: str) -> subprocess.Popen[bytes]:
+    """Start a command."""
     return subprocess.Popen(
-        command_line(name, out, *more), cwd=bench.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command_line(name, out, *more), cwd=setup.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
 def run_and_kill(
-    bench: KillSetup, name: str, out: str, launch: Sequence[Sequence[str]], draw: random.Random
+    setup: KillSetup, name: str, out: str, launch: Sequence[Sequence[str]], rng: random.Random
 ) -> list[int]:
-    """Run the processes of a way and kill each at some moment; their exit codes."""
-    latest_s = max(1.5 * bench.took_s[name], bench.took_s[name] + 0.5 * (len(launch) - 1))
-    moments = sorted((draw.uniform(0.2, 1.0) * latest_s, at) for at in range(len(launch)))
-    began, processes = time.monotonic(), [start_command(bench, name, out, *more) for more in launch]
-    for moment_s, at in moments:
-        time.sleep(max(0.0, began + moment_s - time.monotonic()))
-        processes[at].kill()
+    """Run the processes of a launch, kill each at a random moment, and return their exit codes."""
+    latest_s = max(1.5 * setup.took_s[name], setup.took_s[name] + 0.5 * (len(launch) - 1))
+    moments = sorted((rng.uniform(0.2, 1.0) * latest_s, index) for index in range(len(launch)))
+    started_s, processes = time.monotonic(), [start_command(setup, name, out, *more) for more in launch]
+    for moment_s, index in moments:
+        time.sleep(max(0.0, started_s + moment_s - time.monotonic()))
+        processes[index].kill()
     for process in processes:
         process.communicate(timeout=60)
     return [process.returncode for process in processes]
 
 
 def check_killed(
-    bench: KillSetup, name: str, kills: int, seed: int, launches: Sequence[Sequence[Sequence[str]]]
+    setup: KillSetup, name: str, kills: int, seed: int, launches: Sequence[Sequence[Sequence[str]]]
 ) -> None:
-    """Kill runs over and over, then let one end: every file as in the unbroken run, the source as before.
+    """Kill runs repeatedly, then let one end. Every file equals that of the undisturbed run; the source is unchanged.
 
-    A way: further words of the command line for each process that takes part. Each run goes one of the ways.
+    A launch is a list of additional arguments for each process; each run uses one of `launches`.
     """
-    draw = random.Random(seed)
-    source = read_files(bench.folder / COMMANDS[name][1])
-    out = bench.folder / f"{name}-{seed}"
+    rng = random.Random(seed)
+    source = read_files(setup.folder / COMMANDS[name][1])
+    out = setup.folder / f"{name}-{seed}"
     for _ in range(kills):
-        codes = run_and_kill(bench, name, out.name, draw.choice(launches), draw)
+        codes = run_and_kill(setup, name, out.name, rng.choice(launches), rng)
         assert set(codes) <= {0, -signal.SIGKILL}
-        assert out.exists() <= (published_names(out) == published_names(bench.expected[name]))
+        assert out.exists() <= (published_names(out) == published_names(setup.expected[name]))
         if out.exists():
             break
-    last = [start_command(bench, name, out.name, *more) for more in draw.choice(launches)]
-    for process in last:
+    processes = [start_command(setup, name, out.name, *more) for more in rng.choice(launches)]
+    for process in processes:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err.decode()
-    assert read_files(out) == read_files(bench.expected[name])
+    assert read_files(out) == read_files(setup.expected[name])
     assert not out.with_name(out.name + ".partial").exists()
-    assert read_files(bench.folder / COMMANDS[name][1]) == source
+    assert read_files(setup.folder / COMMANDS[name][1]) == source
     shutil.rmtree(out)
 
 
 def published_names(folder: Path) -> set[str]:
-    """The files of a published output; `.prep` may still lie there when a kill came right after the rename."""
+    """Return the files of a published output without `.prep`, a leftover of kills after the rename."""
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and ".prep" not in p.parts}
 
 
 def act_when_durable(
-    bench: KillSetup, name: str, out: str, act: Callable[[subprocess.Popen[bytes]], None], *more: str
+    setup: KillSetup, name: str, out: str, act: Callable[[subprocess.Popen[bytes]], None], *more: str
 ) -> subprocess.Popen[bytes]:
-    """Run a command and act as soon as the journal of process 0 says that something is durable."""
-    process = start_command(bench, name, out, *more)
-    journal = bench.folder / f"{out}.partial" / ".prep" / "journal.0"
+    """Run a command, and call `act` as soon as the journal of process 0 records durable bytes."""
+    process = start_command(setup, name, out, *more)
+    journal = setup.folder / f"{out}.partial" / ".prep" / "journal.0"
     while process.poll() is None:
         if journal.exists() and journal.read_bytes().count(b"\n") > 3:
             act(process)

@@ -26,13 +26,13 @@ import sys, time
 from prepcli.cli.root import app
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
-from prepcli.execution.signals import noting_kept, stoppable
+from prepcli.execution.signals import note_durable_work, raise_on_signal
 from prepcli.console.ui import Report, open_ui
 
 @app.command()
 def wait(json: bool = False) -> int:
     try:
-        with stoppable():
+        with raise_on_signal():
             print("ready", file=sys.stderr, flush=True)
             time.sleep(60)
     finally:
@@ -41,7 +41,7 @@ def wait(json: bool = False) -> int:
 
 @app.command()
 def convert() -> int:
-    with noting_kept(lambda: "1 of 2 bytes are kept"):
+    with note_durable_work(lambda: "1 of 2 bytes are kept"):
         return wait()
 
 @app.command()

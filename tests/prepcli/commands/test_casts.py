@@ -118,7 +118,7 @@ def test_values_that_overflow_are_refused_unless_allowed(capsys: pytest.CaptureF
     assert main(["save-init", "./outliers", "--dtype", "float16", "-q"]) == 1
     said = capsys.readouterr().err
     assert "error: 2 values of model.norm.weight are too large for float16" in said
-    assert "why: the largest that it has is 65504" in said
+    assert "why: its largest value is 65504" in said
     assert "--allow-overflow" in said
     assert not Path("outliers-init").exists()
     found = told(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # goes on from there

@@ -1,4 +1,4 @@
-"""`prep demo`: what it shows is so, it says so when it is not, and it takes nobody's folder."""
+"""`prep demo`: it runs all steps, reports failed ones, and keeps folders of the user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS = ["", "pad-vocab", "save-init", "save-init", "save-init", "reshard", "
 TRAINING = ["", "train", "train", "train", "export", "verify"]
 
 
-def shown(as_json: bool = False) -> Ui:
+def make_ui(as_json: bool = False) -> Ui:
     return Ui("demo", as_json=as_json, out=io.StringIO(), err=io.StringIO())
 
 
@@ -37,23 +37,23 @@ def text(stream: object) -> str:
     return stream.getvalue()
 
 
-def test_the_whole_way(tmp_path: Path) -> None:
-    out, ui = tmp_path / "out", shown(as_json=True)
+def test_demo_runs_all_steps(tmp_path: Path) -> None:
+    out, ui = tmp_path / "out", make_ui(as_json=True)
     assert ui.finish(demo(out, ui)) == OK
-    found = json.loads(text(ui.out))
-    assert found["ok"]
-    assert found["output"] == str(out)
-    steps = found["steps"]
+    report = json.loads(text(ui.out))
+    assert report["ok"]
+    assert report["output"] == str(out)
+    steps = report["steps"]
     commands = [re.sub(r"^(JAX_NUM_CPU_DEVICES=8 )?prep ", "", step["command"]).split(" ")[0] for step in steps]
     assert commands == COMMANDS + TRAINING
     assert all(step["ok"] and step["seconds"] > 0 and step["bytes"] > 0 for step in steps)
     assert steps[2]["result"].startswith("killed at ")
     assert steps[2]["bytes"] < steps[4]["bytes"] == steps[1]["bytes"]
     assert all(0 < steps[i]["peak"] <= 32 << 20 < steps[i]["bytes"] for i in (3, 4))
-    told = text(ui.err)
-    assert all(f"[{number}/14] {step['step']}\n" in told for number, step in enumerate(steps, 1))
-    assert all(f"$ {step['command']}\n" in told for step in steps if step["command"])
-    learned(out, steps)
+    stderr = text(ui.err)
+    assert all(f"[{number}/14] {step['step']}\n" in stderr for number, step in enumerate(steps, 1))
+    assert all(f"$ {step['command']}\n" in stderr for step in steps if step["command"])
+    check_training(out, steps)
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-hf")
     assert before.keys() == after.keys()
     assert all(same_bits(before[name], after[name]) for name in before)
@@ -73,11 +73,11 @@ def test_the_whole_way(tmp_path: Path) -> None:
     assert drawn in README.read_text(), "the README shows what the demo's model looks like"
 
 
-def learned(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
-    """Training was killed, went on, and ended where the unbroken run did; what it learned is other than the start."""
+def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Check that training was killed, resumed, and ended like the undisturbed run, with changed weights."""
     assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 24 steps", steps[9]["result"])
     assert re.match(r"killed after step \d+, step (8|16) is durable", steps[10]["result"])
-    assert steps[11]["result"].endswith("step 24 is byte for byte that of the unbroken run")
+    assert steps[11]["result"].endswith("step 24 is byte for byte equal to the undisturbed run")
     losses = [training.logged_losses(out, run) for run in (training.KILLED, training.UNBROKEN)]
     assert losses[0] == losses[1]
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")
@@ -89,33 +89,33 @@ def learned(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     assert len(page) < 1 << 20
 
 
-def test_a_second_demo_takes_the_folder_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_reuses_the_folder_of_an_earlier_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = module._tasks()[0]
     monkeypatch.setattr(module, "_tasks", lambda: (make,))
     monkeypatch.setattr(module, "write_page", lambda out, steps: None)
     (tmp_path / "mine").mkdir()
-    assert demo(tmp_path / "out", shown()).error is None
-    assert demo(tmp_path / "out", shown()).error is None
+    assert demo(tmp_path / "out", make_ui()).error is None
+    assert demo(tmp_path / "out", make_ui()).error is None
     assert (tmp_path / "out" / MARKER).exists()
-    assert demo(tmp_path / "mine", shown()).error is None, "an empty folder may be used"
+    assert demo(tmp_path / "mine", make_ui()).error is None, "an empty folder may be used"
 
 
-def test_the_table_has_a_line_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, pad, *_ = module._tasks()
     monkeypatch.setattr(module, "_tasks", lambda: (make, pad))
     monkeypatch.setattr(module, "write_page", lambda out, steps: None)
-    ui = shown()
+    ui = make_ui()
     assert ui.finish(demo(tmp_path / "out", ui)) == OK
-    head, first, second, last = text(ui.out).splitlines()
+    head, first, second, last_line = text(ui.out).splitlines()
     assert head.split() == ["step", "seconds", "bytes", "memory", "result"]
     assert first.startswith("make a tiny GPT-Neo ")
     assert first.endswith("257 words, 3 files")
     assert second.endswith("257 -> 264 rows")
-    assert last == f"all 2 steps are as they should be; with pictures: {tmp_path}/out/report.html"
+    assert last_line == f"all 2 steps are as they should be; with pictures: {tmp_path}/out/report.html"
     assert text(ui.out).isascii()
 
 
-def test_a_step_that_fails_ends_the_demo_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_ends_with_the_error_of_a_failed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damage(folder: Path, words: Sequence[str]) -> None:
         shard = max(folder.glob("tiny/*.safetensors"))
         shard.write_bytes(shard.read_bytes()[:-1])
@@ -123,7 +123,7 @@ def test_a_step_that_fails_ends_the_demo_with_an_error(tmp_path: Path, monkeypat
     make, pad, *_ = module._tasks()
     broken = DemoStep("make", (), lambda folder, words: (make.run(folder, words), damage(folder, words))[0])
     monkeypatch.setattr(module, "_tasks", lambda: (broken, pad, make))
-    ui = shown()
+    ui = make_ui()
     report = demo(tmp_path / "out", ui)
     assert ui.finish(report) == FAILED
     assert report.error is not None
@@ -133,29 +133,29 @@ def test_a_step_that_fails_ends_the_demo_with_an_error(tmp_path: Path, monkeypat
     assert "FAILED: prep pad-vocab ended with 1 - model-00003-of-00003.safetensors is cut short" in text(ui.out)
 
 
-def test_files_that_differ_fail_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_step_fails_for_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (conversion.INIT, conversion.UNBROKEN):
         (tmp_path / name / "d").mkdir(parents=True)
         (tmp_path / name / "d" / "data").write_text(name)
     monkeypatch.setattr(conversion, "run_prep", lambda folder, words: {})
-    with pytest.raises(PrepError, match="not the same in tiny-padded-init: d/data"):
+    with pytest.raises(PrepError, match="different files in tiny-padded-init: d/data"):
         conversion._compare(tmp_path, ())
 
 
-def test_a_run_that_ends_before_the_kill_is_no_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_step_fails_if_the_run_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_is_midway", lambda partial, is_last: False)
-    with pytest.raises(PrepError, match="over 5 times before it could be killed"):
+    with pytest.raises(PrepError, match="ended 5 times before it could be killed"):
         conversion._kill(tmp_path, ("models",))
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_demo_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.txt").write_text("all of it")
     with pytest.raises(PrepError, match="is something else") as caught:
-        demo(tmp_path, shown())
+        demo(tmp_path, make_ui())
     assert caught.value.code == USAGE
     assert (tmp_path / "tiny" / "thesis.txt").read_text() == "all of it"
 
 
-def test_the_vocabulary_is_odd() -> None:
+def test_demo_vocabulary_is_odd() -> None:
     assert len(VOCABULARY) % 2 == 1

@@ -183,14 +183,14 @@ def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixt
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
     run_ok("verify", "there", "./m")
     said = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
-    assert "it has no place for model.layers.0.self_attn.k_proj.bias" in said
+    assert "the layout has no place for model.layers.0.self_attn.k_proj.bias" in said
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "why"),
     [
-        ("llama", {"mlp_bias": True}, "it has no place for model.layers.0.mlp.down_proj.bias"),
-        ("opt", {"enable_bias": False}, "it needs model.decoder.layers.0.fc1.bias"),
+        ("llama", {"mlp_bias": True}, "the layout has no place for model.layers.0.mlp.down_proj.bias"),
+        ("opt", {"enable_bias": False}, "the layout needs model.decoder.layers.0.fc1.bias"),
     ],
 )
 def test_what_flax_classes_always_or_never_have(

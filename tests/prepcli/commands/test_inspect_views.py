@@ -37,7 +37,7 @@ def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
     lines = inspect_lines(capsys, "init", "--shards", "mlp.up")
     assert lines == [
         "params.layers.mlp.up.weight  [2, 16, 8] float32  P(None, mp, fsdp)",
-        "  256 bytes a device, 1 copy",
+        "  256 bytes per device, 1 copy",
         "mlp down; embed across; whole: layers",
         " 0:4                  4:8",
         "┌────────────────────┬────────────────────┐",

@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def write(root: Path, **texts: str) -> Path:
-    """Files under `root`; `__` stands for a slash and `_DOT_` for a dot."""
+    """Write files under `root`; in names `__` means a slash and `_DOT_` a dot."""
     for name, text in texts.items():
         path = root / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,17 +18,17 @@ def write(root: Path, **texts: str) -> Path:
     return root
 
 
-def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
+def test_system_memory_is_in_bytes(tmp_path: Path) -> None:
     write(tmp_path, proc__meminfo="MemTotal:       24686380 kB\nMemFree: 1 kB\nMemAvailable:   23000000 kB\n")
     assert system_memory(tmp_path) == {"total": 24686380 * 1024, "available": 23000000 * 1024}
 
 
-def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
+def test_memory_is_unknown_without_files(tmp_path: Path) -> None:
     assert system_memory(tmp_path) == {}
     assert cgroup_memory_limit(tmp_path) is None
 
 
-def test_the_smallest_limit_above_this_process_counts(tmp_path: Path) -> None:
+def test_cgroup_limit_is_the_smallest_of_all_groups(tmp_path: Path) -> None:
     write(
         tmp_path,
         proc__self__cgroup="0::/job/step\n",
@@ -39,12 +39,12 @@ def test_the_smallest_limit_above_this_process_counts(tmp_path: Path) -> None:
     assert cgroup_memory_limit(tmp_path) == 8 * GIB
 
 
-def test_a_container_sees_its_limit_at_the_mount(tmp_path: Path) -> None:
+def test_cgroup_limit_in_a_container(tmp_path: Path) -> None:
     write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__memory_DOT_max=f"{4 * GIB}\n")
     assert cgroup_memory_limit(tmp_path) == 4 * GIB
 
 
-def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
+def test_cgroup_limit_of_version_1(tmp_path: Path) -> None:
     write(
         tmp_path,
         proc__self__cgroup="3:cpu,cpuacct:/job\n5:memory:/job\n1:name=systemd:/job\n",

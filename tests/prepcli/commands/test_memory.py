@@ -136,5 +136,5 @@ def test_a_system_without_memory_is_named(small: Bench):
         [sys.executable, "-c", LIMITED, str(limit), *words], cwd=small.folder, capture_output=True, text=True
     )
     assert run.returncode == 1
-    assert "error: the system has no memory left" in run.stderr
+    assert "error: the system is out of memory" in run.stderr
     assert "`--memory`" in run.stderr

@@ -1,4 +1,4 @@
-"""A resumed conversion relies on no byte that it has not read back."""
+"""Resumed conversions verify all bytes of the earlier run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(name: str, *more: str) -> int:
     return main([*COMMANDS[name], "--out", "out", "--progress", "none", *more])
 
 
-def expected(name: str) -> dict[str, bytes]:
+def make_expected(name: str) -> dict[str, bytes]:
     assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
     return read_files(Path("whole"))
 
@@ -46,68 +46,68 @@ def data_files(partial: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
-def written_places(partial: Path) -> Iterator[tuple[Path, int]]:
-    """Every byte that is not zero in the data files of a staging folder."""
+def nonzero_positions(partial: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the position of every nonzero byte in the data files of a staging folder."""
     for path in data_files(partial):
-        yield from ((path, at) for at, byte in enumerate(path.read_bytes()) if byte)
+        yield from ((path, position) for position, byte in enumerate(path.read_bytes()) if byte)
 
 
-def all_flipped(partial: Path) -> None:
-    """Damage every byte that was written."""
+def flip_all_bytes(partial: Path) -> None:
+    """Damage every written byte."""
     for path in data_files(partial):
         path.write_bytes(bytes(byte ^ 1 if byte else 0 for byte in path.read_bytes()))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_resume_writes_flipped_bytes_anew(capsys, monkeypatch, name: str):
-    wanted, partial = expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
+def test_resume_rewrites_flipped_bytes(capsys, monkeypatch, name: str):
+    expected, partial = make_expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     draw = random.Random(7)
-    for path, at in draw.sample(list(written_places(partial)), 3):
-        flip_bit(path, at)
+    for path, position in draw.sample(list(nonzero_positions(partial)), 3):
+        flip_bit(path, position)
         capsys.readouterr()
         assert run(name) == 0
-        assert read_files(Path("out")) == wanted
+        assert read_files(Path("out")) == expected
         shutil.rmtree("out")
         shutil.copytree("before", partial)
-    all_flipped(partial)
+    flip_all_bytes(partial)
     assert run(name) == 0
-    assert "in out.partial are damaged: written anew" in capsys.readouterr().err
-    assert read_files(Path("out")) == wanted
+    assert "in out.partial are damaged: writing them again" in capsys.readouterr().err
+    assert read_files(Path("out")) == expected
 
 
 @pytest.mark.parametrize("name", ["save-init", "cast"])
 @pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
-def test_resume_never_trusts_a_flipped_note(capsys, monkeypatch, name: str, file: str):
-    wanted, partial = expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
+def test_resume_never_trusts_a_damaged_run_file(capsys, monkeypatch, name: str, file: str):
+    expected, partial = make_expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     note, draw = partial / ".prep" / file, random.Random(3)
-    for at in draw.sample(range(note.stat().st_size), 3):
-        flip_bit(note, at)
+    for position in draw.sample(range(note.stat().st_size), 3):
+        flip_bit(note, position)
         capsys.readouterr()
         if run(name):
             assert "--restart" in capsys.readouterr().err
             assert run(name, "--restart") == 0
-        assert read_files(Path("out")) == wanted
+        assert read_files(Path("out")) == expected
         shutil.rmtree("out")
         shutil.copytree("before", partial)
 
 
-def test_resume_reads_back_what_other_processes_left(capsys, monkeypatch):
-    wanted = expected("save-init")
+def test_resume_reads_back_bytes_of_other_processes(capsys, monkeypatch):
+    expected = make_expected("save-init")
     partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
-    all_flipped(partial)
+    flip_all_bytes(partial)
     assert run("save-init", "--workers", "2") == 0
-    assert read_files(Path("out")) == wanted
+    assert read_files(Path("out")) == expected
 
 
 def test_resume_clears_gaps_between_tensors(monkeypatch):
-    wanted, partial = expected("save-init"), run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
+    expected, partial = make_expected("save-init"), run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
     for path in (partial / "d").iterdir():
         size = path.stat().st_size
         path.write_bytes(b"\xff" * size)
     assert run("save-init") == 0
-    assert read_files(Path("out")) == wanted
+    assert read_files(Path("out")) == expected
 
 
 def test_resume_writes_only_the_damaged_tensors(capsys, monkeypatch):
@@ -123,20 +123,20 @@ def test_resume_writes_only_the_damaged_tensors(capsys, monkeypatch):
     assert 0 < json.loads(capsys.readouterr().out)["bytes"]["written"] < total // 4
 
 
-def put_back(path: Path) -> None:
-    """Change the first byte of the tensors, and put the time back."""
-    found = path.stat()
+def change_and_restore_time(path: Path) -> None:
+    """Change the first byte of the tensors, and restore the file's time."""
+    file_stat = path.stat()
     with path.open("r+b") as file:
-        first = 8 + int.from_bytes(file.read(8), "little")  # of the first tensor's bytes
+        first = 8 + int.from_bytes(file.read(8), "little")  # offset of the first tensor
         file.seek(first)
         byte = file.read(1)[0]
         file.seek(first)
         file.write(bytes([byte ^ 1]))
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    os.utime(path, ns=(file_stat.st_atime_ns, file_stat.st_mtime_ns))
 
 
-def replaced_alike(path: Path) -> None:
-    """Put a copy in place of a file, with its time."""
+def replace_by_copy(path: Path) -> None:
+    """Replace a file by a copy with the same time."""
     shutil.copy2(path, "copy")
     os.replace("copy", path)
 
@@ -145,90 +145,90 @@ def shard() -> Path:
     return sorted(Path("model").glob("*.safetensors"))[0]
 
 
-def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Once the first bytes are about to become durable, something happens."""
-    real, acts = Files.sync, iter([act])
+def at_first_sync(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Call `act` right before the first bytes become durable."""
+    real_sync, acts = Files.sync, iter([act])
 
     def sync(files: Files) -> None:
-        for each in acts:
-            each()
-        real(files)
+        for pending_act in acts:
+            pending_act()
+        real_sync(files)
 
     monkeypatch.setattr(Files, "sync", sync)
     monkeypatch.setattr(pipeline, "MOST_UNSYNCED_NBYTES", 10_000)
 
 
-def test_source_changed_with_its_time_put_back_is_an_error(capsys, monkeypatch):
+def test_source_change_with_restored_time_is_an_error(capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        meanwhile(patched, lambda: put_back(shard()))  # which has been read by then
+        at_first_sync(patched, lambda: change_and_restore_time(shard()))  # which has been read by then
         assert run("pad-vocab") == 1
     assert "changed while it was read" in capsys.readouterr().err
     assert not Path("out").exists()
 
 
-def test_source_that_was_only_touched_is_used(capsys, monkeypatch):
-    wanted = expected_output("pad-vocab")
+def test_touched_source_is_used(capsys, monkeypatch):
+    expected = expected_output("pad-vocab")
     with monkeypatch.context() as patched:
-        meanwhile(patched, lambda: replaced_alike(shard()))
+        at_first_sync(patched, lambda: replace_by_copy(shard()))
         assert run("pad-vocab") == 0
     assert "may have changed while it was read: comparing" in capsys.readouterr().err
-    assert read_files(Path("out")) == wanted
+    assert read_files(Path("out")) == expected
 
 
-def test_resume_compares_a_source_whose_time_was_put_back(capsys, monkeypatch):
+def test_resume_compares_a_source_with_restored_time(capsys, monkeypatch):
     run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
-    put_back(shard())
+    change_and_restore_time(shard())
     capsys.readouterr()
     assert run("save-init") == 0
-    assert "may have changed since out.partial was begun: comparing" in capsys.readouterr().err
+    assert "may have changed since out.partial was started: comparing" in capsys.readouterr().err
     assert main(["verify", "out", "./model", "-q"]) == 0
 
 
-def data_file() -> Path:
+def largest_data_file() -> Path:
     return max((path for path in Path("out.partial/d").iterdir()), key=lambda path: path.stat().st_size)
 
 
-def holed(path: Path) -> None:
-    """Cut a file and give it its size again."""
+def punch_hole(path: Path) -> None:
+    """Truncate a file, and extend it to its old size."""
     size = path.stat().st_size
     os.truncate(path, 4096)
     os.truncate(path, size)
 
 
-@pytest.mark.parametrize("spoil", [holed, lambda path: os.truncate(path, 4096)])
-def test_output_cut_while_it_is_written_is_an_error(capsys, monkeypatch, spoil: Callable[[Path], object]):
-    wanted, real = expected_output("save-init"), pipeline.run
+@pytest.mark.parametrize("spoil", [punch_hole, lambda path: os.truncate(path, 4096)])
+def test_output_truncated_while_written_is_an_error(capsys, monkeypatch, spoil: Callable[[Path], object]):
+    expected, real_run = expected_output("save-init"), pipeline.run
 
-    def cut(*args, **more) -> pipeline.PipelineResult:
-        outcome = real(*args, **more)
-        spoil(data_file())
+    def cut(*args, **options) -> pipeline.PipelineResult:
+        outcome = real_run(*args, **options)
+        spoil(largest_data_file())
         return outcome
 
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "run", cut)
         assert run("save-init") == 1
-    assert "was changed by somebody else" in capsys.readouterr().err
+    assert "was changed by" in capsys.readouterr().err
     assert run("save-init") == 0
-    assert read_files(Path("out")) == wanted
+    assert read_files(Path("out")) == expected
 
 
-def test_output_changed_while_it_is_finished_is_an_error(capsys, monkeypatch):
-    wanted, real = expected_output("save-init"), execute.finalize_output
+def test_output_change_while_finalizing_is_an_error(capsys, monkeypatch):
+    expected, real_finalize = expected_output("save-init"), execute.finalize_output
 
-    def change(*args, **more) -> None:
-        real(*args, **more)
-        flip_bit(data_file(), 10)
+    def change(*args, **options) -> None:
+        real_finalize(*args, **options)
+        flip_bit(largest_data_file(), 10)
 
     with monkeypatch.context() as patched:
         patched.setattr(execute, "finalize_output", change)
         assert run("save-init") == 1
-    assert "was changed by somebody else" in capsys.readouterr().err
+    assert "was changed by" in capsys.readouterr().err
     assert run("save-init") == 0
-    assert read_files(Path("out")) == wanted
+    assert read_files(Path("out")) == expected
 
 
-def test_packed_chunks_are_read_back(monkeypatch):
-    wanted = expected("compress")
+def test_compressed_chunks_are_read_back(monkeypatch):
+    expected = make_expected("compress")
     with monkeypatch.context() as patched:
         patched.setattr(compress, "MARK_NBYTES", 4096)
         patched.setattr(finalize, "write_item_metadata", kill)
@@ -237,4 +237,4 @@ def test_packed_chunks_are_read_back(monkeypatch):
     for path in Path("out.partial/d").iterdir():
         flip_bit(path, path.stat().st_size // 2)
     assert run("compress") == 0
-    assert read_files(Path("out")) == wanted
+    assert read_files(Path("out")) == expected

@@ -1,4 +1,4 @@
-"""What a training run is told about memory and disk before it reads data."""
+"""Checks of memory and disk before a training run reads data."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ class Device:
         ([Device()], {"available": None, "limit": None}, None),
     ],
 )
-def test_memory_of_a_device(devices: list[Any], host: dict[str, int | None], nbytes: int | None):
+def test_device_memory_by_platform(devices: list[Any], host: dict[str, int | None], nbytes: int | None):
     assert device_memory_nbytes(devices, host) == nbytes
 
 
-def test_a_13b_run_at_32k_shows_its_scores():
-    found = estimate_memory(RUN_13B)
-    lines = memory_table(RUN_13B, found, 80 * GIB).splitlines()
+def test_memory_table_shows_the_attention_scores():
+    estimated = estimate_memory(RUN_13B)
+    lines = memory_table(RUN_13B, estimated, 80 * GIB).splitlines()
     assert any(" ".join(line.split()) == "of it scores [2, 10, 32768, 32768] 80.00 GiB" for line in lines)
     assert any(line.startswith("saved by 40 layers (remat none)") for line in lines)
     assert lines[-1].split() == ["available", "80.00", "GiB"]
 
 
-def test_a_13b_run_at_32k_is_doubted_with_what_to_change():
+def test_memory_warning_suggests_settings():
     doubt = memory_warning(RUN_13B, estimate_memory(RUN_13B), 80 * GIB)
     assert doubt.startswith("a step needs about ")
     assert "80.00 GiB are available" in doubt
@@ -68,28 +68,28 @@ def test_a_13b_run_at_32k_is_doubted_with_what_to_change():
         assert f"`{key}" in doubt
 
 
-def test_levers_that_are_used_up_are_not_offered():
+def test_memory_warning_omits_settings_already_used():
     spent = replace(RUN_13B, micro_batch_size=8, remat_policy="nothing_saveable")
     doubt = memory_warning(spent, estimate_memory(spent), GIB * 40)
     assert "accumulate" not in doubt
     assert "remat_policy" not in doubt
 
 
-def test_a_run_that_fits_is_not_doubted():
+def test_memory_warning_is_empty_for_a_run_that_fits():
     small = replace(RUN_13B, seq_length=64, micro_batch_size=8)
-    found = estimate_memory(small)
-    assert memory_warning(small, found, found.peak) == ""
-    assert memory_warning(small, found, None) == "", "nobody says what there is"
-    assert memory_fields(found, found.peak)["fits"] is True
-    assert memory_fields(found, found.peak - 1)["fits"] is False
-    assert memory_fields(found, None)["fits"] is None
+    estimated = estimate_memory(small)
+    assert memory_warning(small, estimated, estimated.peak) == ""
+    assert memory_warning(small, estimated, None) == "", "nobody says what there is"
+    assert memory_fields(estimated, estimated.peak)["fits"] is True
+    assert memory_fields(estimated, estimated.peak - 1)["fits"] is False
+    assert memory_fields(estimated, None)["fits"] is None
 
 
-def test_a_state_that_exceeds_the_memory_by_far_is_refused():
-    found = estimate_memory(RUN_13B)
-    assert memory_warning(RUN_13B, found, found.state - 1), "an estimate may err: a warning"
+def test_memory_warning_raises_for_a_state_far_too_large():
+    estimated = estimate_memory(RUN_13B)
+    assert memory_warning(RUN_13B, estimated, estimated.state - 1), "an estimate may err: a warning"
     with pytest.raises(PrepError, match="parameters and moments need") as caught:
-        memory_warning(RUN_13B, found, found.state // 2)
+        memory_warning(RUN_13B, estimated, estimated.state // 2)
     assert "`mesh`" in caught.value.hint
 
 
@@ -100,13 +100,13 @@ def free(monkeypatch: pytest.MonkeyPatch) -> int:
     return 1000
 
 
-def test_a_disk_without_room_for_one_checkpoint(tmp_path: Path, free: int):
+def test_check_disk_requires_room_for_one_checkpoint(tmp_path: Path, free: int):
     check_disk(tmp_path / "runs" / "a", free)
     with pytest.raises(PrepError, match="not enough room for a checkpoint"):
         check_disk(tmp_path / "runs" / "a", free + 1)
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_disk_requires_a_writable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
     with pytest.raises(PrepError, match=f"cannot write to {tmp_path}"):
@@ -126,7 +126,7 @@ def leaves(count: int) -> dict[str, ParamLeaf]:
     return {"w": ParamLeaf("w", "w", (count,), (("embed",),))}
 
 
-def test_a_checkpoint_holds_parameters_and_moments(tmp_path: Path):
+def test_checkpoint_nbytes_counts_parameters_and_moments(tmp_path: Path):
     assert checkpoint_nbytes(recipe(tmp_path), leaves(10)) == 120
     assert checkpoint_nbytes(recipe(tmp_path, "checkpoint.optimizer_state=false"), leaves(10)) == 40
 
@@ -135,7 +135,9 @@ def test_a_checkpoint_holds_parameters_and_moments(tmp_path: Path):
     ("every", "keep", "steps_left", "held"),
     [(0, "2", 20, 1), (5, "2", 20, 3), (5, "9", 20, 4), (1, "all", 20, 20), (5, "2", 0, 0)],
 )
-def test_checkpoints_that_exceed_the_disk(tmp_path: Path, free: int, every: int, keep: str, steps_left: int, held: int):
+def test_disk_warnings_for_checkpoints_that_exceed_the_disk(
+    tmp_path: Path, free: int, every: int, keep: str, steps_left: int, held: int
+):
     made = recipe(tmp_path, f"checkpoint.every={every}", f"checkpoint.keep={keep}")
     count = free // 12 // max(held, 1)
     assert list(disk_warnings(tmp_path / "run", made, leaves(count), steps_left)) == []

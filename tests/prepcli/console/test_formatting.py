@@ -1,4 +1,4 @@
-"""Sizes, rates and durations."""
+"""Parsing and formatting of sizes, rates and durations."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
         ("2TiB", 2 << 40),
     ],
 )
-def test_a_size_is_read(text: str, nbytes: int) -> None:
+def test_parse_bytes_reads_a_size(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
 @given(st.integers(0, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
-def test_every_unit_in_every_case(number: int, unit: str, space: str) -> None:
+def test_parse_bytes_reads_every_unit_in_any_case(number: int, unit: str, space: str) -> None:
     for spelling in (unit, unit.lower(), unit.upper()):
         assert parse_bytes(f"{number}{space}{spelling}") == number * UNITS[unit]
 
@@ -52,7 +52,7 @@ def test_every_unit_in_every_case(number: int, unit: str, space: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "MiB", "-1", "+1", "1e6", "8XB", "1 2", "1.", ".5GB", "٣", "1,000", "nan", "8MiBs"]
 )
-def test_what_is_no_size_is_a_usage_error(text: str) -> None:
+def test_parse_bytes_rejects_invalid_text(text: str) -> None:
     with pytest.raises(PrepError) as caught:
         parse_bytes(text)
     assert caught.value.code == USAGE
@@ -60,13 +60,13 @@ def test_what_is_no_size_is_a_usage_error(text: str) -> None:
     assert caught.value.hint == "for example `512MiB`"
 
 
-def test_a_bare_prefix_is_ambiguous_and_guessed() -> None:
+def test_parse_bytes_suggests_a_unit_for_a_bare_prefix() -> None:
     with pytest.raises(PrepError) as caught:
         parse_bytes("512m")
     assert caught.value.hint == "did you mean `512MiB`?"
 
 
-def test_a_fraction_of_a_byte_is_refused() -> None:
+def test_parse_bytes_rejects_fractions_of_a_byte() -> None:
     with pytest.raises(PrepError) as caught:
         parse_bytes("0.0001KB")
     assert caught.value.what == "`0.0001KB` is not a whole number of bytes"
@@ -89,12 +89,12 @@ def test_a_fraction_of_a_byte_is_refused() -> None:
         (3 << 40, "3.00 TiB"),
     ],
 )
-def test_bytes_are_shown_in_binary_units(nbytes: int, text: str) -> None:
+def test_format_bytes_uses_binary_units(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
 @given(st.integers(0, 1 << 50))
-def test_what_is_shown_is_near_what_it_was_and_short(nbytes: int) -> None:
+def test_format_bytes_is_short_and_accurate(nbytes: int) -> None:
     text = format_bytes(nbytes)
     assert re.fullmatch(r"\d{1,4}(\.\d\d?)? (byte|bytes|[KMGT]iB)", text)
     number, unit = text.split()
@@ -102,21 +102,21 @@ def test_what_is_shown_is_near_what_it_was_and_short(nbytes: int) -> None:
     assert abs(shown - nbytes) <= 0.05 * nbytes
 
 
-def test_progress_shows_both_numbers_in_the_unit_of_the_total() -> None:
+def test_format_bytes_of_uses_the_unit_of_the_total() -> None:
     assert format_bytes_of(0, 26_031_728_640) == "0.00 of 24.24 GiB"
     assert format_bytes_of(300 * MIB, 26_031_728_640) == "0.29 of 24.24 GiB"
     assert format_bytes_of(10 * MIB, 214 * MIB) == "10 of 214 MiB"
     assert format_bytes_of(3, 9) == "3 of 9 bytes"
 
 
-def test_rates() -> None:
+def test_format_rate() -> None:
     assert format_rate(870 * MIB) == "870 MiB/s"
     assert format_rate(1.2 * GIB) == "1.2 GiB/s"
     assert format_rate(97 * MIB) == "97.0 MiB/s"
     assert format_rate(12.4) == "12 B/s"
 
 
-def test_durations() -> None:
+def test_format_durations() -> None:
     assert [format_duration(s) for s in (0.04, 4.31, 32.7, 99.94, 133.2, 3599.4, 11_100)] == [
         "0.0 s", "4.3 s", "32.7 s", "99.9 s", "2 min 13 s", "59 min 59 s", "3 h 05 min",
     ]  # fmt: skip
@@ -127,6 +127,6 @@ def test_durations() -> None:
 
 
 @given(st.floats(0, 1e6))
-def test_no_duration_shows_sixty_of_anything(seconds: float) -> None:
+def test_format_durations_never_show_sixty(seconds: float) -> None:
     for text in (format_duration(seconds), format_clock(seconds), format_time_left(seconds)):
         assert not re.search(r":60|h 60|min 60", text)

@@ -1,4 +1,4 @@
-"""Progress: what is told, when, and to whom it is drawn. Time is a number here."""
+"""Progress displays. The clock is a number."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TOTAL = 26_031_728_640  # 24.24 GiB
 
 
 @dataclass
-class Time:
-    """A clock that stands still until told otherwise."""
+class FakeClock:
+    """A clock whose time is set by the test."""
 
     now_s: float = 100.0
 
@@ -34,19 +34,19 @@ class Time:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def advance(progress: Progress, time: Time, seconds: float, nbytes: int) -> None:
+def advance(progress: Progress, time: FakeClock, seconds: float, nbytes: int) -> None:
     time.now_s += seconds
     progress.advance(nbytes)
 
 
-def test_lines_at_the_beginning_each_30_s_and_at_the_end() -> None:
-    time, stream = Time(), io.StringIO()
+def test_lines_are_printed_every_30_s() -> None:
+    time, stream = FakeClock(), io.StringIO()
     progress = LineProgress(stream, time)
     progress.begin("save-init", TOTAL)
     for _ in range(30):
@@ -60,8 +60,8 @@ def test_lines_at_the_beginning_each_30_s_and_at_the_end() -> None:
     ]
 
 
-def test_a_line_carries_the_last_note() -> None:
-    time, stream = Time(), io.StringIO()
+def test_lines_show_the_last_note() -> None:
+    time, stream = FakeClock(), io.StringIO()
     progress = LineProgress(stream, time)
     progress.begin("save-init", 4 * GIB)
     progress.note("blocks.up 20/40")
@@ -72,17 +72,17 @@ def test_a_line_carries_the_last_note() -> None:
     )
 
 
-def test_a_broken_off_task_is_not_called_done() -> None:
-    time, stream = Time(), io.StringIO()
+def test_lines_report_an_interrupted_task() -> None:
+    time, stream = FakeClock(), io.StringIO()
     progress = LineProgress(stream, time)
     progress.begin("save-init", 4 * GIB)
     advance(progress, time, 5, GIB)
     progress.end()
-    assert stream.getvalue().splitlines()[-1].endswith("25%  1.00 of 4.00 GiB  205 MiB/s  broken off after 5.0 s")
+    assert stream.getvalue().splitlines()[-1].endswith("25%  1.00 of 4.00 GiB  205 MiB/s  interrupted after 5.0 s")
 
 
-def test_bytes_of_an_earlier_run_count_as_done_but_not_for_the_rate() -> None:
-    time, stream = Time(), io.StringIO()
+def test_rate_excludes_bytes_of_an_earlier_run() -> None:
+    time, stream = FakeClock(), io.StringIO()
     progress = LineProgress(stream, time)
     progress.begin("save-init", 4 * GIB, 3 * GIB)
     advance(progress, time, 30, 300 * MIB)
@@ -92,23 +92,23 @@ def test_bytes_of_an_earlier_run_count_as_done_but_not_for_the_rate() -> None:
     ]
 
 
-def test_an_empty_task_is_complete() -> None:
+def test_empty_task_is_complete() -> None:
     stream = io.StringIO()
-    progress = LineProgress(stream, Time())
+    progress = LineProgress(stream, FakeClock())
     progress.begin("verify", 0)
     progress.end()
     assert stream.getvalue().splitlines()[-1] == "verify  100%  0 of 0 bytes  done in 0.0 s"
 
 
-def test_a_task_that_nearly_is_complete_does_not_show_100_percent() -> None:
-    time = Time()
+def test_percent_is_rounded_down() -> None:
+    time = FakeClock()
     meter = ProgressMeter("x", 1000, 0, time)
     meter.advance(999)
     assert meter.percent == 99
 
 
-def test_the_time_left_follows_the_last_30_s_while_the_rate_is_of_the_whole_run() -> None:
-    time = Time()
+def test_eta_follows_the_rate_of_the_last_30_s() -> None:
+    time = FakeClock()
     meter = ProgressMeter("x", 10_000, 0, time)
     for _ in range(100):  # 50 bytes a second
         time.now_s += 1
@@ -120,8 +120,8 @@ def test_the_time_left_follows_the_last_30_s_while_the_rate_is_of_the_whole_run(
     assert meter.eta_s() == pytest.approx(4400 / 10, rel=0.05)
 
 
-def test_the_time_left_grows_while_nothing_moves() -> None:
-    time = Time()
+def test_eta_grows_while_no_bytes_are_written() -> None:
+    time = FakeClock()
     meter = ProgressMeter("x", 100, 0, time)
     time.now_s += 10
     meter.advance(50)
@@ -131,16 +131,16 @@ def test_the_time_left_grows_while_nothing_moves() -> None:
     assert meter.eta_s() == pytest.approx(20)
 
 
-def test_without_time_or_bytes_there_is_no_rate_and_no_end_in_sight() -> None:
-    time = Time()
+def test_rate_and_eta_are_none_without_time_or_bytes() -> None:
+    time = FakeClock()
     meter = ProgressMeter("x", 100, 40, time)
     assert (meter.rate(), meter.eta_s()) == (None, None)
     time.now_s += 5
     assert (meter.rate(), meter.eta_s()) == (None, None)
 
 
-def test_samples_of_a_long_run_stay_few() -> None:
-    time = Time()
+def test_meter_keeps_few_samples() -> None:
+    time = FakeClock()
     meter = ProgressMeter("x", 10**9, 0, time)
     for _ in range(10_000):
         time.now_s += 0.01
@@ -148,8 +148,8 @@ def test_samples_of_a_long_run_stay_few() -> None:
     assert len(meter.samples) <= 62
 
 
-def test_json_is_one_object_a_line() -> None:
-    time, stream = Time(), io.StringIO()
+def test_json_progress_prints_one_object_per_line() -> None:
+    time, stream = FakeClock(), io.StringIO()
     progress = JsonProgress(stream, time)
     progress.begin("save-init", 100, 10)
     for _ in range(6):
@@ -163,11 +163,11 @@ def test_json_is_one_object_a_line() -> None:
     assert events[3]["done"] == 70
 
 
-def test_a_bar_is_drawn_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_drawn_ten_times_per_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    time, stream = Time(), Terminal()
+    time, stream = FakeClock(), Terminal()
     progress = BarProgress(stream, time)
     progress.begin("save-init", TOTAL)
     for _ in range(1000):  # one second
@@ -180,25 +180,25 @@ def test_a_bar_is_drawn_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPat
     assert "blocks.up 21/40" in stream.getvalue()
 
 
-def test_the_last_picture_of_a_bar_is_the_whole_with_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_ends_complete_with_its_duration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    time, stream = Time(), Terminal()
+    time, stream = FakeClock(), Terminal()
     progress = BarProgress(stream, time)
     progress.begin("pad-vocab", 5_262_303_232)
     advance(progress, time, 4.3, 5_262_303_232)
     progress.end()
-    last = [line for line in stream.getvalue().replace("\r", "\n").splitlines() if "pad-vocab" in line][-1]
-    assert last.endswith("━  100%  4.90 of 4.90 GiB  1.1 GiB/s  0:04")
+    last_line = [line for line in stream.getvalue().replace("\r", "\n").splitlines() if "pad-vocab" in line][-1]
+    assert last_line.endswith("━  100%  4.90 of 4.90 GiB  1.1 GiB/s  0:04")
 
 
 @pytest.mark.parametrize("columns", [30, 40, 60, 80])
-def test_a_bar_is_one_line_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_bar_is_one_line_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    time, stream = Time(), Terminal()
+    time, stream = FakeClock(), Terminal()
     progress = BarProgress(stream, time)
     progress.begin("save-init", TOTAL)
     progress.note("a note that is much longer than the line " * 3)
@@ -207,13 +207,13 @@ def test_a_bar_is_one_line_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch,
     assert "save-init" in stream.getvalue()
 
 
-def test_progress_that_was_not_begun_says_nothing() -> None:
+def test_progress_before_begin_prints_no_output() -> None:
     for progress in (LineProgress, JsonProgress, BarProgress):
         stream = Terminal()
-        one = progress(stream, Time())
-        one.advance(5)
-        one.note("x")
-        one.end()
+        display = progress(stream, FakeClock())
+        display.advance(5)
+        display.note("x")
+        display.end()
         assert stream.getvalue() == ""
 
 
@@ -230,7 +230,7 @@ def test_progress_that_was_not_begun_says_nothing() -> None:
         ("none", Terminal(), "xterm", NullProgress),
     ],
 )
-def test_the_stream_and_term_choose(
+def test_make_progress_chooses_by_stream_and_term(
     monkeypatch: pytest.MonkeyPatch, mode: Mode, stream: io.StringIO, term: str, expected: type
 ) -> None:
     monkeypatch.setenv("TERM", term)

@@ -1,4 +1,4 @@
-"""What is printed where: results, notes, errors, JSON."""
+"""Console output: results, notes, errors and JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ERROR = PrepError("x.safetensors is cut short", "its header promises 9 bytes, th
 
 
 class Streams:
-    """A Ui that can be read."""
+    """A Ui whose output can be read."""
 
     def __init__(self, as_json: bool = False, level: int = NORMAL, out: io.StringIO | None = None) -> None:
         self.out, self.err = out or io.StringIO(), io.StringIO()
@@ -43,7 +43,7 @@ class Streams:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -56,7 +56,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_the_result_goes_to_stdout_and_all_else_to_stderr() -> None:
+def test_ui_prints_only_the_result_on_stdout() -> None:
     streams = Streams()
     streams.ui.note("huggyllama/llama-13b  llama")
     streams.ui.warn("the disk is slow")
@@ -68,7 +68,7 @@ def test_the_result_goes_to_stdout_and_all_else_to_stderr() -> None:
     )
 
 
-def test_json_is_one_object_with_the_common_fields() -> None:
+def test_json_has_the_common_fields() -> None:
     streams = Streams(as_json=True)
     streams.ui.warn("the disk is slow")
     code = streams.ui.finish(Report("llama-13b-init", {"leaves": 12}, "prep reshard --mesh 1,64,4"))
@@ -85,7 +85,7 @@ def test_json_is_one_object_with_the_common_fields() -> None:
     }
 
 
-def test_json_has_one_object_on_failure_too() -> None:
+def test_json_is_one_object_on_failure() -> None:
     streams = Streams(as_json=True)
     assert streams.ui.fail(ERROR) == FAILED
     document = json.loads(streams.out.getvalue())
@@ -94,12 +94,12 @@ def test_json_has_one_object_on_failure_too() -> None:
     assert streams.err.getvalue().startswith("error: x.safetensors is cut short\n")
 
 
-def test_json_refuses_what_is_no_json() -> None:
+def test_json_rejects_nan() -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         Streams(as_json=True).ui.finish(Report(fields={"loss": float("nan")}))
 
 
-def test_an_error_says_what_why_and_hint() -> None:
+def test_error_prints_what_why_and_hint() -> None:
     streams = Streams()
     assert streams.ui.fail(ERROR) == FAILED
     assert streams.texts == (
@@ -110,19 +110,19 @@ def test_an_error_says_what_why_and_hint() -> None:
     )
 
 
-def test_lines_of_a_reason_stand_below_one_another() -> None:
+def test_error_aligns_the_lines_of_a_reason() -> None:
     streams = Streams()
     streams.ui.fail(usage_error("2 errors", "one\ntwo"))
     assert streams.err.getvalue() == "error: 2 errors\n  why: one\n       two\n"
 
 
-def test_an_error_without_why_or_hint_has_no_empty_lines() -> None:
+def test_error_without_why_or_hint_has_no_empty_lines() -> None:
     streams = Streams()
     assert streams.ui.fail(usage_error("no command called `x`")) == USAGE
     assert streams.err.getvalue() == "error: no command called `x`\n"
 
 
-def test_a_report_may_carry_a_result_and_an_error() -> None:
+def test_report_may_have_a_result_and_an_error() -> None:
     streams = Streams()
     error = PrepError("a is not the same as b (1 of 363 tensors)")
     assert streams.ui.finish(Report("differs  up_proj.weight", {"differences": [1]}, error=error)) == FAILED
@@ -133,7 +133,7 @@ def test_a_report_may_carry_a_result_and_an_error() -> None:
     assert (document["differences"], document["ok"]) == ([1], False)
 
 
-def test_quiet_keeps_the_result_and_errors_only() -> None:
+def test_quiet_prints_only_the_result_and_errors() -> None:
     streams = Streams(level=QUIET)
     streams.ui.note("a note")
     streams.ui.warn("a warning")
@@ -145,27 +145,27 @@ def test_quiet_keeps_the_result_and_errors_only() -> None:
 
 
 @pytest.mark.parametrize(("level", "shown"), [(0, ""), (1, "leaf\n"), (2, "leaf\nslab\n")])
-def test_verbosity(level: int, shown: str) -> None:
+def test_note_respects_the_verbosity(level: int, shown: str) -> None:
     streams = Streams(level=level)
     streams.ui.note("leaf", 1)
     streams.ui.note("slab", 2)
     assert streams.err.getvalue() == shown
 
 
-def test_the_shared_options_make_a_ui() -> None:
+def test_open_ui_applies_the_shared_options() -> None:
     assert open_ui("x", False, quiet=True, verbose=2).level == QUIET
     assert open_ui("x", False, quiet=False, verbose=5).level == SLABS
     assert open_ui("x", True, quiet=False, verbose=0, progress="json").progress_mode == "json"
 
 
-def test_quiet_means_no_progress_unless_asked_for() -> None:
+def test_quiet_has_no_progress_by_default() -> None:
     assert isinstance(Streams().ui.progress(), LineProgress)
     assert isinstance(Streams(level=QUIET).ui.progress(), NullProgress)
     asked = Ui("x", level=QUIET, progress_mode="lines", err=io.StringIO())
     assert isinstance(asked.progress(), LineProgress)
 
 
-def test_a_bug_is_called_one_and_its_traceback_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_is_reported_with_a_saved_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     streams = Streams()
     try:
@@ -180,14 +180,14 @@ def test_a_bug_is_called_one_and_its_traceback_is_saved(tmp_path: Path, monkeypa
     assert "test_ui.py" in saved.read_text()
 
 
-def test_a_full_disk_is_no_bug_in_prep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_not_reported_as_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     error = as_prep_error(OSError(errno.ENOSPC, "No space left on device", "/data/x"))
     assert (error.what, error.why) == ("cannot use /data/x", "No space left on device")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_is_printed_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREP_TRACEBACK", "1")
     streams = Streams()
     try:
@@ -198,7 +198,7 @@ def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> N
     assert "error: x.safetensors is cut short" in streams.err.getvalue()
 
 
-def coloured(**variables: str) -> bool:
+def is_colored(**variables: str) -> bool:
     stream = Terminal()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
@@ -208,18 +208,18 @@ def coloured(**variables: str) -> bool:
     return "\x1b[" in stream.getvalue()
 
 
-def test_colour_is_for_terminals_that_know_it_and_for_users_who_want_it() -> None:
-    assert coloured()
-    assert coloured(NO_COLOR="")
-    assert not coloured(NO_COLOR="1")
-    assert not coloured(NO_COLOR="1", FORCE_COLOR="1")
-    assert not coloured(TERM="dumb")
+def test_color_follows_the_terminal_and_variables() -> None:
+    assert is_colored()
+    assert is_colored(NO_COLOR="")
+    assert not is_colored(NO_COLOR="1")
+    assert not is_colored(NO_COLOR="1", FORCE_COLOR="1")
+    assert not is_colored(TERM="dumb")
     streams = Streams()
     streams.ui.fail(ERROR)
     assert "\x1b[" not in streams.err.getvalue()
 
 
-def test_strangers_names_do_not_steer_the_terminal() -> None:
+def test_control_characters_are_escaped() -> None:
     streams = Streams()
     streams.ui.note("tensor \x1b[2J\x07\r")
     streams.ui.finish(Report("a\x1b]0;b", error=PrepError("bad \udc80 name")))
@@ -229,20 +229,20 @@ def test_strangers_names_do_not_steer_the_terminal() -> None:
 
 
 @given(st.text())
-def test_what_is_printed_can_be_encoded_and_stays_where_it_is(text: str) -> None:
+def test_printable_text_is_encodable_and_stable(text: str) -> None:
     shown = printable(text)
     shown.encode()
     assert all(c.isprintable() or c in "\n\t\u200c\u200d" or category(c) == "Zs" for c in shown)
     assert printable(shown) == shown
 
 
-def test_text_of_any_script_stays_what_it_is() -> None:
+def test_printable_keeps_text_of_any_script() -> None:
     text = "\u3053\u3093\u3000\u4e16 \U0001f469\u200d\U0001f469 10\u00a0km"
     assert printable(text) == text
     assert printable("\u202eabc\u2028") == "\\u202eabc\\u2028"
 
 
-def test_a_table_aligns_words_left_and_numbers_right() -> None:
+def test_table_aligns_text_left_and_numbers_right() -> None:
     rows = [["wte", 50257, "4.90 GiB"], ["h.0.ln_1.weight", 8, "8.0 KiB"]]
     assert format_table(rows, ["name", "rows", "size"], right_aligned=["size"]).splitlines() == [
         "name               rows      size",
@@ -251,7 +251,7 @@ def test_a_table_aligns_words_left_and_numbers_right() -> None:
     ]
 
 
-def test_an_empty_table_is_its_head() -> None:
+def test_table_without_rows_is_its_header() -> None:
     assert format_table([], ["name", "rows"]) == "name  rows"
 
 
@@ -259,19 +259,19 @@ ROWS = [["transformer.h.0.attn.attention.q_proj.weight", "[2048, 2048]", 7], ["l
 
 
 @pytest.mark.parametrize("width", [40, 60, 64])
-def test_tables_fit_the_width_of_a_terminal(width: int) -> None:
+def test_table_fits_the_width_of_a_terminal(width: int) -> None:
     lines = format_table(ROWS, ("name", "shape", "bytes"), width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line.split()[-1] for line in lines] == ["bytes", "7", "12"]
     assert "…" in lines[1]
 
 
-def test_tables_of_a_pipe_are_never_shortened() -> None:
+def test_table_for_a_pipe_is_never_shortened() -> None:
     assert Ui("inspect", out=io.StringIO()).columns is None
     assert ROWS[0][0] in format_table(ROWS, ("name", "shape", "bytes"))
 
 
-def test_the_width_of_a_terminal_is_that_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_is_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "57")

@@ -1,4 +1,4 @@
-"""The demo's model: real to those who read such models."""
+"""The demo's model, read by prep, tokenizers and transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_is_what_conversions_read(model: Path) -> None:
+def test_tiny_model_is_a_valid_source(model: Path) -> None:
     source = open_source(model, "tiny")
     assert source.family.name == "gpt_neo"
     assert len(source.files) == 3
@@ -31,14 +31,14 @@ def test_it_is_what_conversions_read(model: Path) -> None:
     ]
 
 
-def test_it_is_always_the_same_bytes(model: Path, tmp_path: Path) -> None:
+def test_tiny_model_has_deterministic_bytes(model: Path, tmp_path: Path) -> None:
     nbytes = write_tiny_model(tmp_path / "again")
     assert nbytes == sum(tensor.nbytes for tensor in open_source(model, "tiny").tensors)
     for path in model.iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-def test_every_word_is_a_token(model: Path) -> None:
+def test_tiny_model_tokenizes_every_word(model: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == CONFIG["vocab_size"]
@@ -46,11 +46,11 @@ def test_every_word_is_a_token(model: Path) -> None:
     assert tokenizer.encode("stranger").ids == [VOCABULARY.index("<unk>")]
 
 
-def test_transformers_loads_it_with_no_flag(model: Path) -> None:
+def test_tiny_model_loads_in_transformers(model: Path) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
-    assert {name: list(found) for name, found in info.items() if found} == {}
+    assert {name: list(problems) for name, problems in info.items() if problems} == {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     ids = tokenizer(SENTENCE, return_tensors="pt")
     assert tokenizer.decode(ids["input_ids"][0]) == SENTENCE

@@ -1,4 +1,4 @@
-"""Raw chunks compressed one after another: the same bytes however often it was stopped, and frames that zstd knows."""
+"""Compression of raw chunks: the bytes do not depend on interruptions, and each chunk is a zstd frame."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from prepcli.formats.orbax_write import WrittenChunk
 LENGTHS = [1, 5000, 70_000, 3, 200_000, 4096, 12, 90_000, 90_000, 17]
 
 
-class Stopped(Exception):
-    """As a kill would end it, but for what a closed file brings."""
+class StoppedError(Exception):
+    """Simulated kill, without effects on closed files."""
 
 
 class StopAfter(NullProgress):
-    """Ends the work once so many pieces were compressed."""
+    """Progress that stops the work after a number of compressed pieces."""
 
     def __init__(self, pieces: int) -> None:
         self.left = pieces
@@ -38,39 +38,41 @@ class StopAfter(NullProgress):
     def advance(self, written_bytes: int) -> None:
         self.left -= 1
         if self.left < 0:
-            raise Stopped
+            raise StoppedError
 
 
 def raw_chunks(folder: Path) -> tuple[list[WrittenChunk], list[Path], dict[tuple[int, ...], bytes]]:
-    """Chunks in two files with gaps between them, in no order."""
-    rng, files, chunks, contents = np.random.default_rng(0), [bytearray(), bytearray()], [], {}
+    """Write chunks to two files with gaps between them; return them in reverse order."""
+    rng, files, chunks, chunk_bytes = np.random.default_rng(0), [bytearray(), bytearray()], [], {}
     for number, length in enumerate(LENGTHS):
         data = rng.integers(0, 5, length, np.uint8).tobytes()
         file = files[number % 2]
         file += b"gap"
         chunks.append(WrittenChunk(0, (number,), number % 2, len(file), length))
-        contents[number,] = data
+        chunk_bytes[number,] = data
         file += data
     folder.mkdir(exist_ok=True)
     paths = [folder / "raw0", folder / "raw1"]
     for path, file in zip(paths, files):
         path.write_bytes(file)
-    return chunks[::-1], paths, contents
+    return chunks[::-1], paths, chunk_bytes
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was packed: the chunks where they lie, the files and the size of each."""
+class CompressedFiles:
+    """Compressed chunks, and names and sizes of the data files."""
 
     chunks: tuple[WrittenChunk, ...]
     files: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
-def packed_in(folder: Path, progress: NullProgress | None = None) -> Found:
+def compress_in(folder: Path, progress: NullProgress | None = None) -> CompressedFiles:
     chunks, paths, _ = raw_chunks(folder)
-    packed = compress_chunks(iter(chunks), paths, folder, folder / "journal", 1, progress or NullProgress())
-    return Found(tuple(packed.relocate(iter(chunks))), packed.files, packed.sizes)
+    packed = compress_chunks(
+        iter(chunks), paths, folder=folder, journal=folder / "journal", level=1, progress=progress or NullProgress()
+    )
+    return CompressedFiles(tuple(packed.relocate(iter(chunks))), packed.files, packed.sizes)
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +82,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compress, "FILE_NBYTES", 60_000)
 
 
-def content(folder: Path, packed: Found) -> list[bytes]:
+def content(folder: Path, packed: CompressedFiles) -> list[bytes]:
     return [(folder / name).read_bytes() for name in packed.files]
 
 
-def test_every_chunk_is_a_frame_of_its_own(tmp_path: Path):
-    packed = packed_in(tmp_path / "item")
+def test_compress_writes_one_frame_per_chunk(tmp_path: Path):
+    packed = compress_in(tmp_path / "item")
     _, _, contents = raw_chunks(tmp_path / "item")
     files = content(tmp_path / "item", packed)
     assert tuple(map(len, files)) == packed.sizes
@@ -100,31 +102,38 @@ def test_every_chunk_is_a_frame_of_its_own(tmp_path: Path):
 
 @settings(max_examples=60, deadline=None)
 @given(stops=st.lists(st.integers(0, 120), max_size=4), torn=st.integers(0, 30))
-def test_stopped_anywhere_it_ends_in_the_same_bytes(tmp_path_factory, stops: list[int], torn: int):
+def test_compress_resumes_to_the_same_bytes_after_any_stop(tmp_path_factory, stops: list[int], torn: int):
     folder = tmp_path_factory.mktemp("stopped")
-    whole = packed_in(folder / "whole")
+    undisturbed = compress_in(folder / "whole")
     for stop in stops:
         try:
-            packed_in(folder / "item", StopAfter(stop))
-        except Stopped:
+            compress_in(folder / "item", StopAfter(stop))
+        except StoppedError:
             journal = folder / "item/journal"
             if torn and journal.exists():  # a line that was not written to its end
                 with journal.open("ab") as file:
                     file.write(b"[123456789, 1, 2, 3, 4, 5, 6, 7, 8]"[:torn])
-    again = packed_in(folder / "item")
-    assert again == whole
-    assert content(folder / "item", again) == content(folder / "whole", whole)
+    again = compress_in(folder / "item")
+    assert again == undisturbed
+    assert content(folder / "item", again) == content(folder / "whole", undisturbed)
 
 
-def test_a_chunk_takes_little_memory(tmp_path: Path):
+def test_compress_uses_little_memory_per_chunk(tmp_path: Path):
     count = 5000
     (tmp_path / "raw").write_bytes(bytes(count))
 
     def chunks() -> Iterator[WrittenChunk]:
-        return (WrittenChunk(0, (at, 0, 0, 0), 0, at, 1) for at in range(count))
+        return (WrittenChunk(0, (index, 0, 0, 0), 0, index, 1) for index in range(count))
 
     def bring() -> int:
-        packed = compress_chunks(chunks(), [tmp_path / "raw"], tmp_path, tmp_path / "journal", 1, NullProgress())
+        packed = compress_chunks(
+            chunks(),
+            [tmp_path / "raw"],
+            folder=tmp_path,
+            journal=tmp_path / "journal",
+            level=1,
+            progress=NullProgress(),
+        )
         return sum(chunk.nbytes for chunk in packed.relocate(chunks()))
 
     tracemalloc.start()
@@ -135,73 +144,75 @@ def test_a_chunk_takes_little_memory(tmp_path: Path):
         tracemalloc.stop()
 
 
-def test_what_is_durable_is_not_compressed_again(tmp_path: Path):
-    with pytest.raises(Stopped):
-        packed_in(tmp_path / "item", StopAfter(100))
+def test_compress_skips_durable_chunks_on_resume(tmp_path: Path):
+    with pytest.raises(StoppedError):
+        compress_in(tmp_path / "item", StopAfter(100))
     lines = (tmp_path / "item/journal").read_text().splitlines()
     durable = sum(len(json.loads(line.partition(" ")[2])["lengths"]) for line in lines)
     assert durable >= 2
     pieces = sum(-(-length // 4096) for length in sorted(LENGTHS))
-    assert packed_in(tmp_path / "item", StopAfter(pieces - 2)).sizes
+    assert compress_in(tmp_path / "item", StopAfter(pieces - 2)).sizes
 
 
-def emptied(path: Path) -> None:
+def truncate_file(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def flipped(path: Path) -> None:
+def flip_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("spoil", [emptied, flipped, Path.unlink])
-def test_packing_compresses_damaged_chunks_anew(tmp_path: Path, spoil: Callable[[Path], object]):
-    whole = packed_in(tmp_path / "whole")
-    with pytest.raises(Stopped):
-        packed_in(tmp_path / "item", StopAfter(100))
+@pytest.mark.parametrize("spoil", [truncate_file, flip_byte, Path.unlink])
+def test_compress_repeats_damaged_chunks(tmp_path: Path, spoil: Callable[[Path], object]):
+    undisturbed = compress_in(tmp_path / "whole")
+    with pytest.raises(StoppedError):
+        compress_in(tmp_path / "item", StopAfter(100))
     for path in (tmp_path / "item/d").iterdir():
         spoil(path)
-    again = packed_in(tmp_path / "item")
-    assert content(tmp_path / "item", again) == content(tmp_path / "whole", whole)
+    again = compress_in(tmp_path / "item")
+    assert content(tmp_path / "item", again) == content(tmp_path / "whole", undisturbed)
 
 
-def test_packing_ignores_a_journal_of_earlier_versions(tmp_path: Path):
+def test_compress_ignores_a_journal_of_earlier_versions(tmp_path: Path):
     (tmp_path / "item").mkdir()
     (tmp_path / "item/journal").write_bytes(b"[10, 20, 30]\n")
-    whole, again = packed_in(tmp_path / "whole"), packed_in(tmp_path / "item")
-    assert content(tmp_path / "item", again) == content(tmp_path / "whole", whole)
+    undisturbed, again = compress_in(tmp_path / "whole"), compress_in(tmp_path / "item")
+    assert content(tmp_path / "item", again) == content(tmp_path / "whole", undisturbed)
 
 
-def test_a_data_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    real = os.open
+def test_compress_names_a_data_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real_open = os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
         if path == tmp_path / "item" / compress._data_file_name(1):
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(path, flags, *mode)
+        return real_open(path, flags, *mode)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
         with pytest.raises(PrepError, match="cannot read or write"):
-            packed_in(tmp_path / "item")
-    assert packed_in(tmp_path / "item") == packed_in(tmp_path / "whole")
+            compress_in(tmp_path / "item")
+    assert compress_in(tmp_path / "item") == compress_in(tmp_path / "whole")
 
 
-def test_a_raw_file_that_is_cut_short_is_named(tmp_path: Path):
+def test_compress_names_a_truncated_raw_file(tmp_path: Path):
     chunks, paths, _ = raw_chunks(tmp_path / "item")
     paths[1].write_bytes(b"short")
     with pytest.raises(PrepError, match="raw1 is cut short"):
-        compress_chunks(chunks, paths, tmp_path / "item", tmp_path / "journal", 1, NullProgress())
+        compress_chunks(
+            chunks, paths, folder=tmp_path / "item", journal=tmp_path / "journal", level=1, progress=NullProgress()
+        )
 
 
 @pytest.mark.parametrize(("text", "level"), [(None, None), ("zstd", 1), ("zstd:1", 1), ("zstd:19", 19)])
-def test_levels(text: str | None, level: int | None):
+def test_parse_compress_returns_the_level(text: str | None, level: int | None):
     assert parse_compress(text) == level
 
 
 @pytest.mark.parametrize("text", ["", "lz4", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:1e1", "zstd:" + "9" * 99])
-def test_what_is_no_level(text: str):
-    with pytest.raises(PrepError, match="is not understood") as caught:
+def test_parse_compress_rejects_invalid_text(text: str):
+    with pytest.raises(PrepError, match="is invalid") as caught:
         parse_compress(text)
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""Waiting for each other: until all is there, somebody failed, or nobody moves any more."""
+"""Coordination of processes: waiting until all streams are durable, a process failed, or one is missing."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def joined(out: Path, share: Share, restart: bool = False) -> ConversionTask:
 def finish(task: ConversionTask) -> None:
     with task.open_journal() as journal:
         streams = task.own_plan.streams
-        journal.record(sum(s.nbytes for s in streams), {at: f"of {s.name}" for at, s in enumerate(streams)})
+        journal.record(sum(s.nbytes for s in streams), {index: f"of {s.name}" for index, s in enumerate(streams)})
 
 
 def wait(task: ConversionTask, patience_s: float = 60.0, alarm=lambda: None) -> dict[int, str]:
     return wait_for_all(task, WaitOptions(patience_s, alarm))
 
 
-EVERY = {number: f"of t{number}" for number in range(4)}
+ALL_DIGESTS = {number: f"of t{number}" for number in range(4)}
 
 
-def test_one_alone_waits_for_nobody(tmp_path: Path):
+def test_wait_returns_at_once_for_a_single_process(tmp_path: Path):
     task = joined(tmp_path / "out", Share())
     finish(task)
-    assert wait(task) == EVERY
+    assert wait(task) == ALL_DIGESTS
 
 
-def test_the_last_one_has_what_all_have_done(tmp_path: Path):
+def test_wait_returns_the_digests_of_all_processes(tmp_path: Path):
     tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
     finish(tasks[0])
 
@@ -64,11 +64,11 @@ def test_the_last_one_has_what_all_have_done(tmp_path: Path):
         if not tasks[1].stage.journal_path.exists():
             finish(tasks[1])
 
-    assert wait(tasks[0], alarm=other_one) == EVERY
-    assert wait(tasks[1]) == EVERY
+    assert wait(tasks[0], alarm=other_one) == ALL_DIGESTS
+    assert wait(tasks[1]) == ALL_DIGESTS
 
 
-def test_whoever_waits_sees_that_another_published(tmp_path: Path):
+def test_wait_ends_when_another_process_published(tmp_path: Path):
     tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
     finish(tasks[0])
     wait(tasks[0], alarm=lambda: None if tasks[1].stage.is_published() else tasks[1].stage.publish())
@@ -77,42 +77,42 @@ def test_whoever_waits_sees_that_another_published(tmp_path: Path):
         assert not is_needed
 
 
-def test_only_one_publishes(tmp_path: Path):
+def test_publish_lock_lets_one_process_publish(tmp_path: Path):
     tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
     for task in tasks:
         finish(task)
-    found = []
+    published = []
     for task in tasks:
         with task.stage.holding_publish_lock() as is_needed:
-            found.append(is_needed)
+            published.append(is_needed)
             if is_needed:
                 task.stage.publish()
-    assert found == [True, False]
+    assert published == [True, False]
 
 
-def test_one_that_is_gone_is_not_waited_for_forever(tmp_path: Path):
+def test_wait_reports_a_missing_process(tmp_path: Path):
     task = joined(tmp_path / "out", Share(3, 1))
     finish(task)
-    with pytest.raises(PrepError, match="process 0, 2 of 3 is not at work") as caught:
+    with pytest.raises(PrepError, match="process 0, 2 of 3 is not running") as caught:
         wait(task, patience_s=0.01)
     assert caught.value.code == STOPPED
     assert "--processes 3/0" in caught.value.hint
 
 
-def test_one_that_is_at_work_may_take_its_time(tmp_path: Path):
+def test_wait_is_patient_with_a_running_process(tmp_path: Path):
     task = joined(tmp_path / "out", Share(2, 0))
     finish(task)
-    held = acquire_lock(task.stage.work / "lock.1", Path("x"))
-    looks = iter(range(20))
+    lock_fd = acquire_lock(task.stage.work / "lock.1", Path("x"))
+    remaining_polls = iter(range(20))
 
     def count() -> None:
-        if next(looks, None) is None:
-            os.close(held)
+        if next(remaining_polls, None) is None:
+            os.close(lock_fd)
 
     with pytest.raises((PrepError, OSError)) as caught:
         wait(task, patience_s=0.0, alarm=count)
     assert isinstance(caught.value, PrepError)
-    assert next(looks, None) is None
+    assert next(remaining_polls, None) is None
 
 
 def fail(task: ConversionTask, error: Exception) -> None:
@@ -126,10 +126,10 @@ def pair(out: Path) -> list[ConversionTask]:
     return [joined(out, Share(2, index)) for index in range(2)]
 
 
-def test_failure_ends_a_process_that_waits(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
+def test_failure_ends_a_waiting_process(tmp_path: Path):
+    task, peer = pair(tmp_path / "out")
     finish(task)
-    fail(other, PrepError("t1 is damaged", "why", "hint"))
+    fail(peer, PrepError("t1 is damaged", "why", "hint"))
     with pytest.raises(PrepError, match="process 1 failed: t1 is damaged") as caught:
         wait(task)
     assert (caught.value.why, caught.value.hint) == ("why", "hint")
@@ -153,7 +153,7 @@ def test_failure_with_restart_reaches_a_late_process(tmp_path: Path):
         wait(late, patience_s=0.01)
 
 
-def test_failed_process_has_time_to_come_back(tmp_path: Path):
+def test_failed_process_has_time_to_return(tmp_path: Path):
     fail(joined(tmp_path / "out", Share(2, 0)), PrepError("t1 is damaged"))
     late = joined(tmp_path / "out", Share(2, 1))
     finish(late)
@@ -163,16 +163,16 @@ def test_failed_process_has_time_to_come_back(tmp_path: Path):
         if next(looks, None) == 2:
             finish(joined(tmp_path / "out", Share(2, 0)))
 
-    assert wait(late, alarm=come_back) == EVERY
+    assert wait(late, alarm=come_back) == ALL_DIGESTS
 
 
 def test_failure_is_reported_to_each_process_once(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
+    task, peer = pair(tmp_path / "out")
     finish(task)
-    fail(other, PrepError("the disk is full", "why", "hint"))
+    fail(peer, PrepError("the disk is full", "why", "hint"))
     task.stage.leave()
-    again = joined(tmp_path / "out", Share(2, 0))  # the other process is about to be started again, too
-    with pytest.raises(PrepError, match="process 1 of 2 is not at work") as caught:
+    again = joined(tmp_path / "out", Share(2, 0))  # the other process is about to be restarted, too
+    with pytest.raises(PrepError, match="process 1 of 2 is not running") as caught:
         wait(again, patience_s=0.01)
     assert "the disk is full" in caught.value.why
     assert caught.value.code == STOPPED
@@ -185,27 +185,27 @@ def test_failure_of_another_plan_or_division_is_ignored(tmp_path: Path):
     assert FailureNotes(task.stage.work, "another plan", Share(3, 0)).find(1) is None
 
 
-def test_failure_that_is_a_bug_is_told_too(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
+def test_failure_by_a_bug_is_reported(tmp_path: Path):
+    task, peer = pair(tmp_path / "out")
     finish(task)
-    fail(other, ZeroDivisionError("division by zero"))
+    fail(peer, ZeroDivisionError("division by zero"))
     with pytest.raises(PrepError, match="process 1 failed: ZeroDivisionError: division by zero"):
         wait(task)
 
 
-def test_failure_of_a_worker_is_told_by_its_parent(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
+def test_failure_of_a_worker_is_reported_by_its_parent(tmp_path: Path):
+    task, peer = pair(tmp_path / "out")
     finish(task)
     with pytest.raises(PrepError, match="killed"):
         wait(task, alarm=_raising(PrepError("a worker was killed by SIGKILL")))
     task.stage.leave()
-    failure = other.stage.failures.find(0)
+    failure = peer.stage.failures.find(0)
     assert failure is not None
     assert (failure.error.what, failure.age) == ("process 0 failed: a worker was killed by SIGKILL", FailureAge.NEW)
 
 
-def carried_out(task: ConversionTask, alarm=lambda: None) -> bool:
-    """Wait for the others with a share that is durable; whether it was this process that finished."""
+def run_durable_share(task: ConversionTask, alarm=lambda: None) -> bool:
+    """Wait for the peers with a durable share; return whether this process published."""
     finished = []
 
     def move() -> PipelineResult:
@@ -216,31 +216,31 @@ def carried_out(task: ConversionTask, alarm=lambda: None) -> bool:
     return bool(finished)
 
 
-def test_publishing_waits_for_a_process_that_still_moves(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
-    finish(other)  # as it was when it joined again
+def test_publish_waits_for_a_process_that_still_moves(tmp_path: Path):
+    task, peer = pair(tmp_path / "out")
+    finish(peer)  # as it was when it joined again
     looks = iter(range(3))
 
     def come_to_the_end() -> None:
         if next(looks, None) == 2:
-            other.stage.mark_moved()
+            peer.stage.mark_moved()
 
-    assert carried_out(task, come_to_the_end)
+    assert run_durable_share(task, come_to_the_end)
     assert next(looks, None) is None
 
 
-def test_failure_after_a_share_is_durable_is_not_published(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
-    finish(other)
+def test_failure_after_a_durable_share_prevents_publishing(tmp_path: Path):
+    task, peer = pair(tmp_path / "out")
+    finish(peer)
     with pytest.raises(PrepError, match="process 1 failed: the source changed"):
-        carried_out(task, alarm=lambda: fail(other, PrepError("the source changed")))
+        run_durable_share(task, alarm=lambda: fail(peer, PrepError("the source changed")))
 
 
-def test_earlier_failure_is_over_once_all_is_durable(tmp_path: Path):
-    other = joined(tmp_path / "out", Share(2, 1))
-    finish(other)
-    fail(other, PrepError("the disk is full"))
-    assert carried_out(joined(tmp_path / "out", Share(2, 0)))
+def test_earlier_failure_is_ignored_once_all_is_durable(tmp_path: Path):
+    peer = joined(tmp_path / "out", Share(2, 1))
+    finish(peer)
+    fail(peer, PrepError("the disk is full"))
+    assert run_durable_share(joined(tmp_path / "out", Share(2, 0)))
 
 
 def _raising(error: Exception):
@@ -251,22 +251,22 @@ def _raising(error: Exception):
 
 
 def test_stopped_process_leaves_no_failure(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
-    with pytest.raises(Stopped), other.stage.failures.recording_errors():
+    task, peer = pair(tmp_path / "out")
+    with pytest.raises(Stopped), peer.stage.failures.recording_errors():
         raise Stopped("SIGTERM")
-    other.stage.leave()
+    peer.stage.leave()
     assert task.stage.failures.find(1) is None
 
 
-def test_failure_is_told_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    task, other = pair(tmp_path / "out")
+def test_failure_is_reported_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    task, peer = pair(tmp_path / "out")
 
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr("json.dump", full)
-        fail(other, PrepError("the disk is full"))
+        fail(peer, PrepError("the disk is full"))
     failure = task.stage.failures.find(1)
     assert failure is not None
     assert failure.error.what == "process 1 failed"
@@ -282,36 +282,36 @@ def test_damaged_failure_note_is_a_failure(tmp_path: Path, note: bytes):
 
 
 def test_failure_note_is_not_written_through_a_link(tmp_path: Path):
-    task, other = pair(tmp_path / "out")
+    task, peer = pair(tmp_path / "out")
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for name in ("failed.1", "new.failed.1"):
-        (other.stage.work / name).symlink_to(precious)
-    fail(other, PrepError("t1 is damaged"))
+        (peer.stage.work / name).symlink_to(precious)
+    fail(peer, PrepError("t1 is damaged"))
     assert precious.read_text() == "mine"
     assert task.stage.failures.find(1) is not None
 
 
-def test_another_number_of_processes_takes_over_what_is_whole(tmp_path: Path):
+def test_division_reuses_complete_streams_for_a_new_count(tmp_path: Path):
     first = joined(tmp_path / "out", Share(3, 0))
     finish(first)
-    done = {n: f"of t{n}" for n in first.shares[0]}
+    done_digests = {n: f"of t{n}" for n in first.shares[0]}
     first.stage.close()
     tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
-    assert [dict(task.division.durable_digests) for task in tasks] == [done, done]
+    assert [dict(task.division.durable_digests) for task in tasks] == [done_digests, done_digests]
     assert sorted(n for share in tasks[0].shares for n in share) == [0, 1, 2, 3]
     for task in tasks:
         finish(task)
-    assert wait(tasks[0]) == EVERY
+    assert wait(tasks[0]) == ALL_DIGESTS
     for task in tasks:
         task.stage.close()
     alone = joined(tmp_path / "out", Share())
     assert alone.shares == ((0, 1, 2, 3),)
-    assert alone.durable_part(0, alone.read_marked(0)).digests == EVERY
-    assert wait(alone) == EVERY
+    assert alone.durable_part(0, alone.read_journal_state(0)).digests == ALL_DIGESTS
+    assert wait(alone) == ALL_DIGESTS
 
 
-def test_a_crash_between_the_division_and_the_removal_of_journals_does_no_harm(tmp_path: Path, monkeypatch):
+def test_division_survives_a_crash_before_journal_removal(tmp_path: Path, monkeypatch):
     first = joined(tmp_path / "out", Share(2, 0))
     finish(first)
     before = first.stage.journal_path.read_bytes()
@@ -325,18 +325,18 @@ def test_a_crash_between_the_division_and_the_removal_of_journals_does_no_harm(t
         assert (journal.done_nbytes, journal.digests) == (0, {})
 
 
-def test_a_restart_drops_what_was_done_unless_others_are_at_work(tmp_path: Path):
+def test_restart_keeps_the_work_of_running_processes(tmp_path: Path):
     first = joined(tmp_path / "out", Share(2, 0))
     finish(first)
-    other = joined(tmp_path / "out", Share(2, 1), restart=True)
+    peer = joined(tmp_path / "out", Share(2, 1), restart=True)
     assert first.stage.journal_path.exists()
     first.stage.close()
-    other.stage.close()
+    peer.stage.close()
     joined(tmp_path / "out", Share(2, 1), restart=True)
     assert not first.stage.journal_path.exists()
 
 
-def test_one_alone_waits_until_all_who_share_are_gone(tmp_path: Path):
+def test_lock_excludes_other_process_counts(tmp_path: Path):
     tasks = [joined(tmp_path / "out", Share(2, index)) for index in range(2)]
     tasks[0].stage.close()
     for share in (Share(), Share(2, 1), Share(4, 0)):
@@ -350,18 +350,18 @@ def test_one_alone_waits_until_all_who_share_are_gone(tmp_path: Path):
     alone.stage.close()
 
 
-def test_the_shares_are_those_of_the_division(tmp_path: Path):
+def test_task_shares_follow_the_division(tmp_path: Path):
     task = joined(tmp_path / "out", Share(2, 1))
     assert task.shares == divide_streams(PLAN, task.division)
     assert [s.name for s in task.own_plan.streams] == [f"t{n}" for n in task.shares[1]]
     assert task.team_nbytes() == (0, sum(s.nbytes for s in task.own_plan.streams))
 
 
-def test_a_share_without_bytes_is_whole_from_the_beginning(tmp_path: Path):
+def test_empty_share_is_complete_from_the_start(tmp_path: Path):
     task = joined(tmp_path / "out", Share(8, 0))
-    assert [task.is_complete(index, task.read_marked(index)) for index in range(8)] == [
+    assert [task.is_complete(index, task.read_journal_state(index)) for index in range(8)] == [
         not share for share in task.shares
     ]
     empty = Stream("empty", "float32", (0,), (0, 0), (Contiguous(0, 0),), (Contiguous(0, 0),))
     alone = ConversionTask(dataclasses.replace(PLAN, streams=(empty,)), RUN, task.stage, Division())
-    assert alone.is_complete(0, alone.read_marked(0))
+    assert alone.is_complete(0, alone.read_journal_state(0))

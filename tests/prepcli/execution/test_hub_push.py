@@ -1,4 +1,4 @@
-"""Pushes to a hub that stalls, refuses, or answers nonsense at any step: one error, and the folder stays whole."""
+"""Pushes to a hub that stalls, refuses, or answers nonsense at any step: one error, and the folder is unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ TARGET = PushTarget("o/m", "side")
 STEPS = ("GET /api/whoami", "POST /api/repos/create", "/branch/", "GET /api/models/o/m/tree", "/preupload/")
 LARGE_STEPS = ("/info/lfs/", "PUT /lfs/", "/commit/")
 NONSENSE = {"html": b"<html>log in</html>", "list": b"[]", "null": b"null", "empty": b"", "noise": b"\xff\x00{"}
-HARMLESS = {"GET /api/whoami", "POST /api/repos/create", "/branch/", "PUT /lfs/"}  # prep reads no body of these
+HARMLESS = {
+    "GET /api/whoami",
+    "POST /api/repos/create",
+    "/branch/",
+    "PUT /lfs/",
+}  # prep ignores the bodies of these answers
 
 
 @pytest.fixture
@@ -45,7 +50,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePushHub]:
     _http.set_client_factory(_http.default_client_factory)
 
 
-def pushed(folder: Path, notes: list[str], timeout_s: float = 1.0) -> str:
+def check_and_push(folder: Path, notes: list[str], timeout_s: float = 1.0) -> str:
     patience = RetryPolicy(timeout_s, notes.append)
     check_push(TARGET, patience)
     return push_folder(folder, TARGET, NullProgress(), patience)
@@ -53,54 +58,54 @@ def pushed(folder: Path, notes: list[str], timeout_s: float = 1.0) -> str:
 
 @pytest.mark.parametrize("step", [*STEPS, *LARGE_STEPS])
 @pytest.mark.parametrize("stall", ["silent", "close"])
-def test_push_that_stalls_is_one_error(hub: FakePushHub, folder: Path, step: str, stall: str):
+def test_push_reports_a_stall_once(hub: FakePushHub, folder: Path, step: str, stall: str):
     hub.failing_requests, hub.stall, notes = step, stall, list[str]()
     with pytest.raises(PrepError) as caught:
-        pushed(folder, notes, 0.1 if stall == "silent" else 0.5)
+        check_and_push(folder, notes, 0.1 if stall == "silent" else 0.5)
     assert caught.value.what == "cannot push to o/m"
     assert caught.value.why.startswith("no answer from" if stall == "silent" else hub.url.removeprefix("http://"))
-    assert step == "/commit/" or len(notes) >= 3  # a commit is made once, or not at all
+    assert step == "/commit/" or len(notes) >= 3  # the commit is not retried
     assert not hub.repos["o/m"].branches["main"]
     hub.failing_requests = "\0"
-    pushed(folder, notes, 10.0)
+    check_and_push(folder, notes, 10.0)
     assert hub.repos["o/m"].branches["side"] == FILES
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 @pytest.mark.parametrize("step", [step for step in (*STEPS, *LARGE_STEPS) if step not in HARMLESS])
-def test_push_answered_by_nonsense_is_one_error(hub: FakePushHub, folder: Path, step: str, nonsense: str):
+def test_push_reports_a_malformed_answer_once(hub: FakePushHub, folder: Path, step: str, nonsense: str):
     hub.failing_requests, hub.body = step, NONSENSE[nonsense]
     if (step, nonsense) == ("GET /api/models/o/m/tree", "list"):
-        hub.failing_requests = "/info/refs"  # an empty list of files is what a new branch has
-        assert pushed(folder, [])
+        hub.failing_requests = "/info/refs"  # a new branch has an empty list of files
+        assert check_and_push(folder, [])
         return
     with pytest.raises(PrepError) as caught:
-        pushed(folder, [])
+        check_and_push(folder, [])
     assert caught.value.what == "cannot push to o/m"
     assert caught.value.why == "the hub's answer is malformed"
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 429, 500, 503])
 @pytest.mark.parametrize("step", ["/preupload/", "PUT /lfs/", "/commit/"])
-def test_push_that_is_refused_says_the_status(hub: FakePushHub, folder: Path, step: str, status: int):
+def test_push_reports_the_status_of_a_refusal(hub: FakePushHub, folder: Path, step: str, status: int):
     hub.failing_requests, hub.status = step, status
     with pytest.raises(PrepError) as caught:
-        pushed(folder, [], 0.5)
+        check_and_push(folder, [], 0.5)
     assert caught.value.what == "cannot push to o/m"
-    assert caught.value.why.startswith(f"the hub says {status}")
+    assert caught.value.why.startswith(f"the hub answered {status}")
 
 
-def test_push_notices_a_commit_without_the_files(hub: FakePushHub, folder: Path):
+def test_push_detects_a_commit_without_the_files(hub: FakePushHub, folder: Path):
     hub.failing_requests = "/commit/"
     hub.body = json.dumps({"commitUrl": f"{hub.url}/o/m/commit/{'1' * 40}", "commitOid": "1" * 40}).encode()
     with pytest.raises(PrepError) as caught:
-        pushed(folder, [])
+        check_and_push(folder, [])
     assert caught.value.what == "cannot push all files to o/m"
     assert caught.value.why == "the hub made a commit without config.json, model.safetensors"
 
 
-def test_push_makes_a_commit_once(hub: FakePushHub, folder: Path):
+def test_push_sends_the_commit_once(hub: FakePushHub, folder: Path):
     hub.failing_requests, hub.status = "/commit/", 503
     with pytest.raises(PrepError):
-        pushed(folder, [])
+        check_and_push(folder, [])
     assert sum("/commit/" in line for line in hub.requests) == 1

@@ -18,16 +18,17 @@ from prepcli.planning.shares import Share
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
 
 STREAMS = 3
+LOCATION = (Contiguous(0, 0),)
 PLAN = Plan(
     "save-init", "prep save-init m", "m", (),
-    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), (Contiguous(0, 0),), (Contiguous(0, 0),)) for i in range(STREAMS)), (),
+    tuple(Stream(f"t{i}", "float32", (4,), (0, 4), LOCATION, LOCATION) for i in range(STREAMS)), (),
 )  # fmt: skip
 RUN: dict[str, object] = {"request": "prep x", "source": "a", "plan": "b", "prep": "1"}
 
 
 @dataclass
 class Life:
-    """A start of a process: whether its work fails, and the attempt that it belongs to."""
+    """One start of a process: whether its work fails, and the attempt it belongs to."""
 
     share: Share
     fails: bool = False
@@ -35,12 +36,12 @@ class Life:
     attempt: int = 0
     published: bool = False
 
-    def is_before(self, other: Life) -> bool:
-        """Whether this is an earlier start of the same process."""
-        return self.attempt < other.attempt and self.share == other.share
+    def is_before(self, later: Life) -> bool:
+        """Return whether this is an earlier start of the same process."""
+        return self.attempt < later.attempt and self.share == later.share
 
     def run(self, out: Path) -> None:
-        """What `convert` does, with a share that is a file for each stream."""
+        """Run the steps of `execute_plan`, with one file per stream as the share."""
         if not (out / "whole").exists():
             with open_staging(out) as stage:
                 division = stage.open(RUN, self.restart, self.share)
@@ -61,7 +62,7 @@ class Life:
             for stream in task.own_plan.streams:
                 (task.stage.folder / stream.name).write_text(stream.name)
             streams = task.own_plan.streams
-            journal.record(sum(s.nbytes for s in streams), {at: f"of {s.name}" for at, s in enumerate(streams)})
+            journal.record(sum(s.nbytes for s in streams), {index: f"of {s.name}" for index, s in enumerate(streams)})
         step("moved", *state)
         return PipelineResult()
 
@@ -76,35 +77,42 @@ class Life:
 
 
 def processes(out: Path, lives: list[Life], *, eager: bool = False) -> list[Process]:
-    """A process for each life. Lives of an attempt start when all of the attempt before have ended; with `eager` a life
-    starts once the one before it of the same number has ended."""
-    found: list[Process] = []
+    """Return a process for each life.
+
+    The lives of an attempt start when all lives of the last attempt have ended. With `eager`, a life starts when the
+    last life of the same process has ended.
+    """
+    processes_of_lives: list[Process] = []
 
     def may_start(life: Life) -> bool:
-        before = [process for process, other in zip(found, lives) if other.attempt < life.attempt]
-        own = [process for process, other in zip(found, lives) if other.is_before(life)]
-        return all(process.is_done for process in (own if eager else before))
+        earlier_processes = [
+            process for process, other_life in zip(processes_of_lives, lives) if other_life.attempt < life.attempt
+        ]
+        own_processes = [
+            process for process, other_life in zip(processes_of_lives, lives) if other_life.is_before(life)
+        ]
+        return all(process.is_done for process in (own_processes if eager else earlier_processes))
 
-    found += [Process(partial(life.run, out), partial(may_start, life), life.attempt) for life in lives]
-    return found
+    processes_of_lives += [Process(partial(life.run, out), partial(may_start, life), life.attempt) for life in lives]
+    return processes_of_lives
 
 
-def check_whole(world: World) -> None:
-    """The output is published, whole, and nothing else is left."""
+def check_complete(world: World) -> None:
+    """Check that the output is published and complete, and that no other files are left."""
     out = world.folder / "out"
     assert sorted(path.name for path in world.folder.iterdir()) == ["out"]
     assert sorted(path.name for path in out.iterdir()) == [*(f"t{n}" for n in range(STREAMS)), "whole"]
 
 
-def code(process: Process) -> int:
-    """How a process ended; any other error than a PrepError is none of those that a process may end by."""
+def exit_code(process: Process) -> int:
+    """Return the exit code of a process, which may only have ended by a PrepError."""
     assert process.ended is None or isinstance(process.ended, PrepError), repr(process.ended)
     return process.ended.code if process.ended else 0
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Where processes are interrupted, how many may be killed, and how often one is interrupted that could go on."""
+    """Limits of an exploration: interruption points, kills, and interruptions of processes that could continue."""
 
     points: frozenset[str] = COARSE
     kills: int = 0
@@ -112,70 +120,70 @@ class Depth:
     eager: bool = False
 
 
-def states(tmp_path: Path, lives: Callable[[], list[Life]], check: Callable[[World], None], depth: Depth) -> int:
-    """Explore the lives of processes; the number of states."""
+def explore_lives(tmp_path: Path, lives: Callable[[], list[Life]], check: Callable[[World], None], depth: Depth) -> int:
+    """Explore the lives of processes; return the number of states."""
 
     def make(folder: Path) -> World:
-        found = processes(folder / "out", lives(), eager=depth.eager)
-        return World(folder, found, points=depth.points, kills=depth.kills, switches=depth.switches)
+        simulated_processes = processes(folder / "out", lives(), eager=depth.eager)
+        return World(folder, simulated_processes, points=depth.points, kills=depth.kills, switches=depth.switches)
 
     with simulated():
         return explore(make, check, tmp_path)
 
 
 def attempt(count: int, number: int = 0, *, fails: int = -1, restart: bool = False) -> list[Life]:
-    """A start of each of so many processes, one of which fails."""
+    """Return one start of each process; at most one fails."""
     return [Life(Share(count, i), i == fails, restart, number) for i in range(count)]
 
 
 def check_all_end_well(world: World) -> None:
-    assert [code(process) for process in world.processes] == [0] * len(world.processes)
-    check_whole(world)
+    assert [exit_code(process) for process in world.processes] == [0] * len(world.processes)
+    check_complete(world)
 
 
 def check_failure_reaches_all(world: World) -> None:
-    """Each says what the failure was, none waited for as long as for a process that never starts."""
+    """Check that each process reports the failure, long before it would report a missing process."""
     for process in world.processes:
-        assert code(process) == FAILED
+        assert exit_code(process) == FAILED
         assert "t1 is damaged" in str(process.ended)
     assert world.ticks < 2
     assert not (world.folder / "out").exists()
 
 
 def check_last_attempt_ends_well(world: World) -> None:
-    """All processes of the last attempt end well, whatever became of those before."""
-    last = [p for p in world.processes if p.attempt == max(p.attempt for p in world.processes)]
-    assert [code(process) for process in last] == [0] * len(last)
-    check_whole(world)
+    """Check that all processes of the last attempt end well."""
+    last_processes = [p for p in world.processes if p.attempt == max(p.attempt for p in world.processes)]
+    assert [exit_code(process) for process in last_processes] == [0] * len(last_processes)
+    check_complete(world)
 
 
 def check_killed(world: World) -> None:
-    """One was killed: the others end with 0 if the output is whole, else say who is missing."""
+    """Check that the survivors end with 0 if the output is complete, else report the missing process."""
     for process in world.processes:
         if not process.is_killed:
-            assert code(process) == (0 if (world.folder / "out").exists() else STOPPED)
+            assert exit_code(process) == (0 if (world.folder / "out").exists() else STOPPED)
 
 
 def check_failed_one_ends_well(world: World) -> None:
-    """The process that failed ends well when it is started again, whether or not the other one waits for it."""
-    assert code(world.processes[-1]) == 0
-    check_whole(world)
+    """Check that the restarted process ends well, whether or not the other process waits for it."""
+    assert exit_code(world.processes[-1]) == 0
+    check_complete(world)
 
 
 FAILS = [pytest.param(n, restart, id=f"{n}{' restart' * restart}") for n in range(2) for restart in (False, True)]
 
 
-def test_processes_end_when_all_have(tmp_path: Path):
-    assert states(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 100
+def test_processes_end_well_together(tmp_path: Path):
+    assert explore_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 100
 
 
 @pytest.mark.parametrize(("fails", "restart"), FAILS)
 def test_failure_reaches_every_process(tmp_path: Path, fails: int, restart: bool):
-    states(tmp_path, lambda: attempt(2, fails=fails, restart=restart), check_failure_reaches_all, Depth())
+    explore_lives(tmp_path, lambda: attempt(2, fails=fails, restart=restart), check_failure_reaches_all, Depth())
 
 
-def test_killed_process_is_missed_by_the_others(tmp_path: Path):
-    states(tmp_path, lambda: attempt(2), check_killed, Depth(kills=1))
+def test_killed_process_is_reported_as_missing(tmp_path: Path):
+    explore_lives(tmp_path, lambda: attempt(2), check_killed, Depth(kills=1))
 
 
 @pytest.mark.slow
@@ -185,46 +193,46 @@ def test_failure_does_not_end_the_next_attempt(tmp_path: Path, fails: int, resta
     def lives() -> list[Life]:
         return [*attempt(2, fails=fails), *attempt(2, 1, restart=restart)]
 
-    states(tmp_path, lives, check_last_attempt_ends_well, Depth())
+    explore_lives(tmp_path, lives, check_last_attempt_ends_well, Depth())
 
 
 @pytest.mark.slow
-def test_failed_process_comes_back_at_any_moment(tmp_path: Path):
+def test_failed_process_may_return_at_any_moment(tmp_path: Path):
     lives = [*attempt(2, fails=1), Life(Share(2, 1), attempt=1)]
-    states(tmp_path, lambda: [replace(life) for life in lives], check_failed_one_ends_well, Depth(eager=True))
+    explore_lives(tmp_path, lambda: [replace(life) for life in lives], check_failed_one_ends_well, Depth(eager=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_any_number_ends_what_a_killed_one_began(tmp_path: Path, count: int):
-    states(
+def test_any_number_of_processes_completes_a_killed_run(tmp_path: Path, count: int):
+    explore_lives(
         tmp_path, lambda: [*attempt(2), *attempt(count, 1)], check_last_attempt_ends_well, Depth(kills=1, switches=2)
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 2])
-def test_failure_reaches_every_one_of_three(tmp_path: Path, fails: int):
-    states(tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth(switches=3))
+def test_failure_reaches_all_three_processes(tmp_path: Path, fails: int):
+    explore_lives(tmp_path, lambda: attempt(3, fails=fails), check_failure_reaches_all, Depth(switches=3))
 
 
 @pytest.mark.slow
-def test_three_processes_end_when_all_have(tmp_path: Path):
-    states(tmp_path, lambda: attempt(3), check_all_end_well, Depth(switches=3))
+def test_three_processes_end_well_together(tmp_path: Path):
+    explore_lives(tmp_path, lambda: attempt(3), check_all_end_well, Depth(switches=3))
 
 
 @pytest.mark.slow
-def test_processes_end_interrupted_at_any_operation(tmp_path: Path):
-    states(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE, switches=1))
+def test_processes_end_well_interrupted_at_any_operation(tmp_path: Path):
+    explore_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE, switches=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fails", "restart"), FAILS)
 def test_failure_reaches_all_at_any_operation(tmp_path: Path, fails: int, restart: bool):
     lives = partial(attempt, 2, fails=fails, restart=restart)
-    states(tmp_path, lives, check_failure_reaches_all, Depth(FINE, switches=1))
+    explore_lives(tmp_path, lives, check_failure_reaches_all, Depth(FINE, switches=1))
 
 
 @pytest.mark.slow
-def test_killed_process_is_missed_at_any_operation(tmp_path: Path):
-    states(tmp_path, lambda: attempt(2), check_killed, Depth(FINE, kills=1, switches=0))
+def test_killed_process_is_reported_at_any_operation(tmp_path: Path):
+    explore_lives(tmp_path, lambda: attempt(2), check_killed, Depth(FINE, kills=1, switches=0))

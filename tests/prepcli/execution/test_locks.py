@@ -1,4 +1,4 @@
-"""A lock tells who has it, and ends with its holder."""
+"""Locks: they name their holder, and end with its process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TAKE = """
 import sys
 from pathlib import Path
 
-from prepcli.execution.locks import lock
+from prepcli.execution.locks import acquire_lock
 
-lock(Path(sys.argv[1]), Path("run"))
+acquire_lock(Path(sys.argv[1]), Path("run"))
 """
 
 
-def test_only_one_has_it(tmp_path: Path):
+def test_lock_excludes_other_processes(tmp_path: Path):
     path = tmp_path / ".lock"
     path.write_text("something longer than what is written there, of an earlier process on another machine\n" * 2)
     fd = acquire_lock(path, Path("run"))
@@ -30,12 +30,12 @@ def test_only_one_has_it(tmp_path: Path):
         acquire_lock(path, Path("run"))
     assert f"another process works on it: process {os.getpid()} on " in caught.value.why
     assert "earlier" not in caught.value.why
-    other = subprocess.run([sys.executable, "-c", TAKE, path], capture_output=True, text=True, check=False)
-    assert "run is locked" in other.stderr
+    process = subprocess.run([sys.executable, "-c", TAKE, path], capture_output=True, text=True, check=False)
+    assert "run is locked" in process.stderr
     os.close(fd)
     os.close(acquire_lock(path, Path("run")))
 
 
-def test_it_ends_with_its_process(tmp_path: Path):
+def test_lock_ends_with_its_process(tmp_path: Path):
     subprocess.run([sys.executable, "-c", TAKE, tmp_path / ".lock"], check=True)
     os.close(acquire_lock(tmp_path / ".lock", Path("run")))

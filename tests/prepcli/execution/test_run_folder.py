@@ -1,4 +1,4 @@
-"""A run's folder: what is saved comes back, a step is whole or not there, and only so many are kept."""
+"""A run's folder: a saved state is read back unchanged, steps are complete or absent, and old steps are removed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.models.checkpoint_store import HostLeaf
 
 @pytest.fixture(scope="module")
 def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An init in bfloat16, of a padded vocabulary, for a mesh."""
+    """Make an init in bfloat16 for a mesh, with a padded vocabulary."""
     folder = tmp_path_factory.mktemp("start")
     make_checkpoint(folder / "m", GPT_NEO, "bfloat16", hidden_size=64)
     options = ["--mesh", "1,2,4", "--pad-vocab", "8", "-q"]
@@ -55,7 +55,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_what_is_saved_comes_back(init: Path, params: TrainingState, run: Path):
+def test_save_and_open_return_the_same_state(init: Path, params: TrainingState, run: Path):
     state = make_state(params, 7)
     with RunFolder(run, init, "tuned") as store:
         assert store.steps() == []
@@ -75,7 +75,7 @@ def test_what_is_saved_comes_back(init: Path, params: TrainingState, run: Path):
     assert {path.name for path in (run / "7/state/hf").iterdir()} == {path.name for path in (init / "hf").iterdir()}
 
 
-def test_digests_are_those_of_tensors(init: Path, params: TrainingState, run: Path):
+def test_save_records_the_digests_of_tensors(init: Path, params: TrainingState, run: Path):
     from prepcli.engine.digest import digest
 
     state = make_state(params, 1)
@@ -83,16 +83,16 @@ def test_digests_are_those_of_tensors(init: Path, params: TrainingState, run: Pa
     facts = json.loads((run / "1/prep-manifest.json").read_text())
     name = "transformer.h.2.mlp.c_fc.weight"
     for records, slot in ((facts["tensors"], "params"), (facts["slots"]["opt_state.adam.nu"], "opt_state.adam.nu")):
-        found = digest(state[f"{slot}.layers.mlp.up.weight"][2].tobytes())
-        assert records[name] == {"dtype": "float32", "shape": [256, 64], "digests": [[0, 256, found]]}
+        expected_digest = digest(state[f"{slot}.layers.mlp.up.weight"][2].tobytes())
+        assert records[name] == {"dtype": "float32", "shape": [256, 64], "digests": [[0, 256, expected_digest]]}
         tokens = state[f"{slot}.embed.tokens"]
         pieces = [[low, high, digest(tokens[low:high].tobytes())] for low, high in ((0, 131), (131, 136))]
         assert records["transformer.wte.weight"]["digests"] == pieces
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [9]), (2, [4, 9]), ("all", [1, 2, 4, 9])])
-def test_so_many_steps_are_kept(init: Path, params: TrainingState, run: Path, keep: Any, left: list[int]):
-    """Also where the step that the run goes on from is one of those that go."""
+def test_save_keeps_the_newest_steps(init: Path, params: TrainingState, run: Path, keep: Any, left: list[int]):
+    """Also when the resumed step is one of the removed steps."""
     save_steps(run, init, {1: make_state(params, 1)}, keep=keep)
     save_steps(run, run / "1/state", {step: make_state(params, step) for step in (2, 4, 9)}, keep=keep)
     assert saved_steps(run) == left
@@ -100,7 +100,7 @@ def test_so_many_steps_are_kept(init: Path, params: TrainingState, run: Path, ke
     assert (run / "9/state/hf/tokenizer_config.json").read_bytes() == (init / "hf/tokenizer_config.json").read_bytes()
 
 
-def test_a_run_that_went_on_has_the_same_bytes(init: Path, params: TrainingState, tmp_path: Path):
+def test_save_of_a_resumed_run_writes_the_same_bytes(init: Path, params: TrainingState, tmp_path: Path):
     states = {step: make_state(params, step) for step in (3, 6)}
     save_steps(tmp_path / "a", init, states)
     save_steps(tmp_path / "b", init, {3: states[3]})
@@ -110,7 +110,7 @@ def test_a_run_that_went_on_has_the_same_bytes(init: Path, params: TrainingState
 
 @pytest.mark.parametrize(("scan", "axis"), [(False, 0), (True, 1)])
 @pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
-def test_a_tree_of_another_form_is_saved_as_it_is(tmp_path: Path, base: dict[str, Any], scan: bool, axis: int):
+def test_save_supports_other_tree_layouts(tmp_path: Path, base: dict[str, Any], scan: bool, axis: int):
     make_checkpoint(tmp_path / "m", base)
     for name, options in (("init", []), ("other", ["--scan-axis", str(axis)] if scan else ["--no-scan"])):
         assert main(["save-init", str(tmp_path / "m"), "--out", str(tmp_path / name), "-q", *options]) == 0
@@ -125,7 +125,7 @@ def test_a_tree_of_another_form_is_saved_as_it_is(tmp_path: Path, base: dict[str
     assert main(["verify", str(tmp_path / "run"), str(tmp_path / "m"), "-q"]) == 0
 
 
-def test_leaves_are_fetched_one_by_one_in_the_callers_thread(init: Path, params: TrainingState, run: Path):
+def test_save_fetches_each_leaf_once_in_the_callers_thread(init: Path, params: TrainingState, run: Path):
     state = make_state(params, 1)
     fetched: list[tuple[str, int]] = []
 
@@ -140,7 +140,7 @@ def test_leaves_are_fetched_one_by_one_in_the_callers_thread(init: Path, params:
     assert {thread for _, thread in fetched} == {threading.get_ident()}
 
 
-def test_moments_of_another_dtype_and_a_state_without_an_optimizer(init: Path, params: TrainingState, run: Path):
+def test_save_supports_mixed_dtypes_and_no_optimizer(init: Path, params: TrainingState, run: Path):
     mixed = {name: v.astype(np.float16) if ".nu." in name else v for name, v in make_state(params, 1).items()}
     bare = {name: value for name, value in mixed.items() if not name.startswith("opt_state")}
     with RunFolder(run, init, "tuned") as store:
@@ -150,7 +150,7 @@ def test_moments_of_another_dtype_and_a_state_without_an_optimizer(init: Path, p
                 assert same_state(read_leaves(reader), state)
 
 
-def test_a_slot_that_is_not_whole_is_saved_leaf_by_leaf(init: Path, params: TrainingState, run: Path):
+def test_save_stores_an_incomplete_slot_leaf_by_leaf(init: Path, params: TrainingState, run: Path):
     state = make_state(params, 1)
     del state["opt_state.adam.mu.final_norm.bias"]
     state["opt_state.rows"] = np.arange(6, dtype=np.int32).reshape(2, 3)
@@ -162,7 +162,7 @@ def test_a_slot_that_is_not_whole_is_saved_leaf_by_leaf(init: Path, params: Trai
             assert [*reader.manifest["slots"]] == ["opt_state.adam.nu"]
 
 
-def test_a_step_is_saved_once(init: Path, params: TrainingState, run: Path):
+def test_save_rejects_an_existing_step(init: Path, params: TrainingState, run: Path):
     with RunFolder(run, init, "tuned") as store:
         store.save(5, host_leaves(params), {})
         before = files_of(run)
@@ -171,15 +171,15 @@ def test_a_step_is_saved_once(init: Path, params: TrainingState, run: Path):
     assert files_of(run) == before
 
 
-def test_what_prep_says_itself_is_not_for_others_to_say(init: Path, params: TrainingState, run: Path):
-    with RunFolder(run, init, "tuned") as store, pytest.raises(ValueError, match="may not say kind, tensors"):
+def test_save_rejects_reserved_manifest_keys(init: Path, params: TrainingState, run: Path):
+    with RunFolder(run, init, "tuned") as store, pytest.raises(ValueError, match="reserved keys: kind, tensors"):
         store.save(1, host_leaves(params), {"kind": "x", "tensors": {}, "recipe": ""})
 
 
-def test_a_state_that_is_not_the_models_is_named(init: Path, params: TrainingState, run: Path):
+def test_save_rejects_a_state_of_another_model(init: Path, params: TrainingState, run: Path):
     lacking = {name: value for name, value in params.items() if name != "params.final_norm.bias"}
     with RunFolder(run, init, "tuned") as store:
-        with pytest.raises(PrepError, match=r"the state to be saved lacks the leaf params\.final_norm\.bias"):
+        with pytest.raises(PrepError, match=r"the training state lacks the leaf params\.final_norm\.bias"):
             store.save(1, host_leaves(lacking), {})
         with pytest.raises(PrepError, match=r"params\.final_norm\.bias has the wrong shape"):
             store.save(1, host_leaves(lacking | {"params.final_norm.bias": np.zeros(63, np.float32)}), {})
@@ -190,7 +190,7 @@ def no_fetch() -> np.ndarray:
     raise RuntimeError("the device is lost")
 
 
-def test_a_save_that_fails_leaves_nothing_and_touches_nothing(init: Path, params: TrainingState, run: Path):
+def test_failed_save_leaves_other_steps_unchanged(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {1: make_state(params, 1)})
     before = files_of(run / "1")
     broken = host_leaves(params) | {"params.final_norm.bias": HostLeaf((64,), "float32", no_fetch)}
@@ -204,7 +204,7 @@ def test_a_save_that_fails_leaves_nothing_and_touches_nothing(init: Path, params
 
 
 def full(call: Callable[..., int]) -> Callable[..., int]:
-    """A disk that has no room any more after some writes."""
+    """Return a write function for a disk with room for a few writes."""
     left = [5]
 
     def write(*args: Any) -> int:
@@ -216,7 +216,7 @@ def full(call: Callable[..., int]) -> Callable[..., int]:
     return write
 
 
-def test_a_full_disk_leaves_older_steps_as_they_were(init: Path, params: TrainingState, run: Path, monkeypatch):
+def test_save_on_a_full_disk_keeps_older_steps(init: Path, params: TrainingState, run: Path, monkeypatch):
     save_steps(run, init, {1: params})
     before = files_of(run / "1")
     with RunFolder(run, init, "tuned", keep=1) as store:
@@ -229,14 +229,14 @@ def test_a_full_disk_leaves_older_steps_as_they_were(init: Path, params: Trainin
         store.save(2, host_leaves(params), {})
 
 
-def test_no_room_is_seen_before_anything_is_written(init: Path, params: TrainingState, run: Path, monkeypatch):
+def test_save_checks_free_space_first(init: Path, params: TrainingState, run: Path, monkeypatch):
     usage = os.statvfs(init)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000, "total": usage.f_blocks}))
     with RunFolder(run, init, "tuned") as store, pytest.raises(PrepError, match="not enough room for 2"):
         store.save(2, host_leaves(params), {})
 
 
-def test_what_killed_processes_left_is_cleared(init: Path, params: TrainingState, run: Path):
+def test_open_removes_leftovers_of_killed_processes(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {1: params})
     for name in ("2.partial/state/d", "1000.removed.partial/state", "2.partial.keep", "notes.partial", "1/.prep"):
         (run / name).mkdir(parents=True)
@@ -248,7 +248,7 @@ def test_what_killed_processes_left_is_cleared(init: Path, params: TrainingState
     assert not (run / "1/.prep").exists()
 
 
-def test_only_whole_steps_count(init: Path, params: TrainingState, run: Path):
+def test_saved_steps_are_complete_steps(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {10: params, 9: params})
     for name in ("11/state", "007", "12.partial/state", "step"):
         (run / name).mkdir(parents=True)
@@ -259,13 +259,13 @@ def test_only_whole_steps_count(init: Path, params: TrainingState, run: Path):
         store.open(11)
 
 
-def test_one_process_writes_a_run_at_a_time(init: Path, run: Path):
+def test_run_folder_is_locked_by_one_process(init: Path, run: Path):
     with RunFolder(run, init, "tuned"), pytest.raises(PrepError, match="tuned is locked"):
         RunFolder(run, init, "tuned")
     RunFolder(run, init, "tuned").close()
 
 
-def test_a_run_that_cannot_be_written_is_named(init: Path, tmp_path: Path):
+def test_run_folder_names_an_unwritable_path(init: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(PrepError, match="cannot read or write"):
         RunFolder(tmp_path / "file/run", init, "tuned")
@@ -274,7 +274,7 @@ def test_a_run_that_cannot_be_written_is_named(init: Path, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_step_that_cannot_be_removed_is_named(init: Path, params: TrainingState, run: Path, monkeypatch):
+def test_save_names_a_step_it_cannot_remove(init: Path, params: TrainingState, run: Path, monkeypatch):
     save_steps(run, init, {1: params})
 
     def rename(path: Path, target: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_step_that_cannot_be_removed_is_named(init: Path, params: TrainingStat
         assert store.steps() == [1, 2]
 
 
-def test_all_steps_can_be_dropped(init: Path, params: TrainingState, run: Path):
+def test_clear_removes_all_steps(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {1: params, 2: params})
     with RunFolder(run, init, "tuned") as store:
         store.clear()

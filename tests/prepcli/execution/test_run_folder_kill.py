@@ -1,4 +1,4 @@
-"""SIGKILL while steps are saved and removed: what is called a step is whole, and the next process goes on."""
+"""SIGKILL while steps are saved and removed: each step is complete, and the next process continues."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.helpers.training_states import host_leaves, make_state, read_leaves, 
 KEEP = 2
 
 
-def saving(run: Path, start: Path) -> None:
-    """Save step after step, from the one after the last that is there, until killed."""
+def save_until_killed(run: Path, start: Path) -> None:
+    """Save step after step, from the one after the last saved step, until killed."""
     params = read_params(start)
     with RunFolder(run, start, "tuned", keep=KEEP) as store:
         print("begins", flush=True)
@@ -43,37 +43,37 @@ def kill_soon(run: Path, start: Path, delay_s: float) -> None:
 def check_killed(folder: Path, kills: int, seed: int) -> None:
     make_checkpoint(folder / "m", GPT_NEO, hidden_size=256, num_layers=4, attention_types=[[["global"], 4]])
     assert main(["save-init", str(folder / "m"), "--out", str(folder / "init"), "-q", "--mesh", "1,2,1"]) == 0
-    run, start, draw = folder / "run", folder / "init", random.Random(seed)
-    params, last, began = read_params(start), 1, time.monotonic()
+    run, start, rng = folder / "run", folder / "init", random.Random(seed)
+    params, last_step, started_s = read_params(start), 1, time.monotonic()
     with RunFolder(run, start, "tuned", keep=KEEP) as store:
         store.save(1, host_leaves(make_state(params, 1)), {"recipe": "r"})
-    took_s = time.monotonic() - began
+    took_s = time.monotonic() - started_s
     for _ in range(kills):
-        kill_soon(run, start, draw.uniform(0.0, 3 * took_s))
+        kill_soon(run, start, rng.uniform(0.0, 3 * took_s))
         steps = saved_steps(run)
-        assert max(steps, default=0) >= last
-        last = max(steps, default=0)
+        assert max(steps, default=0) >= last_step
+        last_step = max(steps, default=0)
         assert len(steps) <= KEEP + 1
         for step in steps:
             with open_reader(run / str(step)) as reader:
                 assert same_state(read_leaves(reader), make_state(params, step))
-    assert last > 1
-    with RunFolder(run, run / str(last), "tuned", keep=KEEP) as store:
+    assert last_step > 1
+    with RunFolder(run, run / str(last_step), "tuned", keep=KEEP) as store:
         assert not [path for path in run.iterdir() if path.name.endswith(".partial")]
-        store.save(last + 1, host_leaves(make_state(params, last + 1)), {})
-        assert store.steps()[-1] == last + 1
+        store.save(last_step + 1, host_leaves(make_state(params, last_step + 1)), {})
+        assert store.steps()[-1] == last_step + 1
         assert len(store.steps()) <= KEEP
 
 
-def test_killed_at_random_moments(tmp_path: Path):
+def test_run_folder_survives_kills_at_random_moments(tmp_path: Path):
     check_killed(tmp_path, kills=5, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_killed_at_many_random_moments(tmp_path: Path, seed: int):
+def test_run_folder_survives_many_kills(tmp_path: Path, seed: int):
     check_killed(tmp_path, kills=10, seed=100 + seed)
 
 
 if __name__ == "__main__":
-    saving(*map(Path, sys.argv[1:]))
+    save_until_killed(*map(Path, sys.argv[1:]))

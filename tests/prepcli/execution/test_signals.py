@@ -1,4 +1,4 @@
-"""What signals do within a conversion."""
+"""Signals within a conversion."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from prepcli.execution.signals import STOP_SIGNALS, Stopped, raise_on_signal
 
 TWICE = """
 import os, signal
-from prepcli.execution.signals import stoppable
-with stoppable():
+from prepcli.execution.signals import raise_on_signal
+with raise_on_signal():
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
@@ -24,7 +24,7 @@ with stoppable():
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_raises_what_passes_except_exception(number: signal.Signals) -> None:
+def test_signal_raises_a_base_exception(number: signal.Signals) -> None:
     caught = []
 
     def convert() -> None:
@@ -40,13 +40,13 @@ def test_a_signal_raises_what_passes_except_exception(number: signal.Signals) ->
     assert stopped.value.signal_name == number.name
 
 
-def test_the_handlers_of_before_come_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with raise_on_signal():
         assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+def test_second_signal_ends_the_process_at_once() -> None:
+    process = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stdout) == (-signal.SIGTERM, "")

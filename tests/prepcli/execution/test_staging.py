@@ -1,4 +1,4 @@
-"""Staging: an output has its name when it is whole, and every way to be in another's way is named."""
+"""Staging: an output gets its name when it is complete, and every obstacle is named."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def opened(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> Staging:
+def open_stage(out: Path, run: dict[str, object] = RUN, restart: bool = False) -> Staging:
     stage = Staging(out)
     stage.open(run, restart)
     return stage
 
 
-def begun(out: Path, text: str = "new") -> Staging:
-    """A stage with something in it."""
-    stage = opened(out)
+def start_stage(out: Path, text: str = "new") -> Staging:
+    """Return a stage with files in it."""
+    stage = open_stage(out)
     (stage.folder / "d").mkdir(exist_ok=True)
     (stage.folder / "d" / "data").write_text(text)
     stage.journal_path.write_text("journal")
@@ -49,29 +49,29 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_what_is_published_is_all_that_was_staged(out: Path):
-    begun(out).publish()
+def test_publish_moves_all_staged_files(out: Path):
+    start_stage(out).publish()
     assert contents(out) == {"d/data": "new"}
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
 
 
-def test_the_name_is_not_there_before(out: Path):
-    stage = begun(out)
+def test_output_name_is_free_before_publishing(out: Path):
+    stage = start_stage(out)
     stage.close()
     assert not out.exists()
     assert stage.folder.name == "out.partial"
 
 
-def test_a_run_is_taken_up_again(out: Path):
-    begun(out).close()
-    stage = opened(out)
+def test_open_resumes_a_run(out: Path):
+    start_stage(out).close()
+    stage = open_stage(out)
     assert (stage.folder / "d" / "data").read_text() == "new"
     assert stage.journal_path.read_text() == "journal"
 
 
-def test_restart_drops_what_was_there(out: Path):
-    begun(out).close()
-    stage = opened(out, restart=True)
+def test_restart_drops_the_earlier_run(out: Path):
+    start_stage(out).close()
+    stage = open_stage(out, restart=True)
     assert contents(stage.folder).keys() == {
         f"{WORK_FOLDER}/{name}" for name in (LOCK_FILE, JOIN_LOCK_FILE, RUN_FILE, DIVISION_FILE)
     }
@@ -80,76 +80,76 @@ def test_restart_drops_what_was_there(out: Path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"request": "prep y"}, "it was begun by `prep x`, this is `prep y`"),
+        ({"request": "prep y"}, "it was started by `prep x`, this is `prep y`"),
         ({"source": "c", "plan": "d"}, "the source has changed since"),
         ({"prep": "2"}, "another version of prep"),
     ],
 )
-def test_another_run_is_in_the_way_until_restart(out: Path, change: dict[str, object], reason: str):
-    begun(out).close()
+def test_open_rejects_another_run_without_restart(out: Path, change: dict[str, object], reason: str):
+    start_stage(out).close()
     with open_staging(out) as stage, pytest.raises(PrepError, match="belongs to another run") as caught:
         stage.open(RUN | change, restart=False)
     assert reason in caught.value.why
     assert "--restart" in caught.value.hint
     assert (out.parent / "out.partial" / "d" / "data").exists()
-    stage = opened(out, RUN | change, restart=True)
+    stage = open_stage(out, RUN | change, restart=True)
     assert not (stage.folder / "d").exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\0\0"])
-def test_a_broken_note_of_the_run_is_dropped_by_restart_as_its_hint_says(out: Path, data: bytes):
-    stage = begun(out)
+def test_restart_drops_a_damaged_run_file(out: Path, data: bytes):
+    stage = start_stage(out)
     stage.close()
     (stage.work / "run.json").write_bytes(data)
-    with open_staging(out) as other, pytest.raises(PrepError, match="is broken") as caught:
-        other.open(RUN, restart=False)
+    with open_staging(out) as second, pytest.raises(PrepError, match="is damaged") as caught:
+        second.open(RUN, restart=False)
     assert "--restart" in caught.value.hint
-    opened(out, restart=True)
+    open_stage(out, restart=True)
     assert not (stage.folder / "d").exists()
 
 
-def test_restart_drops_a_journal_whose_run_is_not_known(out: Path):
-    stage = begun(out)
+def test_restart_drops_a_journal_of_an_unknown_run(out: Path):
+    stage = start_stage(out)
     stage.close()
     (stage.work / "run.json").unlink()
-    opened(out, restart=True)
+    open_stage(out, restart=True)
     assert not stage.journal_path.exists()
 
 
-# In the way
+# Obstacles
 
 
-def test_a_folder_that_prep_did_not_make_is_left_alone(out: Path):
-    theirs = out.with_name("out.partial")
-    theirs.mkdir()
-    (theirs / "thesis.txt").write_text("mine")
+def test_open_keeps_a_folder_of_the_user(out: Path):
+    user_folder = out.with_name("out.partial")
+    user_folder.mkdir()
+    (user_folder / "thesis.txt").write_text("mine")
     for restart in (False, True):
-        with open_staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial is in the way"):
+        with open_staging(out) as stage, pytest.raises(PrepError, match=r"out\.partial exists"):
             stage.open(RUN, restart)
-    assert contents(theirs) == {"thesis.txt": "mine"}
+    assert contents(user_folder) == {"thesis.txt": "mine"}
 
 
-def test_a_folder_that_was_just_made_is_taken(out: Path):
-    out.with_name("out.partial").mkdir()  # by a run that was killed there
-    assert opened(out).work.is_dir()
+def test_open_uses_an_empty_folder(out: Path):
+    out.with_name("out.partial").mkdir()  # left by a killed run
+    assert open_stage(out).work.is_dir()
 
 
-def test_a_file_of_that_name_is_in_the_way(out: Path):
+def test_open_rejects_a_file_of_that_name(out: Path):
     out.with_name("out.partial").write_text("mine")
-    with pytest.raises(PrepError, match="is in the way"):
-        opened(out)
+    with pytest.raises(PrepError, match="exists"):
+        open_stage(out)
 
 
-def test_a_place_that_cannot_be_written_to_is_named(out: Path):
+def test_open_names_an_unwritable_path(out: Path):
     out.parent.joinpath("file").write_text("")
     with pytest.raises(PrepError, match=r"cannot read or write .*out\.partial") as caught:
-        opened(out.parent / "file" / "out")
+        open_stage(out.parent / "file" / "out")
     assert caught.value.why == "Not a directory"
 
 
 @pytest.mark.parametrize("name", [".", "..", "/", "folder/.."])
-def test_an_output_without_a_name_of_its_own_is_refused(name: str):
-    with pytest.raises(PrepError, match="is no name for an output") as caught:
+def test_staging_rejects_an_output_without_a_name(name: str):
+    with pytest.raises(PrepError, match="is invalid") as caught:
         Staging(Path(name))
     assert caught.value.code == USAGE
 
@@ -163,8 +163,8 @@ sys.stdin.read()
 """
 
 
-def test_a_lock_that_another_process_holds(out: Path):
-    begun(out).close()
+def test_open_rejects_a_locked_folder(out: Path):
+    start_stage(out).close()
     lock = out.with_name("out.partial") / WORK_FOLDER / LOCK_FILE
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -173,64 +173,64 @@ def test_a_lock_that_another_process_holds(out: Path):
         assert holder.stdout.readline() == "held\n"
         for restart in (False, True):
             with pytest.raises(PrepError, match=r"out\.partial is locked") as caught:
-                opened(out, restart=restart)
-            assert f"process {os.getpid()} on " in caught.value.why  # who wrote it there last
+                open_stage(out, restart=restart)
+            assert f"process {os.getpid()} on " in caught.value.why  # the last holder that wrote its id
         assert (out.with_name("out.partial") / "d" / "data").exists()
         holder.kill()
-    opened(out)  # a lock dies with its process
+    open_stage(out)  # a lock dies with its process
 
 
-def test_a_lock_of_this_process_is_a_lock_too(out: Path):
-    stage = opened(out)
+def test_open_rejects_a_folder_locked_by_this_process(out: Path):
+    stage = open_stage(out)
     with pytest.raises(PrepError, match="is locked"):
-        opened(out)
+        open_stage(out)
     stage.close()
-    opened(out)
+    open_stage(out)
 
 
-def test_a_file_system_without_locks_is_not_taken_for_a_lock(out: Path, monkeypatch):
+def test_open_reports_a_file_system_without_locks(out: Path, monkeypatch):
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(PrepError, match="cannot read or write") as caught:
-        opened(out)
+        open_stage(out)
     assert caught.value.why == "No locks available"
 
 
-# Published over what was there
+# Replacing an existing output
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling link"])
-def test_publishing_replaces_what_had_the_name(out: Path, kind: str):
-    other = out.with_name("other")
+def test_publish_replaces_an_existing_output(out: Path, kind: str):
+    link_target = out.with_name("other")
     if kind == "folder":
         (out / "old").mkdir(parents=True)
     elif kind == "file":
         out.write_text("old")
     else:
-        out.symlink_to(other)
+        out.symlink_to(link_target)
         if kind == "link":
-            other.mkdir()
-            (other / "kept").write_text("kept")
-    begun(out).publish(overwrite=True)
+            link_target.mkdir()
+            (link_target / "kept").write_text("kept")
+    start_stage(out).publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
     assert sorted(p.name for p in out.parent.iterdir()) == (["other", "out"] if kind == "link" else ["out"])
     if kind == "link":
-        assert contents(other) == {"kept": "kept"}
+        assert contents(link_target) == {"kept": "kept"}
 
 
-def test_folders_of_the_user_with_names_like_ours_stay(out: Path):
+def test_publish_keeps_folders_with_similar_names(out: Path):
     for name in ("out.replaced", "out.old", "replaced"):
         out.with_name(name).mkdir()
     (out / "old").mkdir(parents=True)
-    begun(out).publish(overwrite=True)
+    start_stage(out).publish(overwrite=True)
     assert sorted(p.name for p in out.parent.iterdir()) == ["out", "out.old", "out.replaced", "replaced"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "dangling link"])
-def test_what_came_to_have_the_name_meanwhile_is_kept(out: Path, kind: str):
-    stage = begun(out)
+def test_publish_keeps_an_output_created_meanwhile(out: Path, kind: str):
+    stage = start_stage(out)
     if kind == "folder":
         (out / "theirs").mkdir(parents=True)
     else:
@@ -240,23 +240,23 @@ def test_what_came_to_have_the_name_meanwhile_is_kept(out: Path, kind: str):
     assert "--overwrite" in caught.value.hint
     stage.close()
     assert out.is_symlink() == (kind != "folder")
-    again = opened(out)
+    again = open_stage(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
 
 class Killed(BaseException):
-    """What stands for a signal."""
+    """Simulated signal."""
 
 
 def publish_until(stage: Staging, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Publish and be killed before what has the name is moved, before the name is given, or before the cleaning."""
-    real = Path.rename
+    """Publish, and stop before the old output is moved, the folder is renamed, or the work folder is removed."""
+    real_rename = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
         if path == {"moved": stage.out, "named": stage.folder}.get(moment):
             raise Killed
-        return real(path, target)
+        return real_rename(path, target)
 
     def rmtree(path: Path, ignore_errors: bool = False) -> None:
         raise Killed
@@ -271,37 +271,37 @@ def publish_until(stage: Staging, monkeypatch: pytest.MonkeyPatch, moment: str) 
 
 
 @pytest.mark.parametrize("moment", ["moved", "named", "cleaned"])
-def test_killed_while_it_replaces_what_had_the_name(out: Path, monkeypatch, moment: str):
+def test_publish_recovers_from_a_kill_while_replacing(out: Path, monkeypatch, moment: str):
     (out / "old").mkdir(parents=True)
-    publish_until(begun(out), monkeypatch, moment)
+    publish_until(start_stage(out), monkeypatch, moment)
     assert out.exists() == (moment != "named")
     if moment == "cleaned":
         remove_work_folder(out)
     else:
-        again = opened(out)
+        again = open_stage(out)
         again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
 
 
-def test_killed_between_the_renames_and_then_something_else_has_the_name(out: Path, monkeypatch):
+def test_publish_recovers_with_another_output_in_place(out: Path, monkeypatch):
     (out / "old").mkdir(parents=True)
-    publish_until(begun(out), monkeypatch, "named")
+    publish_until(start_stage(out), monkeypatch, "named")
     (out / "another").mkdir(parents=True)
-    again = opened(out)
+    again = open_stage(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
 
-def test_a_later_run_replaces_an_output_that_was_never_cleaned(out: Path, monkeypatch):
-    publish_until(begun(out), monkeypatch, "cleaned")
-    stage = opened(out, RUN | {"request": "prep y"})
+def test_publish_replaces_an_output_with_a_work_folder(out: Path, monkeypatch):
+    publish_until(start_stage(out), monkeypatch, "cleaned")
+    stage = open_stage(out, RUN | {"request": "prep y"})
     (stage.folder / "later").write_text("later")
     stage.publish(overwrite=True)
     assert contents(out) == {"later": "later"}
 
 
-def test_everything_is_durable_before_it_has_its_name(out: Path, monkeypatch):
+def test_publish_syncs_all_files_before_the_rename(out: Path, monkeypatch):
     synced: list[str] = []
     real_sync, real_rename = os.fsync, Path.rename
 
@@ -313,7 +313,7 @@ def test_everything_is_durable_before_it_has_its_name(out: Path, monkeypatch):
         synced.append(f"{path.name} -> {target.name}")
         return real_rename(path, target)
 
-    stage = begun(out)
+    stage = start_stage(out)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
     stage.publish(overwrite=True)
@@ -324,8 +324,8 @@ def test_everything_is_durable_before_it_has_its_name(out: Path, monkeypatch):
     assert synced[named + 1 :] == ["."]
 
 
-def test_an_error_while_publishing_is_named_and_can_be_gone_on_from(out: Path, monkeypatch):
-    stage = begun(out)
+def test_publish_can_be_repeated_after_an_error(out: Path, monkeypatch):
+    stage = start_stage(out)
 
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -336,19 +336,19 @@ def test_an_error_while_publishing_is_named_and_can_be_gone_on_from(out: Path, m
             stage.publish(overwrite=True)
     stage.close()
     assert not out.exists()
-    again = opened(out)
+    again = open_stage(out)
     again.publish(overwrite=True)
     assert contents(out) == {"d/data": "new"}
 
 
-def test_what_had_the_name_gets_it_back_if_its_successor_cannot_have_it(out: Path, monkeypatch):
+def test_publish_restores_the_old_output_after_an_error(out: Path, monkeypatch):
     (out / "old").mkdir(parents=True)
-    stage, real = begun(out), Path.rename
+    stage, real_rename = start_stage(out), Path.rename
 
     def rename(path: Path, target: Path) -> Path:
         if path == stage.folder:
             raise OSError(errno.EIO, "Input/output error")
-        return real(path, target)
+        return real_rename(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(PrepError, match="cannot read or write"):
@@ -356,6 +356,6 @@ def test_what_had_the_name_gets_it_back_if_its_successor_cannot_have_it(out: Pat
     assert [p.name for p in out.iterdir()] == ["old"]
 
 
-def test_cleaning_what_is_not_there_is_no_error(out: Path):
+def test_remove_work_folder_accepts_a_missing_output(out: Path):
     remove_work_folder(out)
     assert not out.exists()

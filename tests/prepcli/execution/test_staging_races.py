@@ -12,7 +12,7 @@ from prepcli.errors import PrepError
 from prepcli.execution import locks
 from prepcli.execution.staging import Staging
 from prepcli.planning.shares import Share
-from tests.prepcli.execution.test_staging import RUN, begun, opened
+from tests.prepcli.execution.test_staging import RUN, open_stage, start_stage
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_folder_that_is_published_while_joined_is_made_anew(out: Path, monkeypatch: pytest.MonkeyPatch):
-    stage, real, times = begun(out), os.listdir, iter(range(1))
+def test_open_recreates_a_folder_published_while_joining(out: Path, monkeypatch: pytest.MonkeyPatch):
+    stage, real_listdir, times = start_stage(out), os.listdir, iter(range(1))
 
     def listdir(path: Path) -> list[str]:
-        names = real(path)
+        names = real_listdir(path)
         if path == stage.folder and next(times, None) is not None:
             stage.publish()
         return names
@@ -36,37 +36,37 @@ def test_folder_that_is_published_while_joined_is_made_anew(out: Path, monkeypat
     assert late.folder.exists()
 
 
-def test_folder_that_vanishes_at_the_door_is_made_anew(out: Path, monkeypatch: pytest.MonkeyPatch):
-    real, times = locks._open, iter(range(1))
+def test_open_recreates_a_folder_removed_while_joining(out: Path, monkeypatch: pytest.MonkeyPatch):
+    real_open, times = locks._open, iter(range(1))
 
     def vanishing(path: Path) -> int:
         if next(times, None) is not None:
             shutil.rmtree(path.parent.parent)
-        return real(path)
+        return real_open(path)
 
     monkeypatch.setattr(locks, "_open", vanishing)
-    assert opened(out).folder.exists()
+    assert open_stage(out).folder.exists()
 
 
-def test_folder_that_is_not_needed_is_discarded(out: Path):
-    stage = opened(out)
+def test_discard_removes_an_unneeded_folder(out: Path):
+    stage = open_stage(out)
     stage.discard()
     assert list(out.parent.iterdir()) == []
     stage.close()
-    opened(out)
+    open_stage(out)
 
 
-def test_folder_of_another_process_is_not_discarded(out: Path):
-    stage = opened(out)
+def test_discard_keeps_the_folder_of_another_process(out: Path):
+    stage = open_stage(out)
     stage.folder.rename(out.with_name("moved"))
-    other = opened(out)
+    peer = open_stage(out)
     stage.discard()
-    assert other.folder.exists()
+    assert peer.folder.exists()
 
 
-def test_folder_that_was_replaced_is_not_published(out: Path):
-    stage = begun(out)
+def test_publish_rejects_a_replaced_folder(out: Path):
+    stage = start_stage(out)
     stage.folder.rename(out.with_name("moved"))
-    opened(out)
-    with pytest.raises(PrepError, match="was changed by somebody else"), stage.holding_publish_lock():
+    open_stage(out)
+    with pytest.raises(PrepError, match="was changed by another program"), stage.holding_publish_lock():
         pass

@@ -1,4 +1,4 @@
-"""What `--out` names as an address, and what of an upload is known to be up."""
+"""Uploads: URLs in `--out`, local folders, and the record of uploaded files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.remote.remote_files import RemoteFile
 
 
-def test_an_address_survives_being_a_path():
+def test_parse_out_url_accepts_a_path():
     assert parse_out_url(Path("gs://bucket/a/b")) == ObjectStoreUrl("gs", "bucket", "a/b")
     assert parse_out_url(Path("s3://bucket/a/")) == ObjectStoreUrl("s3", "bucket", "a")
     assert [parse_out_url(path) for path in (None, Path("a/b"), Path("/a/b"), Path("a:b"), Path("../a"))] == [None] * 5
@@ -22,7 +22,7 @@ def test_an_address_survives_being_a_path():
     assert caught.value.code == 2
 
 
-def test_it_is_made_in_a_folder_that_says_what_it_is_for():
+def test_upload_request_names_its_local_folder():
     request = UploadRequest(ObjectStoreUrl("gs", "bucket", "a/init"), False, False, False)
     assert (request.local_folder, request.marks_path) == (Path("init.upload/init"), Path("init.upload/uploaded.jsonl"))
     assert UploadRequest(ObjectStoreUrl("gs", "bucket", ""), False, False, False).local_folder == Path(
@@ -30,10 +30,10 @@ def test_it_is_made_in_a_folder_that_says_what_it_is_for():
     )
 
 
-def test_only_what_is_still_there_as_this_plan_left_it_is_up(tmp_path: Path):
-    there = [RemoteFile("a", 1, "etag:1"), RemoteFile("b", 1, "etag:2"), RemoteFile("c", 1, "etag:3")]
+def test_uploaded_names_require_unchanged_remote_files(tmp_path: Path):
+    remote_files = [RemoteFile("a", 1, "etag:1"), RemoteFile("b", 1, "etag:2"), RemoteFile("c", 1, "etag:3")]
     marks = [["p", "a", 1, "etag:1"], ["p", "b", 1, "etag:0"], ["q", "c", 1, "etag:3"], ["p", "d", 1, "etag:4"]]
     path = tmp_path / "uploaded.jsonl"
-    assert _uploaded_names(path, "p", there) == set()
+    assert _uploaded_names(path, "p", remote_files) == set()
     path.write_text("".join(json.dumps(mark) + "\n" for mark in marks) + '["p", "c", 1, "et')
-    assert _uploaded_names(path, "p", there) == {"a"}
+    assert _uploaded_names(path, "p", remote_files) == {"a"}

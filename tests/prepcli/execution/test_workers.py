@@ -1,4 +1,4 @@
-"""Workers: their command lines and their memory."""
+"""Workers: their arguments and their memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ OWN = ["--workers", "1", "--processes", "4/2", "--memory", "99", "--json", "--qu
         (["export", "--json", "--", "-x"], ["export", "--json", *OWN, "--", "-x"]),
     ],
 )
-def test_a_worker_does_what_was_asked_and_its_own_words_come_last(words: list[str], expected: list[str]):
+def test_worker_argv_appends_the_workers_own_options(words: list[str], expected: list[str]):
     assert worker_argv(words, Share(4, 2), 99) == expected
 
 
 @given(st.integers(MIN_MEMORY_NBYTES, 1 << 40), st.integers(1, 64), st.integers(0, MAX_BASELINE_NBYTES))
-def test_workers_and_what_python_takes_fit_into_the_memory(memory_nbytes: int, workers: int, own_nbytes: int):
+def test_worker_memory_fits_into_the_budget(memory_nbytes: int, workers: int, own_nbytes: int):
     if workers * MIN_MEMORY_NBYTES + (workers - 1) * own_nbytes <= memory_nbytes:
-        each = worker_memory_nbytes(memory_nbytes, workers, own_nbytes)
-        assert each >= MIN_MEMORY_NBYTES
-        assert workers * each + (workers - 1) * own_nbytes <= memory_nbytes
+        worker_nbytes = worker_memory_nbytes(memory_nbytes, workers, own_nbytes)
+        assert worker_nbytes >= MIN_MEMORY_NBYTES
+        assert workers * worker_nbytes + (workers - 1) * own_nbytes <= memory_nbytes
         return
     with pytest.raises(PrepError) as caught:
         worker_memory_nbytes(memory_nbytes, workers, own_nbytes)
@@ -41,7 +41,7 @@ def test_workers_and_what_python_takes_fit_into_the_memory(memory_nbytes: int, w
     assert worker_memory_nbytes(memory_nbytes, int(fitting), own_nbytes) >= MIN_MEMORY_NBYTES
 
 
-def test_what_a_program_that_calls_us_holds_is_not_taken_for_a_workers_own():
+def test_worker_memory_ignores_memory_of_the_caller():
     assert (
         worker_memory_nbytes(512 << 20, 2, 2 << 30)
         == worker_memory_nbytes(512 << 20, 2, MAX_BASELINE_NBYTES)
@@ -49,7 +49,7 @@ def test_what_a_program_that_calls_us_holds_is_not_taken_for_a_workers_own():
     )
 
 
-def test_one_process_alone_has_all_of_it_and_says_itself_if_that_is_too_little():
+def test_worker_memory_of_one_process_is_the_whole_budget():
     assert worker_memory_nbytes(1, 1, 1 << 30) == 1
 
 
@@ -60,7 +60,7 @@ class Counting(NullProgress):
         self.ended += 1
 
 
-def test_without_workers_progress_is_the_commands_own():
+def test_pool_without_workers_uses_the_commands_progress():
     progress = Counting()
     with WorkerPool((), (), 1, progress) as workers:
         assert workers.progress is progress
@@ -68,7 +68,7 @@ def test_without_workers_progress_is_the_commands_own():
     assert progress.ended == 0
 
 
-def test_progress_ends_when_all_workers_have():
+def test_pool_ends_progress_after_all_workers():
     progress = Counting()
     with WorkerPool(("export",), [Share(2, 1)], 1, progress) as workers:
         workers.progress.end()

@@ -1,4 +1,4 @@
-"""Names as a tree."""
+"""Tensor names as a tree."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def lines(*entries: TensorEntry) -> list[str]:
     return [" | ".join(part for part in row if part) for row in tree_rows(build_tree(entries))]
 
 
-def test_sizes_are_summed_by_branch_and_lone_children_joined() -> None:
-    found = lines(entry("model.embed.weight", 3, 4), entry("model.norm.weight", 4), entry("head.weight", 3, 4))
-    assert found == [
+def test_tree_sums_sizes_and_joins_single_children() -> None:
+    rows = lines(entry("model.embed.weight", 3, 4), entry("model.norm.weight", 4), entry("head.weight", 3, 4))
+    assert rows == [
         "model | 64 bytes",
         "  embed.weight | [3, 4] | float32 | 48 bytes",
         "  norm.weight | [4] | float32 | 16 bytes",
@@ -29,7 +29,7 @@ def test_sizes_are_summed_by_branch_and_lone_children_joined() -> None:
     ]
 
 
-def test_equal_layers_are_one_however_they_are_ordered() -> None:
+def test_tree_merges_equal_layers_in_any_order() -> None:
     layers = [entry(f"h.{i}.{name}.weight", 2, 2) for i in range(12) for name in ("q", "k")]
     layers[2], layers[3] = layers[3], layers[2]
     assert lines(*layers) == [
@@ -38,9 +38,9 @@ def test_equal_layers_are_one_however_they_are_ordered() -> None:
     ]
 
 
-def test_layers_of_another_shape_or_dtype_are_apart() -> None:
-    found = lines(entry("h.0.w", 2), entry("h.1.w", 2), entry("h.2.w", 3), entry("h.3.w", 2, dtype="int32"))
-    assert found == [
+def test_tree_separates_layers_of_another_shape_or_dtype() -> None:
+    rows = lines(entry("h.0.w", 2), entry("h.1.w", 2), entry("h.2.w", 3), entry("h.3.w", 2, dtype="int32"))
+    assert rows == [
         "h | 36 bytes",
         "  {0,1}.w | 2 x [2] | float32 | 16 bytes".replace("0,1", "0..1"),
         "  2.w | [3] | float32 | 12 bytes",
@@ -48,21 +48,21 @@ def test_layers_of_another_shape_or_dtype_are_apart() -> None:
     ]
 
 
-def test_alternating_layers_are_two_groups_shortened() -> None:
-    found = lines(*(entry(f"h.{i}.w", 2 + i % 2) for i in range(20)))
-    assert found == [
+def test_tree_merges_alternating_layers_into_two_groups() -> None:
+    rows = lines(*(entry(f"h.{i}.w", 2 + i % 2) for i in range(20)))
+    assert rows == [
         "h | 200 bytes",
         "  {0,2,4,…,18}.w | 10 x [2] | float32 | 80 bytes",
         "  {1,3,5,…,19}.w | 10 x [3] | float32 | 120 bytes",
     ]
 
 
-def test_experts_within_layers_multiply() -> None:
-    found = lines(*(entry(f"h.{i}.experts.{j}.w", 2) for i in range(3) for j in range(4)))
-    assert found == ["h.{0..2}.experts.{0..3}.w | 12 x [2] | float32 | 96 bytes"]
+def test_tree_multiplies_experts_within_layers() -> None:
+    rows = lines(*(entry(f"h.{i}.experts.{j}.w", 2) for i in range(3) for j in range(4)))
+    assert rows == ["h.{0..2}.experts.{0..3}.w | 12 x [2] | float32 | 96 bytes"]
 
 
-def test_a_name_that_begins_others() -> None:
+def test_tree_shows_a_tensor_whose_name_is_a_prefix() -> None:
     assert lines(entry("a", 1), entry("a.b", 2)) == [
         "a | 12 bytes",
         "  (itself) | [1] | float32 | 4 bytes",
@@ -70,13 +70,13 @@ def test_a_name_that_begins_others() -> None:
     ]
 
 
-def test_what_only_looks_like_a_number_is_a_name() -> None:
+def test_tree_keeps_labels_that_are_no_canonical_number() -> None:
     assert [line.split()[0] for line in lines(entry("h.00", 1), entry("h.²", 1), entry(f"h.{'9' * 5000}", 1))] == [
         "h", "00", "²", "9" * 5000,
     ]  # fmt: skip
 
 
-def test_the_fields_of_branches_and_leaves() -> None:
+def test_tree_fields_of_branches_and_leaves() -> None:
     (node,) = build_tree([entry("h.0.w", 2), entry("h.1.w", 2), entry("h.b", 3)])
     assert tree_fields(node) == {
         "name": "h",
@@ -93,27 +93,27 @@ NAMES = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "3", ""]), min_size=1
 
 
 @given(st.dictionaries(NAMES, st.integers(0, 3), max_size=12))
-def test_nothing_is_lost(sizes: dict[str, int]) -> None:
+def test_tree_contains_all_tensors(sizes: dict[str, int]) -> None:
     entries = [entry(name, size) for name, size in sizes.items()]
     nodes = build_tree(entries)
     assert sum(node.tensors for node in nodes) == len(entries)
-    assert sum(node.nbytes for node in nodes) == sum(each.nbytes for each in entries)
-    assert sorted(name for node in nodes for name in expanded(node, "")) == sorted(sizes)
+    assert sum(node.nbytes for node in nodes) == sum(item.nbytes for item in entries)
+    assert sorted(name for node in nodes for name in expand_names(node, "")) == sorted(sizes)
 
 
-def expanded(node: TreeNode, before: str) -> list[str]:
-    """The names that a node stands for; lists of numbers are short enough here to be spelled out."""
-    names = [f"{before}{label}" for label in spelled(node.name)]
+def expand_names(node: TreeNode, before: str) -> list[str]:
+    """Return the names of a node's tensors; number lists are short enough here to be complete."""
+    names = [f"{before}{label}" for label in expand_label(node.name)]
     if node.name == "(itself)":
         names = [before[:-1]]
     return (
         names
         if node.dtype
-        else [full for name in names for child in node.children for full in expanded(child, f"{name}.")]
+        else [full for name in names for child in node.children for full in expand_names(child, f"{name}.")]
     )
 
 
-def spelled(name: str) -> list[str]:
+def expand_label(name: str) -> list[str]:
     head, braces, rest = name.partition("{")
     if not braces:
         return [name]
@@ -121,4 +121,4 @@ def spelled(name: str) -> list[str]:
     numbers = [
         n for run in runs.split(",") for n in range(int(run.split("..")[0]), int(re.split(r"\.\.", run)[-1]) + 1)
     ]
-    return [f"{head}{n}{end}" for n in numbers for end in spelled(tail)]
+    return [f"{head}{n}{end}" for n in numbers for end in expand_label(tail)]

@@ -1,4 +1,4 @@
-"""The picture of which device holds which slice."""
+"""Drawings of the devices that hold each slice."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from prepcli.inspection.shard_map import draw_shard_map, summarize_sharding
 from trainer.models.mesh import DEFAULT_RULES, merge_rules, parse_mesh, partition_spec
 
 
-def drawn(dims: str, shape, mesh: str, dtype="float32", rules=DEFAULT_RULES, name="leaf") -> list[str]:
+def draw_lines(dims: str, shape, mesh: str, dtype="float32", rules=DEFAULT_RULES, name="leaf") -> list[str]:
     grid = parse_mesh(mesh)
-    found = partition_spec([(dim,) for dim in dims.split()], shape, grid, rules)
-    return draw_shard_map(name, shape, dtype, found, grid).split("\n")
+    leaf_spec = partition_spec([(dim,) for dim in dims.split()], shape, grid, rules)
+    return draw_shard_map(name, shape, dtype, leaf_spec, grid).split("\n")
 
 
-def test_a_matrix_cut_both_ways():
-    assert drawn("vocab embed", (50264, 2048), "1,2,4", name="embed.tokens") == [
-        "embed.tokens  [50264, 2048] float32  P(mp, fsdp)  49.1 MiB a device, 1 copy",
+def test_draw_matrix_split_both_ways():
+    assert draw_lines("vocab embed", (50264, 2048), "1,2,4", name="embed.tokens") == [
+        "embed.tokens  [50264, 2048] float32  P(mp, fsdp)  49.1 MiB per device, 1 copy",
         "vocab down; embed across",
         " 0:1024               1024:2048",
         "┌────────────────────┬────────────────────┐",
@@ -36,15 +36,15 @@ def test_a_matrix_cut_both_ways():
     ]
 
 
-def test_of_many_parts_the_first_and_the_last():
-    lines = drawn("vocab embed", (32000, 5120), "1,64,4", "bfloat16")
+def test_draw_shows_the_first_and_last_of_many_columns():
+    lines = draw_lines("vocab embed", (32000, 5120), "1,64,4", "bfloat16")
     assert lines[2] == " 0:80                 × 62                 5040:5120"
     assert lines[4] == "│ 0                  │ …                  │ 252                │  0:8000"
     assert lines[-2] == "│ 3                  │ …                  │ 255                │  24000:32000"
 
 
-def test_rows_are_left_out_too():
-    lines = drawn("embed", (4096,), "1,128,1")
+def test_draw_omits_rows():
+    lines = draw_lines("embed", (4096,), "1,128,1")
     assert lines[3::2] == [
         "│ 0                  │  0:32",
         "│ …                  │  × 126",
@@ -52,16 +52,16 @@ def test_rows_are_left_out_too():
     ]
 
 
-def test_up_to_64_cells_are_all_drawn():
-    assert len(drawn("embed", (4096,), "1,64,1")) == 2 + 2 * 64 + 1
-    assert len(drawn("embed", (4160,), "1,65,1")) == 2 + 2 * 3 + 1
+def test_draw_shows_up_to_64_cells():
+    assert len(draw_lines("embed", (4096,), "1,64,1")) == 2 + 2 * 64 + 1
+    assert len(draw_lines("embed", (4160,), "1,65,1")) == 2 + 2 * 3 + 1
 
 
-def test_copies_share_a_cell_and_dims_that_stay_whole_are_named():
-    lines = drawn("layers heads head_dim embed", (32, 32, 128, 4096), "2,2,2")
+def test_draw_shows_copies_and_names_whole_dims():
+    lines = draw_lines("layers heads head_dim embed", (32, 32, 128, 4096), "2,2,2")
     assert lines[:3] == [
         "leaf  [32, 32, 128, 4096] float32  P(None, mp, None, fsdp)",
-        "  512 MiB a device, 2 copies",
+        "  512 MiB per device, 2 copies",
         "heads down; embed across; whole: layers, head_dim",
     ]
     assert lines[-4:] == [
@@ -72,19 +72,19 @@ def test_copies_share_a_cell_and_dims_that_stay_whole_are_named():
     ]
 
 
-def test_columns_are_left_out_where_their_ranges_have_no_room():
-    assert drawn("norm embed", (8, 4096), "1,8,1")[2] == " 0:512                × 6                  3584:4096"
-    assert drawn("norm embed", (8, 800), "1,8,1")[2].split() == [f"{i * 100}:{i * 100 + 100}" for i in range(8)]
+def test_draw_omits_columns_without_room_for_ranges():
+    assert draw_lines("norm embed", (8, 4096), "1,8,1")[2] == " 0:512                × 6                  3584:4096"
+    assert draw_lines("norm embed", (8, 800), "1,8,1")[2].split() == [f"{i * 100}:{i * 100 + 100}" for i in range(8)]
 
 
-def test_of_two_parts_none_is_left_out_however_long_their_ranges():
-    lines = drawn("norm embed", (8, 2 * 10**12), "1,2,1")
+def test_draw_never_omits_one_of_two_parts():
+    lines = draw_lines("norm embed", (8, 2 * 10**12), "1,2,1")
     assert lines[2] == " 0:1000000000000      1000000000000:20000…"
     assert lines[4] == "│ 0                  │ 1                  │"
 
 
-def test_a_last_dim_alone_runs_across():
-    lines = drawn("layers mlp embed", (4, 8, 4096), "1,2,1")
+def test_draw_lone_last_dim_horizontally():
+    lines = draw_lines("layers mlp embed", (4, 8, 4096), "1,2,1")
     assert lines[1:] == [
         "embed across; whole: layers, mlp",
         " 0:2048               2048:4096",
@@ -95,19 +95,19 @@ def test_a_last_dim_alone_runs_across():
 
 
 @pytest.mark.parametrize(("dims", "shape"), [("norm", (32,)), ("", ())])
-def test_a_leaf_that_is_nowhere_cut_is_one_cell_of_all_devices(dims, shape):
-    lines = drawn(dims, shape, "2,4,8")
-    assert lines[0].endswith("a device, 64 copies")
+def test_draw_unpartitioned_leaf_as_one_cell(dims, shape):
+    lines = draw_lines(dims, shape, "2,4,8")
+    assert lines[0].endswith("per device, 64 copies")
     assert lines[1:] == ["┌────────────────────┐", "│ 0-63               │", "└────────────────────┘"]
 
 
-def test_more_devices_than_fit_a_cell_are_counted():
-    lines = drawn("mlp", (64,), "dp:1,fsdp:32,mp:2")
+def test_draw_counts_devices_that_do_not_fit_a_cell():
+    lines = draw_lines("mlp", (64,), "dp:1,fsdp:32,mp:2")
     assert lines[3] == "│ 0…62 ×32           │  0:32"
 
 
-def test_a_third_split_dim_is_named_and_its_first_part_drawn():
-    lines = drawn("experts mlp embed", (8, 14336, 4096), "2,4,2", rules=merge_rules(["experts=dp"]))
+def test_draw_shows_the_first_part_of_a_third_dim():
+    lines = draw_lines("experts mlp embed", (8, 14336, 4096), "2,4,2", rules=merge_rules(["experts=dp"]))
     assert lines[1] == "mlp down; embed across; experts in 2 parts over dp, this is 0:4"
     assert [int(n) for line in lines[4::2] for n in re.findall(r"│ (\d+) ", line)] == [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -118,9 +118,9 @@ def test_a_third_split_dim_is_named_and_its_first_part_drawn():
     st.lists(st.integers(1, 10**9), min_size=3, max_size=3),
     st.sampled_from(["vocab embed", "layers heads embed", "experts mlp embed"]),
 )
-def test_never_wider_than_80_columns_and_every_row_as_wide_as_the_frame(name, sizes, multiples, dims):
+def test_draw_fits_80_columns_with_aligned_rows(name, sizes, multiples, dims):
     shape = tuple(m * 768 for m in multiples[: len(dims.split())])
-    lines = drawn(dims, shape, ",".join(map(str, sizes)), rules=merge_rules(["experts=dp"]), name=name)
+    lines = draw_lines(dims, shape, ",".join(map(str, sizes)), rules=merge_rules(["experts=dp"]), name=name)
     assert all(0 < len(line) <= 80 for line in lines)
     frame = [line for line in lines if line[0] in "┌├└"]
     rows = [line for line in lines if line[0] == "│"]
@@ -130,7 +130,7 @@ def test_never_wider_than_80_columns_and_every_row_as_wide_as_the_frame(name, si
 
 def test_summarize_of_a_million_devices_is_short():
     mesh = parse_mesh("1048576,1,1")
-    found = partition_spec((("vocab",), ("embed",)), (264, 512), mesh, DEFAULT_RULES)
-    text = summarize_sharding("embed.tokens", (264, 512), "float32", found, mesh)
+    spec_of_leaf = partition_spec((("vocab",), ("embed",)), (264, 512), mesh, DEFAULT_RULES)
+    text = summarize_sharding("embed.tokens", (264, 512), "float32", spec_of_leaf, mesh)
     assert "not drawn: the mesh has 1,048,576 devices" in text
     assert len(text.splitlines()) <= 4

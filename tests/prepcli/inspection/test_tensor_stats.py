@@ -1,4 +1,4 @@
-"""Statistics, judged by NumPy on whole arrays."""
+"""Statistics, compared with NumPy on whole arrays."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def contents_of(folder: Path) -> CheckpointContents:
     return read_contents(locate(str(folder)), "it")
 
 
-def measured(contents: CheckpointContents, entry: TensorEntry) -> tuple[TensorStats | None, int]:
+def measure(contents: CheckpointContents, entry: TensorEntry) -> tuple[TensorStats | None, int]:
     read: list[int] = []
     with open_blobs(contents.byte_sources) as files:
         return compute_stats(entry, files, read.append), sum(read)
 
 
-def by_numpy(array: np.ndarray) -> TensorStats:
-    """All values at once, in float64 (a bool's as it is stored)."""
+def numpy_stats(array: np.ndarray) -> TensorStats:
+    """Return the statistics of all values at once, in float64; a bool counts as uint8."""
     array = array.view(np.uint8) if array.dtype == bool else array
     if array.dtype.kind == "c":
         parts = np.isnan(array), np.isinf(array) & ~np.isnan(array), array == 0
@@ -48,22 +48,22 @@ def by_numpy(array: np.ndarray) -> TensorStats:
     return TensorStats(*ends, mean, *(int(part.sum()) for part in counts))
 
 
-def assert_same(found: TensorStats | None, array: np.ndarray) -> None:
-    expected = by_numpy(array)
-    assert found is not None
-    assert (found.minimum, found.maximum, found.nan, found.inf, found.zeros) == (
+def assert_same(actual: TensorStats | None, array: np.ndarray) -> None:
+    expected = numpy_stats(array)
+    assert actual is not None
+    assert (actual.minimum, actual.maximum, actual.nan, actual.inf, actual.zeros) == (
         expected.minimum, expected.maximum, expected.nan, expected.inf, expected.zeros,
     )  # fmt: skip
     if expected.mean is None:
-        assert found.mean is None
+        assert actual.mean is None
     else:
         largest = max(abs(expected.minimum or 0), abs(expected.maximum or 0))
-        assert found.mean == pytest.approx(expected.mean, rel=1e-9, abs=1e-9 * largest)
+        assert actual.mean == pytest.approx(expected.mean, rel=1e-9, abs=1e-9 * largest)
 
 
 @st.composite
 def grids(draw) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes, and chunks that need not divide them."""
+    """Draw a shape and a chunk shape that need not divide it."""
     shape = draw(st.lists(st.integers(1, 7), max_size=3).map(tuple))
     return shape, tuple(draw(st.integers(1, extent + 2)) for extent in shape)
 
@@ -75,7 +75,7 @@ def grids(draw) -> tuple[tuple[int, ...], tuple[int, ...]]:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_arrays_in_chunks_of_any_bits(
+def test_stats_of_chunked_arrays_match_numpy(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, dtype, grid, run_nbytes, seed
 ) -> None:
     monkeypatch.setattr(module, "RUN_NBYTES", run_nbytes)
@@ -84,8 +84,8 @@ def test_arrays_in_chunks_of_any_bits(
     folder = tmp_path_factory.mktemp("item")
     write_item(folder, {ArrayMeta(("x",), shape, dtype, chunk): array})
     contents = contents_of(folder)
-    found, read_nbytes = measured(contents, contents.entries[0])
-    assert_same(found, array)
+    actual, read_nbytes = measure(contents, contents.entries[0])
+    assert_same(actual, array)
     counts = [-(-extent // length) for extent, length in zip(shape, chunk)]
     assert read_nbytes == stored_nbytes(contents.entries[0]) == math.prod(counts) * math.prod(chunk) * array.itemsize
 
@@ -106,40 +106,40 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("dtype", SPECIAL)
-def test_special_values_of_a_safetensors_file(tmp_path: Path, dtype: str) -> None:
+def test_stats_of_special_values_match_numpy(tmp_path: Path, dtype: str) -> None:
     array = np.array(SPECIAL[dtype], getattr(ml_dtypes, dtype, dtype)).reshape(3, 3)
     write_hf_folder(tmp_path / "model", {"model.safetensors": {"x": array}})
     contents = contents_of(tmp_path / "model")
-    found, _ = measured(contents, contents.entries[0])
-    assert_same(found, array)
+    actual, _ = measure(contents, contents.entries[0])
+    assert_same(actual, array)
 
 
-def test_a_mean_beyond_float64_is_none(tmp_path: Path) -> None:
+def test_mean_beyond_float64_is_none(tmp_path: Path) -> None:
     write_hf_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(4, 1.7e308)}})
     contents = contents_of(tmp_path / "model")
-    assert measured(contents, contents.entries[0])[0] == TensorStats(1.7e308, 1.7e308, None, 0, 0, 0)
+    assert measure(contents, contents.entries[0])[0] == TensorStats(1.7e308, 1.7e308, None, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("shape", "special"), [((0, 3), 0), ((4,), 4)])
-def test_nothing_finite_has_no_extremes(tmp_path: Path, shape: tuple[int, ...], special: int) -> None:
+def test_stats_without_finite_values_are_none(tmp_path: Path, shape: tuple[int, ...], special: int) -> None:
     write_hf_folder(tmp_path / "model", {"model.safetensors": {"x": np.full(shape, np.nan, np.float32)}})
     contents = contents_of(tmp_path / "model")
-    assert measured(contents, contents.entries[0])[0] == TensorStats(None, None, None, special, 0, 0)
+    assert measure(contents, contents.entries[0])[0] == TensorStats(None, None, None, special, 0, 0)
 
 
-def test_packed_dtypes_are_not_looked_into(tmp_path: Path) -> None:
+def test_stats_of_packed_dtypes_are_none(tmp_path: Path) -> None:
     assert "F4" in DTYPE_CODES.values()
     header = b'{"x":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x12\x34")
     contents = contents_of(tmp_path)
-    assert measured(contents, contents.entries[0]) == (None, 0)
+    assert measure(contents, contents.entries[0]) == (None, 0)
     assert stored_nbytes(contents.entries[0]) == 0
 
 
-def test_arrays_that_lie_in_the_index(tmp_path: Path) -> None:
+def test_stats_of_arrays_stored_in_the_index(tmp_path: Path) -> None:
     arrays = {"small": np.arange(-3, 4, dtype=np.float32), "scalar": np.float32(2.5)}
     ocp.PyTreeCheckpointer(use_compression=False).save(tmp_path / "saved", arrays)
     contents = contents_of(tmp_path / "saved")
     for entry in contents.entries:
         assert entry.first_chunk is None
-        assert_same(measured(contents, entry)[0], np.asarray(arrays[entry.name]))
+        assert_same(measure(contents, entry)[0], np.asarray(arrays[entry.name]))

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as an output: rows, files with their headers, and settings."""
+"""Layout of a Hugging Face folder: rows, files with headers, and settings."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def tensor(name: str, *shape: int, dtype: str = "float32") -> SourceTensor:
         ((5, 0), 7, ((7, 0), 0)),
     ],
 )
-def test_a_tensor_with_other_rows(shape: tuple[int, ...], rows: int, expected: tuple[tuple[int, ...], int]):
+def test_resized_shape_changes_the_rows(shape: tuple[int, ...], rows: int, expected: tuple[tuple[int, ...], int]):
     assert resized_shape(tensor("w", *shape), rows) == expected
 
 
-def test_only_tensors_of_the_vocabulary_change_their_rows():
+def test_output_rows_change_for_vocabulary_tensors_only():
     tensors = [tensor("wte.weight", 131, 4), tensor("lm_head.weight", 131, 4), tensor("ln_f.bias", 131), tensor("s")]
     rows = output_rows(tensors, {"wte.weight", "lm_head.weight"}, 136)
     assert rows == {"wte.weight": 136, "lm_head.weight": 136, "ln_f.bias": 131, "s": 1}
@@ -45,7 +45,7 @@ def test_only_tensors_of_the_vocabulary_change_their_rows():
     ]
 
 
-def test_files_lie_as_deep_in_a_page_as_they_are_asked_to():
+def test_files_have_the_requested_page_offset():
     groups = [("a.safetensors", [("x", "float32", (3,), 12), ("y", "float16", (), 2)], 96), ("b.safetensors", [], None)]
     files, places, layouts = lay_out_weight_files(groups)
     assert [file.path for file in files] == ["a.safetensors", "b.safetensors"]
@@ -56,14 +56,14 @@ def test_files_lie_as_deep_in_a_page_as_they_are_asked_to():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_index_only_where_there_are_several_files(tmp_path: Path, count: int):
+def test_settings_have_an_index_for_several_files(tmp_path: Path, count: int):
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
     names = ["model.safetensors"] if count == 1 else ["0.safetensors", "1.safetensors"]
     _, _, layouts = lay_out_weight_files([(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)])
     below = "hf/" if count == 1 else ""
-    found = settings_files({"vocab_size": 3, "é": "ü"}, layouts, copied_files([tokenizer], tmp_path, below), below)
-    by_path = {file.path: file for file in found}
+    files = settings_files({"vocab_size": 3, "é": "ü"}, layouts, copied_files([tokenizer], tmp_path, below), below)
+    by_path = {file.path: file for file in files}
     if count == 1:
         assert by_path.keys() == {"hf/config.json", "hf/tokenizer.json"}
         assert json.loads(by_path["hf/config.json"].content) == {"vocab_size": 3, "é": "ü"}

@@ -1,4 +1,4 @@
-"""An Orbax item as an output: which leaves, in which chunks, in which files."""
+"""Layout of an Orbax item: leaves, chunks and files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.models.registry import family_of
 
 
 def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> Source:
-    """The tensors of a model one after another in a file, of which some have another dtype."""
+    """Return a source with the tensors of a model, one after another in a file; `dtypes` replaces some dtypes."""
     family = family_of(config)
     arrays = checkpoint_tensors(config, "float32", family.is_tied(config), legacy=False)
     names = detect_names(family, config, arrays)
@@ -45,7 +45,7 @@ def item_of(source: Source, mesh: str = "", scan: bool = True, vocab: int = 131,
 @pytest.mark.parametrize("mesh", ["", "1,2,4", "1,1,1"])
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("config", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
-def test_every_tensor_has_its_part_of_a_leaf(config: dict[str, Any], scan: bool, mesh: str):
+def test_make_item_maps_every_tensor_to_a_leaf(config: dict[str, Any], scan: bool, mesh: str):
     source = source_of(config)
     item = item_of(source, mesh, scan, vocab=136)
     assert item.regions.keys() == {t.name for t in source.tensors}
@@ -59,45 +59,45 @@ def test_every_tensor_has_its_part_of_a_leaf(config: dict[str, Any], scan: bool,
     assert ("params.layers.2.attn.q.weight" in names) != scan
 
 
-def test_layers_on_the_second_axis():
+def test_make_item_stacks_layers_on_the_second_axis():
     (q,) = [leaf for leaf in item_of(source_of(LLAMA), axis=1).leaves if leaf.name == "params.layers.attn.q.weight"]
     assert q.grid.shape == (8, 3, 4, 32)
     assert q.grid.chunk_shape[1] == 1
 
 
-def test_data_files_are_called_alike_whatever_the_run():
-    one, other = item_of(source_of(LLAMA), "1,2,4", vocab=136), item_of(source_of(LLAMA), "1,2,4", vocab=136)
-    assert one == other
-    assert all(len(Path(file.path).name) == 32 and file.path.startswith("d/") for file in one.files)
-    assert len({file.path for file in one.files}) == len(one.files)
+def test_make_item_names_data_files_deterministically():
+    first, second = item_of(source_of(LLAMA), "1,2,4", vocab=136), item_of(source_of(LLAMA), "1,2,4", vocab=136)
+    assert first == second
+    assert all(len(Path(file.path).name) == 32 and file.path.startswith("d/") for file in first.files)
+    assert len({file.path for file in first.files}) == len(first.files)
 
 
-def test_what_a_device_holds():
+def test_device_nbytes_follows_the_mesh():
     source = source_of(LLAMA)
-    whole = sum(t.nbytes for t in source.tensors)
-    assert item_of(source, "1,1,1").device_nbytes() == whole
-    assert item_of(source, "8,1,1").device_nbytes() == whole
+    total_nbytes = sum(t.nbytes for t in source.tensors)
+    assert item_of(source, "1,1,1").device_nbytes() == total_nbytes
+    assert item_of(source, "8,1,1").device_nbytes() == total_nbytes
     split = item_of(source, "1,2,4", vocab=136)
     parts = {name: math.prod(spec.shards_per_dim) for name, spec in split.specs.items()}
-    assert split.device_nbytes() == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves) < whole // 4
+    assert split.device_nbytes() == sum(leaf.nbytes // parts[leaf.name] for leaf in split.leaves) < total_nbytes // 4
     assert item_of(source, "").specs == {}
 
 
-def test_a_mesh_that_does_not_divide_is_a_usage_error_with_the_checkpoint():
+def test_make_item_rejects_a_mesh_that_does_not_divide():
     with pytest.raises(PrepError, match="vocab") as caught:
         item_of(source_of(LLAMA), "1,1,4")
     assert caught.value.code == USAGE
     assert "m" in str(caught.value)
 
 
-def test_a_mixture_of_dtypes_stays_a_mixture_if_each_leaf_has_one():
+def test_make_item_keeps_dtypes_per_leaf():
     norms = {f"model.layers.{i}.input_layernorm.weight": "bfloat16" for i in range(3)}
-    found = {leaf.name: leaf.dtype for leaf in item_of(source_of(LLAMA, norms)).leaves}
-    assert found.pop("params.layers.attn_norm.scale") == "bfloat16"
-    assert set(found.values()) == {"float32"}
+    dtypes = {leaf.name: leaf.dtype for leaf in item_of(source_of(LLAMA, norms)).leaves}
+    assert dtypes.pop("params.layers.attn_norm.scale") == "bfloat16"
+    assert set(dtypes.values()) == {"float32"}
 
 
-def test_a_leaf_of_two_dtypes_is_refused_with_the_way_out():
+def test_make_item_rejects_a_leaf_of_two_dtypes():
     source = source_of(LLAMA, {"model.layers.1.mlp.up_proj.weight": "bfloat16"})
     with pytest.raises(PrepError, match=r"the leaf params\.layers\.mlp\.up\.weight would have two dtypes") as caught:
         item_of(source)
@@ -105,12 +105,12 @@ def test_a_leaf_of_two_dtypes_is_refused_with_the_way_out():
         "model.layers.1.mlp.up_proj.weight is bfloat16, model.layers.0.mlp.up_proj.weight is float32"
     )
     assert "--no-scan" in caught.value.hint
-    found = {leaf.name: leaf.dtype for leaf in item_of(source, scan=False).leaves}
-    assert [found[f"params.layers.{i}.mlp.up.weight"] for i in range(3)] == ["float32", "bfloat16", "float32"]
+    dtypes = {leaf.name: leaf.dtype for leaf in item_of(source, scan=False).leaves}
+    assert [dtypes[f"params.layers.{i}.mlp.up.weight"] for i in range(3)] == ["float32", "bfloat16", "float32"]
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_an_integer_tensor_in_a_leaf_is_the_one_named(layer: int):
+def test_make_item_names_the_integer_tensor_of_a_leaf(layer: int):
     odd = f"model.layers.{layer}.mlp.up_proj.weight"
     with pytest.raises(PrepError, match="would have two dtypes") as caught:
         item_of(source_of(LLAMA, {odd: "int32"}))
@@ -118,14 +118,14 @@ def test_an_integer_tensor_in_a_leaf_is_the_one_named(layer: int):
     assert odd in caught.value.hint
 
 
-def test_elements_smaller_than_a_byte_are_refused():
+def test_make_item_rejects_elements_smaller_than_a_byte():
     source = source_of(LLAMA, {"model.norm.weight": "float4_e2m1fn"})
     with pytest.raises(PrepError, match=r"model\.norm\.weight is float4_e2m1fn") as caught:
         item_of(source)
     assert "smaller than a byte" in caught.value.why
 
 
-def test_chunks_lie_as_deep_in_a_page_as_the_tensors_they_come_from():
+def test_chunks_have_the_page_offset_of_their_tensor():
     source = source_of(LLAMA)
     item = item_of(source)
     plain = next(t for t in source.tensors if t.name == "layers.1.self_attn.q_proj.weight")
@@ -136,7 +136,7 @@ def test_chunks_lie_as_deep_in_a_page_as_the_tensors_they_come_from():
     assert (offset - flat.offset) % 4096 == 0
 
 
-def test_a_source_of_regions_begins_at_pages():
+def test_chunks_of_a_region_source_begin_at_pages():
     source = source_of(LLAMA)
     item = item_of(source)
     stored = replace(source, tensors=tuple(replace(t, placement=item.regions[t.name]) for t in source.tensors))
