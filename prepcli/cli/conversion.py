@@ -51,10 +51,10 @@ def pad_vocab(
     true_vocab: TrueVocabOption = None,
     config: ConfigOption = None,
     *,
-    losses: TensorOptions,
-    output: WriteOptions,
-    hub: HubOptions,
-    shown: OutputOptions,
+    tensor_options: TensorOptions,
+    write_options: WriteOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Pad the vocabulary, so that it can be sharded.
@@ -67,11 +67,11 @@ def pad_vocab(
     from prepcli.commands.pad_vocab import PadVocabRequest
     from prepcli.commands.pad_vocab import pad_vocab as run
 
-    ui = shown.open_console("pad-vocab", progress)
-    common = _common(context, checkpoint, output, hub, config=config)
+    ui = output_options.open_console("pad-vocab", progress)
+    common = _common_options(context, checkpoint, write_options, hub_options, config=config)
     with raise_on_signal():
         return ui.finish(
-            run(PadVocabRequest(common, multiple, size, mesh, init, seed, true_vocab, losses.match_options()), ui)
+            run(PadVocabRequest(common, multiple, size, mesh, init, seed, true_vocab, tensor_options.match_options()), ui)
         )
 
 
@@ -93,11 +93,11 @@ def save_init(
     allow_overflow: AllowOverflowOption = False,
     config: ConfigOption = None,
     *,
-    losses: TensorOptions,
+    tensor_options: TensorOptions,
     compress: CompressOption = None,
-    output: WriteOptions,
-    hub: HubOptions,
-    shown: OutputOptions,
+    write_options: WriteOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Convert a Hugging Face checkpoint into a sharded Orbax one.
@@ -112,12 +112,12 @@ def save_init(
     from prepcli.commands.save_init import SaveInitRequest
     from prepcli.commands.save_init import save_init as run
 
-    ui = shown.open_console("save-init", progress)
-    common = _common(context, checkpoint, output, hub, config=config, allow_overflow=allow_overflow)
+    ui = output_options.open_console("save-init", progress)
+    common = _common_options(context, checkpoint, write_options, hub_options, config=config, allow_overflow=allow_overflow)
     rules = tuple(rule or ())
     with raise_on_signal():
         request = SaveInitRequest(
-            *(common, mesh, rules, scan, scan_axis, pad_vocab, init, seed, true_vocab, losses.match_options()),
+            *(common, mesh, rules, scan, scan_axis, pad_vocab, init, seed, true_vocab, tensor_options.match_options()),
             dtype=dtype,
             compress=compress,
         )
@@ -137,8 +137,8 @@ def reshard(
     config: ConfigOption = None,
     compress: CompressOption = None,
     *,
-    output: WriteOptions,
-    shown: OutputOptions,
+    write_options: WriteOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Lay an Orbax checkpoint out for another mesh.
@@ -153,8 +153,8 @@ def reshard(
     from prepcli.commands.save_init import SaveInitRequest
     from prepcli.commands.save_init import reshard as run
 
-    ui = shown.open_console("reshard", progress)
-    common = _common(context, checkpoint, output, step=step, config=config)
+    ui = output_options.open_console("reshard", progress)
+    common = _common_options(context, checkpoint, write_options, step=step, config=config)
     with raise_on_signal():
         rules = tuple(rule or ())
         request = SaveInitRequest(common, mesh, rules, scan, scan_axis, params_only=params_only, compress=compress)
@@ -168,7 +168,7 @@ def export(
     keep_padding: Annotated[bool, typer.Option("--keep-padding", help="Leave the padded rows on.")] = False,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The most a file holds.")] = "5GB",
     layout: Annotated[str, typer.Option("--layout", metavar="TREE", help="hf, hf-flax or easylm.")] = "hf",
-    container: Annotated[
+    file_format: Annotated[
         str | None,
         typer.Option(
             "--format",
@@ -188,8 +188,8 @@ def export(
     private: Annotated[bool, typer.Option("--private", help="With --push: a new repository is private.")] = False,
     step: StepOption = None,
     *,
-    output: WriteOptions,
-    shown: OutputOptions,
+    write_options: WriteOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Convert an Orbax checkpoint into a Hugging Face folder, or one for Flax.
@@ -205,20 +205,20 @@ def export(
     from prepcli.commands.export import ExportRequest, parse_shard_size
     from prepcli.commands.push import export_and_push
 
-    ui = shown.open_console("export", progress)
-    common = _common(context, checkpoint, output, step=step, config=config, allow_overflow=allow_overflow)
+    ui = output_options.open_console("export", progress)
+    common = _common_options(context, checkpoint, write_options, step=step, config=config, allow_overflow=allow_overflow)
     with raise_on_signal():
         request = ExportRequest(
-            common, keep_padding, parse_shard_size(shard_size), true_vocab, layout, container, dtype
+            common, keep_padding, parse_shard_size(shard_size), true_vocab, layout, file_format, dtype
         )
         return ui.finish(export_and_push(request, push, private, ui))
 
 
-def _common(
+def _common_options(
     context: typer.Context,
     checkpoint: str | None,
-    output: WriteOptions,
-    hub: HubOptions | None = None,
+    write_options: WriteOptions,
+    hub_options: HubOptions | None = None,
     *,
     config: Path | None,
     step: int | None = None,
@@ -228,19 +228,19 @@ def _common(
     from prepcli.commands.conversion import CommonOptions, ProcessOptions
     from prepcli.engine.budget import parse_memory
 
-    hub = hub or HubOptions()
+    hub = hub_options or HubOptions()
     return CommonOptions(
         checkpoint=checkpoint,
-        out=output.out,
-        memory_nbytes=parse_memory(output.memory),
-        dry_run=output.dry_run,
-        overwrite=output.overwrite,
-        restart=output.restart,
+        out=write_options.out,
+        memory_nbytes=parse_memory(write_options.memory),
+        dry_run=write_options.dry_run,
+        overwrite=write_options.overwrite,
+        restart=write_options.restart,
         offline=hub.offline,
         revision=hub.revision,
         stream=hub.stream,
         step=step,
-        process_options=ProcessOptions(output.processes, output.workers, tuple(context.obj or ())),
+        process_options=ProcessOptions(write_options.processes, write_options.workers, tuple(context.obj or ())),
         config=config,
         allow_overflow=allow_overflow,
     )

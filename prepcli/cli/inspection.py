@@ -30,8 +30,8 @@ def verify(
     quick: Annotated[bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")] = False,
     memory: MemoryOption = DEFAULT_MEMORY,
     *,
-    hub: HubOptions,
-    shown: OutputOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Check every bit, against the manifest or another checkpoint.
@@ -46,14 +46,14 @@ def verify(
     from prepcli.commands.verify import verify as run
     from prepcli.engine.budget import parse_memory
 
-    ui = shown.open_console("verify", progress)
+    ui = output_options.open_console("verify", progress)
     common = CommonOptions(
         checkpoint,
         None,
         parse_memory(memory),
-        offline=hub.offline,
-        revision=hub.revision,
-        stream=hub.stream,
+        offline=hub_options.offline,
+        revision=hub_options.revision,
+        stream=hub_options.stream,
         config=config,
     )
     with raise_on_signal():
@@ -88,8 +88,8 @@ def inspect(
         typer.Option("--diff", metavar="OTHER", help="Names, shapes and dtypes that differ.", show_default=False),
     ] = None,
     *,
-    hub: HubOptions,
-    shown: OutputOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Show what a checkpoint holds.
@@ -103,9 +103,9 @@ def inspect(
     from prepcli.commands.inspect import InspectRequest
     from prepcli.commands.inspect import inspect as run
 
-    ui = shown.open_console("inspect", progress)
+    ui = output_options.open_console("inspect", progress)
     request = InspectRequest(
-        checkpoint, pattern, sort, tree, stats, shards, mesh, diff, hub.offline, hub.revision, hub.stream
+        checkpoint, pattern, sort, tree, stats, shards, mesh, diff, hub_options.offline, hub_options.revision, hub_options.stream
     )
     return ui.finish(run(request, ui))
 
@@ -114,7 +114,7 @@ def inspect(
 def demo(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to work.")] = Path("prep-demo"),
     *,
-    shown: OutputOptions,
+    output_options: OutputOptions,
 ) -> int:
     """Take a tiny model all the way and back, offline, and check it.
 
@@ -129,12 +129,12 @@ def demo(
     from prepcli.commands.demo import demo as run
 
     with raise_on_signal():
-        ui = shown.open_console("demo")
+        ui = output_options.open_console("demo")
         return ui.finish(run(out, ui))
 
 
 @expand_option_groups
-def models(family: FamilyArgument = None, *, shown: OutputOptions) -> int:
+def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> int:
     """List the checkpoints that have a short name.
 
     \b
@@ -144,7 +144,7 @@ def models(family: FamilyArgument = None, *, shown: OutputOptions) -> int:
     """
     from prepcli.commands.models import models as run
 
-    ui = shown.open_console("models")
+    ui = output_options.open_console("models")
     return ui.finish(run(family, ui.columns))
 
 
@@ -152,7 +152,7 @@ def models(family: FamilyArgument = None, *, shown: OutputOptions) -> int:
 def env(
     devices: Annotated[bool, typer.Option("--devices", help="Import jax and list its devices.")] = False,
     *,
-    shown: OutputOptions,
+    output_options: OutputOptions,
 ) -> int:
     """Show versions, devices, memory, settings and caches.
 
@@ -163,4 +163,4 @@ def env(
     """
     from prepcli.commands.env import env as run
 
-    return shown.open_console("env").finish(run(DEFAULT_MEMORY, devices))
+    return output_options.open_console("env").finish(run(DEFAULT_MEMORY, devices))

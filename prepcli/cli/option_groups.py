@@ -91,29 +91,29 @@ def expand_option_groups(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def flat(**given: Any) -> int:
-        made = {name: group(**{key: given.pop(key) for key in _options(group)}) for name, group in groups.items()}
+        made = {name: group(**{key: given.pop(key) for key in _group_options(group)}) for name, group in groups.items()}
         return command(**given, **made)
 
-    parameters = [option for each in _parameters(command, hints) for option in _shown(each)]
+    parameters = [option for each in _resolved_parameters(command, hints) for option in _expand_parameter(each)]
     vars(flat)["__signature__"] = inspect.Signature(parameters)  # which `inspect.signature` asks for
     flat.__annotations__ = {each.name: each.annotation for each in parameters}
     return flat
 
 
-def _parameters(command: Callable[..., int], hints: dict[str, Any]) -> Iterator[Parameter]:
+def _resolved_parameters(command: Callable[..., int], hints: dict[str, Any]) -> Iterator[Parameter]:
     for name, parameter in inspect.signature(command).parameters.items():
         yield parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
 
 
-def _shown(parameter: Parameter) -> Iterator[Parameter]:
+def _expand_parameter(parameter: Parameter) -> Iterator[Parameter]:
     if not dataclasses.is_dataclass(parameter.annotation):
         yield parameter
         return
-    for name, (hint, default) in _options(parameter.annotation).items():
+    for name, (hint, default) in _group_options(parameter.annotation).items():
         yield Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _options(group: Any) -> dict[str, tuple[Any, Any]]:
+def _group_options(group: Any) -> dict[str, tuple[Any, Any]]:
     """Name -> type and default of each option."""
     hints = get_type_hints(group, include_extras=True)
     return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(group)}

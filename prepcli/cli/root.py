@@ -39,7 +39,7 @@ COMMANDS = (  # as `--help` lists them
 )
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The group of all commands."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -54,7 +54,7 @@ class Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     name="prep",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     pretty_exceptions_enable=False,
@@ -62,8 +62,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"prep {version()}")
         raise typer.Exit()
 

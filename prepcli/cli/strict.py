@@ -22,7 +22,7 @@ class StrictCommand(TyperCommand):
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))  # before conversion: Path("") is `.`
         for parameter in self.params:
             if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):
-                raise _is_empty(parameter)
+                raise _empty_value_error(parameter)
         return super().parse_args(ctx, args)
 
 
@@ -30,7 +30,7 @@ def _has_empty(value: object) -> bool:
     return "" in value if isinstance(value, list | tuple) else value == ""
 
 
-def _is_empty(parameter: Any) -> Exception:
+def _empty_value_error(parameter: Any) -> Exception:
     is_option = parameter.param_type_name == "option"
     shown = f"`{max(parameter.opts, key=len)}`" if is_option else parameter.metavar
     hint = f"give {shown} a value" if parameter.required else f"leave {shown} out, or give it a value"

@@ -23,7 +23,7 @@ from prepcli.errors import usage_error
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class PromptOptions:
     """What a model is to go on from."""
 
     prompt: Annotated[
@@ -50,7 +50,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class SamplingOptions:
     """How the next token is chosen."""
 
     temperature: Annotated[
@@ -67,7 +67,7 @@ def train(
         Path | None,
         typer.Argument(metavar="RECIPE", help="A TOML file; docs/recipes.md has its keys.", show_default=False),
     ] = None,
-    sets: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Option(
             "--set", metavar="KEY=VALUE", help="Another value for a key, as train.steps=10.", show_default=False
@@ -86,7 +86,7 @@ def train(
     no_verify: NoVerifyOption = False,
     offline: OfflineOption = False,
     *,
-    shown: OutputOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Train from a checkpoint as a recipe says; resumes by itself.
@@ -100,14 +100,14 @@ def train(
     from prepcli.commands.train import TrainRequest, recipe_schema
     from prepcli.commands.train import train as run
 
-    ui = shown.open_console("train", progress)
+    ui = output_options.open_console("train", progress)
     if schema:
-        if recipe is not None or sets:
+        if recipe is not None or overrides:
             raise usage_error("`--schema` takes no recipe", "one schema holds for all recipes", "`prep train --schema`")
         return ui.finish(recipe_schema())
     if recipe is None:
         raise usage_error("no recipe was named", "training is described by a TOML file", "`prep train RECIPE`")
-    request = TrainRequest(recipe, tuple(sets or ()), out, restart, stop_after, dry_run, offline, verify=not no_verify)
+    request = TrainRequest(recipe, tuple(overrides or ()), out, restart, stop_after, dry_run, offline, verify=not no_verify)
     return ui.finish(run(request, ui))
 
 
@@ -115,7 +115,7 @@ def train(
 def generate(
     checkpoint: OptionalCheckpointArgument = None,
     *,
-    given: Prompts,
+    prompt_options: PromptOptions,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -126,7 +126,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    drawing: Drawing,
+    sampling_options: SamplingOptions,
     mesh: Annotated[
         str | None,
         typer.Option("--mesh", metavar="DP,FSDP,MP", help="Devices; default: the first one.", show_default=False),
@@ -145,7 +145,7 @@ def generate(
     no_verify: NoVerifyOption = False,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
-    shown: OutputOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Let a model go on from prompts; what it adds goes to stdout.
@@ -160,16 +160,16 @@ def generate(
     from prepcli.commands.generate import GenerateRequest
     from prepcli.commands.generate import generate as run
 
-    ui = shown.open_console("generate", progress)
+    ui = output_options.open_console("generate", progress)
     common = CommonOptions(checkpoint, None, 0, offline=offline, revision=revision, step=step, config=config)
-    draws = (drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed)
-    texts, ids = tuple(given.prompt or ()), tuple(given.tokens or ())
+    draws = (sampling_options.temperature, sampling_options.top_k, sampling_options.top_p, sampling_options.seed)
+    texts, ids = tuple(prompt_options.prompt or ()), tuple(prompt_options.tokens or ())
     request = GenerateRequest(
         common,
         texts,
-        given.prompts,
+        prompt_options.prompts,
         ids,
-        given.tokenizer,
+        prompt_options.tokenizer,
         max_new_tokens,
         draws,
         mesh,

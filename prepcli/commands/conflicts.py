@@ -10,7 +10,7 @@ from prepcli.sources.locate import LocatedCheckpoint
 
 def check_mutually_exclusive(options: Mapping[str, object]) -> None:
     """Raise a usage PrepError where more than one of these options has a value."""
-    given = [option for option, value in options.items() if _is_given(value)]
+    given = [option for option, value in options.items() if _is_set(value)]
     if len(given) > 1:
         what = " and ".join(f"`{option} {options[option]}`" for option in given)
         raise usage_error(f"{what} exclude each other", "each says the whole of it", f"only one of {', '.join(given)}")
@@ -18,7 +18,7 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
 
 def check_needs(option: str, value: object, needed: str, why: str) -> None:
     """Raise a usage PrepError where `option` has a value. Called where `needed` is missing."""
-    if _is_given(value):
+    if _is_set(value):
         raise usage_error(
             f"`{option}` has no effect without `{needed}`", why, f"add `{needed}`, or leave `{option}` out"
         )
@@ -31,5 +31,5 @@ def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
         raise usage_error("`--stream` has no effect", f"{names} is read from a folder here", "leave `--stream` out")
 
 
-def _is_given(value: object) -> bool:
+def _is_set(value: object) -> bool:
     return value is not None and value is not False

@@ -79,7 +79,7 @@ def open_checkpoint(
         name = f"./{default_checkpoint(Path(), accept)}"
         ui.note(f"using {name} (the only prep checkpoint here)")
     if common.step is not None:
-        name = _with_step(name, common.step)
+        name = _step_checkpoint(name, common.step)
     located = locate(
         name,
         common.revision,
@@ -106,7 +106,7 @@ def check_allow_overflow(common: CommonOptions, dtype: str | None) -> None:
         check_needs("--allow-overflow", common.allow_overflow, "--dtype", "without a cast no value overflows")
 
 
-def _with_step(name: str, step: int) -> str:
+def _step_checkpoint(name: str, step: int) -> str:
     """The name of a run's step; a usage PrepError where the run has none such."""
     steps = saved_steps(Path(name).expanduser())
     if step in steps:
@@ -127,52 +127,52 @@ def run_conversion(
     )  # before all else: a dry run checks it too
     url = parse_out_url(common.out)
     if url is None:
-        return _run(common, ui, make, accept)
+        return _run_to_folder(common, ui, make, accept)
     request = Upload(url, common.dry_run, common.overwrite, common.restart)
     if PARENT_VARIABLE in os.environ:
-        return _run(replace(common, out=request.local_folder), ui, make, accept)
+        return _run_to_folder(replace(common, out=request.local_folder), ui, make, accept)
     return make_and_upload(
-        request, several, ui, lambda out, dry: _run(replace(common, out=out, dry_run=dry), ui, make, accept)
+        request, several, ui, lambda out, dry: _run_to_folder(replace(common, out=out, dry_run=dry), ui, make, accept)
     )
 
 
-def _run(
+def _run_to_folder(
     common: CommonOptions,
     ui: Ui,
-    make: Callable[[Source, LocatedCheckpoint], PlannedConversion],
-    accept: Callable[[Path], bool],
+    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
+    is_candidate: Callable[[Path], bool],
 ) -> Report:
-    located, source = open_checkpoint(common, ui, accept)
+    located, source = open_checkpoint(common, ui, is_candidate)
     check_config_option(common, source)
     check_stream(common.stream, located)
-    planned = make(source, located)
+    planned = make_plan(source, located)
     out = common.out or Path(planned.default_out_name)
-    _check_apart(out, source)
+    _check_output_location(out, source)
     ui.note(source_line(source))
     if refusal := unsupported_model_reason(source):
         ui.note(f"{source.display_name} can be converted, but not trained or sampled from: {refusal}")
     for line in planned.notes:
         ui.note(line)
-    _verbose(planned.plan, ui)
+    _note_plan_details(planned.plan, ui)
     fields = {"source": _source_fields(source, located), **planned.fields, **_plan_fields(planned.plan, ui)}
     fields["not_computed"] = refusal
     if common.dry_run:
-        return Report(_summary(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
-    done, processes = _carried_out(planned.plan, planned.source_view or source, out, common, ui)
+        return Report(_dry_run_line(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
+    done, processes = _execute_plan(planned.plan, planned.source_view or source, out, common, ui)
     said = read_manifest(out) or {}
     counts = said.get("casts", [])
     for entry in counts:
         ui.note(casts.format_cast(entry))
-    ui.note(_closing(planned.plan, done, counts, ui, common))
-    fields["accounting"]["changed_values"] = _changed(counts)
+    ui.note(_closing_line(planned.plan, done, counts, ui, common))
+    fields["accounting"]["changed_values"] = _count_changed_values(counts)
     if planned.plan.zstd_level:
-        fields["compress"] = packed = _packed_fields(planned.plan, said)
-        ui.note(_packed_line(packed))
-    fields |= {"output": str(out), "casts": counts, **_done_fields(done, common), **processes}
+        fields["compress"] = packed = _compression_fields(planned.plan, said)
+        ui.note(_compression_line(packed))
+    fields |= {"output": str(out), "casts": counts, **_result_fields(done, common), **processes}
     return Report(str(out), fields, planned.next_command(out))
 
 
-def _carried_out(
+def _execute_plan(
     plan: Plan, source: Source, out: Path, common: CommonOptions, ui: Ui
 ) -> tuple[ConversionResult, dict[str, Any]]:
     """The output, with what this process and its workers did, and fields that tell of them."""
@@ -193,7 +193,7 @@ def _carried_out(
     return done, {"processes": fields} if mine.count > 1 else {}
 
 
-def _check_apart(out: Path, source: Source) -> None:
+def _check_output_location(out: Path, source: Source) -> None:
     """Usage PrepError where writing the output would change the source, or replacing what is there would remove it."""
     target = out.resolve()
     partial = target.with_name(target.name + ".partial")
@@ -241,13 +241,13 @@ def _weight_dtypes(source: Source) -> list[str]:
     return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= large})
 
 
-def output_config(source: Source, vocabulary: Vocabulary, tied: bool, dtype: str | None = None) -> dict[str, Any]:
+def output_config(source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None) -> dict[str, Any]:
     """The source's config for an output with this vocabulary, in `dtype` where that was asked for; a head that became
     its own is said to be so."""
     config = with_vocabulary(source.config, vocabulary)
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]  # transformers' 5 and 4
     config |= dict.fromkeys(named, dtype) if dtype else {}
-    if tied or not source.family.is_tied(config, (source.family.tying.head_tensor,)):
+    if is_tied or not source.family.is_tied(config, (source.family.tying.head_tensor,)):
         return config
     return config | {"tie_word_embeddings": False, **source.family.tying.untied_fields(config)}
 
@@ -265,7 +265,7 @@ def format_command_line(command: str, source: Source, options: Sequence[tuple[st
     return " ".join(words)
 
 
-def _verbose(plan: Plan, ui: Ui) -> None:
+def _note_plan_details(plan: Plan, ui: Ui) -> None:
     for leaf in plan.leaves:
         ui.note(
             f"  {leaf.name}  {list(leaf.grid.shape)} {leaf.dtype} in chunks of {list(leaf.grid.chunk_shape)}", LEAVES
@@ -312,39 +312,39 @@ def _plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
     return fields
 
 
-def _done_fields(done: ConversionResult, common: CommonOptions) -> dict[str, Any]:
-    outcome = done.outcome
+def _result_fields(result: ConversionResult, common: CommonOptions) -> dict[str, Any]:
+    outcome = result.outcome
     seconds = outcome.seconds
     return {
-        "already": done.already_done,
+        "already": result.already_done,
         "bytes": {
             "read": outcome.read_nbytes,
             "written": outcome.written_nbytes,
             "moved": outcome.read_nbytes + outcome.copied_nbytes + outcome.written_nbytes,
             "resumed": outcome.resumed_nbytes,
         },
-        "memory": {"budget": common.memory_nbytes, "peak": done.peak_nbytes},
+        "memory": {"budget": common.memory_nbytes, "peak": result.peak_nbytes},
         "time": {k: round(v, 3) for k, v in (("read", seconds.read), ("move", seconds.move), ("write", seconds.write))},
     }
 
 
-def _changed(counts: Sequence[Mapping[str, Any]]) -> int:
+def _count_changed_values(counts: Sequence[Mapping[str, Any]]) -> int:
     return sum(entry["changed"] for entry in counts)
 
 
-def _packed_fields(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _compression_fields(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes of an output's chunks, raw and as they are stored."""
     raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.chunk_counts) for leaf in plan.leaves)
     stored = sum(manifest["packed"].values())
     return {"with": manifest["compress"], "raw": raw, "stored": stored, "ratio": round(stored / max(1, raw), 4)}
 
 
-def _packed_line(packed: Mapping[str, Any]) -> str:
-    sizes = f"{format_bytes(packed['raw'])} compressed to {format_bytes(packed['stored'])}"
-    return f"{sizes}, {packed['ratio']:.2f} x, with {packed['with']}"
+def _compression_line(compression: Mapping[str, Any]) -> str:
+    sizes = f"{format_bytes(compression['raw'])} compressed to {format_bytes(compression['stored'])}"
+    return f"{sizes}, {compression['ratio']:.2f} x, with {compression['with']}"
 
 
-def _summary(plan: Plan, out: Path) -> str:
+def _dry_run_line(plan: Plan, out: Path) -> str:
     dropped = f", {_dropped_text(plan)}" if _dropped_text(plan) else ""
     chunks = f" in {plan.chunk_count:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
     return (
@@ -362,12 +362,12 @@ def _dropped_text(plan: Plan) -> str:
     return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
 
 
-def _closing(
-    plan: Plan, done: ConversionResult, counts: Sequence[Mapping[str, Any]], ui: Ui, common: CommonOptions
+def _closing_line(
+    plan: Plan, result: ConversionResult, counts: Sequence[Mapping[str, Any]], ui: Ui, common: CommonOptions
 ) -> str:
-    if done.already_done:
-        return f"already done: {done.out} was made by the same request from the same source"
+    if result.already_done:
+        return f"already done: {result.out} was made by the same request from the same source"
     used = len({s.name for s in plan.streams if s.writes})
-    memory = f"peak {done.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
-    parts = [f"{used} tensors", *filter(None, [_dropped_text(plan)]), f"{_changed(counts):,} values changed"]
+    memory = f"peak {result.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
+    parts = [f"{used} tensors", *filter(None, [_dropped_text(plan)]), f"{_count_changed_values(counts):,} values changed"]
     return f"done in {ui.clock() - ui.started_s:.1f} s, {memory}; {', '.join(parts)}"

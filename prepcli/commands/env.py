@@ -20,13 +20,13 @@ PACKAGES = (
 
 
 # Which variables decide about a setting, the first that is set; the token may also lie in a file
-DECIDED_BY = {
+SETTING_VARIABLES = {
     "HF_HOME": ("HF_HOME", "XDG_CACHE_HOME"),
     "HF_HUB_CACHE": ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"),
     "HF_TOKEN": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     "HF_HUB_OFFLINE": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
 }
-HIDDEN = "(set, not shown)"
+HIDDEN_VALUE = "(set, not shown)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Setting:
     source: str
 
 
-def env(default_memory: str, with_devices: bool) -> Report:
+def env(default_memory: str, list_devices: bool) -> Report:
     """Everything at once; devices only on request, since that imports jax and takes hold of them."""
     system = {"python": platform.python_version(), "platform": platform.platform()}
     versions = {name: _version(name) for name in PACKAGES}
     sizes = {**system_memory(), "cgroup limit": cgroup_memory_limit()}
-    settings = [*_own_settings(os.environ, default_memory), *_hub_settings(os.environ)]
-    devices = _devices() if with_devices else None
+    settings = [*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)]
+    devices = _devices() if list_devices else None
     fields = {
         **system,
         "versions": versions,
@@ -54,16 +54,16 @@ def env(default_memory: str, with_devices: bool) -> Report:
     }
     shown_devices = devices if devices is not None else {"not looked for": "`prep env --devices` imports jax"}
     tables = [
-        _pairs("versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}),
-        _pairs("devices", shown_devices),
-        _pairs("memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}),
+        _two_column_table("versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}),
+        _two_column_table("devices", shown_devices),
+        _two_column_table("memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}),
         format_table([(each.name, each.value, each.source) for each in settings], ["settings", "", "decided by"]),
     ]
     return Report(text="\n\n".join(tables), fields=fields)
 
 
-def _pairs(title: str, pairs: Mapping[str, str]) -> str:
-    return format_table(list(pairs.items()), [title, ""])
+def _two_column_table(title: str, rows: Mapping[str, str]) -> str:
+    return format_table(list(rows.items()), [title, ""])
 
 
 def _version(package: str) -> str | None:
@@ -83,7 +83,7 @@ def _devices() -> dict[str, str]:
         return {"none": f"jax says: {error}"}
 
 
-def _own_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:
+def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:
     defaults = {"PREP_MEMORY": default_memory, "PREP_PROGRESS": "auto", "PREP_TIMEOUT": "10", "PREP_TRACEBACK": "-"}
     defaults["NO_COLOR"] = "-"
     return [_setting(environ, name, environ.get(name) or default) for name, default in defaults.items()]
@@ -100,13 +100,13 @@ def _hub_settings(environ: Mapping[str, str]) -> list[Setting]:
         "HF_HUB_OFFLINE": "1" if constants.HF_HUB_OFFLINE else "0",
     }
     settings = [_setting(environ, name, value) for name, value in values.items()]
-    token = _setting(environ, "HF_TOKEN", HIDDEN)
+    token = _setting(environ, "HF_TOKEN", HIDDEN_VALUE)
     if token.source == "default":
         is_stored = Path(constants.HF_TOKEN_PATH).is_file()
-        token = Setting("HF_TOKEN", HIDDEN, constants.HF_TOKEN_PATH) if is_stored else replace(token, value="-")
+        token = Setting("HF_TOKEN", HIDDEN_VALUE, constants.HF_TOKEN_PATH) if is_stored else replace(token, value="-")
     return [*settings, token]
 
 
 def _setting(environ: Mapping[str, str], name: str, value: str) -> Setting:
-    source = next((each for each in DECIDED_BY.get(name, (name,)) if environ.get(each)), "default")
+    source = next((each for each in SETTING_VARIABLES.get(name, (name,)) if environ.get(each)), "default")
     return Setting(name, value, source)

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from trainer.generation.generator import Generator
     from trainer.nn.transformer import ModelSpec
 
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
-NEW_TOKENS = 64
+TOKENIZER_FILE, GENERATION_CONFIG_FILE = "tokenizer.json", "generation_config.json"
+DEFAULT_NEW_TOKENS = 64
 STDIN = "-"
-DIGITS = 9  # of an id: more than any has
-KEYS = ("prompt", "text")  # of a line that is an object
-HINT = "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
+MAX_ID_DIGITS = 9  # of an id: more than any has
+PROMPT_KEYS = ("prompt", "text")  # of a line that is an object
+OUT_OF_MEMORY_HINT = "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +54,30 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompts:
+class _EncodedPrompts:
     """Prompts as ids, with the text of each where there is a tokenizer; of an encoder's model they are its sources."""
 
     ids: tuple[list[int], ...]
     texts: tuple[str | None, ...]
-    start: int | None = None  # the token that a decoder begins with which has an encoder before it
+    decoder_start_id: int | None = None  # the token that a decoder begins with which has an encoder before it
 
-    def rows(self, low: int, high: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+    def batch(self, start: int, stop: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
         """What a generator takes: prompts and sources."""
-        own = self.ids[low:high]
-        return (own, None) if self.start is None else ([[self.start]] * len(own), own)
+        own = self.ids[start:stop]
+        return (own, None) if self.decoder_start_id is None else ([[self.decoder_start_id]] * len(own), own)
 
 
 def generate(request: GenerateRequest, ui: Ui) -> Report:
     """What a model adds to each prompt, in their order."""
     given = (
-        [*request.prompt_texts, *(_lines(request.prompts_file) if request.prompts_file else ())],
-        [*map(_ids, request.prompt_ids)],
+        [*request.prompt_texts, *(_read_prompts(request.prompts_file) if request.prompts_file else ())],
+        [*map(_parse_token_ids, request.prompt_ids)],
     )
     if not any(given):
         raise usage_error(
             "no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`"
         )
-    _check_draws(*request.sampling)
+    _check_sampling(*request.sampling)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.generation.decode import GenerationConfig
@@ -89,23 +89,23 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     located, source = open_checkpoint(request.common, ui)
     check_config_option(request.common, source)
     ui.note(source_line(source))
-    with catch_out_of_memory(HINT):
-        with _opened(request, source, located.path, ui) as reader:
-            model, on = model_from_manifest(reader.manifest), _devices(request, reader.manifest)
+    with catch_out_of_memory(OUT_OF_MEMORY_HINT):
+        with _open_reader(request, source, located.path, ui) as reader:
+            model, on = model_from_manifest(reader.manifest), _resolve_sharding(request, reader.manifest)
             check_mesh_divides(model, on)
-            encoder = _encoder(request, source, bool(given[0]))
-            prompts = _prompts(*given, encoder, model, source.config)
-            rows = prompts.rows(0, len(prompts.ids))
-            fitting = min(NEW_TOKENS, max_fitting_new_tokens(rows[0], model) or NEW_TOKENS)
+            encoder = _load_tokenizer(request, source, bool(given[0]))
+            prompts = _encode_prompts(*given, encoder, model, source.config)
+            rows = prompts.batch(0, len(prompts.ids))
+            fitting = min(DEFAULT_NEW_TOKENS, max_fitting_new_tokens(rows[0], model) or DEFAULT_NEW_TOKENS)
             asked = GenerationConfig(
-                request.max_new_tokens or max(1, fitting), _ends(source, model.true_vocab_size), sampling
+                request.max_new_tokens or max(1, fitting), _eos_token_ids(source, model.true_vocab_size), sampling
             )
             check_prompts(*rows, model, asked)
-            generator = _generator(request, reader, model, on, asked)
-        return _carried_out(request, generator, prompts, encoder, ui)
+            generator = _build_generator(request, reader, model, on, asked)
+        return _generate_batches(request, generator, prompts, encoder, ui)
 
 
-def _check_draws(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
     """Raise a usage PrepError for options of sampling where no token is drawn."""
     if temperature == 0:
         why = "temperature 0 takes the likeliest token each time"
@@ -114,7 +114,7 @@ def _check_draws(temperature: float, top_k: int, top_p: float, seed: int) -> Non
         check_needs("--seed", seed or None, "--temperature", why)
 
 
-def _lines(name: str) -> Iterator[str]:
+def _read_prompts(name: str) -> Iterator[str]:
     """The prompts of a file, a line each. PrepError where it cannot be read, or a line is not what it should be."""
     try:
         text = sys.stdin.read() if name == STDIN else Path(name).read_text("utf-8-sig")
@@ -124,28 +124,28 @@ def _lines(name: str) -> Iterator[str]:
         raise PrepError(f"{name} is no text", str(error), "a file of UTF-8") from error
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold other separators
         if line.strip():
-            yield _object(name, number, line) if name.endswith(".jsonl") else line
+            yield _prompt_from_json(name, number, line) if name.endswith(".jsonl") else line
 
 
-def _object(name: str, number: int, line: str) -> str:
+def _prompt_from_json(name: str, number: int, line: str) -> str:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise PrepError(f"line {number} of {name} is no JSON", str(error)) from error
-    texts = [found[key] for key in KEYS if isinstance(found, dict) and isinstance(found.get(key), str)]
+    texts = [found[key] for key in PROMPT_KEYS if isinstance(found, dict) and isinstance(found.get(key), str)]
     if not texts:
-        raise PrepError(f"line {number} of {name} has no prompt", f"an object with `{KEYS[0]}` or `{KEYS[1]}`, a text")
+        raise PrepError(f"line {number} of {name} has no prompt", f"an object with `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`, a text")
     return texts[0]
 
 
-def _ids(text: str) -> list[int]:
+def _parse_token_ids(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() and len(word) <= DIGITS for word in words):
+    if not all(word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words):
         raise usage_error(f"`--tokens {text:.60}` is not understood", "it takes ids with commas", "`--tokens 1,2,3`")
     return [int(word) for word in words]
 
 
-def _opened(request: GenerateRequest, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
+def _open_reader(request: GenerateRequest, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
     """The checkpoint to read parameters of: as prep lays it out by default, layers one after the other in a leaf, it is
     read as it is; anything else is laid out so, and its vocabulary padded for the mesh."""
     said = source.tree_manifest
@@ -154,12 +154,12 @@ def _opened(request: GenerateRequest, source: Source, path: Path, ui: Ui) -> Ite
         if request.verify and not reader.is_checked:
             check_without_checksums(source, source.tensors, ui)
         return reader
-    on = _devices(request, {"rules": said.get("rules", ())})
+    on = _resolve_sharding(request, {"rules": said.get("rules", ())})
     axes = on.rules["vocab"][0]
     return WeightsReader(source, math.prod(map(on.mesh.size, axes)) if on.mesh else 1, request.verify)
 
 
-def _devices(request: GenerateRequest, facts: Mapping[str, Any]) -> ShardingContext:
+def _resolve_sharding(request: GenerateRequest, manifest: Mapping[str, Any]) -> ShardingContext:
     """The mesh that was asked for; without one, a single device."""
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.mesh import parse_mesh
@@ -168,63 +168,63 @@ def _devices(request: GenerateRequest, facts: Mapping[str, Any]) -> ShardingCont
     if request.mesh is None:
         return ShardingContext()
     try:
-        return make_sharding_context(parse_mesh(request.mesh, "--mesh"), rules_from_manifest(facts))
+        return make_sharding_context(parse_mesh(request.mesh, "--mesh"), rules_from_manifest(manifest))
     except PrepError as error:
         hint = error.hint.replace("--set mesh=", "--mesh ")
         raise PrepError(error.what, error.why, hint, error.code) from error
 
 
-def _encoder(request: GenerateRequest, source: Source, needed: bool) -> TextTokenizer | None:
+def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool) -> TextTokenizer | None:
     """The tokenizer; None where there is none, and prompts are ids. PrepError where they are texts."""
     from trainer.data.tokenizer import load_tokenizer
 
-    path, hint = request.tokenizer or _beside(source, TOKENIZER), "`--tokenizer PATH`, or `--tokens 1,2,3`"
+    path, hint = request.tokenizer or _find_side_file(source, TOKENIZER_FILE), "`--tokenizer PATH`, or `--tokens 1,2,3`"
     if path is None:
-        if not needed:
+        if not is_required:
             return None
-        why = f"it has no {TOKENIZER}, which says what the ids of a text are"
+        why = f"it has no {TOKENIZER_FILE}, which says what the ids of a text are"
         raise PrepError(f"{source.display_name} comes without a tokenizer", why, hint)
     try:
         return load_tokenizer(path)
     except PrepError as error:
-        if not needed and request.tokenizer is None:
+        if not is_required and request.tokenizer is None:
             return None  # ids go without
         raise PrepError(error.what, error.why, hint) from error
 
 
-def _beside(source: Source, name: str) -> Path | None:
+def _find_side_file(source: Source, name: str) -> Path | None:
     return next((path for path in source.small_files if path.name == name), None)
 
 
-def _prompts(
+def _encode_prompts(
     texts: Sequence[str],
     ids: Sequence[list[int]],
-    encoder: TextTokenizer | None,
+    tokenizer: TextTokenizer | None,
     model: ModelSpec,
     config: Mapping[str, Any],
-) -> _Prompts:
+) -> _EncodedPrompts:
     from trainer.training.setup import decoder_start_token_id
 
-    encoded = [encoder.encode_prompt(text) for text in texts] if encoder else []
-    said = [encoder.decode(each) if encoder else None for each in ids]
+    encoded = [tokenizer.encode_prompt(text) for text in texts] if tokenizer else []
+    said = [tokenizer.decode(each) if tokenizer else None for each in ids]
     start = decoder_start_token_id(config, model.true_vocab_size) if model.arch_config.encoder is not None else None
-    return _Prompts((*encoded, *ids), (*texts, *said), start)
+    return _EncodedPrompts((*encoded, *ids), (*texts, *said), start)
 
 
-def _ends(source: Source, vocab: int) -> tuple[int, ...]:
+def _eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
     """The tokens that end a text: one, or a list of them; what belongs to generation goes before the config."""
-    path = _beside(source, GENERATION)
+    path = _find_side_file(source, GENERATION_CONFIG_FILE)
     found = (read_config(path) if path else {}).get("eos_token_id", source.config.get("eos_token_id"))
     ids = (each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
     return tuple(each for each in ids if 0 <= each < vocab)
 
 
-def _generator(
+def _build_generator(
     request: GenerateRequest,
     reader: ItemReader | WeightsReader,
     model: ModelSpec,
-    on: ShardingContext,
-    asked: GenerationConfig,
+    sharding: ShardingContext,
+    generation_config: GenerationConfig,
 ) -> Generator:
     """The parameters on their devices, in the dtype of the computation."""
     from trainer.generation.decode import inference_dtype
@@ -234,18 +234,18 @@ def _generator(
 
     stored = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}
     dtype = request.dtype or ("bfloat16" if stored == {"bfloat16"} else "float32")
-    params = load_params(reader, model, on, lambda path: inference_dtype(path, dtype))
-    return Generator(params, model, ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=on), asked)
+    params = load_params(reader, model, sharding, lambda path: inference_dtype(path, dtype))
+    return Generator(params, model, ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding), generation_config)
 
 
-def _carried_out(
-    request: GenerateRequest, generator: Generator, prompts: _Prompts, encoder: TextTokenizer | None, ui: Ui
+def _generate_batches(
+    request: GenerateRequest, generator: Generator, prompts: _EncodedPrompts, tokenizer: TextTokenizer | None, ui: Ui
 ) -> Report:
     count, began = len(prompts.ids), ui.clock()
     size = min(request.batch_size, count)
     made: list[list[int]] = []
     for low in range(0, count, size):
-        made += generator.generate(*prompts.rows(low, low + size), low, size)
+        made += generator.generate(*prompts.batch(low, low + size), low, size)
         if count > size:
             ui.note(f"{len(made):,} of {count:,} prompts done")
     seconds = ui.clock() - began - generator.compile_s
@@ -253,7 +253,7 @@ def _carried_out(
     speed = new / max(seconds, 1e-9)
     told = f"{new:,} tokens after {count:,} prompt{'s' if count > 1 else ''} in {format_duration(seconds)}"
     ui.note(f"{told}, {speed:,.1f} tokens/s; compiled in {format_duration(generator.compile_s)}")
-    texts = _texts(prompts, made, encoder)
+    texts = _decode_outputs(prompts, made, tokenizer)
     on, ends = generator.forward_config.sharding, generator.generation_config.eos_token_ids
     fields = {
         "mesh": str(on.mesh) if on.mesh else None,
@@ -269,9 +269,9 @@ def _carried_out(
     return Report("\n".join(texts or (",".join(map(str, each)) for each in made)), fields)
 
 
-def _texts(prompts: _Prompts, made: Sequence[Sequence[int]], encoder: TextTokenizer | None) -> list[str] | None:
+def _decode_outputs(prompts: _EncodedPrompts, output_ids: Sequence[Sequence[int]], tokenizer: TextTokenizer | None) -> list[str] | None:
     """What was added to each prompt; what a decoder begins with is nothing that a text goes on from."""
-    if encoder is None:
+    if tokenizer is None:
         return None
-    before = prompts.ids if prompts.start is None else [()] * len(made)
-    return [encoder.decode(new, old) for new, old in zip(made, before)]
+    before = prompts.ids if prompts.decoder_start_id is None else [()] * len(output_ids)
+    return [tokenizer.decode(new, old) for new, old in zip(output_ids, before)]

@@ -29,9 +29,9 @@ from prepcli.sources.opening import open_source
 from trainer.models.mesh import device_boxes, merge_rules, num_replicas, parse_mesh, partition_spec, shard_shape
 from trainer.models.suggest import suggest
 
-Sort = Literal["name", "size", "file"]
-Shape = tuple[tuple[int, ...], str]  # with the dtype
-FORMATS = {
+SortKey = Literal["name", "size", "file"]
+ShapeAndDtype = tuple[tuple[int, ...], str]  # with the dtype
+FORMAT_TITLES = {
     "torch": "PyTorch",
     "meta": "PyTorch as Meta lays it out",
     "flax": "Flax msgpack",
@@ -48,7 +48,7 @@ class InspectRequest:
 
     checkpoint: str
     pattern: str | None = None
-    sort: Sort = "file"
+    sort: SortKey = "file"
     tree: bool = False
     stats: bool = False
     shards: str | None = None
@@ -61,25 +61,25 @@ class InspectRequest:
 
 def inspect(request: InspectRequest, ui: Ui) -> Report:
     """Look at a checkpoint; only `stats` reads its data. The report of `diff` carries an error if there are any."""
-    _check(request)
-    located, contents = _read(request, request.checkpoint, request.revision, ui)
+    _check_request(request)
+    located, contents = _read_checkpoint(request, request.checkpoint, request.revision, ui)
     source = {"source": _source_fields(contents, located, ui)}
     if request.diff is None:
         check_stream(request.stream, located)
     if request.shards is not None:
-        return _shards(request, contents, source)
+        return _shards_report(request, contents, source)
     if request.diff is not None:
-        where, other = _read(request, request.diff, None, ui)
+        where, other = _read_checkpoint(request, request.diff, None, ui)
         check_stream(request.stream, located, where)
-        return _diff(request, contents, other, source | {"against": _source_fields(other, where, ui)}, ui)
-    wanted = _matching([entry.name for entry in contents.entries], request.pattern, contents.display_name)
-    chosen = _sorted([entry for entry in contents.entries if entry.name in wanted], request.sort)
-    text, fields = _view(request, contents, chosen, ui)
+        return _diff_report(request, contents, other, source | {"against": _source_fields(other, where, ui)}, ui)
+    wanted = _match_names([entry.name for entry in contents.entries], request.pattern, contents.display_name)
+    chosen = _sort_entries([entry for entry in contents.entries if entry.name in wanted], request.sort)
+    text, fields = _render_view(request, contents, chosen, ui)
     count = [_count_line(contents, chosen)] if request.pattern else []
-    return Report("\n".join([*_head(contents, source["source"]), "", text, *count]), source | fields)
+    return Report("\n".join([*_header_lines(contents, source["source"]), "", text, *count]), source | fields)
 
 
-def _check(request: InspectRequest) -> None:
+def _check_request(request: InspectRequest) -> None:
     views = {"--tree": request.tree, "--stats": request.stats, "--shards": request.shards, "--diff": request.diff}
     asked = [flag for flag, value in views.items() if value not in (None, False)]
     if len(asked) > 1:
@@ -94,11 +94,11 @@ def _check(request: InspectRequest) -> None:
         raise usage_error(f"`{request.pattern}` is one argument too many", "`--shards` names the leaf")
 
 
-def _read(
-    request: InspectRequest, name: str, revision: str | None, ui: Ui
+def _read_checkpoint(
+    request: InspectRequest, checkpoint: str, revision: str | None, ui: Ui
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     located = locate(
-        name,
+        checkpoint,
         revision,
         request.offline,
         progress=ui.progress(),
@@ -107,20 +107,20 @@ def _read(
         allow_remote=True,
         retry_policy=retry_policy_from_env(os.environ, ui.note),
     )
-    return located, read_contents(located, located.hub_id or name)
+    return located, read_contents(located, located.hub_id or checkpoint)
 
 
-def _matching(names: Collection[str], pattern: str | None, where: str) -> set[str]:
+def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
     """Those that the pattern names; PrepError, with a guess, where that is none."""
     found = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
     if pattern is None or found:
         return found
     inside = f"*{pattern.strip('*')}*"
     meant = inside if any(fnmatchcase(name, inside) for name in names) else suggest(pattern, names)
-    raise PrepError(f"no tensor of {where} matches `{pattern}`", "", f"did you mean `{meant}`?" if meant else "")
+    raise PrepError(f"no tensor of {checkpoint} matches `{pattern}`", "", f"did you mean `{meant}`?" if meant else "")
 
 
-def _sorted(entries: list[TensorEntry], sort: Sort) -> list[TensorEntry]:
+def _sort_entries(entries: list[TensorEntry], sort: SortKey) -> list[TensorEntry]:
     """By name, by size with the largest first, or as they come."""
     if sort == "name":
         return sorted(entries, key=lambda entry: entry.name)
@@ -131,7 +131,7 @@ def _sorted(entries: list[TensorEntry], sort: Sort) -> list[TensorEntry]:
 
 
 def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui: Ui) -> dict[str, Any]:
-    manifest, vocabulary = contents.manifest, _vocabulary(contents, ui)
+    manifest, vocabulary = contents.manifest, _read_vocabulary_or_warn(contents, ui)
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
@@ -155,7 +155,7 @@ def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui:
     }
 
 
-def _vocabulary(contents: CheckpointContents, ui: Ui) -> Vocabulary | None:
+def _read_vocabulary_or_warn(contents: CheckpointContents, ui: Ui) -> Vocabulary | None:
     """What the config says; a config that makes no sense is no reason not to look at the tensors."""
     if contents.config.get(VOCAB_SIZE_KEY) is None:
         return None
@@ -166,17 +166,17 @@ def _vocabulary(contents: CheckpointContents, ui: Ui) -> Vocabulary | None:
         return None
 
 
-def _head(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
+def _header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
     """Two lines: what model it is, and how it lies on disk; and one for each of the first things that are no array."""
     counted = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
     size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
     model = "  ".join([source["name"], _family_text(contents), counted, size])
-    kind = FORMATS.get(contents.kind, contents.kind)
-    stored = [f"{kind}, {_count(source['files'], 'file')}, {_count(source['tensors'], 'tensor')}"]
+    kind = FORMAT_TITLES.get(contents.kind, contents.kind)
+    stored = [f"{kind}, {_count_text(source['files'], 'file')}, {_count_text(source['tensors'], 'tensor')}"]
     if contents.kind == "orbax":
-        leaves = f"{_count(source['tensors'], 'leaf', 'leaves')} in {_count(source['chunks'], 'chunk')}"
+        leaves = f"{_count_text(source['tensors'], 'leaf', 'leaves')} in {_count_text(source['chunks'], 'chunk')}"
         codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
-        stored = [f"Orbax{codecs}, {_count(source['files'], 'data file')}, {leaves}"]
+        stored = [f"Orbax{codecs}, {_count_text(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
         stored += [_layout_text(source)] if source["layout"] else []
         stored += [_step_text(contents)] if source["step"] is not None else []
@@ -208,86 +208,86 @@ def _step_text(contents: CheckpointContents) -> str:
     return f"step {contents.manifest['step']}: parameters {params}, optimizer state {state}"
 
 
-def _count(number: int, noun: str, plural: str = "") -> str:
+def _count_text(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _count_line(contents: CheckpointContents, chosen: Sequence[TensorEntry]) -> str:
-    size = format_bytes(sum(entry.nbytes for entry in chosen))
-    return f"{len(chosen):,} of {len(contents.entries):,} tensors, {size}"
+def _count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:
+    size = format_bytes(sum(entry.nbytes for entry in entries))
+    return f"{len(entries):,} of {len(contents.entries):,} tensors, {size}"
 
 
 # Table, statistics and tree
 
 
-def _view(
-    request: InspectRequest, contents: CheckpointContents, chosen: list[TensorEntry], ui: Ui
+def _render_view(
+    request: InspectRequest, contents: CheckpointContents, entries: list[TensorEntry], ui: Ui
 ) -> tuple[str, dict[str, Any]]:
     names = [_file_name(contents, each) for each in contents.byte_sources]
-    listed = [_entry_fields(contents, entry, names) for entry in chosen] if ui.as_json else []
-    most = len(chosen) if ui.level >= LEAVES else MAX_ROWS
+    listed = [_entry_fields(contents, entry, names) for entry in entries] if ui.as_json else []
+    most = len(entries) if ui.level >= LEAVES else MAX_ROWS
     if request.tree:
-        nodes = build_tree(chosen)
+        nodes = build_tree(entries)
         rows = list(itertools.islice(tree_rows(nodes), most))
         text = format_table(rows, ("name", "shape", "dtype", "size"), {"size"}, ui.columns)
         fields = {"tensors": listed, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
-        return _with_rest(text, count_nodes(nodes) - len(rows)), fields
-    rest = len(chosen) - most
+        return _append_omitted_line(text, count_nodes(nodes) - len(rows)), fields
+    rest = len(entries) - most
     if request.stats:
-        found = _stats(contents, chosen, ui)
+        found = _compute_stats(contents, entries, ui)
         for fields, each in zip(listed, found):
             fields["stats"] = _stats_fields(each)
-        return _with_rest(_stats_table(chosen[:most], found, ui.columns), rest), {"tensors": listed}
-    return _with_rest(_table(contents, chosen[:most], names, ui.columns), rest), {"tensors": listed}
+        return _append_omitted_line(_stats_table(entries[:most], found, ui.columns), rest), {"tensors": listed}
+    return _append_omitted_line(_entry_table(contents, entries[:most], names, ui.columns), rest), {"tensors": listed}
 
 
-def _with_rest(text: str, rest: int) -> str:
+def _append_omitted_line(text: str, num_omitted: int) -> str:
     """Add a line for rows that are not shown."""
-    return f"{text}\nand {rest:,} more rows; `-v` shows all, a PATTERN those that match" if rest > 0 else text
+    return f"{text}\nand {num_omitted:,} more rows; `-v` shows all, a PATTERN those that match" if num_omitted > 0 else text
 
 
-def _file_name(contents: CheckpointContents, read: Path | Blob) -> str:
+def _file_name(contents: CheckpointContents, file: Path | Blob) -> str:
     """What a file or a blob is called within the checkpoint."""
-    if isinstance(read, Path) and contents.folder.is_dir():
-        return str(read.relative_to(contents.folder))
-    return read.name
+    if isinstance(file, Path) and contents.folder.is_dir():
+        return str(file.relative_to(contents.folder))
+    return file.name
 
 
-def _entry_fields(contents: CheckpointContents, entry: TensorEntry, names: Sequence[str]) -> dict[str, Any]:
+def _entry_fields(contents: CheckpointContents, entry: TensorEntry, file_names: Sequence[str]) -> dict[str, Any]:
     """An entry for JSON; file and offset are those of its first chunk."""
     first = entry.first_chunk
     fields: dict[str, Any] = {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "bytes": entry.nbytes}
-    fields |= {"file": names[first.file] if first else None, "offset": first.offset if first else None}
+    fields |= {"file": file_names[first.file] if first else None, "offset": first.offset if first else None}
     return fields | ({"chunk": entry.chunk_shape, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
 
 
-def _table(
-    contents: CheckpointContents, chosen: Sequence[TensorEntry], names: Sequence[str], columns: int | None
+def _entry_table(
+    contents: CheckpointContents, entries: Sequence[TensorEntry], file_names: Sequence[str], columns: int | None
 ) -> str:
     last = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
-    for entry in chosen:
+    for entry in entries:
         first = entry.first_chunk
-        place: list[Cell] = [names[first.file], first.offset] if first else ["", ""]
+        place: list[Cell] = [file_names[first.file], first.offset] if first else ["", ""]
         place = [str(list(entry.chunk_shape)), len(entry.chunks)] if contents.kind == "orbax" else place
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *place])
     return format_table(rows, ("name", "shape", "dtype", "size", *last), {"size"}, columns)
 
 
-def _stats(contents: CheckpointContents, chosen: Sequence[TensorEntry], ui: Ui) -> list[TensorStats | None]:
+def _compute_stats(contents: CheckpointContents, entries: Sequence[TensorEntry], ui: Ui) -> list[TensorStats | None]:
     progress = ui.progress()
-    progress.begin("inspect", sum(map(stored_nbytes, chosen)))
+    progress.begin("inspect", sum(map(stored_nbytes, entries)))
     try:
         with open_blobs(contents.byte_sources) as files:
-            return [compute_stats(entry, files, progress.advance) for entry in chosen]
+            return [compute_stats(entry, files, progress.advance) for entry in entries]
     finally:
         progress.end()
 
 
-def _stats_table(chosen: Sequence[TensorEntry], found: Sequence[TensorStats | None], columns: int | None) -> str:
+def _stats_table(entries: Sequence[TensorEntry], statistics: Sequence[TensorStats | None], columns: int | None) -> str:
     head = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
-    for entry, each in zip(chosen, found):
+    for entry, each in zip(entries, statistics):
         known: list[Cell] = ["-"] * 6
         if each is not None:
             known = [*map(_value_text, (each.minimum, each.maximum, each.mean)), each.nan, each.inf, each.zeros]
@@ -295,11 +295,11 @@ def _stats_table(chosen: Sequence[TensorEntry], found: Sequence[TensorStats | No
     return format_table(rows, head, set(head[3:]), columns)
 
 
-def _stats_fields(found: TensorStats | None) -> dict[str, Any] | None:
-    if found is None:
+def _stats_fields(statistics: TensorStats | None) -> dict[str, Any] | None:
+    if statistics is None:
         return None
-    counts = {"nan": found.nan, "inf": found.inf, "zeros": found.zeros}
-    return {"min": found.minimum, "max": found.maximum, "mean": found.mean, **counts}
+    counts = {"nan": statistics.nan, "inf": statistics.inf, "zeros": statistics.zeros}
+    return {"min": statistics.minimum, "max": statistics.maximum, "mean": statistics.mean, **counts}
 
 
 def _value_text(value: float | None) -> str:
@@ -309,7 +309,7 @@ def _value_text(value: float | None) -> str:
 # Shards
 
 
-def _shards(request: InspectRequest, contents: CheckpointContents, fields: Mapping[str, Any]) -> Report:
+def _shards_report(request: InspectRequest, contents: CheckpointContents, fields: Mapping[str, Any]) -> Report:
     asked = contents.manifest.get("mesh") if request.mesh is None else request.mesh
     if asked is None:
         why = f"{contents.display_name} was not laid out for one"
@@ -336,12 +336,12 @@ def _shards(request: InspectRequest, contents: CheckpointContents, fields: Mappi
 # Against another checkpoint
 
 
-def _diff(
+def _diff_report(
     request: InspectRequest, a: CheckpointContents, b: CheckpointContents, fields: Mapping[str, Any], ui: Ui
 ) -> Report:
     """Without reading data; tensors in the order of the first one, then those that only the other has."""
-    x, y = (_shapes(contents, a.kind != b.kind) for contents in (a, b))
-    wanted = _matching({*x, *y}, request.pattern, f"{a.display_name} and {b.display_name}")
+    x, y = (_shapes_by_name(contents, a.kind != b.kind) for contents in (a, b))
+    wanted = _match_names({*x, *y}, request.pattern, f"{a.display_name} and {b.display_name}")
     names = [name for name in dict.fromkeys([*x, *y]) if name in wanted]
     found = [(name, x.get(name), y.get(name)) for name in names if x.get(name) != y.get(name)]
     listed = [{"name": n, "a": _shape_fields(shape), "b": _shape_fields(other)} for n, shape, other in found]
@@ -351,28 +351,28 @@ def _diff(
     lines = [
         _difference_line(name, shape, other, a.display_name, b.display_name) for name, shape, other in found[:most]
     ]
-    text = _with_rest("\n".join(lines), len(found) - most)
-    error = PrepError(f"{a.display_name} and {b.display_name} differ in {len(found)} of {_count(len(names), 'tensor')}")
+    text = _append_omitted_line("\n".join(lines), len(found) - most)
+    error = PrepError(f"{a.display_name} and {b.display_name} differ in {len(found)} of {_count_text(len(names), 'tensor')}")
     return Report(text, {**fields, "differences": listed}, error=error)
 
 
-def _shapes(contents: CheckpointContents, as_tensors: bool) -> dict[str, Shape]:
+def _shapes_by_name(contents: CheckpointContents, as_hf_tensors: bool) -> dict[str, ShapeAndDtype]:
     """Name -> shape and dtype; `as_tensors`: of the Hugging Face tensors that an Orbax checkpoint holds."""
-    if not as_tensors or contents.kind in ("safetensors", "torch", "meta"):
+    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     source = open_source(contents.folder, contents.display_name)
     return {source.names.full_name(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}
 
 
-def _shape_fields(shape: Shape | None) -> dict[str, Any] | None:
+def _shape_fields(shape: ShapeAndDtype | None) -> dict[str, Any] | None:
     return {"shape": shape[0], "dtype": shape[1]} if shape else None
 
 
-def _difference_line(name: str, x: Shape | None, y: Shape | None, a: str, b: str) -> str:
-    if x and y:
-        return f"differs  {name}  {_shape_text(x)} -> {_shape_text(y)}"
-    return f"only in {a}  {name}  {_shape_text(x)}" if x else f"only in {b}  {name}  {_shape_text(y)}"
+def _difference_line(name: str, a_shape: ShapeAndDtype | None, b_shape: ShapeAndDtype | None, a_name: str, b_name: str) -> str:
+    if a_shape and b_shape:
+        return f"differs  {name}  {_shape_text(a_shape)} -> {_shape_text(b_shape)}"
+    return f"only in {a_name}  {name}  {_shape_text(a_shape)}" if a_shape else f"only in {b_name}  {name}  {_shape_text(b_shape)}"
 
 
-def _shape_text(shape: Shape | None) -> str:
+def _shape_text(shape: ShapeAndDtype | None) -> str:
     return f"{list(shape[0])} {shape[1]}" if shape else ""

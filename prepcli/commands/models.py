@@ -10,7 +10,7 @@ from prepcli.errors import usage_error
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 from trainer.models.suggest import suggest
 
-SHARDS = (8, 128)  # usual numbers of devices; the table says into how many equal shards a vocabulary splits on them
+DEVICE_COUNTS = (8, 128)  # usual numbers of devices; the table says into how many equal shards a vocabulary splits on them
 
 
 def models(family: str | None, columns: int | None = None) -> Report:
@@ -20,11 +20,11 @@ def models(family: str | None, columns: int | None = None) -> Report:
         hint = f"did you mean `{meant}`?" if meant else ""
         raise usage_error(f"no aliases of family `{family}`", f"known: {', '.join(ALIAS_FAMILIES)}", hint)
     found = [alias for alias in ALIASES if family in (None, alias.family)]
-    return Report(text=_text(found, columns), fields={"models": [_fields(alias) for alias in found]})
+    return Report(text=_alias_table(found, columns), fields={"models": [_fields(alias) for alias in found]})
 
 
-def _text(found: list[Alias], columns: int | None) -> str:
-    head = ["alias", "hub id", "family", "parameters", "size", "vocabulary", *(f"shards on {ways}" for ways in SHARDS)]
+def _alias_table(aliases: list[Alias], columns: int | None) -> str:
+    head = ["alias", "hub id", "family", "parameters", "size", "vocabulary", *(f"shards on {ways}" for ways in DEVICE_COUNTS)]
     rows = [
         [
             alias.name,
@@ -33,9 +33,9 @@ def _text(found: list[Alias], columns: int | None) -> str:
             alias.parameters,
             format_bytes(alias.nbytes),
             alias.vocab,
-            *(math.gcd(alias.vocab, ways) for ways in SHARDS),
+            *(math.gcd(alias.vocab, ways) for ways in DEVICE_COUNTS),
         ]
-        for alias in found
+        for alias in aliases
     ]
     return format_table(rows, head, right_aligned=["size"], width=columns)
 
@@ -48,5 +48,5 @@ def _fields(alias: Alias) -> dict[str, object]:
         "parameters": alias.parameters,
         "bytes": alias.nbytes,
         "vocab": alias.vocab,
-        "gcd": {str(ways): math.gcd(alias.vocab, ways) for ways in SHARDS},
+        "gcd": {str(ways): math.gcd(alias.vocab, ways) for ways in DEVICE_COUNTS},
     }

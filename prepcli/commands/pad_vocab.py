@@ -26,9 +26,9 @@ from prepcli.targets.hf_folder import FileGroup, copied_files, header_entries, l
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding, output_rows
 from trainer.models.mesh import DEFAULT_RULES, format_rule, parse_mesh
 
-KINDS = ("zeros", "mean", "normal")
-SEEDS = 1 << 64
-MULTIPLE = 8
+FILL_KINDS = ("zeros", "mean", "normal")
+SEED_LIMIT = 1 << 64
+DEFAULT_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def padded_size(request: PadVocabRequest, vocabulary: Vocabulary) -> int:
     if request.mesh is not None:
         mesh = parse_mesh(request.mesh)
         return vocabulary.padded_size(math.lcm(*(mesh.size(axis) for axis in DEFAULT_RULES["vocab"][0])))
-    return vocabulary.padded_size(request.multiple or MULTIPLE)
+    return vocabulary.padded_size(request.multiple or DEFAULT_MULTIPLE)
 
 
 def check_seed(init: str, seed: int | None) -> None:
@@ -73,13 +73,13 @@ def check_seed(init: str, seed: int | None) -> None:
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
     """What new rows are made of; PrepError, mostly of usage, for what cannot be made."""
-    if init not in KINDS:
-        raise usage_error(f"`--init {init}` is not known", f"it takes {', '.join(KINDS)}")
+    if init not in FILL_KINDS:
+        raise usage_error(f"`--init {init}` is not known", f"it takes {', '.join(FILL_KINDS)}")
     if init != "normal":
         return Fill(init)
     seed = seed or 0
-    if seed >= SEEDS:
-        raise usage_error(f"`--seed {seed}` is too large", f"it has to be below {SEEDS:,}")
+    if seed >= SEED_LIMIT:
+        raise usage_error(f"`--seed {seed}` is too large", f"it has to be below {SEED_LIMIT:,}")
     std = source.config.get("initializer_range", 0.02)
     if not isinstance(std, int | float) or not 0 <= std < math.inf:
         raise PrepError("config.json makes no sense", f"initializer_range is {std!r}, it has to be a number from 0 on")
@@ -98,12 +98,12 @@ def plan_pad_vocab(request: PadVocabRequest, source: Source, located: LocatedChe
     cut = VocabResize(vocabulary, vocab_tensors(found), make_fill(request.init, request.seed, source))
     rows = output_rows(source.tensors, cut.tensors, size)
     kept = [(file, t) for file, t in zip(source.tensor_file_names, source.tensors) if t.name not in wanted]
-    files, places, layouts = lay_out_weight_files(_groups(source, kept, rows))
+    files, places, layouts = lay_out_weight_files(_file_groups(source, kept, rows))
     targets = {t.name: TensorTarget((places[source.names.full_name(t.name)],), rows[t.name]) for _, t in kept}
     config = output_config(source, Vocabulary(vocabulary.true_size, size), found.is_tied)
     made = Plan(
         command="pad-vocab",
-        request=_request_text(request, source),
+        request=_command_line(request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
         streams=build_streams(source, targets, cut),
@@ -112,7 +112,7 @@ def plan_pad_vocab(request: PadVocabRequest, source: Source, located: LocatedChe
         dropped=(*(d for d in found.dropped if d.name in wanted), *dropped_padding(source, targets, cut)),
         checks=found.checks,
         settings={
-            "name": f"{_base(located)}-padded",
+            "name": f"{_base_name(located)}-padded",
             "kind": "hf",
             "family": source.family.name,
             "vocab": {"true": vocabulary.true_size, "padded": size, "init": request.init},
@@ -123,16 +123,16 @@ def plan_pad_vocab(request: PadVocabRequest, source: Source, located: LocatedChe
         display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
     )
     fields = {
-        "vocab": {"true": vocabulary.true_size, "padded": size, "multiple": _multiple(request), "init": request.init}
+        "vocab": {"true": vocabulary.true_size, "padded": size, "multiple": _effective_multiple(request), "init": request.init}
     }
     lines = (_vocabulary_line(source, cut, vocabulary, size, request.init, found.is_tied),)
-    options = _next_options(request, source)
+    options = _save_init_options(request, source)
     return PlannedConversion(
-        made, f"{_base(located)}-padded", lines, fields, lambda out: f"prep save-init {out}{options}"
+        made, f"{_base_name(located)}-padded", lines, fields, lambda out: f"prep save-init {out}{options}"
     )
 
 
-def _next_options(request: PadVocabRequest, source: Source) -> str:
+def _save_init_options(request: PadVocabRequest, source: Source) -> str:
     """The options with which `save-init` lays the padded model out for the mesh that it was padded for."""
     if request.mesh is None:
         return ""
@@ -145,29 +145,29 @@ def _next_options(request: PadVocabRequest, source: Source) -> str:
     return "".join([f" --mesh {request.mesh}", *(f" --rule '{rule}'" for rule in whole)])
 
 
-def _multiple(request: PadVocabRequest) -> int | None:
+def _effective_multiple(request: PadVocabRequest) -> int | None:
     """The multiple that decides; None where a size or a mesh does."""
-    return (request.multiple or MULTIPLE) if request.size is None and request.mesh is None else None
+    return (request.multiple or DEFAULT_MULTIPLE) if request.size is None and request.mesh is None else None
 
 
-def _base(located: LocatedCheckpoint) -> str:
+def _base_name(located: LocatedCheckpoint) -> str:
     return located.model_name.removesuffix("-padded")
 
 
-def _groups(source: Source, kept: list[tuple[str, SourceTensor]], rows: dict[str, int]) -> list[FileGroup]:
+def _file_groups(source: Source, tensors: list[tuple[str, SourceTensor]], row_counts: dict[str, int]) -> list[FileGroup]:
     """The source's files, each tensor in its place, as deep in a page as it was."""
     groups: list[FileGroup] = []
-    for file in dict.fromkeys(name for name, _ in kept):
-        inside = [t for name, t in kept if name == file]
+    for file in dict.fromkeys(name for name, _ in tensors):
+        inside = [t for name, t in tensors if name == file]
         first = inside[0].placement[0]
         lead = first.offset % PAGE if isinstance(first, Contiguous) else None
-        groups.append((file, header_entries(source, inside, rows), lead))
+        groups.append((file, header_entries(source, inside, row_counts), lead))
     return groups
 
 
-def _request_text(request: PadVocabRequest, source: Source) -> str:
+def _command_line(request: PadVocabRequest, source: Source) -> str:
     options = [
-        ("--multiple", _multiple(request)),
+        ("--multiple", _effective_multiple(request)),
         ("--size", request.size),
         ("--mesh", request.mesh),
         ("--init", request.init if request.init != "zeros" else None),
@@ -180,11 +180,11 @@ def _request_text(request: PadVocabRequest, source: Source) -> str:
     return format_command_line("pad-vocab", source, options)
 
 
-def _vocabulary_line(source: Source, cut: VocabResize, vocabulary: Vocabulary, size: int, init: str, tied: bool) -> str:
+def _vocabulary_line(source: Source, cut: VocabResize, vocabulary: Vocabulary, size: int, init: str, is_tied: bool) -> str:
     tensor = next(t for t in source.tensors if t.name in cut.tensors)
     added = size - vocabulary.stored_size
     row = tensor.nbytes // tensor.shape[0]
-    tie = "   embedding and head are tied: padded once" if tied else ""
+    tie = "   embedding and head are tied: padded once" if is_tied else ""
     if added <= 0:
         return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add{tie}"
     return f"vocabulary {vocabulary.stored_size} -> {size} (+{added} rows of {init}, {format_bytes(added * row)}){tie}"

@@ -15,19 +15,19 @@ from prepcli.planning.shares import requested_share
 from prepcli.remote.retries import RetryPolicy, retry_policy_from_env
 
 
-def export_and_push(request: ExportRequest, to: str | None, private: bool, ui: Ui) -> Report:
+def export_and_push(request: ExportRequest, repository: str | None, private: bool, ui: Ui) -> Report:
     """Export, and push the folder if `to` names a repository; an export that was made before is only pushed.
 
     Raises PrepError as exporting does, before it for what would keep the upload from working, and after it, with the
     export whole, for an upload that failed.
     """
-    if to is None:
+    if repository is None:
         if private:
             raise usage_error(
                 "`--private` is for `--push`", "it says who may see the repository", "`--push OWNER/NAME`"
             )
         return export(request, ui)
-    target = parse_push_target(to, private)
+    target = parse_push_target(repository, private)
     if PARENT_VARIABLE in os.environ:
         return export(request, ui)  # the process that this one works for pushes
     if requested_share(request.common.process_options.processes, os.environ)[0].count > 1:
@@ -38,10 +38,10 @@ def export_and_push(request: ExportRequest, to: str | None, private: bool, ui: U
     if request.common.dry_run:
         ui.note(f"would push it to {target.repo}")
         return report
-    return _pushed(report, target, ui, patience)
+    return _push_report(report, target, ui, patience)
 
 
-def _pushed(report: Report, target: PushTarget, ui: Ui, patience: RetryPolicy) -> Report:
+def _push_report(report: Report, target: PushTarget, ui: Ui, patience: RetryPolicy) -> Report:
     out = Path(str(report.fields["output"]))
     try:
         url = push_folder(out, target, ui.progress(), patience)

@@ -35,7 +35,7 @@ from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_strea
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
 from trainer.models.mesh import folder_suffix, merge_rules, parse_mesh
 
-HOST_DEVICES = 4  # of a TPU host, and of many GPU ones: for the line that tells what a host reads
+DEVICES_PER_HOST = 4  # of a TPU host, and of many GPU ones: for the line that tells what a host reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,17 @@ class SaveInitRequest:
 
 def save_init(request: SaveInitRequest, ui: Ui) -> Report:
     """A Hugging Face folder into an Orbax checkpoint, ready for every host."""
-    _check_new_rows(request)
+    _check_padding_options(request)
     check_allow_overflow(request.common, request.dtype)
-    return run_conversion(request.common, ui, lambda source, located: plan(request, source, located))
+    return run_conversion(request.common, ui, lambda source, located: plan_orbax_item(request, source, located))
 
 
 def reshard(request: SaveInitRequest, ui: Ui) -> Report:
     """An Orbax checkpoint laid out anew for another mesh."""
-    return run_conversion(request.common, ui, lambda s, where: plan(request, s, where, "reshard"), _is_original)
+    return run_conversion(request.common, ui, lambda s, where: plan_orbax_item(request, s, where, "reshard"), _is_unresharded)
 
 
-def _check_new_rows(request: SaveInitRequest) -> None:
+def _check_padding_options(request: SaveInitRequest) -> None:
     """Raise a usage PrepError for options about padding that would have no effect."""
     if request.pad_vocab == "no":
         why = "it fills the rows that padding adds"
@@ -81,49 +81,49 @@ def _check_new_rows(request: SaveInitRequest) -> None:
     check_seed(request.init, request.seed)
 
 
-def _is_original(folder: Path) -> bool:
+def _is_unresharded(folder: Path) -> bool:
     """An Orbax checkpoint that is not itself a reshard of another."""
     manifest = read_manifest(find_manifest_folder(folder))
     return find_item(folder) is not None and bool(manifest) and manifest.get("command") != "reshard"
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ItemLayout:
     """What is laid out, with the source's own layout where the request says nothing."""
 
     split: Partitioning
     scan: bool
     scan_axis: int
     vocabulary: Vocabulary
-    rows: int  # of vocabulary
-    rule_texts: tuple[str, ...]  # `--rule`, or those that the source was laid out by
-    before: Mapping[str, Any]  # the source's manifest, where it is a checkpoint of this kind
-    is_step: bool  # of a training run, and stays one
+    vocab_rows: int  # of vocabulary
+    rules: tuple[str, ...]  # `--rule`, or those that the source was laid out by
+    source_manifest: Mapping[str, Any]  # the source's manifest, where it is a checkpoint of this kind
+    is_training_step: bool  # of a training run, and stays one
 
 
-def plan(
+def plan_orbax_item(
     request: SaveInitRequest, source: Source, located: LocatedCheckpoint, command: str = "save-init"
 ) -> PlannedConversion:
     """Every tensor into the leaves of its rows, in chunks for the mesh. PrepError where that does not add up."""
-    _check_kind(command, source)
+    _check_source_kind(command, source)
     level = parse_compress(request.compress)
     keeps_state = not request.params_only and source.tree_manifest.get("kind") == "train"
     off = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
-    layout = _layout(request, source)
+    layout = _resolve_layout(request, source)
     table = source_rows(source, layout.scan, layout.scan_axis)
     found = match_source_tensors(source, table, request.match_options)
-    item = make_item(source, found, table, layout.rows, layout.split, request.dtype)
+    item = make_item(source, found, table, layout.vocab_rows, layout.split, request.dtype)
     cut = VocabResize(
         layout.vocabulary, vocab_tensor_names(source, found), make_fill(request.init, request.seed, source)
     )
-    config = output_config(source, Vocabulary(layout.vocabulary.true_size, layout.rows), found.is_tied, request.dtype)
+    config = output_config(source, Vocabulary(layout.vocabulary.true_size, layout.vocab_rows), found.is_tied, request.dtype)
     made = Plan(
         command=command,
-        request=_request_text(command, request, source),
+        request=_command_line(command, request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=item_streams(source, found, item, layout.rows, cut),
+        streams=item_streams(source, found, item, layout.vocab_rows, cut),
         files=item.files,
         small_files=settings_files(
             config, (), copied_files(source.small_files, source.root, f"{HF_FOLDER}/"), f"{HF_FOLDER}/"
@@ -132,24 +132,24 @@ def plan(
         dropped=(*found.dropped, *off),
         checks=found.checks,
         settings={
-            **_settings(source, located, layout),
+            **_manifest_settings(source, located, layout),
             **({"compress": f"{METHOD}:{level}"} if level else {}),
             "tied": found.is_tied,
             "config": config,
         },
         display_names=source.display_names(),
-        item=STATE_ITEM if layout.is_step else "",
+        item=STATE_ITEM if layout.is_training_step else "",
         zstd_level=level,
     )
     mesh = layout.split.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
-    meshes = {"from": layout.before.get("mesh"), "to": str(mesh) if mesh else None}
+    meshes = {"from": layout.source_manifest.get("mesh"), "to": str(mesh) if mesh else None}
     fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
-    lines = (*_lines(layout, item), *_left_out_lines(off))
-    return PlannedConversion(made, f"{located.model_name}-{suffix}", lines, fields, lambda out: _next(command, out))
+    lines = (*_layout_lines(layout, item), *_dropped_state_lines(off))
+    return PlannedConversion(made, f"{located.model_name}-{suffix}", lines, fields, lambda out: _next_command(command, out))
 
 
-def _layout(request: SaveInitRequest, source: Source) -> _Layout:
+def _resolve_layout(request: SaveInitRequest, source: Source) -> _ItemLayout:
     before = source.tree_manifest
     asked = before.get("mesh") if request.mesh is None else request.mesh
     mesh = None if asked is None else parse_mesh(asked)
@@ -163,7 +163,7 @@ def _layout(request: SaveInitRequest, source: Source) -> _Layout:
     scan = before.get("scan", True) if request.scan is None else request.scan
     if not scan:
         check_needs("--scan-axis", request.scan_axis, "--scan", "a leaf for each layer has no axis of layers")
-    return _Layout(
+    return _ItemLayout(
         split,
         scan,
         before.get("scan_axis", 0) if request.scan_axis is None else request.scan_axis,
@@ -175,24 +175,24 @@ def _layout(request: SaveInitRequest, source: Source) -> _Layout:
     )
 
 
-def _settings(source: Source, located: LocatedCheckpoint, layout: _Layout) -> dict[str, Any]:
-    of_step = {key: value for key, value in layout.before.items() if key not in PREP_KEYS or key == "step"}
+def _manifest_settings(source: Source, located: LocatedCheckpoint, layout: _ItemLayout) -> dict[str, Any]:
+    of_step = {key: value for key, value in layout.source_manifest.items() if key not in PREP_KEYS or key == "step"}
     return {
-        **(of_step if layout.is_step else {}),
+        **(of_step if layout.is_training_step else {}),
         "name": located.model_name,
-        "kind": "train" if layout.is_step else "init",
+        "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
-        "vocab": {"true": layout.vocabulary.true_size, "padded": layout.rows},
+        "vocab": {"true": layout.vocabulary.true_size, "padded": layout.vocab_rows},
         "layout": "native",
         "mesh": str(layout.split.mesh) if layout.split.mesh else None,
-        "rules": layout.rule_texts,
+        "rules": layout.rules,
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
     }
 
 
-def _check_kind(command: str, source: Source) -> None:
+def _check_source_kind(command: str, source: Source) -> None:
     if command == "save-init" and source.tree_manifest:
         hint = f"`prep reshard {source.display_name} --mesh …` lays it out anew, `prep export {source.display_name}` goes back"
         raise usage_error(
@@ -221,14 +221,14 @@ def _vocab_rows(request: SaveInitRequest, vocabulary: Vocabulary, split: Partiti
     return padded
 
 
-def _lines(layout: _Layout, item: OrbaxItemLayout) -> Iterator[str]:
+def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
     stored, mesh = layout.vocabulary.stored_size, layout.split.mesh
-    if layout.rows != stored:
-        yield f"vocabulary {stored} -> {layout.rows} (+{layout.rows - stored} rows)"
+    if layout.vocab_rows != stored:
+        yield f"vocabulary {stored} -> {layout.vocab_rows} (+{layout.vocab_rows - stored} rows)"
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
-        before = layout.before.get("mesh")
-        a_host = HOST_DEVICES if mesh.n_devices % HOST_DEVICES == 0 else mesh.n_devices
+        before = layout.source_manifest.get("mesh")
+        a_host = DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
         hosts = mesh.n_devices // a_host
         reads = f"{hosts} host{'s' if hosts > 1 else ''} of {a_host} read {item.read_amplification(mesh, a_host):.2f} x their bytes"
         size = format_bytes(item.device_nbytes())
@@ -236,16 +236,16 @@ def _lines(layout: _Layout, item: OrbaxItemLayout) -> Iterator[str]:
     yield from item.fallbacks
 
 
-def _left_out_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
+def _dropped_state_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
     if nbytes := sum(each.nbytes for each in dropped if each.rule == OPT_STATE_RULE):
         yield f"optimizer state ({format_bytes(nbytes)}) left out"
 
 
-def _next(command: str, out: Path) -> str:
+def _next_command(command: str, out: Path) -> str:
     return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
 
 
-def _request_text(command: str, request: SaveInitRequest, source: Source) -> str:
+def _command_line(command: str, request: SaveInitRequest, source: Source) -> str:
     options = [
         ("--mesh", request.mesh),
         ("--rule", request.rules),

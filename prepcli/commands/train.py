@@ -37,9 +37,9 @@ from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, sc
 from trainer.recipe.tables import KEY_SCHEMAS, value_of
 
 RECIPE_FILE = "recipe.toml"
-RUNS = Path("runs")
-STARTS, TOKENS = "init", "data"  # in a run's folder: the init made of a Hugging Face folder, and the token store
-MEMORY_NBYTES = 512 << 20  # for that conversion
+RUNS_FOLDER = Path("runs")
+INIT_FOLDER, TOKENS_FOLDER = "init", "data"  # in a run's folder: the init made of a Hugging Face folder, and the token store
+CONVERSION_MEMORY_NBYTES = 512 << 20  # for that conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Run:
 
     loaded: LoadedRecipe
     folder: Path
-    start: Path  # the checkpoint whose state, or parameters, it begins with
+    start_checkpoint: Path  # the checkpoint whose state, or parameters, it begins with
     step: int
     job: Any  # trainer.training.loop.Job, which brings jax along
     memory: dict[str, Any]  # estimated
@@ -76,37 +76,37 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     """Train until the recipe is done or a signal comes; either way the last step is saved."""
     _check_one_process(os.environ)
     loaded = load_recipe(request.recipe, request.overrides)
-    folder = request.out or RUNS / loaded.recipe.name
-    _check_folder(folder)
+    folder = request.out or RUNS_FOLDER / loaded.recipe.name
+    _check_run_folder(folder)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
 
     with catch_out_of_memory():
         with (
             raise_on_signal(),
-            note_durable_work(lambda: "" if request.dry_run else _kept(folder)),
+            note_durable_work(lambda: "" if request.dry_run else _kept_note(folder)),
             ExitStack() as stack,
         ):
-            reader, on = _opened(loaded, folder, request, ui)
+            reader, on = _open_start_checkpoint(loaded, folder, request, ui)
             stack.enter_context(reader)
             spare = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
-            run = _planned(loaded, folder, reader, on, spare, request, ui)
+            run = _prepare_run(loaded, folder, reader, on, spare, request, ui)
             for line in run_summary_lines(run.job, run.recipe, run.step):
                 ui.note(line)
-            fields = _fields(run, run.step)
+            fields = _run_fields(run, run.step)
             if request.dry_run:
                 return Report(
                     f"would train to step {run.job.steps} in {folder}", fields | {"memory": run.memory, "dry_run": True}
                 )
             if run.step == run.job.steps:
-                return _finished(run, fields)
+                return _finished_report(run, fields)
             if request.verify and not reader.is_checked:
                 source = open_source(reader.folder, str(reader.folder))
                 check_without_checksums(
-                    source, source.all_tensors if run.step else source.tensors, ui, _hint(folder, run.start)
+                    source, source.all_tensors if run.step else source.tensors, ui, _damage_hint(folder, run.start_checkpoint)
                 )
-            state = _state(run, reader)
-        return _carried_out(run, state, request.restart, ui)
+            state = _load_train_state(run, reader)
+        return _run_training(run, state, request.restart, ui)
 
 
 def _check_one_process(environ: Mapping[str, str]) -> None:
@@ -123,10 +123,10 @@ def recipe_schema() -> Report:
     return Report(json.dumps(schema(), indent=2))
 
 
-def _kept(folder: Path) -> str:
+def _kept_note(folder: Path) -> str:
     """What a run's folder has that the next start goes on from; empty for nothing."""
     found = [f"step {step}" for step in saved_steps(folder)[-1:]]
-    for name, what in ((TOKENS, "the tokens"), (STARTS, "the converted checkpoint")):
+    for name, what in ((TOKENS_FOLDER, "the tokens"), (INIT_FOLDER, "the converted checkpoint")):
         whole = [path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")]
         found += [what] if whole else []
     return f"kept in {folder}: {', '.join(found)}" if found else ""
@@ -138,12 +138,12 @@ def silence_jax(ui: Ui) -> None:
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
 
 
-def _check_folder(folder: Path) -> None:
+def _check_run_folder(folder: Path) -> None:
     """PrepError where the run's name is taken by something else. A start that failed, or was killed, may have left no
     more than an init, tokens or a lock."""
     from trainer.data.store import LOCK_FILE as TOKENS_LOCK
 
-    left = (RECIPE_FILE, LOCK, f"{TOKENS}/{TOKENS_LOCK}", STARTS)
+    left = (RECIPE_FILE, LOCK, f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER)
     is_own = bool(saved_steps(folder)) or any((folder / name).exists() for name in left)
     if folder.is_dir() and any(folder.iterdir()) and not is_own:
         raise PrepError(f"{folder} exists and is something else", f"it has no {RECIPE_FILE}", "`--out NAME`")
@@ -151,7 +151,7 @@ def _check_folder(folder: Path) -> None:
         raise PrepError(f"{folder} is in the way", "a run is a folder", "`--out NAME`")
 
 
-def _opened(loaded: LoadedRecipe, folder: Path, request: TrainRequest, ui: Ui) -> tuple[ItemReader, Any]:
+def _open_start_checkpoint(loaded: LoadedRecipe, folder: Path, request: TrainRequest, ui: Ui) -> tuple[ItemReader, Any]:
     """The checkpoint to begin with, and the mesh of devices: the run's last step, or what the recipe names."""
     from trainer.distributed import sharding
     from trainer.models.mesh import DEFAULT_RULES, parse_mesh
@@ -162,22 +162,22 @@ def _opened(loaded: LoadedRecipe, folder: Path, request: TrainRequest, ui: Ui) -
     on = sharding.make_sharding_context(mesh, DEFAULT_RULES)
     check_inputs(loaded.recipe, on)
     steps = [] if request.restart else saved_steps(folder)
-    path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
-    reader = open_reader(path, request.verify, _hint(folder, path))
+    path = step_folder(folder, steps[-1]) if steps else _resolve_init(loaded.recipe, folder, str(on.mesh), request, ui)
+    reader = open_reader(path, request.verify, _damage_hint(folder, path))
     if request.restart:
-        _check_apart(reader, folder)
+        _check_restart_source(reader, folder)
     return reader, sharding.make_sharding_context(mesh, rules_from_manifest(reader.manifest))
 
 
-def _hint(folder: Path, path: Path) -> str:
+def _damage_hint(folder: Path, checkpoint: Path) -> str:
     """What the user can do where the checkpoint that a run begins with is damaged."""
     steps = saved_steps(folder)
-    if steps and step_folder(folder, steps[-1]) in (path, path.parent):
+    if steps and step_folder(folder, steps[-1]) in (checkpoint, checkpoint.parent):
         if len(steps) == 1:
             return "`--restart` begins anew"
         return f"move {step_folder(folder, steps[-1])} away: the run then goes on from step {steps[-2]}"
-    if folder / STARTS in path.parents:
-        return f"remove {path}: the next start makes it anew"
+    if folder / INIT_FOLDER in checkpoint.parents:
+        return f"remove {checkpoint}: the next start makes it anew"
     return RECREATE_HINT
 
 
@@ -193,7 +193,7 @@ def check_without_checksums(source: Source, tensors: Sequence[SourceTensor], ui:
     check_tensors(source, tensors, ui.progress(), hint)
 
 
-def _check_apart(reader: ItemReader, folder: Path) -> None:
+def _check_restart_source(reader: ItemReader, folder: Path) -> None:
     """PrepError where a run that begins anew would begin from a step that it drops."""
     own = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
     if not own.isdisjoint(reader.folder.resolve().parents):
@@ -201,7 +201,7 @@ def _check_apart(reader: ItemReader, folder: Path) -> None:
         raise usage_error(what, "the run is to begin from it: it is its `model.path`", "another `name`")
 
 
-def _init(recipe: Recipe, folder: Path, mesh: str, request: TrainRequest, ui: Ui) -> Path:
+def _resolve_init(recipe: Recipe, folder: Path, mesh: str, request: TrainRequest, ui: Ui) -> Path:
     """The Orbax checkpoint that the recipe names, or one made of the Hugging Face folder that it names."""
     located = locate(
         recipe.model.path,
@@ -212,17 +212,17 @@ def _init(recipe: Recipe, folder: Path, mesh: str, request: TrainRequest, ui: Ui
     )
     if located.kind == "orbax":
         return located.path
-    out = folder / STARTS / f"{located.model_name}-init"
+    out = folder / INIT_FOLDER / f"{located.model_name}-init"
     if request.dry_run:
-        return _made_before(out, recipe.model.path, mesh)
+        return _existing_init(out, recipe.model.path, mesh)
     ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    common = CommonOptions(recipe.model.path, out, MEMORY_NBYTES, overwrite=True, offline=request.offline)
+    common = CommonOptions(recipe.model.path, out, CONVERSION_MEMORY_NBYTES, overwrite=True, offline=request.offline)
     save_init(SaveInit(common, mesh, pad_vocab="auto"), ui)  # one of another mesh, or of another model, gives way
     return out
 
 
-def _made_before(out: Path, model: str, mesh: str) -> Path:
+def _existing_init(out: Path, model: str, mesh: str) -> Path:
     """The init that an earlier start made; a usage PrepError if it is to be made."""
     manifest = read_manifest(out) if out.exists() else None
     if manifest is None or manifest["mesh"] != mesh:
@@ -231,8 +231,8 @@ def _made_before(out: Path, model: str, mesh: str) -> Path:
     return out
 
 
-def _planned(
-    loaded: LoadedRecipe, folder: Path, reader: ItemReader, on: Any, spare: Path | None, request: TrainRequest, ui: Ui
+def _prepare_run(
+    loaded: LoadedRecipe, folder: Path, reader: ItemReader, sharding: Any, scratch_dir: Path | None, request: TrainRequest, ui: Ui
 ) -> _Run:
     """`spare`: where tokens are made that the run does not have, if nothing may be written to it."""
     from trainer.training import setup as jobs
@@ -240,37 +240,37 @@ def _planned(
 
     facts, recipe = reader.manifest, loaded.recipe
     model = jobs.model_from_manifest(facts)
-    jobs.check_model_layout(recipe, model, on)
+    jobs.check_model_layout(recipe, model, sharding)
     jobs.check_seq_length(recipe.data, model)
-    memory = check_machine(recipe, model, on, folder, ui=ui, is_dry_run=request.dry_run)
-    folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS}
-    if spare is not None:
-        folders["spare"] = spare
-    found = jobs.build_datasets(recipe, model, facts, folders, _telling(ui), ui.note)
+    memory = check_machine(recipe, model, sharding, folder, ui=ui, is_dry_run=request.dry_run)
+    folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
+    if scratch_dir is not None:
+        folders["spare"] = scratch_dir
+    found = jobs.build_datasets(recipe, model, facts, folders, _tokenize_progress(ui), ui.note)
     own = {"recipe": recipe_to_toml(recipe, loaded.origins)}
-    job = jobs.build_job(recipe, model, on, found, own, request.stop_after)
-    step = _step_of(folder, reader)
+    job = jobs.build_job(recipe, model, sharding, found, own, request.stop_after)
+    step = _resume_step(folder, reader)
     if step:
-        jobs.check_resumable(facts, job, _changed(folder, recipe), step)
+        jobs.check_resumable(facts, job, _changed_keys(folder, recipe), step)
     for doubt in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
         ui.warn(doubt)
     return _Run(loaded, folder, reader.folder, step, job, memory)
 
 
-def _step_of(folder: Path, reader: ItemReader) -> int:
+def _resume_step(folder: Path, reader: ItemReader) -> int:
     """The step that the run goes on from; 0 if the checkpoint is not its own."""
     own = folder.resolve() in reader.folder.resolve().parents and reader.manifest.get("kind") == "train"
     return int(reader.manifest["step"]) if own else 0
 
 
-def _changed(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Values of the recipe that the run began with, and of this one, where they differ."""
     before = load_recipe(folder / RECIPE_FILE).recipe
     pairs = {key: (value_of(before, key), value_of(recipe, key)) for key in KEY_SCHEMAS}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _telling(ui: Ui) -> Callable[[int, int], None]:
+def _tokenize_progress(ui: Ui) -> Callable[[int, int], None]:
     """Progress of tokenising, of several texts one after another: each begins when its first bytes are done."""
     progress = ui.progress()
     done = -1
@@ -289,7 +289,7 @@ def _telling(ui: Ui) -> Callable[[int, int], None]:
     return tell
 
 
-def _state(run: _Run, reader: ItemReader) -> Any:
+def _load_train_state(run: _Run, reader: ItemReader) -> Any:
     from trainer.training.checkpoint import init_state, restore_state
 
     if not run.step:
@@ -301,31 +301,31 @@ def _state(run: _Run, reader: ItemReader) -> Any:
     return restore_state(reader, run.job.setup)
 
 
-def _carried_out(run: _Run, state: Any, restart: bool, ui: Ui) -> Report:
+def _run_training(run: _Run, state: Any, restart: bool, ui: Ui) -> Report:
     from trainer.training.loop import Loop
     from trainer.training.metrics import METRICS_FILE, MetricsWriter
 
     recipe, shards = run.recipe, run.job.setup.how.shards
     watch = TrainReporter(ui, run.job.steps, run.job.tokens_a_step)
-    with RunFolder(run.folder, run.start, recipe.name, recipe.checkpoint.keep, mesh=str(shards.mesh)) as store:
+    with RunFolder(run.folder, run.start_checkpoint, recipe.name, recipe.checkpoint.keep, mesh=str(shards.mesh)) as store:
         if restart:  # not before all else is known to be right, and no other process has the run
             store.clear()
-        _keep_recipe(run)
+        _write_recipe(run)
         log = MetricsWriter(run.folder / METRICS_FILE, run.step)
         with remember_signal() as stop:
             ended = Loop(run.job, state, store, log, watch, stop).run()
-    fields = _fields(run, ended.step) | watch.fields
+    fields = _run_fields(run, ended.step) | watch.fields
     if ended.stop_reason:
-        return Report(fields=fields, error=_stopped(ended.stop_reason, ended.step, bool(saved_steps(run.folder))))
-    return _finished(run, fields)
+        return Report(fields=fields, error=_stopped_error(ended.stop_reason, ended.step, bool(saved_steps(run.folder))))
+    return _finished_report(run, fields)
 
 
-def _finished(run: _Run, fields: dict[str, Any]) -> Report:
+def _finished_report(run: _Run, fields: dict[str, Any]) -> Report:
     """Where the last step is, whether it was taken now or before."""
     return Report(str(step_folder(run.folder, run.job.steps)), fields, f"prep export {run.folder}")
 
 
-def _keep_recipe(run: _Run) -> None:
+def _write_recipe(run: _Run) -> None:
     path = run.folder / RECIPE_FILE
     fresh = path.with_name(f"{RECIPE_FILE}.new")
     try:
@@ -335,7 +335,7 @@ def _keep_recipe(run: _Run) -> None:
         raise io_error(path, error) from error
 
 
-def _fields(run: _Run, step: int) -> dict[str, Any]:
+def _run_fields(run: _Run, step: int) -> dict[str, Any]:
     saved = saved_steps(run.folder)
     return {
         "output": str(step_folder(run.folder, saved[-1])) if saved else None,
@@ -347,8 +347,8 @@ def _fields(run: _Run, step: int) -> dict[str, Any]:
     }
 
 
-def _stopped(reason: str, step: int, saved: bool) -> PrepError:
+def _stopped_error(reason: str, step: int, has_saved_step: bool) -> PrepError:
     code = INTERRUPTED if reason == signal.Signals.SIGINT.name else STOPPED
-    why = f"step {step} is saved" if saved else "no step was done"
+    why = f"step {step} is saved" if has_saved_step else "no step was done"
     what = f"stopped by {reason}" if reason.startswith("SIG") else f"stopped: {reason}"
     return PrepError(what, why, "run the same command again to go on", code)

@@ -13,7 +13,7 @@ from prepcli.cli.root import app
 from prepcli.cli.strict import FREE_TEXT_OPTIONS
 
 COMMANDS = vars(get_command(app))["commands"]
-TAKE_VALUES = [
+VALUE_PARAMETERS = [
     (command, parameter)
     for command, each in COMMANDS.items()
     for parameter in each.params
@@ -21,7 +21,7 @@ TAKE_VALUES = [
 ]
 
 
-def _words(command: str, parameter: Any) -> list[str]:
+def _command_with_empty_value(command: str, parameter: Any) -> list[str]:
     """A command line in which this parameter is empty, and every required argument before it is given."""
     arguments = [each for each in COMMANDS[command].params if each.param_type_name == "argument"]
     if parameter in arguments:
@@ -29,12 +29,12 @@ def _words(command: str, parameter: Any) -> list[str]:
     return [command, *["x"] * len(arguments), parameter.opts[-1], ""]
 
 
-@pytest.mark.parametrize(("command", "parameter"), TAKE_VALUES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("command", "parameter"), VALUE_PARAMETERS, ids=lambda value: getattr(value, "name", value))
 def test_empty_values_are_usage_errors(
     command: str, parameter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(_words(command, parameter)) == 2
+    assert main(_command_with_empty_value(command, parameter)) == 2
     assert "is empty" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

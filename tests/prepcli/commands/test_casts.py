@@ -30,14 +30,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
+def run_json_quiet(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
     """The JSON of a command."""
     capsys.readouterr()
     assert main([*args, "--json", "-q"]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def cast(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+def cast_with_numpy(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
     """By NumPy."""
     return {name: value.astype(numpy_dtype(dtype)) for name, value in tensors.items()}
 
@@ -66,7 +66,7 @@ def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype:
     run_ok("save-init", "./m", "--pad-vocab", "8", "--out", "late", "--no-scan")
     run_ok("export", "late", "--dtype", dtype, "--out", "two")
     for folder in ("one", "two"):
-        assert_same(read_tensors(Path(folder)), cast(tensors, dtype))
+        assert_same(read_tensors(Path(folder)), cast_with_numpy(tensors, dtype))
         assert json.loads(Path(folder, "config.json").read_text())["torch_dtype"] == dtype
         run_ok("verify", folder)
     run_ok("verify", "one", "two")
@@ -77,7 +77,7 @@ def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype:
 def test_float32_and_back_changes_no_bit(source: str, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), GPT2, source)
     run_ok("save-init", "./m", "--dtype", "float32")
-    found = told(capsys, "export", "m-init", "--dtype", source)
+    found = run_json_quiet(capsys, "export", "m-init", "--dtype", source)
     assert_same(read_tensors(Path("m-hf")), tensors)
     assert found["accounting"]["changed_values"] == 0
     run_ok("verify", "m-hf", "./m")
@@ -86,12 +86,12 @@ def test_float32_and_back_changes_no_bit(source: str, capsys: pytest.CaptureFixt
 def test_what_changed_is_counted_and_kept(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), LLAMA)
     values = sum(tensor.size for tensor in tensors.values())
-    changed = sum(int((cast({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values())
-    planned = told(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
+    changed = sum(int((cast_with_numpy({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values())
+    planned = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
     assert planned["casts"] == [{"from": "float32", "to": "bfloat16", "tensors": len(tensors), "values": values}]
     assert planned["accounting"]["changed_values"] is None
     for already in (False, True):
-        found = told(capsys, "save-init", "./m", "--dtype", "bfloat16")
+        found = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16")
         (entry,) = found["casts"]
         assert found["already"] is already
         assert (entry["values"], entry["changed"]) == (values, changed)
@@ -121,12 +121,12 @@ def test_values_that_overflow_are_refused_unless_allowed(capsys: pytest.CaptureF
     assert "why: the largest that it has is 65504" in said
     assert "--allow-overflow" in said
     assert not Path("outliers-init").exists()
-    found = told(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # goes on from there
+    found = run_json_quiet(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # goes on from there
     (entry,) = found["casts"]
     assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
     run_ok("export", "outliers-init", "--out", "back")
     with np.errstate(over="ignore"):
-        assert_same(read_tensors(Path("back")), cast(tensors, "float16"))
+        assert_same(read_tensors(Path("back")), cast_with_numpy(tensors, "float16"))
 
 
 def test_what_overflowed_in_an_allowed_run_is_refused_when_it_goes_on_without(capsys: pytest.CaptureFixture[str]):
@@ -164,7 +164,7 @@ def test_a_folder_is_cast_into_a_folder_and_other_dtypes_pass_through():
     tensors = make_checkpoint(Path("m"), LLAMA, "float16")
     run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
     wide = {name: value.astype(np.float32) for name, value in tensors.items()}
-    assert_same(read_tensors(Path("cast")), cast(wide, "bfloat16"))
+    assert_same(read_tensors(Path("cast")), cast_with_numpy(wide, "bfloat16"))
     assert json.loads(Path("cast/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert main(["export", "./m", "--out", "same", "-q"]) == 2  # nothing to do
 
@@ -174,7 +174,7 @@ def test_other_layouts_are_cast_too(base: dict[str, Any], layout: str):
     tensors = make_checkpoint(Path("m"), base)
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
-    write_checkpoint(Path("cast"), json.loads(Path("out/config.json").read_text()), cast(tensors, "bfloat16"))
+    write_checkpoint(Path("cast"), json.loads(Path("out/config.json").read_text()), cast_with_numpy(tensors, "bfloat16"))
     run_ok("verify", "out")
     run_ok("verify", "out", "./cast")
 

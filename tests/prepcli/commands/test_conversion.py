@@ -17,13 +17,13 @@ from tests.helpers.run_cli import run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 
 
-class Looked(tuple[SourceTensor, ...]):
+class CountingTensors(tuple[SourceTensor, ...]):
     """Tensors that count how often somebody goes through them."""
 
-    times = 0
+    num_iterations = 0
 
     def __iter__(self) -> Any:
-        Looked.times += 1
+        CountingTensors.num_iterations += 1
         return super().__iter__()
 
 
@@ -31,11 +31,11 @@ def test_the_line_of_a_source_names_the_dtypes_of_its_weights_and_looks_at_each_
     biases = [SourceTensor(f"bias{i}", "float32", (1,), ()) for i in range(50)]
     weights = [SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))]
     source: Any = SimpleNamespace(
-        name="o/m", family=SimpleNamespace(name="llama"), tensors=Looked([*weights, *biases]), files=("a", "b"),
+        name="o/m", family=SimpleNamespace(name="llama"), tensors=CountingTensors([*weights, *biases]), files=("a", "b"),
         state=(), beside=(),
     )  # fmt: skip
     assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"
-    assert Looked.times < 10
+    assert CountingTensors.num_iterations < 10
 
 
 @pytest.mark.parametrize("command", ["save-init", "pad-vocab"])

@@ -13,12 +13,12 @@ import pytest
 
 from prepcli.commands.env import env
 
-DECIDING = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
+PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
 
 
 def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
     """Each setting's value and source, and everything that was printed."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(DECIDING)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
     done = subprocess.run(
         [sys.executable, "-m", "prepcli", "env", "--json"],
         env={**inherited, **variables},
@@ -53,7 +53,7 @@ def test_a_token_is_never_shown(tmp_path: Path) -> None:
 
 def test_nothing_is_imported_for_devices_that_nobody_asked_for() -> None:
     script = (
-        "import sys; from prepcli.commands.env import env; report = env('512MiB', with_devices=False);"
+        "import sys; from prepcli.commands.env import env; report = env('512MiB', list_devices=False);"
         "print(report.fields['devices'], 'jax' in sys.modules, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -62,7 +62,7 @@ def test_nothing_is_imported_for_devices_that_nobody_asked_for() -> None:
 
 def test_devices_on_request() -> None:
     jax = pytest.importorskip("jax")
-    report = env("512MiB", with_devices=True)
+    report = env("512MiB", list_devices=True)
     devices: Any = report.fields["devices"]
     assert len(devices) == len(jax.local_devices())
     assert next(iter(devices)) in report.text
@@ -70,7 +70,7 @@ def test_devices_on_request() -> None:
 
 def test_the_text_names_what_is_missing_and_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prepcli.commands.env.PACKAGES", ("typer", "no-such-package"))
-    lines = env("512MiB", with_devices=False).text.splitlines()
+    lines = env("512MiB", list_devices=False).text.splitlines()
     assert "no-such-package  not installed" in lines
     assert any(line.startswith("total ") for line in lines)
     assert "not looked for  `prep env --devices` imports jax" in lines

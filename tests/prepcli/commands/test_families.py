@@ -36,7 +36,7 @@ def assert_same(found: Tensors, expected: Tensors) -> None:
     assert [name for name in found if not same_bits(found[name], expected[name])] == []
 
 
-def weights(config: dict[str, Any], tensors: Tensors) -> Tensors:
+def without_buffers(config: dict[str, Any], tensors: Tensors) -> Tensors:
     """Without the buffers of old files."""
     family = FAMILIES[config["model_type"]]
     rules = [re.escape(rule).replace(r"\{i\}", r"\d+") for rule in family.dropped]
@@ -52,7 +52,7 @@ def test_pad_init_reshard_export_changes_no_bit(name: str):
     run_ok("save-init", "m-padded", "--memory", "32MiB", "--mesh", "1,4,1")
     run_ok("reshard", "m-padded-init", "--mesh", "1,2,4", "--out", "other")
     run_ok("export", "other", "--out", "back")
-    assert_same(read_tensors(Path("back")), weights(config, tensors))
+    assert_same(read_tensors(Path("back")), without_buffers(config, tensors))
     before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
     assert after == before
     run_ok("verify", "back", "./m")
@@ -89,7 +89,7 @@ def test_narrow_embeddings_are_padded_and_positions_are_not():
     assert padded == {"model.decoder.embed_tokens.weight", "lm_head.weight"}
 
 
-def fused(tensors: Tensors, experts: int) -> Tensors:
+def fuse_experts(tensors: Tensors, experts: int) -> Tensors:
     """A Mixtral's tensors in the form that transformers 5 has in memory."""
     found = {name: tensor for name, tensor in tensors.items() if ".block_sparse_moe." not in name}
     for layer in range(3):
@@ -104,17 +104,17 @@ def fused(tensors: Tensors, experts: int) -> Tensors:
     return found
 
 
-def other_form(name: str) -> Tensors:
+def alternate_form(name: str) -> Tensors:
     config = FAMILY_CONFIGS[name]
     tensors = checkpoint_tensors(config, "bfloat16", False, False)
     if name == "mixtral":
-        return fused(tensors, config["num_local_experts"])
+        return fuse_experts(tensors, config["num_local_experts"])
     return {key.replace("embed_out", "lm_head"): tensor for key, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_the_form_that_was_read_comes_back(name: str):
-    tensors = other_form(name)
+    tensors = alternate_form(name)
     write_checkpoint(Path("m"), FAMILY_CONFIGS[name], tensors)
     run_ok("pad-vocab", "./m", "--multiple", "8")
     run_ok("save-init", "m-padded")
@@ -130,15 +130,15 @@ def test_both_forms_become_one_tree(name: str):
     write_checkpoint(
         Path("a"), FAMILY_CONFIGS[name], checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False)
     )
-    write_checkpoint(Path("b"), FAMILY_CONFIGS[name], other_form(name))
+    write_checkpoint(Path("b"), FAMILY_CONFIGS[name], alternate_form(name))
     trees = []
     for folder in ("a", "b"):
         run_ok("save-init", f"./{folder}", "--mesh", "1,2,1")
-        trees.append(restored(Path(f"{folder}-init")))
+        trees.append(restore_with_orbax(Path(f"{folder}-init")))
     assert_same(*trees)
 
 
-def restored(item: Path) -> Tensors:
+def restore_with_orbax(item: Path) -> Tensors:
     """The leaves as plain Orbax restores them."""
     import orbax.checkpoint as ocp
 
@@ -147,7 +147,7 @@ def restored(item: Path) -> Tensors:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
 def test_both_forms_in_one_file_are_an_error(name: str, capsys: pytest.CaptureFixture[str]):
-    both = {**checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False), **other_form(name)}
+    both = {**checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False), **alternate_form(name)}
     write_checkpoint(Path("m"), FAMILY_CONFIGS[name], both)
     assert main(["save-init", "./m", "-q"]) == 1
     assert "a parameter is there in two forms" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from tests.helpers.tiny_checkpoints import (
 from tests.helpers.tiny_checkpoints import LLAMA as LLAMA_CONFIG
 
 BASES = {"gpt_neo": GPT_NEO, "llama": LLAMA_CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}}
-FLAX = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
+FLAX_FOLDERS = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
 OTHER_FILES = [name.removeprefix("llama/") for name in FILES if name.count("/") == 1]
 
 
@@ -38,7 +38,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Golden files
 
 
-@pytest.mark.parametrize("folder", FLAX, ids=[f"{path.parent.name}-{path.name}" for path in FLAX])
+@pytest.mark.parametrize("folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS])
 def test_what_transformers_saved_is_read(folder: Path):
     run_ok("save-init", str(folder), "--out", "init")
     run_ok("verify", "init", str(folder.parent / "hf"))

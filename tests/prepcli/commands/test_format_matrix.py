@@ -15,14 +15,14 @@ from tests.prepcli.commands.test_restore import expected_leaves
 
 CONFIG = LLAMA | {"vocab_size": 136, "num_attention_heads": 4, "num_key_value_heads": 2}
 TORCH = ("bin", "bin-legacy", "meta")
-MADE = {
+CONVERTED = {
     "init": ("save-init", "hf", "--mesh", "1,2,1"),
     "init-zstd": ("save-init", "hf", "--compress", "zstd", "--mesh", "1,4,1"),
     "unscanned": ("save-init", "hf", "--no-scan"),
     "hf-flax": ("export", "hf", "--layout", "hf-flax"),
     "easylm": ("export", "hf", "--layout", "easylm"),
 }
-SOURCES = ("hf", *MADE, "zarr3", *TORCH)
+SOURCES = ("hf", *CONVERTED, "zarr3", *TORCH)
 SINKS = {
     "hf": ("export",),
     "init": ("save-init", "--mesh", "1,4,1"),
@@ -30,7 +30,7 @@ SINKS = {
     "hf-flax": ("export", "--layout", "hf-flax"),
     "easylm": ("export", "--layout", "easylm"),
 }
-AGAIN = ("init", "init-zstd", "unscanned", "zarr3")  # an Orbax tree is laid out by reshard
+ORBAX_SOURCES = ("init", "init-zstd", "unscanned", "zarr3")  # an Orbax tree is laid out by reshard
 PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
 
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     tensors = make_checkpoint(made / "hf", CONFIG, request.param, tied=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
-        for name, (command, source, *options) in MADE.items():
+        for name, (command, source, *options) in CONVERTED.items():
             run_ok(command, source, *options, "--out", name)
     leaves = expected_leaves(CONFIG, tensors, True, 0)
     write_zarr_item(
@@ -71,7 +71,7 @@ def test_no_bit_differs(
         request.getfixturevalue("of_torch")
     monkeypatch.chdir(folder)
     command, *options = SINKS[sink]
-    if command == "save-init" and source in AGAIN:
+    if command == "save-init" and source in ORBAX_SOURCES:
         command = "reshard"
     out = f"{source}-to-{sink}"
     run_ok(command, f"./{source}", *options, "--out", out)

@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
+def generate_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
     found = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
     assert found["ok"], found
     return found
@@ -41,7 +41,7 @@ def test_every_kind_of_checkpoint_says_the_same(here: Path, capsys: pytest.Captu
     """A folder of Hugging Face, inits of it in all forms, and a run."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
-    wanted = told(capsys, "tiny", "--prompt", PROMPT)
+    wanted = generate_json(capsys, "tiny", "--prompt", PROMPT)
     assert wanted["prompts"] == [PROMPT]
     assert wanted["prompt_tokens"] == [IDS]
     assert wanted["texts"] == [" " + " ".join(WORDS[token] for token in wanted["tokens"][0])]
@@ -49,10 +49,10 @@ def test_every_kind_of_checkpoint_says_the_same(here: Path, capsys: pytest.Captu
     assert wanted["tokens_per_s"] > 0
     run_ok("save-init", "tiny", "--out", "across", "--scan-axis", "1", "--rule", "embed=mp")
     for name in ("apart", "across"):
-        assert told(capsys, name, "--prompt", PROMPT)["tokens"] == wanted["tokens"]
-    found = told(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
+        assert generate_json(capsys, name, "--prompt", PROMPT)["tokens"] == wanted["tokens"]
+    found = generate_json(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
     assert (found["mesh"], found["tokens"]) == ("1,2,4", wanted["tokens"])
-    found = told(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded as it is read
+    found = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded as it is read
     assert found["tokens"] == [wanted["tokens"][0][:1]]
 
 
@@ -63,9 +63,9 @@ def test_of_a_run_it_takes_any_step(here: Path, capsys: pytest.CaptureFixture[st
         "[batch]\nsize = 8\n[optimizer]\nlr = 3e-2\nwarmup_steps = 1\n[train]\nsteps = 40\n[checkpoint]\nevery = 20\n"
     )
     run_ok("train", "r.toml")
-    learned = told(capsys, "runs/r", "--prompt", "w3 w4 w5")
+    learned = generate_json(capsys, "runs/r", "--prompt", "w3 w4 w5")
     assert learned["texts"] == [" w6 w7 w1 w2 w3 w4"], "it goes on as its texts do"
-    assert told(capsys, "runs/r", "--step", "20", "--prompt", "w3 w4 w5", new=1)["ok"]
+    assert generate_json(capsys, "runs/r", "--step", "20", "--prompt", "w3 w4 w5", new=1)["ok"]
     assert (
         error_lines(capsys, "generate", "runs/r", "--step", "3", "--prompt", "w3")[0] == "error: runs/r has no step 3"
     )
@@ -99,7 +99,7 @@ def test_a_process_of_its_own(here: Path):
 def test_prompts_come_from_files(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
     Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a mark of its encoding
-    found = [told(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
+    found = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
     assert found[0]["prompts"] == found[1]["prompts"] == ["w1 w2", "w3"]
     assert found[0]["tokens"] == found[1]["tokens"]
 
@@ -119,9 +119,9 @@ def test_batches_change_no_result(here: Path, capsys: pytest.CaptureFixture[str]
         "--seed",
         "3",
     ]
-    found = [told(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")]
+    found = [generate_json(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")]
     assert found[0]["tokens"] == found[1]["tokens"]
-    other = told(capsys, "tiny", *words[:-1], "4", new=1)
+    other = generate_json(capsys, "tiny", *words[:-1], "4", new=1)
     assert other["tokens"] != [tokens[:1] for tokens in found[0]["tokens"]], "another seed"
 
 
@@ -139,11 +139,11 @@ def test_learned_positions_are_filled(here: Path, capsys: pytest.CaptureFixture[
 
 def test_without_a_tokenizer_there_are_ids(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("tiny/tokenizer.json").rename("words.json")
-    found = told(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
+    found = generate_json(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
     assert (found["prompts"], found["texts"], found["prompt_tokens"]) == ([None], None, [IDS])
     run_ok("generate", "tiny", "--tokens", "3,1,4,1,5", "--max-new-tokens", "1")
     assert capsys.readouterr().out == ",".join(map(str, found["tokens"][0])) + "\n"
-    assert told(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"] == found["tokens"]
+    assert generate_json(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"] == found["tokens"]
     lines = error_lines(capsys, "generate", "tiny", "--prompt", PROMPT)
     assert lines[0] == "error: tiny comes without a tokenizer"
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
@@ -151,37 +151,37 @@ def test_without_a_tokenizer_there_are_ids(here: Path, capsys: pytest.CaptureFix
 
 def test_a_text_ends_where_the_model_says(here: Path, capsys: pytest.CaptureFixture[str]):
     """By its config, or by what is beside that for generation."""
-    whole = told(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
+    whole = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
     firsts = [i for i, token in enumerate(whole) if token not in whole[:i]]
     for file, at, others in (("config.json", firsts[-1], []), ("generation_config.json", firsts[1], [130])):
         ends = [*others, whole[at]] if others else whole[at]
         path = Path("tiny", file)
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
-        found = told(capsys, "tiny", "--prompt", PROMPT, new=12)
+        found = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)
         assert (found["tokens"][0], found["ended"]) == (whole[: at + 1], [True])
 
 
 @pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
 def test_ends_that_are_no_tokens_end_nothing(here: Path, capsys: pytest.CaptureFixture[str], ends: object):
     Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    found = told(capsys, "tiny", "--prompt", PROMPT, new=2)
+    found = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
     assert (len(found["tokens"][0]), found["ended"]) == (2, [False])
 
 
 def test_bfloat16_is_computed_in_where_it_is_stored(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("half"), LLAMA, "bfloat16")
-    assert told(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
+    assert generate_json(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
 
 
 def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
     write_tokenizer(Path("t5"))
-    found = told(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
+    found = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
     assert found["prompt_tokens"] == [IDS, [7]]
     assert found["texts"] == [" ".join(WORDS[token] for token in tokens) for tokens in found["tokens"]]
     assert [len(tokens) for tokens in found["tokens"]] == [6, 6]
     run_ok("save-init", "t5", "--out", "t5-init")
-    again = told(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
+    again = generate_json(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
     assert again["tokens"] == [tokens[:1] for tokens in found["tokens"]]
     make_checkpoint(
         Path("headless"),
@@ -190,7 +190,7 @@ def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.Capt
     assert "what a decoder begins with" in error_lines(capsys, "generate", "headless", "--tokens", "1")[0]
 
 
-WRONG: dict[str, tuple[Sequence[str], str, int]] = {
+INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     "nothing": ((), "no prompt was given", 2),
     "no ids": (("--tokens", "1,x"), "`--tokens 1,x` is not understood", 2),
     "digits without end": (("--tokens", "9" * 5000), "is not understood", 2),
@@ -211,12 +211,12 @@ WRONG: dict[str, tuple[Sequence[str], str, int]] = {
 }
 
 
-@pytest.mark.parametrize("why", WRONG)
+@pytest.mark.parametrize("why", INVALID_PROMPTS)
 def test_what_makes_no_sense(here: Path, capsys: pytest.CaptureFixture[str], why: str):
     Path("bad.jsonl").write_text("w1 w2\n")
     Path("other.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     Path("bytes.txt").write_bytes(b"\xff\xfe\n")
-    words, message, code = WRONG[why]
+    words, message, code = INVALID_PROMPTS[why]
     assert main(["generate", "tiny", *words, "-q"]) == code
     out, err = capsys.readouterr()
     assert (out, message in err) == ("", True), err

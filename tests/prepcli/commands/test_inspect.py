@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def two_files() -> list[int]:
+def write_two_files() -> list[int]:
     """A model `m`; returns where the data of its two files begins."""
     a = {"b.weight": np.ones((2, 3), np.float32), "a.weight": np.ones(5, np.float16)}
     b = {"c": np.ones((), np.int64), "a.bias": np.zeros((100, 4), ml_dtypes.bfloat16)}
@@ -50,7 +50,7 @@ def two_files() -> list[int]:
 
 
 def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
-    first, second = two_files()
+    first, second = write_two_files()
     lines = inspect_lines(capsys, "m")
     assert lines[:3] == [
         "m  of no known family  412 values  842 bytes bfloat16, float32, float16, int64",
@@ -67,7 +67,7 @@ def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
 
 
 def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
-    first, _ = two_files()
+    first, _ = write_two_files()
     found = inspect_json(capsys, "m")
     assert found["tensors"][0] == {
         "name": "b.weight",
@@ -98,12 +98,12 @@ def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
     ],
 )
 def test_sorting(capsys: Capture, by: str, names: list[str]) -> None:
-    two_files()
+    write_two_files()
     assert [tensor["name"] for tensor in inspect_json(capsys, "m", "--sort", by)["tensors"]] == names
 
 
 def test_a_pattern_selects(capsys: Capture) -> None:
-    two_files()
+    write_two_files()
     lines = inspect_lines(capsys, "m", "a.*")
     assert [line.split()[0] for line in lines[4:6]] == ["a.weight", "a.bias"]
     assert lines[6:] == ["2 of 4 tensors, 810 bytes"]
@@ -114,7 +114,7 @@ def test_a_pattern_selects(capsys: Capture) -> None:
     [("weight", " hint: did you mean `*weight*`?\n"), ("a.wieght", " hint: did you mean `a.weight`?\n"), ("zzz", "")],
 )
 def test_a_pattern_that_matches_nothing(capsys: Capture, pattern: str, hint: str) -> None:
-    two_files()
+    write_two_files()
     assert inspect_failing(capsys, "m", pattern) == (1, f"error: no tensor of m matches `{pattern}`\n{hint}")
 
 
@@ -175,7 +175,7 @@ def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
     (here / "notes").mkdir()
     code, message = inspect_failing(capsys, "notes")
     assert (code, message.splitlines()[0]) == (1, "error: `notes` holds no checkpoint")
-    two_files()
+    write_two_files()
     (here / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
     code, message = inspect_failing(capsys, "m")
     assert (code, message.splitlines()[0]) == (1, "error: model-00001-of-00002.safetensors is cut short")
@@ -323,7 +323,7 @@ def test_statistics_tell_their_progress(capsys: Capture) -> None:
     assert (events[-1]["done"], events[-1]["total"]) == (4000, 4000)
 
 
-PEAK = (
+PEAK_SCRIPT = (
     "import resource, sys; from prepcli.cli.main import main; code = main(sys.argv[1:]);"
     "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
 )
@@ -337,7 +337,7 @@ def test_statistics_take_little_memory_whatever_a_tensor_has(here: Path) -> None
         file.truncate(8 + len(header) + n)
     peaks = []
     for options in ([], ["--stats"]):
-        command = [sys.executable, "-c", PEAK, "inspect", str(here), "-q", "--json", *options]
+        command = [sys.executable, "-c", PEAK_SCRIPT, "inspect", str(here), "-q", "--json", *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         peaks.append(int(done.stderr))
         (tensor,) = json.loads(done.stdout)["tensors"]

@@ -20,7 +20,7 @@ CONFLICTS = [
     (["--size", "300", "--mesh", "1,1,8"], "`--size 300` and `--mesh 1,1,8` exclude each other"),
     (["--multiple", "8", "--mesh", "1,1,8"], "`--multiple 8` and `--mesh 1,1,8` exclude each other"),
 ]
-WITHOUT_EFFECT = [
+OPTIONS_WITHOUT_EFFECT = [
     (["pad-vocab", "./m", "--seed", "3"], "--seed", "--init normal"),
     (["save-init", "./m", "--init", "mean"], "--init", "--pad-vocab"),
     (["save-init", "./m", "--seed", "3"], "--seed", "--pad-vocab"),
@@ -34,7 +34,7 @@ WITHOUT_EFFECT = [
     (["generate", "./m", "--tokens", "1", "--top-p", "0.5"], "--top-p", "--temperature"),
     (["generate", "./m", "--tokens", "1", "--seed", "5"], "--seed", "--temperature"),
 ]
-STREAMS = [
+STREAMED_FOLDERS = [
     ["save-init", "./m", "--stream"],
     ["verify", "./unstacked", "--stream"],
     ["verify", "./unstacked", "./m", "--stream"],
@@ -43,7 +43,7 @@ STREAMS = [
 ]
 
 
-def _words(value: object) -> str:
+def _test_id(value: object) -> str:
     return " ".join(value) if isinstance(value, list) else ""
 
 
@@ -62,7 +62,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_words)
+@pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_test_id)
 def test_sizes_of_a_vocabulary_exclude_each_other(
     words: list[str], what: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +70,7 @@ def test_sizes_of_a_vocabulary_exclude_each_other(
     assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
 
 
-@pytest.mark.parametrize(("words", "option", "needed"), WITHOUT_EFFECT, ids=_words)
+@pytest.mark.parametrize(("words", "option", "needed"), OPTIONS_WITHOUT_EFFECT, ids=_test_id)
 def test_options_without_effect_are_refused(
     words: list[str], option: str, needed: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,7 +80,7 @@ def test_options_without_effect_are_refused(
     assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
 
 
-@pytest.mark.parametrize("words", STREAMS, ids=_words)
+@pytest.mark.parametrize("words", STREAMED_FOLDERS, ids=_test_id)
 def test_folders_cannot_be_streamed(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert (what, hint) == ("error: `--stream` has no effect", " hint: leave `--stream` out")

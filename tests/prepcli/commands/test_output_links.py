@@ -30,7 +30,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_sources(tmp_path, monkeypatch)
 
 
-def refused(capsys: pytest.CaptureFixture[str]) -> bool:
+def save_init_refuses_link(capsys: pytest.CaptureFixture[str]) -> bool:
     capsys.readouterr()
     code = main(["save-init", "./model", "--out", "out", "-q"])
     err = capsys.readouterr().err
@@ -44,7 +44,7 @@ def test_save_init_follows_no_link_in_its_folder(capsys, file: str):
     Path("out.partial/.prep").mkdir(parents=True)
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(target.absolute())
-    assert refused(capsys)
+    assert save_init_refuses_link(capsys)
     assert target.read_text() == "mine"
     link.unlink()
     assert main(["save-init", "./model", "--out", "out", "-q"]) == 0
@@ -59,7 +59,7 @@ def test_save_init_writes_into_no_linked_folder(capsys, folder: str):
     if folder == "out.partial/.prep":
         Path(folder).rmdir()
     Path(folder).symlink_to(target.absolute())
-    assert refused(capsys)
+    assert save_init_refuses_link(capsys)
     assert not list(target.iterdir())
 
 

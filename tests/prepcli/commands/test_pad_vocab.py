@@ -31,7 +31,7 @@ from trainer.models.families.gpt_neo import FAMILY
 COMMON = CommonOptions("m", None, 1 << 29)
 
 
-def source(**config: Any) -> Source:
+def make_source(**config: Any) -> Source:
     return Source("m", Path("m"), FAMILY, config, TensorNames(FAMILY), (), (), (), (), None)
 
 
@@ -58,10 +58,10 @@ def test_a_size_below_the_true_rows_is_refused():
 
 
 def test_what_new_rows_are_made_of():
-    assert make_fill("zeros", 5, source()) == Fill("zeros")
-    assert make_fill("mean", 5, source(initializer_range="odd")) == Fill("mean")
-    assert make_fill("normal", 5, source()) == Fill("normal", 5, 0.02)
-    assert make_fill("normal", 2**64 - 1, source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
+    assert make_fill("zeros", 5, make_source()) == Fill("zeros")
+    assert make_fill("mean", 5, make_source(initializer_range="odd")) == Fill("mean")
+    assert make_fill("normal", 5, make_source()) == Fill("normal", 5, 0.02)
+    assert make_fill("normal", 2**64 - 1, make_source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_new_rows_are_made_of():
 )
 def test_what_cannot_be_made_is_named(init: str, seed: int, config: dict[str, Any], text: str, code: int):
     with pytest.raises(PrepError) as caught:
-        make_fill(init, seed, source(**config))
+        make_fill(init, seed, make_source(**config))
     assert text in str(caught.value)
     assert caught.value.code == code
 

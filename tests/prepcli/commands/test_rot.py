@@ -26,7 +26,7 @@ def flip_bit(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def tensors_in(path: Path) -> Iterator[tuple[str, int, int]]:
+def tensor_byte_ranges(path: Path) -> Iterator[tuple[str, int, int]]:
     """Every tensor of a safetensors file, with its bytes."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -39,7 +39,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, int, int]]:
 def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
     expected_output("pad-vocab")
     draw = random.Random(2)
-    places = [(p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensors_in(p) if t[1] < t[2]]
+    places = [(p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensor_byte_ranges(p) if t[1] < t[2]]
     for path, name, low, high in draw.sample(places, 12):
         capsys.readouterr()
         before = path.read_bytes()

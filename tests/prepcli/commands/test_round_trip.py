@@ -34,7 +34,7 @@ WIDE: dict[str, dict[str, Any]] = {  # so that each of the meshes divides them
 }
 
 
-def weights(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def without_buffers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Without the buffers of old files, which only pad-vocab carries over."""
     buffers = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
     return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
@@ -57,7 +57,7 @@ def test_pad_init_reshard_export_changes_no_bit(base: dict[str, Any], dtype: str
         run_ok("reshard", previous, "--mesh", mesh, "--out", f"r{number}")
         previous = f"r{number}"
     run_ok("export", previous, "--out", "back")
-    assert_same(read_tensors(Path("back")), weights(tensors))
+    assert_same(read_tensors(Path("back")), without_buffers(tensors))
     before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
     assert after == {**before, "vocab_size": 131}
     assert Path("back/tokenizer_config.json").read_bytes() == Path("m/tokenizer_config.json").read_bytes()

@@ -33,7 +33,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     capsys.readouterr()
     assert main([*args, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -44,7 +44,7 @@ def assert_same(found: Tensors, expected: Tensors) -> None:
     assert [name for name in found if not same_bits(found[name], expected[name])] == []
 
 
-def config_of(folder: str) -> dict[str, Any]:
+def read_config(folder: str) -> dict[str, Any]:
     return json.loads(Path(folder, "config.json").read_text())
 
 
@@ -61,23 +61,23 @@ def test_every_form_of_both_stacks_comes_back(form: tuple[str, ...]):
     run_ok("verify", "other", "./m")
     run_ok("export", "other", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
-    assert config_of("back") == config_of("m")
+    assert read_config("back") == read_config("m")
 
 
 def test_paths_in_the_tree(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), GATED, tied=False)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
     run_ok("save-init", "./m", "--no-scan", "--out", "apart")
-    shapes = {each["name"]: each["shape"] for each in told(capsys, "inspect", "stacked")["tensors"]}
+    shapes = {each["name"]: each["shape"] for each in run_json(capsys, "inspect", "stacked")["tensors"]}
     assert shapes["params.encoder.layers.attn.q.weight"] == [2, 4, 24, 64]
     assert shapes["params.decoder.layers.cross.o.weight"] == [3, 64, 4, 24]
     assert shapes["params.encoder.relative_positions.weight"] == [8, 4]
     assert shapes["params.head.weight"] == [132, 64]
-    apart = {each["name"]: each["shape"] for each in told(capsys, "inspect", "apart")["tensors"]}
+    apart = {each["name"]: each["shape"] for each in run_json(capsys, "inspect", "apart")["tensors"]}
     assert apart["params.encoder.layers.1.mlp.gate.weight"] == [48, 64]
     assert apart["params.decoder.layers.2.mlp.up.weight"] == [48, 64]
     assert "params.encoder.layers.2.mlp.up.weight" not in apart
-    shards = told(capsys, "inspect", "stacked", "--shards", "encoder.layers.attn.k.weight", "--mesh", "1,2,2")
+    shards = run_json(capsys, "inspect", "stacked", "--shards", "encoder.layers.attn.k.weight", "--mesh", "1,2,2")
     assert "encoder.layers.attn.k.weight" in json.dumps(shards)
 
 
@@ -86,7 +86,7 @@ def test_copies_of_the_embedding_are_held_against_it_and_left_out(capsys: pytest
     stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     names = (ENCODER_COPY, DECODER_COPY, "lm_head.weight")
     write_checkpoint(Path("m"), T5, with_copies(tensors, *names))
-    found = told(capsys, "save-init", "./m")["accounting"]["dropped"]
+    found = run_json(capsys, "save-init", "./m")["accounting"]["dropped"]
     assert {each["name"]: each["rule"] for each in found} == {
         **dict.fromkeys(names, "equal to shared.weight"), stray: "bias that nothing uses"
     }  # fmt: skip
@@ -145,7 +145,7 @@ def test_padding_is_the_same_bits_in_all_copies():
     assert all(same_bits(found[name], found["shared.weight"]) for name in (ENCODER_COPY, DECODER_COPY))
     assert not same_bits(found["shared.weight"][131:], found["lm_head.weight"][131:])
     assert_same({name: tensor[: len(tensors[name])] for name, tensor in found.items()}, tensors)
-    assert {key: config_of("m-padded")[key] for key in ("vocab_size", "true_vocab_size")} == {
+    assert {key: read_config("m-padded")[key] for key in ("vocab_size", "true_vocab_size")} == {
         "vocab_size": 136, "true_vocab_size": 131
     }  # fmt: skip
 
@@ -161,8 +161,8 @@ def test_each_tensor_keeps_its_dtype():
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def scale_of(folder: str) -> float:
-    config = config_of(folder)
+def head_scale(folder: str) -> float:
+    config = read_config(folder)
     return family_of(config).arch_config(config).lm_head_input_scale
 
 
@@ -175,9 +175,9 @@ def test_what_transformers_5_says_of_an_own_head_is_understood(capsys: pytest.Ca
     run_ok("verify", "m-init", "./m")
     run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
-    assert config_of("back") == config_of("m")
-    assert scale_of("back") == 1.0
-    shards = told(capsys, "inspect", "m-init", "--shards", "head.weight", "--mesh", "1,2,1")
+    assert read_config("back") == read_config("m")
+    assert head_scale("back") == 1.0
+    shards = run_json(capsys, "inspect", "m-init", "--shards", "head.weight", "--mesh", "1,2,1")
     assert "params.head.weight" in json.dumps(shards)
     run_ok("reshard", "m-init", "--no-scan", "--out", "apart")
     run_ok("verify", "apart", "./m")
@@ -203,7 +203,7 @@ def test_flax_is_told_of_the_head_what_its_classes_read(capsys: pytest.CaptureFi
     write_checkpoint(Path("m"), config, checkpoint_tensors(config, "float32", False, False))
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--layout", "hf-flax", "--out", "flax")
-    assert config_of("flax")["tie_word_embeddings"] is False
+    assert read_config("flax")["tie_word_embeddings"] is False
     write_checkpoint(Path("old"), T5, checkpoint_tensors(T5, "float32", False, False))
     run_ok("save-init", "./old", "--untie")
     assert "scale_decoder_outputs True" in run_failing(capsys, 1, "export", "old-init", "--layout", "hf-flax")
@@ -216,8 +216,8 @@ def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture
     run_ok("save-init", "./m", "--untie", "--restart")
     run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
-    assert config_of("back") == config_of("m") | {"tie_word_embeddings": False, "scale_decoder_outputs": True}
-    assert scale_of("back") == scale_of("m") == 64**-0.5
+    assert read_config("back") == read_config("m") | {"tie_word_embeddings": False, "scale_decoder_outputs": True}
+    assert head_scale("back") == head_scale("m") == 64**-0.5
 
 
 def test_one_half_alone_is_refused(capsys: pytest.CaptureFixture[str]):

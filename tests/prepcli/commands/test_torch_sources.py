@@ -34,13 +34,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def written(folder: str) -> dict[str, Any]:
+def manifest_facts(folder: str) -> dict[str, Any]:
     """What a manifest says of tensors and leaves."""
     found = json.loads(Path(folder, "prep-manifest.json").read_text())
     return {key: found.get(key) for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")}
 
 
-def settings(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
+def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
     """A folder with the settings of `m` and one file of weights."""
     Path(folder).mkdir()
     Path(folder, "config.json").write_bytes(Path("m/config.json").read_bytes())
@@ -54,10 +54,10 @@ def settings(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_init_of_a_bin_is_that_of_safetensors(base: dict[str, Any], dtype: str) -> None:
     settings_of = make_checkpoint(Path("m"), base, dtype, legacy=True)
-    settings("b", make_torch_file(settings_of))
+    write_weights_folder("b", make_torch_file(settings_of))
     for source in ("m", "b"):
         run_ok("save-init", f"./{source}", "--mesh", "1,2,4", "--pad-vocab", "auto")
-    assert written("b-init") == written("m-init")
+    assert manifest_facts("b-init") == manifest_facts("m-init")
     for pair in (("b-init",), ("b-init", "m-init"), ("b-init", "./m"), ("./b", "./m")):
         run_ok("verify", *pair)
     run_ok("export", "b-init", "--out", "back")
@@ -68,7 +68,7 @@ def test_an_init_of_a_bin_is_that_of_safetensors(base: dict[str, Any], dtype: st
 
 @FAMILIES
 def test_a_padded_bin_is_a_padded_folder_of_safetensors(base: dict[str, Any]) -> None:
-    settings("b", make_torch_file(make_checkpoint(Path("m"), base)))
+    write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"), base)))
     for source in ("m", "b"):
         run_ok("pad-vocab", f"./{source}", "--init", "mean")
     assert sorted(path.name for path in Path("b-padded").iterdir()) == [
@@ -81,7 +81,7 @@ def test_a_padded_bin_is_a_padded_folder_of_safetensors(base: dict[str, Any]) ->
 
 def test_an_export_of_a_bin_is_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
-    settings("b", make_torch_file(tensors))
+    write_weights_folder("b", make_torch_file(tensors))
     run_ok("export", "./b")
     found = read_tensors(Path("b-hf"))
     assert all(same_bits(array, found[key]) for key, array in tensors.items())
@@ -98,7 +98,7 @@ def test_files_keep_their_names_but_for_what_they_are() -> None:
 def test_safetensors_win_and_any_single_file_will_do(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"), files=1)
     Path("m/pytorch_model.bin").write_bytes(b"broken")
-    settings("b", make_torch_file(tensors), "weights.pth")
+    write_weights_folder("b", make_torch_file(tensors), "weights.pth")
     Path("b/training_args.bin").write_bytes(b"broken")
     run_ok("verify", "./b", "./m")
     capsys.readouterr()
@@ -113,7 +113,7 @@ def test_a_model_among_what_a_trainer_keeps(capsys: pytest.CaptureFixture[str]) 
         for i, (key, array) in enumerate(tensors.items())
     })  # fmt: skip
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    settings("b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records))
+    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records))
     run_ok("verify", "./b", "./m")
     found = run_json(capsys, "inspect", "./b")
     assert found["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
@@ -129,14 +129,14 @@ def test_transposed_and_shared_tensors_are_read_as_they_are() -> None:
         steps = (1, array.shape[0]) if array.ndim == 2 else (1,) * array.ndim
         made[key] = encode_tensor(array.shape, steps, len(content) // 4, encode_storage(numel=total))
         content += array.T.tobytes()
-    settings("b", make_zip_file(make_pickle(encode_mapping(made)), {"data/0": content}))
+    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(made)), {"data/0": content}))
     run_ok("save-init", "./b", "--mesh", "1,2,4", "--pad-vocab", "auto")
     run_ok("verify", "b-init", "./m")
     run_ok("pad-vocab", "./b")
     run_ok("verify", "b-padded", "./m")
 
 
-def head_of(made: Mapping[str, bytes]) -> dict[str, bytes]:
+def with_head(made: Mapping[str, bytes]) -> dict[str, bytes]:
     return {**made, "lm_head.weight": made["transformer.wte.weight"]}
 
 
@@ -151,7 +151,7 @@ def test_tied_tensors_have_one_storage(capsys: pytest.CaptureFixture[str], shari
     }
     more = {f"h.{i}.attn.attention.masked_bias": made["transformer.wte.weight"] for i in range(sharing - 2)}
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    settings("b", make_zip_file(make_pickle(encode_mapping(head_of(made) | more)), records))
+    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(with_head(made) | more)), records))
     if sharing > MAX_SHARING_TENSORS:
         assert "over 64 tensors have byte" in error_lines(capsys, "save-init", "./b")[1]
         return
@@ -165,7 +165,7 @@ def test_tied_tensors_have_one_storage(capsys: pytest.CaptureFixture[str], shari
 
 def test_inspect_shows_a_bin_as_it_shows_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"), files=1)
-    settings("b", make_torch_file(tensors))
+    write_weights_folder("b", make_torch_file(tensors))
     wanted, found = (run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b"))
     kept = ("name", "shape", "dtype", "bytes", "stats")
     assert [{key: t[key] for key in kept} for t in found["tensors"]] == [
@@ -191,7 +191,7 @@ def test_statistics_of_a_view_are_those_of_its_values(capsys: pytest.CaptureFixt
 def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     evil = make_pickle(encode_mapping({"x": encode_call("os.system", encode_text("touch pwned"))}))
-    settings("b", make_torch_file(tensors), "pytorch_model-00001-of-00002.bin")
+    write_weights_folder("b", make_torch_file(tensors), "pytorch_model-00001-of-00002.bin")
     Path("b/pytorch_model-00002-of-00002.bin").write_bytes(make_zip_file(evil))
     for command in ("save-init", "pad-vocab", "inspect"):
         lines = error_lines(capsys, command, "./b")
@@ -202,7 +202,7 @@ def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFix
 
 
 def test_a_source_that_changes_meanwhile_is_noticed_by_the_facts() -> None:
-    settings("b", make_torch_file(make_checkpoint(Path("m"))))
+    write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"))))
     run_ok("save-init", "./b")
     (told,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
     path = Path("b/pytorch_model.bin")
@@ -247,6 +247,6 @@ def test_what_transformers_holds_comes_through(base: dict[str, Any]) -> None:
 def test_dtypes_in_a_bin_are_those_of_safetensors() -> None:
     arrays = make_checkpoint(Path("m"), dtype="float16")
     assert {array.dtype for array in arrays.values()} == {np.dtype("float16")}
-    settings("b", make_torch_file(arrays))
+    write_weights_folder("b", make_torch_file(arrays))
     run_ok("save-init", "./b")
     run_ok("verify", "b-init", "./m")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.train import _kept, _telling
+from prepcli.commands.train import _kept_note, _tokenize_progress
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
@@ -356,7 +356,7 @@ def test_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
             heard.append((written_bytes,))
 
     monkeypatch.setattr(Ui, "progress", lambda _: Heard())
-    tell = _telling(open_ui("train", False, True, 0))
+    tell = _tokenize_progress(open_ui("train", False, True, 0))
     for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
         tell(done, total)
     assert heard == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]
@@ -367,5 +367,5 @@ def test_what_a_run_keeps_is_named_only_if_whole(tmp_path: Path, whole: Sequence
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"
-    found = _kept(tmp_path / "run")
+    found = _kept_note(tmp_path / "run")
     assert found == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")

@@ -50,7 +50,7 @@ every = 3
 """
 
 
-def pairs() -> list[dict[str, str]]:
+def make_pairs() -> list[dict[str, str]]:
     """Texts of two fields, and a target that repeats the ends of both; some are longer than the recipe allows."""
     random = np.random.default_rng(0)
     found = []
@@ -67,7 +67,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_checkpoint(Path("tiny"), FAMILY_CONFIGS["t5"])
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
-    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
     Path("recipe.toml").write_text(RECIPE)
     return tmp_path
 
@@ -88,7 +88,7 @@ def test_it_learns_and_transformers_says_the_same_loss(here: Path, capsys: pytes
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained("learned", dtype=torch.float32).eval()
-    held = pairs()[-12:]
+    held = make_pairs()[-12:]
     sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in held]
     targets = [ids_of(pair["sum"], 6) for pair in held]
     padded = torch.tensor([ids + [0] * (9 - len(ids)) for ids in sources])
@@ -125,7 +125,7 @@ def test_killed_and_stopped_it_goes_on_to_the_same_bits(here: Path):
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
+def train_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
     code, what, why, _ = train_error(capsys, *words)
     return code, what, why
 
@@ -145,15 +145,15 @@ def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.Captu
     make_checkpoint(here / "llama", LLAMA)
     write_tokenizer(here / "llama")
     assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
-    code, what, why = refused(capsys, "--set", "model.path=llama-init")
+    code, what, why = train_refusal(capsys, "--set", "model.path=llama-init")
     assert (code, what) == (USAGE, "`data.fields` is '[first], [second], sum'")
     assert why == "llama has no encoder, which would read what stands in brackets"
-    assert refused(capsys, "--set", "data.fields=[first], third")[:2] == (
+    assert train_refusal(capsys, "--set", "data.fields=[first], third")[:2] == (
         FAILED, "pairs.jsonl:1: no column `third`"
     )  # fmt: skip
 
 
-def say(**changes: int | None) -> None:
+def change_init_config(**changes: int | None) -> None:
     """What the init says in its config."""
     manifest = Path("tiny-init/prep-manifest.json")
     whole = json.loads(manifest.read_text())
@@ -161,14 +161,14 @@ def say(**changes: int | None) -> None:
 
 
 def test_a_model_that_does_not_say_what_a_target_ends_with(here: Path, capsys: pytest.CaptureFixture[str]):
-    say(eos_token_id=None)
+    change_init_config(eos_token_id=None)
     assert main(["train", "recipe.toml", "--set", "train.steps=3"]) == OK
     assert "config.json has no eos_token_id: nothing says where a target ends" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_say_what_a_target_begins_with(here: Path, capsys: pytest.CaptureFixture[str]):
-    say(decoder_start_token_id=None, pad_token_id=131)
-    assert refused(capsys)[1:] == (
+    change_init_config(decoder_start_token_id=None, pad_token_id=131)
+    assert train_refusal(capsys)[1:] == (
         "config.json does not say what a decoder begins with",
         "decoder_start_token_id is 131, it has to be a token of 131",
     )

@@ -150,7 +150,7 @@ def test_a_start_warns_as_a_dry_run_does(capsys: pytest.CaptureFixture[str], mon
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prepcli.commands.train._state", stop)
+    monkeypatch.setattr("prepcli.commands.train._load_train_state", stop)
     capsys.readouterr()
     code, found = train_json(capsys, "--set", "checkpoint.every=500")
     assert (code, found["error"]["what"]) == (130, "interrupted")

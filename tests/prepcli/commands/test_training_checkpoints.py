@@ -51,7 +51,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def said(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
+def run_stdout_stderr(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
     """What a run says on stdout and stderr."""
     capsys.readouterr()
     assert main([*args, "--progress", "none"]) == code
@@ -59,7 +59,7 @@ def said(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
     return captured.out, captured.err
 
 
-def state_in(path: str) -> TrainingState:
+def read_state(path: str) -> TrainingState:
     with open_reader(Path(path)) as reader:
         return read_leaves(reader)
 
@@ -81,7 +81,7 @@ def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str,
         previous = f"r{number}"
         run_ok("verify", previous)
         run_ok("verify", previous, "run/4")
-    assert same_state(state_in("r3"), state)
+    assert same_state(read_state("r3"), state)
     exported = []
     for path in ("run", "r1", "r3"):
         run_ok("export", path, "--out", f"{path}-hf")
@@ -95,7 +95,7 @@ def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str,
 
 def test_moments_move_with_their_parameters(here: Path):
     run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
-    stacked, apart = state_in("tuned"), state_in("apart")
+    stacked, apart = read_state("tuned"), read_state("apart")
     for slot in ("params", *OPTIMIZER_SLOTS):
         for layer in range(3):
             moved = apart[f"{slot}.layers.{layer}.mlp.up.weight"]
@@ -110,26 +110,26 @@ def test_a_step_that_was_laid_out_anew_is_a_step(here: Path):
     ]  # fmt: skip
     with open_reader(Path("tuned-1x4x2")) as reader:
         facts = reader.manifest
-        assert same_state(read_leaves(reader), state_in("tuned/3"))
+        assert same_state(read_leaves(reader), read_state("tuned/3"))
     assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == ("train", 3, "steps = 3", "1,4,2")
-    state = state_in("tuned-1x4x2")
+    state = read_state("tuned-1x4x2")
     save_steps(Path("onward"), Path("tuned-1x4x2"), {4: state})
-    assert same_state(state_in("onward"), state)
+    assert same_state(read_state("onward"), state)
 
 
 def test_an_interrupted_layout_goes_on_and_a_second_one_is_done_already(here: Path, capsys: Capture):
     run_ok("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
-    out, err = said(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
+    out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     assert (out, "already done" in err) == ("again\n", True)
     next(Path("again/state/d").iterdir()).unlink()
-    _, err = said(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1)
+    _, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1)
     assert "its files are damaged" in err
 
 
 def test_parameters_alone_make_an_init(here: Path, capsys: Capture):
-    out, err = said(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
+    out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
-    size = format_bytes(sum(v.nbytes for name, v in state_in("tuned").items() if name.startswith("opt_state.")))
+    size = format_bytes(sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state.")))
     assert f"optimizer state ({size}) left out\n" in err
     manifest = json.loads(Path("tuned-1x2x2/prep-manifest.json").read_text())
     assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
@@ -139,21 +139,21 @@ def test_parameters_alone_make_an_init(here: Path, capsys: Capture):
         "step",
         "skipped",
     }
-    assert {name.split(".")[0] for name in state_in("tuned-1x2x2")} == {"params"}
+    assert {name.split(".")[0] for name in read_state("tuned-1x2x2")} == {"params"}
     run_ok("verify", "tuned-1x2x2", "tuned")
     assert main(["verify", "tuned-1x2x2", "m-init", "-q"]) == 1
 
 
 def test_export_says_what_it_leaves_out(here: Path, capsys: Capture):
-    out, err = said(capsys, "export", "tuned", "--step", "3")
+    out, err = run_stdout_stderr(capsys, "export", "tuned", "--step", "3")
     assert out == "tuned-hf\n"
-    state = state_in("tuned/3")
+    state = read_state("tuned/3")
     size = format_bytes(sum(value.nbytes for name, value in state.items() if name.startswith("opt_state.")))
     assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding taken off;" in err
     assert f"; optimizer state ({size}) left out\n" in err
     assert "next: prep verify tuned-hf tuned/3" in err
     run_ok("verify", "tuned-hf", "./m")
-    _, err = said(capsys, "verify", "tuned-hf", "tuned/3")
+    _, err = run_stdout_stderr(capsys, "verify", "tuned-hf", "tuned/3")
     size = format_bytes(sum(value.nbytes for name, value in state.items() if not name.startswith("params.")))
     assert f"training state of tuned/3 ({size}) left out: only parameters are compared" in err
 
@@ -178,13 +178,13 @@ def test_a_step_that_is_not_there_is_named(here: Path, capsys: Capture, words: l
 
 def test_a_run_is_the_default_of_where_it_lies(here: Path, capsys: Capture):
     shutil.rmtree("m-init")
-    _, err = said(capsys, "export")
+    _, err = run_stdout_stderr(capsys, "export")
     assert "using ./tuned (the only prep checkpoint here)" in err
     run_ok("reshard", "--mesh", "1,4,2")
     run_ok("verify", "tuned-1x4x2", "./tuned")
 
 
-def flip(path: Path, text: bytes) -> None:
+def flip_byte_at(path: Path, text: bytes) -> None:
     """Change a byte where `text` lies in one of the item's data files."""
     for file in (path / "state/d").iterdir():
         data = file.read_bytes()
@@ -203,12 +203,12 @@ def flip(path: Path, text: bytes) -> None:
 def test_every_bit_is_verified(here: Path, capsys: Capture, leaf: str, called: str):
     run_ok("verify", "tuned")
     shutil.copytree("tuned/5", "copy")
-    flip(Path("copy"), state_in("copy")[leaf].reshape(-1)[:40].tobytes())
-    _, err = said(capsys, "verify", "copy", code=1)
+    flip_byte_at(Path("copy"), read_state("copy")[leaf].reshape(-1)[:40].tobytes())
+    _, err = run_stdout_stderr(capsys, "verify", "copy", code=1)
     assert f"differs  {called}" in err
-    _, err = said(capsys, "verify", "copy", "tuned", code=1)
+    _, err = run_stdout_stderr(capsys, "verify", "copy", "tuned", code=1)
     assert f"differs  {called}  1 of " in err
-    _, err = said(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
+    _, err = run_stdout_stderr(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
     assert f"{called} in copy is damaged" in err
     assert main(["verify", "copy", "m-init", "-q"]) == 1  # other values anyway
     assert not Path("x").exists()
@@ -219,15 +219,15 @@ def test_numbers_are_verified_too(here: Path, capsys: Capture):
     content = json.loads(manifest.read_text())
     content["others"]["skipped"]["digests"] = content["others"]["step"]["digests"]
     manifest.write_text(json.dumps(content))
-    _, err = said(capsys, "verify", "tuned", code=1)
+    _, err = run_stdout_stderr(capsys, "verify", "tuned", code=1)
     assert "differs  skipped  rows 0:1 have another digest" in err
 
 
 def test_two_steps_differ_in_what_they_have(here: Path, capsys: Capture):
-    bare = {name: value for name, value in state_in("tuned/5").items() if not name.startswith("opt_state")}
+    bare = {name: value for name, value in read_state("tuned/5").items() if not name.startswith("opt_state")}
     save_steps(Path("bare"), Path("m-init"), {5: bare})
     run_ok("verify", "bare")
-    _, err = said(capsys, "verify", "tuned", "bare", "-v", code=1)
+    _, err = run_stdout_stderr(capsys, "verify", "tuned", "bare", "-v", code=1)
     assert "opt_state.adam.mu/transformer.wte.weight  is not in bare" in err
     assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
 
@@ -244,7 +244,7 @@ def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
     capsys.readouterr()
     assert main(["inspect", "tuned", "--json", "-q"]) == 0
     source = json.loads(capsys.readouterr().out)["source"]
-    params = sum(v.size for name, v in state_in("tuned").items() if name.startswith("params."))
+    params = sum(v.size for name, v in read_state("tuned").items() if name.startswith("params."))
     assert (source["step"], source["parameters"]) == (5, params)
     assert source["optimizer_bytes"] == 2 * 4 * params + 4
 
@@ -272,7 +272,7 @@ def test_orbax_restores_a_step(here: Path):
     Path("runs/again").mkdir(parents=True)
     Path("anew").rename("runs/again/5")
     for step in (Path("tuned/5"), Path("runs/again/5")):
-        leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in state_in(str(step)).items()}
+        leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in read_state(str(step)).items()}
         Path("expected.json").write_text(json.dumps(leaves))
         run_orbax("judge-step", here / "expected.json", here / step)
 
