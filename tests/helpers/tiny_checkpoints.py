@@ -129,7 +129,7 @@ def checkpoint_tensors(
         found[name] = (values > 0 if kind == "bool" else values).astype(numpy_dtype(kind)).reshape(shape)
 
     for path, row in parameter_rows(family, config).items():
-        if path != family.tying.leaf or not tied:
+        if path != family.tying.head_leaf or not tied:
             bound = bind_row(row, family.sizes(config))
             for name, _ in bound.tensors():
                 add(name, dtype, bound.source_shape)
@@ -167,7 +167,7 @@ def make_checkpoint(
     **changes: Any,
 ) -> dict[str, np.ndarray]:
     """Write a tiny checkpoint and return its tensors; `tied` as the family has it by default."""
-    default = FAMILIES[base["model_type"]].tying.default
+    default = FAMILIES[base["model_type"]].tying.tied_by_default
     is_tied = default if tied is None else tied
     config = {**base, "torch_dtype": dtype, **changes} | (
         {} if is_tied == default else {"tie_word_embeddings": is_tied}

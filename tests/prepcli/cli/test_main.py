@@ -26,13 +26,13 @@ import sys, time
 from prepcli.cli.root import app
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
-from prepcli.execution.signals import noting_kept, stoppable
+from prepcli.execution.signals import note_durable_work, raise_on_signal
 from prepcli.console.ui import Report, open_ui
 
 @app.command()
 def wait(json: bool = False) -> int:
     try:
-        with stoppable():
+        with raise_on_signal():
             print("ready", file=sys.stderr, flush=True)
             time.sleep(60)
     finally:
@@ -41,7 +41,7 @@ def wait(json: bool = False) -> int:
 
 @app.command()
 def convert() -> int:
-    with noting_kept(lambda: "1 of 2 bytes are kept"):
+    with note_durable_work(lambda: "1 of 2 bytes are kept"):
         return wait()
 
 @app.command()
@@ -123,8 +123,8 @@ def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
 @pytest.mark.parametrize(
     ("args", "err"),
     [
-        (["modles"], "error: no command called `modles`\n hint: did you mean `models`?\n"),
-        (["zzz"], "error: no command called `zzz`\n hint: `prep --help`\n"),
+        (["modles"], "error: unknown command `modles`\n hint: did you mean `models`?\n"),
+        (["zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
         (["models", "--jsn"], "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n"),
         (["models", "--zzz"], "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n"),
         (
@@ -182,7 +182,7 @@ def test_a_known_name_of_a_choice_is_answered(capsys: pytest.CaptureFixture[str]
     [
         (["models", "--json", "lama"], "models", "no aliases of family `lama`"),
         (["models", "--json", "--jsn"], "models", "`prep models` has no option `--jsn`"),
-        (["modles", "--json"], "", "no command called `modles`"),
+        (["modles", "--json"], "", "unknown command `modles`"),
     ],
 )
 def test_json_is_one_object_on_every_failure(
@@ -209,7 +209,7 @@ def test_a_signal_stops_a_conversion_with_75_after_cleaning_up(number: signal.Si
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (75, "")
-    what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to go on: `prep convert`"
+    what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to resume: `prep convert`"
     assert err == f"{what} {number.name}\n  why: {why}\n hint: {hint}\n"
 
 
@@ -225,7 +225,7 @@ def test_a_stopped_conversion_tells_json_too() -> None:
 
 @pytest.mark.parametrize(
     ("command", "kept"),
-    [("convert", "  why: 1 of 2 bytes are kept\n hint: to go on: `prep convert`\n"), ("wait", "")],
+    [("convert", "  why: 1 of 2 bytes are kept\n hint: to resume: `prep convert`\n"), ("wait", "")],
 )
 def test_ctrl_c_ends_with_130_and_says_what_is_kept(command: str, kept: str) -> None:
     script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + WITH_COMMAND

@@ -43,8 +43,8 @@ def test_an_empty_option_names_itself_and_the_way_out(capsys: pytest.CaptureFixt
     assert main(["save-init", "m", "--mesh", ""]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: `--mesh` is empty",
-        "  why: a shell variable in the command may not be set",
-        " hint: leave `--mesh` out, or give it a value",
+        "  why: a shell variable in the command may be unset",
+        " hint: remove `--mesh`, or give it a value",
     ]
 
 

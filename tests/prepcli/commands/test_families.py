@@ -62,7 +62,7 @@ def test_pad_init_reshard_export_changes_no_bit(name: str):
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_the_other_way_of_tying_and_layers_apart_come_back(name: str):
     config = FAMILY_CONFIGS[name]
-    tensors = make_checkpoint(Path("m"), config, "float16", not FAMILIES[name].tying.default)
+    tensors = make_checkpoint(Path("m"), config, "float16", not FAMILIES[name].tying.tied_by_default)
     run_ok("save-init", "./m", "--pad-vocab", "8", "--no-scan")
     run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)

@@ -67,7 +67,7 @@ def test_signals_end_with_their_code_and_the_way_to_go_on(bench: KillSetup, numb
     process = act_when_durable(bench, "export", out, lambda p: p.send_signal(number))
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    assert b"to go on: `prep export init" in err
+    assert b"to resume: `prep export init" in err
     assert not (bench.folder / out).exists()
     subprocess.run(command_line("export", out), cwd=bench.folder, check=True, capture_output=True)
     assert read_files(bench.folder / out) == read_files(bench.expected["export"])

@@ -43,7 +43,7 @@ def make_large_model(folder: Path, tensor_nbytes: int) -> None:
     family, entries = FAMILIES["gpt_neo"], []
     for path, row in parameter_rows(family, config).items():
         bound = bind_row(row, family.sizes(config))
-        for name, _ in bound.tensors() if path != family.tying.leaf else ():
+        for name, _ in bound.tensors() if path != family.tying.head_leaf else ():
             full = name if name in family.unprefixed else family.prefix + name
             entries.append((full, "float32", bound.source_shape, 4 * math.prod(bound.source_shape)))
     (layout,) = lay_out_files([("model.safetensors", entries, None)])

@@ -20,7 +20,7 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 
 PREP_SCRIPT = """
 import sys
-from prepcli.sources import remote_files
+from prepcli.remote import remote_files
 from prepcli.cli.main import main
 remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())

@@ -25,7 +25,7 @@ def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, sc
     true, padded = config["vocab_size"], -(-config["vocab_size"] // 8) * 8
     found = {}
     for path, row in parameter_rows(family, config, scan, scan_axis).items():
-        if path == family.tying.leaf and family.is_tied(config):
+        if path == family.tying.head_leaf and family.is_tied(config):
             continue
         bound = bind_row(row, family.sizes(config) | {"vocab": true}, {"vocab": padded})
         for layer in range(3 if "{layers}" in path else 1):

@@ -285,7 +285,7 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(here: Path, capsys: pyt
 
 def test_no_recipe_and_the_schema(capsys: pytest.CaptureFixture[str]):
     assert main(["train"]) == USAGE
-    assert "no recipe was named" in capsys.readouterr().err
+    assert "no recipe was given" in capsys.readouterr().err
     assert main(["train", "--schema"]) == OK
     assert json.loads(capsys.readouterr().out)["title"] == "Recipe of prep train"
 
