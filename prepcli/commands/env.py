@@ -1,4 +1,4 @@
-"""`prep env`: what prep runs with - versions, devices, memory, variables and caches, and where each comes from."""
+"""`prep env`: versions, devices, memory, and settings with the variable or file that each comes from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-# Which variables decide about a setting, the first that is set; the token may also lie in a file
+# Variables of each setting, in order of precedence. The token may also be in a file.
 SETTING_VARIABLES = {
     "HF_HOME": ("HF_HOME", "XDG_CACHE_HOME"),
     "HF_HUB_CACHE": ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"),
@@ -31,15 +31,23 @@ HIDDEN_VALUE = "(set, not shown)"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that comes from outside; `source` is the variable or file that decided, or `default`."""
+    """A setting from the environment. Its fields are JSON keys."""
 
     name: str
     value: str
-    source: str
+    source: str  # variable or file that sets it, or `default`
 
 
 def env(default_memory: str, list_devices: bool) -> Report:
-    """Everything at once; devices only on request, since that imports jax and takes hold of them."""
+    """Report versions, memory, settings and, on request, devices.
+
+    Args:
+        default_memory: Default of `--memory`.
+        list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
+
+    Returns:
+        Report with a table for each topic.
+    """
     system = {"python": platform.python_version(), "platform": platform.platform()}
     versions = {name: _version(name) for name in PACKAGES}
     sizes = {**system_memory(), "cgroup limit": cgroup_memory_limit()}
@@ -52,12 +60,18 @@ def env(default_memory: str, list_devices: bool) -> Report:
         "memory": {name.replace(" ", "_"): size for name, size in sizes.items()},
         "settings": [asdict(setting) for setting in settings],
     }
-    shown_devices = devices if devices is not None else {"not looked for": "`prep env --devices` imports jax"}
+    device_rows = devices if devices is not None else {"not listed": "`prep env --devices` imports jax"}
     tables = [
-        _two_column_table("versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}),
-        _two_column_table("devices", shown_devices),
-        _two_column_table("memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}),
-        format_table([(each.name, each.value, each.source) for each in settings], ["settings", "", "decided by"]),
+        _two_column_table(
+            "versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}
+        ),
+        _two_column_table("devices", device_rows),
+        _two_column_table(
+            "memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}
+        ),
+        format_table(
+            [(setting.name, setting.value, setting.source) for setting in settings], ["settings", "", "set by"]
+        ),
     ]
     return Report(text="\n\n".join(tables), fields=fields)
 
@@ -74,13 +88,13 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> dict[str, str]:
-    """Each device of this process by its name, or why there are none."""
+    """Return the kind of each local device by its name, or the reason why there are none."""
     try:
         import jax
 
         return {str(device): device.device_kind for device in jax.local_devices()}
-    except (ImportError, RuntimeError) as error:  # RuntimeError: JAX_PLATFORMS asks for what is not there
-        return {"none": f"jax says: {error}"}
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a platform of JAX_PLATFORMS does not exist
+        return {"none": f"jax: {error}"}
 
 
 def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:
@@ -90,7 +104,7 @@ def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[Sett
 
 
 def _hub_settings(environ: Mapping[str, str]) -> list[Setting]:
-    """The hub library's settings as it understood them; a token is never shown."""
+    """Return the settings as huggingface_hub parsed them; the token's value is hidden."""
     from huggingface_hub import constants
 
     values = {
@@ -108,5 +122,5 @@ def _hub_settings(environ: Mapping[str, str]) -> list[Setting]:
 
 
 def _setting(environ: Mapping[str, str], name: str, value: str) -> Setting:
-    source = next((each for each in SETTING_VARIABLES.get(name, (name,)) if environ.get(each)), "default")
+    source = next((variable for variable in SETTING_VARIABLES.get(name, (name,)) if environ.get(variable)), "default")
     return Setting(name, value, source)

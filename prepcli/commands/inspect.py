@@ -89,7 +89,7 @@ def _check_request(request: InspectRequest) -> None:
     if request.mesh is not None and request.shards is None:
         raise usage_error("`--mesh` is for `--shards`", "it says over which devices a leaf is split", "`--shards LEAF`")
     if request.sort != "file" and (request.shards is not None or request.diff is not None):
-        raise usage_error(f"`--sort {request.sort}` has no effect", "it orders tables and trees", "leave `--sort` out")
+        raise usage_error(f"`--sort {request.sort}` has no effect", "it orders tables and trees", "remove `--sort`")
     if request.pattern is not None and request.shards is not None:
         raise usage_error(f"`{request.pattern}` is one argument too many", "`--shards` names the leaf")
 

@@ -300,11 +300,11 @@ def test_a_config_is_not_given_for_what_says_itself_of_which_model_it_is(capsys)
     capsys.readouterr()
     for command in (["verify"], ["export"], ["reshard"], ["generate", "--tokens", "1"]):
         code, lines = run_failing_unchanged(capsys, command[0], "init", *command[1:], "--config", "m")
-        assert (code, lines[0]) == (2, "error: `--config` is not for init")
+        assert (code, lines[0]) == (2, "error: `--config` has no effect for init")
     assert main(["verify", "init", "./m", "--config", "m/config.json", "-q"]) == 0
     capsys.readouterr()
     code, lines = run_failing_unchanged(capsys, "verify", "init", "init", "--config", "m")
-    assert (code, lines[0]) == (2, "error: `--config` is not for init and init")
+    assert (code, lines[0]) == (2, "error: `--config` has no effect for init and init")
 
 
 def test_a_pattern_that_drops_nothing(capsys):

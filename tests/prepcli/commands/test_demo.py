@@ -111,7 +111,7 @@ def test_the_table_has_a_line_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.startswith("make a tiny GPT-Neo ")
     assert first.endswith("257 words, 3 files")
     assert second.endswith("257 -> 264 rows")
-    assert last == f"all 2 steps are as they should be; with pictures: {tmp_path}/out/report.html"
+    assert last == f"all 2 steps passed; report with pictures: {tmp_path}/out/report.html"
     assert text(ui.out).isascii()
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_ends_before_the_kill_is_no_kill(tmp_path: Path, monkeypatch:
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.txt").write_text("all of it")
-    with pytest.raises(PrepError, match="is something else") as caught:
+    with pytest.raises(PrepError, match="is not a demo") as caught:
         demo(tmp_path, shown())
     assert caught.value.code == USAGE
     assert (tmp_path / "tiny" / "thesis.txt").read_text() == "all of it"

@@ -73,4 +73,4 @@ def test_the_text_names_what_is_missing_and_what_is_there(monkeypatch: pytest.Mo
     lines = env("512MiB", list_devices=False).text.splitlines()
     assert "no-such-package  not installed" in lines
     assert any(line.startswith("total ") for line in lines)
-    assert "not looked for  `prep env --devices` imports jax" in lines
+    assert "not listed  `prep env --devices` imports jax" in lines

@@ -100,5 +100,5 @@ def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path / "homes/me"))
     for out in (tmp_path / "work", tmp_path / "homes", tmp_path / "homes/me", Path("../deep")):
         code, lines = run_failing_unchanged(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
-        assert (code, lines[0]) == (2, f"error: the output {out} would be in place of where you are, or live")
+        assert (code, lines[0]) == (2, f"error: the output {out} would replace the current folder or your home folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]

@@ -220,13 +220,13 @@ def test_other_pairs_of_layout_and_format(capsys: pytest.CaptureFixture[str], op
 
 def test_a_layout_that_the_family_has_not(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), GPT_NEO)
-    assert "prep knows hf, hf-flax of it" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
+    assert "supported: hf, hf-flax" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
 
 
 def test_a_stream_is_one_file(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     said = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
-    assert "`--shard-size` is not for streams" in said
+    assert "`--shard-size` is not supported for streams" in said
 
 
 def test_a_file_does_not_say_what_model_it_is_of(capsys: pytest.CaptureFixture[str]):

@@ -76,14 +76,14 @@ def test_options_without_effect_are_refused(
 ) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert what == f"error: `{option}` has no effect without `{needed}`"
-    assert hint == f" hint: add `{needed}`, or leave `{option}` out"
+    assert hint == f" hint: add `{needed}`, or remove `{option}`"
     assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
 
 
 @pytest.mark.parametrize("words", STREAMED_FOLDERS, ids=_test_id)
 def test_folders_cannot_be_streamed(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     what, _, hint = error_lines(capsys, *words)
-    assert (what, hint) == ("error: `--stream` has no effect", " hint: leave `--stream` out")
+    assert (what, hint) == ("error: `--stream` has no effect", " hint: remove `--stream`")
 
 
 def test_sort_is_refused_where_nothing_is_sorted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_a_bare_shard_size_is_answered_with_a_unit() -> None:
     with pytest.raises(PrepError) as caught:
         parse_shard_size("5")
     assert (caught.value.why, caught.value.hint) == (
-        "a number without a unit is in bytes: it is 5 bytes",
+        "a number without a unit is in bytes: 5 bytes",
         "`--shard-size 5GB`",
     )
 

@@ -86,7 +86,7 @@ def test_an_export_of_a_bin_is_safetensors(capsys: pytest.CaptureFixture[str]) -
     found = read_tensors(Path("b-hf"))
     assert all(same_bits(array, found[key]) for key, array in tensors.items())
     capsys.readouterr()
-    assert "transformers reads it as it is" in error_lines(capsys, "export", "./m")[1]
+    assert "transformers reads it already" in error_lines(capsys, "export", "./m")[1]
 
 
 def test_files_keep_their_names_but_for_what_they_are() -> None:

@@ -130,7 +130,7 @@ def test_parameters_alone_make_an_init(here: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
     size = format_bytes(sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state.")))
-    assert f"optimizer state ({size}) left out\n" in err
+    assert f"optimizer state ({size}) dropped\n" in err
     manifest = json.loads(Path("tuned-1x2x2/prep-manifest.json").read_text())
     assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
     assert {dropped["name"] for dropped in manifest["dropped"]} == {
@@ -149,13 +149,13 @@ def test_export_says_what_it_leaves_out(here: Path, capsys: Capture):
     assert out == "tuned-hf\n"
     state = read_state("tuned/3")
     size = format_bytes(sum(value.nbytes for name, value in state.items() if name.startswith("opt_state.")))
-    assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding taken off;" in err
-    assert f"; optimizer state ({size}) left out\n" in err
+    assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding removed;" in err
+    assert f"; optimizer state ({size}) dropped\n" in err
     assert "next: prep verify tuned-hf tuned/3" in err
     run_ok("verify", "tuned-hf", "./m")
     _, err = run_stdout_stderr(capsys, "verify", "tuned-hf", "tuned/3")
     size = format_bytes(sum(value.nbytes for name, value in state.items() if not name.startswith("params.")))
-    assert f"training state of tuned/3 ({size}) left out: only parameters are compared" in err
+    assert f"training state of tuned/3 ({size}) ignored: only parameters are compared" in err
 
 
 def test_the_last_step_is_meant_where_none_is_named(here: Path):
