@@ -93,7 +93,7 @@ def test_a_process_of_its_own(here: Path):
     assert [len(line.split()) for line in lines] == [3, 3, 3, 3]
     assert lines[1] == lines[3], "the same prompt, as a text and as ids"
     assert ran.stderr.startswith("tiny  llama  ")
-    assert "12 tokens after 4 prompts in " in ran.stderr
+    assert "12 tokens for 4 prompts in " in ran.stderr
 
 
 def test_prompts_come_from_files(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -145,7 +145,7 @@ def test_without_a_tokenizer_there_are_ids(here: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == ",".join(map(str, found["tokens"][0])) + "\n"
     assert generate_json(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"] == found["tokens"]
     lines = error_lines(capsys, "generate", "tiny", "--prompt", PROMPT)
-    assert lines[0] == "error: tiny comes without a tokenizer"
+    assert lines[0] == "error: tiny has no tokenizer"
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
 
 
@@ -192,17 +192,17 @@ def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.Capt
 
 INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     "nothing": ((), "no prompt was given", 2),
-    "no ids": (("--tokens", "1,x"), "`--tokens 1,x` is not understood", 2),
-    "digits without end": (("--tokens", "9" * 5000), "is not understood", 2),
-    "an id that no vocabulary has": (("--tokens", "99999999999"), "is not understood", 2),
+    "no ids": (("--tokens", "1,x"), "invalid `--tokens 1,x`", 2),
+    "digits without end": (("--tokens", "9" * 5000), "invalid `--tokens", 2),
+    "an id that no vocabulary has": (("--tokens", "99999999999"), "invalid `--tokens", 2),
     "tokens without end": (("--tokens", "1", "--max-new-tokens", "999999999999"), "a text has fewer than", 2),
     "empty ids": (("--tokens", ""), "`--tokens` is empty", 2),
     "an empty text": (("--prompt", ""), "a prompt has no tokens", 2),
     "an id too large": (("--tokens", "131"), "token 131 is none of the model's", 2),
     "no file": (("--prompts", "none.txt"), "cannot read or write none.txt", 1),
-    "no JSON": (("--prompts", "bad.jsonl"), "line 1 of bad.jsonl is no JSON", 1),
+    "no JSON": (("--prompts", "bad.jsonl"), "line 1 of bad.jsonl is not valid JSON", 1),
     "no prompt in it": (("--prompts", "other.jsonl"), "line 2 of other.jsonl has no prompt", 1),
-    "no text": (("--prompts", "bytes.txt"), "bytes.txt is no text", 1),
+    "no text": (("--prompts", "bytes.txt"), "bytes.txt is not UTF-8 text", 1),
     "top-p": (("--prompt", "w1", "--temperature", "1", "--top-p", "1.5"), "tokens of a share of 1.5", 2),
     "top-k": (("--prompt", "w1", "--temperature", "1", "--top-k", "-1"), "the -1 likeliest tokens", 2),
     "temperature": (("--prompt", "w1", "--temperature", "-1"), "a temperature of -1", 2),

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.inspect import MAX_EXTRA_ENTRIES
+from prepcli.commands.inspect import MAX_NON_ARRAYS
 from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import write_item
@@ -53,7 +53,7 @@ def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
     first, second = write_two_files()
     lines = inspect_lines(capsys, "m")
     assert lines[:3] == [
-        "m  of no known family  412 values  842 bytes bfloat16, float32, float16, int64",
+        "m  unknown family  412 values  842 bytes bfloat16, float32, float16, int64",
         "safetensors, 2 files, 4 tensors",
         "",
     ]
@@ -148,7 +148,7 @@ def test_a_padded_vocabulary(capsys: Capture) -> None:
 
 def test_an_unknown_family_is_named(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
-    assert inspect_lines(capsys, "m")[0] == "m  mamba (not a family that prep knows)  2 values  16 bytes float64"
+    assert inspect_lines(capsys, "m")[0] == "m  mamba (unknown family)  2 values  16 bytes float64"
 
 
 def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
     tree = {"b": np.arange(6.0).reshape(2, 3), "step": np.int32(7), "text": "hello", "nothing": {}}
     ocp.PyTreeCheckpointer(use_compression=False).save(here / "run" / "12" / "default", tree)
     lines = inspect_lines(capsys, "run")
-    assert lines[0] == "run  of no known family  7 values  52 bytes float64, int32"
+    assert lines[0] == "run  unknown family  7 values  52 bytes float64, int32"
     assert lines[1].startswith("Orbax, ")
     assert sorted(lines[2:4]) == ["nothing is an empty Dict", "text is the text 'hello'"]
     found = {tensor["name"]: tensor for tensor in inspect_json(capsys, "run")["tensors"]}
@@ -234,9 +234,9 @@ def test_of_very_many_things_beside_arrays_a_few_are_shown(capsys: Capture) -> N
     write_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, non_arrays=asides)
     lines = inspect_lines(capsys, "item")
     assert [line for line in lines if "empty" in line] == [
-        f"empty{n:02d} is an empty None" for n in range(MAX_EXTRA_ENTRIES)
+        f"empty{n:02d} is an empty None" for n in range(MAX_NON_ARRAYS)
     ]
-    assert f"and {40 - MAX_EXTRA_ENTRIES} more that are no arrays" in lines
+    assert f"and {40 - MAX_NON_ARRAYS} more that are not arrays" in lines
     assert len(inspect_json(capsys, "item")["source"]["others"]) == 40
 
 

@@ -98,8 +98,8 @@ def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens") == (
         2,
-        "error: no mesh was named to split the leaf over\n"
-        "  why: model was not laid out for one\n"
+        "error: `--shards` requires a mesh\n"
+        "  why: model has no mesh in its manifest\n"
         " hint: for example `--mesh 1,2,4`\n",
     )
     code, message = inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,2")
@@ -186,8 +186,8 @@ def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
     [
         (["--tree", "--stats"], "--tree and --stats are different views"),
         (["--shards", "x", "--diff", "y"], "--shards and --diff are different views"),
-        (["--mesh", "1,1,1"], "`--mesh` is for `--shards`"),
-        (["x.*", "--shards", "x", "--mesh", "1,1,1"], "`x.*` is one argument too many"),
+        (["--mesh", "1,1,1"], "`--mesh` requires `--shards`"),
+        (["x.*", "--shards", "x", "--mesh", "1,1,1"], "unexpected argument `x.*`"),
         (["--sort", "age"], "invalid value for '--sort'"),
     ],
 )
@@ -208,7 +208,7 @@ def test_inspect_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch, v
     monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
     make_checkpoint(Path("model"), SMALL_LLAMA)
     lines = inspect_lines(capsys, "model", *view)
-    assert lines[-1].endswith("more rows; `-v` shows all, a PATTERN those that match")
+    assert lines[-1].endswith("more rows; `-v` shows all, PATTERN selects some")
     assert len(lines) == 2 + 1 + 1 + 3 + 1  # head, empty, names of columns, rows, the rest
     assert main(["inspect", "model", *view, "-v"]) == 0
     assert "more rows" not in capsys.readouterr().out
