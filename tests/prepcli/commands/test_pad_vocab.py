@@ -67,7 +67,7 @@ def test_what_new_rows_are_made_of():
 @pytest.mark.parametrize(
     ("init", "seed", "config", "text", "code"),
     [
-        ("ones", 0, {}, "`--init ones` is not known", USAGE),
+        ("ones", 0, {}, "unknown `--init ones`", USAGE),
         ("normal", 2**64, {}, "`--seed 18446744073709551616` is too large", USAGE),
         ("normal", 0, {"initializer_range": None}, "initializer_range is None", FAILED),
         ("normal", 0, {"initializer_range": "0.02"}, "initializer_range is '0.02'", FAILED),

@@ -258,7 +258,7 @@ def test_inspect_compares_steps_and_models(here: Path):
 
 def test_a_state_is_no_source_of_an_init(here: Path, capsys: Capture):
     assert main(["save-init", "tuned"]) == 2
-    assert "tuned is an Orbax checkpoint already" in capsys.readouterr().err
+    assert "tuned is already an Orbax checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["tuned/5", "tuned/5/state/x"])
