@@ -80,7 +80,7 @@ def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[
     error = run_error_and_notes(capsys, FAILED, *words, "1")
     assert error["what"].endswith(" of runs/recipe/2/state is damaged")
     assert str(path) in error["why"]
-    assert error["hint"] == "move runs/recipe/2 away: the run then goes on from step 1"
+    assert error["hint"] == "move runs/recipe/2 away: the run then resumes from step 1"
     assert saved_steps(Path("runs/recipe")) == [1, 2]
     run_error_and_notes(capsys, STOPPED, *words, "1", "--no-verify")
     for step in ("2", "3"):
@@ -89,7 +89,7 @@ def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[
     error = run_error_and_notes(capsys, FAILED, *words, "1")
     assert error["what"].endswith(" in runs/recipe/1/state is damaged")
     assert "runs/recipe/1/state has no prep-checksums.bin" in error["notes"]
-    assert error["hint"] == "`--restart` begins anew"
+    assert error["hint"] == "`--restart` starts the run again"
 
 
 def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -125,7 +125,7 @@ def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixt
 def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.CaptureFixture[str]):
     init = remove_checksums(Path("tiny-init"))
     notes = run_error_and_notes(capsys, OK, *GENERATE, "tiny-init")["notes"]
-    assert "tiny-init has no prep-checksums.bin (an earlier prep wrote it): checking it reads " in notes
+    assert "tiny-init has no prep-checksums.bin (written by an earlier prep): checking it reads another " in notes
     assert "has no" not in run_error_and_notes(capsys, OK, *GENERATE, "tiny-init", "--no-verify")["notes"]
     path = damage_parameter(init)
     for words in (("train", "recipe.toml"), (*GENERATE, "tiny-init")):

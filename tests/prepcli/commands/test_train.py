@@ -266,14 +266,14 @@ def test_a_run_without_moments_cannot_go_on(here: Path, capsys: pytest.CaptureFi
     words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
     code, what, *_ = train_error(capsys, *words)
-    assert (code, what) == (FAILED, "step 1 has no optimizer state to go on with")
+    assert (code, what) == (FAILED, "step 1 has no optimizer state to resume from")
 
 
 def test_a_folder_of_somebody_else_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]):
     (here / "thesis").mkdir()
     (here / "thesis" / "text").write_text("all of it")
     code, what, *_ = train_error(capsys, "--out", "thesis")
-    assert (code, what) == (FAILED, "thesis exists and is something else")
+    assert (code, what) == (FAILED, "thesis already exists and is not a run")
 
 
 def test_a_dry_run_says_what_would_be_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -302,7 +302,7 @@ def test_steps_are_dropped_only_by_a_run_that_can_begin(here: Path, capsys: pyte
     code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
     code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
-    assert (code, what) == (USAGE, "`--restart` would drop runs/recipe/3")
+    assert (code, what) == (USAGE, "`--restart` would delete runs/recipe/3")
     with RunFolder(here / "runs/recipe", here / "tiny-init", "another process"):
         code, what, *_ = train_error(capsys, "--restart")
     assert "is locked" in what
