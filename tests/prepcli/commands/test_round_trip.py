@@ -280,7 +280,7 @@ def test_verify_looks_at_a_tied_head_that_is_stored(capsys: pytest.CaptureFixtur
     head = tensors["transformer.wte.weight"] + 1
     write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), {**tensors, "lm_head.weight": head})
     assert main(["verify", "./both", "./m", "-q"]) == 1
-    assert "lm_head.weight is tied and not equal to transformer.wte.weight" in capsys.readouterr().err
+    assert "lm_head.weight is tied but not equal to transformer.wte.weight" in capsys.readouterr().err
 
 
 def test_a_source_of_links_is_as_safe_as_one_of_files(capsys: pytest.CaptureFixture[str]):

@@ -220,7 +220,7 @@ def test_numbers_are_verified_too(here: Path, capsys: Capture):
     content["others"]["skipped"]["digests"] = content["others"]["step"]["digests"]
     manifest.write_text(json.dumps(content))
     _, err = run_stdout_stderr(capsys, "verify", "tuned", code=1)
-    assert "differs  skipped  rows 0:1 have another digest" in err
+    assert "differs  skipped  rows 0:1 do not match the digest" in err
 
 
 def test_two_steps_differ_in_what_they_have(here: Path, capsys: Capture):

@@ -38,7 +38,7 @@ def test_quick_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]
 def test_quick_pair_names_a_shape_that_differs(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("wide"), GPT2, n_embd=64)
     fields = run_json(capsys, "verify", "./m", "./wide", "--quick")
-    assert "has the shapes" in fields["differences"][0]["what"]
+    assert "has shapes" in fields["differences"][0]["what"]
 
 
 def test_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFixture[str]):
