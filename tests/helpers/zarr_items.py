@@ -86,7 +86,7 @@ def _key(index: tuple[int, ...], form: StorageForm) -> str:
 
 def _values(meta: ArrayMeta, array: np.ndarray, form: StorageForm) -> Iterator[tuple[str, bytes]]:
     stored = _stored_chunk(meta, form)
-    outer = replace(meta, chunk_size=stored)
+    outer = replace(meta, chunk_shape=stored)
     for index in np.ndindex(outer.grid):
         if form.chunks_per_shard:
             value = _shard(meta, array, index, form)

@@ -58,7 +58,7 @@ def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
 
 @BASES
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype: str):
+def test_save_init_and_export_cast_identically(base: dict[str, Any], dtype: str):
     tensors = make_checkpoint(Path("m"), base)
     run_ok("save-init", "./m", "--dtype", dtype, "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "early")
     run_ok("verify", "early")
@@ -74,7 +74,7 @@ def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype:
 
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
-def test_float32_and_back_changes_no_bit(source: str, capsys: pytest.CaptureFixture[str]):
+def test_cast_to_float32_and_back_is_exact(source: str, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), GPT2, source)
     run_ok("save-init", "./m", "--dtype", "float32")
     found = run_json_quiet(capsys, "export", "m-init", "--dtype", source)
@@ -83,7 +83,7 @@ def test_float32_and_back_changes_no_bit(source: str, capsys: pytest.CaptureFixt
     run_ok("verify", "m-hf", "./m")
 
 
-def test_what_changed_is_counted_and_kept(capsys: pytest.CaptureFixture[str]):
+def test_changed_values_are_counted_in_the_manifest(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), LLAMA)
     values = sum(tensor.size for tensor in tensors.values())
     changed = sum(int((cast_with_numpy({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values())
@@ -102,7 +102,7 @@ def test_what_changed_is_counted_and_kept(capsys: pytest.CaptureFixture[str]):
     assert json.loads(Path("m-init/prep-manifest.json").read_text())["casts"] == [entry]
 
 
-def test_the_last_line_says_how_many_values_changed(capsys: pytest.CaptureFixture[str]):
+def test_closing_line_counts_changed_values(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float16"]) == 0
     said = capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_the_last_line_says_how_many_values_changed(capsys: pytest.CaptureFixtur
     assert " 0 values changed" in capsys.readouterr().err
 
 
-def test_values_that_overflow_are_refused_unless_allowed(capsys: pytest.CaptureFixture[str]):
+def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str]):
     tensors = with_outliers([65519.0, -65520.0, 1e30, np.inf, np.nan, 1e-9])
     assert main(["save-init", "./outliers", "--dtype", "float16", "-q"]) == 1
     said = capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_values_that_overflow_are_refused_unless_allowed(capsys: pytest.CaptureF
         assert_same(read_tensors(Path("back")), cast_with_numpy(tensors, "float16"))
 
 
-def test_what_overflowed_in_an_allowed_run_is_refused_when_it_goes_on_without(capsys: pytest.CaptureFixture[str]):
+def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[str]):
     with_outliers([1e30])
     run_ok("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
     assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # infinite already: no overflow
@@ -137,7 +137,7 @@ def test_what_overflowed_in_an_allowed_run_is_refused_when_it_goes_on_without(ca
 
 
 @pytest.mark.parametrize("ways", [["--workers", "2"], ["--memory", "32MiB"]])
-def test_counts_do_not_depend_on_how_it_is_done(ways: list[str]):
+def test_cast_counts_do_not_depend_on_workers_or_memory(ways: list[str]):
     make_checkpoint(Path("m"), GPT2, vocab_size=997)
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "a")
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *ways)
@@ -145,7 +145,7 @@ def test_counts_do_not_depend_on_how_it_is_done(ways: list[str]):
 
 
 @pytest.mark.parametrize("init", ["zeros", "mean", "normal"])
-def test_padding_is_made_in_the_dtype_that_is_written(init: str):
+def test_padding_has_the_output_dtype(init: str):
     tensors = make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--pad-vocab", "8", "--init", init)
     run_ok("export", "m-init", "--keep-padding", "--out", "back")
@@ -160,7 +160,7 @@ def test_padding_is_made_in_the_dtype_that_is_written(init: str):
     run_ok("verify", "m-init")
 
 
-def test_a_folder_is_cast_into_a_folder_and_other_dtypes_pass_through():
+def test_hf_folder_is_cast_into_hf_folder():
     tensors = make_checkpoint(Path("m"), LLAMA, "float16")
     run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
     wide = {name: value.astype(np.float32) for name, value in tensors.items()}
@@ -170,7 +170,7 @@ def test_a_folder_is_cast_into_a_folder_and_other_dtypes_pass_through():
 
 
 @pytest.mark.parametrize(("base", "layout"), [(GPT2, "hf-flax"), (LLAMA, "hf-flax"), (LLAMA, "easylm")])
-def test_other_layouts_are_cast_too(base: dict[str, Any], layout: str):
+def test_flax_and_easylm_exports_are_cast(base: dict[str, Any], layout: str):
     tensors = make_checkpoint(Path("m"), base)
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
@@ -180,7 +180,7 @@ def test_other_layouts_are_cast_too(base: dict[str, Any], layout: str):
 
 
 @pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
-def test_the_config_says_the_dtype_where_it_did(keys: list[str]):
+def test_config_keeps_its_dtype_keys(keys: list[str]):
     tensors = make_checkpoint(Path("m"), LLAMA)
     config = json.loads(Path("m/config.json").read_text())
     config.pop("torch_dtype")
@@ -190,7 +190,7 @@ def test_the_config_says_the_dtype_where_it_did(keys: list[str]):
     assert written == config | dict.fromkeys(keys or ["torch_dtype"], "bfloat16")
 
 
-def test_checkpoints_of_different_dtypes_are_not_the_same(capsys: pytest.CaptureFixture[str]):
+def test_verify_reports_different_dtypes(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--dtype", "bfloat16")
     assert main(["verify", "m-init", "./m", "-v"]) == 1
@@ -198,7 +198,7 @@ def test_checkpoints_of_different_dtypes_are_not_the_same(capsys: pytest.Capture
     assert "model.norm.weight  is bfloat16 and float32" in said
 
 
-def test_a_damaged_source_is_noticed_while_it_is_cast(capsys: pytest.CaptureFixture[str]):
+def test_damaged_source_is_found_during_a_cast(capsys: pytest.CaptureFixture[str]):
     norm = make_checkpoint(Path("m"), LLAMA)["model.norm.weight"].tobytes()
     run_ok("save-init", "./m")
     data = next(path for path in Path("m-init/d").iterdir() if norm in path.read_bytes())
@@ -209,7 +209,7 @@ def test_a_damaged_source_is_noticed_while_it_is_cast(capsys: pytest.CaptureFixt
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_dtype_that_is_not_known(capsys: pytest.CaptureFixture[str]):
+def test_unknown_dtype_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float8_e4m3fn", "-q"]) == 2
     assert "--dtype" in capsys.readouterr().err

@@ -27,12 +27,12 @@ class CountingTensors(tuple[SourceTensor, ...]):
         return super().__iter__()
 
 
-def test_the_line_of_a_source_names_the_dtypes_of_its_weights_and_looks_at_each_tensor_a_few_times():
+def test_source_line_lists_dtypes_of_large_tensors():
     biases = [SourceTensor(f"bias{i}", "float32", (1,), ()) for i in range(50)]
     weights = [SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))]
     source: Any = SimpleNamespace(
-        name="o/m", family=SimpleNamespace(name="llama"), tensors=CountingTensors([*weights, *biases]), files=("a", "b"),
-        state=(), beside=(),
+        display_name="o/m", family=SimpleNamespace(name="llama"), tensors=CountingTensors([*weights, *biases]), files=("a", "b"),
+        state_tensors=(), extra_entries=(),
     )  # fmt: skip
     assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"
     assert CountingTensors.num_iterations < 10

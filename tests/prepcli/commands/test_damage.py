@@ -61,7 +61,7 @@ def remove_checksums(folder: Path) -> Path:
     return folder
 
 
-def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_rejects_damaged_start_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]):
     path = damage_parameter(Path("tiny-init"))
     error = run_error_and_notes(capsys, FAILED, "train", "recipe.toml")
     assert error["what"].startswith("params.")
@@ -72,7 +72,7 @@ def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture
     assert not saved_steps(Path("runs/recipe"))
 
 
-def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_rejects_damaged_step(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("recipe.toml").write_text(Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"'))
     words = ("train", "recipe.toml", "--stop-after")
     run_error_and_notes(capsys, STOPPED, *words, "2")
@@ -92,7 +92,7 @@ def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[
     assert error["hint"] == "`--restart` starts the run again"
 
 
-def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_rejects_damaged_init(here: Path, capsys: pytest.CaptureFixture[str]):
     path = damage_parameter(Path("tiny-init"))
     error = run_error_and_notes(capsys, FAILED, *GENERATE, "tiny-init")
     assert error["what"].endswith(" of tiny-init is damaged")
@@ -110,7 +110,7 @@ def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixtu
     ],
     ids=["pad-vocab", "export", "flax", "unstacked"],
 )
-def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
+def test_generate_rejects_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
     """Sources whose tensors are read as a whole: folders that prep wrote, and layers that are not stacked."""
     run_ok(*command, "--out", "made")
     run_error_and_notes(capsys, OK, *GENERATE, "made")
@@ -122,7 +122,7 @@ def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixt
     run_error_and_notes(capsys, OK, *GENERATE, "made", "--no-verify")
 
 
-def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_checkpoint_without_checksums_is_read_twice(here: Path, capsys: pytest.CaptureFixture[str]):
     init = remove_checksums(Path("tiny-init"))
     notes = run_error_and_notes(capsys, OK, *GENERATE, "tiny-init")["notes"]
     assert "tiny-init has no prep-checksums.bin (written by an earlier prep): checking it reads another " in notes
@@ -134,7 +134,7 @@ def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.Captu
         assert str(path) in error["why"]
 
 
-def test_verify_checks_the_checksums_too(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_checks_the_checksum_file(here: Path, capsys: pytest.CaptureFixture[str]):
     path = flip_bit(Path("tiny-init", CHECKSUMS_FILE), 3)
     assert run_error_and_notes(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
     path.unlink()

@@ -30,7 +30,7 @@ def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
     return {each["name"]: (each["value"], each["source"]) for each in settings}, done.stdout + done.stderr
 
 
-def test_settings_come_from_where_they_were_decided(tmp_path: Path) -> None:
+def test_settings_name_their_source(tmp_path: Path) -> None:
     home = str(tmp_path)
     settings, _ = settings_with(HF_HOME=home, PREP_MEMORY="1GiB", HF_HUB_OFFLINE="1")
     assert settings["HF_HOME"] == (home, "HF_HOME")
@@ -41,7 +41,7 @@ def test_settings_come_from_where_they_were_decided(tmp_path: Path) -> None:
     assert settings["HF_TOKEN"] == ("-", "default")
 
 
-def test_a_token_is_never_shown(tmp_path: Path) -> None:
+def test_token_is_hidden(tmp_path: Path) -> None:
     settings, printed = settings_with(HF_HOME=str(tmp_path), HF_TOKEN="hf_secret")
     assert settings["HF_TOKEN"] == ("(set, not shown)", "HF_TOKEN")
     assert "hf_secret" not in printed
@@ -51,7 +51,7 @@ def test_a_token_is_never_shown(tmp_path: Path) -> None:
     assert "hf_secret" not in printed
 
 
-def test_nothing_is_imported_for_devices_that_nobody_asked_for() -> None:
+def test_env_does_not_import_jax_by_default() -> None:
     script = (
         "import sys; from prepcli.commands.env import env; report = env('512MiB', list_devices=False);"
         "print(report.fields['devices'], 'jax' in sys.modules, 'torch' in sys.modules)"
@@ -60,7 +60,7 @@ def test_nothing_is_imported_for_devices_that_nobody_asked_for() -> None:
     assert done.stdout == "None False False\n"
 
 
-def test_devices_on_request() -> None:
+def test_env_lists_devices_on_request() -> None:
     jax = pytest.importorskip("jax")
     report = env("512MiB", list_devices=True)
     devices: Any = report.fields["devices"]
@@ -68,7 +68,7 @@ def test_devices_on_request() -> None:
     assert next(iter(devices)) in report.text
 
 
-def test_the_text_names_what_is_missing_and_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_text_lists_missing_packages_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prepcli.commands.env.PACKAGES", ("typer", "no-such-package"))
     lines = env("512MiB", list_devices=False).text.splitlines()
     assert "no-such-package  not installed" in lines

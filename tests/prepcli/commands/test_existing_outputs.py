@@ -64,7 +64,7 @@ def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_foreign_output_that_appears_late_is_not_replaced(capsys, monkeypatch):
+def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
     honest = execute.finalize_output

@@ -60,7 +60,7 @@ def test_pad_init_reshard_export_changes_no_bit(name: str):
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
-def test_the_other_way_of_tying_and_layers_apart_come_back(name: str):
+def test_other_tying_without_scan_round_trips(name: str):
     config = FAMILY_CONFIGS[name]
     tensors = make_checkpoint(Path("m"), config, "float16", not FAMILIES[name].tying.tied_by_default)
     run_ok("save-init", "./m", "--pad-vocab", "8", "--no-scan")
@@ -68,7 +68,7 @@ def test_the_other_way_of_tying_and_layers_apart_come_back(name: str):
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_a_head_bias_is_padded_with_zeros():
+def test_head_bias_is_padded_with_zeros():
     tensors = make_checkpoint(Path("m"), FAMILY_CONFIGS["gptj"])
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
@@ -81,7 +81,7 @@ def test_a_head_bias_is_padded_with_zeros():
     }  # fmt: skip
 
 
-def test_narrow_embeddings_are_padded_and_positions_are_not():
+def test_padding_leaves_position_embeddings():
     tensors = make_checkpoint(Path("m"), FAMILY_CONFIGS["opt"], tied=False)
     run_ok("pad-vocab", "./m", "--size", "200")
     found = read_tensors(Path("m-padded"))
@@ -113,7 +113,7 @@ def alternate_form(name: str) -> Tensors:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
-def test_the_form_that_was_read_comes_back(name: str):
+def test_alternate_form_round_trips(name: str):
     tensors = alternate_form(name)
     write_checkpoint(Path("m"), FAMILY_CONFIGS[name], tensors)
     run_ok("pad-vocab", "./m", "--multiple", "8")
@@ -126,7 +126,7 @@ def test_the_form_that_was_read_comes_back(name: str):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
-def test_both_forms_become_one_tree(name: str):
+def test_both_forms_convert_to_the_same_tree(name: str):
     write_checkpoint(
         Path("a"), FAMILY_CONFIGS[name], checkpoint_tensors(FAMILY_CONFIGS[name], "bfloat16", False, False)
     )

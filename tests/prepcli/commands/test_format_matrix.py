@@ -64,7 +64,7 @@ def of_torch(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{source}-to-{sink}" for source, sink in PAIRS])
-def test_no_bit_differs(
+def test_conversion_is_bit_exact(
     folder: Path, source: str, sink: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
     if source in TORCH:

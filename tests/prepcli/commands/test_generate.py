@@ -37,7 +37,7 @@ def generate_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: s
     return found
 
 
-def test_every_kind_of_checkpoint_says_the_same(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_all_checkpoint_kinds_generate_the_same_tokens(here: Path, capsys: pytest.CaptureFixture[str]):
     """A folder of Hugging Face, inits of it in all forms, and a run."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
@@ -56,7 +56,7 @@ def test_every_kind_of_checkpoint_says_the_same(here: Path, capsys: pytest.Captu
     assert found["tokens"] == [wanted["tokens"][0][:1]]
 
 
-def test_of_a_run_it_takes_any_step(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_reads_any_step_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("text.txt").write_text(" ".join(WORDS[number] for number in 1 + np.arange(2000) % 7))
     Path("r.toml").write_text(
         'mesh = "1,2,4"\n[model]\npath = "tiny"\n[data]\ntype = "text"\npath = "text.txt"\nseq_length = 16\n'
@@ -71,7 +71,7 @@ def test_of_a_run_it_takes_any_step(here: Path, capsys: pytest.CaptureFixture[st
     )
 
 
-def test_a_process_of_its_own(here: Path):
+def test_generate_reads_stdin_and_prints_texts_only(here: Path):
     """Texts alone on stdout; prompts of stdin and of options, each with a line."""
     command = [
         sys.executable,
@@ -96,7 +96,7 @@ def test_a_process_of_its_own(here: Path):
     assert "12 tokens for 4 prompts in " in ran.stderr
 
 
-def test_prompts_come_from_files(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompts_are_read_from_text_and_jsonl(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
     Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a mark of its encoding
     found = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
@@ -104,7 +104,7 @@ def test_prompts_come_from_files(here: Path, capsys: pytest.CaptureFixture[str])
     assert found[0]["tokens"] == found[1]["tokens"]
 
 
-def test_batches_change_no_result(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_batch_size_does_not_change_tokens(here: Path, capsys: pytest.CaptureFixture[str]):
     words = [
         "--tokens",
         "1",
@@ -125,7 +125,7 @@ def test_batches_change_no_result(here: Path, capsys: pytest.CaptureFixture[str]
     assert other["tokens"] != [tokens[:1] for tokens in found[0]["tokens"]], "another seed"
 
 
-def test_learned_positions_are_filled(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_new_tokens_default_to_learned_positions(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
     assert len(run_json(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7
     for count in (5, 12):
@@ -137,7 +137,7 @@ def test_learned_positions_are_filled(here: Path, capsys: pytest.CaptureFixture[
         ]
 
 
-def test_without_a_tokenizer_there_are_ids(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_prints_ids_without_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("tiny/tokenizer.json").rename("words.json")
     found = generate_json(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
     assert (found["prompts"], found["texts"], found["prompt_tokens"]) == ([None], None, [IDS])
@@ -149,7 +149,7 @@ def test_without_a_tokenizer_there_are_ids(here: Path, capsys: pytest.CaptureFix
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
 
 
-def test_a_text_ends_where_the_model_says(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generation_stops_at_eos_token(here: Path, capsys: pytest.CaptureFixture[str]):
     """By its config, or by what is beside that for generation."""
     whole = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
     firsts = [i for i, token in enumerate(whole) if token not in whole[:i]]
@@ -162,18 +162,18 @@ def test_a_text_ends_where_the_model_says(here: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
-def test_ends_that_are_no_tokens_end_nothing(here: Path, capsys: pytest.CaptureFixture[str], ends: object):
+def test_invalid_eos_token_ids_are_ignored(here: Path, capsys: pytest.CaptureFixture[str], ends: object):
     Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     found = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
     assert (len(found["tokens"][0]), found["ended"]) == (2, [False])
 
 
-def test_bfloat16_is_computed_in_where_it_is_stored(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_bfloat16_checkpoint_computes_in_bfloat16(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("half"), LLAMA, "bfloat16")
     assert generate_json(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
 
 
-def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_encoder_decoder_generates_from_prompts(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
     write_tokenizer(Path("t5"))
     found = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
@@ -212,7 +212,7 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
 
 
 @pytest.mark.parametrize("why", INVALID_PROMPTS)
-def test_what_makes_no_sense(here: Path, capsys: pytest.CaptureFixture[str], why: str):
+def test_invalid_prompts_and_options_are_errors(here: Path, capsys: pytest.CaptureFixture[str], why: str):
     Path("bad.jsonl").write_text("w1 w2\n")
     Path("other.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     Path("bytes.txt").write_bytes(b"\xff\xfe\n")
@@ -224,13 +224,13 @@ def test_what_makes_no_sense(here: Path, capsys: pytest.CaptureFixture[str], why
     assert "bug in prep" not in err
 
 
-def test_a_mesh_divides_the_heads(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mesh_must_divide_the_heads(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("odd"), LLAMA, num_attention_heads=2, num_key_value_heads=2)
     lines = error_lines(capsys, "generate", "odd", "--tokens", "1", "--mesh", "1,1,8")
     assert "heads" in lines[0]
 
 
-def test_ids_need_no_tokenizer_that_can_be_read(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompt_ids_ignore_broken_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
     for path in Path("tiny").rglob("tokenizer.json"):
         path.write_text("{")
     assert main(["generate", "tiny", "--tokens", "1", "--max-new-tokens", "1", "-q"]) == 0

@@ -49,7 +49,7 @@ def write_two_files() -> list[int]:
 # Table
 
 
-def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
+def test_inspect_folder_of_unknown_family(capsys: Capture) -> None:
     first, second = write_two_files()
     lines = inspect_lines(capsys, "m")
     assert lines[:3] == [
@@ -66,7 +66,7 @@ def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
     ]
 
 
-def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
+def test_inspect_fields_locate_each_tensor(capsys: Capture) -> None:
     first, _ = write_two_files()
     found = inspect_json(capsys, "m")
     assert found["tensors"][0] == {
@@ -97,12 +97,12 @@ def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
         ("size", ["a.bias", "b.weight", "a.weight", "c"]),
     ],
 )
-def test_sorting(capsys: Capture, by: str, names: list[str]) -> None:
+def test_inspect_sorts_tensors(capsys: Capture, by: str, names: list[str]) -> None:
     write_two_files()
     assert [tensor["name"] for tensor in inspect_json(capsys, "m", "--sort", by)["tensors"]] == names
 
 
-def test_a_pattern_selects(capsys: Capture) -> None:
+def test_inspect_selects_by_pattern(capsys: Capture) -> None:
     write_two_files()
     lines = inspect_lines(capsys, "m", "a.*")
     assert [line.split()[0] for line in lines[4:6]] == ["a.weight", "a.bias"]
@@ -113,12 +113,12 @@ def test_a_pattern_selects(capsys: Capture) -> None:
     ("pattern", "hint"),
     [("weight", " hint: did you mean `*weight*`?\n"), ("a.wieght", " hint: did you mean `a.weight`?\n"), ("zzz", "")],
 )
-def test_a_pattern_that_matches_nothing(capsys: Capture, pattern: str, hint: str) -> None:
+def test_pattern_without_match_gets_a_suggestion(capsys: Capture, pattern: str, hint: str) -> None:
     write_two_files()
     assert inspect_failing(capsys, "m", pattern) == (1, f"error: no tensor of m matches `{pattern}`\n{hint}")
 
 
-def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
+def test_parameter_count_ignores_buffers_and_tied_head(capsys: Capture) -> None:
     tensors = make_checkpoint(Path("plain"), SMALL_GPT_NEO)
     head = tensors["transformer.wte.weight"].copy()
     masks = {f"transformer.h.{i}.attn.attention.bias": np.ones((1, 1, 6, 6), bool) for i in range(3)}
@@ -139,19 +139,19 @@ def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
     assert (found["shape"], found["spec"]) == ([13, 8], "P(None, fsdp)")
 
 
-def test_a_padded_vocabulary(capsys: Capture) -> None:
+def test_inspect_shows_true_vocabulary(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert main(["pad-vocab", "model", "--out", "padded", "-q"]) == 0
     capsys.readouterr()
     assert inspect_lines(capsys, "padded")[1].endswith("; vocabulary 16 (13 true)")
 
 
-def test_an_unknown_family_is_named(capsys: Capture) -> None:
+def test_inspect_names_unknown_model_type(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
     assert inspect_lines(capsys, "m")[0] == "m  mamba (unknown family)  2 values  16 bytes float64"
 
 
-def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
+def test_inspect_warns_about_invalid_config(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"vocab_size": "many"})
     assert main(["inspect", "m"]) == 0
     captured = capsys.readouterr()
@@ -161,7 +161,7 @@ def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": -1}, {"vocab_size": True}, {"num_heads": 0}, {"hidden_size": "x"}])
-def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, changes: dict[str, Any]) -> None:
+def test_inspect_lists_tensors_with_invalid_config(capsys: Capture, changes: dict[str, Any]) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, SMALL_GPT_NEO | changes)
     assert main(["inspect", "m", "-q"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -169,7 +169,7 @@ def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, chan
     assert any(line.startswith("x ") for line in lines)
 
 
-def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
+def test_inspect_rejects_unreadable_folders(capsys: Capture, here: Path) -> None:
     code, message = inspect_failing(capsys, "./nowhere")
     assert (code, message.splitlines()[0]) == (2, "error: `./nowhere` does not exist")
     (here / "notes").mkdir()
@@ -184,7 +184,7 @@ def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
 # Orbax
 
 
-def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
+def test_inspect_init_shows_mesh_and_layout(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     n_values = sum(array.size for array in tensors.values())
     lines = inspect_lines(capsys, "init")
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
     assert lines[4].split() == ["params.embed.tokens", "[12,", "8]", "float32", "384", "bytes", "[12,", "8]", "1"]
 
 
-def test_the_fields_of_leaves(capsys: Capture) -> None:
+def test_inspect_fields_of_leaves(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
     found = inspect_json(capsys, "init")
     expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
@@ -212,7 +212,7 @@ def test_the_fields_of_leaves(capsys: Capture) -> None:
     assert data == tensors["model.layers.1.mlp.up_proj.weight"].tobytes()
 
 
-def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
+def test_inspect_checkpoint_saved_by_orbax(capsys: Capture, here: Path) -> None:
     tree = {"b": np.arange(6.0).reshape(2, 3), "step": np.int32(7), "text": "hello", "nothing": {}}
     ocp.PyTreeCheckpointer(use_compression=False).save(here / "run" / "12" / "default", tree)
     lines = inspect_lines(capsys, "run")
@@ -229,7 +229,7 @@ def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
 # Tree
 
 
-def test_of_very_many_things_beside_arrays_a_few_are_shown(capsys: Capture) -> None:
+def test_inspect_limits_listed_non_arrays(capsys: Capture) -> None:
     asides = [OrbaxNonArray((f"empty{number:02d}",), "None") for number in range(40)]
     write_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, non_arrays=asides)
     lines = inspect_lines(capsys, "item")
@@ -240,7 +240,7 @@ def test_of_very_many_things_beside_arrays_a_few_are_shown(capsys: Capture) -> N
     assert len(inspect_json(capsys, "item")["source"]["others"]) == 40
 
 
-def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
+def test_tree_merges_equal_layers(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA, files=2)
     lines = inspect_lines(capsys, "model", "--tree")
     assert [" ".join(line.split()) for line in lines[3:]] == [
@@ -264,14 +264,14 @@ def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
     ]
 
 
-def test_a_name_of_thousands_of_parts(capsys: Capture) -> None:
+def test_tree_handles_deeply_nested_names(capsys: Capture) -> None:
     name = "a." * 5000 + "b"
     write_hf_folder(Path("m"), {"model.safetensors": {name: np.ones(1), "a.c": np.ones(1)}})
     (node,) = inspect_json(capsys, "m", "--tree")["tree"]
     assert [f"a.{child['name']}" for child in node["children"]] in (["a.c", name], [name, "a.c"])
 
 
-def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
+def test_tree_of_selected_leaves(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA)
     found = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
     (node,) = found["tree"]
@@ -283,7 +283,7 @@ def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
 # Statistics
 
 
-def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
+def test_stats_of_folder_and_init_match_numpy(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     found = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "model", "--stats")["tensors"]}
     assert found.keys() == tensors.keys()
@@ -302,7 +302,7 @@ def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
     }
 
 
-def test_statistics_as_text(capsys: Capture) -> None:
+def test_stats_table(capsys: Capture) -> None:
     x = np.array([math.nan, math.inf, -2, 0, 1.5], ml_dtypes.bfloat16)
     y = np.full(3, math.nan, np.float16)
     write_hf_folder(Path("m"), {"model.safetensors": {"y": y, "x": x, "n": np.array([-5, 2**60])}})
@@ -315,7 +315,7 @@ def test_statistics_as_text(capsys: Capture) -> None:
     ]
 
 
-def test_statistics_tell_their_progress(capsys: Capture) -> None:
+def test_stats_report_progress(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(1000, np.float32)}})
     assert main(["inspect", "m", "--stats", "--progress", "json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -329,7 +329,7 @@ PEAK_SCRIPT = (
 )
 
 
-def test_statistics_take_little_memory_whatever_a_tensor_has(here: Path) -> None:
+def test_stats_read_large_tensors_in_little_memory(here: Path) -> None:
     n = 200 << 20
     header = json.dumps({"x": {"dtype": "F8_E4M3", "shape": [n], "data_offsets": [0, n]}}).encode()
     (here / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)

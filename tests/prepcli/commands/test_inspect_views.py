@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Shards
 
 
-def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
+def test_shards_of_a_leaf_on_stored_mesh(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     lines = inspect_lines(capsys, "init", "--shards", "mlp.up")
     assert lines == [
@@ -59,7 +59,7 @@ def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
     }
 
 
-def test_a_folder_shows_the_leaf_that_save_init_would_make(capsys: Capture) -> None:
+def test_shards_of_hf_folder_show_future_leaf(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA, "float16")
     found = inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
     assert (found["leaf"], found["shape"], found["dtype"]) == ("params.layers.attn.k.weight", [2, 2, 2, 8], "float16")
@@ -68,13 +68,13 @@ def test_a_folder_shows_the_leaf_that_save_init_would_make(capsys: Capture) -> N
     )
 
 
-def test_layers_of_their_own(capsys: Capture) -> None:
+def test_shards_of_unstacked_layers(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--no-scan")
     found = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
     assert (found["leaf"], found["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
 
 
-def test_no_leaf_or_several(capsys: Capture) -> None:
+def test_shards_need_exactly_one_leaf(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert inspect_failing(capsys, "model", "--shards", "embed", "--mesh", "1,1,1") == (
         2,
@@ -94,7 +94,7 @@ def test_no_leaf_or_several(capsys: Capture) -> None:
     assert (code, message.splitlines()[0]) == (2, "error: model has no leaf `head.weight`")
 
 
-def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
+def test_shards_need_a_mesh_that_divides(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens") == (
         2,
@@ -108,7 +108,7 @@ def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
     assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 leaves fsdp open")
 
 
-def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
+def test_shards_need_known_dims(capsys: Capture, here: Path) -> None:
     ocp.PyTreeCheckpointer(use_compression=False).save(here / "saved", {"x": np.ones(3)})
     assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
@@ -120,7 +120,7 @@ def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
     assert (code, message.splitlines()[0]) == (1, "error: no family for model_type `mamba`")
 
 
-def test_a_config_of_another_model(capsys: Capture) -> None:
+def test_shards_reject_config_of_other_model(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     (Path("model") / "config.json").write_text(json.dumps(SMALL_GPT_NEO | {"vocab_size": 14}))
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
@@ -133,7 +133,7 @@ def test_a_config_of_another_model(capsys: Capture) -> None:
 # Differences
 
 
-def test_what_differs(capsys: Capture) -> None:
+def test_diff_lists_differences(capsys: Capture) -> None:
     a = {"same": np.ones(2), "shape": np.ones((2, 3)), "dtype": np.ones(3, np.float32), "only a": np.ones(1)}
     b = {"same": np.zeros(2), "shape": np.ones((3, 2)), "dtype": np.ones(3, np.int32), "only b": np.ones(4)}
     write_hf_folder(Path("a"), {"model.safetensors": a})
@@ -159,14 +159,14 @@ def test_what_differs(capsys: Capture) -> None:
     )
 
 
-def test_a_checkpoint_holds_the_tensors_of_its_folder(capsys: Capture) -> None:
+def test_diff_compares_init_with_hf_folder(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--pad-vocab", "8")
     assert main(["inspect", "model", "--diff", "init"]) == 1
     assert capsys.readouterr().out == "differs  transformer.wte.weight  [13, 8] float32 -> [16, 8] float32\n"
     assert inspect_json(capsys, "init", "transformer.h.*", "--diff", "model")["differences"] == []
 
 
-def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
+def test_diff_of_two_inits_compares_leaves(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA)
     assert main(["reshard", "init", "--no-scan", "--mesh", "1,2,2", "--out", "other", "-q"]) == 0
     capsys.readouterr()
@@ -191,7 +191,7 @@ def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
         (["--sort", "age"], "invalid value for '--sort'"),
     ],
 )
-def test_options_that_contradict_each_other(capsys: Capture, args: list[str], what: str) -> None:
+def test_conflicting_inspect_options_are_rejected(capsys: Capture, args: list[str], what: str) -> None:
     code, message = inspect_failing(capsys, "nowhere", *args)
     assert (code, message.splitlines()[0]) == (2, f"error: {what}")
 

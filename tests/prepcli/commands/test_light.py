@@ -43,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_no_conversion_imports_a_framework(folder: Path, words: list[str]):
+def test_conversions_import_no_framework(folder: Path, words: list[str]):
     run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join(HEAVY_MODULES), *words, "-q"],
                          cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip
     assert run.returncode == 0, run.stderr
 
 
-def test_a_plan_of_a_hugging_face_folder_needs_no_array_library_of_its_own(folder: Path):
+def test_dry_run_imports_no_array_library(folder: Path):
     words = ["save-init", "./m", "--dry-run", "--out", "x", "-q"]
     run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join((*HEAVY_MODULES, "tensorstore", "ml_dtypes")), *words],
                          cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip

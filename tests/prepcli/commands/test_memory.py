@@ -112,7 +112,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> MemoryLimits:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_keeps_within_the_least_budget_with_a_tensor_eight_times_as_large(small: MemoryLimits, words: list[str]):
+def test_command_fits_in_minimum_budget(small: MemoryLimits, words: list[str]):
     small.check_within_budget(*words)
 
 
@@ -125,11 +125,11 @@ def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_keeps_within_larger_budgets_with_larger_tensors(large: MemoryLimits, words: list[str]):
+def test_command_fits_in_larger_budgets(large: MemoryLimits, words: list[str]):
     large.check_within_budget(*words)
 
 
-def test_a_system_without_memory_is_named(small: MemoryLimits):
+def test_out_of_memory_is_reported(small: MemoryLimits):
     limit = small.inspect_nbytes["./m"] + 8 * MIB
     words = ["pad-vocab", "./m", "--multiple", "1000", "--out", "starved", "--memory", "512MiB", "-q"]
     run = subprocess.run(

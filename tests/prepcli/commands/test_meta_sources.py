@@ -43,7 +43,7 @@ def meta() -> MetaModel:
 
 
 @pytest.mark.parametrize(("files", "axis"), [(1, 1), (2, 0), (2, 1), (4, 0), (4, 1)])
-def test_metas_files_are_the_model_that_they_are_parts_of(meta: MetaModel, files: int, axis: int) -> None:
+def test_meta_shards_convert_to_the_hf_model(meta: MetaModel, files: int, axis: int) -> None:
     meta.write_folder(files, axis)
     for mesh in ((), ("--mesh", "1,2,4")):
         run_ok("save-init", "./meta", *mesh, "--overwrite")
@@ -55,14 +55,14 @@ def test_metas_files_are_the_model_that_they_are_parts_of(meta: MetaModel, files
     assert sorted(path.name for path in Path("meta-init/hf").iterdir()) == ["config.json", "tokenizer.model"]
 
 
-def test_one_key_head_of_many() -> None:
+def test_single_kv_head_converts() -> None:
     MetaModel(num_key_value_heads=1).write_folder(1)
     run_ok("save-init", "./meta")
     run_ok("verify", "meta-init", "./m")
 
 
 @pytest.mark.parametrize("files", [1, 2, 4])
-def test_logits_of_what_meta_had(meta: MetaModel, files: int) -> None:
+def test_meta_export_has_the_same_logits(meta: MetaModel, files: int) -> None:
     transformers = pytest.importorskip("transformers")
     meta.write_folder(files)
     run_ok("export", "./meta", "--out", "back")
@@ -75,7 +75,7 @@ def test_logits_of_what_meta_had(meta: MetaModel, files: int) -> None:
     assert torch.equal(*found)
 
 
-def test_inspect_shows_metas_tensors_as_they_are_together(meta: MetaModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_merged_meta_tensors(meta: MetaModel, capsys: pytest.CaptureFixture[str]) -> None:
     meta.write_folder(2)
     wanted, found = (
         run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "meta")
@@ -157,7 +157,7 @@ INVALID_FOLDERS = {
 
 
 @pytest.mark.parametrize(("spoil", "what", "why"), INVALID_FOLDERS.values(), ids=INVALID_FOLDERS)
-def test_metas_files_that_do_not_agree_are_refused(
+def test_inconsistent_meta_folder_is_rejected(
     meta: MetaModel, capsys: pytest.CaptureFixture[str], spoil: Callable[[], object], what: str, why: str
 ) -> None:
     meta.write_folder(4)
@@ -168,7 +168,7 @@ def test_metas_files_that_do_not_agree_are_refused(
     assert sorted(path.name for path in Path().iterdir()) == ["m", "meta"]
 
 
-def test_a_config_beside_metas_files_wins(meta: MetaModel) -> None:
+def test_config_json_overrides_params_json(meta: MetaModel) -> None:
     folder = meta.write_folder(2)
     (folder / "params.json").unlink()
     (folder / "config.json").write_text(json.dumps(meta.config | {"rope_theta": 7.5}))
@@ -177,7 +177,7 @@ def test_a_config_beside_metas_files_wins(meta: MetaModel) -> None:
     assert json.loads(Path("meta-init/hf/config.json").read_text())["rope_theta"] == 7.5
 
 
-def test_a_head_that_is_not_stored_is_the_embedding(meta: MetaModel) -> None:
+def test_missing_head_is_tied(meta: MetaModel) -> None:
     folder = meta.write_folder(2)
     for number in range(2):
         change_part(number, lambda state: state.pop("output.weight"))()

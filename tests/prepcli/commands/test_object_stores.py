@@ -87,7 +87,7 @@ def site(home: Path, tmp_path: Path) -> Iterator[StoreSite]:
 SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
-def test_a_folder_in_a_store_is_converted_as_one_that_is_here(site: StoreSite, home: Path):
+def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.3, READ_FAULTS
     found = site.run_prep(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
     assert found["ok"], found
@@ -99,7 +99,7 @@ def test_a_folder_in_a_store_is_converted_as_one_that_is_here(site: StoreSite, h
     assert site.run_prep("verify", "streamed", str(home / "m"))["ok"]
 
 
-def test_an_init_checkpoint_in_a_store_is_read_by_every_command(site: StoreSite, home: Path):
+def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.2, READ_FAULTS
     shown = site.run_prep("inspect", "s3://bucket/init")
     assert (shown["ok"], shown["source"]["format"]) == (True, "orbax")
@@ -111,7 +111,7 @@ def test_an_init_checkpoint_in_a_store_is_read_by_every_command(site: StoreSite,
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
 
 
-def test_what_is_written_to_a_store_is_what_would_be_here_and_its_marks_come_last(site: StoreSite, home: Path):
+def test_bucket_output_equals_local_with_manifest_last(site: StoreSite, home: Path):
     found = site.run_prep("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
     assert (found["ok"], found["output"]) == (True, "gs://bucket/out")
     there = site.store.objects_below("bucket/out/")
@@ -124,7 +124,7 @@ def test_what_is_written_to_a_store_is_what_would_be_here_and_its_marks_come_las
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
-def test_what_is_there_already_is_left(site: StoreSite, home: Path):
+def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--mesh")
     assert site.run_prep(*arguments, "1,4,1")["already"] is False
     site.store.requests.clear()
@@ -138,7 +138,7 @@ def test_what_is_there_already_is_left(site: StoreSite, home: Path):
     assert list(site.cwd.iterdir()) == []
 
 
-def test_something_else_is_replaced_if_that_is_wished_and_its_marks_go_first(site: StoreSite, home: Path):
+def test_overwrite_deletes_bucket_manifest_first(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--no-scan")
     assert site.run_prep(*arguments[:-1])["ok"]
     site.store.objects["bucket/out/d/old"] = b"x"
@@ -153,14 +153,14 @@ def test_something_else_is_replaced_if_that_is_wished_and_its_marks_go_first(sit
 
 @pytest.mark.parametrize("address", ["gs://bucket/models/m", "gs://bucket/models", "s3://bucket"])
 @pytest.mark.parametrize("more", [(), ("--overwrite",), ("--restart",)])
-def test_what_prep_did_not_make_is_never_replaced(site: StoreSite, home: Path, address: str, more: tuple[str, ...]):
+def test_foreign_bucket_folder_is_never_replaced(site: StoreSite, home: Path, address: str, more: tuple[str, ...]):
     error = site.run_prep("save-init", str(home / "m"), "--out", address, *more)["error"]
     assert error["what"] == f"{address} exists and is something else"
     assert "no prep-manifest.json" in error["why"]
     assert site.writes() == []
 
 
-def test_a_replacement_that_failed_goes_on(site: StoreSite, home: Path):
+def test_failed_bucket_overwrite_resumes(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
     assert site.run_prep(*arguments, "--no-scan")["ok"]
     site.store.failing_requests = "PUT bucket/out/hf/"
@@ -171,7 +171,7 @@ def test_a_replacement_that_failed_goes_on(site: StoreSite, home: Path):
     assert site.store.objects_below("bucket/out/").keys() == read_files(home / "init").keys()
 
 
-def test_an_upload_that_fails_goes_on_where_it_stopped(site: StoreSite, home: Path):
+def test_failed_upload_resumes(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
     site.store.failing_requests = "PUT bucket/out/hf/"
     error = site.run_prep(*arguments)["error"]
@@ -186,7 +186,7 @@ def test_an_upload_that_fails_goes_on_where_it_stopped(site: StoreSite, home: Pa
     assert list(site.cwd.iterdir()) == []
 
 
-def test_an_upload_that_was_begun_is_no_leave_to_replace_what_has_another_address(site: StoreSite, home: Path):
+def test_unfinished_upload_does_not_permit_other_urls(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out")
     site.store.failing_requests = "PUT bucket/out/hf/"
     assert not site.run_prep(*arguments, "gs://bucket/out")["ok"]
@@ -200,14 +200,14 @@ def test_an_upload_that_was_begun_is_no_leave_to_replace_what_has_another_addres
 
 
 @pytest.mark.parametrize("more", [(), ("--restart",)])
-def test_what_lies_beside_an_output_that_goes_up_is_left(site: StoreSite, home: Path, more: tuple[str, ...]):
+def test_upload_keeps_other_local_files(site: StoreSite, home: Path, more: tuple[str, ...]):
     (site.cwd / "out.upload").mkdir()
     (site.cwd / "out.upload" / "thesis.txt").write_text("mine")
     assert site.run_prep("save-init", str(home / "m"), "--out", "gs://bucket/out", *more)["ok"]
     assert read_files(site.cwd) == {"out.upload/thesis.txt": b"mine"}
 
 
-def test_killed_while_it_uploads_it_goes_on(site: StoreSite, home: Path):
+def test_killed_upload_resumes(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "s3://bucket/out")
     running = site.start_prep(*arguments)
     deadline = time.monotonic() + 60
@@ -221,7 +221,7 @@ def test_killed_while_it_uploads_it_goes_on(site: StoreSite, home: Path):
     assert site.run_prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
 
-def test_workers_read_and_one_uploads(site: StoreSite, home: Path):
+def test_workers_write_and_one_process_uploads(site: StoreSite, home: Path):
     found = site.run_prep(
         "reshard",
         "gs://bucket/init",
@@ -239,7 +239,7 @@ def test_workers_read_and_one_uploads(site: StoreSite, home: Path):
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
-def test_what_makes_no_sense(site: StoreSite, home: Path):
+def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     model = str(home / "m")
     assert site.run_prep("save-init", model, "--out", "abfs://bucket/out")["error"]["code"] == 2
     assert site.run_prep("save-init", model, "--out", "gs://bucket/out", "--processes", "2/0")["error"]["code"] == 2

@@ -63,7 +63,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_test_id)
-def test_sizes_of_a_vocabulary_exclude_each_other(
+def test_vocabulary_sizes_are_mutually_exclusive(
     words: list[str], what: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_lines(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
@@ -71,7 +71,7 @@ def test_sizes_of_a_vocabulary_exclude_each_other(
 
 
 @pytest.mark.parametrize(("words", "option", "needed"), OPTIONS_WITHOUT_EFFECT, ids=_test_id)
-def test_options_without_effect_are_refused(
+def test_options_without_effect_are_rejected(
     words: list[str], option: str, needed: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     what, _, hint = error_lines(capsys, *words)
@@ -81,24 +81,24 @@ def test_options_without_effect_are_refused(
 
 
 @pytest.mark.parametrize("words", STREAMED_FOLDERS, ids=_test_id)
-def test_folders_cannot_be_streamed(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stream_is_rejected_for_local_folders(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert (what, hint) == ("error: `--stream` has no effect", " hint: remove `--stream`")
 
 
-def test_sort_is_refused_where_nothing_is_sorted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sort_is_rejected_with_diff(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         error_lines(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0]
         == "error: `--sort size` has no effect"
     )
 
 
-def test_an_empty_mesh_of_a_library_call_is_refused(here: Path) -> None:
+def test_empty_mesh_in_library_call_is_rejected(here: Path) -> None:
     with pytest.raises(PrepError, match="`--mesh` is empty"):
         save_init(SaveInitRequest(CommonOptions("./m", Path("out"), MIN_MEMORY_NBYTES), mesh=""), Ui("save-init"))
 
 
-def test_an_empty_mesh_of_a_recipe_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_mesh_in_recipe_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = here.parent / "recipe.toml"
     recipe.write_text(
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
@@ -109,13 +109,13 @@ def test_an_empty_mesh_of_a_recipe_is_refused(here: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("text", ["5", "0", "0GB", "1048575", "999 "])
-def test_shard_sizes_without_a_unit_are_refused_if_small(text: str) -> None:
+def test_small_shard_size_without_unit_is_rejected(text: str) -> None:
     with pytest.raises(PrepError, match="`--shard-size") as caught:
         parse_shard_size(text)
     assert caught.value.code == 2
 
 
-def test_a_bare_shard_size_is_answered_with_a_unit() -> None:
+def test_shard_size_hint_has_a_unit() -> None:
     with pytest.raises(PrepError) as caught:
         parse_shard_size("5")
     assert (caught.value.why, caught.value.hint) == (
@@ -125,14 +125,14 @@ def test_a_bare_shard_size_is_answered_with_a_unit() -> None:
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("1048576", 1 << 20), ("8KB", 8000), ("5GB", 5 * 10**9)])
-def test_shard_sizes_with_a_unit_may_be_small(text: str, nbytes: int) -> None:
+def test_shard_size_with_unit_may_be_small(text: str, nbytes: int) -> None:
     assert parse_shard_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
     ("text", "why"), [("5", "it is 5 bytes; "), ("8MiB", ""), ("31.5 MiB", ""), ("0", "it is 0 bytes; ")]
 )
-def test_a_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
+def test_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     with pytest.raises(PrepError) as caught:
         parse_memory(text)
     assert caught.value.what == f"`--memory {text}` is below the floor"
@@ -140,12 +140,12 @@ def test_a_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     assert caught.value.hint == "`--memory 32MiB` or more"
 
 
-def test_the_least_memory_is_what_the_hint_names() -> None:
+def test_minimum_memory_equals_the_hint() -> None:
     assert parse_memory("32MiB") == MIN_MEMORY_NBYTES
 
 
 @pytest.mark.parametrize("option", [("--memory", "5"), ("--processes", "4")])
-def test_bad_options_are_refused_by_a_dry_run(
+def test_dry_run_rejects_invalid_options(
     option: tuple[str, str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_lines(capsys, "save-init", "./m", "--dry-run", *option)[0].startswith(

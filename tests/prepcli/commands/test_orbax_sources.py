@@ -79,7 +79,7 @@ def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -
 
 
 @pytest.mark.parametrize("form", STORAGE_FORMS, ids=str)
-def test_every_form_of_storage(tmp_path: Path, form: StorageForm):
+def test_all_orbax_storage_forms_convert(tmp_path: Path, form: StorageForm):
     tensors = make_checkpoint(tmp_path / "model", GPT_NEO)
     write_zarr_item(tmp_path / "item", array_metas(native_leaves(GPT_NEO, tensors, True, 0), "params.", 2), form)
     run_prep("save-init", "./item", "--config", "./model", "--out", "init")
@@ -89,7 +89,7 @@ def test_every_form_of_storage(tmp_path: Path, form: StorageForm):
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("root", ["", "params.", "params.params."])
 @pytest.mark.parametrize(("scan", "axis"), [(True, 0), (True, 1), (False, 0)])
-def test_preps_own_tree_without_its_manifest(tmp_path: Path, family: str, root: str, scan: bool, axis: int):
+def test_native_tree_without_manifest_converts(tmp_path: Path, family: str, root: str, scan: bool, axis: int):
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
     write_zarr_item(tmp_path / "item", array_metas(native_leaves(MODELS[family], tensors, scan, axis), root), ZSTD)
     check_conversions("./item", tensors, "--config", "./model/config.json")
@@ -97,7 +97,7 @@ def test_preps_own_tree_without_its_manifest(tmp_path: Path, family: str, root: 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_what_redco_saves(tmp_path: Path, family: str, pieces: int):
+def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
     """Parameters of a Flax model beside an optimizer state and a pickle, which is never opened."""
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
     leaves = flax_leaves(family, tensors)
@@ -111,7 +111,7 @@ def test_what_redco_saves(tmp_path: Path, family: str, pieces: int):
     assert not (tmp_path / "init/hf/info.json").exists()
 
 
-def test_a_training_state_is_left_out_and_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_training_state_is_dropped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native_leaves(LLAMA, tensors, True, 0)
     state = {"step": np.array(3, np.int32)} | {f"opt_state.mu.{name}": leaf for name, leaf in leaves.items()}
@@ -131,7 +131,7 @@ def test_a_training_state_is_left_out_and_said_to_be(tmp_path: Path, capsys: pyt
     run_prep("verify", "init", "./model")
 
 
-def test_it_is_laid_out_for_a_mesh(tmp_path: Path):
+def test_reshard_reads_foreign_orbax_tree(tmp_path: Path):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas(flax_leaves("llama", tensors)), ZSTD)
     run_prep("reshard", "./item", "--config", "./model", "--mesh", "1,4,1", "--no-scan", "--out", "wide")
@@ -139,7 +139,7 @@ def test_it_is_laid_out_for_a_mesh(tmp_path: Path):
 
 
 @pytest.mark.parametrize("place", ["item", "item/hf", ".", "hf"])
-def test_where_the_config_may_be(tmp_path: Path, place: str):
+def test_config_is_found_near_the_item(tmp_path: Path, place: str):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), ZSTD)
     (tmp_path / place).mkdir(exist_ok=True)
@@ -150,20 +150,20 @@ def test_where_the_config_may_be(tmp_path: Path, place: str):
     assert sorted(path.name for path in (tmp_path / "init/hf").iterdir()) == ["config.json", "tokenizer_config.json"]
 
 
-def test_without_a_config_it_is_refused_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_orbax_without_config_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
     run_prep("save-init", "./item", code=1)
     assert "--config FOLDER" in capsys.readouterr().err
 
 
-def test_a_tree_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_orbax_tree_of_other_model_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
     run_prep("save-init", "./item", "--config", "./model", code=1)
     assert "has no known layout" in capsys.readouterr().err
 
 
-def test_a_leaf_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_leaf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     leaves = native_leaves(LLAMA, tensors, True, 0)
     del leaves["layers.attn.q.weight"]
@@ -172,7 +172,7 @@ def test_a_leaf_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureF
     assert "model.layers.0.self_attn.q_proj.weight" in capsys.readouterr().err
 
 
-def test_a_chunk_that_is_damaged_stops_the_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_chunk_stops_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(
         tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), StorageForm(ocdbt=False, codec_names=("zstd",))
@@ -185,7 +185,7 @@ def test_a_chunk_that_is_damaged_stops_the_conversion(tmp_path: Path, capsys: py
     assert not (tmp_path / "init").exists()
 
 
-def test_a_source_that_lies_in_its_index_and_changes_is_another_source(
+def test_changed_inline_source_is_detected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     def item(tensors: dict[str, np.ndarray]) -> None:
@@ -201,7 +201,7 @@ def test_a_source_that_lies_in_its_index_and_changes_is_another_source(
     assert "from a source that has changed since" in capsys.readouterr().err
 
 
-def test_more_files_than_can_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for module in (orbax_item, item_reader):
         monkeypatch.setattr(module, "MAX_OPEN_FILES", 3)
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
@@ -216,7 +216,7 @@ def test_more_files_than_can_be_open_at_once(tmp_path: Path, monkeypatch: pytest
             assert same_bits(found, leaf)
 
 
-def test_it_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_reads_foreign_orbax_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0), "params.", 2), ZSTD)
     run_prep("inspect", "./item", "--stats", "--json")

@@ -38,7 +38,7 @@ def save_init_refuses_link(capsys: pytest.CaptureFixture[str]) -> bool:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_save_init_follows_no_link_in_its_folder(capsys, file: str):
+def test_save_init_rejects_file_links_in_partial_output(capsys, file: str):
     target, link = Path("target"), Path("out.partial", file)
     target.write_text("mine")
     Path("out.partial/.prep").mkdir(parents=True)
@@ -51,7 +51,7 @@ def test_save_init_follows_no_link_in_its_folder(capsys, file: str):
 
 
 @pytest.mark.parametrize("folder", ["out.partial", "out.partial/.prep", "out.partial/d", "out.partial/hf"])
-def test_save_init_writes_into_no_linked_folder(capsys, folder: str):
+def test_save_init_rejects_folder_links_in_partial_output(capsys, folder: str):
     target = Path("elsewhere")
     target.mkdir()
     if folder != "out.partial":
@@ -63,7 +63,7 @@ def test_save_init_writes_into_no_linked_folder(capsys, folder: str):
     assert not list(target.iterdir())
 
 
-def test_train_follows_no_link_for_its_lock(tmp_path: Path):
+def test_train_rejects_linked_lock(tmp_path: Path):
     from prepcli.errors import PrepError
     from prepcli.execution.run_folder import RunFolder
 

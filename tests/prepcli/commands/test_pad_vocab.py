@@ -47,17 +47,17 @@ def make_source(**config: Any) -> Source:
         ({"mesh": "1,64,4", "multiple": 1000}, 132),
     ],
 )
-def test_sizes_count_from_the_true_rows(wish: dict[str, Any], size: int):
+def test_padded_size_starts_from_true_rows(wish: dict[str, Any], size: int):
     assert padded_size(PadVocabRequest(COMMON, **wish), Vocabulary(131, 136)) == size
 
 
-def test_a_size_below_the_true_rows_is_refused():
+def test_size_below_true_rows_is_rejected():
     with pytest.raises(PrepError, match="--size 130") as caught:
         padded_size(PadVocabRequest(COMMON, size=130), Vocabulary(131, 136))
     assert caught.value.code == USAGE
 
 
-def test_what_new_rows_are_made_of():
+def test_make_fill():
     assert make_fill("zeros", 5, make_source()) == Fill("zeros")
     assert make_fill("mean", 5, make_source(initializer_range="odd")) == Fill("mean")
     assert make_fill("normal", 5, make_source()) == Fill("normal", 5, 0.02)
@@ -75,14 +75,14 @@ def test_what_new_rows_are_made_of():
         ("normal", 0, {"initializer_range": float("nan")}, "initializer_range is nan", FAILED),
     ],
 )
-def test_what_cannot_be_made_is_named(init: str, seed: int, config: dict[str, Any], text: str, code: int):
+def test_make_fill_rejects_invalid_values(init: str, seed: int, config: dict[str, Any], text: str, code: int):
     with pytest.raises(PrepError) as caught:
         make_fill(init, seed, make_source(**config))
     assert text in str(caught.value)
     assert caught.value.code == code
 
 
-def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_scalar_and_empty_tensors_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     odd = {
         "transformer.h.0.attn.attention.bias": np.zeros((0, 5), np.uint8),
@@ -103,7 +103,7 @@ def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("heads", "rules"), [(6, " --rule 'heads=mp|none'"), (8, "")])
-def test_the_next_command_after_padding_for_a_mesh_works(
+def test_suggested_next_command_works(
     heads: int, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -36,7 +36,7 @@ def tensor_byte_ranges(path: Path) -> Iterator[tuple[str, int, int]]:
             yield name, 8 + size + low, 8 + size + high
 
 
-def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
+def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
     expected_output("pad-vocab")
     draw = random.Random(2)
     places = [(p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensor_byte_ranges(p) if t[1] < t[2]]
@@ -53,7 +53,7 @@ def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
 
 
 @pytest.mark.parametrize("name", ["reshard", "export"])
-def test_a_source_with_rotten_bits_is_named_with_the_tensor_and_never_passed_on(capsys, name: str):
+def test_flipped_bit_in_source_stops_conversion(capsys, name: str):
     expected_output(name)
     draw = random.Random(3)
     for path in sorted(Path("init/d").iterdir()):

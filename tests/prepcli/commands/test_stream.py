@@ -95,7 +95,7 @@ def cached_file_names(home: Path) -> list[str]:
 SAVE_INIT = ("save-init", "o/good", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
-def test_with_three_requests_in_ten_failing_the_result_is_that_of_a_local_conversion(files, tmp_path: Path):
+def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
     faults = FaultInjector(0.3, seed=11)
     with serve_site(files, tmp_path, faults, lasts=9) as site:
         streamed = site.run_prep(*SAVE_INIT, "--stream", "--out", "streamed", "--memory", "32MiB")
@@ -123,7 +123,7 @@ def test_with_three_requests_in_ten_failing_the_result_is_that_of_a_local_conver
     assert streamed["memory"]["peak"] <= streamed["memory"]["budget"] == 32 << 20
 
 
-def test_killed_it_goes_on_and_reads_only_what_is_missing(files, tmp_path: Path):
+def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
     options = ("--stream", "--memory", "32MiB")
     with serve_site(files, tmp_path) as site:
         assert site.run_prep(*SAVE_INIT, *options, "--out", "whole")["ok"]
@@ -143,7 +143,7 @@ def test_killed_it_goes_on_and_reads_only_what_is_missing(files, tmp_path: Path)
     assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
 
 
-def test_pad_verify_and_inspect_stream_too(files, tmp_path: Path):
+def test_pad_verify_and_inspect_stream(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         assert site.run_prep("pad-vocab", "o/good", "--stream", "--out", "padded")["ok"]
         same = site.run_prep("verify", "padded", f"o/good@{COMMIT}", "--stream")
@@ -155,14 +155,14 @@ def test_pad_verify_and_inspect_stream_too(files, tmp_path: Path):
         assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
 
 
-def test_nothing_is_left_behind_by_a_run_that_ended(files, tmp_path: Path):
+def test_stream_leaves_no_temporary_files(files, tmp_path: Path):
     (tmp_path / "tmp").mkdir()
     with serve_site(files, tmp_path) as site:
         assert site.run_prep("inspect", "o/good", "--stream", TMPDIR=str(tmp_path / "tmp"))["ok"]
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_offline_there_is_nothing_to_stream_from(files, tmp_path: Path):
+def test_stream_is_rejected_offline(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
             found = site.run_prep(*SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline)
@@ -172,7 +172,7 @@ def test_offline_there_is_nothing_to_stream_from(files, tmp_path: Path):
         assert site.hub.requests == []
 
 
-def test_a_hub_that_is_away_is_an_error(files, tmp_path: Path):
+def test_unreachable_hub_is_an_error(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         pass
     error = site.run_prep(*SAVE_INIT, "--stream")["error"]
@@ -180,12 +180,12 @@ def test_a_hub_that_is_away_is_an_error(files, tmp_path: Path):
     assert error["why"] == f"the hub cannot be reached at HF_ENDPOINT={site.hub.url}"
 
 
-def test_other_formats_are_refused_as_ever(files, tmp_path: Path):
+def test_stream_rejects_unsupported_formats(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         assert site.run_prep("save-init", "o/bin", "--stream")["error"]["what"] == "o/bin is in GGUF format"
 
 
-def test_a_broken_header_is_told_of_the_model_and_not_of_a_folder_that_nobody_knows(files, tmp_path: Path):
+def test_broken_header_error_names_the_model(files, tmp_path: Path):
     broken = files | {"model-00001-of-00003.safetensors": b"\x00" * 3000}
     with serve_site(broken, tmp_path) as site:
         error = site.run_prep(*SAVE_INIT, "--stream")["error"]
@@ -193,7 +193,7 @@ def test_a_broken_header_is_told_of_the_model_and_not_of_a_folder_that_nobody_kn
     assert "prep-remote" not in json.dumps(error)
 
 
-def test_a_file_that_is_not_there_is_told_of_the_model(files, tmp_path: Path):
+def test_missing_file_error_names_the_model(files, tmp_path: Path):
     less = {name: data for name, data in files.items() if name != "model-00002-of-00003.safetensors"}
     with serve_site(less, tmp_path) as site:
         error = site.run_prep(*SAVE_INIT, "--stream")["error"]

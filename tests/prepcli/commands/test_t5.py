@@ -53,7 +53,7 @@ def with_copies(tensors: Tensors, *names: str) -> Tensors:
 
 
 @pytest.mark.parametrize("form", [("--scan-axis", "1"), ("--no-scan",), ("--mesh", "1,2,2")])
-def test_every_form_of_both_stacks_comes_back(form: tuple[str, ...]):
+def test_t5_layouts_round_trip(form: tuple[str, ...]):
     tensors = make_checkpoint(Path("m"), GATED, "bfloat16", False)
     run_ok("save-init", "./m", "--pad-vocab", "8", *form)
     run_ok("verify", "m-init", "./m")
@@ -64,7 +64,7 @@ def test_every_form_of_both_stacks_comes_back(form: tuple[str, ...]):
     assert read_config("back") == read_config("m")
 
 
-def test_paths_in_the_tree(capsys: pytest.CaptureFixture[str]):
+def test_t5_leaf_names_and_shapes(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), GATED, tied=False)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
     run_ok("save-init", "./m", "--no-scan", "--out", "apart")
@@ -81,7 +81,7 @@ def test_paths_in_the_tree(capsys: pytest.CaptureFixture[str]):
     assert "encoder.layers.attn.k.weight" in json.dumps(shards)
 
 
-def test_copies_of_the_embedding_are_held_against_it_and_left_out(capsys: pytest.CaptureFixture[str]):
+def test_embedding_copies_are_compared_and_dropped(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("plain"), T5, legacy=True)
     stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     names = (ENCODER_COPY, DECODER_COPY, "lm_head.weight")
@@ -94,7 +94,7 @@ def test_copies_of_the_embedding_are_held_against_it_and_left_out(capsys: pytest
     assert_same(read_tensors(Path("back")), {name: tensor for name, tensor in tensors.items() if name != stray})
 
 
-def test_a_copy_that_is_none_is_named(capsys: pytest.CaptureFixture[str]):
+def test_different_embedding_copy_is_an_error(capsys: pytest.CaptureFixture[str]):
     tensors = with_copies(checkpoint_tensors(T5, "float32", True, False), DECODER_COPY)
     tensors[DECODER_COPY][7, 3] += 1
     write_checkpoint(Path("m"), T5, tensors)
@@ -108,7 +108,7 @@ def test_a_copy_that_is_none_is_named(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)])
-def test_a_copy_stands_for_an_embedding_that_is_not_there(stored: tuple[str, ...]):
+def test_embedding_copy_replaces_missing_embedding(stored: tuple[str, ...]):
     tensors = checkpoint_tensors(T5, "float32", True, False)
     held = with_copies(tensors, *stored)
     del held["shared.weight"]
@@ -118,7 +118,7 @@ def test_a_copy_stands_for_an_embedding_that_is_not_there(stored: tuple[str, ...
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_a_pytorch_file_has_one_storage_for_all_copies():
+def test_copies_in_one_pytorch_storage_convert():
     """As those on the hub have it."""
     torch = pytest.importorskip("torch")
     tensors = make_checkpoint(Path("m"), T5)
@@ -133,7 +133,7 @@ def test_a_pytorch_file_has_one_storage_for_all_copies():
     assert {name for name in found if found[name].shape[0] == 136} == state.keys() - tensors.keys() | {"shared.weight"}
 
 
-def test_padding_is_the_same_bits_in_all_copies():
+def test_padding_is_equal_in_all_copies():
     """And by name: a feed-forward part as wide as the vocabulary stays as it is."""
     config = GATED | {"d_ff": 131}
     tensors = with_copies(checkpoint_tensors(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
@@ -150,7 +150,7 @@ def test_padding_is_the_same_bits_in_all_copies():
     }  # fmt: skip
 
 
-def test_each_tensor_keeps_its_dtype():
+def test_mixed_dtypes_round_trip():
     """Files of Flan-T5 have `wo` in float32 beside halves."""
     tensors = checkpoint_tensors(GATED, "bfloat16", False, False)
     tensors |= {name: tensor.astype(np.float32) for name, tensor in tensors.items() if name.endswith(".wo.weight")}
@@ -166,7 +166,7 @@ def head_scale(folder: str) -> float:
     return family_of(config).arch_config(config).lm_head_input_scale
 
 
-def test_what_transformers_5_says_of_an_own_head_is_understood(capsys: pytest.CaptureFixture[str]):
+def test_untied_head_of_transformers_5_round_trips(capsys: pytest.CaptureFixture[str]):
     """It says of each T5 that it is tied, and keeps the own head of those that are not."""
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     tensors = checkpoint_tensors(config, "float32", False, False)
@@ -184,7 +184,7 @@ def test_what_transformers_5_says_of_an_own_head_is_understood(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_an_own_head_is_never_taken_for_an_embedding_that_is_not_there(
+def test_untied_head_does_not_replace_missing_embedding(
     capsys: pytest.CaptureFixture[str], scales: bool
 ):
     config = GATED | {"tie_word_embeddings": not scales, "scale_decoder_outputs": scales}
@@ -198,7 +198,7 @@ def test_an_own_head_is_never_taken_for_an_embedding_that_is_not_there(
     assert same_bits(read_tensors(Path("back"))["shared.weight"], embedding)
 
 
-def test_flax_is_told_of_the_head_what_its_classes_read(capsys: pytest.CaptureFixture[str]):
+def test_flax_config_states_untied_head(capsys: pytest.CaptureFixture[str]):
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     write_checkpoint(Path("m"), config, checkpoint_tensors(config, "float32", False, False))
     run_ok("save-init", "./m")
@@ -209,7 +209,7 @@ def test_flax_is_told_of_the_head_what_its_classes_read(capsys: pytest.CaptureFi
     assert "scale_decoder_outputs True" in run_failing(capsys, 1, "export", "old-init", "--layout", "hf-flax")
 
 
-def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture[str]):
+def test_untied_head_keeps_its_scale(capsys: pytest.CaptureFixture[str]):
     tensors = checkpoint_tensors(T5, "float32", False, False)
     write_checkpoint(Path("m"), T5, tensors)
     assert "`--untie` keeps both" in run_failing(capsys, 1, "save-init", "./m")
@@ -220,7 +220,7 @@ def test_a_head_that_is_untied_is_scaled_as_before(capsys: pytest.CaptureFixture
     assert head_scale("back") == head_scale("m") == 64**-0.5
 
 
-def test_one_half_alone_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_encoder_without_decoder_is_rejected(capsys: pytest.CaptureFixture[str]):
     tensors = {
         name: t for name, t in checkpoint_tensors(T5, "float32", True, False).items() if not name.startswith("decoder.")
     }

@@ -52,7 +52,7 @@ def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model
 
 @FAMILIES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_init_of_a_bin_is_that_of_safetensors(base: dict[str, Any], dtype: str) -> None:
+def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> None:
     settings_of = make_checkpoint(Path("m"), base, dtype, legacy=True)
     write_weights_folder("b", make_torch_file(settings_of))
     for source in ("m", "b"):
@@ -67,7 +67,7 @@ def test_an_init_of_a_bin_is_that_of_safetensors(base: dict[str, Any], dtype: st
 
 
 @FAMILIES
-def test_a_padded_bin_is_a_padded_folder_of_safetensors(base: dict[str, Any]) -> None:
+def test_padded_bin_equals_padded_safetensors(base: dict[str, Any]) -> None:
     write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"), base)))
     for source in ("m", "b"):
         run_ok("pad-vocab", f"./{source}", "--init", "mean")
@@ -79,7 +79,7 @@ def test_a_padded_bin_is_a_padded_folder_of_safetensors(base: dict[str, Any]) ->
     assert all(same_bits(array, found[key]) for key, array in wanted.items())
 
 
-def test_an_export_of_a_bin_is_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_bin_writes_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     write_weights_folder("b", make_torch_file(tensors))
     run_ok("export", "./b")
@@ -89,13 +89,13 @@ def test_an_export_of_a_bin_is_safetensors(capsys: pytest.CaptureFixture[str]) -
     assert "transformers reads it already" in error_lines(capsys, "export", "./m")[1]
 
 
-def test_files_keep_their_names_but_for_what_they_are() -> None:
+def test_safetensors_file_name_of_bin() -> None:
     assert safetensors_file_name("pytorch_model.bin") == "model.safetensors"
     assert safetensors_file_name("pytorch_model-00002-of-00003.bin") == "model-00002-of-00003.safetensors"
     assert safetensors_file_name("weights.v2.pth") == "weights.v2.safetensors"
 
 
-def test_safetensors_win_and_any_single_file_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_safetensors_take_precedence_over_bin(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"), files=1)
     Path("m/pytorch_model.bin").write_bytes(b"broken")
     write_weights_folder("b", make_torch_file(tensors), "weights.pth")
@@ -106,7 +106,7 @@ def test_safetensors_win_and_any_single_file_will_do(capsys: pytest.CaptureFixtu
     assert "does not say which file the model is" in error_lines(capsys, "save-init", "./b")[0]
 
 
-def test_a_model_among_what_a_trainer_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_dict_inside_trainer_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     state = encode_mapping({
         key: encode_tensor(array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size))
@@ -120,7 +120,7 @@ def test_a_model_among_what_a_trainer_keeps(capsys: pytest.CaptureFixture[str]) 
     assert found["source"]["format"] == "torch"
 
 
-def test_transposed_and_shared_tensors_are_read_as_they_are() -> None:
+def test_transposed_views_of_one_storage_are_read() -> None:
     """Every matrix stored the other way round, in one storage with all others."""
     tensors = make_checkpoint(Path("m"))
     made, content = {}, b""
@@ -141,7 +141,7 @@ def with_head(made: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("sharing", [2, MAX_SHARING_TENSORS, MAX_SHARING_TENSORS + 1])
-def test_tied_tensors_have_one_storage(capsys: pytest.CaptureFixture[str], sharing: int) -> None:
+def test_tensors_may_share_one_storage(capsys: pytest.CaptureFixture[str], sharing: int) -> None:
     tensors = make_checkpoint(Path("m"))
     made = {
         key: encode_tensor(
@@ -163,7 +163,7 @@ def test_tied_tensors_have_one_storage(capsys: pytest.CaptureFixture[str], shari
     run_ok("verify", "b-init", "./m")
 
 
-def test_inspect_shows_a_bin_as_it_shows_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"), files=1)
     write_weights_folder("b", make_torch_file(tensors))
     wanted, found = (run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b"))
@@ -179,7 +179,7 @@ def test_inspect_shows_a_bin_as_it_shows_safetensors(capsys: pytest.CaptureFixtu
     assert "PyTorch, 1 file" in capsys.readouterr().out
 
 
-def test_statistics_of_a_view_are_those_of_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_of_a_view(capsys: pytest.CaptureFixture[str]) -> None:
     Path("b").mkdir()
     view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
     Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))
@@ -188,7 +188,7 @@ def test_statistics_of_a_view_are_those_of_its_values(capsys: pytest.CaptureFixt
     assert (found["file"], found["shape"]) == ("pytorch_model.bin", [2, 2])
 
 
-def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickle_code_in_any_shard_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     evil = make_pickle(encode_mapping({"x": encode_call("os.system", encode_text("touch pwned"))}))
     write_weights_folder("b", make_torch_file(tensors), "pytorch_model-00001-of-00002.bin")
@@ -201,7 +201,7 @@ def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFix
     assert sorted(path.name for path in Path().iterdir()) == ["b", "m"]
 
 
-def test_a_source_that_changes_meanwhile_is_noticed_by_the_facts() -> None:
+def test_manifest_records_bin_file_size() -> None:
     write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"))))
     run_ok("save-init", "./b")
     (told,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
@@ -215,7 +215,7 @@ def test_a_source_that_changes_meanwhile_is_noticed_by_the_facts() -> None:
 @FAMILIES
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("files", [1, 3])
-def test_what_torch_saves_comes_through(base: dict[str, Any], legacy: bool, files: int) -> None:
+def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files: int) -> None:
     pytest.importorskip("torch")
     from tests.helpers.torch_checkpoints import to_torch as as_torch
     from tests.helpers.torch_checkpoints import write_bin_folder
@@ -230,7 +230,7 @@ def test_what_torch_saves_comes_through(base: dict[str, Any], legacy: bool, file
 
 
 @FAMILIES
-def test_what_transformers_holds_comes_through(base: dict[str, Any]) -> None:
+def test_state_dict_of_transformers_converts(base: dict[str, Any]) -> None:
     """Buffers, tied heads and parameters as a model's own state_dict() has them."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -244,7 +244,7 @@ def test_what_transformers_holds_comes_through(base: dict[str, Any]) -> None:
     run_ok("verify", "b-init", "./m")
 
 
-def test_dtypes_in_a_bin_are_those_of_safetensors() -> None:
+def test_float16_bin_converts() -> None:
     arrays = make_checkpoint(Path("m"), dtype="float16")
     assert {array.dtype for array in arrays.values()} == {np.dtype("float16")}
     write_weights_folder("b", make_torch_file(arrays))

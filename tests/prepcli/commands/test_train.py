@@ -84,7 +84,7 @@ def read_losses(run: str) -> list[float]:
     return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
 
 
-def test_the_chain_from_a_padded_init_to_what_was_learned(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_export_and_resume_finished_run(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, found = train_json(capsys)
     assert code == OK
@@ -106,7 +106,7 @@ def test_the_chain_from_a_padded_init_to_what_was_learned(here: Path, capsys: py
     assert (again, found["resumed_at"], found["step"]) == (OK, 12, 12), "a run that is done does nothing"
 
 
-def test_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
@@ -121,7 +121,7 @@ def test_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixtu
         assert found["eval_loss"] == pytest.approx(float(model(held, labels=held).loss), rel=1e-5)
 
 
-def test_a_hugging_face_folder_is_converted_first(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_converts_hf_folder_first(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(here / "neo", GPT_NEO)
     write_tokenizer(here / "neo")
     capsys.readouterr()
@@ -147,7 +147,7 @@ def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_told_to_stop_it_saves_and_goes_on_to_the_same_bits(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_stopped_run_resumes_to_the_same_bits(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
     running = start_train()
     wait_for_step(running, "runs/recipe", 2)
@@ -165,7 +165,7 @@ def test_told_to_stop_it_saves_and_goes_on_to_the_same_bits(here: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_to_the_same_bits(here: Path):
+def test_killed_run_resumes_to_the_same_bits(here: Path):
     """20 kills at random moments of 5 runs; checkpoints at every step, so that many fall into a save."""
     often = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=3")
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q", *often]) == OK
@@ -192,19 +192,19 @@ def train_error(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, s
     return code, error["what"], error["why"], error["hint"]
 
 
-def test_a_mesh_for_other_devices(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mesh_with_too_many_devices_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
     code, what, why, hint = train_error(capsys, "--set", "mesh=1,64,4")
     assert (code, what) == (USAGE, "mesh 1,64,4 needs 256 devices, there are 8")
     assert why.startswith("1 host with 8 x cpu")
     assert "`--set mesh=1,8,1`" in hint
 
 
-def test_a_batch_that_does_not_divide(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_indivisible_batch_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "batch.size=7")
     assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
 
 
-def test_data_that_is_missing_or_empty_or_too_short(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_empty_and_short_data_are_errors(here: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "data.path=nothing.txt")
     assert code == FAILED
     assert "nothing.txt" in what
@@ -218,7 +218,7 @@ def test_data_that_is_missing_or_empty_or_too_short(here: Path, capsys: pytest.C
     assert "16" in what + why
 
 
-def test_a_tokenizer_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_tokenizer_larger_than_vocabulary_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]):
     """It has more words than the model's true vocabulary, and the padded rows are not there for them."""
     (here / "other").mkdir()
     write_tokenizer(here / "other", [f"x{number}" for number in range(5)] + WORDS)
@@ -227,7 +227,7 @@ def test_a_tokenizer_of_another_model(here: Path, capsys: pytest.CaptureFixture[
     assert "131" in what + why
 
 
-def test_a_model_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_tokenizer_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]):
     for path in here.rglob("tokenizer.json"):
         path.unlink()
     code, what, *_ = train_error(capsys)
@@ -235,14 +235,14 @@ def test_a_model_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[s
     assert "tokenizer.json" in what
 
 
-def test_a_sequence_longer_than_learned_positions(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_too_long_sequences_are_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(here / "neo", GPT_NEO)
     write_tokenizer(here / "neo")
     code, what, why, _ = train_error(capsys, "--set", "model.path=neo", "--set", "data.seq_length=128")
     assert (code, what, why) == (USAGE, "`data.seq_length` is 128", "the model has 64 positions")
 
 
-def test_going_on_with_another_recipe_or_other_data(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_resume_rejects_changed_recipe_and_data(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
     code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
     assert (code, what) == (FAILED, "the run began with another recipe")
@@ -262,42 +262,42 @@ def test_going_on_with_another_recipe_or_other_data(here: Path, capsys: pytest.C
     assert saved_steps(here / "runs/recipe") == [1]
 
 
-def test_a_run_without_moments_cannot_go_on(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_resume_needs_optimizer_state(here: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
     code, what, *_ = train_error(capsys, *words)
     assert (code, what) == (FAILED, "step 1 has no optimizer state to resume from")
 
 
-def test_a_folder_of_somebody_else_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_keeps_foreign_folder(here: Path, capsys: pytest.CaptureFixture[str]):
     (here / "thesis").mkdir()
     (here / "thesis" / "text").write_text("all of it")
     code, what, *_ = train_error(capsys, "--out", "thesis")
     assert (code, what) == (FAILED, "thesis already exists and is not a run")
 
 
-def test_a_dry_run_says_what_would_be_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, found = train_json(capsys, "--dry-run")
     assert (code, found["steps"], found["mesh"], found["dry_run"]) == (OK, 12, "1,2,4", True)
     assert not (here / "runs").exists()
 
 
-def test_no_recipe_and_the_schema(capsys: pytest.CaptureFixture[str]):
+def test_train_without_recipe_and_schema(capsys: pytest.CaptureFixture[str]):
     assert main(["train"]) == USAGE
     assert "no recipe was given" in capsys.readouterr().err
     assert main(["train", "--schema"]) == OK
     assert json.loads(capsys.readouterr().out)["title"] == "Recipe of prep train"
 
 
-def test_a_start_that_failed_is_not_in_the_way_of_the_next(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_failed_start_does_not_block_the_next(here: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "data.seq_length=4000")
     assert (code, what) == (FAILED, "the data is shorter than one block")
     assert [path.name for path in (here / "runs/recipe").iterdir()] == ["data"]
     assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
 
 
-def test_steps_are_dropped_only_by_a_run_that_can_begin(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_restart_deletes_steps_only_after_checks(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
     code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
@@ -309,7 +309,7 @@ def test_steps_are_dropped_only_by_a_run_that_can_begin(here: Path, capsys: pyte
     assert saved_steps(here / "runs/recipe") == [3, 4]
 
 
-def test_a_run_that_is_done_needs_no_moments(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_finished_run_needs_no_optimizer_state(here: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false", "--set", "train.steps=3")
     assert main(["train", "recipe.toml", "-q", *words]) == OK
     capsys.readouterr()
@@ -317,7 +317,7 @@ def test_a_run_that_is_done_needs_no_moments(here: Path, capsys: pytest.CaptureF
     assert (code, found["output"], found["resumed_at"]) == (OK, "runs/recipe/3", 3)
 
 
-def test_an_init_of_its_own_follows_the_mesh(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_converted_init_follows_the_mesh(here: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "model.path=tiny", "--restart", "--stop-after", "1", "-q")
     assert main(["train", "recipe.toml", "--set", "mesh=1,8,1", *words]) == STOPPED
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", *words]) == STOPPED
@@ -326,7 +326,7 @@ def test_an_init_of_its_own_follows_the_mesh(here: Path, capsys: pytest.CaptureF
     assert train_json(capsys, "--set", "model.path=tiny", "--set", "mesh=1,4,2", "--restart", "--dry-run")[0] == OK
 
 
-def test_a_mesh_or_form_that_cannot_be_is_told_at_once(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_unsupported_layout_is_rejected_before_work(here: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
     code, what, *_ = train_error(capsys, "--set", "model.path=apart")
     assert (code, what) == (USAGE, "layers cannot be scanned")
@@ -337,14 +337,14 @@ def test_a_mesh_or_form_that_cannot_be_is_told_at_once(here: Path, capsys: pytes
     assert not (here / "runs").exists()
 
 
-def test_a_run_may_be_called_otherwise(here: Path):
+def test_renamed_recipe_resumes_with_out(here: Path):
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
     Path("recipe.toml").rename("other.toml")
     assert main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
     assert saved_steps(here / "runs/recipe") == [1, 2]
 
 
-def test_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
+def test_tokenize_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
     """Each begins at 0: of the second not less than nothing is done."""
     heard: list[tuple[Any, ...]] = []
 
@@ -363,7 +363,7 @@ def test_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("whole", [(), ("data/f0", "init/x-1.3B-init"), ("data/f0.partial", "init/x-init.partial")])
-def test_what_a_run_keeps_is_named_only_if_whole(tmp_path: Path, whole: Sequence[str]):
+def test_kept_note_lists_complete_folders_only(tmp_path: Path, whole: Sequence[str]):
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"

@@ -77,7 +77,7 @@ def ids_of(text: str, most: int) -> list[int]:
     return ids if len(ids) <= most else [*ids[: most - 1], 1]
 
 
-def test_it_learns_and_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_seq2seq_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, found = train_json(capsys, "--set", "mesh=1,4,2")
     assert (code, found["step"]) == (OK, 12)
@@ -101,7 +101,7 @@ def test_it_learns_and_transformers_says_the_same_loss(here: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_micro_batches_layers_apart_and_another_mesh_change_nothing(here: Path):
+def test_loss_does_not_depend_on_execution_options(here: Path):
     """But rounding."""
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
     assert main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
@@ -112,7 +112,7 @@ def test_micro_batches_layers_apart_and_another_mesh_change_nothing(here: Path):
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_it_goes_on_to_the_same_bits(here: Path):
+def test_killed_seq2seq_run_resumes_to_the_same_bits(here: Path):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
     running = start_train()
     wait_for_step(running, "runs/recipe", 5)
@@ -130,7 +130,7 @@ def train_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any,
     return code, what, why
 
 
-def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mismatch_of_data_and_model_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
     for words in (("data.fields=sum",), ("data.type=text", "data.path=recipe.toml")):
         cleared = Path("recipe.toml").read_text()
         for line in ('fields = "[first], [second], sum"\n', "source_length = 9\n", 'source_prefix = "w5 "\n'):
@@ -160,13 +160,13 @@ def change_init_config(**changes: int | None) -> None:
     manifest.write_text(json.dumps(whole | {"config": whole["config"] | changes}))
 
 
-def test_a_model_that_does_not_say_what_a_target_ends_with(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_eos_token_is_a_warning(here: Path, capsys: pytest.CaptureFixture[str]):
     change_init_config(eos_token_id=None)
     assert main(["train", "recipe.toml", "--set", "train.steps=3"]) == OK
     assert "config.json has no eos_token_id: nothing says where a target ends" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_say_what_a_target_begins_with(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_decoder_start_token_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]):
     change_init_config(decoder_start_token_id=None, pad_token_id=131)
     assert train_refusal(capsys)[1:] == (
         "config.json does not say what a decoder begins with",

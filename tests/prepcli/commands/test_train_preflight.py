@@ -61,7 +61,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         ("data.tokenizer=nowhere", FAILED, "no tokenizer at nowhere"),
     ],
 )
-def test_a_wrong_recipe_is_found_before_any_work(
+def test_invalid_recipe_is_found_before_work(
     model: str, sets: str, code: int, what: str, capsys: pytest.CaptureFixture[str]
 ):
     assert train_error(capsys, "--set", sets, "--set", f"model.path={model}")[:2] == (code, what)
@@ -69,7 +69,7 @@ def test_a_wrong_recipe_is_found_before_any_work(
 
 
 @pytest.mark.usefixtures("_reads_nothing")
-def test_a_wrong_eval_path_is_found_before_any_work(capsys: pytest.CaptureFixture[str]):
+def test_invalid_eval_path_is_found_before_work(capsys: pytest.CaptureFixture[str]):
     Path("other.toml").write_text(RECIPE.replace("holdout = 0.1", 'eval_path = "empty.txt"'))
     Path("empty.txt").touch()
     capsys.readouterr()
@@ -79,7 +79,7 @@ def test_a_wrong_eval_path_is_found_before_any_work(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("_reads_nothing")
-def test_a_disk_without_room_is_found_before_any_work(
+def test_full_disk_is_found_before_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     usage = type("Usage", (), {"free": 1000})
@@ -88,7 +88,7 @@ def test_a_disk_without_room_is_found_before_any_work(
     assert (code, what) == (FAILED, "not enough room for a checkpoint in runs/recipe")
 
 
-def test_faults_of_evaluation_texts_come_before_training_texts(capsys: pytest.CaptureFixture[str]):
+def test_eval_data_is_checked_before_training_data(capsys: pytest.CaptureFixture[str]):
     Path("other.toml").write_text(RECIPE.replace("holdout = 0.1", 'eval_path = "latin.txt"'))
     Path("latin.txt").write_bytes(b"w1 \xe9 w2")
     capsys.readouterr()
@@ -107,7 +107,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[dict[str, A
     return json.loads(out), err
 
 
-def test_a_dry_run_shows_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]):
+def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
     found, err = dry_run(capsys)
     memory = found["memory"]
     assert memory["scores"] == 4 * 2 * 16 * 16 * 4, "batch 4 x 2 heads x 16 x 16, float32"
@@ -120,7 +120,7 @@ def test_a_dry_run_shows_the_memory_of_a_device(capsys: pytest.CaptureFixture[st
     assert not Path("runs").exists()
 
 
-def test_a_dry_run_that_cannot_fit_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_warns_about_low_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (64 << 10)})
     found, _ = dry_run(capsys)
     assert found["memory"]["fits"] is False
@@ -129,14 +129,14 @@ def test_a_dry_run_that_cannot_fit_says_so(capsys: pytest.CaptureFixture[str], m
     ]
 
 
-def test_a_state_beyond_the_memory_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_state_larger_than_memory_is_rejected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (16 << 10)})
     code, what, why, _ = train_error(capsys)
     assert (code, what) == (FAILED, "parameters and moments need 47.8 KiB on each device")
     assert why == "16.0 KiB are available"
 
 
-def test_a_dry_run_doubts_lengths_that_do_not_fit_the_data(capsys: pytest.CaptureFixture[str]):
+def test_dry_run_warns_about_lengths_and_epochs(capsys: pytest.CaptureFixture[str]):
     found, _ = dry_run(capsys, "data.seq_length=128", "batch.size=64", "train.steps=10000")
     context, batch, epochs = found["warnings"]
     assert context == "`data.seq_length` is 128, and the model was made for 64 positions"
@@ -144,7 +144,7 @@ def test_a_dry_run_doubts_lengths_that_do_not_fit_the_data(capsys: pytest.Captur
     assert epochs == "10,000 steps are 35,556 epochs of 18 sequences"
 
 
-def test_a_start_warns_as_a_dry_run_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_start_warns_like_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Up to where the run's folder would be made."""
 
     def stop(*_: object, **__: object) -> None:

@@ -48,7 +48,7 @@ def compute_logits(model: Any, true_vocab: int) -> Any:
 
 
 @FAMILIES
-def test_what_transformers_saved_comes_back_as_it_saved_it(base: dict[str, Any]):
+def test_model_saved_by_transformers_round_trips(base: dict[str, Any]):
     kind = transformers.AutoConfig.for_model(**base)
     torch.manual_seed(0)
     model = auto_class(base).from_config(kind, dtype=torch.float16)
@@ -63,7 +63,7 @@ def test_what_transformers_saved_comes_back_as_it_saved_it(base: dict[str, Any])
 
 
 @FAMILIES
-def test_an_exported_model_has_the_logits_of_its_source(base: dict[str, Any]):
+def test_exported_model_has_the_same_logits(base: dict[str, Any]):
     make_checkpoint(Path("m"), base, legacy=True)
     assert main(["save-init", "./m", "--pad-vocab", "128", "-q"]) == 0
     assert main(["export", "m-init", "-q"]) == 0
@@ -71,7 +71,7 @@ def test_an_exported_model_has_the_logits_of_its_source(base: dict[str, Any]):
     assert torch.equal(compute_logits(weights.eval(), 131), compute_logits(load_model("m-hf"), 131))
 
 
-def test_an_own_head_of_a_t5_that_transformers_saved_stays_its_own():
+def test_untied_t5_head_stays_untied():
     """Its config then says that the head is the embedding, which it is not."""
     kind = transformers.AutoConfig.for_model(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 @pytest.mark.parametrize("change", [move_embedding_to_head, copy_embedding_to_head])
 @pytest.mark.parametrize("base", BASES)
-def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: dict[str, Any], change: Any):
+def test_tied_head_is_stored_once_and_round_trips(base: dict[str, Any], change: Any):
     tensors = write_tied_model(base, change)
     run_ok("save-init", "./m", "--pad-vocab", "8")
     assert not list(Path("m-init").rglob("*head*"))
@@ -73,7 +73,7 @@ def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: d
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_head_alone_is_padded_as_the_embedding(base: dict[str, Any]):
+def test_head_without_embedding_is_padded(base: dict[str, Any]):
     tensors, embedding = write_tied_model(base, move_embedding_to_head), EMBEDDINGS[base["model_type"]]
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
     found = read_tensors(Path("m-padded"))
@@ -84,7 +84,7 @@ def test_a_head_alone_is_padded_as_the_embedding(base: dict[str, Any]):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_both_are_padded_alike(base: dict[str, Any]):
+def test_head_and_embedding_are_padded_equally(base: dict[str, Any]):
     write_tied_model(base, copy_embedding_to_head)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
     found = read_tensors(Path("m-padded"))
@@ -107,7 +107,7 @@ def change_head_dtype(tensors: dict[str, np.ndarray], embedding: str) -> None:
 )
 @pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
 @pytest.mark.parametrize("base", BASES)
-def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], command: str, change: Any, why: str, capsys):
+def test_different_head_is_an_error_without_untie(base: dict[str, Any], command: str, change: Any, why: str, capsys):
     write_tied_model(base, change)
     assert main([command, "./m", "--out", "out"]) == 1
     text = capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], comman
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_both_are_compared_where_padding_is_taken_off_as_well(base: dict[str, Any], capsys):
+def test_export_compares_tied_head_in_true_rows(base: dict[str, Any], capsys):
     """The head is not written then, but it is held to be equal all the same, in its true rows."""
     write_tied_model(base, copy_embedding_to_head)
     run_ok("pad-vocab", "./m", "--multiple", "8")
