@@ -1,4 +1,4 @@
-"""Bad input ends in one message - what, why, hint - and exit 1 or 2; nothing is written, the source stays as it was."""
+"""Bad input: one message (what, why, hint), exit code 1 or 2, no output, and an unchanged source."""
 
 from __future__ import annotations
 

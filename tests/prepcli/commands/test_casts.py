@@ -1,4 +1,4 @@
-"""`--dtype`: values are cast only when asked, rounded as NumPy rounds, counted, and never overflow in silence."""
+"""`--dtype`: rounding equals NumPy's, changed values are counted, and overflow is an error."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_json_quiet(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
-    """The JSON of a command."""
+    """Run a command and return its JSON."""
     capsys.readouterr()
     assert main([*args, "--json", "-q"]) == code
     return json.loads(capsys.readouterr().out)
 
 
 def cast_with_numpy(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """By NumPy."""
+    """Cast each tensor with NumPy."""
     return {name: value.astype(numpy_dtype(dtype)) for name, value in tensors.items()}
 
 
@@ -48,7 +48,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
-    """A checkpoint `m`, a norm of which begins with these values."""
+    """Make a checkpoint `outliers`, in which the final norm starts with these values."""
     tensors = make_checkpoint(Path("m"), LLAMA)
     changed = {name: value.copy() for name, value in tensors.items()}
     changed["model.norm.weight"][: len(values)] = values
@@ -121,7 +121,7 @@ def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str])
     assert "why: the largest that it has is 65504" in said
     assert "--allow-overflow" in said
     assert not Path("outliers-init").exists()
-    found = run_json_quiet(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # goes on from there
+    found = run_json_quiet(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # resumes
     (entry,) = found["casts"]
     assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
     run_ok("export", "outliers-init", "--out", "back")
@@ -132,7 +132,7 @@ def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str])
 def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[str]):
     with_outliers([1e30])
     run_ok("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
-    assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # infinite already: no overflow
+    assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # already infinite: no overflow
     assert main(["save-init", "./outliers", "--dtype", "bfloat16", "-q"]) == 0  # 1e30 fits
 
 

@@ -1,4 +1,4 @@
-"""`--compress zstd`: plain Orbax restores it, every command reads it, and it is the same bytes on every run."""
+"""`--compress zstd`: Orbax restores the output, all commands read it, and its bytes are deterministic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the converting commands do alike, where no single command shows it."""
+"""Behaviour shared by the converting commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 
 
 class CountingTensors(tuple[SourceTensor, ...]):
-    """Tensors that count how often somebody goes through them."""
+    """Tuple of tensors that counts its iterations."""
 
     num_iterations = 0
 

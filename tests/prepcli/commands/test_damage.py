@@ -1,4 +1,4 @@
-"""Damaged checkpoints: `prep train` and `prep generate` stop at the first flipped bit, whatever holds it."""
+"""Damaged checkpoints: `prep train` and `prep generate` stop at a flipped bit in any file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def flip_bit(path: Path, at: int) -> Path:
-    """Change one bit of a file."""
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -36,7 +36,7 @@ def flip_bit(path: Path, at: int) -> Path:
 
 
 def damage_parameter(item: Path) -> Path:
-    """Change one bit of a parameter of an item; return its file."""
+    """Flip one bit of a parameter of an item; return its file."""
     draw = random.Random(1)
     chunks = sorted((place for (name, _), place in spans(item).items() if name.startswith("params.")))
     path, offset, nbytes = draw.choice(chunks)
@@ -44,7 +44,7 @@ def damage_parameter(item: Path) -> Path:
 
 
 def run_error_and_notes(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[str, str]:
-    """Run a command; return its error, and all that it wrote to stderr as `notes`."""
+    """Run a command; return its JSON error with stderr as `notes`."""
     capsys.readouterr()
     assert main([*words, "--json"]) == code
     out, notes = capsys.readouterr()
@@ -52,7 +52,7 @@ def run_error_and_notes(capsys: pytest.CaptureFixture[str], code: int, *words: s
 
 
 def remove_checksums(folder: Path) -> Path:
-    """Make a checkpoint as earlier versions wrote it."""
+    """Change a checkpoint to the format of earlier versions, without checksums."""
     path = folder / "prep-manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["checksums"]
@@ -111,7 +111,7 @@ def test_generate_rejects_damaged_init(here: Path, capsys: pytest.CaptureFixture
     ids=["pad-vocab", "export", "flax", "unstacked"],
 )
 def test_generate_rejects_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
-    """Sources whose tensors are read as a whole: folders that prep wrote, and layers that are not stacked."""
+    """Sources whose tensors are read whole: folders written by prep, and inits with unstacked layers."""
     run_ok(*command, "--out", "made")
     run_error_and_notes(capsys, OK, *GENERATE, "made")
     files = [path for pattern in ("*.safetensors", "*.msgpack") for path in sorted(Path("made").glob(pattern))]

@@ -1,4 +1,4 @@
-"""`prep env`, in processes of its own: huggingface_hub reads the variables when it is imported."""
+"""`prep env`, in separate processes, because huggingface_hub reads the variables on import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
 
 
 def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
-    """Each setting's value and source, and everything that was printed."""
+    """Return each setting's value and source, and all output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
     done = subprocess.run(
         [sys.executable, "-m", "prepcli", "env", "--json"],

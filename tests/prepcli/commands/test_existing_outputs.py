@@ -1,4 +1,4 @@
-"""An output whose name is taken: prep replaces its own outputs with `--overwrite`, and nothing else."""
+"""Existing outputs: `--overwrite` replaces outputs of prep only."""
 
 from __future__ import annotations
 

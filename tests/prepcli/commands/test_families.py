@@ -1,4 +1,4 @@
-"""Every family through the conversions: what comes back is what was there, to the bit; and the other form of some."""
+"""Bit-exact conversions of every family, and of the alternate forms of some families."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_same(found: Tensors, expected: Tensors) -> None:
 
 
 def without_buffers(config: dict[str, Any], tensors: Tensors) -> Tensors:
-    """Without the buffers of old files."""
+    """Remove the buffers that old files contain."""
     family = FAMILIES[config["model_type"]]
     rules = [re.escape(rule).replace(r"\{i\}", r"\d+") for rule in family.dropped]
     bare = {name: name.removeprefix(family.prefix) for name in tensors}
@@ -90,7 +90,7 @@ def test_padding_leaves_position_embeddings():
 
 
 def fuse_experts(tensors: Tensors, experts: int) -> Tensors:
-    """A Mixtral's tensors in the form that transformers 5 has in memory."""
+    """Fuse the experts of a Mixtral checkpoint, as transformers 5 does in memory."""
     found = {name: tensor for name, tensor in tensors.items() if ".block_sparse_moe." not in name}
     for layer in range(3):
         below, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
@@ -139,7 +139,7 @@ def test_both_forms_convert_to_the_same_tree(name: str):
 
 
 def restore_with_orbax(item: Path) -> Tensors:
-    """The leaves as plain Orbax restores them."""
+    """Restore the leaves with Orbax."""
     import orbax.checkpoint as ocp
 
     return flatten_tree(ocp.PyTreeCheckpointer().restore(item.resolve()))

@@ -1,4 +1,4 @@
-"""Flax msgpack and EasyLM streams, read and written: golden files of the real libraries, and every bit all the way."""
+"""Reading and writing Flax msgpack and EasyLM streams: golden files of both libraries, and bit-exact round trips."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_large_leaves_are_split_like_flax(monkeypatch: pytest.MonkeyPatch, memor
     run_ok("verify", "out", str(LLAMA / "hf"))
 
 
-# All the way round
+# Round trips
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -200,7 +200,7 @@ def test_flax_rejects_unsupported_biases(
     assert why in run_failing(capsys, 1, "export", "./m", "--layout", "hf-flax")
 
 
-# What does not go
+# Errors
 
 
 @pytest.mark.parametrize(

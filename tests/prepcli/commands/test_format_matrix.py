@@ -1,4 +1,4 @@
-"""From every format that is read to every one that is written: no bit of any tensor differs."""
+"""Bit-exact conversions from every supported source format to every output format."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SINKS = {
     "hf-flax": ("export", "--layout", "hf-flax"),
     "easylm": ("export", "--layout", "easylm"),
 }
-ORBAX_SOURCES = ("init", "init-zstd", "unscanned", "zarr3")  # an Orbax tree is laid out by reshard
+ORBAX_SOURCES = ("init", "init-zstd", "unscanned", "zarr3")  # converted with reshard instead of save-init
 PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The same LLaMA in every format; those of PyTorch where it is installed."""
+    """Make the same LLaMA in every format that needs no PyTorch."""
     made = tmp_path_factory.mktemp("matrix")
     tensors = make_checkpoint(made / "hf", CONFIG, request.param, tied=False)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""`prep generate`: from every kind of checkpoint the same text, and what it says of nonsense."""
+"""`prep generate`: equal texts from all kinds of checkpoints, and errors for invalid prompts and options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = [3, 1, 4, 1, 5]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model of Hugging Face and its tokenizer."""
+    """Make a Hugging Face model `tiny` with a tokenizer in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_checkpoint(Path("tiny"), LLAMA)
@@ -38,7 +38,7 @@ def generate_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: s
 
 
 def test_all_checkpoint_kinds_generate_the_same_tokens(here: Path, capsys: pytest.CaptureFixture[str]):
-    """A folder of Hugging Face, inits of it in all forms, and a run."""
+    """A Hugging Face folder and its inits: unstacked, sharded and compressed, and stacked on axis 1."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
     wanted = generate_json(capsys, "tiny", "--prompt", PROMPT)
@@ -52,7 +52,7 @@ def test_all_checkpoint_kinds_generate_the_same_tokens(here: Path, capsys: pytes
         assert generate_json(capsys, name, "--prompt", PROMPT)["tokens"] == wanted["tokens"]
     found = generate_json(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
     assert (found["mesh"], found["tokens"]) == ("1,2,4", wanted["tokens"])
-    found = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded as it is read
+    found = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded while it is read
     assert found["tokens"] == [wanted["tokens"][0][:1]]
 
 
@@ -72,7 +72,7 @@ def test_generate_reads_any_step_of_a_run(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_generate_reads_stdin_and_prints_texts_only(here: Path):
-    """Texts alone on stdout; prompts of stdin and of options, each with a line."""
+    """Stdout has one line per prompt, from stdin and from options."""
     command = [
         sys.executable,
         "-m",
@@ -98,7 +98,7 @@ def test_generate_reads_stdin_and_prints_texts_only(here: Path):
 
 def test_prompts_are_read_from_text_and_jsonl(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
-    Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a mark of its encoding
+    Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a byte order mark
     found = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
     assert found[0]["prompts"] == found[1]["prompts"] == ["w1 w2", "w3"]
     assert found[0]["tokens"] == found[1]["tokens"]
@@ -150,7 +150,7 @@ def test_generate_prints_ids_without_tokenizer(here: Path, capsys: pytest.Captur
 
 
 def test_generation_stops_at_eos_token(here: Path, capsys: pytest.CaptureFixture[str]):
-    """By its config, or by what is beside that for generation."""
+    """The end token is in config.json, or in generation_config.json."""
     whole = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
     firsts = [i for i, token in enumerate(whole) if token not in whole[:i]]
     for file, at, others in (("config.json", firsts[-1], []), ("generation_config.json", firsts[1], [130])):

@@ -1,4 +1,4 @@
-"""`prep inspect`: which device holds what of a leaf, differences from another checkpoint, options."""
+"""`prep inspect`: shard maps, diffs to another checkpoint, and options."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_shards_need_exactly_one_leaf(capsys: Capture) -> None:
     assert hint == " hint: did you mean `embed.tokens`?"
     code, message = inspect_failing(
         capsys, "model", "--shards", "head.weight", "--mesh", "1,1,1"
-    )  # it is the embedding
+    )  # a tied head has no leaf
     assert (code, message.splitlines()[0]) == (2, "error: model has no leaf `head.weight`")
 
 
@@ -209,7 +209,7 @@ def test_inspect_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch, v
     make_checkpoint(Path("model"), SMALL_LLAMA)
     lines = inspect_lines(capsys, "model", *view)
     assert lines[-1].endswith("more rows; `-v` shows all, PATTERN selects some")
-    assert len(lines) == 2 + 1 + 1 + 3 + 1  # head, empty, names of columns, rows, the rest
+    assert len(lines) == 2 + 1 + 1 + 3 + 1  # summary, empty line, column names, rows, omitted rows
     assert main(["inspect", "model", *view, "-v"]) == 0
     assert "more rows" not in capsys.readouterr().out
     assert len(inspect_json(capsys, "model", *view)["tensors"]) > 3

@@ -1,4 +1,4 @@
-"""No conversion needs jax, orbax or torch, and planning starts at once: what the commands import."""
+"""Imports of the commands: conversions import no jax, orbax or torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links in a checkpoint's folder: what they lead to is copied only where it belongs to the checkpoint."""
+"""Symbolic links in a checkpoint's folder: only targets inside the checkpoint are copied."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_command_rejects_small_file_linked_outside(command: list[str], capsys: p
         assert "hint:" in err
     assert not Path("out").exists()
     assert not Path("out.partial").exists()
-    assert main(["inspect", "./m", "-q"]) == 0  # which copies nothing
+    assert main(["inspect", "./m", "-q"]) == 0  # inspect copies no files
 
 
 @pytest.mark.parametrize("link", ["hf/vocab.txt", "hf"])

@@ -1,4 +1,4 @@
-"""`--memory` as a limit of the system: a process that may have no more data than `prep inspect` has, and the budget."""
+"""`--memory` enforced with RLIMIT_DATA: the data of `prep inspect` plus the budget is enough."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 
 MIB = 1 << 20
-SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads: the limit counts them whole, whatever they touch
+SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads, which the limit counts whole
 WIDTH = 256
 
-# Stacks of threads are of 1 MiB here, so that they hardly count; what a process holds is told at the end.
+# Thread stacks are 1 MiB, so that they hardly count. The script prints the data size of the process at the end.
 LIMITED_SCRIPT = """
 import resource, sys, threading
 threading.stack_size(1 << 20)
@@ -37,7 +37,7 @@ sys.exit(code)
 
 
 def make_large_model(folder: Path, tensor_nbytes: int) -> None:
-    """A model with an embedding of so many bytes, all zeros and hardly any of them on the disk."""
+    """Write a model with an embedding of `tensor_nbytes`, as a sparse file of zeros."""
     config = {**GPT_NEO, "vocab_size": tensor_nbytes // WIDTH // 4, "hidden_size": WIDTH, "num_layers": 1,
               "attention_types": [[["global"], 1]], "torch_dtype": "float32"}  # fmt: skip
     family, entries = FAMILIES["gpt_neo"], []
@@ -55,7 +55,7 @@ def make_large_model(folder: Path, tensor_nbytes: int) -> None:
 
 
 class MemoryLimits:
-    """Sources whose largest tensor is eight times the budget, and what `prep inspect` of each takes."""
+    """Sources with a tensor of eight times the budget (in MiB), and the data size of `prep inspect` for each."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
@@ -65,7 +65,7 @@ class MemoryLimits:
         self.inspect_nbytes = {name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")}
 
     def run_limited(self, limit: int, *words: str) -> str:
-        """Run a command that may have so many bytes of data; what it says on stderr."""
+        """Run a command with a limit in bytes on its data (0: none); return stderr."""
         run = subprocess.run(
             [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words, "-q"], cwd=self.folder, capture_output=True, text=True
         )
@@ -73,13 +73,13 @@ class MemoryLimits:
         return run.stderr
 
     def measure_inspect_nbytes(self, name: str) -> int:
-        """Bytes of data that looking at a source takes."""
+        """Return the data size in bytes of `prep inspect` for a source."""
         found = re.search(r"VmData:\s+(\d+) kB", self.run_limited(0, "inspect", name))
         assert found
         return int(found[1]) * 1024
 
     def check_within_budget(self, *words: str) -> None:
-        """The command needs no more than the budget beyond what looking at its source takes."""
+        """Check that a command needs at most the budget more than `prep inspect` of its source."""
         base = max(nbytes for name, nbytes in self.inspect_nbytes.items() if name in words)
         memory = () if words[0] == "inspect" else ("--memory", f"{self.budget}MiB")
         try:

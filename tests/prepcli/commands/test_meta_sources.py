@@ -1,4 +1,4 @@
-"""Meta's LLaMA checkpoints through the commands: the model that their files are parts of."""
+"""Conversions of Meta's LLaMA checkpoints, whose files are tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MetaModel:
-    """A LLaMA as safetensors in `m`, and as Meta has it in folders that are asked for."""
+    """LLaMA as safetensors in `m`, which `write_folder` writes in Meta's layout."""
 
     def __init__(self, **changes: Any) -> None:
         self.config = SMALL_LLAMA | changes
@@ -95,7 +95,7 @@ def remove_file(file: str) -> Callable[[], None]:
 
 
 def change_params(**changes: Any) -> Callable[[], None]:
-    """Change params.json; None takes a key out."""
+    """Return a function that changes keys of params.json; None removes a key."""
 
     def edit() -> None:
         path = Path("meta/params.json")
@@ -106,7 +106,7 @@ def change_params(**changes: Any) -> Callable[[], None]:
 
 
 def change_part(number: int, edit: Callable[[dict[str, Any]], object]) -> Callable[[], None]:
-    """Change the tensors of one file."""
+    """Return a function that changes the tensors of one file."""
 
     def change() -> None:
         path = Path(f"meta/consolidated.{number:02d}.pth")

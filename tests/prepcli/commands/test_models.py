@@ -1,4 +1,4 @@
-"""`prep models`."""
+"""`prep models`: the table of aliases."""
 
 from __future__ import annotations
 

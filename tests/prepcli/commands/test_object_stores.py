@@ -1,4 +1,4 @@
-"""Checkpoints in object stores, read from there and written there, as commands do it."""
+"""Commands that read checkpoints from object stores and write to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAST_WRITES = ["PUT bucket/out/commit_success.txt", "PUT bucket/out/prep-manifes
 
 @dataclass(frozen=True)
 class StoreSite:
-    """A store, and a folder to work in."""
+    """Object store and a working folder."""
 
     store: FakeObjectStore
     cwd: Path
@@ -64,7 +64,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 13 MB, `m`, and its init checkpoint, `init`."""
+    """Make a model `m` of 13 MB and its init `init`."""
     folder = tmp_path_factory.mktemp("home")
     make_checkpoint(folder / "m", vocab_size=4001, hidden_size=256, num_heads=4)
     done = subprocess.run(
@@ -94,7 +94,7 @@ def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     assert found["memory"]["peak"] <= 32 << 20
     assert sum(map(bool, site.store.faults.injected)) >= 1
     streamed, local = read_files(site.cwd / "streamed"), read_files(home / "init")
-    timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # what is streamed has no time
+    timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # streamed files have no modification time
     assert {n: d for n, d in streamed.items() if n not in timed} == {n: d for n, d in local.items() if n not in timed}
     assert site.run_prep("verify", "streamed", str(home / "m"))["ok"]
 

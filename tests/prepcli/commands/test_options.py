@@ -1,4 +1,4 @@
-"""Options that are refused: too small, in conflict, or without effect."""
+"""Options that are rejected: out of range, in conflict, or without effect."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _test_id(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder `m`, and an init `unstacked` made from it."""
+    """Make a Hugging Face folder `m` and its init `unstacked`."""
     folder = tmp_path_factory.mktemp("options")
     make_checkpoint(folder / "m", GPT_NEO, vocab_size=131, hidden_size=32)
     run_ok("save-init", str(folder / "m"), "--no-scan", "--out", str(folder / "unstacked"))

@@ -1,4 +1,4 @@
-"""Orbax checkpoints that prep did not write, as sources: their storage, their trees, and where their config is."""
+"""Orbax checkpoints of other programs as sources: storage forms, trees, and the location of the config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_prep(*words: str, code: int = 0) -> None:
 
 
 def native_leaves(base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bool, axis: int) -> dict[str, np.ndarray]:
-    """The leaves of prep's own tree, without padding, by their paths below `params`."""
+    """Return the leaves of prep's native tree without padding, by path below `params`."""
     config = {**base, "vocab_size": 131}
     leaves = expected_leaves(config, tensors, scan, axis)
     cut = {name: leaf[:131] if leaf.shape[:1] == (136,) else leaf for name, leaf in leaves.items()}
@@ -42,7 +42,7 @@ def native_leaves(base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bo
 
 
 def flax_leaves(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The leaves that transformers' Flax models have, by the library's own rules of renaming."""
+    """Return the leaves of transformers' Flax models, renamed by the rules of that library."""
     found = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
@@ -57,7 +57,7 @@ def flax_leaves(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.nda
 
 
 def array_metas(leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1) -> dict[ArrayMeta, np.ndarray]:
-    """Leaves as arrays in `pieces` chunks along their first and last axes."""
+    """Return each leaf with array metadata for `pieces` chunks along its first and last axes."""
     found = {}
     for name, leaf in leaves.items():
         ends = {0, leaf.ndim - 1}
@@ -68,7 +68,7 @@ def array_metas(leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1) 
 
 
 def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -> None:
-    """Both ways out of a source hold the tensors."""
+    """Check the tensors of a source after save-init and after export."""
     run_prep("save-init", source, "--out", "init", *more)
     run_prep("verify", "init")
     run_prep("verify", "init", "./model")
@@ -98,7 +98,7 @@ def test_native_tree_without_manifest_converts(tmp_path: Path, family: str, root
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
-    """Parameters of a Flax model beside an optimizer state and a pickle, which is never opened."""
+    """Parameters of a Flax model next to an optimizer state and a pickle; the pickle is never opened."""
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
     leaves = flax_leaves(family, tensors)
     write_zarr_item(tmp_path / "last/params", array_metas(leaves, "", pieces), ZSTD)

@@ -1,4 +1,4 @@
-"""Links that somebody laid into the folder of an output are not followed."""
+"""Symbolic links inside an output's folder are not followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pad-vocab: the rows that are asked for, and what they are made of."""
+"""`prep pad-vocab`: the number of new rows and their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain Orbax restores what the commands write, in every way that it has, bit for bit."""
+"""Orbax restores the outputs of the commands bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.models.registry import FAMILIES
 
 
 def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axis: int) -> dict[str, np.ndarray]:
-    """Every leaf of the tree, put together by the index algebra alone; padding is zeros."""
+    """Assemble every leaf of the tree from the tensors with the axis map; padding is zeros."""
     family = FAMILIES[config["model_type"]]
     true, padded = config["vocab_size"], -(-config["vocab_size"] // 8) * 8
     found = {}
@@ -53,7 +53,7 @@ def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, sca
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(Path("m"), base, dtype, hidden_size=64)
     assert main(["save-init", "./m", "--pad-vocab", "8", "-q", *options]) == 0
-    if "--mesh" in options and scan and axis == 0:  # through another mesh, and back to this one
+    if "--mesh" in options and scan and axis == 0:  # via another mesh and back
         assert main(["reshard", "m-init", "--mesh", "1,1,4", "--out", "other", "-q"]) == 0
         assert main(["reshard", "other", *options, "--out", "m-init", "--overwrite", "-q"]) == 0
     config = json.loads(Path("m/config.json").read_text())

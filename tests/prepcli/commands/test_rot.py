@@ -1,4 +1,4 @@
-"""Bits that rot, of an output or of a source: the tensor is named, and nothing of it is passed on."""
+"""Flipped bits in an output or a source: the error names the tensor, and no damaged value is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flip_bit(path: Path, at: int) -> None:
 
 
 def tensor_byte_ranges(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Every tensor of a safetensors file, with its bytes."""
+    """Yield the name and byte range of every tensor of a safetensors file."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8 : 8 + size]).items():
@@ -62,7 +62,7 @@ def test_flipped_bit_in_source_stops_conversion(capsys, name: str):
             flip_bit(path, at)
             capsys.readouterr()
             code = main([*COMMANDS[name], "--out", "out", "-q", "--restart"])
-            if code == 0:  # between chunks, where no tensor is
+            if code == 0:  # the bit is between chunks, outside all tensors
                 assert main(["verify", "out", "whole", "-q"]) == 0
                 shutil.rmtree("out")
             else:

@@ -1,4 +1,4 @@
-"""The conversions end to end on tiny models: every bit comes back, whatever lay in between."""
+"""Bit-exact round trips of tiny models through the conversions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-WIDE: dict[str, dict[str, Any]] = {  # so that each of the meshes divides them
+WIDE: dict[str, dict[str, Any]] = {  # sizes that all meshes divide
     "gpt2": {"n_embd": 64},
     "gpt_neo": {"hidden_size": 64},
     "llama": {"hidden_size": 64, "num_attention_heads": 4},
@@ -35,7 +35,7 @@ WIDE: dict[str, dict[str, Any]] = {  # so that each of the meshes divides them
 
 
 def without_buffers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without the buffers of old files, which only pad-vocab carries over."""
+    """Remove the buffers of old files, which only pad-vocab copies."""
     buffers = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
     return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
 

@@ -1,4 +1,4 @@
-"""`--stream`: a model of the hub converted without a copy of it here, while the network does what networks do."""
+"""`--stream`: conversion of a hub model without a local copy, over an unreliable network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL_FILES = ("config.json", "generation_config.json", "model.safetensors.index
 
 @dataclass(frozen=True)
 class HubSite:
-    """A hub with one model, its store, and a folder to work in."""
+    """Hub with one model, its file store, and a working folder."""
 
     hub: FakeHub
     store: FakeFileStore
@@ -61,7 +61,7 @@ class HubSite:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A model of 54 MB: large tensors go in parts, small ones are read ahead."""
+    """Return the files of a 54 MB model, with tensors large enough for reads in parts and small enough to read ahead."""
     folder = tmp_path_factory.mktemp("model") / "m"
     make_checkpoint(folder, vocab_size=9001, hidden_size=512, num_heads=4)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -83,7 +83,7 @@ def serve_site(
 
 
 def read_output_files(folder: Path) -> dict[str, bytes]:
-    """Everything but what says when and from what it was made."""
+    """Return the contents of all files except the manifest, which records the source."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return {name: data for name, data in found.items() if name != "prep-manifest.json"}
 
@@ -108,7 +108,7 @@ def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
         assert first["ok"], first
         for path in (tmp_path / "home").rglob("*"):
             if path.is_file():
-                os.utime(path, ns=(0, 0))  # what is streamed has no time
+                os.utime(path, ns=(0, 0))  # streamed files have no modification time
         local = site.run_prep(*SAVE_INIT, "--out", "local")
         assert local["ok"], local
     assert read_output_files(tmp_path / "streamed") == read_output_files(tmp_path / "local")

@@ -1,4 +1,4 @@
-"""T5 through the conversions: two stacks of different depth, copies of the embedding, heads that are its own or not."""
+"""Conversions of T5: stacks of different depth, copies of the embedding, tied and untied heads."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_embedding_copy_replaces_missing_embedding(stored: tuple[str, ...]):
 
 
 def test_copies_in_one_pytorch_storage_convert():
-    """As those on the hub have it."""
+    """Hub checkpoints of T5 store the copies this way."""
     torch = pytest.importorskip("torch")
     tensors = make_checkpoint(Path("m"), T5)
     state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
@@ -134,7 +134,7 @@ def test_copies_in_one_pytorch_storage_convert():
 
 
 def test_padding_is_equal_in_all_copies():
-    """And by name: a feed-forward part as wide as the vocabulary stays as it is."""
+    """Padding selects tensors by name: a feed-forward layer as wide as the vocabulary is not padded."""
     config = GATED | {"d_ff": 131}
     tensors = with_copies(checkpoint_tensors(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
     write_checkpoint(Path("m"), config, tensors)
@@ -151,7 +151,7 @@ def test_padding_is_equal_in_all_copies():
 
 
 def test_mixed_dtypes_round_trip():
-    """Files of Flan-T5 have `wo` in float32 beside halves."""
+    """Files of Flan-T5 have `wo` in float32 and other tensors in half precision."""
     tensors = checkpoint_tensors(GATED, "bfloat16", False, False)
     tensors |= {name: tensor.astype(np.float32) for name, tensor in tensors.items() if name.endswith(".wo.weight")}
     write_checkpoint(Path("m"), GATED, tensors)
@@ -167,7 +167,7 @@ def head_scale(folder: str) -> float:
 
 
 def test_untied_head_of_transformers_5_round_trips(capsys: pytest.CaptureFixture[str]):
-    """It says of each T5 that it is tied, and keeps the own head of those that are not."""
+    """The config of transformers 5 states that every T5 is tied, even with a stored untied head."""
     config = GATED | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     tensors = checkpoint_tensors(config, "float32", False, False)
     write_checkpoint(Path("m"), config, tensors)

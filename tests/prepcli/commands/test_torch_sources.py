@@ -1,4 +1,4 @@
-"""PyTorch's and Meta's checkpoints through the commands: what comes of them is what comes of safetensors."""
+"""Conversions of PyTorch checkpoints equal those of safetensors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def manifest_facts(folder: str) -> dict[str, Any]:
-    """What a manifest says of tensors and leaves."""
+    """Return the entries of a manifest that do not depend on the source's format."""
     found = json.loads(Path(folder, "prep-manifest.json").read_text())
     return {key: found.get(key) for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")}
 
 
 def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
-    """A folder with the settings of `m` and one file of weights."""
+    """Write a folder with the config of `m` and one file of weights."""
     Path(folder).mkdir()
     Path(folder, "config.json").write_bytes(Path("m/config.json").read_bytes())
     Path(folder, file).write_bytes(weights)
@@ -121,7 +121,7 @@ def test_state_dict_inside_trainer_file_is_read(capsys: pytest.CaptureFixture[st
 
 
 def test_transposed_views_of_one_storage_are_read() -> None:
-    """Every matrix stored the other way round, in one storage with all others."""
+    """Every matrix is a transposed view, and all tensors share one storage."""
     tensors = make_checkpoint(Path("m"))
     made, content = {}, b""
     total = sum(array.size for array in tensors.values())
@@ -231,7 +231,7 @@ def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files:
 
 @FAMILIES
 def test_state_dict_of_transformers_converts(base: dict[str, Any]) -> None:
-    """Buffers, tied heads and parameters as a model's own state_dict() has them."""
+    """Buffers, tied heads and parameters are saved from `state_dict()`."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`prep train`: from a recipe to a model that transformers loads; stopped, killed and told nonsense on the way."""
+"""`prep train`: training, resuming after stops and kills, exporting, and errors for invalid recipes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ every = 3
 
 
 def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
-    """A word a token."""
+    """Write a tokenizer with one token per word."""
     vocab = {word: number for number, word in enumerate(words)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
     whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
@@ -66,7 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_training_folder() -> None:
-    """Make a recipe, a text, a Hugging Face model and an init of it in the current folder."""
+    """Write a recipe, a text, a Hugging Face model and its init to the current folder."""
     make_checkpoint(Path("tiny"), LLAMA)
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
@@ -166,7 +166,7 @@ def test_stopped_run_resumes_to_the_same_bits(here: Path, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_killed_run_resumes_to_the_same_bits(here: Path):
-    """20 kills at random moments of 5 runs; checkpoints at every step, so that many fall into a save."""
+    """Kill each of 5 runs 4 times at random; with a checkpoint at every step, many kills happen during a save."""
     often = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=3")
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q", *often]) == OK
     moments = random.Random(0)
@@ -219,7 +219,7 @@ def test_missing_empty_and_short_data_are_errors(here: Path, capsys: pytest.Capt
 
 
 def test_tokenizer_larger_than_vocabulary_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]):
-    """It has more words than the model's true vocabulary, and the padded rows are not there for them."""
+    """The tokenizer has more words than the model's true vocabulary; padded rows must not be used for them."""
     (here / "other").mkdir()
     write_tokenizer(here / "other", [f"x{number}" for number in range(5)] + WORDS)
     code, what, why, _ = train_error(capsys, "--set", "data.tokenizer=other")
@@ -345,7 +345,7 @@ def test_renamed_recipe_resumes_with_out(here: Path):
 
 
 def test_tokenize_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
-    """Each begins at 0: of the second not less than nothing is done."""
+    """The progress of each text starts at 0 and never decreases."""
     heard: list[tuple[Any, ...]] = []
 
     class Heard(NullProgress):

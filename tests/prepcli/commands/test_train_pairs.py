@@ -1,4 +1,4 @@
-"""`prep train` with pairs of a source and a target: to the same bits, and to the loss of transformers."""
+"""`prep train` on pairs of source and target: bit-exact resumption, and the same loss as transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ every = 3
 
 
 def make_pairs() -> list[dict[str, str]]:
-    """Texts of two fields, and a target that repeats the ends of both; some are longer than the recipe allows."""
+    """Return texts of two fields, with a target that repeats the ends of both; some exceed the recipe's lengths."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(120):
@@ -102,7 +102,7 @@ def test_seq2seq_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_loss_does_not_depend_on_execution_options(here: Path):
-    """But rounding."""
+    """Micro-batches, unstacked layers and another mesh change the loss only by rounding."""
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
     assert main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
     words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
@@ -154,7 +154,7 @@ def test_mismatch_of_data_and_model_is_rejected(here: Path, capsys: pytest.Captu
 
 
 def change_init_config(**changes: int | None) -> None:
-    """What the init says in its config."""
+    """Change keys of the config in the init's manifest."""
     manifest = Path("tiny-init/prep-manifest.json")
     whole = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(whole | {"config": whole["config"] | changes}))

@@ -1,4 +1,4 @@
-"""What `prep train` finds before it converts a model or tokenises a text, and what a dry run shows."""
+"""Checks of `prep train` before it converts a model or tokenizes a text, and the report of a dry run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.data import documents, tokenize
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe, a text, a Hugging Face folder and an init of it."""
+    """Make a recipe, a text, a Hugging Face model and its init."""
     made = tmp_path_factory.mktemp("preflight")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A fresh folder each, with the shared inputs."""
+    """Link the shared inputs into a new working folder."""
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def _here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
-    """No text is read and no model converted."""
+    """Fail if a text is read or a model is converted."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("data or weights were read")
@@ -145,7 +145,7 @@ def test_dry_run_warns_about_lengths_and_epochs(capsys: pytest.CaptureFixture[st
 
 
 def test_start_warns_like_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Up to where the run's folder would be made."""
+    """The start is stopped before it creates the run's folder."""
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The commands on training checkpoints: a run, one of its steps, and what is laid out anew of one."""
+"""Commands on training checkpoints: runs, steps, and resharded steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5, of which the latter has other values."""
+    """Make a model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5 of different values."""
     folder = tmp_path_factory.mktemp("made")
     make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
     words = ["save-init", str(folder / "m"), "--out", str(folder / "m-init"), "--mesh", "1,2,4", "--pad-vocab", "8"]
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copies of what was made, in the working directory."""
+    """Copy the shared checkpoints to a new working folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("m", "m-init", "tuned"):
         shutil.copytree(made / name, tmp_path / name)
@@ -52,7 +52,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_stdout_stderr(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
-    """What a run says on stdout and stderr."""
+    """Run a command and return stdout and stderr."""
     capsys.readouterr()
     assert main([*args, "--progress", "none"]) == code
     captured = capsys.readouterr()
@@ -67,7 +67,7 @@ def read_state(path: str) -> TrainingState:
 @pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("bfloat16", False)])
 @pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
 def test_reshard_and_export_keep_all_values(tmp_path: Path, monkeypatch, base: dict[str, Any], dtype: str, tied: bool):
-    """To other meshes, with layers apart and stacked on either axis, back, and to Hugging Face."""
+    """Reshard to other meshes, without stacking, with layers on either axis, and back; then export."""
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(Path("m"), base, dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4)
     run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
@@ -185,7 +185,7 @@ def test_run_is_the_default_checkpoint(here: Path, capsys: Capture):
 
 
 def flip_byte_at(path: Path, text: bytes) -> None:
-    """Change a byte where `text` lies in one of the item's data files."""
+    """Flip a bit at the first occurrence of `text` in one of the item's data files."""
     for file in (path / "state/d").iterdir():
         data = file.read_bytes()
         if (at := data.find(text)) >= 0:
@@ -210,7 +210,7 @@ def test_verify_finds_flipped_bit_in_state(here: Path, capsys: Capture, leaf: st
     assert f"differs  {called}  1 of " in err
     _, err = run_stdout_stderr(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
     assert f"{called} in copy is damaged" in err
-    assert main(["verify", "copy", "m-init", "-q"]) == 1  # other values anyway
+    assert main(["verify", "copy", "m-init", "-q"]) == 1  # the values differ
     assert not Path("x").exists()
 
 

@@ -1,5 +1,7 @@
-"""Against transformers and torch, where they are installed: the folders load with no flag, and nothing changed. Of
-every family `tests.helpers.family_kit` says so in other dtypes."""
+"""Round trips of models through transformers and torch, where installed: equal files, tensors and logits.
+
+`tests.helpers.family_kit` tests every family in other dtypes.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def auto_class(base: dict[str, Any]) -> Any:
-    """The class that makes models of a config."""
+    """Return the auto class for models of this config."""
     return transformers.AutoModelForSeq2SeqLM if base["model_type"] == "t5" else transformers.AutoModelForCausalLM
 
 
 def load_model(folder: str) -> Any:
-    """The model, with nothing missing, nothing unexpected and nothing of another shape."""
+    """Load a model; fail if tensors are missing, unexpected or of another shape."""
     model, told = auto_class(json.loads(Path(folder, "config.json").read_text())).from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
@@ -72,7 +74,7 @@ def test_exported_model_has_the_same_logits(base: dict[str, Any]):
 
 
 def test_untied_t5_head_stays_untied():
-    """Its config then says that the head is the embedding, which it is not."""
+    """The saved config states that the head is tied, although it is not."""
     kind = transformers.AutoConfig.for_model(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     torch.manual_seed(0)
     model = transformers.AutoModelForSeq2SeqLM.from_config(kind, attn_implementation="eager")

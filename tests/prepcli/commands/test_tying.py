@@ -1,4 +1,4 @@
-"""Tied weights from end to end: what the config says, what the file holds, and what comes of it."""
+"""Conversions of tied weights, for each combination of config and stored tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_tied_model(base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]) -> dict[str, np.ndarray]:
-    """A tied checkpoint `m`, changed before it is written; returns it as it was before that."""
+    """Write a tied checkpoint `m` after a change to its tensors; return the unchanged tensors."""
     tensors = make_checkpoint(Path("unchanged"), base, tied=True)
     changed = dict(tensors)
     change(changed, EMBEDDINGS[base["model_type"]])
@@ -121,7 +121,7 @@ def test_different_head_is_an_error_without_untie(base: dict[str, Any], command:
 
 @pytest.mark.parametrize("base", BASES)
 def test_export_compares_tied_head_in_true_rows(base: dict[str, Any], capsys):
-    """The head is not written then, but it is held to be equal all the same, in its true rows."""
+    """The head is not written, but its true rows must equal the embedding's."""
     write_tied_model(base, copy_embedding_to_head)
     run_ok("pad-vocab", "./m", "--multiple", "8")
     for path in Path("m-padded").glob("*.safetensors"):

@@ -1,4 +1,4 @@
-"""`prep verify --quick` reports the comparison that it made, and no other."""
+"""`prep verify --quick`: reports only the checks that it made."""
 
 from __future__ import annotations
 
