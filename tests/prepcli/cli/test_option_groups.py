@@ -36,9 +36,9 @@ def test_options_stand_where_their_group_stood() -> None:
 
 
 def test_a_command_gets_its_groups() -> None:
-    hub = {"revision": "main", "offline": False, "stream": True}
-    shown = {"json": True, "quiet": False, "verbose": 2}
-    assert example_command(checkpoint="model", size=4, progress="none", **hub, **shown) == 7
+    hub_values = {"revision": "main", "offline": False, "stream": True}
+    output_values = {"json": True, "quiet": False, "verbose": 2}
+    assert example_command(checkpoint="model", size=4, progress="none", **hub_values, **output_values) == 7
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)

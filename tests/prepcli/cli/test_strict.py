@@ -23,7 +23,7 @@ VALUE_PARAMETERS = [
 
 def _command_with_empty_value(command: str, parameter: Any) -> list[str]:
     """A command line in which this parameter is empty, and every required argument before it is given."""
-    arguments = [each for each in COMMANDS[command].params if each.param_type_name == "argument"]
+    arguments = [argument for argument in COMMANDS[command].params if argument.param_type_name == "argument"]
     if parameter in arguments:
         return [command, *["x"] * arguments.index(parameter), ""]
     return [command, *["x"] * len(arguments), parameter.opts[-1], ""]

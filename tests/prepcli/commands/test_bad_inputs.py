@@ -257,12 +257,12 @@ def test_invalid_manifest_is_an_error(capsys):
     assert main(["save-init", "./m", "-q"]) == 0
     capsys.readouterr()
     path = Path("m-init/prep-manifest.json")
-    whole = json.loads(path.read_text())
+    manifest = json.loads(path.read_text())
     for spoiled in (
         b"",
         b"[]",
         b'{"format": 99}',
-        *(_without(whole, key) for key in ("config", "tensors", "prefixed", "scan", "tied")),
+        *(_without(manifest, key) for key in ("config", "tensors", "prefixed", "scan", "tied")),
     ):
         path.write_bytes(spoiled)
         for command in ("export", "verify", "reshard"):

@@ -42,9 +42,9 @@ def cast_with_numpy(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.
     return {name: value.astype(numpy_dtype(dtype)) for name, value in tensors.items()}
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
@@ -77,38 +77,40 @@ def test_save_init_and_export_cast_identically(base: dict[str, Any], dtype: str)
 def test_cast_to_float32_and_back_is_exact(source: str, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), GPT2, source)
     run_ok("save-init", "./m", "--dtype", "float32")
-    found = run_json_quiet(capsys, "export", "m-init", "--dtype", source)
+    report = run_json_quiet(capsys, "export", "m-init", "--dtype", source)
     assert_same(read_tensors(Path("m-hf")), tensors)
-    assert found["accounting"]["changed_values"] == 0
+    assert report["accounting"]["changed_values"] == 0
     run_ok("verify", "m-hf", "./m")
 
 
 def test_changed_values_are_counted_in_the_manifest(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), LLAMA)
     values = sum(tensor.size for tensor in tensors.values())
-    changed = sum(int((cast_with_numpy({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values())
+    changed = sum(
+        int((cast_with_numpy({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values()
+    )
     planned = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
     assert planned["casts"] == [{"from": "float32", "to": "bfloat16", "tensors": len(tensors), "values": values}]
     assert planned["accounting"]["changed_values"] is None
     for already in (False, True):
-        found = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16")
-        (entry,) = found["casts"]
-        assert found["already"] is already
+        report = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16")
+        (entry,) = report["casts"]
+        assert report["already"] is already
         assert (entry["values"], entry["changed"]) == (values, changed)
-        assert found["accounting"]["changed_values"] == changed
+        assert report["accounting"]["changed_values"] == changed
         assert 0 < entry["worst"] <= 2**-8
         assert entry["overflowed"] == entry["underflowed"] == entry["nan"] == 0
-    assert planned["plan_digest"] == found["plan_digest"]
+    assert planned["plan_digest"] == report["plan_digest"]
     assert json.loads(Path("m-init/prep-manifest.json").read_text())["casts"] == [entry]
 
 
 def test_closing_line_counts_changed_values(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float16"]) == 0
-    said = capsys.readouterr().err
-    assert "float32 -> float16: 30 tensors, " in said
-    assert "largest relative error 0.0" in said
-    assert " 0 values changed" not in said
+    stderr = capsys.readouterr().err
+    assert "float32 -> float16: 30 tensors, " in stderr
+    assert "largest relative error 0.0" in stderr
+    assert " 0 values changed" not in stderr
     assert main(["save-init", "./m", "--out", "plain"]) == 0
     assert " 0 values changed" in capsys.readouterr().err
 
@@ -116,13 +118,13 @@ def test_closing_line_counts_changed_values(capsys: pytest.CaptureFixture[str]):
 def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str]):
     tensors = with_outliers([65519.0, -65520.0, 1e30, np.inf, np.nan, 1e-9])
     assert main(["save-init", "./outliers", "--dtype", "float16", "-q"]) == 1
-    said = capsys.readouterr().err
-    assert "error: 2 values of model.norm.weight are too large for float16" in said
-    assert "why: the largest that it has is 65504" in said
-    assert "--allow-overflow" in said
+    stderr = capsys.readouterr().err
+    assert "error: 2 values of model.norm.weight are too large for float16" in stderr
+    assert "why: the largest that it has is 65504" in stderr
+    assert "--allow-overflow" in stderr
     assert not Path("outliers-init").exists()
-    found = run_json_quiet(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # resumes
-    (entry,) = found["casts"]
+    report = run_json_quiet(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # resumes
+    (entry,) = report["casts"]
     assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
     run_ok("export", "outliers-init", "--out", "back")
     with np.errstate(over="ignore"):
@@ -137,10 +139,10 @@ def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("ways", [["--workers", "2"], ["--memory", "32MiB"]])
-def test_cast_counts_do_not_depend_on_workers_or_memory(ways: list[str]):
+def test_cast_counts_do_not_depend_on_workers_or_memory(options: list[str]):
     make_checkpoint(Path("m"), GPT2, vocab_size=997)
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "a")
-    run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *ways)
+    run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *options)
     assert Path("a/prep-manifest.json").read_bytes() == Path("b/prep-manifest.json").read_bytes()
 
 
@@ -149,14 +151,14 @@ def test_padding_has_the_output_dtype(init: str):
     tensors = make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--pad-vocab", "8", "--init", init)
     run_ok("export", "m-init", "--keep-padding", "--out", "back")
-    found = read_tensors(Path("back"))["lm_head.weight"]
+    actual = read_tensors(Path("back"))["lm_head.weight"]
     head = tensors["lm_head.weight"]
-    assert same_bits(found[:131], head.astype(found.dtype))
+    assert same_bits(actual[:131], head.astype(actual.dtype))
     if init == "zeros":
-        assert not found[131:].astype(np.float32).any()
+        assert not actual[131:].astype(np.float32).any()
     elif init == "mean":
-        mean = head.astype(np.float64).mean(axis=0).astype(np.float32).astype(found.dtype)
-        assert all(same_bits(row, mean) for row in found[131:])
+        mean = head.astype(np.float64).mean(axis=0).astype(np.float32).astype(actual.dtype)
+        assert all(same_bits(row, mean) for row in actual[131:])
     run_ok("verify", "m-init")
 
 
@@ -174,7 +176,9 @@ def test_flax_and_easylm_exports_are_cast(base: dict[str, Any], layout: str):
     tensors = make_checkpoint(Path("m"), base)
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
-    write_checkpoint(Path("cast"), json.loads(Path("out/config.json").read_text()), cast_with_numpy(tensors, "bfloat16"))
+    write_checkpoint(
+        Path("cast"), json.loads(Path("out/config.json").read_text()), cast_with_numpy(tensors, "bfloat16")
+    )
     run_ok("verify", "out")
     run_ok("verify", "out", "./cast")
 
@@ -194,8 +198,8 @@ def test_verify_reports_different_dtypes(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--dtype", "bfloat16")
     assert main(["verify", "m-init", "./m", "-v"]) == 1
-    said = capsys.readouterr().err
-    assert "model.norm.weight  is bfloat16 and float32" in said
+    stderr = capsys.readouterr().err
+    assert "model.norm.weight  is bfloat16 and float32" in stderr
 
 
 def test_damaged_source_is_found_during_a_cast(capsys: pytest.CaptureFixture[str]):

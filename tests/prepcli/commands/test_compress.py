@@ -36,9 +36,9 @@ def test_orbax_restores_compressed_checkpoint(tmp_path: Path, model: dict[str, n
         leaves = {}
         with open_reader(tmp_path / path) as reader:
             for name, leaf in reader.leaves.items():
-                found = np.full(leaf.shape, 77, numpy_dtype(leaf.dtype))
-                reader.read(name, {full_box(leaf.shape): found})
-                leaves[name] = [leaf.dtype, list(leaf.shape), found.tobytes().hex()]
+                array = np.full(leaf.shape, 77, numpy_dtype(leaf.dtype))
+                reader.read(name, {full_box(leaf.shape): array})
+                leaves[name] = [leaf.dtype, list(leaf.shape), array.tobytes().hex()]
         expected[path] = leaves
     assert expected["raw"] == expected["packed"]
     (tmp_path / "expected.json").write_text(json.dumps(expected["raw"]))
@@ -59,9 +59,9 @@ def test_commands_read_compressed_checkpoint(tmp_path: Path, monkeypatch: pytest
     run_ok("export", "again", "--out", "back")
     for folder in ("again", "raw"):
         run_ok("verify", folder, "./model")
-    found = read_tensors(tmp_path / "back")
-    assert found.keys() == tensors.keys()
-    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    actual = read_tensors(tmp_path / "back")
+    assert actual.keys() == tensors.keys()
+    assert all(same_bits(actual[name], tensors[name]) for name in tensors)
 
 
 def test_compressed_output_is_deterministic(tmp_path: Path, model: dict[str, np.ndarray]):
@@ -78,15 +78,15 @@ def test_stopped_compression_resumes(
     words = ["save-init", "./model", "--compress", "zstd"]
     run_ok(*words, "--out", "whole")
     monkeypatch.setattr(compress, "MARK_NBYTES", 4096)
-    honest, marks = compress._Compressor._mark, []
+    original, marks = compress._Compressor._mark, []
 
-    def stops(self: compress._Compressor, marked: int) -> int:
+    def stop_at_sixth_mark(self: compress._Compressor, marked: int) -> int:
         marks.append(marked)
         if len(marks) == 6:
             raise KeyboardInterrupt
-        return honest(self, marked)
+        return original(self, marked)
 
-    monkeypatch.setattr(compress._Compressor, "_mark", stops)
+    monkeypatch.setattr(compress._Compressor, "_mark", stop_at_sixth_mark)
     assert main([*words, "--out", "out", "--progress", "none"]) == 130
     assert not (tmp_path / "out").exists()
     run_ok(*words, "--out", "out")
@@ -95,13 +95,20 @@ def test_stopped_compression_resumes(
     assert not (tmp_path / "out/.prep").exists()
 
 
-def test_compression_ratio_is_reported(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_compression_ratio_is_reported(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     assert main(["save-init", "./model", "--out", "packed", "--compress", "zstd", "--json"]) == 0
-    told = capsys.readouterr()
-    said = json.loads(told.out)["compress"]
+    output = capsys.readouterr()
+    compression = json.loads(output.out)["compress"]
     stored = sum(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"].values())
-    assert said == {"with": "zstd:1", "raw": said["raw"], "stored": stored, "ratio": round(stored / said["raw"], 4)}
-    assert f"{said['ratio']:.2f} x, with zstd:1" in told.err
+    assert compression == {
+        "with": "zstd:1",
+        "raw": compression["raw"],
+        "stored": stored,
+        "ratio": round(stored / compression["raw"], 4),
+    }
+    assert f"{compression['ratio']:.2f} x, with zstd:1" in output.err
 
 
 def test_damaged_compressed_output_is_not_done(
@@ -117,7 +124,9 @@ def test_damaged_compressed_output_is_not_done(
     assert "its files are damaged" in capsys.readouterr().err
 
 
-def test_verify_finds_damaged_compressed_chunk(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_verify_finds_damaged_compressed_chunk(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     run_ok("save-init", "./model", "--out", "packed", "--compress", "zstd")
     name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
     data = bytearray((tmp_path / "packed" / name).read_bytes())
@@ -126,7 +135,9 @@ def test_verify_finds_damaged_compressed_chunk(tmp_path: Path, model: dict[str, 
     assert main(["verify", "packed", "--progress", "none"]) == 1
 
 
-def test_unknown_compression_is_a_usage_error(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_unknown_compression_is_a_usage_error(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     assert main(["save-init", "./model", "--compress", "lz4"]) == 2
     assert "it takes zstd, or zstd:1 to zstd:19" in capsys.readouterr().err
 

@@ -27,10 +27,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def flip_bit(path: Path, at: int) -> Path:
+def flip_bit(path: Path, offset: int) -> Path:
     """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
     return path
 

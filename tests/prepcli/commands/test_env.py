@@ -19,15 +19,17 @@ PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
 def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
     """Return each setting's value and source, and all output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "prepcli", "env", "--json"],
         env={**inherited, **variables},
         capture_output=True,
         text=True,
         check=True,
     )
-    settings = json.loads(done.stdout)["settings"]
-    return {each["name"]: (each["value"], each["source"]) for each in settings}, done.stdout + done.stderr
+    settings = json.loads(process.stdout)["settings"]
+    return {
+        setting["name"]: (setting["value"], setting["source"]) for setting in settings
+    }, process.stdout + process.stderr
 
 
 def test_settings_name_their_source(tmp_path: Path) -> None:
@@ -56,8 +58,8 @@ def test_env_does_not_import_jax_by_default() -> None:
         "import sys; from prepcli.commands.env import env; report = env('512MiB', list_devices=False);"
         "print(report.fields['devices'], 'jax' in sys.modules, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "None False False\n"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout == "None False False\n"
 
 
 def test_env_lists_devices_on_request() -> None:

@@ -67,15 +67,15 @@ def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
 def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
-    honest = execute.finalize_output
+    original = execute.finalize_output
 
-    def late(*given: Any) -> None:
-        honest(*given)
+    def finalize_and_create_output(*args: Any) -> None:
+        original(*args)
         Path("out").mkdir()
         Path("out/thesis.tex").write_text("years of work")
 
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finalize_output", late)
+        patched.setattr(execute, "finalize_output", finalize_and_create_output)
         assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
     assert "error: out exists and is something else" in capsys.readouterr().err
     assert read_files(Path("out")) == {"thesis.tex": b"years of work"}

@@ -31,9 +31,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 def without_buffers(config: dict[str, Any], tensors: Tensors) -> Tensors:
@@ -71,12 +71,12 @@ def test_other_tying_without_scan_round_trips(name: str):
 def test_head_bias_is_padded_with_zeros():
     tensors = make_checkpoint(Path("m"), FAMILY_CONFIGS["gptj"])
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
-    found = read_tensors(Path("m-padded"))
-    assert found["lm_head.bias"].shape == (136,)
-    assert not found["lm_head.bias"][131:].any()
-    assert same_bits(found["lm_head.bias"][:131], tensors["lm_head.bias"])
-    assert found["lm_head.weight"][131:].any()
-    assert {name for name in found if found[name].shape != tensors[name].shape} == {
+    actual = read_tensors(Path("m-padded"))
+    assert actual["lm_head.bias"].shape == (136,)
+    assert not actual["lm_head.bias"][131:].any()
+    assert same_bits(actual["lm_head.bias"][:131], tensors["lm_head.bias"])
+    assert actual["lm_head.weight"][131:].any()
+    assert {name for name in actual if actual[name].shape != tensors[name].shape} == {
         "transformer.wte.weight", "lm_head.weight", "lm_head.bias"
     }  # fmt: skip
 
@@ -84,24 +84,24 @@ def test_head_bias_is_padded_with_zeros():
 def test_padding_leaves_position_embeddings():
     tensors = make_checkpoint(Path("m"), FAMILY_CONFIGS["opt"], tied=False)
     run_ok("pad-vocab", "./m", "--size", "200")
-    found = read_tensors(Path("m-padded"))
-    padded = {name for name in found if found[name].shape != tensors[name].shape}
+    actual = read_tensors(Path("m-padded"))
+    padded = {name for name in actual if actual[name].shape != tensors[name].shape}
     assert padded == {"model.decoder.embed_tokens.weight", "lm_head.weight"}
 
 
 def fuse_experts(tensors: Tensors, experts: int) -> Tensors:
     """Fuse the experts of a Mixtral checkpoint, as transformers 5 does in memory."""
-    found = {name: tensor for name, tensor in tensors.items() if ".block_sparse_moe." not in name}
+    fused = {name: tensor for name, tensor in tensors.items() if ".block_sparse_moe." not in name}
     for layer in range(3):
-        below, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        unfused_prefix, fused_prefix = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
         w1, w2, w3 = (
-            np.stack([tensors[f"{below}.experts.{expert}.{name}.weight"] for expert in range(experts)])
+            np.stack([tensors[f"{unfused_prefix}.experts.{expert}.{name}.weight"] for expert in range(experts)])
             for name in ("w1", "w2", "w3")
         )
-        found[f"{ours}.experts.gate_up_proj"] = np.concatenate([w1, w3], axis=1)
-        found[f"{ours}.experts.down_proj"] = w2
-        found[f"{ours}.gate.weight"] = tensors[f"{below}.gate.weight"]
-    return found
+        fused[f"{fused_prefix}.experts.gate_up_proj"] = np.concatenate([w1, w3], axis=1)
+        fused[f"{fused_prefix}.experts.down_proj"] = w2
+        fused[f"{fused_prefix}.gate.weight"] = tensors[f"{unfused_prefix}.gate.weight"]
+    return fused
 
 
 def alternate_form(name: str) -> Tensors:

@@ -60,8 +60,8 @@ def test_easylm_part_prefix_must_match_the_file(capsys: pytest.CaptureFixture[st
         run_ok(*args)
         run_ok("verify", "init", str(LLAMA / "hf"))
         return
-    said = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
-    assert said == [
+    suggestions = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
+    assert suggestions == [
         (right.get(name, ("params" if part == "flax_params" else "trainstate_params",))[0], str(LLAMA / name))
     ]
 
@@ -87,11 +87,13 @@ def test_flax_export_equals_file_of_transformers(model: Path):
 def test_sharded_flax_export_equals_files_of_transformers():
     run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "hf-flax", "--shard-size", "8KB", "--out", "out")
-    wanted = {path.name: path.read_bytes() for path in (LLAMA / "sharded").glob("flax_model-*")}
-    assert {path.name: path.read_bytes() for path in Path("out").glob("flax_model-*")} == wanted
+    expected = {path.name: path.read_bytes() for path in (LLAMA / "sharded").glob("flax_model-*")}
+    assert {path.name: path.read_bytes() for path in Path("out").glob("flax_model-*")} == expected
     index = "flax_model.msgpack.index.json"
-    found, real = (json.loads((folder / index).read_bytes()) for folder in (Path("out"), LLAMA / "sharded"))
-    assert found == real
+    actual_index, expected_index = (
+        json.loads((folder / index).read_bytes()) for folder in (Path("out"), LLAMA / "sharded")
+    )
+    assert actual_index == expected_index
     run_ok("verify", "out", str(LLAMA / "hf"))
 
 
@@ -115,9 +117,9 @@ def test_large_leaves_are_split_like_flax(monkeypatch: pytest.MonkeyPatch, memor
 # Round trips
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -159,8 +161,8 @@ def test_hf_folder_exports_to_flax_without_init():
 def test_tied_head_is_stored_for_flax_llama():
     tensors = make_checkpoint(Path("m"), LLAMA_CONFIG, tied=True)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
-    found = decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
-    assert same_bits(found["lm_head", "kernel"], tensors["model.embed_tokens.weight"].T)
+    actual = decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
+    assert same_bits(actual["lm_head", "kernel"], tensors["model.embed_tokens.weight"].T)
     run_ok("verify", "there", "./m")
     make_checkpoint(Path("n"), GPT_NEO, tied=True)
     run_ok("export", "./n", "--layout", "hf-flax", "--out", "neo")
@@ -182,8 +184,8 @@ def test_easylm_rejects_llama_biases(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA_CONFIG, attention_bias=True)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
     run_ok("verify", "there", "./m")
-    said = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
-    assert "it has no place for model.layers.0.self_attn.k_proj.bias" in said
+    stderr = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
+    assert "it has no place for model.layers.0.self_attn.k_proj.bias" in stderr
 
 
 @pytest.mark.parametrize(
@@ -214,8 +216,10 @@ def test_flax_rejects_unsupported_biases(
 )
 def test_unsupported_layout_and_format_are_rejected(capsys: pytest.CaptureFixture[str], options: list[str]):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
-    said = run_failing(capsys, 2, "export", "./m", *options)
-    assert "one of `--layout hf --format safetensors`, `--layout hf-flax --format msgpack`, `--layout easylm --" in said
+    stderr = run_failing(capsys, 2, "export", "./m", *options)
+    assert (
+        "one of `--layout hf --format safetensors`, `--layout hf-flax --format msgpack`, `--layout easylm --" in stderr
+    )
 
 
 def test_layout_unsupported_by_family_is_rejected(capsys: pytest.CaptureFixture[str]):
@@ -225,15 +229,15 @@ def test_layout_unsupported_by_family_is_rejected(capsys: pytest.CaptureFixture[
 
 def test_shard_size_is_rejected_for_streams(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
-    said = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
-    assert "`--shard-size` is not supported for streams" in said
+    stderr = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
+    assert "`--shard-size` is not supported for streams" in stderr
 
 
 def test_flax_file_without_config_needs_config_option(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
-    said = run_failing(capsys, 1, "save-init", "params::streaming_params")
-    assert "does not say what model it is of" in said
-    assert "`--config FOLDER`" in said
+    stderr = run_failing(capsys, 1, "save-init", "params::streaming_params")
+    assert "does not say what model it is of" in stderr
+    assert "`--config FOLDER`" in stderr
     assert "gone" in run_failing(capsys, 1, "save-init", "streaming_params", "--config", "gone")
     shutil.copy(LLAMA / "hf/config.json", ".")
     run_ok("save-init", "params::./streaming_params", "--out", "init")
@@ -261,9 +265,9 @@ def test_folder_with_several_streams_needs_a_choice(capsys: pytest.CaptureFixtur
     shutil.copy(LLAMA / "hf/config.json", ".")
     for name in ("streaming_params_10", "streaming_params_20"):
         shutil.copy(LLAMA / "streaming_params", name)
-    said = run_failing(capsys, 1, "save-init", "./", "--out", "../init")
-    assert "holds 2 EasyLM streams" in said
-    assert "`params::streaming_params_20`" in said
+    stderr = run_failing(capsys, 1, "save-init", "./", "--out", "../init")
+    assert "holds 2 EasyLM streams" in stderr
+    assert "`params::streaming_params_20`" in stderr
     Path("streaming_params_10").unlink()
     run_ok("save-init", "./", "--out", "../init")
     shutil.copy(LLAMA / "streaming_train_state", ".")
@@ -288,24 +292,24 @@ def test_output_does_not_replace_source_file(capsys: pytest.CaptureFixture[str])
     run_ok("save-init", "streaming_params")
     run_ok("verify", "streaming_params-init", str(LLAMA / "hf"))
     assert "is the source" in run_failing(capsys, 2, "save-init", "streaming_params", "--out", "streaming_params")
-    said = run_failing(
+    stderr = run_failing(
         capsys, 2, "save-init", "./streaming_params", "--out", "../" + Path().absolute().name, "--overwrite"
     )
-    assert "is inside the output" in said
+    assert "is inside the output" in stderr
 
 
 def test_inspect_lists_tensors_of_flax_files(capsys: pytest.CaptureFixture[str]):
     assert main(["inspect", str(LLAMA / "pieces.msgpack"), "--stats", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["source"]["format"] == "flax"
-    assert {t["name"] for t in found["tensors"]} >= {
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["source"]["format"] == "flax"
+    assert {t["name"] for t in report["tensors"]} >= {
         "params.lm_head.kernel",
         "params.transformer.h.1.attention.wq.kernel",
     }
     assert main(["inspect", str(LLAMA / "streaming_train_state")]) == 0
-    shown = capsys.readouterr().out
-    assert "EasyLM stream, 1 file" in shown
-    assert "step is 0" in shown
+    stdout = capsys.readouterr().out
+    assert "EasyLM stream, 1 file" in stdout
+    assert "step is 0" in stdout
 
 
 @pytest.mark.parametrize("layout", ["hf-flax", "easylm"])

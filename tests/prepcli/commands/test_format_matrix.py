@@ -37,20 +37,20 @@ PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Make the same LLaMA in every format that needs no PyTorch."""
-    made = tmp_path_factory.mktemp("matrix")
-    tensors = make_checkpoint(made / "hf", CONFIG, request.param, tied=False)
+    root = tmp_path_factory.mktemp("matrix")
+    tensors = make_checkpoint(root / "hf", CONFIG, request.param, tied=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
+        patch.chdir(root)
         for name, (command, source, *options) in CONVERTED.items():
             run_ok(command, source, *options, "--out", name)
     leaves = expected_leaves(CONFIG, tensors, True, 0)
     write_zarr_item(
-        made / "zarr3",
+        root / "zarr3",
         array_metas(leaves, pieces=2),
         StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd",)),
     )
-    (made / "zarr3/config.json").write_bytes((made / "hf/config.json").read_bytes())
-    return made
+    (root / "zarr3/config.json").write_bytes((root / "hf/config.json").read_bytes())
+    return root
 
 
 @pytest.fixture(scope="module")

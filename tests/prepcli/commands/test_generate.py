@@ -32,28 +32,28 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def generate_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
-    found = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
-    assert found["ok"], found
-    return found
+    report = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
+    assert report["ok"], report
+    return report
 
 
 def test_all_checkpoint_kinds_generate_the_same_tokens(here: Path, capsys: pytest.CaptureFixture[str]):
     """A Hugging Face folder and its inits: unstacked, sharded and compressed, and stacked on axis 1."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
-    wanted = generate_json(capsys, "tiny", "--prompt", PROMPT)
-    assert wanted["prompts"] == [PROMPT]
-    assert wanted["prompt_tokens"] == [IDS]
-    assert wanted["texts"] == [" " + " ".join(WORDS[token] for token in wanted["tokens"][0])]
-    assert (len(wanted["tokens"][0]), wanted["ended"], wanted["dtype"]) == (6, [False], "float32")
-    assert wanted["tokens_per_s"] > 0
+    expected = generate_json(capsys, "tiny", "--prompt", PROMPT)
+    assert expected["prompts"] == [PROMPT]
+    assert expected["prompt_tokens"] == [IDS]
+    assert expected["texts"] == [" " + " ".join(WORDS[token] for token in expected["tokens"][0])]
+    assert (len(expected["tokens"][0]), expected["ended"], expected["dtype"]) == (6, [False], "float32")
+    assert expected["tokens_per_s"] > 0
     run_ok("save-init", "tiny", "--out", "across", "--scan-axis", "1", "--rule", "embed=mp")
     for name in ("apart", "across"):
-        assert generate_json(capsys, name, "--prompt", PROMPT)["tokens"] == wanted["tokens"]
-    found = generate_json(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
-    assert (found["mesh"], found["tokens"]) == ("1,2,4", wanted["tokens"])
-    found = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded while it is read
-    assert found["tokens"] == [wanted["tokens"][0][:1]]
+        assert generate_json(capsys, name, "--prompt", PROMPT)["tokens"] == expected["tokens"]
+    report = generate_json(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
+    assert (report["mesh"], report["tokens"]) == ("1,2,4", expected["tokens"])
+    report = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded while it is read
+    assert report["tokens"] == [expected["tokens"][0][:1]]
 
 
 def test_generate_reads_any_step_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -86,22 +86,22 @@ def test_generate_reads_stdin_and_prints_texts_only(here: Path):
         "--prompt",
         "w9",
     ]
-    ran = subprocess.run(
+    process = subprocess.run(
         [*command, "--max-new-tokens", "3"], input=f"{PROMPT}\n\nw9 w2\n", capture_output=True, text=True, check=True
     )
-    lines = ran.stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert [len(line.split()) for line in lines] == [3, 3, 3, 3]
     assert lines[1] == lines[3], "the same prompt, as a text and as ids"
-    assert ran.stderr.startswith("tiny  llama  ")
-    assert "12 tokens for 4 prompts in " in ran.stderr
+    assert process.stderr.startswith("tiny  llama  ")
+    assert "12 tokens for 4 prompts in " in process.stderr
 
 
 def test_prompts_are_read_from_text_and_jsonl(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
     Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a byte order mark
-    found = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
-    assert found[0]["prompts"] == found[1]["prompts"] == ["w1 w2", "w3"]
-    assert found[0]["tokens"] == found[1]["tokens"]
+    reports = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
+    assert reports[0]["prompts"] == reports[1]["prompts"] == ["w1 w2", "w3"]
+    assert reports[0]["tokens"] == reports[1]["tokens"]
 
 
 def test_batch_size_does_not_change_tokens(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -119,10 +119,10 @@ def test_batch_size_does_not_change_tokens(here: Path, capsys: pytest.CaptureFix
         "--seed",
         "3",
     ]
-    found = [generate_json(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")]
-    assert found[0]["tokens"] == found[1]["tokens"]
-    other = generate_json(capsys, "tiny", *words[:-1], "4", new=1)
-    assert other["tokens"] != [tokens[:1] for tokens in found[0]["tokens"]], "another seed"
+    reports = [generate_json(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")]
+    assert reports[0]["tokens"] == reports[1]["tokens"]
+    other_seed_report = generate_json(capsys, "tiny", *words[:-1], "4", new=1)
+    assert other_seed_report["tokens"] != [tokens[:1] for tokens in reports[0]["tokens"]], "another seed"
 
 
 def test_new_tokens_default_to_learned_positions(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -139,11 +139,14 @@ def test_new_tokens_default_to_learned_positions(here: Path, capsys: pytest.Capt
 
 def test_generate_prints_ids_without_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
     Path("tiny/tokenizer.json").rename("words.json")
-    found = generate_json(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
-    assert (found["prompts"], found["texts"], found["prompt_tokens"]) == ([None], None, [IDS])
+    report = generate_json(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
+    assert (report["prompts"], report["texts"], report["prompt_tokens"]) == ([None], None, [IDS])
     run_ok("generate", "tiny", "--tokens", "3,1,4,1,5", "--max-new-tokens", "1")
-    assert capsys.readouterr().out == ",".join(map(str, found["tokens"][0])) + "\n"
-    assert generate_json(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"] == found["tokens"]
+    assert capsys.readouterr().out == ",".join(map(str, report["tokens"][0])) + "\n"
+    assert (
+        generate_json(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"]
+        == report["tokens"]
+    )
     lines = error_lines(capsys, "generate", "tiny", "--prompt", PROMPT)
     assert lines[0] == "error: tiny has no tokenizer"
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
@@ -151,21 +154,24 @@ def test_generate_prints_ids_without_tokenizer(here: Path, capsys: pytest.Captur
 
 def test_generation_stops_at_eos_token(here: Path, capsys: pytest.CaptureFixture[str]):
     """The end token is in config.json, or in generation_config.json."""
-    whole = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
-    firsts = [i for i, token in enumerate(whole) if token not in whole[:i]]
-    for file, at, others in (("config.json", firsts[-1], []), ("generation_config.json", firsts[1], [130])):
-        ends = [*others, whole[at]] if others else whole[at]
+    tokens = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
+    first_indices = [i for i, token in enumerate(tokens) if token not in tokens[:i]]
+    for file, end_index, other_end_ids in (
+        ("config.json", first_indices[-1], []),
+        ("generation_config.json", first_indices[1], [130]),
+    ):
+        ends = [*other_end_ids, tokens[end_index]] if other_end_ids else tokens[end_index]
         path = Path("tiny", file)
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
-        found = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)
-        assert (found["tokens"][0], found["ended"]) == (whole[: at + 1], [True])
+        report = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)
+        assert (report["tokens"][0], report["ended"]) == (tokens[: end_index + 1], [True])
 
 
 @pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
 def test_invalid_eos_token_ids_are_ignored(here: Path, capsys: pytest.CaptureFixture[str], ends: object):
     Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    found = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
-    assert (len(found["tokens"][0]), found["ended"]) == (2, [False])
+    report = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
+    assert (len(report["tokens"][0]), report["ended"]) == (2, [False])
 
 
 def test_bfloat16_checkpoint_computes_in_bfloat16(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -176,13 +182,13 @@ def test_bfloat16_checkpoint_computes_in_bfloat16(here: Path, capsys: pytest.Cap
 def test_encoder_decoder_generates_from_prompts(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
     write_tokenizer(Path("t5"))
-    found = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
-    assert found["prompt_tokens"] == [IDS, [7]]
-    assert found["texts"] == [" ".join(WORDS[token] for token in tokens) for tokens in found["tokens"]]
-    assert [len(tokens) for tokens in found["tokens"]] == [6, 6]
+    report = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
+    assert report["prompt_tokens"] == [IDS, [7]]
+    assert report["texts"] == [" ".join(WORDS[token] for token in tokens) for tokens in report["tokens"]]
+    assert [len(tokens) for tokens in report["tokens"]] == [6, 6]
     run_ok("save-init", "t5", "--out", "t5-init")
     again = generate_json(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
-    assert again["tokens"] == [tokens[:1] for tokens in found["tokens"]]
+    assert again["tokens"] == [tokens[:1] for tokens in report["tokens"]]
     make_checkpoint(
         Path("headless"),
         {key: value for key, value in FAMILY_CONFIGS["t5"].items() if not key.startswith(("dec", "pad"))},

@@ -68,8 +68,8 @@ def test_inspect_folder_of_unknown_family(capsys: Capture) -> None:
 
 def test_inspect_fields_locate_each_tensor(capsys: Capture) -> None:
     first, _ = write_two_files()
-    found = inspect_json(capsys, "m")
-    assert found["tensors"][0] == {
+    report = inspect_json(capsys, "m")
+    assert report["tensors"][0] == {
         "name": "b.weight",
         "shape": [2, 3],
         "dtype": "float32",
@@ -77,16 +77,16 @@ def test_inspect_fields_locate_each_tensor(capsys: Capture) -> None:
         "file": "model-00001-of-00002.safetensors",
         "offset": first,
     }
-    for tensor in found["tensors"]:
+    for tensor in report["tensors"]:
         data = (Path("m") / tensor["file"]).read_bytes()[tensor["offset"] :][: tensor["bytes"]]
         assert data == {"b.weight": b"\0\0\x80?" * 6, "a.weight": b"\0<" * 5, "c": b"\1" + b"\0" * 7}.get(
             tensor["name"], b"\0" * 800
         )
     sizes = [path.stat().st_size for path in Path("m").glob("*.safetensors")]
     expected = {"name": "m", "files": 2, "bytes": sum(sizes), "format": "safetensors", "family": None, "tensors": 4}
-    assert found["source"] | expected == found["source"]
-    assert (found["source"]["parameters"], found["source"]["values"]) == (None, 412)
-    assert found["source"]["dtypes"] == {"bfloat16": 800, "float32": 24, "float16": 10, "int64": 8}
+    assert report["source"] | expected == report["source"]
+    assert (report["source"]["parameters"], report["source"]["values"]) == (None, 412)
+    assert report["source"]["dtypes"] == {"bfloat16": 800, "float32": 24, "float16": 10, "int64": 8}
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_parameter_count_ignores_buffers_and_tied_head(capsys: Capture) -> None:
     del everything["transformer.wte.weight"]  # the head alone is the embedding
     write_hf_folder(Path("n"), {"model.safetensors": everything}, SMALL_GPT_NEO)
     assert inspect_json(capsys, "n")["source"]["parameters"] == n_parameters
-    found = inspect_json(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
-    assert (found["shape"], found["spec"]) == ([13, 8], "P(None, fsdp)")
+    shards = inspect_json(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
+    assert (shards["shape"], shards["spec"]) == ([13, 8], "P(None, fsdp)")
 
 
 def test_inspect_shows_true_vocabulary(capsys: Capture) -> None:
@@ -201,10 +201,10 @@ def test_inspect_init_shows_mesh_and_layout(capsys: Capture) -> None:
 
 def test_inspect_fields_of_leaves(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
-    found = inspect_json(capsys, "init")
+    report = inspect_json(capsys, "init")
     expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
-    assert found["source"] | expected == found["source"]
-    leaf = next(each for each in found["tensors"] if each["name"] == "params.layers.1.mlp.up.weight")
+    assert report["source"] | expected == report["source"]
+    leaf = next(tensor for tensor in report["tensors"] if tensor["name"] == "params.layers.1.mlp.up.weight")
     assert {key: leaf[key] for key in ("shape", "dtype", "bytes", "chunk", "chunks")} == {
         "shape": [16, 8], "dtype": "float32", "bytes": 512, "chunk": [16, 8], "chunks": 1,
     }  # fmt: skip
@@ -219,8 +219,8 @@ def test_inspect_checkpoint_saved_by_orbax(capsys: Capture, here: Path) -> None:
     assert lines[0] == "run  unknown family  7 values  52 bytes float64, int32"
     assert lines[1].startswith("Orbax, ")
     assert sorted(lines[2:4]) == ["nothing is an empty Dict", "text is the text 'hello'"]
-    found = {tensor["name"]: tensor for tensor in inspect_json(capsys, "run")["tensors"]}
-    assert (found["b"]["shape"], found["b"]["chunks"], found["step"]["shape"]) == ([2, 3], 1, [])
+    tensors = {tensor["name"]: tensor for tensor in inspect_json(capsys, "run")["tensors"]}
+    assert (tensors["b"]["shape"], tensors["b"]["chunks"], tensors["step"]["shape"]) == ([2, 3], 1, [])
     stats = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "run", "--stats")["tensors"]}
     assert stats["b"] == {"min": 0.0, "max": 5.0, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}
     assert stats["step"]["mean"] == 7
@@ -273,11 +273,11 @@ def test_tree_handles_deeply_nested_names(capsys: Capture) -> None:
 
 def test_tree_of_selected_leaves(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA)
-    found = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
-    (node,) = found["tree"]
+    report = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
+    (node,) = report["tree"]
     assert (node["name"], node["tensors"], node["bytes"]) == ("params.layers.mlp", 3, 3072)
     assert [child["name"] for child in node["children"]] == ["gate.weight", "up.weight", "down.weight"]
-    assert len(found["tensors"]) == 3
+    assert len(report["tensors"]) == 3
 
 
 # Statistics
@@ -285,11 +285,11 @@ def test_tree_of_selected_leaves(capsys: Capture) -> None:
 
 def test_stats_of_folder_and_init_match_numpy(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
-    found = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "model", "--stats")["tensors"]}
-    assert found.keys() == tensors.keys()
+    stats = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "model", "--stats")["tensors"]}
+    assert stats.keys() == tensors.keys()
     for name, array in tensors.items():
-        ends = {"min": float(array.min()), "max": float(array.max()), "nan": 0, "inf": 0, "zeros": 0}
-        assert found[name] == ends | {"mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)}
+        expected = {"min": float(array.min()), "max": float(array.max()), "nan": 0, "inf": 0, "zeros": 0}
+        assert stats[name] == expected | {"mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)}
     leaves = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "init", "--stats")["tensors"]}
     stacked = np.stack([tensors[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(2)])
     assert leaves["params.layers.attn.q.weight"] == {
@@ -338,8 +338,8 @@ def test_stats_read_large_tensors_in_little_memory(here: Path) -> None:
     peaks = []
     for options in ([], ["--stats"]):
         command = [sys.executable, "-c", PEAK_SCRIPT, "inspect", str(here), "-q", "--json", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-        peaks.append(int(done.stderr))
-        (tensor,) = json.loads(done.stdout)["tensors"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        peaks.append(int(process.stderr))
+        (tensor,) = json.loads(process.stdout)["tensors"]
     assert tensor["stats"] == {"min": 0, "max": 0, "mean": 0, "nan": 0, "inf": 0, "zeros": n}
     assert peaks[1] - peaks[0] < 64 << 10  # KiB

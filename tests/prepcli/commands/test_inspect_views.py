@@ -46,8 +46,8 @@ def test_shards_of_a_leaf_on_stored_mesh(capsys: Capture) -> None:
         "│ 1                  │ 3                  │  8:16",
         "└────────────────────┴────────────────────┘",
     ]
-    found = inspect_json(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
-    assert found == {
+    shards = inspect_json(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
+    assert shards == {
         "leaf": "params.layers.mlp.up.weight",
         "shape": [2, 16, 8],
         "dtype": "float32",
@@ -61,8 +61,12 @@ def test_shards_of_a_leaf_on_stored_mesh(capsys: Capture) -> None:
 
 def test_shards_of_hf_folder_show_future_leaf(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA, "float16")
-    found = inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
-    assert (found["leaf"], found["shape"], found["dtype"]) == ("params.layers.attn.k.weight", [2, 2, 2, 8], "float16")
+    shards = inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
+    assert (shards["leaf"], shards["shape"], shards["dtype"]) == (
+        "params.layers.attn.k.weight",
+        [2, 2, 2, 8],
+        "float16",
+    )
     assert inspect_lines(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")[-1] == (
         "kv_heads 2 stays whole, not split over mp: 2 mod 4 = 2"
     )
@@ -70,8 +74,8 @@ def test_shards_of_hf_folder_show_future_leaf(capsys: Capture) -> None:
 
 def test_shards_of_unstacked_layers(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--no-scan")
-    found = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
-    assert (found["leaf"], found["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
+    shards = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
+    assert (shards["leaf"], shards["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
 
 
 def test_shards_need_exactly_one_leaf(capsys: Capture) -> None:
@@ -147,11 +151,11 @@ def test_diff_lists_differences(capsys: Capture) -> None:
         "only in b  only b  [4] float64",
     ]
     assert captured.err == "error: a and b differ in 4 of 5 tensors\n"
-    found = inspect_json(capsys, "a", "s*", "--diff", "b", code=1)
-    assert found["differences"] == [
+    report = inspect_json(capsys, "a", "s*", "--diff", "b", code=1)
+    assert report["differences"] == [
         {"name": "shape", "a": {"shape": [2, 3], "dtype": "float64"}, "b": {"shape": [3, 2], "dtype": "float64"}}
     ]
-    assert (found["source"]["name"], found["against"]["name"], found["error"]["code"]) == ("a", "b", 1)
+    assert (report["source"]["name"], report["against"]["name"], report["error"]["code"]) == ("a", "b", 1)
     assert inspect_lines(capsys, "a", "same", "--diff", "b") == ["no difference in names, shapes and dtypes"]
     assert inspect_failing(capsys, "a", "sane", "--diff", "b") == (
         1,
@@ -171,7 +175,8 @@ def test_diff_of_two_inits_compares_leaves(capsys: Capture) -> None:
     assert main(["reshard", "init", "--no-scan", "--mesh", "1,2,2", "--out", "other", "-q"]) == 0
     capsys.readouterr()
     names = [
-        each["name"] for each in inspect_json(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]
+        difference["name"]
+        for difference in inspect_json(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]
     ]
     assert names == [
         "params.layers.attn.q.weight", "params.layers.0.attn.q.weight", "params.layers.1.attn.q.weight",

@@ -77,14 +77,14 @@ def test_hub_cache_converts_with_its_links():
 def test_link_created_after_planning_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys):
     from prepcli.execution import execute
 
-    real = execute.finalize_output
+    original = execute.finalize_output
 
-    def replaced(*args: Any) -> None:
+    def replace_file_by_link(*args: Any) -> None:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
-        real(*args)
+        original(*args)
 
-    monkeypatch.setattr(execute, "finalize_output", replaced)
+    monkeypatch.setattr(execute, "finalize_output", replace_file_by_link)
     err = run_failing(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")
     assert "tokenizer_config.json" in err
     assert not Path("out").exists()

@@ -67,16 +67,19 @@ class MemoryLimits:
     def run_limited(self, limit: int, *words: str) -> str:
         """Run a command with a limit in bytes on its data (0: none); return stderr."""
         run = subprocess.run(
-            [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words, "-q"], cwd=self.folder, capture_output=True, text=True
+            [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words, "-q"],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
         )
         assert run.returncode == 0, run.stderr
         return run.stderr
 
     def measure_inspect_nbytes(self, name: str) -> int:
         """Return the data size in bytes of `prep inspect` for a source."""
-        found = re.search(r"VmData:\s+(\d+) kB", self.run_limited(0, "inspect", name))
-        assert found
-        return int(found[1]) * 1024
+        match = re.search(r"VmData:\s+(\d+) kB", self.run_limited(0, "inspect", name))
+        assert match
+        return int(match[1]) * 1024
 
     def check_within_budget(self, *words: str) -> None:
         """Check that a command needs at most the budget more than `prep inspect` of its source."""

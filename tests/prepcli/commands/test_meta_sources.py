@@ -50,8 +50,8 @@ def test_meta_shards_convert_to_the_hf_model(meta: MetaModel, files: int, axis: 
         run_ok("verify", "meta-init", "./m")
     run_ok("verify", "./meta", "./m")
     run_ok("pad-vocab", "./meta", "--multiple", "1")
-    found = read_tensors(Path("meta-padded")).items()
-    assert {key for key, _ in found} == {*meta.tensors, "model.rope.freqs"}
+    tensors = read_tensors(Path("meta-padded")).items()
+    assert {key for key, _ in tensors} == {*meta.tensors, "model.rope.freqs"}
     assert sorted(path.name for path in Path("meta-init/hf").iterdir()) == ["config.json", "tokenizer.model"]
 
 
@@ -67,27 +67,27 @@ def test_meta_export_has_the_same_logits(meta: MetaModel, files: int) -> None:
     meta.write_folder(files)
     run_ok("export", "./meta", "--out", "back")
     ids = torch.arange(60).reshape(2, 30)
-    found = []
+    logits = []
     for folder in ("m", "back"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
-            found.append(model(ids).logits)
-    assert torch.equal(*found)
+            logits.append(model(ids).logits)
+    assert torch.equal(*logits)
 
 
 def test_inspect_shows_merged_meta_tensors(meta: MetaModel, capsys: pytest.CaptureFixture[str]) -> None:
     meta.write_folder(2)
-    wanted, found = (
+    expected, report = (
         run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "meta")
     )
-    shown = [{key: t[key] for key in ("name", "shape", "dtype", "bytes")} for t in found["tensors"]]
+    entries = [{key: t[key] for key in ("name", "shape", "dtype", "bytes")} for t in report["tensors"]]
     extra = {"name": "rope.freqs", "shape": [4], "dtype": "float32", "bytes": 16}
-    assert extra in shown
-    shown.remove(extra)
-    assert shown == [{key: t[key] for key in shown[0]} for t in wanted["tensors"]]
-    least = {t["name"]: t["stats"]["min"] for t in wanted["tensors"]}
-    assert {t["name"]: t["stats"]["min"] for t in found["tensors"] if t["name"] != "rope.freqs"} == least
-    assert {t["file"] for t in found["tensors"]} == {"consolidated.00.pth"}
+    assert extra in entries
+    entries.remove(extra)
+    assert entries == [{key: t[key] for key in entries[0]} for t in expected["tensors"]]
+    least = {t["name"]: t["stats"]["min"] for t in expected["tensors"]}
+    assert {t["name"]: t["stats"]["min"] for t in report["tensors"] if t["name"] != "rope.freqs"} == least
+    assert {t["file"] for t in report["tensors"]} == {"consolidated.00.pth"}
 
 
 def remove_file(file: str) -> Callable[[], None]:
@@ -99,8 +99,8 @@ def change_params(**changes: Any) -> Callable[[], None]:
 
     def edit() -> None:
         path = Path("meta/params.json")
-        found = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+        params = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in params.items() if value is not None}))
 
     return edit
 
@@ -182,7 +182,7 @@ def test_missing_head_is_tied(meta: MetaModel) -> None:
     for number in range(2):
         change_part(number, lambda state: state.pop("output.weight"))()
     run_ok("save-init", "./meta")
-    found = json.loads((Path("meta-init/prep-manifest.json")).read_text())
-    assert found["tied"] is True
+    manifest = json.loads((Path("meta-init/prep-manifest.json")).read_text())
+    assert manifest["tied"] is True
     assert folder.exists()
-    assert "lm_head.weight" not in found["tensors"]
+    assert "lm_head.weight" not in manifest["tensors"]

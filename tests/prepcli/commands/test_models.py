@@ -23,9 +23,9 @@ def test_models_lists_all_aliases() -> None:
 
 
 def test_models_fields_are_numbers() -> None:
-    found = models("gpt_neo").fields["models"]
-    assert isinstance(found, list)
-    assert found[1] == {
+    fields = models("gpt_neo").fields["models"]
+    assert isinstance(fields, list)
+    assert fields[1] == {
         "alias": "gpt-neo-1.3B",
         "hub_id": "EleutherAI/gpt-neo-1.3B",
         "family": "gpt_neo",

@@ -68,7 +68,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     make_checkpoint(folder / "m", vocab_size=4001, hidden_size=256, num_heads=4)
     done = subprocess.run(
-        [sys.executable, "-c", PREP_SCRIPT, "save-init", "./m", "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "init", "-q"],
+        [
+            sys.executable,
+            "-c",
+            PREP_SCRIPT,
+            "save-init",
+            "./m",
+            "--mesh",
+            "1,2,2",
+            "--pad-vocab",
+            "8",
+            "--out",
+            "init",
+            "-q",
+        ],
         cwd=folder,
         check=False,
     )
@@ -78,9 +91,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(home: Path, tmp_path: Path) -> Iterator[StoreSite]:
-    there = {f"bucket/models/m/{name}": data for name, data in read_files(home / "m").items()}
-    there |= {f"bucket/init/{name}": data for name, data in read_files(home / "init").items()}
-    with serve_objects(there) as store:
+    objects = {f"bucket/models/m/{name}": data for name, data in read_files(home / "m").items()}
+    objects |= {f"bucket/init/{name}": data for name, data in read_files(home / "init").items()}
+    with serve_objects(objects) as store:
         yield StoreSite(store, tmp_path)
 
 
@@ -89,9 +102,9 @@ SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-voca
 
 def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.3, READ_FAULTS
-    found = site.run_prep(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
-    assert found["ok"], found
-    assert found["memory"]["peak"] <= 32 << 20
+    report = site.run_prep(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
+    assert report["ok"], report
+    assert report["memory"]["peak"] <= 32 << 20
     assert sum(map(bool, site.store.faults.injected)) >= 1
     streamed, local = read_files(site.cwd / "streamed"), read_files(home / "init")
     timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # streamed files have no modification time
@@ -101,22 +114,22 @@ def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
 
 def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.2, READ_FAULTS
-    shown = site.run_prep("inspect", "s3://bucket/init")
-    assert (shown["ok"], shown["source"]["format"]) == (True, "orbax")
+    report = site.run_prep("inspect", "s3://bucket/init")
+    assert (report["ok"], report["source"]["format"]) == (True, "orbax")
     assert site.run_prep("reshard", "s3://bucket/init", "--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB")["ok"]
     assert site.run_prep("export", "gs://bucket/init", "--out", "hf")["ok"]
     for name in ("wide", "hf", "s3://bucket/init"):
-        same = site.run_prep("verify", name, str(home / "m"))
-        assert (same["ok"], same.get("differences")) == (True, []), same
+        verify_report = site.run_prep("verify", name, str(home / "m"))
+        assert (verify_report["ok"], verify_report.get("differences")) == (True, []), verify_report
     assert site.run_prep("verify", "s3://bucket/init")["ok"]
 
 
 def test_bucket_output_equals_local_with_manifest_last(site: StoreSite, home: Path):
-    found = site.run_prep("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
-    assert (found["ok"], found["output"]) == (True, "gs://bucket/out")
-    there = site.store.objects_below("bucket/out/")
-    assert there.keys() == read_files(home / "init").keys()
-    assert {n: d for n, d in there.items() if n.startswith("d/")} == {
+    report = site.run_prep("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
+    assert (report["ok"], report["output"]) == (True, "gs://bucket/out")
+    objects = site.store.objects_below("bucket/out/")
+    assert objects.keys() == read_files(home / "init").keys()
+    assert {n: d for n, d in objects.items() if n.startswith("d/")} == {
         n: d for n, d in read_files(home / "init").items() if n.startswith("d/")
     }
     assert site.writes()[-2:] == LAST_WRITES
@@ -129,8 +142,8 @@ def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
     assert site.run_prep(*arguments, "1,4,1")["already"] is False
     site.store.requests.clear()
     assert site.run_prep(*arguments, "1,4,1")["already"] is True
-    other = site.run_prep(*arguments, "1,2,1")["error"]
-    assert (other["what"], other["why"]) == (
+    error = site.run_prep(*arguments, "1,2,1")["error"]
+    assert (error["what"], error["why"]) == (
         "s3://bucket/out exists",
         "it was made by another request, or of another source",
     )
@@ -222,7 +235,7 @@ def test_killed_upload_resumes(site: StoreSite, home: Path):
 
 
 def test_workers_write_and_one_process_uploads(site: StoreSite, home: Path):
-    found = site.run_prep(
+    report = site.run_prep(
         "reshard",
         "gs://bucket/init",
         "--mesh",
@@ -234,7 +247,7 @@ def test_workers_write_and_one_process_uploads(site: StoreSite, home: Path):
         "--memory",
         "512MiB",
     )
-    assert found["ok"], found
+    assert report["ok"], report
     assert sum(line == LAST_WRITES[1] for line in site.store.requests) == 1
     assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 

@@ -43,28 +43,28 @@ def native_leaves(base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bo
 
 def flax_leaves(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the leaves of transformers' Flax models, renamed by the rules of that library."""
-    found = {}
+    leaves = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
         if stem == name or tensor.ndim == 1:
             norm = stem != name and family == "gpt_neo"
-            found[f"{stem}.scale" if norm else name] = tensor
+            leaves[f"{stem}.scale" if norm else name] = tensor
         elif stem.rpartition(".")[2] in ("wte", "wpe", "embed_tokens"):
-            found[f"{stem}.embedding"] = tensor
+            leaves[f"{stem}.embedding"] = tensor
         else:
-            found[f"{stem}.kernel"] = np.ascontiguousarray(tensor.T)
-    return found
+            leaves[f"{stem}.kernel"] = np.ascontiguousarray(tensor.T)
+    return leaves
 
 
 def array_metas(leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1) -> dict[ArrayMeta, np.ndarray]:
     """Return each leaf with array metadata for `pieces` chunks along its first and last axes."""
-    found = {}
+    metas = {}
     for name, leaf in leaves.items():
         ends = {0, leaf.ndim - 1}
         chunk = tuple(-(-n // pieces) if axis in ends else n for axis, n in enumerate(leaf.shape))
         path = tuple(f"{root}{name}".split("."))
-        found[ArrayMeta(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
-    return found
+        metas[ArrayMeta(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
+    return metas
 
 
 def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -> None:
@@ -73,9 +73,9 @@ def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -
     run_prep("verify", "init")
     run_prep("verify", "init", "./model")
     run_prep("export", source, "--out", "back", *more)
-    found = read_tensors(Path("back"))
-    assert found.keys() == tensors.keys()
-    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    actual = read_tensors(Path("back"))
+    assert actual.keys() == tensors.keys()
+    assert all(same_bits(actual[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("form", STORAGE_FORMS, ids=str)
@@ -121,10 +121,10 @@ def test_training_state_is_dropped_with_a_note(tmp_path: Path, capsys: pytest.Ca
         StorageForm(zarr3=True, chunks_per_shard=2),
     )
     run_prep("save-init", "./run", "--config", "./model", "--out", "init", "--json")
-    told = capsys.readouterr()
-    assert "optimizer state (" in told.err
-    dropped = json.loads(told.out)["accounting"]["dropped"]
-    assert {(each["name"], each["rule"]) for each in dropped} == {
+    output = capsys.readouterr()
+    assert "optimizer state (" in output.err
+    dropped = json.loads(output.out)["accounting"]["dropped"]
+    assert {(entry["name"], entry["rule"]) for entry in dropped} == {
         ("opt_state", "optimizer state"),
         ("step", "training state"),
     }
@@ -175,19 +175,19 @@ def test_missing_leaf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_damaged_chunk_stops_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(
-        tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), StorageForm(ocdbt=False, codec_names=("zstd",))
+        tmp_path / "item",
+        array_metas(native_leaves(LLAMA, tensors, True, 0)),
+        StorageForm(ocdbt=False, codec_names=("zstd",)),
     )
     chunk = tmp_path / "item/layers.mlp.up.weight/0.0.0"
     chunk.write_bytes(chunk.read_bytes()[:50])
     run_prep("save-init", "./item", "--config", "./model", "--out", "init", code=1)
-    told = capsys.readouterr().err
-    assert "chunk 0.0.0 of `layers.mlp.up.weight`" in told
+    stderr = capsys.readouterr().err
+    assert "chunk 0.0.0 of `layers.mlp.up.weight`" in stderr
     assert not (tmp_path / "init").exists()
 
 
-def test_changed_inline_source_is_detected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_changed_inline_source_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def item(tensors: dict[str, np.ndarray]) -> None:
         shutil.rmtree(tmp_path / "item", ignore_errors=True)
         form = StorageForm(codec_names=("zstd",), max_inline_nbytes=1 << 20)
@@ -211,17 +211,17 @@ def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: pytest.M
     item = read_item(tmp_path / "item")
     with item_reader.ItemReader(item, {}) as reader:
         for name, leaf in leaves.items():
-            found = np.empty_like(leaf)
-            reader.read(name, {full_box(leaf.shape): found})
-            assert same_bits(found, leaf)
+            array = np.empty_like(leaf)
+            reader.read(name, {full_box(leaf.shape): array})
+            assert same_bits(array, leaf)
 
 
 def test_inspect_reads_foreign_orbax_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0), "params.", 2), ZSTD)
     run_prep("inspect", "./item", "--stats", "--json")
-    found = json.loads(capsys.readouterr().out)["tensors"]
-    norm = next(each for each in found if each["name"] == "params.final_norm.scale")
+    entries = json.loads(capsys.readouterr().out)["tensors"]
+    norm = next(entry for entry in entries if entry["name"] == "params.final_norm.scale")
     assert norm["stats"]["max"] == tensors["model.norm.weight"].max()
     assert norm["chunks"] == 2
     run_prep("inspect", "./item")

@@ -47,8 +47,8 @@ def make_source(**config: Any) -> Source:
         ({"mesh": "1,64,4", "multiple": 1000}, 132),
     ],
 )
-def test_padded_size_starts_from_true_rows(wish: dict[str, Any], size: int):
-    assert padded_size(PadVocabRequest(COMMON, **wish), Vocabulary(131, 136)) == size
+def test_padded_size_starts_from_true_rows(options: dict[str, Any], size: int):
+    assert padded_size(PadVocabRequest(COMMON, **options), Vocabulary(131, 136)) == size
 
 
 def test_size_below_true_rows_is_rejected():
@@ -93,9 +93,9 @@ def test_scalar_and_empty_tensors_are_copied(tmp_path: Path, monkeypatch: pytest
     tensors = checkpoint_tensors(GPT_NEO, "float32", tied=True, legacy=False)
     write_checkpoint(Path("m"), GPT_NEO, {**odd, **tensors})
     assert main(["pad-vocab", "./m", "-q"]) == 0
-    found = read_tensors(Path("m-padded"))
-    assert found.keys() == {*odd, *tensors}
-    assert all(same_bits(found[name], odd[name]) for name in odd)
+    actual = read_tensors(Path("m-padded"))
+    assert actual.keys() == {*odd, *tensors}
+    assert all(same_bits(actual[name], odd[name]) for name in odd)
     assert main(["verify", "m-padded", "-q"]) == 0
     assert main(["save-init", "m-padded", "-q"]) == 0
     assert main(["export", "m-padded-init", "--out", "back", "-q"]) == 0

@@ -23,7 +23,7 @@ def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, sc
     """Assemble every leaf of the tree from the tensors with the axis map; padding is zeros."""
     family = FAMILIES[config["model_type"]]
     true, padded = config["vocab_size"], -(-config["vocab_size"] // 8) * 8
-    found = {}
+    leaves = {}
     for path, row in parameter_rows(family, config, scan, scan_axis).items():
         if path == family.tying.head_leaf and family.is_tied(config):
             continue
@@ -31,13 +31,13 @@ def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, sc
         for layer in range(3 if "{layers}" in path else 1):
             item = next(iter(tensors.values())).dtype.itemsize
             out = np.zeros(int(np.prod(bound.leaf_shape)) * item, np.uint8)
-            at = {"layers": layer} if "{layers}" in path else {}
-            for name, copy in leaf_box_copies(bound, full_box(bound.leaf_shape), item, at):
+            fixed = {"layers": layer} if "{layers}" in path else {}
+            for name, copy in leaf_box_copies(bound, full_box(bound.leaf_shape), item, fixed):
                 full = name if name in family.unprefixed else family.prefix + name
                 move(copy, as_bytes(tensors[full]), out)
             dtype = next(iter(tensors.values())).dtype
-            found[f"params.{path.format(layers=layer)}"] = out.view(dtype).reshape(bound.leaf_shape)
-    return found
+            leaves[f"params.{path.format(layers=layer)}"] = out.view(dtype).reshape(bound.leaf_shape)
+    return leaves
 
 
 @pytest.mark.parametrize(

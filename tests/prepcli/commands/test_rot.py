@@ -20,9 +20,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_sources(tmp_path, monkeypatch)
 
 
-def flip_bit(path: Path, at: int) -> None:
+def flip_bit(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 1 << (at % 8)
+    data[offset] ^= 1 << (offset % 8)
     path.write_bytes(data)
 
 
@@ -39,7 +39,9 @@ def tensor_byte_ranges(path: Path) -> Iterator[tuple[str, int, int]]:
 def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
     expected_output("pad-vocab")
     draw = random.Random(2)
-    places = [(p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensor_byte_ranges(p) if t[1] < t[2]]
+    places = [
+        (p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensor_byte_ranges(p) if t[1] < t[2]
+    ]
     for path, name, low, high in draw.sample(places, 12):
         capsys.readouterr()
         before = path.read_bytes()
@@ -58,15 +60,15 @@ def test_flipped_bit_in_source_stops_conversion(capsys, name: str):
     draw = random.Random(3)
     for path in sorted(Path("init/d").iterdir()):
         before = path.read_bytes()
-        for at in (draw.randrange(len(before)) for _ in range(6)):
-            flip_bit(path, at)
+        for offset in (draw.randrange(len(before)) for _ in range(6)):
+            flip_bit(path, offset)
             capsys.readouterr()
             code = main([*COMMANDS[name], "--out", "out", "-q", "--restart"])
             if code == 0:  # the bit is between chunks, outside all tensors
                 assert main(["verify", "out", "whole", "-q"]) == 0
                 shutil.rmtree("out")
             else:
-                named = r"error: ((transformer|lm_head)\.\S+ in init is damaged|the index of init cannot be read)"
-                assert re.search(named, capsys.readouterr().err)
+                pattern = r"error: ((transformer|lm_head)\.\S+ in init is damaged|the index of init cannot be read)"
+                assert re.search(pattern, capsys.readouterr().err)
                 assert not Path("out").exists()
             path.write_bytes(before)

@@ -40,9 +40,9 @@ def without_buffers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -69,21 +69,21 @@ def test_pad_init_reshard_export_changes_no_bit(base: dict[str, Any], dtype: str
 def test_pad_vocab_only_adds_rows(init: str):
     tensors = make_checkpoint(Path("m"), LLAMA, "bfloat16", legacy=True)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", init)
-    found = read_tensors(Path("m-padded"))
+    actual = read_tensors(Path("m-padded"))
     padded = {"model.embed_tokens.weight", "lm_head.weight"}
     assert_same(
-        {n: v for n, v in found.items() if n not in padded}, {n: v for n, v in tensors.items() if n not in padded}
+        {n: v for n, v in actual.items() if n not in padded}, {n: v for n, v in tensors.items() if n not in padded}
     )
     for name in padded:
-        assert found[name].shape == (136, 32)
-        assert same_bits(found[name][:131], tensors[name])
+        assert actual[name].shape == (136, 32)
+        assert same_bits(actual[name][:131], tensors[name])
         mean = tensors[name].astype(np.float64).mean(axis=0).astype(tensors[name].dtype)
         if init == "zeros":
-            assert not found[name][131:].astype(np.float32).any()
+            assert not actual[name][131:].astype(np.float32).any()
         elif init == "mean":
-            assert all(same_bits(row, mean) for row in found[name][131:])
+            assert all(same_bits(row, mean) for row in actual[name][131:])
         else:
-            assert 0.01 < found[name][131:].astype(np.float64).std() < 0.03
+            assert 0.01 < actual[name][131:].astype(np.float64).std() < 0.03
     config = json.loads(Path("m-padded/config.json").read_text())
     assert (config["vocab_size"], config["true_vocab_size"]) == (136, 131)
 
@@ -138,10 +138,10 @@ def test_different_tied_head_needs_untie(capsys: pytest.CaptureFixture[str]):
     write_checkpoint(Path("both"), config, {**tensors, "lm_head.weight": head})
     for command in ("save-init", "pad-vocab"):
         assert main([command, "./both", "-q"]) == 1
-        said = capsys.readouterr().err
-        assert "lm_head.weight is not equal to transformer.wte.weight" in said
-        assert "first difference in row 17" in said
-        assert "--untie" in said
+        stderr = capsys.readouterr().err
+        assert "lm_head.weight is not equal to transformer.wte.weight" in stderr
+        assert "first difference in row 17" in stderr
+        assert "--untie" in stderr
     assert not list(Path().glob("both-*[!l]"))
     run_ok("save-init", "./both", "--untie", "--restart")
     run_ok("export", "both-init", "--out", "back")
@@ -163,9 +163,9 @@ def test_export_keeps_padding_and_shards_by_size():
     tensors = make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--pad-vocab", "8")
     run_ok("export", "m-init", "--keep-padding", "--shard-size", "40KB", "--out", "back")
-    found = read_tensors(Path("back"))
-    assert found["lm_head.weight"].shape == (136, 32)
-    assert same_bits(found["lm_head.weight"][:131], tensors["lm_head.weight"])
+    actual = read_tensors(Path("back"))
+    assert actual["lm_head.weight"].shape == (136, 32)
+    assert same_bits(actual["lm_head.weight"][:131], tensors["lm_head.weight"])
     assert len(list(Path("back").glob("*.safetensors"))) > 3
     assert json.loads(Path("back/config.json").read_text())["true_vocab_size"] == 131
 
@@ -205,10 +205,10 @@ def test_dry_run_equals_run_and_writes_nothing(capsys: pytest.CaptureFixture[str
     planned = json.loads(capsys.readouterr().out)
     assert sorted(p.name for p in Path().iterdir()) == ["m"]
     assert main(["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--json", "-q"]) == 0
-    done = json.loads(capsys.readouterr().out)
-    assert planned["plan_digest"] == done["plan_digest"]
-    assert planned["accounting"] == done["accounting"]
-    assert done["accounting"]["filled"] == [{"name": "transformer.wte.weight", "rows": [131, 132], "with": "zeros"}]
+    report = json.loads(capsys.readouterr().out)
+    assert planned["plan_digest"] == report["plan_digest"]
+    assert planned["accounting"] == report["accounting"]
+    assert report["accounting"]["filled"] == [{"name": "transformer.wte.weight", "rows": [131, 132], "with": "zeros"}]
 
 
 def test_truncated_output_is_not_done(capsys: pytest.CaptureFixture[str]):
@@ -271,8 +271,8 @@ def test_reshard_keeps_mesh_and_rules_by_default():
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m", "--mesh", "1,8,1", "--rule", "mlp=none")
     run_ok("reshard", "m-init", "--no-scan", "--out", "unstacked")
-    found = json.loads(Path("unstacked/prep-manifest.json").read_text())
-    assert (found["mesh"], found["rules"], found["scan"]) == ("1,8,1", ["mlp=none"], False)
+    manifest = json.loads(Path("unstacked/prep-manifest.json").read_text())
+    assert (manifest["mesh"], manifest["rules"], manifest["scan"]) == ("1,8,1", ["mlp=none"], False)
 
 
 def test_verify_compares_stored_tied_head(capsys: pytest.CaptureFixture[str]):

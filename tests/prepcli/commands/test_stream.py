@@ -84,8 +84,8 @@ def serve_site(
 
 def read_output_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of all files except the manifest, which records the source."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: data for name, data in found.items() if name != "prep-manifest.json"}
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: data for name, data in files.items() if name != "prep-manifest.json"}
 
 
 def cached_file_names(home: Path) -> list[str]:
@@ -146,12 +146,12 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
 def test_pad_verify_and_inspect_stream(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         assert site.run_prep("pad-vocab", "o/good", "--stream", "--out", "padded")["ok"]
-        same = site.run_prep("verify", "padded", f"o/good@{COMMIT}", "--stream")
-        assert (same["ok"], same["differences"]) == (True, [])
-        shown = site.run_prep("inspect", "o/good", "*ln_f.weight", "--stats", "--stream")
-        assert shown["ok"]
-        (found,) = shown["tensors"]
-        assert found["stats"]["zeros"] == 0
+        verify_report = site.run_prep("verify", "padded", f"o/good@{COMMIT}", "--stream")
+        assert (verify_report["ok"], verify_report["differences"]) == (True, [])
+        report = site.run_prep("inspect", "o/good", "*ln_f.weight", "--stats", "--stream")
+        assert report["ok"]
+        (entry,) = report["tensors"]
+        assert entry["stats"]["zeros"] == 0
         assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
 
 
@@ -165,10 +165,10 @@ def test_stream_leaves_no_temporary_files(files, tmp_path: Path):
 def test_stream_is_rejected_offline(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
-            found = site.run_prep(*SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline)
+            report = site.run_prep(*SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline)
             why = "HF_HUB_OFFLINE=1 asks for no network" if offline else "--offline asks for no network"
-            assert found["error"]["what"] == "cannot stream o/good"
-            assert found["error"]["why"] == why
+            assert report["error"]["what"] == "cannot stream o/good"
+            assert report["error"]["why"] == why
         assert site.hub.requests == []
 
 

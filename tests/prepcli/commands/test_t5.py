@@ -39,9 +39,9 @@ def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 def read_config(folder: str) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def test_t5_leaf_names_and_shapes(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), GATED, tied=False)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
     run_ok("save-init", "./m", "--no-scan", "--out", "apart")
-    shapes = {each["name"]: each["shape"] for each in run_json(capsys, "inspect", "stacked")["tensors"]}
+    shapes = {entry["name"]: entry["shape"] for entry in run_json(capsys, "inspect", "stacked")["tensors"]}
     assert shapes["params.encoder.layers.attn.q.weight"] == [2, 4, 24, 64]
     assert shapes["params.decoder.layers.cross.o.weight"] == [3, 64, 4, 24]
     assert shapes["params.encoder.relative_positions.weight"] == [8, 4]
     assert shapes["params.head.weight"] == [132, 64]
-    apart = {each["name"]: each["shape"] for each in run_json(capsys, "inspect", "apart")["tensors"]}
+    apart = {entry["name"]: entry["shape"] for entry in run_json(capsys, "inspect", "apart")["tensors"]}
     assert apart["params.encoder.layers.1.mlp.gate.weight"] == [48, 64]
     assert apart["params.decoder.layers.2.mlp.up.weight"] == [48, 64]
     assert "params.encoder.layers.2.mlp.up.weight" not in apart
@@ -86,8 +86,8 @@ def test_embedding_copies_are_compared_and_dropped(capsys: pytest.CaptureFixture
     stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     names = (ENCODER_COPY, DECODER_COPY, "lm_head.weight")
     write_checkpoint(Path("m"), T5, with_copies(tensors, *names))
-    found = run_json(capsys, "save-init", "./m")["accounting"]["dropped"]
-    assert {each["name"]: each["rule"] for each in found} == {
+    dropped = run_json(capsys, "save-init", "./m")["accounting"]["dropped"]
+    assert {entry["name"]: entry["rule"] for entry in dropped} == {
         **dict.fromkeys(names, "equal to shared.weight"), stray: "bias that nothing uses"
     }  # fmt: skip
     run_ok("export", "m-init", "--out", "back")
@@ -98,9 +98,9 @@ def test_different_embedding_copy_is_an_error(capsys: pytest.CaptureFixture[str]
     tensors = with_copies(checkpoint_tensors(T5, "float32", True, False), DECODER_COPY)
     tensors[DECODER_COPY][7, 3] += 1
     write_checkpoint(Path("m"), T5, tensors)
-    said = run_failing(capsys, 1, "save-init", "./m")
-    assert f"{DECODER_COPY} is not equal to shared.weight" in said
-    assert "it is a copy in every t5, first difference in row 7" in said
+    stderr = run_failing(capsys, 1, "save-init", "./m")
+    assert f"{DECODER_COPY} is not equal to shared.weight" in stderr
+    assert "it is a copy in every t5, first difference in row 7" in stderr
     assert f"{DECODER_COPY} is tied but not equal" in run_failing(capsys, 1, "verify", "./m", "./m")
     tensors[DECODER_COPY] = tensors[DECODER_COPY].astype(np.float16)
     write_checkpoint(Path("n"), T5, tensors)
@@ -110,9 +110,9 @@ def test_different_embedding_copy_is_an_error(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("stored", [(ENCODER_COPY,), (DECODER_COPY, ENCODER_COPY), ("lm_head.weight", DECODER_COPY)])
 def test_embedding_copy_replaces_missing_embedding(stored: tuple[str, ...]):
     tensors = checkpoint_tensors(T5, "float32", True, False)
-    held = with_copies(tensors, *stored)
-    del held["shared.weight"]
-    write_checkpoint(Path("m"), T5, held)
+    stored_tensors = with_copies(tensors, *stored)
+    del stored_tensors["shared.weight"]
+    write_checkpoint(Path("m"), T5, stored_tensors)
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
@@ -129,8 +129,10 @@ def test_copies_in_one_pytorch_storage_convert():
     run_ok("export", "bin-init", "--out", "back")
     assert_same(read_tensors(Path("back")), tensors)
     run_ok("pad-vocab", "./bin")
-    found = read_tensors(Path("bin-padded"))
-    assert {name for name in found if found[name].shape[0] == 136} == state.keys() - tensors.keys() | {"shared.weight"}
+    actual = read_tensors(Path("bin-padded"))
+    assert {name for name in actual if actual[name].shape[0] == 136} == state.keys() - tensors.keys() | {
+        "shared.weight"
+    }
 
 
 def test_padding_is_equal_in_all_copies():
@@ -139,12 +141,12 @@ def test_padding_is_equal_in_all_copies():
     tensors = with_copies(checkpoint_tensors(config, "float32", False, False), ENCODER_COPY, DECODER_COPY)
     write_checkpoint(Path("m"), config, tensors)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
-    found = read_tensors(Path("m-padded"))
-    padded = {name for name in found if found[name].shape != tensors[name].shape}
+    actual = read_tensors(Path("m-padded"))
+    padded = {name for name in actual if actual[name].shape != tensors[name].shape}
     assert padded == {"shared.weight", "lm_head.weight", ENCODER_COPY, DECODER_COPY}
-    assert all(same_bits(found[name], found["shared.weight"]) for name in (ENCODER_COPY, DECODER_COPY))
-    assert not same_bits(found["shared.weight"][131:], found["lm_head.weight"][131:])
-    assert_same({name: tensor[: len(tensors[name])] for name, tensor in found.items()}, tensors)
+    assert all(same_bits(actual[name], actual["shared.weight"]) for name in (ENCODER_COPY, DECODER_COPY))
+    assert not same_bits(actual["shared.weight"][131:], actual["lm_head.weight"][131:])
+    assert_same({name: tensor[: len(tensors[name])] for name, tensor in actual.items()}, tensors)
     assert {key: read_config("m-padded")[key] for key in ("vocab_size", "true_vocab_size")} == {
         "vocab_size": 136, "true_vocab_size": 131
     }  # fmt: skip
@@ -184,9 +186,7 @@ def test_untied_head_of_transformers_5_round_trips(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("scales", [False, True])
-def test_untied_head_does_not_replace_missing_embedding(
-    capsys: pytest.CaptureFixture[str], scales: bool
-):
+def test_untied_head_does_not_replace_missing_embedding(capsys: pytest.CaptureFixture[str], scales: bool):
     config = GATED | {"tie_word_embeddings": not scales, "scale_decoder_outputs": scales}
     tensors = checkpoint_tensors(config, "float32", False, False)
     embedding = tensors.pop("shared.weight")
@@ -225,6 +225,6 @@ def test_encoder_without_decoder_is_rejected(capsys: pytest.CaptureFixture[str])
         name: t for name, t in checkpoint_tensors(T5, "float32", True, False).items() if not name.startswith("decoder.")
     }
     write_checkpoint(Path("m"), T5, tensors)
-    said = run_failing(capsys, 1, "save-init", "./m")
-    assert "are missing" in said
-    assert "decoder.block.0.layer.0.layer_norm.weight [64]" in said
+    stderr = run_failing(capsys, 1, "save-init", "./m")
+    assert "are missing" in stderr
+    assert "decoder.block.0.layer.0.layer_norm.weight [64]" in stderr

@@ -36,8 +36,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def manifest_facts(folder: str) -> dict[str, Any]:
     """Return the entries of a manifest that do not depend on the source's format."""
-    found = json.loads(Path(folder, "prep-manifest.json").read_text())
-    return {key: found.get(key) for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")}
+    manifest = json.loads(Path(folder, "prep-manifest.json").read_text())
+    return {key: manifest.get(key) for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")}
 
 
 def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
@@ -53,8 +53,8 @@ def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model
 @FAMILIES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> None:
-    settings_of = make_checkpoint(Path("m"), base, dtype, legacy=True)
-    write_weights_folder("b", make_torch_file(settings_of))
+    tensors = make_checkpoint(Path("m"), base, dtype, legacy=True)
+    write_weights_folder("b", make_torch_file(tensors))
     for source in ("m", "b"):
         run_ok("save-init", f"./{source}", "--mesh", "1,2,4", "--pad-vocab", "auto")
     assert manifest_facts("b-init") == manifest_facts("m-init")
@@ -62,8 +62,8 @@ def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> N
         run_ok("verify", *pair)
     run_ok("export", "b-init", "--out", "back")
     run_ok("export", "m-init", "--out", "other")
-    found = read_tensors(Path("back"))
-    assert all(same_bits(array, found[key]) for key, array in read_tensors(Path("other")).items())
+    actual = read_tensors(Path("back"))
+    assert all(same_bits(array, actual[key]) for key, array in read_tensors(Path("other")).items())
 
 
 @FAMILIES
@@ -74,17 +74,17 @@ def test_padded_bin_equals_padded_safetensors(base: dict[str, Any]) -> None:
     assert sorted(path.name for path in Path("b-padded").iterdir()) == [
         "config.json", "model.safetensors", "prep-manifest.json",
     ]  # fmt: skip
-    found, wanted = read_tensors(Path("b-padded")), read_tensors(Path("m-padded"))
-    assert {*found} == {*wanted}
-    assert all(same_bits(array, found[key]) for key, array in wanted.items())
+    actual, expected = read_tensors(Path("b-padded")), read_tensors(Path("m-padded"))
+    assert {*actual} == {*expected}
+    assert all(same_bits(array, actual[key]) for key, array in expected.items())
 
 
 def test_export_of_bin_writes_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     write_weights_folder("b", make_torch_file(tensors))
     run_ok("export", "./b")
-    found = read_tensors(Path("b-hf"))
-    assert all(same_bits(array, found[key]) for key, array in tensors.items())
+    actual = read_tensors(Path("b-hf"))
+    assert all(same_bits(array, actual[key]) for key, array in tensors.items())
     capsys.readouterr()
     assert "transformers reads it already" in error_lines(capsys, "export", "./m")[1]
 
@@ -113,51 +113,53 @@ def test_state_dict_inside_trainer_file_is_read(capsys: pytest.CaptureFixture[st
         for i, (key, array) in enumerate(tensors.items())
     })  # fmt: skip
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records))
+    write_weights_folder(
+        "b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records)
+    )
     run_ok("verify", "./b", "./m")
-    found = run_json(capsys, "inspect", "./b")
-    assert found["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
-    assert found["source"]["format"] == "torch"
+    report = run_json(capsys, "inspect", "./b")
+    assert report["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
+    assert report["source"]["format"] == "torch"
 
 
 def test_transposed_views_of_one_storage_are_read() -> None:
     """Every matrix is a transposed view, and all tensors share one storage."""
     tensors = make_checkpoint(Path("m"))
-    made, content = {}, b""
+    pickled, content = {}, b""
     total = sum(array.size for array in tensors.values())
     for key, array in tensors.items():
         steps = (1, array.shape[0]) if array.ndim == 2 else (1,) * array.ndim
-        made[key] = encode_tensor(array.shape, steps, len(content) // 4, encode_storage(numel=total))
+        pickled[key] = encode_tensor(array.shape, steps, len(content) // 4, encode_storage(numel=total))
         content += array.T.tobytes()
-    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(made)), {"data/0": content}))
+    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(pickled)), {"data/0": content}))
     run_ok("save-init", "./b", "--mesh", "1,2,4", "--pad-vocab", "auto")
     run_ok("verify", "b-init", "./m")
     run_ok("pad-vocab", "./b")
     run_ok("verify", "b-padded", "./m")
 
 
-def with_head(made: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {**made, "lm_head.weight": made["transformer.wte.weight"]}
+def with_head(pickled: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {**pickled, "lm_head.weight": pickled["transformer.wte.weight"]}
 
 
 @pytest.mark.parametrize("sharing", [2, MAX_SHARING_TENSORS, MAX_SHARING_TENSORS + 1])
 def test_tensors_may_share_one_storage(capsys: pytest.CaptureFixture[str], sharing: int) -> None:
     tensors = make_checkpoint(Path("m"))
-    made = {
+    pickled = {
         key: encode_tensor(
             array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size)
         )
         for i, (key, array) in enumerate(tensors.items())
     }
-    more = {f"h.{i}.attn.attention.masked_bias": made["transformer.wte.weight"] for i in range(sharing - 2)}
+    more = {f"h.{i}.attn.attention.masked_bias": pickled["transformer.wte.weight"] for i in range(sharing - 2)}
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(with_head(made) | more)), records))
+    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(with_head(pickled) | more)), records))
     if sharing > MAX_SHARING_TENSORS:
         assert "over 64 tensors have byte" in error_lines(capsys, "save-init", "./b")[1]
         return
     run_ok("save-init", "./b")
     dropped = json.loads(Path("b-init/prep-manifest.json").read_text())["dropped"]
-    rules = {each["name"]: each["rule"] for each in dropped}
+    rules = {entry["name"]: entry["rule"] for entry in dropped}
     assert rules["lm_head.weight"] == "equal to wte.weight"
     assert len(dropped) == sharing - 1
     run_ok("verify", "b-init", "./m")
@@ -166,14 +168,16 @@ def test_tensors_may_share_one_storage(capsys: pytest.CaptureFixture[str], shari
 def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"), files=1)
     write_weights_folder("b", make_torch_file(tensors))
-    wanted, found = (run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b"))
+    expected, report = (
+        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b")
+    )
     kept = ("name", "shape", "dtype", "bytes", "stats")
-    assert [{key: t[key] for key in kept} for t in found["tensors"]] == [
-        {key: t[key] for key in kept} for t in wanted["tensors"]
+    assert [{key: t[key] for key in kept} for t in report["tensors"]] == [
+        {key: t[key] for key in kept} for t in expected["tensors"]
     ]
     content = Path("b/pytorch_model.bin").read_bytes()
-    for each in found["tensors"]:
-        assert content[each["offset"] : each["offset"] + each["bytes"]] == tensors[each["name"]].tobytes()
+    for entry in report["tensors"]:
+        assert content[entry["offset"] : entry["offset"] + entry["bytes"]] == tensors[entry["name"]].tobytes()
     assert run_json(capsys, "inspect", "./b", "--diff", "./m")["differences"] == []
     assert main(["inspect", "./b", "-q"]) == 0
     assert "PyTorch, 1 file" in capsys.readouterr().out
@@ -183,9 +187,9 @@ def test_stats_of_a_view(capsys: pytest.CaptureFixture[str]) -> None:
     Path("b").mkdir()
     view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
     Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))
-    (found,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
-    assert found["stats"] == {"min": 0, "max": 5, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}  # 0, 2, 3 and 5
-    assert (found["file"], found["shape"]) == ("pytorch_model.bin", [2, 2])
+    (entry,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
+    assert entry["stats"] == {"min": 0, "max": 5, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}  # 0, 2, 3 and 5
+    assert (entry["file"], entry["shape"]) == ("pytorch_model.bin", [2, 2])
 
 
 def test_pickle_code_in_any_shard_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,9 +208,9 @@ def test_pickle_code_in_any_shard_is_rejected(capsys: pytest.CaptureFixture[str]
 def test_manifest_records_bin_file_size() -> None:
     write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"))))
     run_ok("save-init", "./b")
-    (told,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
+    (file_record,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
     path = Path("b/pytorch_model.bin")
-    assert (told["path"], told["size"]) == (path.name, path.stat().st_size)
+    assert (file_record["path"], file_record["size"]) == (path.name, path.stat().st_size)
 
 
 # With torch

@@ -53,8 +53,8 @@ def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
     """Write a tokenizer with one token per word."""
     vocab = {word: number for number, word in enumerate(words)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
-    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    document = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def read_losses(run: str) -> list[float]:
 
 def test_train_export_and_resume_finished_run(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = train_json(capsys)
+    code, report = train_json(capsys)
     assert code == OK
-    assert (found["step"], found["resumed_at"], found["output"]) == (12, 0, "runs/recipe/12")
-    assert found["loss"] < read_losses("runs/recipe")[0] - 0.2
+    assert (report["step"], report["resumed_at"], report["output"]) == (12, 0, "runs/recipe/12")
+    assert report["loss"] < read_losses("runs/recipe")[0] - 0.2
     assert saved_steps(Path("runs/recipe")) == [9, 12], "the newest two are kept"
     assert sorted(p.name for p in Path("runs/recipe").iterdir() if p.is_file()) == [
         ".lock",
@@ -102,31 +102,31 @@ def test_train_export_and_resume_finished_run(here: Path, capsys: pytest.Capture
     assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
     assert main(["verify", "learned", "runs/recipe", "-q"]) == OK
     capsys.readouterr()
-    again, found = train_json(capsys)
-    assert (again, found["resumed_at"], found["step"]) == (OK, 12, 12), "a run that is done does nothing"
+    again, report = train_json(capsys)
+    assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), "a run that is done does nothing"
 
 
 def test_eval_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
-    found = train_json(capsys, "--set", "train.steps=4")[1]
+    report = train_json(capsys, "--set", "train.steps=4")[1]
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
     words = Path("text.txt").read_text().split()
     ids = torch.tensor([WORDS.index(word) for word in words] + [0])
     blocks = ids[: len(ids) // 16 * 16].reshape(-1, 16)
-    held = blocks[len(blocks) - round(len(blocks) * 0.1) :]
+    holdout = blocks[len(blocks) - round(len(blocks) * 0.1) :]
     with torch.no_grad():
-        assert found["eval_loss"] == pytest.approx(float(model(held, labels=held).loss), rel=1e-5)
+        assert report["eval_loss"] == pytest.approx(float(model(holdout, labels=holdout).loss), rel=1e-5)
 
 
 def test_train_converts_hf_folder_first(here: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(here / "neo", GPT_NEO)
     write_tokenizer(here / "neo")
     capsys.readouterr()
-    code, found = train_json(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
-    assert (code, found["step"]) == (OK, 3)
+    code, report = train_json(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
+    assert (code, report["step"]) == (OK, 3)
     assert (here / "runs/recipe/init/neo-init/_METADATA").is_file()
     assert main(["inspect", "runs/recipe", "-q"]) == OK
 
@@ -153,13 +153,13 @@ def test_stopped_run_resumes_to_the_same_bits(here: Path, capsys: pytest.Capture
     wait_for_step(running, "runs/recipe", 2)
     running.send_signal(signal.SIGTERM)
     out, _ = running.communicate(timeout=300)
-    found = json.loads(out)
+    report = json.loads(out)
     assert running.returncode == STOPPED
-    assert found["error"]["what"] == "stopped by SIGTERM"
-    assert saved_steps(Path("runs/recipe"))[-1] == found["step"] < 12
+    assert report["error"]["what"] == "stopped by SIGTERM"
+    assert saved_steps(Path("runs/recipe"))[-1] == report["step"] < 12
     capsys.readouterr()
-    code, found = train_json(capsys)
-    assert (code, found["step"]) == (OK, 12)
+    code, report = train_json(capsys)
+    assert (code, report["step"]) == (OK, 12)
     assert read_losses("runs/recipe") == read_losses("unbroken")
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
@@ -186,8 +186,8 @@ def test_killed_run_resumes_to_the_same_bits(here: Path):
 
 def train_error(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str, str]:
     capsys.readouterr()
-    code, found = train_json(capsys, *words)
-    error = found["error"]
+    code, report = train_json(capsys, *words)
+    error = report["error"]
     assert error["code"] == code
     return code, error["what"], error["why"], error["hint"]
 
@@ -278,8 +278,8 @@ def test_train_keeps_foreign_folder(here: Path, capsys: pytest.CaptureFixture[st
 
 def test_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = train_json(capsys, "--dry-run")
-    assert (code, found["steps"], found["mesh"], found["dry_run"]) == (OK, 12, "1,2,4", True)
+    code, report = train_json(capsys, "--dry-run")
+    assert (code, report["steps"], report["mesh"], report["dry_run"]) == (OK, 12, "1,2,4", True)
     assert not (here / "runs").exists()
 
 
@@ -313,8 +313,8 @@ def test_finished_run_needs_no_optimizer_state(here: Path, capsys: pytest.Captur
     words = ("--set", "checkpoint.optimizer_state=false", "--set", "train.steps=3")
     assert main(["train", "recipe.toml", "-q", *words]) == OK
     capsys.readouterr()
-    code, found = train_json(capsys, *words)
-    assert (code, found["output"], found["resumed_at"]) == (OK, "runs/recipe/3", 3)
+    code, report = train_json(capsys, *words)
+    assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/3", 3)
 
 
 def test_converted_init_follows_the_mesh(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -346,20 +346,20 @@ def test_renamed_recipe_resumes_with_out(here: Path):
 
 def test_tokenize_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
     """The progress of each text starts at 0 and never decreases."""
-    heard: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     class Heard(NullProgress):
         def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-            heard.append((task, total_bytes))
+            calls.append((task, total_bytes))
 
         def advance(self, written_bytes: int) -> None:
-            heard.append((written_bytes,))
+            calls.append((written_bytes,))
 
     monkeypatch.setattr(Ui, "progress", lambda _: Heard())
-    tell = _tokenize_progress(open_ui("train", False, True, 0))
+    report_progress = _tokenize_progress(open_ui("train", False, True, 0))
     for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
-        tell(done, total)
-    assert heard == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]
+        report_progress(done, total)
+    assert calls == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]
 
 
 @pytest.mark.parametrize("whole", [(), ("data/f0", "init/x-1.3B-init"), ("data/f0.partial", "init/x-init.partial")])
@@ -367,5 +367,5 @@ def test_kept_note_lists_complete_folders_only(tmp_path: Path, whole: Sequence[s
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"
-    found = _kept_note(tmp_path / "run")
-    assert found == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
+    note = _kept_note(tmp_path / "run")
+    assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")

@@ -52,12 +52,12 @@ every = 3
 
 def make_pairs() -> list[dict[str, str]]:
     """Return texts of two fields, with a target that repeats the ends of both; some exceed the recipe's lengths."""
-    random = np.random.default_rng(0)
-    found = []
+    rng = np.random.default_rng(0)
+    pairs = []
     for _ in range(120):
-        first, second = ([WORDS[n] for n in random.integers(2, 40, random.integers(1, 7))] for _ in range(2))
-        found.append({"first": " ".join(first), "second": " ".join(second), "sum": " ".join(first[-3:] + second[-4:])})
-    return found
+        first, second = ([WORDS[n] for n in rng.integers(2, 40, rng.integers(1, 7))] for _ in range(2))
+        pairs.append({"first": " ".join(first), "second": " ".join(second), "sum": " ".join(first[-3:] + second[-4:])})
+    return pairs
 
 
 @pytest.fixture
@@ -72,32 +72,32 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ids_of(text: str, most: int) -> list[int]:
+def ids_of(text: str, max_length: int) -> list[int]:
     ids = [WORDS.index(word) for word in text.split()] + [1]
-    return ids if len(ids) <= most else [*ids[: most - 1], 1]
+    return ids if len(ids) <= max_length else [*ids[: max_length - 1], 1]
 
 
 def test_seq2seq_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = train_json(capsys, "--set", "mesh=1,4,2")
-    assert (code, found["step"]) == (OK, 12)
-    assert found["loss"] < read_losses("runs/recipe")[0] - 0.3
-    assert found["tokens"] == 12 * 8 * (9 + 6)
+    code, report = train_json(capsys, "--set", "mesh=1,4,2")
+    assert (code, report["step"]) == (OK, 12)
+    assert report["loss"] < read_losses("runs/recipe")[0] - 0.3
+    assert report["tokens"] == 12 * 8 * (9 + 6)
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained("learned", dtype=torch.float32).eval()
-    held = make_pairs()[-12:]
-    sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in held]
-    targets = [ids_of(pair["sum"], 6) for pair in held]
+    holdout = make_pairs()[-12:]
+    sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in holdout]
+    targets = [ids_of(pair["sum"], 6) for pair in holdout]
     padded = torch.tensor([ids + [0] * (9 - len(ids)) for ids in sources])
-    present = torch.tensor([[1] * len(ids) + [0] * (9 - len(ids)) for ids in sources])
+    attention_mask = torch.tensor([[1] * len(ids) + [0] * (9 - len(ids)) for ids in sources])
     labels = torch.tensor([ids + [-100] * (6 - len(ids)) for ids in targets])
     with torch.no_grad():
-        loss = float(model(padded, attention_mask=present, labels=labels).loss)
-    assert found["eval_loss"] == pytest.approx(loss, rel=1e-5)
-    assert found["eval_tokens"] == sum(map(len, targets))
+        loss = float(model(padded, attention_mask=attention_mask, labels=labels).loss)
+    assert report["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert report["eval_tokens"] == sum(map(len, targets))
 
 
 @pytest.mark.slow
@@ -156,8 +156,8 @@ def test_mismatch_of_data_and_model_is_rejected(here: Path, capsys: pytest.Captu
 def change_init_config(**changes: int | None) -> None:
     """Change keys of the config in the init's manifest."""
     manifest = Path("tiny-init/prep-manifest.json")
-    whole = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(whole | {"config": whole["config"] | changes}))
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"config": content["config"] | changes}))
 
 
 def test_missing_eos_token_is_a_warning(here: Path, capsys: pytest.CaptureFixture[str]):

@@ -86,9 +86,9 @@ def test_reshard_and_export_keep_all_values(tmp_path: Path, monkeypatch, base: d
     for path in ("run", "r1", "r3"):
         run_ok("export", path, "--out", f"{path}-hf")
         exported.append(read_tensors(Path(f"{path}-hf")))
-    for found in exported:
-        assert found.keys() == tensors.keys()
-        assert all(same_bits(value, tensors[name].astype(np.float32)) for name, value in found.items())
+    for actual in exported:
+        assert actual.keys() == tensors.keys()
+        assert all(same_bits(value, tensors[name].astype(np.float32)) for name, value in actual.items())
     config = json.loads(Path("run-hf/config.json").read_text())
     assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
 
@@ -188,8 +188,8 @@ def flip_byte_at(path: Path, text: bytes) -> None:
     """Flip a bit at the first occurrence of `text` in one of the item's data files."""
     for file in (path / "state/d").iterdir():
         data = file.read_bytes()
-        if (at := data.find(text)) >= 0:
-            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        if (offset := data.find(text)) >= 0:
+            file.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ def auto_class(base: dict[str, Any]) -> Any:
 
 def load_model(folder: str) -> Any:
     """Load a model; fail if tensors are missing, unexpected or of another shape."""
-    model, told = auto_class(json.loads(Path(folder, "config.json").read_text())).from_pretrained(
+    model, loading_info = auto_class(json.loads(Path(folder, "config.json").read_text())).from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
-    assert {key: list(value) for key, value in told.items() if value} == {}
+    assert {key: list(value) for key, value in loading_info.items() if value} == {}
     return model.eval()
 
 
@@ -58,9 +58,9 @@ def test_model_saved_by_transformers_round_trips(base: dict[str, Any]):
     assert main(["save-init", "./saved", "--pad-vocab", "8", "--mesh", "1,4,2", "-q"]) == 0
     assert main(["export", "saved-init", "--out", "back", "-q"]) == 0
     again = auto_class(base).from_pretrained("back", dtype="auto")
-    expected, found = model.state_dict(), again.state_dict()
-    assert found.keys() == expected.keys()
-    assert [n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])] == []
+    expected, actual = model.state_dict(), again.state_dict()
+    assert actual.keys() == expected.keys()
+    assert [n for n in actual if actual[n].dtype != expected[n].dtype or not torch.equal(actual[n], expected[n])] == []
     assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("saved/config.json").read_text())
 
 
@@ -83,7 +83,7 @@ def test_untied_t5_head_stays_untied():
     assert main(["pad-vocab", "./saved", "--multiple", "8", "-q"]) == 0
     assert main(["save-init", "saved-padded", "-q"]) == 0
     assert main(["export", "saved-padded-init", "--out", "back", "-q"]) == 0
-    expected, found = model.eval(), load_model("back")
-    assert not torch.equal(found.lm_head.weight, found.shared.weight)
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in found.state_dict().items())
-    assert torch.equal(compute_logits(expected, 131), compute_logits(found, 131))
+    expected, actual = model.eval(), load_model("back")
+    assert not torch.equal(actual.lm_head.weight, actual.shared.weight)
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in actual.state_dict().items())
+    assert torch.equal(compute_logits(expected, 131), compute_logits(actual, 131))

@@ -37,7 +37,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def write_tied_model(base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]) -> dict[str, np.ndarray]:
+def write_tied_model(
+    base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]
+) -> dict[str, np.ndarray]:
     """Write a tied checkpoint `m` after a change to its tensors; return the unchanged tensors."""
     tensors = make_checkpoint(Path("unchanged"), base, tied=True)
     changed = dict(tensors)
@@ -54,9 +56,9 @@ def copy_embedding_to_head(tensors: dict[str, np.ndarray], embedding: str) -> No
     tensors[HEAD] = tensors[embedding].copy()
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("change", [move_embedding_to_head, copy_embedding_to_head])
@@ -76,10 +78,10 @@ def test_tied_head_is_stored_once_and_round_trips(base: dict[str, Any], change: 
 def test_head_without_embedding_is_padded(base: dict[str, Any]):
     tensors, embedding = write_tied_model(base, move_embedding_to_head), EMBEDDINGS[base["model_type"]]
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
-    found = read_tensors(Path("m-padded"))
-    assert found.keys() == tensors.keys()
-    assert found[embedding].shape == (136, 32)
-    assert same_bits(found[embedding][:131], tensors[embedding])
+    actual = read_tensors(Path("m-padded"))
+    assert actual.keys() == tensors.keys()
+    assert actual[embedding].shape == (136, 32)
+    assert same_bits(actual[embedding][:131], tensors[embedding])
     run_ok("verify", "m-padded")
 
 
@@ -87,9 +89,9 @@ def test_head_without_embedding_is_padded(base: dict[str, Any]):
 def test_head_and_embedding_are_padded_equally(base: dict[str, Any]):
     write_tied_model(base, copy_embedding_to_head)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
-    found = read_tensors(Path("m-padded"))
-    assert found[HEAD].shape == (136, 32)
-    assert same_bits(found[HEAD], found[EMBEDDINGS[base["model_type"]]])
+    actual = read_tensors(Path("m-padded"))
+    assert actual[HEAD].shape == (136, 32)
+    assert same_bits(actual[HEAD], actual[EMBEDDINGS[base["model_type"]]])
 
 
 def change_head_value(tensors: dict[str, np.ndarray], embedding: str) -> None:
