@@ -1,4 +1,4 @@
-"""Options in groups: Typer sees each of them, a command gets them together."""
+"""Option groups: Typer sees each option, and a command receives the groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def example_command(
     return 7
 
 
-def test_options_stand_where_their_group_stood() -> None:
+def test_options_replace_their_group() -> None:
     names = ["checkpoint", "size", "revision", "offline", "stream", "json", "quiet", "verbose", "progress"]
     assert [*inspect.signature(example_command).parameters] == names
     assert example_command.__doc__ == "Look."
@@ -35,12 +35,12 @@ def test_options_stand_where_their_group_stood() -> None:
     assert inspect.signature(example_command).parameters["checkpoint"].default is inspect.Parameter.empty
 
 
-def test_a_command_gets_its_groups() -> None:
+def test_command_receives_its_groups() -> None:
     hub_values = {"revision": "main", "offline": False, "stream": True}
     output_values = {"json": True, "quiet": False, "verbose": 2}
     assert example_command(checkpoint="model", size=4, progress="none", **hub_values, **output_values) == 7
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_every_command_can_be_silent_and_speak_json(command) -> None:
+def test_every_command_has_output_options(command) -> None:
     assert {"json", "quiet", "verbose"} <= {*inspect.signature(command).parameters}

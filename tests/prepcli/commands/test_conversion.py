@@ -31,7 +31,8 @@ def test_source_line_lists_dtypes_of_large_tensors():
     biases = [SourceTensor(f"bias{i}", "float32", (1,), ()) for i in range(50)]
     weights = [SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))]
     source: Any = SimpleNamespace(
-        display_name="o/m", family=SimpleNamespace(name="llama"), tensors=CountingTensors([*weights, *biases]), files=("a", "b"),
+        display_name="o/m", family=SimpleNamespace(name="llama"), files=("a", "b"),
+        tensors=CountingTensors([*weights, *biases]),
         state_tensors=(), extra_entries=(),
     )  # fmt: skip
     assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"

@@ -122,15 +122,21 @@ INVALID_FOLDERS = {
     "no params": (remove_file("params.json"), "./meta has no params.json", "how many heads"),
     "broken params": (lambda: Path("meta/params.json").write_text("{"), "meta/params.json is broken", "JSON"),
     "params of another model": (change_params(moe={}), "meta/params.json makes no sense", "it has moe"),
-    "other heads": (change_params(n_kv_heads=8), "`layers.0.attention.wk.weight` in consolidated.00.pth", "make it [16, 64]"),
+    "other heads": (
+        change_params(n_kv_heads=8), "`layers.0.attention.wk.weight` in consolidated.00.pth", "make it [16, 64]",
+    ),
     "heads that files do not divide": (change_params(n_heads=1, n_kv_heads=1), "its heads are not whole", "to 4 files"),
     "a file is missing": (remove_file("consolidated.02.pth"), "consolidated.02.pth is missing", "has 3 such files"),
-    "the last file is missing": (remove_file("consolidated.03.pth"), "its heads are not whole", "cannot be dealt out to 3"),
+    "the last file is missing": (
+        remove_file("consolidated.03.pth"), "its heads are not whole", "cannot be dealt out to 3",
+    ),
     "half of the files": (
         lambda: [Path(f"meta/consolidated.0{i}.pth").unlink() for i in (2, 3)], "`tok_embeddings.weight` in",
         "in each of 2 files",
     ),
-    "a part is missing": (change_part(2, lambda state: state.pop(WQ)), f"consolidated.02.pth lacks `{WQ}`", "part of each"),
+    "a part is missing": (
+        change_part(2, lambda state: state.pop(WQ)), f"consolidated.02.pth lacks `{WQ}`", "part of each",
+    ),
     "a part of another dtype": (
         change_part(1, lambda state: state.update({WK: state[WK].half()})), f"the parts of `{WK}` differ",
         "bfloat16 and float16",
@@ -140,7 +146,8 @@ INVALID_FOLDERS = {
         "[8, 64]",
     ),
     "a part that is a view": (
-        change_part(1, lambda state: state.update({WK: state[WK].t().contiguous().t()})), f"`{WK}` is a view", "follow each",
+        change_part(1, lambda state: state.update({WK: state[WK].t().contiguous().t()})),
+        f"`{WK}` is a view", "follow each",
     ),
     "a tensor without a place": (
         lambda: [change_part(i, lambda state: state.update(x=state["norm.weight"]))() for i in range(4)],

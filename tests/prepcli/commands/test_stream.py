@@ -61,7 +61,7 @@ class HubSite:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Return the files of a 54 MB model, with tensors large enough for reads in parts and small enough to read ahead."""
+    """Return the files of a 54 MB model: large tensors are read in parts, small ones ahead."""
     folder = tmp_path_factory.mktemp("model") / "m"
     make_checkpoint(folder, vocab_size=9001, hidden_size=512, num_heads=4)
     return {path.name: path.read_bytes() for path in folder.iterdir()}

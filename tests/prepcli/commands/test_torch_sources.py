@@ -109,7 +109,9 @@ def test_safetensors_take_precedence_over_bin(capsys: pytest.CaptureFixture[str]
 def test_state_dict_inside_trainer_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     state = encode_mapping({
-        key: encode_tensor(array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size))
+        key: encode_tensor(
+            array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size)
+        )
         for i, (key, array) in enumerate(tensors.items())
     })  # fmt: skip
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
