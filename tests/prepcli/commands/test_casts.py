@@ -138,7 +138,7 @@ def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[s
     assert main(["save-init", "./outliers", "--dtype", "bfloat16", "-q"]) == 0  # 1e30 fits
 
 
-@pytest.mark.parametrize("ways", [["--workers", "2"], ["--memory", "32MiB"]])
+@pytest.mark.parametrize("options", [["--workers", "2"], ["--memory", "32MiB"]])
 def test_cast_counts_do_not_depend_on_workers_or_memory(options: list[str]):
     make_checkpoint(Path("m"), GPT2, vocab_size=997)
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "a")

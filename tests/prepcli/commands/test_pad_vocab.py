@@ -36,7 +36,7 @@ def make_source(**config: Any) -> Source:
 
 
 @pytest.mark.parametrize(
-    ("wish", "size"),
+    ("options", "size"),
     [
         ({}, 136),
         ({"multiple": 128}, 256),
