@@ -20,7 +20,7 @@ GENERATE = ("generate", "--tokens", "3,1,4", "--max-new-tokens", "1")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_training_folder()
@@ -61,7 +61,7 @@ def remove_checksums(folder: Path) -> Path:
     return folder
 
 
-def test_train_rejects_damaged_start_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_rejects_damaged_start_checkpoint(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     path = damage_parameter(Path("tiny-init"))
     error = run_error_and_notes(capsys, FAILED, "train", "recipe.toml")
     assert error["what"].startswith("params.")
@@ -72,7 +72,7 @@ def test_train_rejects_damaged_start_checkpoint(here: Path, capsys: pytest.Captu
     assert not saved_steps(Path("runs/recipe"))
 
 
-def test_train_rejects_damaged_step(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_rejects_damaged_step(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("recipe.toml").write_text(Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"'))
     words = ("train", "recipe.toml", "--stop-after")
     run_error_and_notes(capsys, STOPPED, *words, "2")
@@ -92,7 +92,7 @@ def test_train_rejects_damaged_step(here: Path, capsys: pytest.CaptureFixture[st
     assert error["hint"] == "`--restart` starts the run again"
 
 
-def test_generate_rejects_damaged_init(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_rejects_damaged_init(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     path = damage_parameter(Path("tiny-init"))
     error = run_error_and_notes(capsys, FAILED, *GENERATE, "tiny-init")
     assert error["what"].endswith(" of tiny-init is damaged")
@@ -110,7 +110,7 @@ def test_generate_rejects_damaged_init(here: Path, capsys: pytest.CaptureFixture
     ],
     ids=["pad-vocab", "export", "flax", "unstacked"],
 )
-def test_generate_rejects_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
+def test_generate_rejects_damaged_tensors(work_dir: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
     """Sources whose tensors are read whole: folders written by prep, and inits with unstacked layers."""
     run_ok(*command, "--out", "made")
     run_error_and_notes(capsys, OK, *GENERATE, "made")
@@ -122,7 +122,7 @@ def test_generate_rejects_damaged_tensors(here: Path, capsys: pytest.CaptureFixt
     run_error_and_notes(capsys, OK, *GENERATE, "made", "--no-verify")
 
 
-def test_checkpoint_without_checksums_is_read_twice(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_checkpoint_without_checksums_is_read_twice(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     init = remove_checksums(Path("tiny-init"))
     notes = run_error_and_notes(capsys, OK, *GENERATE, "tiny-init")["notes"]
     assert "tiny-init has no prep-checksums.bin (written by an earlier prep): checking it reads another " in notes
@@ -134,7 +134,7 @@ def test_checkpoint_without_checksums_is_read_twice(here: Path, capsys: pytest.C
         assert str(path) in error["why"]
 
 
-def test_verify_checks_the_checksum_file(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_checks_the_checksum_file(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     path = flip_bit(Path("tiny-init", CHECKSUMS_FILE), 3)
     assert run_error_and_notes(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
     path.unlink()

@@ -22,7 +22,7 @@ IDS = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a Hugging Face model `tiny` with a tokenizer in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -37,7 +37,7 @@ def generate_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: s
     return report
 
 
-def test_all_checkpoint_kinds_generate_the_same_tokens(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_all_checkpoint_kinds_generate_the_same_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     """A Hugging Face folder and its inits: unstacked, sharded and compressed, and stacked on axis 1."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
@@ -56,7 +56,7 @@ def test_all_checkpoint_kinds_generate_the_same_tokens(here: Path, capsys: pytes
     assert report["tokens"] == [expected["tokens"][0][:1]]
 
 
-def test_generate_reads_any_step_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("text.txt").write_text(" ".join(WORDS[number] for number in 1 + np.arange(2000) % 7))
     Path("r.toml").write_text(
         'mesh = "1,2,4"\n[model]\npath = "tiny"\n[data]\ntype = "text"\npath = "text.txt"\nseq_length = 16\n'
@@ -71,7 +71,7 @@ def test_generate_reads_any_step_of_a_run(here: Path, capsys: pytest.CaptureFixt
     )
 
 
-def test_generate_reads_stdin_and_prints_texts_only(here: Path):
+def test_generate_reads_stdin_and_prints_texts_only(work_dir: Path):
     """Stdout has one line per prompt, from stdin and from options."""
     command = [
         sys.executable,
@@ -96,7 +96,7 @@ def test_generate_reads_stdin_and_prints_texts_only(here: Path):
     assert "12 tokens for 4 prompts in " in process.stderr
 
 
-def test_prompts_are_read_from_text_and_jsonl(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompts_are_read_from_text_and_jsonl(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
     Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a byte order mark
     reports = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
@@ -104,7 +104,7 @@ def test_prompts_are_read_from_text_and_jsonl(here: Path, capsys: pytest.Capture
     assert reports[0]["tokens"] == reports[1]["tokens"]
 
 
-def test_batch_size_does_not_change_tokens(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = [
         "--tokens",
         "1",
@@ -125,7 +125,7 @@ def test_batch_size_does_not_change_tokens(here: Path, capsys: pytest.CaptureFix
     assert other_seed_report["tokens"] != [tokens[:1] for tokens in reports[0]["tokens"]], "another seed"
 
 
-def test_new_tokens_default_to_learned_positions(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_new_tokens_default_to_learned_positions(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
     assert len(run_json(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7
     for count in (5, 12):
@@ -137,7 +137,7 @@ def test_new_tokens_default_to_learned_positions(here: Path, capsys: pytest.Capt
         ]
 
 
-def test_generate_prints_ids_without_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_prints_ids_without_tokenizer(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("tiny/tokenizer.json").rename("words.json")
     report = generate_json(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
     assert (report["prompts"], report["texts"], report["prompt_tokens"]) == ([None], None, [IDS])
@@ -152,7 +152,7 @@ def test_generate_prints_ids_without_tokenizer(here: Path, capsys: pytest.Captur
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
 
 
-def test_generation_stops_at_eos_token(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generation_stops_at_eos_token(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     """The end token is in config.json, or in generation_config.json."""
     tokens = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
     first_indices = [i for i, token in enumerate(tokens) if token not in tokens[:i]]
@@ -168,18 +168,18 @@ def test_generation_stops_at_eos_token(here: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
-def test_invalid_eos_token_ids_are_ignored(here: Path, capsys: pytest.CaptureFixture[str], ends: object):
+def test_invalid_eos_token_ids_are_ignored(work_dir: Path, capsys: pytest.CaptureFixture[str], ends: object):
     Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     report = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
     assert (len(report["tokens"][0]), report["ended"]) == (2, [False])
 
 
-def test_bfloat16_checkpoint_computes_in_bfloat16(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_bfloat16_checkpoint_computes_in_bfloat16(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("half"), LLAMA, "bfloat16")
     assert generate_json(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
 
 
-def test_encoder_decoder_generates_from_prompts(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_encoder_decoder_generates_from_prompts(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
     write_tokenizer(Path("t5"))
     report = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
@@ -218,7 +218,7 @@ INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
 
 
 @pytest.mark.parametrize("why", INVALID_PROMPTS)
-def test_invalid_prompts_and_options_are_errors(here: Path, capsys: pytest.CaptureFixture[str], why: str):
+def test_invalid_prompts_and_options_are_errors(work_dir: Path, capsys: pytest.CaptureFixture[str], why: str):
     Path("bad.jsonl").write_text("w1 w2\n")
     Path("other.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     Path("bytes.txt").write_bytes(b"\xff\xfe\n")
@@ -230,13 +230,13 @@ def test_invalid_prompts_and_options_are_errors(here: Path, capsys: pytest.Captu
     assert "bug in prep" not in err
 
 
-def test_mesh_must_divide_the_heads(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mesh_must_divide_the_heads(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("odd"), LLAMA, num_attention_heads=2, num_key_value_heads=2)
     lines = error_lines(capsys, "generate", "odd", "--tokens", "1", "--mesh", "1,1,8")
     assert "heads" in lines[0]
 
 
-def test_prompt_ids_ignore_broken_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompt_ids_ignore_broken_tokenizer(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for path in Path("tiny").rglob("tokenizer.json"):
         path.write_text("{")
     assert main(["generate", "tiny", "--tokens", "1", "--max-new-tokens", "1", "-q"]) == 0

@@ -32,7 +32,7 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -169,14 +169,14 @@ def test_inspect_lists_tensors_with_invalid_config(capsys: Capture, changes: dic
     assert any(line.startswith("x ") for line in lines)
 
 
-def test_inspect_rejects_unreadable_folders(capsys: Capture, here: Path) -> None:
+def test_inspect_rejects_unreadable_folders(capsys: Capture, work_dir: Path) -> None:
     code, message = inspect_failing(capsys, "./nowhere")
     assert (code, message.splitlines()[0]) == (2, "error: `./nowhere` does not exist")
-    (here / "notes").mkdir()
+    (work_dir / "notes").mkdir()
     code, message = inspect_failing(capsys, "notes")
     assert (code, message.splitlines()[0]) == (1, "error: `notes` holds no checkpoint")
     write_two_files()
-    (here / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
+    (work_dir / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
     code, message = inspect_failing(capsys, "m")
     assert (code, message.splitlines()[0]) == (1, "error: model-00001-of-00002.safetensors is cut short")
 
@@ -212,9 +212,9 @@ def test_inspect_fields_of_leaves(capsys: Capture) -> None:
     assert data == tensors["model.layers.1.mlp.up_proj.weight"].tobytes()
 
 
-def test_inspect_checkpoint_saved_by_orbax(capsys: Capture, here: Path) -> None:
+def test_inspect_checkpoint_saved_by_orbax(capsys: Capture, work_dir: Path) -> None:
     tree = {"b": np.arange(6.0).reshape(2, 3), "step": np.int32(7), "text": "hello", "nothing": {}}
-    ocp.PyTreeCheckpointer(use_compression=False).save(here / "run" / "12" / "default", tree)
+    ocp.PyTreeCheckpointer(use_compression=False).save(work_dir / "run" / "12" / "default", tree)
     lines = inspect_lines(capsys, "run")
     assert lines[0] == "run  unknown family  7 values  52 bytes float64, int32"
     assert lines[1].startswith("Orbax, ")
@@ -329,15 +329,15 @@ PEAK_SCRIPT = (
 )
 
 
-def test_stats_read_large_tensors_in_little_memory(here: Path) -> None:
+def test_stats_read_large_tensors_in_little_memory(work_dir: Path) -> None:
     n = 200 << 20
     header = json.dumps({"x": {"dtype": "F8_E4M3", "shape": [n], "data_offsets": [0, n]}}).encode()
-    (here / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with (here / "model.safetensors").open("r+b") as file:
+    (work_dir / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with (work_dir / "model.safetensors").open("r+b") as file:
         file.truncate(8 + len(header) + n)
     peaks = []
     for options in ([], ["--stats"]):
-        command = [sys.executable, "-c", PEAK_SCRIPT, "inspect", str(here), "-q", "--json", *options]
+        command = [sys.executable, "-c", PEAK_SCRIPT, "inspect", str(work_dir), "-q", "--json", *options]
         process = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         peaks.append(int(process.stderr))
         (tensor,) = json.loads(process.stdout)["tensors"]

@@ -24,7 +24,7 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -112,8 +112,8 @@ def test_shards_need_a_mesh_that_divides(capsys: Capture) -> None:
     assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 leaves fsdp open")
 
 
-def test_shards_need_known_dims(capsys: Capture, here: Path) -> None:
-    ocp.PyTreeCheckpointer(use_compression=False).save(here / "saved", {"x": np.ones(3)})
+def test_shards_need_known_dims(capsys: Capture, work_dir: Path) -> None:
+    ocp.PyTreeCheckpointer(use_compression=False).save(work_dir / "saved", {"x": np.ones(3)})
     assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
         "error: saved was not written by prep\n"

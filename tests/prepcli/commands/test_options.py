@@ -57,49 +57,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     return folder
 
 
 @pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_test_id)
 def test_vocabulary_sizes_are_mutually_exclusive(
-    words: list[str], what: str, here: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], what: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_lines(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
-    assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
+    assert {path.name for path in work_dir.iterdir()} == {"m", "unstacked"}
 
 
 @pytest.mark.parametrize(("words", "option", "needed"), OPTIONS_WITHOUT_EFFECT, ids=_test_id)
 def test_options_without_effect_are_rejected(
-    words: list[str], option: str, needed: str, here: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], option: str, needed: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert what == f"error: `{option}` has no effect without `{needed}`"
     assert hint == f" hint: add `{needed}`, or remove `{option}`"
-    assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
+    assert {path.name for path in work_dir.iterdir()} == {"m", "unstacked"}
 
 
 @pytest.mark.parametrize("words", STREAMED_FOLDERS, ids=_test_id)
-def test_stream_is_rejected_for_local_folders(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stream_is_rejected_for_local_folders(
+    words: list[str], work_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert (what, hint) == ("error: `--stream` has no effect", " hint: remove `--stream`")
 
 
-def test_sort_is_rejected_with_diff(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sort_is_rejected_with_diff(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         error_lines(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0]
         == "error: `--sort size` has no effect"
     )
 
 
-def test_empty_mesh_in_library_call_is_rejected(here: Path) -> None:
+def test_empty_mesh_in_library_call_is_rejected(work_dir: Path) -> None:
     with pytest.raises(PrepError, match="`--mesh` is empty"):
         save_init(SaveInitRequest(CommonOptions("./m", Path("out"), MIN_MEMORY_NBYTES), mesh=""), Ui("save-init"))
 
 
-def test_empty_mesh_in_recipe_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = here.parent / "recipe.toml"
+def test_empty_mesh_in_recipe_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = work_dir.parent / "recipe.toml"
     recipe.write_text(
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
         "[optimizer]\nlr = 1.0\n[train]\nsteps = 1\n"
@@ -146,7 +148,7 @@ def test_minimum_memory_equals_the_hint() -> None:
 
 @pytest.mark.parametrize("option", [("--memory", "5"), ("--processes", "4")])
 def test_dry_run_rejects_invalid_options(
-    option: tuple[str, str], here: Path, capsys: pytest.CaptureFixture[str]
+    option: tuple[str, str], work_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_lines(capsys, "save-init", "./m", "--dry-run", *option)[0].startswith(
         f"error: `{' '.join(option)}` is "

@@ -29,7 +29,7 @@ FAMILIES = pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "ll
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

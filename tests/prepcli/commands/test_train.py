@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_training_folder()
@@ -84,7 +84,7 @@ def read_losses(run: str) -> list[float]:
     return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
 
 
-def test_train_export_and_resume_finished_run(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_export_and_resume_finished_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, report = train_json(capsys)
     assert code == OK
@@ -106,7 +106,7 @@ def test_train_export_and_resume_finished_run(here: Path, capsys: pytest.Capture
     assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), "a run that is done does nothing"
 
 
-def test_eval_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
@@ -121,13 +121,13 @@ def test_eval_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixture
         assert report["eval_loss"] == pytest.approx(float(model(holdout, labels=holdout).loss), rel=1e-5)
 
 
-def test_train_converts_hf_folder_first(here: Path, capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(here / "neo", GPT_NEO)
-    write_tokenizer(here / "neo")
+def test_train_converts_hf_folder_first(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(work_dir / "neo", GPT_NEO)
+    write_tokenizer(work_dir / "neo")
     capsys.readouterr()
     code, report = train_json(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
     assert (code, report["step"]) == (OK, 3)
-    assert (here / "runs/recipe/init/neo-init/_METADATA").is_file()
+    assert (work_dir / "runs/recipe/init/neo-init/_METADATA").is_file()
     assert main(["inspect", "runs/recipe", "-q"]) == OK
 
 
@@ -147,7 +147,7 @@ def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_stopped_run_resumes_to_the_same_bits(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
     running = start_train()
     wait_for_step(running, "runs/recipe", 2)
@@ -165,7 +165,7 @@ def test_stopped_run_resumes_to_the_same_bits(here: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_to_the_same_bits(here: Path):
+def test_killed_run_resumes_to_the_same_bits(work_dir: Path):
     """Kill each of 5 runs 4 times at random; with a checkpoint at every step, many kills happen during a save."""
     often = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=3")
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q", *often]) == OK
@@ -192,57 +192,57 @@ def train_error(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, s
     return code, error["what"], error["why"], error["hint"]
 
 
-def test_mesh_with_too_many_devices_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mesh_with_too_many_devices_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, why, hint = train_error(capsys, "--set", "mesh=1,64,4")
     assert (code, what) == (USAGE, "mesh 1,64,4 needs 256 devices, there are 8")
     assert why.startswith("1 host with 8 x cpu")
     assert "`--set mesh=1,8,1`" in hint
 
 
-def test_indivisible_batch_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_indivisible_batch_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "batch.size=7")
     assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
 
 
-def test_missing_empty_and_short_data_are_errors(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_empty_and_short_data_are_errors(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "data.path=nothing.txt")
     assert code == FAILED
     assert "nothing.txt" in what
-    (here / "empty.txt").touch()
+    (work_dir / "empty.txt").touch()
     code, what, *_ = train_error(capsys, "--set", "data.path=empty.txt")
     assert code == FAILED
     assert "empty.txt is empty" in what
-    (here / "short.txt").write_text("w1 w2 w3")
+    (work_dir / "short.txt").write_text("w1 w2 w3")
     code, what, why, _ = train_error(capsys, "--set", "data.path=short.txt")
     assert code == FAILED
     assert "16" in what + why
 
 
-def test_tokenizer_larger_than_vocabulary_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_tokenizer_larger_than_vocabulary_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     """The tokenizer has more words than the model's true vocabulary; padded rows must not be used for them."""
-    (here / "other").mkdir()
-    write_tokenizer(here / "other", [f"x{number}" for number in range(5)] + WORDS)
+    (work_dir / "other").mkdir()
+    write_tokenizer(work_dir / "other", [f"x{number}" for number in range(5)] + WORDS)
     code, what, why, _ = train_error(capsys, "--set", "data.tokenizer=other")
     assert code == FAILED
     assert "131" in what + why
 
 
-def test_missing_tokenizer_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]):
-    for path in here.rglob("tokenizer.json"):
+def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    for path in work_dir.rglob("tokenizer.json"):
         path.unlink()
     code, what, *_ = train_error(capsys)
     assert code == FAILED
     assert "tokenizer.json" in what
 
 
-def test_too_long_sequences_are_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(here / "neo", GPT_NEO)
-    write_tokenizer(here / "neo")
+def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(work_dir / "neo", GPT_NEO)
+    write_tokenizer(work_dir / "neo")
     code, what, why, _ = train_error(capsys, "--set", "model.path=neo", "--set", "data.seq_length=128")
     assert (code, what, why) == (USAGE, "`data.seq_length` is 128", "the model has 64 positions")
 
 
-def test_resume_rejects_changed_recipe_and_data(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
     code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
     assert (code, what) == (FAILED, "the run began with another recipe")
@@ -250,37 +250,37 @@ def test_resume_rejects_changed_recipe_and_data(here: Path, capsys: pytest.Captu
     assert "`--restart`" in hint
     code, what, *_ = train_error(capsys, "--set", "train.steps=24")
     assert (code, what) == (FAILED, "the learning rate's schedule has changed since the run began")
-    text = (here / "text.txt").read_text()
-    (here / "text.txt").write_text(text + " w1")
+    text = (work_dir / "text.txt").read_text()
+    (work_dir / "text.txt").write_text(text + " w1")
     code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "the data has changed since the run began")
-    (here / "text.txt").write_text(text)
+    (work_dir / "text.txt").write_text(text)
     changes = ("--set", "mesh=8,1,1", "--set", "train.log_every=5", "--set", "checkpoint.keep=1")
     assert main(["train", "recipe.toml", "-q", *changes]) == OK, "these may change"
-    assert saved_steps(here / "runs/recipe") == [12]
+    assert saved_steps(work_dir / "runs/recipe") == [12]
     assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q"]) == STOPPED
-    assert saved_steps(here / "runs/recipe") == [1]
+    assert saved_steps(work_dir / "runs/recipe") == [1]
 
 
-def test_resume_needs_optimizer_state(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_resume_needs_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
     code, what, *_ = train_error(capsys, *words)
     assert (code, what) == (FAILED, "step 1 has no optimizer state to resume from")
 
 
-def test_train_keeps_foreign_folder(here: Path, capsys: pytest.CaptureFixture[str]):
-    (here / "thesis").mkdir()
-    (here / "thesis" / "text").write_text("all of it")
+def test_train_keeps_foreign_folder(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    (work_dir / "thesis").mkdir()
+    (work_dir / "thesis" / "text").write_text("all of it")
     code, what, *_ = train_error(capsys, "--out", "thesis")
     assert (code, what) == (FAILED, "thesis already exists and is not a run")
 
 
-def test_dry_run_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_writes_nothing(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, report = train_json(capsys, "--dry-run")
     assert (code, report["steps"], report["mesh"], report["dry_run"]) == (OK, 12, "1,2,4", True)
-    assert not (here / "runs").exists()
+    assert not (work_dir / "runs").exists()
 
 
 def test_train_without_recipe_and_schema(capsys: pytest.CaptureFixture[str]):
@@ -290,26 +290,26 @@ def test_train_without_recipe_and_schema(capsys: pytest.CaptureFixture[str]):
     assert json.loads(capsys.readouterr().out)["title"] == "Recipe of prep train"
 
 
-def test_failed_start_does_not_block_the_next(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_failed_start_does_not_block_the_next(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "data.seq_length=4000")
     assert (code, what) == (FAILED, "the data is shorter than one block")
-    assert [path.name for path in (here / "runs/recipe").iterdir()] == ["data"]
+    assert [path.name for path in (work_dir / "runs/recipe").iterdir()] == ["data"]
     assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
 
 
-def test_restart_deletes_steps_only_after_checks(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_restart_deletes_steps_only_after_checks(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
     code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
     code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
     assert (code, what) == (USAGE, "`--restart` would delete runs/recipe/3")
-    with RunFolder(here / "runs/recipe", here / "tiny-init", "another process"):
+    with RunFolder(work_dir / "runs/recipe", work_dir / "tiny-init", "another process"):
         code, what, *_ = train_error(capsys, "--restart")
     assert "is locked" in what
-    assert saved_steps(here / "runs/recipe") == [3, 4]
+    assert saved_steps(work_dir / "runs/recipe") == [3, 4]
 
 
-def test_finished_run_needs_no_optimizer_state(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false", "--set", "train.steps=3")
     assert main(["train", "recipe.toml", "-q", *words]) == OK
     capsys.readouterr()
@@ -317,7 +317,7 @@ def test_finished_run_needs_no_optimizer_state(here: Path, capsys: pytest.Captur
     assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/3", 3)
 
 
-def test_converted_init_follows_the_mesh(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_converted_init_follows_the_mesh(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "model.path=tiny", "--restart", "--stop-after", "1", "-q")
     assert main(["train", "recipe.toml", "--set", "mesh=1,8,1", *words]) == STOPPED
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", *words]) == STOPPED
@@ -326,7 +326,7 @@ def test_converted_init_follows_the_mesh(here: Path, capsys: pytest.CaptureFixtu
     assert train_json(capsys, "--set", "model.path=tiny", "--set", "mesh=1,4,2", "--restart", "--dry-run")[0] == OK
 
 
-def test_unsupported_layout_is_rejected_before_work(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_unsupported_layout_is_rejected_before_work(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
     code, what, *_ = train_error(capsys, "--set", "model.path=apart")
     assert (code, what) == (USAGE, "layers cannot be scanned")
@@ -334,14 +334,14 @@ def test_unsupported_layout_is_rejected_before_work(here: Path, capsys: pytest.C
     code, what, _, hint = train_error(capsys, *words)
     assert (code, what) == (USAGE, "vocabulary 131 cannot be split over mp 4")
     assert "`prep save-init MODEL --mesh 1,2,4 --pad-vocab auto`" in hint
-    assert not (here / "runs").exists()
+    assert not (work_dir / "runs").exists()
 
 
-def test_renamed_recipe_resumes_with_out(here: Path):
+def test_renamed_recipe_resumes_with_out(work_dir: Path):
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
     Path("recipe.toml").rename("other.toml")
     assert main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
-    assert saved_steps(here / "runs/recipe") == [1, 2]
+    assert saved_steps(work_dir / "runs/recipe") == [1, 2]
 
 
 def test_tokenize_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):

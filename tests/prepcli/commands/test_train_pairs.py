@@ -61,7 +61,7 @@ def make_pairs() -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_checkpoint(Path("tiny"), FAMILY_CONFIGS["t5"])
@@ -77,7 +77,7 @@ def ids_of(text: str, max_length: int) -> list[int]:
     return ids if len(ids) <= max_length else [*ids[: max_length - 1], 1]
 
 
-def test_seq2seq_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, report = train_json(capsys, "--set", "mesh=1,4,2")
     assert (code, report["step"]) == (OK, 12)
@@ -101,7 +101,7 @@ def test_seq2seq_loss_equals_transformers(here: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_loss_does_not_depend_on_execution_options(here: Path):
+def test_loss_does_not_depend_on_execution_options(work_dir: Path):
     """Micro-batches, unstacked layers and another mesh change the loss only by rounding."""
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
     assert main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
@@ -112,7 +112,7 @@ def test_loss_does_not_depend_on_execution_options(here: Path):
 
 
 @pytest.mark.slow
-def test_killed_seq2seq_run_resumes_to_the_same_bits(here: Path):
+def test_killed_seq2seq_run_resumes_to_the_same_bits(work_dir: Path):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
     running = start_train()
     wait_for_step(running, "runs/recipe", 5)
@@ -130,7 +130,7 @@ def train_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any,
     return code, what, why
 
 
-def test_mismatch_of_data_and_model_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for words in (("data.fields=sum",), ("data.type=text", "data.path=recipe.toml")):
         cleared = Path("recipe.toml").read_text()
         for line in ('fields = "[first], [second], sum"\n', "source_length = 9\n", 'source_prefix = "w5 "\n'):
@@ -142,8 +142,8 @@ def test_mismatch_of_data_and_model_is_rejected(here: Path, capsys: pytest.Captu
         error = json.loads(capsys.readouterr().out)["error"]
         assert error["what"] == "t5 has an encoder, and the data has nothing for it"
         assert "spans left out" in error["why"]
-    make_checkpoint(here / "llama", LLAMA)
-    write_tokenizer(here / "llama")
+    make_checkpoint(work_dir / "llama", LLAMA)
+    write_tokenizer(work_dir / "llama")
     assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     code, what, why = train_refusal(capsys, "--set", "model.path=llama-init")
     assert (code, what) == (USAGE, "`data.fields` is '[first], [second], sum'")
@@ -160,13 +160,13 @@ def change_init_config(**changes: int | None) -> None:
     manifest.write_text(json.dumps(content | {"config": content["config"] | changes}))
 
 
-def test_missing_eos_token_is_a_warning(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_eos_token_is_a_warning(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     change_init_config(eos_token_id=None)
     assert main(["train", "recipe.toml", "--set", "train.steps=3"]) == OK
     assert "config.json has no eos_token_id: nothing says where a target ends" in capsys.readouterr().err
 
 
-def test_missing_decoder_start_token_is_an_error(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_decoder_start_token_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     change_init_config(decoder_start_token_id=None, pad_token_id=131)
     assert train_refusal(capsys)[1:] == (
         "config.json does not say what a decoder begins with",

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _work_dir(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Link the shared inputs into a new working folder."""
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)

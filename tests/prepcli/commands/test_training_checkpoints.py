@@ -43,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Copy the shared checkpoints to a new working folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("m", "m-init", "tuned"):
@@ -93,7 +93,7 @@ def test_reshard_and_export_keep_all_values(tmp_path: Path, monkeypatch, base: d
     assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
 
 
-def test_reshard_unstacks_optimizer_state(here: Path):
+def test_reshard_unstacks_optimizer_state(work_dir: Path):
     run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
     stacked, apart = read_state("tuned"), read_state("apart")
     for slot in ("params", *OPTIMIZER_SLOTS):
@@ -103,7 +103,7 @@ def test_reshard_unstacks_optimizer_state(here: Path):
     assert same_bits(apart["opt_state.adam.count"], np.array(5, np.int32))
 
 
-def test_resharded_step_is_a_step(here: Path):
+def test_resharded_step_is_a_step(work_dir: Path):
     run_ok("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
     assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
         "_CHECKPOINT_METADATA", "prep-checksums.bin", "prep-manifest.json", "state",
@@ -117,7 +117,7 @@ def test_resharded_step_is_a_step(here: Path):
     assert same_state(read_state("onward"), state)
 
 
-def test_repeated_reshard_of_a_run_is_already_done(here: Path, capsys: Capture):
+def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Capture):
     run_ok("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     assert (out, "already done" in err) == ("again\n", True)
@@ -126,7 +126,7 @@ def test_repeated_reshard_of_a_run_is_already_done(here: Path, capsys: Capture):
     assert "its files are damaged" in err
 
 
-def test_params_only_writes_an_init(here: Path, capsys: Capture):
+def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
     size = format_bytes(sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state.")))
@@ -144,7 +144,7 @@ def test_params_only_writes_an_init(here: Path, capsys: Capture):
     assert main(["verify", "tuned-1x2x2", "m-init", "-q"]) == 1
 
 
-def test_export_of_step_reports_dropped_state(here: Path, capsys: Capture):
+def test_export_of_step_reports_dropped_state(work_dir: Path, capsys: Capture):
     out, err = run_stdout_stderr(capsys, "export", "tuned", "--step", "3")
     assert out == "tuned-hf\n"
     state = read_state("tuned/3")
@@ -158,7 +158,7 @@ def test_export_of_step_reports_dropped_state(here: Path, capsys: Capture):
     assert f"training state of tuned/3 ({size}) ignored: only parameters are compared" in err
 
 
-def test_last_step_is_the_default(here: Path):
+def test_last_step_is_the_default(work_dir: Path):
     run_ok("export", "tuned")
     run_ok("verify", "tuned-hf", "tuned/5")
     assert main(["verify", "tuned-hf", "tuned/3", "-q"]) == 1
@@ -171,12 +171,12 @@ def test_last_step_is_the_default(here: Path):
         (["reshard", "m-init", "--step", "4"], ("m-init has no step 4", "it is not the folder of a run")),
     ],
 )
-def test_missing_step_is_a_usage_error(here: Path, capsys: Capture, words: list[str], lines: tuple[str, str]):
+def test_missing_step_is_a_usage_error(work_dir: Path, capsys: Capture, words: list[str], lines: tuple[str, str]):
     assert main(words) == 2
     assert capsys.readouterr().err.splitlines()[:2] == [f"error: {lines[0]}", f"  why: {lines[1]}"]
 
 
-def test_run_is_the_default_checkpoint(here: Path, capsys: Capture):
+def test_run_is_the_default_checkpoint(work_dir: Path, capsys: Capture):
     shutil.rmtree("m-init")
     _, err = run_stdout_stderr(capsys, "export")
     assert "using ./tuned (the only prep checkpoint here)" in err
@@ -200,7 +200,7 @@ def flip_byte_at(path: Path, text: bytes) -> None:
         ("opt_state.adam.mu.embed.tokens", "opt_state.adam.mu/transformer.wte.weight"),
     ],
 )
-def test_verify_finds_flipped_bit_in_state(here: Path, capsys: Capture, leaf: str, called: str):
+def test_verify_finds_flipped_bit_in_state(work_dir: Path, capsys: Capture, leaf: str, called: str):
     run_ok("verify", "tuned")
     shutil.copytree("tuned/5", "copy")
     flip_byte_at(Path("copy"), read_state("copy")[leaf].reshape(-1)[:40].tobytes())
@@ -214,7 +214,7 @@ def test_verify_finds_flipped_bit_in_state(here: Path, capsys: Capture, leaf: st
     assert not Path("x").exists()
 
 
-def test_verify_checks_scalars(here: Path, capsys: Capture):
+def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
     manifest = Path("tuned/5/prep-manifest.json")
     content = json.loads(manifest.read_text())
     content["others"]["skipped"]["digests"] = content["others"]["step"]["digests"]
@@ -223,7 +223,7 @@ def test_verify_checks_scalars(here: Path, capsys: Capture):
     assert "differs  skipped  rows 0:1 do not match the digest" in err
 
 
-def test_verify_reports_missing_optimizer_state(here: Path, capsys: Capture):
+def test_verify_reports_missing_optimizer_state(work_dir: Path, capsys: Capture):
     bare = {name: value for name, value in read_state("tuned/5").items() if not name.startswith("opt_state")}
     save_steps(Path("bare"), Path("m-init"), {5: bare})
     run_ok("verify", "bare")
@@ -232,7 +232,7 @@ def test_verify_reports_missing_optimizer_state(here: Path, capsys: Capture):
     assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
 
 
-def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
+def test_inspect_lists_parameters_and_moments(work_dir: Path, capsys: Capture):
     capsys.readouterr()
     assert main(["inspect", "tuned", "-q"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -249,32 +249,32 @@ def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
     assert source["optimizer_bytes"] == 2 * 4 * params + 4
 
 
-def test_inspect_diff_of_steps_and_models(here: Path):
+def test_inspect_diff_of_steps_and_models(work_dir: Path):
     run_ok("inspect", "tuned/3", "--diff", "tuned/5")
     assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1
     run_ok("export", "tuned", "--keep-padding", "--out", "hf")
     run_ok("inspect", "tuned", "--diff", "hf")
 
 
-def test_save_init_rejects_training_checkpoint(here: Path, capsys: Capture):
+def test_save_init_rejects_training_checkpoint(work_dir: Path, capsys: Capture):
     assert main(["save-init", "tuned"]) == 2
     assert "tuned is already an Orbax checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["tuned/5", "tuned/5/state/x"])
-def test_export_into_a_step_is_rejected(here: Path, capsys: Capture, out: str):
+def test_export_into_a_step_is_rejected(work_dir: Path, capsys: Capture, out: str):
     assert main(["export", "tuned", "--out", out]) == 2
     assert "sources are never written to" in capsys.readouterr().err
 
 
-def test_orbax_restores_a_step(here: Path):
+def test_orbax_restores_a_step(work_dir: Path):
     run_ok("reshard", "tuned", "--mesh", "1,1,4", "--out", "anew")
     Path("runs/again").mkdir(parents=True)
     Path("anew").rename("runs/again/5")
     for step in (Path("tuned/5"), Path("runs/again/5")):
         leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in read_state(str(step)).items()}
         Path("expected.json").write_text(json.dumps(leaves))
-        run_orbax("judge-step", here / "expected.json", here / step)
+        run_orbax("judge-step", work_dir / "expected.json", work_dir / step)
 
 
 def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:

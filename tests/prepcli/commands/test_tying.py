@@ -33,7 +33,7 @@ BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT2, GPT
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
