@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint, as Typer takes them."""
+"""Commands that write a checkpoint: pad-vocab, save-init, reshard, export."""
 
 from __future__ import annotations
 
@@ -44,22 +44,21 @@ def pad_vocab(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option("--mesh", metavar="DP,FSDP,MP", help="Pad to what this mesh divides.", show_default=False),
+        typer.Option("--mesh", metavar="DP,FSDP,MP", help="Pad to rows that this mesh divides.", show_default=False),
     ] = None,
     init: InitOption = "zeros",
     seed: SeedOption = None,
     true_vocab: TrueVocabOption = None,
     config: ConfigOption = None,
     *,
-    losses: TensorOptions,
-    output: WriteOptions,
-    hub: HubOptions,
-    shown: OutputOptions,
+    tensor_options: TensorOptions,
+    write_options: WriteOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Pad the vocabulary, so that it can be sharded.
+    """Pad the vocabulary so that a mesh divides it.
 
-    \b
     Examples:
       prep pad-vocab gpt-neo-1.3B --multiple 8
       prep pad-vocab ./my-model --mesh 1,64,4 --init mean --dry-run
@@ -67,12 +66,20 @@ def pad_vocab(
     from prepcli.commands.pad_vocab import PadVocabRequest
     from prepcli.commands.pad_vocab import pad_vocab as run
 
-    ui = shown.open_console("pad-vocab", progress)
-    common = _common(context, checkpoint, output, hub, config=config)
+    ui = output_options.open_console("pad-vocab", progress)
+    common = _common_options(context, checkpoint, write_options, hub_options, config=config)
     with raise_on_signal():
-        return ui.finish(
-            run(PadVocabRequest(common, multiple, size, mesh, init, seed, true_vocab, losses.match_options()), ui)
+        request = PadVocabRequest(
+            common,
+            multiple=multiple,
+            size=size,
+            mesh=mesh,
+            init=init,
+            seed=seed,
+            true_vocab=true_vocab,
+            match_options=tensor_options.match_options(),
         )
+        return ui.finish(run(request, ui))
 
 
 @expand_option_groups
@@ -84,7 +91,7 @@ def save_init(
     scan: ScanOption = None,
     scan_axis: ScanAxisOption = None,
     pad_vocab: Annotated[
-        str, typer.Option("--pad-vocab", metavar="no|auto|N", help="Pad to a multiple of N; auto: as the mesh needs.")
+        str, typer.Option("--pad-vocab", metavar="no|auto|N", help="Pad to a multiple of N; auto: to fit --mesh.")
     ] = "no",
     init: InitOption = "zeros",
     seed: SeedOption = None,
@@ -93,16 +100,15 @@ def save_init(
     allow_overflow: AllowOverflowOption = False,
     config: ConfigOption = None,
     *,
-    losses: TensorOptions,
+    tensor_options: TensorOptions,
     compress: CompressOption = None,
-    output: WriteOptions,
-    hub: HubOptions,
-    shown: OutputOptions,
+    write_options: WriteOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Convert a Hugging Face checkpoint into a sharded Orbax one.
+    """Convert a Hugging Face checkpoint to sharded Orbax.
 
-    \b
     Examples:
       prep save-init gpt-neo-1.3B-padded --mesh 1,1,8
       prep save-init llama-13b --memory 128MiB
@@ -112,12 +118,23 @@ def save_init(
     from prepcli.commands.save_init import SaveInitRequest
     from prepcli.commands.save_init import save_init as run
 
-    ui = shown.open_console("save-init", progress)
-    common = _common(context, checkpoint, output, hub, config=config, allow_overflow=allow_overflow)
+    ui = output_options.open_console("save-init", progress)
+    common = _common_options(
+        context, checkpoint, write_options, hub_options, config=config, allow_overflow=allow_overflow
+    )
     rules = tuple(rule or ())
     with raise_on_signal():
         request = SaveInitRequest(
-            *(common, mesh, rules, scan, scan_axis, pad_vocab, init, seed, true_vocab, losses.match_options()),
+            common,
+            mesh=mesh,
+            rules=rules,
+            scan=scan,
+            scan_axis=scan_axis,
+            pad_vocab=pad_vocab,
+            init=init,
+            seed=seed,
+            true_vocab=true_vocab,
+            match_options=tensor_options.match_options(),
             dtype=dtype,
             compress=compress,
         )
@@ -132,18 +149,17 @@ def reshard(
     rule: RuleOption = None,
     scan: ScanOption = None,
     scan_axis: ScanAxisOption = None,
-    params_only: Annotated[bool, typer.Option("--params-only", help="Leave a run's optimizer state out.")] = False,
+    params_only: Annotated[bool, typer.Option("--params-only", help="Drop the optimizer state.")] = False,
     step: StepOption = None,
     config: ConfigOption = None,
     compress: CompressOption = None,
     *,
-    output: WriteOptions,
-    shown: OutputOptions,
+    write_options: WriteOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Lay an Orbax checkpoint out for another mesh.
+    """Lay out an Orbax checkpoint for another mesh.
 
-    \b
     Examples:
       prep reshard --mesh 1,64,4
       prep reshard llama-13b-init --mesh fsdp:64,mp:4,sp:2 --out wide
@@ -153,11 +169,19 @@ def reshard(
     from prepcli.commands.save_init import SaveInitRequest
     from prepcli.commands.save_init import reshard as run
 
-    ui = shown.open_console("reshard", progress)
-    common = _common(context, checkpoint, output, step=step, config=config)
+    ui = output_options.open_console("reshard", progress)
+    common = _common_options(context, checkpoint, write_options, step=step, config=config)
     with raise_on_signal():
         rules = tuple(rule or ())
-        request = SaveInitRequest(common, mesh, rules, scan, scan_axis, params_only=params_only, compress=compress)
+        request = SaveInitRequest(
+            common,
+            mesh=mesh,
+            rules=rules,
+            scan=scan,
+            scan_axis=scan_axis,
+            params_only=params_only,
+            compress=compress,
+        )
         return ui.finish(run(request, ui))
 
 
@@ -165,15 +189,17 @@ def reshard(
 def export(
     context: typer.Context,
     checkpoint: OptionalCheckpointArgument = None,
-    keep_padding: Annotated[bool, typer.Option("--keep-padding", help="Leave the padded rows on.")] = False,
-    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The most a file holds.")] = "5GB",
-    layout: Annotated[str, typer.Option("--layout", metavar="TREE", help="hf, hf-flax or easylm.")] = "hf",
-    container: Annotated[
+    keep_padding: Annotated[bool, typer.Option("--keep-padding", help="Keep the padding of the vocabulary.")] = False,
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Limit files to SIZE.")] = "5GB",
+    layout: Annotated[
+        str, typer.Option("--layout", metavar="TREE", help="Write the tree of hf, hf-flax or easylm.")
+    ] = "hf",
+    file_format: Annotated[
         str | None,
         typer.Option(
             "--format",
             metavar="KIND",
-            help="safetensors, msgpack or stream; default: the layout's.",
+            help="Write safetensors, msgpack or stream; default: by layout.",
             show_default=False,
         ),
     ] = None,
@@ -183,18 +209,17 @@ def export(
     config: ConfigOption = None,
     push: Annotated[
         str | None,
-        typer.Option("--push", metavar="OWNER/NAME", help="Then upload it to the hub.", show_default=False),
+        typer.Option("--push", metavar="OWNER/NAME", help="Upload the export to the hub.", show_default=False),
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="With --push: a new repository is private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository of --push private.")] = False,
     step: StepOption = None,
     *,
-    output: WriteOptions,
-    shown: OutputOptions,
+    write_options: WriteOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Convert an Orbax checkpoint into a Hugging Face folder, or one for Flax.
+    """Export an Orbax checkpoint to Hugging Face or Flax.
 
-    \b
     Examples:
       prep export llama-13b-init
       prep export --keep-padding --shard-size 2GB --out padded-hf
@@ -205,42 +230,50 @@ def export(
     from prepcli.commands.export import ExportRequest, parse_shard_size
     from prepcli.commands.push import export_and_push
 
-    ui = shown.open_console("export", progress)
-    common = _common(context, checkpoint, output, step=step, config=config, allow_overflow=allow_overflow)
+    ui = output_options.open_console("export", progress)
+    common = _common_options(
+        context, checkpoint, write_options, step=step, config=config, allow_overflow=allow_overflow
+    )
     with raise_on_signal():
         request = ExportRequest(
-            common, keep_padding, parse_shard_size(shard_size), true_vocab, layout, container, dtype
+            common,
+            keep_padding=keep_padding,
+            shard_nbytes=parse_shard_size(shard_size),
+            true_vocab=true_vocab,
+            layout=layout,
+            file_format=file_format,
+            dtype=dtype,
         )
         return ui.finish(export_and_push(request, push, private, ui))
 
 
-def _common(
+def _common_options(
     context: typer.Context,
     checkpoint: str | None,
-    output: WriteOptions,
-    hub: HubOptions | None = None,
+    write_options: WriteOptions,
+    hub_options: HubOptions | None = None,
     *,
     config: Path | None,
     step: int | None = None,
     allow_overflow: bool = False,
 ) -> CommonOptions:
-    """What each of these commands is asked for."""
+    """Return the options that all commands of this module share."""
     from prepcli.commands.conversion import CommonOptions, ProcessOptions
     from prepcli.engine.budget import parse_memory
 
-    hub = hub or HubOptions()
+    hub = hub_options or HubOptions()
     return CommonOptions(
         checkpoint=checkpoint,
-        out=output.out,
-        memory_nbytes=parse_memory(output.memory),
-        dry_run=output.dry_run,
-        overwrite=output.overwrite,
-        restart=output.restart,
+        out=write_options.out,
+        memory_nbytes=parse_memory(write_options.memory),
+        dry_run=write_options.dry_run,
+        overwrite=write_options.overwrite,
+        restart=write_options.restart,
         offline=hub.offline,
         revision=hub.revision,
         stream=hub.stream,
         step=step,
-        process_options=ProcessOptions(output.processes, output.workers, tuple(context.obj or ())),
+        process_options=ProcessOptions(write_options.processes, write_options.workers, tuple(context.obj or ())),
         config=config,
         allow_overflow=allow_overflow,
     )

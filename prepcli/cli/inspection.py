@@ -1,4 +1,4 @@
-"""The commands that look, check and show, as Typer takes them."""
+"""Commands that write no checkpoint of their own: verify, inspect, demo, models, env."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from prepcli.execution.signals import raise_on_signal
 def verify(
     checkpoint: OptionalCheckpointArgument = None,
     against: Annotated[
-        str | None, typer.Argument(metavar="AGAINST", help="Another checkpoint.", show_default=False)
+        str | None, typer.Argument(metavar="AGAINST", help="Compare with this checkpoint.", show_default=False)
     ] = None,
     config: ConfigOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")] = False,
     memory: MemoryOption = DEFAULT_MEMORY,
     *,
-    hub: HubOptions,
-    shown: OutputOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Check every bit, against the manifest or another checkpoint.
+    """Compare every bit with the manifest or with another checkpoint.
 
-    \b
     Examples:
       prep verify gpt-neo-1.3B-padded-init
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
@@ -46,18 +45,18 @@ def verify(
     from prepcli.commands.verify import verify as run
     from prepcli.engine.budget import parse_memory
 
-    ui = shown.open_console("verify", progress)
+    ui = output_options.open_console("verify", progress)
     common = CommonOptions(
-        checkpoint,
-        None,
-        parse_memory(memory),
-        offline=hub.offline,
-        revision=hub.revision,
-        stream=hub.stream,
+        checkpoint=checkpoint,
+        out=None,
+        memory_nbytes=parse_memory(memory),
+        offline=hub_options.offline,
+        revision=hub_options.revision,
+        stream=hub_options.stream,
         config=config,
     )
     with raise_on_signal():
-        return ui.finish(run(VerifyRequest(common, against, quick), ui))
+        return ui.finish(run(VerifyRequest(common, against=against, quick=quick), ui))
 
 
 @expand_option_groups
@@ -65,36 +64,35 @@ def inspect(
     checkpoint: CheckpointArgument,
     pattern: Annotated[
         str | None,
-        typer.Argument(metavar="PATTERN", help="Tensors whose name matches, as `*.q.*`.", show_default=False),
+        typer.Argument(metavar="PATTERN", help="Select tensors by name, for example `*.q.*`.", show_default=False),
     ] = None,
     sort: Annotated[
         Literal["name", "size", "file"],
-        typer.Option("--sort", metavar="BY", help="name, size, or file: as they are stored."),
+        typer.Option("--sort", metavar="BY", help="Sort by name, size or file (stored order)."),
     ] = "file",
-    tree: Annotated[bool, typer.Option("--tree", help="As a tree, equal layers once.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Least, greatest, mean, nan …; reads the data.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Print a tree with equal layers merged.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Read the data; print min, max, mean, NaN ….")] = False,
     shards: Annotated[
         str | None,
-        typer.Option("--shards", metavar="LEAF", help="Draw which device holds what of a leaf.", show_default=False),
+        typer.Option("--shards", metavar="LEAF", help="Draw the shards of a leaf on each device.", show_default=False),
     ] = None,
     mesh: Annotated[
         str | None,
         typer.Option(
-            "--mesh", metavar="DP,FSDP,MP", help="For --shards; default: the checkpoint's.", show_default=False
+            "--mesh", metavar="DP,FSDP,MP", help="Set the mesh of --shards; default: the source's.", show_default=False
         ),
     ] = None,
     diff: Annotated[
         str | None,
-        typer.Option("--diff", metavar="OTHER", help="Names, shapes and dtypes that differ.", show_default=False),
+        typer.Option("--diff", metavar="OTHER", help="Compare names, shapes and dtypes.", show_default=False),
     ] = None,
     *,
-    hub: HubOptions,
-    shown: OutputOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Show what a checkpoint holds.
+    """Show the tensors of a checkpoint.
 
-    \b
     Examples:
       prep inspect gpt-neo-1.3B-init --tree
       prep inspect ./llama-13b '*.q_proj.*' --stats
@@ -103,25 +101,34 @@ def inspect(
     from prepcli.commands.inspect import InspectRequest
     from prepcli.commands.inspect import inspect as run
 
-    ui = shown.open_console("inspect", progress)
+    ui = output_options.open_console("inspect", progress)
     request = InspectRequest(
-        checkpoint, pattern, sort, tree, stats, shards, mesh, diff, hub.offline, hub.revision, hub.stream
+        checkpoint,
+        pattern=pattern,
+        sort=sort,
+        tree=tree,
+        stats=stats,
+        shards=shards,
+        mesh=mesh,
+        diff=diff,
+        offline=hub_options.offline,
+        revision=hub_options.revision,
+        stream=hub_options.stream,
     )
     return ui.finish(run(request, ui))
 
 
 @expand_option_groups
 def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to work.")] = Path("prep-demo"),
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Work in FOLDER.")] = Path("prep-demo"),
     *,
-    shown: OutputOptions,
+    output_options: OutputOptions,
 ) -> int:
-    """Take a tiny model all the way and back, offline, and check it.
+    """Convert, train and export a tiny model, and check it.
 
-    It runs the commands that you would type, shows them, kills one midway
-    and goes on, and keeps what they made.
+    The demo works offline. It shows and runs the commands that you would type, kills one of
+    them, resumes it, and keeps all outputs.
 
-    \b
     Examples:
       prep demo
       prep demo --out /tmp/demo --json
@@ -129,22 +136,21 @@ def demo(
     from prepcli.commands.demo import demo as run
 
     with raise_on_signal():
-        ui = shown.open_console("demo")
+        ui = output_options.open_console("demo")
         return ui.finish(run(out, ui))
 
 
 @expand_option_groups
-def models(family: FamilyArgument = None, *, shown: OutputOptions) -> int:
-    """List the checkpoints that have a short name.
+def models(family: FamilyArgument = None, *, output_options: OutputOptions) -> int:
+    """List the aliases of checkpoints.
 
-    \b
     Examples:
       prep models
       prep models llama --json
     """
     from prepcli.commands.models import models as run
 
-    ui = shown.open_console("models")
+    ui = output_options.open_console("models")
     return ui.finish(run(family, ui.columns))
 
 
@@ -152,15 +158,14 @@ def models(family: FamilyArgument = None, *, shown: OutputOptions) -> int:
 def env(
     devices: Annotated[bool, typer.Option("--devices", help="Import jax and list its devices.")] = False,
     *,
-    shown: OutputOptions,
+    output_options: OutputOptions,
 ) -> int:
     """Show versions, devices, memory, settings and caches.
 
-    \b
     Examples:
       prep env
       prep env --devices --json
     """
     from prepcli.commands.env import env as run
 
-    return shown.open_console("env").finish(run(DEFAULT_MEMORY, devices))
+    return output_options.open_console("env").finish(run(DEFAULT_MEMORY, devices))

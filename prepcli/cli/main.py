@@ -1,4 +1,4 @@
-"""The entry point: runs the command that was asked for, and turns whatever comes of it into a message and a code."""
+"""Entry point of `prep`: run a command and turn its result or error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ from trainer.models.suggest import suggest
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command that `args` ask for (default: those of the process) and return the exit code.
+    """Run one command and return its exit code.
 
-    0 ok, 1 failed, 2 usage, 75 stopped by a signal with all that is written kept, 130 interrupted.
+    Args:
+        args: Words of the command line without the program's name. Defaults to `sys.argv[1:]`.
+
+    Returns:
+        0 on success, 1 on failure, 2 for a usage error, 75 when stopped by a signal (the written data is kept for
+        the next run), 130 when interrupted.
     """
     open_closed_streams()
     escape_unencodable()
@@ -33,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     ui = _failure_ui(args)
     try:
         return _run(args, ui) or _flush_stdout(ui)
-    except SystemExit as error:  # Typer's way to end, also for a pipe that nobody reads
+    except SystemExit as error:  # raised by Typer to exit, also after a broken pipe
         return OK if error.code in (None, OK) else _broken_pipe_code(error.__context__, ui)
 
 
@@ -46,14 +51,14 @@ def _run(args: Sequence[str], ui: Ui) -> int:
     except (KeyboardInterrupt, Interrupted) as error:
         return ui.fail(_stopped_error("interrupted", args, INTERRUPTED, notes_of(error)))
     except Exception as error:
-        if _flush_stdout(ui) != OK:  # the help: that is the error
+        if _flush_stdout(ui) != OK:  # the help text was not delivered, and this error is reported already
             return FAILED
         return ui.fail(_usage_error(error, ui.command, args) or _missing_folder_error() or error)
     return code or OK
 
 
 def _failure_ui(args: Sequence[str]) -> Ui:
-    """The Ui for failures: options may not have been parsed when they happen."""
+    """Return the Ui that reports failures, from unparsed words: an error may occur before options are parsed."""
     options = args[: args.index("--")] if "--" in args else args
     commands = [name for name in _command_names() if name in options]
     first = min(commands, key=options.index, default="")
@@ -66,15 +71,15 @@ def _command_names() -> list[str]:
 
 
 def _stopped_error(what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]) -> PrepError:
-    """The error of a command that was stopped; `kept`: what the same command goes on from."""
+    """Return the error of a stopped command; `durable_notes` name the work that a second run resumes from."""
     if not durable_notes:
         return PrepError(what, code=code)
-    again = shlex.join(["prep", *(word for word in args if word != "--restart")])  # which would drop what is kept
-    return PrepError(what, "; ".join(durable_notes), f"to go on: `{again}`", code)
+    resume_command = shlex.join(["prep", *(word for word in args if word != "--restart")])  # --restart drops the work
+    return PrepError(what, "; ".join(durable_notes), f"to resume: `{resume_command}`", code)
 
 
 def _broken_pipe_code(error: BaseException | None, ui: Ui) -> int:
-    """The exit code of a broken pipe: OK for a reader of stdout who wants no more, else the error of another pipe."""
+    """Return the exit code of a broken pipe: OK if the reader of stdout has gone, else the code of the error."""
     if not isinstance(error, BrokenPipeError):
         return FAILED
     if not is_reader_gone(sys.__stdout__ or sys.stdout):
@@ -84,22 +89,26 @@ def _broken_pipe_code(error: BaseException | None, ui: Ui) -> int:
 
 
 def _flush_stdout(ui: Ui) -> int:
-    """Flush what Typer wrote to stdout, such as help. Returns the exit code."""
+    """Flush Typer's output to stdout, such as help, and return the exit code."""
     error = write_and_flush(sys.stdout)
     return OK if error is None else ui.fail(stdout_error(error))
 
 
 def _missing_folder_error() -> PrepError | None:
-    """The error of a current folder that was deleted, which can make any other one misleading."""
+    """Return an error if the current folder was deleted, because it can make every other error misleading."""
     try:
         os.getcwd()
     except OSError as error:
-        return PrepError("the current folder cannot be used", error.strerror or str(error), "`cd` to one that exists")
+        why = error.strerror or str(error)
+        return PrepError("the current folder cannot be used", why, "`cd` to an existing folder")
     return None
 
 
 def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepError | None:
-    """Typer's usage errors in our form. They are known by what they can do: their class has had several homes."""
+    """Convert a usage error of Typer to a PrepError; return None for any other error.
+
+    Usage errors are recognised by `format_message`, because their class has moved between packages.
+    """
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         return None
@@ -107,15 +116,14 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else f"prep {command}".strip()
     if match := re.match(r"No such command ['\"](.+?)['\"]", message):
-        meant = suggest(match[1], _command_names())
-        return usage_error(
-            f"no command called `{match[1]}`", hint=f"did you mean `{meant}`?" if meant else "`prep --help`"
-        )
+        suggestion = suggest(match[1], _command_names())
+        hint = f"did you mean `{suggestion}`?" if suggestion else "`prep --help`"
+        return usage_error(f"unknown command `{match[1]}`", hint=hint)
     if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
         option = match[1].rstrip(".")
-        meant = suggest(option, getattr(error, "possibilities", None) or ())
-        known = _recipe_hint(option, args) if command == "train" else ""
-        hint = known or (f"did you mean `{meant}`?" if meant else f"`{path} --help`")
+        suggestion = suggest(option, getattr(error, "possibilities", None) or ())
+        recipe_hint = _recipe_hint(option, args) if command == "train" else ""
+        hint = recipe_hint or (f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`")
         return usage_error(f"`{path}` has no option `{option}`", hint=hint)
     first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
     what, _, why = first_line.partition(": ")
@@ -124,17 +132,17 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
 
 
 def _recipe_hint(option: str, args: Sequence[str]) -> str:
-    """The key of a recipe that replaces an option which `prep train` does not have, with the value that was given."""
+    """Return a hint with the recipe key that replaces an option of other trainers, with the value from `args`."""
     from trainer.recipe import option_hint
 
-    place = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
-    _, equals, value = "".join(args[place : place + 1]).partition("=")
-    after = "".join(args[place + 1 : place + 2])
-    return option_hint(option, value if equals or after.startswith("--") else after)
+    index = next((i for i, word in enumerate(args) if word.partition("=")[0] == option), len(args))
+    _, equals, value = "".join(args[index : index + 1]).partition("=")
+    next_word = "".join(args[index + 1 : index + 2])
+    return option_hint(option, value if equals or next_word.startswith("--") else next_word)
 
 
 def _choice_hint(why: str) -> str:
-    """The choice that was meant by another one: `'bf16' is not one of 'float32', 'bfloat16'`."""
+    """Return a suggestion for an invalid choice, from `'bf16' is not one of 'float32', 'bfloat16'`."""
     match = re.match(r"'(.*)' is not one of (.*)", why)
     if not match:
         return ""
@@ -142,5 +150,5 @@ def _choice_hint(why: str) -> str:
 
     choices = re.findall(r"'([^']*)'", match[2])
     name = VALUE_BY_SYNONYM.get(match[1].lower(), match[1].lower())
-    meant = name if name in choices else suggest(name, choices)
-    return f"did you mean `{meant}`?" if meant else ""
+    suggestion = name if name in choices else suggest(name, choices)
+    return f"did you mean `{suggestion}`?" if suggestion else ""

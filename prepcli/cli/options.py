@@ -1,4 +1,4 @@
-"""The options that commands share, each spelled once. A command takes those that mean something for it."""
+"""Options and arguments that several commands share, each defined once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prepcli.console.progress import Mode
 
 
 def complete_checkpoint(incomplete: str) -> list[str]:
-    """Aliases, and folders here that hold a prep manifest."""
+    """Return the aliases, and the folders here with a prep manifest, that start with `incomplete`."""
     from prepcli.formats.manifest import MANIFEST_FILE
     from prepcli.sources.aliases import ALIASES_BY_NAME
 
@@ -20,7 +20,7 @@ def complete_checkpoint(incomplete: str) -> list[str]:
 
 
 def complete_family(incomplete: str) -> list[str]:
-    """Families that have an alias."""
+    """Return the families of the aliases that start with `incomplete`."""
     from prepcli.sources.aliases import ALIAS_FAMILIES
 
     return [name for name in ALIAS_FAMILIES if name.startswith(incomplete)]
@@ -30,7 +30,7 @@ CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A folder, an alias (see: prep models) or a hub id.",
+        help="Folder, alias (see: prep models) or hub id.",
         autocompletion=complete_checkpoint,
         show_default=False,
     ),
@@ -39,7 +39,7 @@ OptionalCheckpointArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A folder, an alias or a hub id; left out: the one prep folder here.",
+        help="Folder, alias or hub id; default: the only prep folder here.",
         autocompletion=complete_checkpoint,
         show_default=False,
     ),
@@ -48,48 +48,48 @@ FamilyArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="FAMILY",
-        help="Only this family.",
+        help="List only this family.",
         autocompletion=complete_family,
         show_default=False,
     ),
 ]
 
-# Every command
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Errors only.")]
+# All commands
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
 VerboseOption = Annotated[
     int,
-    typer.Option("-v", "--verbose", count=True, help="A line a leaf; -vv: a line a slab.", show_default=False),
+    typer.Option("-v", "--verbose", count=True, help="Print one line per leaf; -vv: one per slab.", show_default=False),
 ]
 
-# Commands that take long
+# Long-running commands
 ProgressOption = Annotated[
     Mode,
     typer.Option(
-        "--progress", metavar="MODE", envvar="PREP_PROGRESS", help="auto (bar or lines), bar, lines, json or none."
+        "--progress", metavar="MODE", envvar="PREP_PROGRESS", help="Show progress as auto, bar, lines, json or none."
     ),
 ]
 
 # Commands that read a checkpoint
 RevisionOption = Annotated[
     str | None,
-    typer.Option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.", show_default=False),
+    typer.Option("--revision", metavar="NAME", help="Read this branch, tag or commit of the hub.", show_default=False),
 ]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Use the hub's cache only.")]
-StreamOption = Annotated[bool, typer.Option("--stream", help="Read tensors from the hub; keep no copy of them.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Use only the hub's cache.")]
+StreamOption = Annotated[bool, typer.Option("--stream", help="Read tensors from the hub without a local copy.")]
 
-# Commands that write one
+# Commands that write a checkpoint
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FOLDER", help="Where to write; default: NAME and the kind.", show_default=False),
+    typer.Option("--out", metavar="FOLDER", help="Write to FOLDER; default: NAME and a suffix.", show_default=False),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show the plan; write nothing.")]
 MemoryOption = Annotated[
     str,
-    typer.Option("--memory", metavar="SIZE", envvar="PREP_MEMORY", help="The most memory to use."),
+    typer.Option("--memory", metavar="SIZE", envvar="PREP_MEMORY", help="Limit memory to SIZE."),
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace another output of prep, at the end.")]
-RestartOption = Annotated[bool, typer.Option("--restart", help="Drop what an unfinished run has done.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output of prep when done.")]
+RestartOption = Annotated[bool, typer.Option("--restart", help="Discard the work of an unfinished run.")]
 
 ProcessesOption = Annotated[
     str | None,
@@ -97,31 +97,31 @@ ProcessesOption = Annotated[
         "--processes",
         metavar="N/I",
         envvar="PREP_PROCESSES",
-        help="Be process I, from 0, of N that write this output; default: as SLURM's or JAX's variables say.",
+        help="Write as process I (from 0) of N; default: from the variables of SLURM or JAX.",
         show_default=False,
     ),
 ]
-WorkersOption = Annotated[int, typer.Option("--workers", metavar="N", min=1, max=256, help="Processes to use here.")]
-
-NoVerifyOption = Annotated[
-    bool, typer.Option("--no-verify", help="Do not check the checkpoint's bytes against its checksums.")
+WorkersOption = Annotated[
+    int, typer.Option("--workers", metavar="N", min=1, max=256, help="Use N processes on this host.")
 ]
+
+NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Skip checking the checkpoint's checksums.")]
 
 DEFAULT_MEMORY = "512MiB"
 DropOption = Annotated[
     list[str] | None,
-    typer.Option("--drop", metavar="PATTERN", help="Tensors that may be lost; may be repeated.", show_default=False),
+    typer.Option("--drop", metavar="PATTERN", help="Ignore source tensors that match; repeatable.", show_default=False),
 ]
-UntieOption = Annotated[bool, typer.Option("--untie", help="Keep a head that differs from its embedding.")]
-InitOption = Annotated[str, typer.Option("--init", metavar="KIND", help="New rows: zeros, mean or normal.")]
+UntieOption = Annotated[bool, typer.Option("--untie", help="Keep an LM head that differs from the embedding.")]
+InitOption = Annotated[str, typer.Option("--init", metavar="KIND", help="Fill new rows with zeros, mean or normal.")]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", metavar="N", min=0, help="For --init normal; default: 0.", show_default=False),
+    typer.Option("--seed", metavar="N", min=0, help="Set the seed of --init normal; default: 0.", show_default=False),
 ]
 TrueVocabOption = Annotated[
     int | None,
     typer.Option(
-        "--true-vocab", metavar="N", min=1, help="True size of a vocabulary that came padded.", show_default=False
+        "--true-vocab", metavar="N", min=1, help="Set the unpadded size of the source's vocabulary.", show_default=False
     ),
 ]
 DtypeOption = Annotated[
@@ -129,12 +129,12 @@ DtypeOption = Annotated[
     typer.Option("--dtype", metavar="NAME", help="Cast to float32, bfloat16 or float16.", show_default=False),
 ]
 AllowOverflowOption = Annotated[
-    bool, typer.Option("--allow-overflow", help="Values too large for --dtype become infinite.")
+    bool, typer.Option("--allow-overflow", help="Cast values too large for --dtype to infinity.")
 ]
 CompressOption = Annotated[
     str | None,
     typer.Option(
-        "--compress", metavar="zstd[:LEVEL]", help="Compress chunks, as Orbax does; default: raw.", show_default=False
+        "--compress", metavar="zstd[:LEVEL]", help="Compress chunks; default: uncompressed.", show_default=False
     ),
 ]
 ConfigOption = Annotated[
@@ -142,27 +142,27 @@ ConfigOption = Annotated[
     typer.Option(
         "--config",
         metavar="PATH",
-        help="config.json of a checkpoint without one, or its folder.",
+        help="Read config.json from PATH, for a checkpoint without one.",
         show_default=False,
     ),
 ]
 MeshOption = Annotated[
     str | None,
-    typer.Option("--mesh", metavar="DP,FSDP,MP", help="Lay out for this mesh of devices.", show_default=False),
+    typer.Option("--mesh", metavar="DP,FSDP,MP", help="Lay out for this device mesh.", show_default=False),
 ]
 RuleOption = Annotated[
     list[str] | None,
-    typer.Option("--rule", metavar="DIM=AXIS", help="How a dim is split; may be repeated.", show_default=False),
+    typer.Option("--rule", metavar="DIM=AXIS", help="Split DIM over AXIS; repeatable.", show_default=False),
 ]
 ScanOption = Annotated[
     bool | None,
-    typer.Option("--scan/--no-scan", help="Stack the layers, or a leaf for each; default: as it was, else stacked."),
+    typer.Option("--scan/--no-scan", help="Stack the layers or not; default: as the source, else stacked."),
 ]
 ScanAxisOption = Annotated[
     int | None,
-    typer.Option("--scan-axis", metavar="0|1", min=0, max=1, help="The axis of the layers.", show_default=False),
+    typer.Option("--scan-axis", metavar="0|1", min=0, max=1, help="Stack the layers on this axis.", show_default=False),
 ]
 StepOption = Annotated[
     int | None,
-    typer.Option("--step", metavar="N", min=0, help="The step of a run; default: its last one.", show_default=False),
+    typer.Option("--step", metavar="N", min=0, help="Read step N of a run; default: the last.", show_default=False),
 ]

@@ -1,24 +1,29 @@
-"""The commands as Typer takes them: parse, call, print.
+"""The Typer application: its commands and global options.
 
-To add a command, write what it does as a function from its request to a Report in `commands/NAME.py`, and in the
-module here of its group a function named like the command that takes its options (the shared ones are in options.py),
-documents itself with two or three examples after a `\\b` line, imports that function in its body, and returns the exit
-code; then name it in COMMANDS below:
+To add a command:
 
-    @grouped                                          # groups.py: options that go together are one parameter here
-    def pad_vocab(context: typer.Context, checkpoint: Checkpoint, …, *, output: Output, shown: Shown,
-                  progress: ProgressMode = "auto") -> int:
-        from prepcli.commands.pad_vocab import Request, pad_vocab
-        ui = shown.open("pad-vocab", progress)
-        with stoppable():                             # conversions only: SIGTERM and SIGUSR1 end in exit code 75
-            return ui.finish(pad_vocab(Request(_common(context, checkpoint, output), …), ui))
+1. Write a function in `commands/NAME.py` that takes a request and returns a `Report`.
+2. Write a function with the command's name and options in `cli/conversion.py`, `cli/inspection.py` or `cli/train.py`.
+   Shared options are in `cli/options.py`. Its docstring is the help text and ends with a section of examples.
+   It imports the function of step 1 in its body and returns the exit code.
+3. Add it to `COMMANDS` below.
 
-Nothing is caught there: `cli.main` turns each exception into its message and exit code. Nothing that takes time to
-import (numpy, jax, huggingface_hub, rich …) is imported at the top of these files or of a module that they import.
+    @expand_option_groups                             # option_groups.py: a group of options is one parameter
+    def pad_vocab(context: typer.Context, checkpoint: CheckpointArgument, …, *, write_options: WriteOptions,
+                  output_options: OutputOptions, progress: ProgressOption = "auto") -> int:
+        from prepcli.commands.pad_vocab import PadVocabRequest, pad_vocab
+        ui = output_options.open_console("pad-vocab", progress)
+        with raise_on_signal():                             # conversions only: SIGTERM and SIGUSR1 exit with code 75
+            return ui.finish(pad_vocab(PadVocabRequest(_common_options(context, checkpoint, write_options), …), ui))
+
+These functions catch no exceptions: `cli.main` turns each exception into a message and an exit code. Slow imports
+(numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
@@ -33,18 +38,18 @@ from prepcli.console.ui import version
 from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 
-COMMANDS = (  # as `--help` lists them
+COMMANDS = (  # in the order of `--help`
     *(pad_vocab, save_init, reshard, export, verify, inspect),
     *(train, generate),
     *(demo, models, recipes, env),
 )
 
 
-class Group(TyperGroup):
-    """The group of all commands."""
+class CommandGroup(TyperGroup):
+    """Group of all commands, which keeps the notes of an interrupted command."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises Interrupted for Ctrl-C, with the notes of what is kept."""
+        """Run the command; raise Interrupted for Ctrl-C, with the notes on durable work."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
@@ -55,7 +60,7 @@ class Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     name="prep",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     pretty_exceptions_enable=False,
@@ -63,8 +68,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"prep {version()}")
         raise typer.Exit()
 
@@ -76,8 +81,7 @@ def prep(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Prepare language-model checkpoints for JAX: exactly, within a stated
-    memory, and so that nothing is lost.
+    """Prepare language-model checkpoints for JAX, bit for bit and within a memory budget.
 
     CHECKPOINT is a folder, an alias (see: prep models) or a hub id.
     """
@@ -86,5 +90,10 @@ def prep(
         raise typer.Exit(USAGE)
 
 
+def _help_text(command: Callable[..., int]) -> str:
+    """Return a command's docstring with Click's marker against re-wrapping before its examples."""
+    return cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
+
+
 for command in COMMANDS:
-    app.command(cls=StrictCommand)(command)
+    app.command(cls=StrictCommand, help=_help_text(command))(command)

@@ -1,4 +1,4 @@
-"""`prep train` and `prep generate` as Typer takes them."""
+"""Commands that compute with a model: train, generate."""
 
 from __future__ import annotations
 
@@ -23,75 +23,76 @@ from prepcli.errors import usage_error
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
-    """What a model is to go on from."""
+class PromptOptions:
+    """Options for the prompts and their tokenizer."""
 
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="A prompt; may be repeated.", show_default=False),
+        typer.Option("--prompt", metavar="TEXT", help="Add a prompt; repeatable.", show_default=False),
     ] = None
     prompts: Annotated[
         str | None,
         typer.Option(
             "--prompts",
             metavar="FILE",
-            help="A prompt a line; in .jsonl, `prompt` or `text` of each object; - is stdin.",
+            help="Read one prompt per line (.jsonl: key `prompt` or `text`); - is stdin.",
             show_default=False,
         ),
     ] = None
     tokens: Annotated[
         list[str] | None,
-        typer.Option("--tokens", metavar="1,2,3", help="A prompt as ids; may be repeated.", show_default=False),
+        typer.Option("--tokens", metavar="1,2,3", help="Add a prompt as token ids; repeatable.", show_default=False),
     ] = None
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", metavar="PATH", help="tokenizer.json; default: the model's.", show_default=False),
+        typer.Option(
+            "--tokenizer", metavar="PATH", help="Use this tokenizer.json; default: the model's.", show_default=False
+        ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """How the next token is chosen."""
+class SamplingOptions:
+    """Options for sampling the next token."""
 
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
+        float, typer.Option("--temperature", metavar="T", help="Scale randomness by T; 0: the most likely token.")
     ] = 0.0
-    top_k: Annotated[int, typer.Option("--top-k", metavar="K", help="Draw from the K likeliest; 0: all.")] = 0
-    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Draw from the likeliest of a share P.")] = 1.0
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Other draws; the same seed draws the same.")] = 0
+    top_k: Annotated[int, typer.Option("--top-k", metavar="K", help="Sample from the K most likely; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Sample from the top probability mass P.")] = 1.0
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Set the random seed.")] = 0
 
 
 @expand_option_groups
 def train(
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE", help="A TOML file; docs/recipes.md has its keys.", show_default=False),
+        typer.Argument(metavar="RECIPE", help="Recipe, a TOML file; keys: docs/recipes.md.", show_default=False),
     ] = None,
-    sets: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Another value for a key, as train.steps=10.", show_default=False
+            "--set", metavar="KEY=VALUE", help="Override a key, for example train.steps=10.", show_default=False
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="RUN", help="The run's folder; default: runs/NAME.", show_default=False),
+        typer.Option("--out", metavar="RUN", help="Write the run to RUN; default: runs/NAME.", show_default=False),
     ] = None,
     stop_after: Annotated[
-        int, typer.Option("--stop-after", metavar="STEPS", min=0, help="Stop and save after so many steps; 0: never.")
+        int, typer.Option("--stop-after", metavar="STEPS", min=0, help="Stop and save after STEPS steps; 0: never.")
     ] = 0,
-    restart: Annotated[bool, typer.Option("--restart", help="Drop the run's steps and begin anew.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Delete the run's steps and start again.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
     dry_run: DryRunOption = False,
     no_verify: NoVerifyOption = False,
     offline: OfflineOption = False,
     *,
-    shown: OutputOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Train from a checkpoint as a recipe says; resumes by itself.
+    """Train from a checkpoint with a recipe; resume an earlier run.
 
-    \b
     Examples:
       prep train recipes/gpt-neo-1.3b.toml
       prep train recipe.toml --set optimizer.lr=1e-5 --set mesh=1,2,4
@@ -100,14 +101,23 @@ def train(
     from prepcli.commands.train import TrainRequest, recipe_schema
     from prepcli.commands.train import train as run
 
-    ui = shown.open_console("train", progress)
+    ui = output_options.open_console("train", progress)
     if schema:
-        if recipe is not None or sets:
-            raise usage_error("`--schema` takes no recipe", "one schema holds for all recipes", "`prep train --schema`")
+        if recipe is not None or overrides:
+            raise usage_error("`--schema` takes no recipe", "all recipes have one schema", "`prep train --schema`")
         return ui.finish(recipe_schema())
     if recipe is None:
-        raise usage_error("no recipe was named", "training is described by a TOML file", "`prep train RECIPE`")
-    request = TrainRequest(recipe, tuple(sets or ()), out, restart, stop_after, dry_run, offline, verify=not no_verify)
+        raise usage_error("no recipe was given", "a TOML file describes the training", "`prep train RECIPE`")
+    request = TrainRequest(
+        recipe,
+        overrides=tuple(overrides or ()),
+        out=out,
+        restart=restart,
+        stop_after=stop_after,
+        dry_run=dry_run,
+        offline=offline,
+        verify=not no_verify,
+    )
     return ui.finish(run(request, ui))
 
 
@@ -115,42 +125,39 @@ def train(
 def generate(
     checkpoint: OptionalCheckpointArgument = None,
     *,
-    given: Prompts,
+    prompt_options: PromptOptions,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             "--max-new-tokens",
             metavar="N",
             min=1,
-            help="The most to add to a prompt; default: 64, or to the last position.",
+            help="Generate at most N tokens; default: 64, or to the last position.",
             show_default=False,
         ),
     ] = None,
-    drawing: Drawing,
+    sampling_options: SamplingOptions,
     mesh: Annotated[
         str | None,
-        typer.Option("--mesh", metavar="DP,FSDP,MP", help="Devices; default: the first one.", show_default=False),
+        typer.Option(
+            "--mesh", metavar="DP,FSDP,MP", help="Use this device mesh; default: one device.", show_default=False
+        ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(
-            "--dtype", metavar="NAME", help="To compute in; default: bfloat16 if stored so.", show_default=False
-        ),
+        typer.Option("--dtype", metavar="NAME", help="Compute in this dtype; default: as stored.", show_default=False),
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Prompts at a time; changes no result.")
-    ] = 16,
+    batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Run N prompts at a time.")] = 16,
     step: StepOption = None,
     config: ConfigOption = None,
     no_verify: NoVerifyOption = False,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
-    shown: OutputOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
-    """Let a model go on from prompts; what it adds goes to stdout.
+    """Generate text from prompts and print it to stdout.
 
-    \b
     Examples:
       prep generate gpt-neo-1.3B-init --prompt 'Once upon a time'
       prep generate runs/llama-13b --step 2000 --prompts prompts.jsonl --json
@@ -160,21 +167,32 @@ def generate(
     from prepcli.commands.generate import GenerateRequest
     from prepcli.commands.generate import generate as run
 
-    ui = shown.open_console("generate", progress)
-    common = CommonOptions(checkpoint, None, 0, offline=offline, revision=revision, step=step, config=config)
-    draws = (drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed)
-    texts, ids = tuple(given.prompt or ()), tuple(given.tokens or ())
+    ui = output_options.open_console("generate", progress)
+    common = CommonOptions(
+        checkpoint=checkpoint,
+        out=None,
+        memory_nbytes=0,
+        offline=offline,
+        revision=revision,
+        step=step,
+        config=config,
+    )
     request = GenerateRequest(
         common,
-        texts,
-        given.prompts,
-        ids,
-        given.tokenizer,
-        max_new_tokens,
-        draws,
-        mesh,
-        dtype,
-        batch_size,
+        prompt_texts=tuple(prompt_options.prompt or ()),
+        prompts_file=prompt_options.prompts,
+        prompt_ids=tuple(prompt_options.tokens or ()),
+        tokenizer=prompt_options.tokenizer,
+        max_new_tokens=max_new_tokens,
+        sampling=(
+            sampling_options.temperature,
+            sampling_options.top_k,
+            sampling_options.top_p,
+            sampling_options.seed,
+        ),
+        mesh=mesh,
+        dtype=dtype,
+        batch_size=batch_size,
         verify=not no_verify,
     )
     return ui.finish(run(request, ui))

@@ -1,4 +1,4 @@
-"""Options that exclude or need each other: an option that would have no effect is an error, not a silent default."""
+"""Checks of options that exclude or require each other: an option without effect is an error, not ignored."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from prepcli.sources.locate import LocatedCheckpoint
 
 
 def check_mutually_exclusive(options: Mapping[str, object]) -> None:
-    """Raise a usage PrepError where more than one of these options has a value."""
-    given = [option for option, value in options.items() if _is_given(value)]
-    if len(given) > 1:
-        what = " and ".join(f"`{option} {options[option]}`" for option in given)
-        raise usage_error(f"{what} exclude each other", "each says the whole of it", f"only one of {', '.join(given)}")
+    """Raise a usage PrepError if more than one of these options has a value."""
+    set_options = [option for option, value in options.items() if _is_set(value)]
+    if len(set_options) > 1:
+        what = " and ".join(f"`{option} {options[option]}`" for option in set_options)
+        hint = f"only one of {', '.join(set_options)}"
+        raise usage_error(f"{what} exclude each other", "each alone determines the result", hint)
 
 
 def check_needs(option: str, value: object, needed: str, why: str) -> None:
-    """Raise a usage PrepError where `option` has a value. Called where `needed` is missing."""
-    if _is_given(value):
-        raise usage_error(
-            f"`{option}` has no effect without `{needed}`", why, f"add `{needed}`, or leave `{option}` out"
-        )
+    """Raise a usage PrepError if `option` has a value; call this if `needed`, which it requires, is not set."""
+    if _is_set(value):
+        raise usage_error(f"`{option}` has no effect without `{needed}`", why, f"add `{needed}`, or remove `{option}`")
 
 
 def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
-    """Raise a usage PrepError for `--stream` where every checkpoint is a folder here."""
-    if stream and all(each.remote is None for each in located):
-        names = " and ".join(each.model_name for each in located)
-        raise usage_error("`--stream` has no effect", f"{names} is read from a folder here", "leave `--stream` out")
+    """Raise a usage PrepError for `--stream` if every checkpoint is a local folder."""
+    if stream and all(checkpoint.remote is None for checkpoint in located):
+        names = " and ".join(checkpoint.model_name for checkpoint in located)
+        raise usage_error("`--stream` has no effect", f"{names} is read from a local folder", "remove `--stream`")
 
 
-def _is_given(value: object) -> bool:
+def _is_set(value: object) -> bool:
     return value is not None and value is not False

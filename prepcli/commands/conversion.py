@@ -1,4 +1,4 @@
-"""What every converting command does alike: find the source, make the plan, show it or carry it out, report."""
+"""Steps that all converting commands share: open the source, plan, show or execute the plan, report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import PrepError, usage_error
 from prepcli.execution.execute import ConversionResult, ExecuteOptions, execute_plan, plan_digest
 from prepcli.execution.run_folder import saved_steps, step_folder
-from prepcli.execution.uploads import UploadRequest as Upload
-from prepcli.execution.uploads import make_and_upload, parse_out_url
+from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
 from prepcli.execution.workers import (
     ONE_PROCESS,
     PARENT_VARIABLE,
@@ -40,48 +39,59 @@ from prepcli.targets.streams import optimizer_nbytes
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """The options that converting commands share."""
+    """Options that converting commands share."""
 
-    checkpoint: str | None
-    out: Path | None
+    checkpoint: str | None  # folder, alias, hub id or URL; None: the only prep checkpoint in the current folder
+    out: Path | None  # None: a name made from the source's name
     memory_nbytes: int
     dry_run: bool = False
     overwrite: bool = False
     restart: bool = False
     offline: bool = False
     revision: str | None = None
-    step: int | None = None  # of a run; None: its last one
+    step: int | None = None  # step of a training run; None: the last step
     process_options: ProcessOptions = ONE_PROCESS
-    stream: bool = False  # from the hub, without a copy here
-    config: Path | None = None  # what the checkpoint is of, where it does not say so itself
-    allow_overflow: bool = False  # of values that are cast
+    stream: bool = False  # read from the hub without a local copy
+    config: Path | None = None  # config.json, for a checkpoint without one
+    allow_overflow: bool = False  # cast values that are too large to infinity
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedConversion:
-    """A plan and what comes with it: the output's default name, lines for the user, what to do next, and what the plan
-    reads where that is another view of the source."""
+    """A plan with the messages and fields of its report."""
 
     plan: Plan
     default_out_name: str
-    notes: tuple[str, ...]
-    fields: dict[str, Any]
-    next_command: Callable[[Path], str]
-    source_view: Source | None = None
+    notes: tuple[str, ...]  # lines for the user
+    fields: dict[str, Any]  # for JSON
+    next_command: Callable[[Path], str]  # from the output's path
+    source_view: Source | None = None  # the source that the plan reads, if not the one that was opened
 
 
 def open_checkpoint(
-    common: CommonOptions, ui: Ui, accept: Callable[[Path], bool] = Path.is_dir
+    common: CommonOptions, ui: Ui, is_candidate: Callable[[Path], bool] = Path.is_dir
 ) -> tuple[LocatedCheckpoint, Source]:
-    """The source that was asked for, or the one prep checkpoint here."""
-    name = common.checkpoint
-    if name is None:
-        name = f"./{default_checkpoint(Path(), accept)}"
-        ui.note(f"using {name} (the only prep checkpoint here)")
+    """Locate and open the checkpoint of the options.
+
+    Args:
+        common: Options with the checkpoint, its step, revision and config.
+        ui: Receives notes, warnings and progress.
+        is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
+
+    Returns:
+        The located checkpoint and its source; only headers are read.
+
+    Raises:
+        PrepError: The checkpoint does not exist, or cannot be read.
+    """
+    checkpoint = common.checkpoint
+    if checkpoint is None:
+        checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
+        ui.note(f"using {checkpoint} (the only prep checkpoint here)")
     if common.step is not None:
-        name = _with_step(name, common.step)
+        checkpoint = _step_checkpoint(checkpoint, common.step)
     located = locate(
-        name,
+        checkpoint,
         common.revision,
         common.offline,
         progress=ui.progress(),
@@ -90,132 +100,156 @@ def open_checkpoint(
         allow_remote=True,
         retry_policy=retry_policy_from_env(os.environ, ui.note),
     )
-    return located, open_located(located, located.hub_id or name, common.config)
+    return located, open_located(located, located.hub_id or checkpoint, common.config)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
-    """Usage PrepError for a config that is given where all sources say themselves of which model they are."""
+    """Raise a usage PrepError for `--config` if all sources already have a config in their manifest."""
     if common.config is not None and all(source.tree_manifest for source in sources):
         names = " and ".join(source.display_name for source in sources)
-        raise usage_error(f"`--config` is not for {names}", f"{MANIFEST_FILE} says what model it is of", "leave it out")
+        why = f"{MANIFEST_FILE} already has the config of the model"
+        raise usage_error(f"`--config` has no effect for {names}", why, "remove `--config`")
 
 
 def check_allow_overflow(common: CommonOptions, dtype: str | None) -> None:
-    """Raise a usage PrepError for a permission that only a cast needs."""
+    """Raise a usage PrepError for `--allow-overflow` without a cast."""
     if dtype is None:
         check_needs("--allow-overflow", common.allow_overflow, "--dtype", "without a cast no value overflows")
 
 
-def _with_step(name: str, step: int) -> str:
-    """The name of a run's step; a usage PrepError where the run has none such."""
-    steps = saved_steps(Path(name).expanduser())
+def _step_checkpoint(run: str, step: int) -> str:
+    """Return the path of a run's step; raise a usage PrepError if the run does not have it."""
+    steps = saved_steps(Path(run).expanduser())
     if step in steps:
-        return str(step_folder(Path(name), step))
+        return str(step_folder(Path(run), step))
     why = f"its steps are {', '.join(map(str, steps))}" if steps else "it is not the folder of a run"
-    raise usage_error(f"{name} has no step {step}", why)
+    raise usage_error(f"{run} has no step {step}", why)
 
 
 def run_conversion(
     common: CommonOptions,
     ui: Ui,
-    make: Callable[[Source, LocatedCheckpoint], PlannedConversion],
-    accept: Callable[[Path], bool] = Path.is_dir,
+    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
+    is_candidate: Callable[[Path], bool] = Path.is_dir,
 ) -> Report:
-    """Plan, then show (`--dry-run`) or carry out; what has an address is made here first."""
-    several = (
-        requested_share(common.process_options.processes, os.environ)[0].count > 1
-    )  # before all else: a dry run checks it too
+    """Plan a conversion, then show the plan (`--dry-run`) or execute it.
+
+    An output with a URL is written to a local folder first, and then uploaded.
+
+    Args:
+        common: Options of the command.
+        ui: Receives notes, warnings and progress.
+        make_plan: Makes the plan from the opened source.
+        is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
+
+    Returns:
+        Report with the output's path, counts and times.
+
+    Raises:
+        PrepError: The source, the options or the output are invalid, or reading or writing failed.
+    """
+    share, _ = requested_share(common.process_options.processes, os.environ)  # also validates the variables
     url = parse_out_url(common.out)
     if url is None:
-        return _run(common, ui, make, accept)
-    request = Upload(url, common.dry_run, common.overwrite, common.restart)
+        return _run_to_folder(common, ui, make_plan, is_candidate)
+    request = UploadRequest(url, common.dry_run, common.overwrite, common.restart)
     if PARENT_VARIABLE in os.environ:
-        return _run(replace(common, out=request.local_folder), ui, make, accept)
-    return make_and_upload(
-        request, several, ui, lambda out, dry: _run(replace(common, out=out, dry_run=dry), ui, make, accept)
-    )
+        return _run_to_folder(replace(common, out=request.local_folder), ui, make_plan, is_candidate)
+
+    def convert(out: Path, dry_run: bool) -> Report:
+        return _run_to_folder(replace(common, out=out, dry_run=dry_run), ui, make_plan, is_candidate)
+
+    return make_and_upload(request, share.count > 1, ui, convert)
 
 
-def _run(
+def _run_to_folder(
     common: CommonOptions,
     ui: Ui,
-    make: Callable[[Source, LocatedCheckpoint], PlannedConversion],
-    accept: Callable[[Path], bool],
+    make_plan: Callable[[Source, LocatedCheckpoint], PlannedConversion],
+    is_candidate: Callable[[Path], bool],
 ) -> Report:
-    located, source = open_checkpoint(common, ui, accept)
+    """Convert into a local folder."""
+    located, source = open_checkpoint(common, ui, is_candidate)
     check_config_option(common, source)
     check_stream(common.stream, located)
-    planned = make(source, located)
+    planned = make_plan(source, located)
     out = common.out or Path(planned.default_out_name)
-    _check_apart(out, source)
+    _check_output_location(out, source)
     ui.note(source_line(source))
-    if refusal := unsupported_model_reason(source):
-        ui.note(f"{source.display_name} can be converted, but not trained or sampled from: {refusal}")
+    if unsupported_reason := unsupported_model_reason(source):
+        ui.note(f"{source.display_name} can be converted, but not trained or sampled from: {unsupported_reason}")
     for line in planned.notes:
         ui.note(line)
-    _verbose(planned.plan, ui)
+    _note_plan_details(planned.plan, ui)
     fields = {"source": _source_fields(source, located), **planned.fields, **_plan_fields(planned.plan, ui)}
-    fields["not_computed"] = refusal
+    fields["not_computed"] = unsupported_reason
     if common.dry_run:
-        return Report(_summary(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
-    done, processes = _carried_out(planned.plan, planned.source_view or source, out, common, ui)
-    said = read_manifest(out) or {}
-    counts = said.get("casts", [])
-    for entry in counts:
+        return Report(_dry_run_line(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
+    result, process_fields = _execute_plan(planned.plan, planned.source_view or source, out, common, ui)
+    manifest = read_manifest(out) or {}
+    cast_counts = manifest.get("casts", [])
+    for entry in cast_counts:
         ui.note(casts.format_cast(entry))
-    ui.note(_closing(planned.plan, done, counts, ui, common))
-    fields["accounting"]["changed_values"] = _changed(counts)
+    ui.note(_closing_line(planned.plan, result, cast_counts, ui, common))
+    fields["accounting"]["changed_values"] = _count_changed_values(cast_counts)
     if planned.plan.zstd_level:
-        fields["compress"] = packed = _packed_fields(planned.plan, said)
-        ui.note(_packed_line(packed))
-    fields |= {"output": str(out), "casts": counts, **_done_fields(done, common), **processes}
+        fields["compress"] = compression = _compression_fields(planned.plan, manifest)
+        ui.note(_compression_line(compression))
+    fields |= {"output": str(out), "casts": cast_counts, **_result_fields(result, common), **process_fields}
     return Report(str(out), fields, planned.next_command(out))
 
 
-def _carried_out(
+def _execute_plan(
     plan: Plan, source: Source, out: Path, common: CommonOptions, ui: Ui
 ) -> tuple[ConversionResult, dict[str, Any]]:
-    """The output, with what this process and its workers did, and fields that tell of them."""
-    asked, own_nbytes = common.process_options, anonymous_nbytes()
-    share, launcher = requested_share(asked.processes, os.environ)
+    """Write the output with this process and its workers; return their result and JSON fields of the processes."""
+    process_options, own_nbytes = common.process_options, anonymous_nbytes()
+    share, launcher = requested_share(process_options.processes, os.environ)
     if launcher:
         ui.note(f"process {share.index} of {share.count}, as {launcher} says")
-    mine, *others = share.split(asked.num_workers)
-    memory_nbytes = worker_memory_nbytes(common.memory_nbytes, asked.num_workers, own_nbytes)
-    with WorkerPool(asked.argv, others, memory_nbytes, ui.progress()) as workers:
+    own_share, *worker_shares = share.split(process_options.num_workers)
+    memory_nbytes = worker_memory_nbytes(common.memory_nbytes, process_options.num_workers, own_nbytes)
+    with WorkerPool(process_options.argv, worker_shares, memory_nbytes, ui.progress()) as workers:
         options = ExecuteOptions(
-            out, memory_nbytes, common.overwrite, common.restart, mine, asked.num_workers, workers.start, workers.check
+            out,
+            memory_nbytes,
+            overwrite=common.overwrite,
+            restart=common.restart,
+            share=own_share,
+            num_workers=process_options.num_workers,
+            start_workers=workers.start,
+            check_workers=workers.check,
+            allow_overflow=common.allow_overflow,
         )
-        options = replace(options, allow_overflow=common.allow_overflow)
-        done = execute_plan(plan, source, options, workers.progress, ui.note)
-        done = add_worker_reports(done, workers.wait_for_reports(), own_nbytes)
-    fields = {"count": mine.count, "index": mine.index, "workers": asked.num_workers}
-    return done, {"processes": fields} if mine.count > 1 else {}
+        result = execute_plan(plan, source, options, workers.progress, ui.note)
+        result = add_worker_reports(result, workers.wait_for_reports(), own_nbytes)
+    fields = {"count": own_share.count, "index": own_share.index, "workers": process_options.num_workers}
+    return result, {"processes": fields} if own_share.count > 1 else {}
 
 
-def _check_apart(out: Path, source: Source) -> None:
-    """Usage PrepError where writing the output would change the source, or replacing what is there would remove it."""
+def _check_output_location(out: Path, source: Source) -> None:
+    """Raise a usage PrepError if writing the output would change or delete the source or the user's own folders."""
     target = out.resolve()
     partial = target.with_name(target.name + ".partial")
-    beside = () if source.root.is_file() else (*source.files, *source.small_files)
-    held = (path.resolve().parent for path in beside)  # links may lead elsewhere
-    weights = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
-    for root in dict.fromkeys((source.root.resolve(), *held)):
+    source_files = () if source.root.is_file() else (*source.files, *source.small_files)
+    file_folders = (path.resolve().parent for path in source_files)  # links may point to other folders
+    weight_folders = {source.root.resolve(), *(path.resolve().parent for path in source.files)}
+    for root in dict.fromkeys((source.root.resolve(), *file_folders)):
         if root in (target, partial):
             raise usage_error(f"the output {out} is the source", "sources are never written to", "`--out NAME`")
-        if root in target.parents and root in weights:  # settings alone may lie where one works
+        if root in target.parents and root in weight_folders:  # an output inside a folder of settings is allowed
             hint = f"`--out ../{out.name}`"
             raise usage_error(f"the output {out} is inside the source", "sources are never written to", hint)
         if target in root.parents:
-            raise usage_error(f"the source is inside the output {out}", "it would be replaced with it", "`--out NAME`")
+            raise usage_error(f"the source is inside the output {out}", "it would be deleted", "`--out NAME`")
     for folder in (Path.cwd(), Path(os.path.expanduser("~")).resolve()):
         if target == folder or target in folder.parents:
-            what = f"the output {out} would be in place of where you are, or live"
-            raise usage_error(what, f"{folder} is there, and outputs replace whole folders", "`--out NAME`")
+            what = f"the output {out} would replace the current folder or your home folder"
+            raise usage_error(what, f"{folder} is inside it, and outputs replace whole folders", "`--out NAME`")
 
 
 def source_line(source: Source) -> str:
-    """`EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
+    """Describe a source in one line: `EleutherAI/gpt-neo-1.3B  gpt_neo  316 tensors  4.90 GiB float32`."""
     dtypes = _weight_dtypes(source)
     size = format_bytes(sum(t.nbytes for t in source.tensors))
     parts = [source.display_name, source.family.name, f"{len(source.tensors)} tensors", f"{size} {', '.join(dtypes)}"]
@@ -227,7 +261,7 @@ def source_line(source: Source) -> str:
 
 
 def unsupported_model_reason(source: Source) -> str | None:
-    """Return why prep cannot compute a model of this config, None if it can."""
+    """Return the reason why prep cannot run the source's model, or None if it can."""
     try:
         source.family.arch_config(source.config)
     except PrepError as error:
@@ -236,36 +270,36 @@ def unsupported_model_reason(source: Source) -> str | None:
 
 
 def _weight_dtypes(source: Source) -> list[str]:
-    """Those of tensors that are not small beside the largest."""
-    large = max((t.nbytes for t in source.tensors), default=0)
-    return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= large})
+    """Return the dtypes of the tensors with at least 1/8 of the bytes of the largest."""
+    largest_nbytes = max((t.nbytes for t in source.tensors), default=0)
+    return sorted({t.dtype for t in source.tensors if t.nbytes * 8 >= largest_nbytes})
 
 
-def output_config(source: Source, vocabulary: Vocabulary, tied: bool, dtype: str | None = None) -> dict[str, Any]:
-    """The source's config for an output with this vocabulary, in `dtype` where that was asked for; a head that became
-    its own is said to be so."""
+def output_config(source: Source, vocabulary: Vocabulary, is_tied: bool, dtype: str | None = None) -> dict[str, Any]:
+    """Return the source's config with the vocabulary, weight tying and, if not None, the dtype of the output."""
     config = with_vocabulary(source.config, vocabulary)
-    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]  # transformers' 5 and 4
-    config |= dict.fromkeys(named, dtype) if dtype else {}
-    if tied or not source.family.is_tied(config, (source.family.tying.head_tensor,)):
+    dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]  # transformers 5 and 4
+    config |= dict.fromkeys(dtype_keys, dtype) if dtype else {}
+    if is_tied or not source.family.is_tied(config, (source.family.tying.head_tensor,)):
         return config
     return config | {"tie_word_embeddings": False, **source.family.tying.untied_fields(config)}
 
 
 def format_command_line(command: str, source: Source, options: Sequence[tuple[str, object]]) -> str:
-    """The command line that asks for this, options at their defaults (None, False, empty) left out."""
+    """Return the command line of a request, without the options at their defaults (None, False, empty)."""
     words = [f"prep {command} {source.display_name}"]
     for flag, value in options:
         if value is True:
             words.append(flag)
         elif isinstance(value, tuple):
-            words += [f"{flag} {each}" for each in value]
+            words += [f"{flag} {item}" for item in value]
         elif value is not None and value is not False:
             words.append(f"{flag} {value}")
     return " ".join(words)
 
 
-def _verbose(plan: Plan, ui: Ui) -> None:
+def _note_plan_details(plan: Plan, ui: Ui) -> None:
+    """Print one line per leaf and per dropped tensor, at `-v`."""
     for leaf in plan.leaves:
         ui.note(
             f"  {leaf.name}  {list(leaf.grid.shape)} {leaf.dtype} in chunks of {list(leaf.grid.chunk_shape)}", LEAVES
@@ -279,7 +313,7 @@ def _source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]
         "name": source.display_name,
         "revision": located.revision,
         "files": len(source.files),
-        "bytes": sum(fact.size for fact in source.file_stamps),
+        "bytes": sum(stamp.size for stamp in source.file_stamps),
     }
 
 
@@ -312,39 +346,39 @@ def _plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
     return fields
 
 
-def _done_fields(done: ConversionResult, common: CommonOptions) -> dict[str, Any]:
-    outcome = done.outcome
+def _result_fields(result: ConversionResult, common: CommonOptions) -> dict[str, Any]:
+    outcome = result.outcome
     seconds = outcome.seconds
     return {
-        "already": done.already_done,
+        "already": result.already_done,
         "bytes": {
             "read": outcome.read_nbytes,
             "written": outcome.written_nbytes,
             "moved": outcome.read_nbytes + outcome.copied_nbytes + outcome.written_nbytes,
             "resumed": outcome.resumed_nbytes,
         },
-        "memory": {"budget": common.memory_nbytes, "peak": done.peak_nbytes},
+        "memory": {"budget": common.memory_nbytes, "peak": result.peak_nbytes},
         "time": {k: round(v, 3) for k, v in (("read", seconds.read), ("move", seconds.move), ("write", seconds.write))},
     }
 
 
-def _changed(counts: Sequence[Mapping[str, Any]]) -> int:
-    return sum(entry["changed"] for entry in counts)
+def _count_changed_values(cast_counts: Sequence[Mapping[str, Any]]) -> int:
+    return sum(entry["changed"] for entry in cast_counts)
 
 
-def _packed_fields(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes of an output's chunks, raw and as they are stored."""
+def _compression_fields(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the raw and the stored bytes of an output's chunks, and their ratio."""
     raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.chunk_counts) for leaf in plan.leaves)
     stored = sum(manifest["packed"].values())
     return {"with": manifest["compress"], "raw": raw, "stored": stored, "ratio": round(stored / max(1, raw), 4)}
 
 
-def _packed_line(packed: Mapping[str, Any]) -> str:
-    sizes = f"{format_bytes(packed['raw'])} compressed to {format_bytes(packed['stored'])}"
-    return f"{sizes}, {packed['ratio']:.2f} x, with {packed['with']}"
+def _compression_line(compression: Mapping[str, Any]) -> str:
+    sizes = f"{format_bytes(compression['raw'])} compressed to {format_bytes(compression['stored'])}"
+    return f"{sizes}, {compression['ratio']:.2f} x, with {compression['with']}"
 
 
-def _summary(plan: Plan, out: Path) -> str:
+def _dry_run_line(plan: Plan, out: Path) -> str:
     dropped = f", {_dropped_text(plan)}" if _dropped_text(plan) else ""
     chunks = f" in {plan.chunk_count:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
     return (
@@ -362,12 +396,16 @@ def _dropped_text(plan: Plan) -> str:
     return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
 
 
-def _closing(
-    plan: Plan, done: ConversionResult, counts: Sequence[Mapping[str, Any]], ui: Ui, common: CommonOptions
+def _closing_line(
+    plan: Plan, result: ConversionResult, cast_counts: Sequence[Mapping[str, Any]], ui: Ui, common: CommonOptions
 ) -> str:
-    if done.already_done:
-        return f"already done: {done.out} was made by the same request from the same source"
+    if result.already_done:
+        return f"already done: {result.out} was made by the same request from the same source"
     used = len({s.name for s in plan.streams if s.writes})
-    memory = f"peak {done.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
-    parts = [f"{used} tensors", *filter(None, [_dropped_text(plan)]), f"{_changed(counts):,} values changed"]
+    memory = f"peak {result.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
+    parts = [
+        f"{used} tensors",
+        *filter(None, [_dropped_text(plan)]),
+        f"{_count_changed_values(cast_counts):,} values changed",
+    ]
     return f"done in {ui.clock() - ui.started_s:.1f} s, {memory}; {', '.join(parts)}"

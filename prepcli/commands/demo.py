@@ -1,4 +1,4 @@
-"""`prep demo`: the whole way of a checkpoint, on a tiny model and offline, by the commands that a user types."""
+"""`prep demo`: convert, train and export a tiny model offline, with the commands that a user types."""
 
 from __future__ import annotations
 
@@ -16,85 +16,99 @@ from prepcli.demo.steps import DemoStep, StepReport, remove_output
 from prepcli.errors import PrepError, usage_error
 
 MARKER = ".made-by-prep-demo"
-MADE = (*conversion.OUTPUTS, *training.OUTPUTS, REPORT)
+OUTPUTS = (*conversion.OUTPUTS, *training.OUTPUTS, REPORT)
 
 
 def demo(out: Path, ui: Ui) -> Report:
-    """Make a tiny model in the folder `out`, take it all the way and back, train it, and check each step.
+    """Make a tiny model in the folder `out`, convert it in both directions, train it, and check each step.
 
-    A folder that an earlier demo made is taken again. The report carries an error if a check failed.
+    Args:
+        out: New or empty folder, or the folder of an earlier demo, whose outputs are replaced.
+        ui: Receives a note before and after each step.
+
+    Returns:
+        Report with one table row per step. It has an error if a check failed.
+
+    Raises:
+        PrepError: `out` exists and was not made by a demo, or cannot be created.
     """
-    _prepare(out)
-    tasks = _tasks()
-    ui.note(f"offline, {len(tasks)} steps; to repeat one yourself: cd {shlex.quote(str(out))}")
-    steps: list[StepReport] = []
-    for number, task in enumerate(tasks, 1):
-        command = _command(task)
-        ui.note(f"[{number}/{len(tasks)}] {task.title}")
+    _prepare_folder(out)
+    steps_to_run = _tasks()
+    ui.note(f"offline, {len(steps_to_run)} steps; to repeat a step: cd {shlex.quote(str(out))}")
+    step_reports: list[StepReport] = []
+    for number, step in enumerate(steps_to_run, 1):
+        command = _command_line(step)
+        ui.note(f"[{number}/{len(steps_to_run)}] {step.title}")
         if command:
             ui.note(f"      $ {command}")
-        steps.append(_done(task, command, out))
-        ui.note(f"      {_cell(steps[-1])} ({format_duration(steps[-1].seconds)})")
-        if not steps[-1].ok:
+        step_reports.append(_run_step(step, command, out))
+        ui.note(f"      {_result_text(step_reports[-1])} ({format_duration(step_reports[-1].seconds)})")
+        if not step_reports[-1].ok:
             break
-    return _report(out, steps, len(tasks))
+    return _build_report(out, step_reports, len(steps_to_run))
 
 
 def _tasks() -> tuple[DemoStep, ...]:
     return (*conversion.conversion_steps(), *training.training_steps())
 
 
-def _command(task: DemoStep) -> str:
-    """As a user types it; empty for a step that is none."""
-    variables = "".join(f"{name}={value} " for name, value in task.env.items())
-    return variables + shlex.join(["prep", *task.args]) if task.args else ""
+def _command_line(step: DemoStep) -> str:
+    """Return the command line of a step, or an empty string for a step without one."""
+    variables = "".join(f"{name}={value} " for name, value in step.env.items())
+    return variables + shlex.join(["prep", *step.args]) if step.args else ""
 
 
-def _prepare(out: Path) -> None:
-    """A folder for the demo, without what an earlier one made there; usage PrepError if it is somebody else's."""
+def _prepare_folder(out: Path) -> None:
+    """Create the demo's folder, or delete the outputs of an earlier demo from it.
+
+    Raises:
+        PrepError: The folder was not made by a demo, or cannot be created.
+    """
     is_empty = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty and not (out / MARKER).is_file():
-        why = f"it has no {MARKER}, so no demo made it"
-        raise usage_error(f"{out} exists and is something else", why, "`prep demo --out NAME`")
-    for name in MADE:
+        why = f"it has no {MARKER}"
+        raise usage_error(f"{out} already exists and is not a demo's folder", why, "`prep demo --out NAME`")
+    for name in OUTPUTS:
         remove_output(out / name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PrepError(f"cannot make {out}", error.strerror or str(error), "`prep demo --out NAME`") from error
+        raise PrepError(f"cannot create {out}", error.strerror or str(error), "`prep demo --out NAME`") from error
     (out / MARKER).touch()
 
 
-def _done(task: DemoStep, command: str, folder: Path) -> StepReport:
-    began = time.monotonic()
-    step = StepReport(task.title, command, 0.0, 0, 0, "", False)
+def _run_step(step: DemoStep, command: str, folder: Path) -> StepReport:
+    start_s = time.monotonic()
+    report = StepReport(step.title, command, 0.0, 0, 0, "", False)
     try:
-        outcome = task.run(folder, task.args)
-        step = replace(step, bytes=outcome.nbytes, peak=outcome.peak_nbytes, result=outcome.result, ok=True)
+        outcome = step.run(folder, step.args)
+        report = replace(report, bytes=outcome.nbytes, peak=outcome.peak_nbytes, result=outcome.result, ok=True)
     except PrepError as error:
-        step = replace(step, result=str(error))
-    return replace(step, seconds=round(time.monotonic() - began, 3))
+        report = replace(report, result=str(error))
+    return replace(report, seconds=round(time.monotonic() - start_s, 3))
 
 
-def _report(out: Path, steps: Sequence[StepReport], count: int) -> Report:
-    head = ("step", "seconds", "bytes", "memory", "result")
-    text = format_table([_row(step) for step in steps], head, right_aligned=("seconds", "bytes", "memory"))
-    fields = {"output": str(out), "steps": [asdict(step) for step in steps]}
-    failed = next((step for step in steps if not step.ok), None)
+def _build_report(out: Path, step_reports: Sequence[StepReport], num_steps: int) -> Report:
+    header = ("step", "seconds", "bytes", "memory", "result")
+    text = format_table(
+        [_table_row(step) for step in step_reports], header, right_aligned=("seconds", "bytes", "memory")
+    )
+    fields = {"output": str(out), "steps": [asdict(step) for step in step_reports]}
+    failed = next((step for step in step_reports if not step.ok), None)
     if failed is None:
-        write_page(out, steps)
+        write_page(out, step_reports)
         fields["report"] = str(out / REPORT)
-        closing = f"all {count} steps are as they should be; with pictures: {out / REPORT}"
-        return Report(f"{text}\n{closing}", fields, "the same with a model of your own")
-    what = f"the demo failed at step {len(steps)}: {failed.step}"
+        closing = f"all {num_steps} steps passed; report with pictures: {out / REPORT}"
+        return Report(f"{text}\n{closing}", fields, "run the same commands with your own model")
+    what = f"the demo failed at step {len(step_reports)}: {failed.step}"
     hint = f"`cd {shlex.quote(str(out))} && {failed.command}`" if failed.command else ""
     return Report(text, fields, error=PrepError(what, failed.result, hint))
 
 
-def _row(step: StepReport) -> tuple[str, ...]:
-    memory = format_bytes(step.peak) if step.peak else "-"
-    return step.step, f"{step.seconds:.1f}", format_bytes(step.bytes), memory, _cell(step)
+def _table_row(report: StepReport) -> tuple[str, ...]:
+    memory = format_bytes(report.peak) if report.peak else "-"
+    return report.step, f"{report.seconds:.1f}", format_bytes(report.bytes), memory, _result_text(report)
 
 
-def _cell(step: StepReport) -> str:
-    return step.result if step.ok else f"FAILED: {step.result}"
+def _result_text(report: StepReport) -> str:
+    return report.result if report.ok else f"FAILED: {report.result}"

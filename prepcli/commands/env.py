@@ -1,4 +1,4 @@
-"""`prep env`: what prep runs with - versions, devices, memory, variables and caches, and where each comes from."""
+"""`prep env`: versions, devices, memory, and settings with the variable or file that each comes from."""
 
 from __future__ import annotations
 
@@ -19,32 +19,40 @@ PACKAGES = (
 )  # fmt: skip
 
 
-# Which variables decide about a setting, the first that is set; the token may also lie in a file
-DECIDED_BY = {
+# Variables of each setting, in order of precedence. The token may also be in a file.
+SETTING_VARIABLES = {
     "HF_HOME": ("HF_HOME", "XDG_CACHE_HOME"),
     "HF_HUB_CACHE": ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"),
     "HF_TOKEN": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
     "HF_HUB_OFFLINE": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
 }
-HIDDEN = "(set, not shown)"
+HIDDEN_VALUE = "(set, not shown)"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that comes from outside; `source` is the variable or file that decided, or `default`."""
+    """A setting from the environment. Its fields are JSON keys."""
 
     name: str
     value: str
-    source: str
+    source: str  # variable or file that sets it, or `default`
 
 
-def env(default_memory: str, with_devices: bool) -> Report:
-    """Everything at once; devices only on request, since that imports jax and takes hold of them."""
+def env(default_memory: str, list_devices: bool) -> Report:
+    """Report versions, memory, settings and, on request, devices.
+
+    Args:
+        default_memory: Default of `--memory`.
+        list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
+
+    Returns:
+        Report with a table for each topic.
+    """
     system = {"python": platform.python_version(), "platform": platform.platform()}
     versions = {name: _version(name) for name in PACKAGES}
     sizes = {**system_memory(), "cgroup limit": cgroup_memory_limit()}
-    settings = [*_own_settings(os.environ, default_memory), *_hub_settings(os.environ)]
-    devices = _devices() if with_devices else None
+    settings = [*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)]
+    devices = _devices() if list_devices else None
     fields = {
         **system,
         "versions": versions,
@@ -52,18 +60,24 @@ def env(default_memory: str, with_devices: bool) -> Report:
         "memory": {name.replace(" ", "_"): size for name, size in sizes.items()},
         "settings": [asdict(setting) for setting in settings],
     }
-    shown_devices = devices if devices is not None else {"not looked for": "`prep env --devices` imports jax"}
+    device_rows = devices if devices is not None else {"not listed": "`prep env --devices` imports jax"}
     tables = [
-        _pairs("versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}),
-        _pairs("devices", shown_devices),
-        _pairs("memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}),
-        format_table([(each.name, each.value, each.source) for each in settings], ["settings", "", "decided by"]),
+        _two_column_table(
+            "versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}
+        ),
+        _two_column_table("devices", device_rows),
+        _two_column_table(
+            "memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}
+        ),
+        format_table(
+            [(setting.name, setting.value, setting.source) for setting in settings], ["settings", "", "set by"]
+        ),
     ]
     return Report(text="\n\n".join(tables), fields=fields)
 
 
-def _pairs(title: str, pairs: Mapping[str, str]) -> str:
-    return format_table(list(pairs.items()), [title, ""])
+def _two_column_table(title: str, rows: Mapping[str, str]) -> str:
+    return format_table(list(rows.items()), [title, ""])
 
 
 def _version(package: str) -> str | None:
@@ -74,23 +88,23 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> dict[str, str]:
-    """Each device of this process by its name, or why there are none."""
+    """Return the kind of each local device by its name, or the reason why there are none."""
     try:
         import jax
 
         return {str(device): device.device_kind for device in jax.local_devices()}
-    except (ImportError, RuntimeError) as error:  # RuntimeError: JAX_PLATFORMS asks for what is not there
-        return {"none": f"jax says: {error}"}
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a platform of JAX_PLATFORMS does not exist
+        return {"none": f"jax: {error}"}
 
 
-def _own_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:
+def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:
     defaults = {"PREP_MEMORY": default_memory, "PREP_PROGRESS": "auto", "PREP_TIMEOUT": "10", "PREP_TRACEBACK": "-"}
     defaults["NO_COLOR"] = "-"
     return [_setting(environ, name, environ.get(name) or default) for name, default in defaults.items()]
 
 
 def _hub_settings(environ: Mapping[str, str]) -> list[Setting]:
-    """The hub library's settings as it understood them; a token is never shown."""
+    """Return the settings as huggingface_hub parsed them; the token's value is hidden."""
     from huggingface_hub import constants
 
     values = {
@@ -100,13 +114,13 @@ def _hub_settings(environ: Mapping[str, str]) -> list[Setting]:
         "HF_HUB_OFFLINE": "1" if constants.HF_HUB_OFFLINE else "0",
     }
     settings = [_setting(environ, name, value) for name, value in values.items()]
-    token = _setting(environ, "HF_TOKEN", HIDDEN)
+    token = _setting(environ, "HF_TOKEN", HIDDEN_VALUE)
     if token.source == "default":
         is_stored = Path(constants.HF_TOKEN_PATH).is_file()
-        token = Setting("HF_TOKEN", HIDDEN, constants.HF_TOKEN_PATH) if is_stored else replace(token, value="-")
+        token = Setting("HF_TOKEN", HIDDEN_VALUE, constants.HF_TOKEN_PATH) if is_stored else replace(token, value="-")
     return [*settings, token]
 
 
 def _setting(environ: Mapping[str, str], name: str, value: str) -> Setting:
-    source = next((each for each in DECIDED_BY.get(name, (name,)) if environ.get(each)), "default")
+    source = next((variable for variable in SETTING_VARIABLES.get(name, (name,)) if environ.get(variable)), "default")
     return Setting(name, value, source)

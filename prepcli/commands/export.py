@@ -1,4 +1,4 @@
-"""`prep export`: back to a Hugging Face folder, or to a checkpoint of another library."""
+"""`prep export`: convert an Orbax checkpoint to a Hugging Face folder, or to Flax or EasyLM."""
 
 from __future__ import annotations
 
@@ -37,184 +37,235 @@ from prepcli.targets.streams import (
 )
 from trainer.models.parameters import HFConfig, TreeLayout
 
-PAGE_START = 0  # payloads begin at a page: chunks do so too, and pages then move as they are
-SHARD_NBYTES = 5 * 10**9
-LEAST_BARE_NBYTES = 1 << 20  # of a shard size without a unit: `5` is meant as 5 GB
-HF = "hf"
-FORMATS = {HF: "safetensors", "hf-flax": "msgpack", "easylm": STREAM_FORMAT}  # by layout
-TITLES = {HF: "Hugging Face safetensors", "hf-flax": "Flax msgpack for Hugging Face", "easylm": "EasyLM stream"}
+PAYLOAD_PAGE_OFFSET = 0  # payloads start at a page boundary, like chunks, so that whole pages are copied
+DEFAULT_SHARD_NBYTES = 5 * 10**9
+MIN_UNITLESS_NBYTES = 1 << 20  # smaller shard sizes need a unit: `5` means 5 bytes, but the user means 5 GB
+HF_LAYOUT = "hf"
+FORMAT_BY_LAYOUT = {HF_LAYOUT: "safetensors", "hf-flax": "msgpack", "easylm": STREAM_FORMAT}
+LAYOUT_TITLES = {
+    HF_LAYOUT: "Hugging Face safetensors",
+    "hf-flax": "Flax msgpack for Hugging Face",
+    "easylm": "EasyLM stream",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """Padding is taken off unless it is kept; files hold at most `shard_nbytes`. `layout` is a tree that the family
-    knows, `container` the format that it is stored in (None: that which goes with it)."""
+    """Request of `prep export`."""
 
     common: CommonOptions
-    keep_padding: bool = False
-    shard_nbytes: int = SHARD_NBYTES
-    true_vocab: int | None = None
-    layout: str = HF
-    file_format: str | None = None
-    dtype: str | None = None
+    keep_padding: bool = False  # keep the rows that pad the vocabulary
+    shard_nbytes: int = DEFAULT_SHARD_NBYTES  # maximum size of a file
+    true_vocab: int | None = None  # unpadded size of the vocabulary; None: from the source
+    layout: str = HF_LAYOUT  # `hf`, or a tree layout of the family
+    file_format: str | None = None  # None: the only format of the layout
+    dtype: str | None = None  # None: no cast
 
 
 def parse_shard_size(text: str) -> int:
-    """Read `--shard-size`. Raises a usage PrepError for 0, and for less than 1 MiB without a unit."""
+    """Parse `--shard-size`; raise a usage PrepError for 0, and for less than 1 MiB without a unit."""
     nbytes, number = parse_bytes(text), text.strip()
     if nbytes == 0:
-        raise usage_error(f"`--shard-size {text}` holds nothing", "a file has at least one byte", "`--shard-size 5GB`")
-    if number.replace(".", "").isdecimal() and nbytes < LEAST_BARE_NBYTES:
-        why = f"a number without a unit is in bytes: it is {format_bytes(nbytes)}"
+        raise usage_error(f"invalid `--shard-size {text}`", "a file has at least one byte", "`--shard-size 5GB`")
+    if number.replace(".", "").isdecimal() and nbytes < MIN_UNITLESS_NBYTES:
+        why = f"a number without a unit is in bytes: {format_bytes(nbytes)}"
         raise usage_error(f"`--shard-size {text}` has no unit", why, f"`--shard-size {number}GB`")
     return nbytes
 
 
 def export(request: ExportRequest, ui: Ui) -> Report:
-    """An Orbax checkpoint into a Hugging Face folder, or one of another library's."""
+    """Convert a checkpoint to a Hugging Face folder, or to a file of Flax or EasyLM.
+
+    Args:
+        request: Source, output, layout and dtype.
+        ui: Receives notes, warnings and progress.
+
+    Returns:
+        Report with the output's path and the files written.
+
+    Raises:
+        PrepError: The options conflict, the layout is not supported for the model, or the conversion failed.
+    """
     check_allow_overflow(request.common, request.dtype)
     return run_conversion(request.common, ui, lambda source, located: plan_export(request, source, located))
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
-    """The files of weights, where each tensor goes in them, and the index where there is one."""
+class _WeightFiles:
+    """Layout of the weight files: the files, the locations of each tensor, and the index if there is one."""
 
     files: tuple[OutputFile, ...]
-    sides: Mapping[str, Locations]
+    locations: Mapping[str, Locations]
     index: tuple[SmallFile, ...]
 
 
-def _as_read(config: HFConfig, layout: TreeLayout, source: Source, tied: bool) -> dict[str, Any]:
-    """The config for another library, which knows no more of the head than whether it is the embedding. PrepError where
-    that would compute something else."""
-    agrees = not layout.allows_tied_head or source.family.is_tied(config) == tied
-    told = {**config} if agrees else {**config, "tie_word_embeddings": tied}
-    read = {name: value for name, value in told.items() if name not in layout.ignored_fields}
-    traits = source.family.arch_config
-    if traits(read) != traits(told):
-        set_here = ", ".join(f"{name} {told[name]}" for name in layout.ignored_fields if name in told)
-        why = f"the config has {set_here}, which its classes do not read, and it computes something else without"
-        raise PrepError("there is no such model in Flax", why, "`--layout hf` keeps it as it is")
-    return told
+def _config_for_layout(config: HFConfig, layout: TreeLayout, source: Source, is_tied: bool) -> dict[str, Any]:
+    """Return the config for a library that supports fewer fields, with `tie_word_embeddings` as stored.
+
+    Raises:
+        PrepError: The library would compute another model, because it ignores some of the fields.
+    """
+    can_use_config = not layout.allows_tied_head or source.family.is_tied(config) == is_tied
+    layout_config = {**config} if can_use_config else {**config, "tie_word_embeddings": is_tied}
+    fields_read = {name: value for name, value in layout_config.items() if name not in layout.ignored_fields}
+    arch_config = source.family.arch_config
+    if arch_config(fields_read) != arch_config(layout_config):
+        ignored_fields = ", ".join(
+            f"{name} {layout_config[name]}" for name in layout.ignored_fields if name in layout_config
+        )
+        why = f"the config has {ignored_fields}, which its classes ignore, so that they compute another model"
+        raise PrepError("the model is not supported in Flax", why, "`--layout hf` supports it")
+    return layout_config
 
 
 def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoint) -> PlannedConversion:
-    """Every tensor of the rows into files as others read them. PrepError where that does not add up."""
-    _check(request, source)
+    """Plan the copy of every tensor to the files of the requested layout.
+
+    Args:
+        request: Layout, padding, dtype and maximum file size.
+        source: Opened source.
+        located: Located source; its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
+    """
+    _check_request(request, source)
     vocabulary = source.vocabulary(request.true_vocab)
-    rows = vocabulary.stored_size if request.keep_padding else vocabulary.true_size
-    head = {source.family.tying.head_tensor} if _repeats_head(request, source) else set()
-    source = with_tied_head(source) if head else source
-    found = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
-    cut = VocabResize(vocabulary, vocab_tensors(found), Fill("zeros"))
-    kept = [t.cast(request.dtype) for t in source.tensors if t.name in found.uses or t.name in head]
-    sizes = output_rows(kept, cut.tensors, rows)
-    output = _output(request, source, kept, sizes, rows)
-    targets = {t.name: TensorTarget(output.sides[t.name], sizes[t.name], t.dtype) for t in kept}
-    config = output_config(source, Vocabulary(vocabulary.true_size, rows), found.is_tied, request.dtype)
+    vocab_rows = vocabulary.stored_size if request.keep_padding else vocabulary.true_size
+    tied_head = {source.family.tying.head_tensor} if _stores_tied_head(request, source) else set()
+    source = with_tied_head(source) if tied_head else source
+    match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
+    resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
+    tensors = [t.cast(request.dtype) for t in source.tensors if t.name in match.uses or t.name in tied_head]
+    row_counts = output_rows(tensors, resize.tensors, vocab_rows)
+    weight_files = _lay_out_weights(request, source, tensors, row_counts, vocab_rows=vocab_rows)
+    targets = {t.name: TensorTarget(weight_files.locations[t.name], row_counts[t.name], t.dtype) for t in tensors}
+    config = output_config(source, Vocabulary(vocabulary.true_size, vocab_rows), match.is_tied, request.dtype)
     if layout := source.family.layouts.get(request.layout):
-        config = _as_read(config, layout, source, found.is_tied)
-    base = located.model_name.removesuffix("-padded") if rows == vocabulary.true_size else located.model_name
-    made = Plan(
+        config = _config_for_layout(config, layout, source, match.is_tied)
+    base_name = located.model_name.removesuffix("-padded") if vocab_rows == vocabulary.true_size else located.model_name
+    plan = Plan(
         command="export",
-        request=_request_text(request, source),
+        request=_command_line(request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=build_streams(source, targets, cut, {c.name for c in found.checks}),
-        files=output.files,
-        small_files=(*settings_files(config, (), copied_files(source.small_files, source.root)), *output.index),
+        streams=build_streams(source, targets, resize, {c.name for c in match.checks}),
+        files=weight_files.files,
+        small_files=(*settings_files(config, (), copied_files(source.small_files, source.root)), *weight_files.index),
         dropped=(
-            *(d for d in found.dropped if d.name not in head),
-            *dropped_padding(source, targets, cut),
+            *(d for d in match.dropped if d.name not in tied_head),
+            *dropped_padding(source, targets, resize),
             *dropped_state(source),
         ),
-        checks=found.checks,
+        checks=match.checks,
         settings={
-            "name": base,
+            "name": base_name,
             "kind": "hf",
             "family": source.family.name,
-            "vocab": {"true": vocabulary.true_size, "padded": rows},
-            **({"layout": request.layout} if request.layout != HF else {}),
+            "vocab": {"true": vocabulary.true_size, "padded": vocab_rows},
+            **({"layout": request.layout} if request.layout != HF_LAYOUT else {}),
             "prefixed": source.names.is_prefixed,
-            "tied": found.is_tied,
+            "tied": match.is_tied,
             "config": config,
         },
         display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
     )
     fields = {
-        "vocab": {"true": vocabulary.true_size, "written": rows},
-        "files": len(output.files),
+        "vocab": {"true": vocabulary.true_size, "written": vocab_rows},
+        "files": len(weight_files.files),
         "layout": request.layout,
-        "format": FORMATS[request.layout],
+        "format": FORMAT_BY_LAYOUT[request.layout],
     }
-    line = _line(request, source, located, len(output.files), vocabulary.stored_size - rows)
+    num_files, removed_rows = len(weight_files.files), vocabulary.stored_size - vocab_rows
+    line = _summary_line(request, source, located, num_files=num_files, removed_rows=removed_rows)
     return PlannedConversion(
-        made,
-        f"{base}-{request.layout}",
-        (line,),
-        fields,
-        lambda out: f"prep verify {out}" + (f" {source.display_name}" if not request.dtype else ""),
-        source,
+        plan,
+        f"{base_name}-{request.layout}",
+        notes=(line,),
+        fields=fields,
+        next_command=lambda out: f"prep verify {out}" + (f" {source.display_name}" if not request.dtype else ""),
+        source_view=source,
     )
 
 
-def _check(request: ExportRequest, source: Source) -> None:
-    """Usage PrepError for a layout, format or size that do not go together, and where nothing is to be done."""
-    if FORMATS.get(request.layout) is None or request.file_format not in (None, FORMATS[request.layout]):
-        pairs = ", ".join(f"`--layout {layout} --format {container}`" for layout, container in FORMATS.items())
-        asked = f"`--layout {request.layout}`" + (f" `--format {request.file_format}`" if request.file_format else "")
-        raise usage_error(f"{asked} is not written", "a layout goes with a format", f"one of {pairs}")
-    if request.layout not in (HF, *source.family.layouts):
-        known = ", ".join((HF, *source.family.layouts))
-        raise usage_error(f"{source.family.name} has no layout {request.layout}", f"prep knows {known} of it")
-    if FORMATS[request.layout] == STREAM_FORMAT and request.shard_nbytes != SHARD_NBYTES:
-        raise usage_error("`--shard-size` is not for streams", "an EasyLM stream is one file")
-    as_it_is = request.layout == HF and not request.dtype
-    if as_it_is and source.tensor_file_names and not source.manifest and _is_safetensors(source):
-        why = "there is nothing to export: transformers reads it as it is"
+def _check_request(request: ExportRequest, source: Source) -> None:
+    """Raise a usage PrepError for a conflict of layout, format and size, and for an export without any change."""
+    if FORMAT_BY_LAYOUT.get(request.layout) is None or request.file_format not in (
+        None,
+        FORMAT_BY_LAYOUT[request.layout],
+    ):
+        pairs = ", ".join(
+            f"`--layout {layout} --format {file_format}`" for layout, file_format in FORMAT_BY_LAYOUT.items()
+        )
+        requested = f"`--layout {request.layout}`" + (
+            f" `--format {request.file_format}`" if request.file_format else ""
+        )
+        raise usage_error(f"{requested} is not supported", "each layout has one format", f"one of {pairs}")
+    if request.layout not in (HF_LAYOUT, *source.family.layouts):
+        known = ", ".join((HF_LAYOUT, *source.family.layouts))
+        raise usage_error(f"layout {request.layout} is not supported for {source.family.name}", f"supported: {known}")
+    if FORMAT_BY_LAYOUT[request.layout] == STREAM_FORMAT and request.shard_nbytes != DEFAULT_SHARD_NBYTES:
+        raise usage_error("`--shard-size` is not supported for streams", "an EasyLM stream is one file")
+    is_unchanged = request.layout == HF_LAYOUT and not request.dtype
+    if is_unchanged and source.tensor_file_names and not source.manifest and _is_all_safetensors(source):
+        why = "nothing to export: transformers reads it already"
         raise usage_error(
             f"{source.display_name} is a Hugging Face folder", why, f"`prep save-init {source.display_name}`"
         )
 
 
-def _repeats_head(request: ExportRequest, source: Source) -> bool:
-    """Whether a head that is the embedding is written all the same: the other library knows no tied one."""
-    tied = source.family.is_tied(source.config)
-    return tied and request.layout != HF and not source.family.layouts[request.layout].allows_tied_head
+def _stores_tied_head(request: ExportRequest, source: Source) -> bool:
+    """Return whether a tied head is written as a tensor, for a library that does not support tied heads."""
+    is_tied = source.family.is_tied(source.config)
+    return is_tied and request.layout != HF_LAYOUT and not source.family.layouts[request.layout].allows_tied_head
 
 
-def _is_safetensors(source: Source) -> bool:
+def _is_all_safetensors(source: Source) -> bool:
     return all(path.name.endswith(f".{SUFFIX}") for path in source.files)
 
 
-def _output(
-    request: ExportRequest, source: Source, kept: Sequence[SourceTensor], sizes: Mapping[str, int], vocab: int
-) -> _Output:
-    if request.layout == HF:
-        groups = split_into_shards(header_entries(source, kept, sizes), request.shard_nbytes)
-        files, places, layouts = lay_out_weight_files([(name, group, PAGE_START) for name, group in groups])
-        return _Output(files, {t.name: (places[source.names.full_name(t.name)],) for t in kept}, index_files(layouts))
-    found = lay_out_flax_folder(source, kept, request.layout, FORMATS[request.layout], vocab, request.shard_nbytes)
-    return _Output(found.files, found.sides, found.index)
+def _lay_out_weights(
+    request: ExportRequest,
+    source: Source,
+    tensors: Sequence[SourceTensor],
+    row_counts: Mapping[str, int],
+    *,
+    vocab_rows: int,
+) -> _WeightFiles:
+    """Lay out the weight files of the requested layout; `row_counts` has the output rows of each tensor."""
+    if request.layout == HF_LAYOUT:
+        groups = split_into_shards(header_entries(source, tensors, row_counts), request.shard_nbytes)
+        files, locations, layouts = lay_out_weight_files([(name, group, PAYLOAD_PAGE_OFFSET) for name, group in groups])
+        return _WeightFiles(
+            files, {t.name: (locations[source.names.full_name(t.name)],) for t in tensors}, index_files(layouts)
+        )
+    output = lay_out_flax_folder(
+        source, tensors, request.layout, FORMAT_BY_LAYOUT[request.layout], vocab_rows, request.shard_nbytes
+    )
+    return _WeightFiles(output.files, output.sides, output.index)
 
 
-def _line(request: ExportRequest, source: Source, located: LocatedCheckpoint, files: int, taken_off: int) -> str:
-    """`llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
+def _summary_line(
+    request: ExportRequest, source: Source, located: LocatedCheckpoint, *, num_files: int, removed_rows: int
+) -> str:
+    """Describe the export: `llama-13b-init step 200 -> Hugging Face safetensors, 6 files; …`."""
     step = source.tree_manifest.get("step")
-    called = located.model_name if step is None else f"{located.model_name} step {step}"
-    off = f"; {taken_off} rows of padding taken off" if taken_off > 0 else ""
-    state = optimizer_nbytes(source)
-    off += f"; optimizer state ({format_bytes(state)}) left out" if state else ""
-    return f"{called} -> {TITLES[request.layout]}, {files} file{'s' if files > 1 else ''}{off}"
+    source_name = located.model_name if step is None else f"{located.model_name} step {step}"
+    notes = f"; {removed_rows} rows of padding removed" if removed_rows > 0 else ""
+    state_nbytes = optimizer_nbytes(source)
+    notes += f"; optimizer state ({format_bytes(state_nbytes)}) dropped" if state_nbytes else ""
+    return f"{source_name} -> {LAYOUT_TITLES[request.layout]}, {num_files} file{'s' if num_files > 1 else ''}{notes}"
 
 
-def _request_text(request: ExportRequest, source: Source) -> str:
+def _command_line(request: ExportRequest, source: Source) -> str:
     options = [
         ("--dtype", request.dtype),
-        ("--layout", request.layout if request.layout != HF else None),
+        ("--layout", request.layout if request.layout != HF_LAYOUT else None),
         ("--keep-padding", request.keep_padding),
-        ("--shard-size", request.shard_nbytes if request.shard_nbytes != SHARD_NBYTES else None),
+        ("--shard-size", request.shard_nbytes if request.shard_nbytes != DEFAULT_SHARD_NBYTES else None),
         ("--true-vocab", request.true_vocab),
         ("--config", request.common.config),
     ]

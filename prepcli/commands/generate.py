@@ -1,4 +1,4 @@
-"""`prep generate`: what a model, of any checkpoint, adds to prompts."""
+"""`prep generate`: continue prompts with a model from any checkpoint."""
 
 from __future__ import annotations
 
@@ -28,56 +28,67 @@ if TYPE_CHECKING:
     from trainer.generation.generator import Generator
     from trainer.nn.transformer import ModelSpec
 
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
-NEW_TOKENS = 64
+TOKENIZER_FILE, GENERATION_CONFIG_FILE = "tokenizer.json", "generation_config.json"
+DEFAULT_NEW_TOKENS = 64
 STDIN = "-"
-DIGITS = 9  # of an id: more than any has
-KEYS = ("prompt", "text")  # of a line that is an object
-HINT = "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
+MAX_ID_DIGITS = 9  # more than any token id has
+PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedence
+OUT_OF_MEMORY_HINT = (
+    "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Prompts as texts, as lines of a file, as texts of ids; `draws`: temperature, top-k, top-p and seed."""
+    """Request of `prep generate`."""
 
     common: CommonOptions
     prompt_texts: tuple[str, ...] = ()
-    prompts_file: str | None = None
-    prompt_ids: tuple[str, ...] = ()
-    tokenizer: Path | None = None
-    max_new_tokens: int | None = None  # NEW_TOKENS, or as many as there are positions for
-    sampling: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)
-    mesh: str | None = None
-    dtype: str | None = None
+    prompts_file: str | None = None  # one prompt per line; `-` is stdin
+    prompt_ids: tuple[str, ...] = ()  # prompts as comma-separated token ids
+    tokenizer: Path | None = None  # None: the checkpoint's tokenizer.json
+    max_new_tokens: int | None = None  # None: DEFAULT_NEW_TOKENS, or fewer if the model has fewer positions
+    sampling: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)  # temperature, top-k, top-p, seed
+    mesh: str | None = None  # None: one device
+    dtype: str | None = None  # None: bfloat16 if all parameters have it, else float32
     batch_size: int = 16
-    verify: bool = True
+    verify: bool = True  # check the bytes against their checksums
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompts:
-    """Prompts as ids, with the text of each where there is a tokenizer; of an encoder's model they are its sources."""
+class _EncodedPrompts:
+    """Prompts as token ids; an encoder-decoder model reads them with its encoder."""
 
     ids: tuple[list[int], ...]
-    texts: tuple[str | None, ...]
-    start: int | None = None  # the token that a decoder begins with which has an encoder before it
+    texts: tuple[str | None, ...]  # None: there is no tokenizer
+    decoder_start_id: int | None = None  # first token of the decoder; None: the model has no encoder
 
-    def rows(self, low: int, high: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
-        """What a generator takes: prompts and sources."""
-        own = self.ids[low:high]
-        return (own, None) if self.start is None else ([[self.start]] * len(own), own)
+    def batch(self, start: int, stop: int) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+        """Return the decoder prompts and the encoder inputs (None without an encoder) of prompts `start:stop`."""
+        ids = self.ids[start:stop]
+        return (ids, None) if self.decoder_start_id is None else ([[self.decoder_start_id]] * len(ids), ids)
 
 
 def generate(request: GenerateRequest, ui: Ui) -> Report:
-    """What a model adds to each prompt, in their order."""
-    given = (
-        [*request.prompt_texts, *(_lines(request.prompts_file) if request.prompts_file else ())],
-        [*map(_ids, request.prompt_ids)],
-    )
-    if not any(given):
+    """Generate a continuation of each prompt.
+
+    Args:
+        request: Checkpoint, prompts, sampling and devices.
+        ui: Receives notes, warnings and progress.
+
+    Returns:
+        Report with the generated texts (token ids without a tokenizer) in the order of the prompts.
+
+    Raises:
+        PrepError: A prompt or option is invalid, or the checkpoint, tokenizer or devices cannot be used.
+    """
+    texts = [*request.prompt_texts, *(_read_prompts(request.prompts_file) if request.prompts_file else ())]
+    ids = [_parse_token_ids(text) for text in request.prompt_ids]
+    if not texts and not ids:
         raise usage_error(
-            "no prompt was given", "a model goes on from something", "`--prompt TEXT`, or `--tokens 1,2,3`"
+            "no prompt was given", "generation starts from a prompt", "`--prompt TEXT`, or `--tokens 1,2,3`"
         )
-    _check_draws(*request.sampling)
+    _check_sampling(*request.sampling)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.generation.decode import GenerationConfig
@@ -89,78 +100,88 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     located, source = open_checkpoint(request.common, ui)
     check_config_option(request.common, source)
     ui.note(source_line(source))
-    with catch_out_of_memory(HINT):
-        with _opened(request, source, located.path, ui) as reader:
-            model, on = model_from_manifest(reader.manifest), _devices(request, reader.manifest)
-            check_mesh_divides(model, on)
-            encoder = _encoder(request, source, bool(given[0]))
-            prompts = _prompts(*given, encoder, model, source.config)
-            rows = prompts.rows(0, len(prompts.ids))
-            fitting = min(NEW_TOKENS, max_fitting_new_tokens(rows[0], model) or NEW_TOKENS)
-            asked = GenerationConfig(
-                request.max_new_tokens or max(1, fitting), _ends(source, model.true_vocab_size), sampling
+    with catch_out_of_memory(OUT_OF_MEMORY_HINT):
+        with _open_reader(request, source, located.path, ui) as reader:
+            model, sharding = model_from_manifest(reader.manifest), _resolve_sharding(request, reader.manifest)
+            check_mesh_divides(model, sharding)
+            tokenizer = _load_tokenizer(request, source, is_required=bool(texts))
+            prompts = _encode_prompts(texts, ids, tokenizer=tokenizer, model=model, config=source.config)
+            generator_inputs = prompts.batch(0, len(prompts.ids))
+            default_new_tokens = min(
+                DEFAULT_NEW_TOKENS, max_fitting_new_tokens(generator_inputs[0], model) or DEFAULT_NEW_TOKENS
             )
-            check_prompts(*rows, model, asked)
-            generator = _generator(request, reader, model, on, asked)
-        return _carried_out(request, generator, prompts, encoder, ui)
+            generation_config = GenerationConfig(
+                request.max_new_tokens or max(1, default_new_tokens),
+                _eos_token_ids(source, model.true_vocab_size),
+                sampling,
+            )
+            check_prompts(*generator_inputs, model, generation_config)
+            generator = _build_generator(request, reader, model, sharding, generation_config)
+        return _generate_batches(request, generator, prompts, tokenizer, ui)
 
 
-def _check_draws(temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raise a usage PrepError for options of sampling where no token is drawn."""
+def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raise a usage PrepError for options of random sampling at temperature 0."""
     if temperature == 0:
-        why = "temperature 0 takes the likeliest token each time"
+        why = "temperature 0 always takes the most likely token"
         check_needs("--top-k", top_k or None, "--temperature", why)
         check_needs("--top-p", top_p if top_p != 1 else None, "--temperature", why)
         check_needs("--seed", seed or None, "--temperature", why)
 
 
-def _lines(name: str) -> Iterator[str]:
-    """The prompts of a file, a line each. PrepError where it cannot be read, or a line is not what it should be."""
+def _read_prompts(file_name: str) -> Iterator[str]:
+    """Yield the prompts of a text or .jsonl file, one per line; raise PrepError for an invalid file or line."""
     try:
-        text = sys.stdin.read() if name == STDIN else Path(name).read_text("utf-8-sig")
+        text = sys.stdin.read() if file_name == STDIN else Path(file_name).read_text("utf-8-sig")
     except OSError as error:
-        raise io_error(Path(name), error) from error
+        raise io_error(Path(file_name), error) from error
     except UnicodeDecodeError as error:
-        raise PrepError(f"{name} is no text", str(error), "a file of UTF-8") from error
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON may hold other separators
+        raise PrepError(f"{file_name} is not UTF-8 text", str(error), "convert it to UTF-8") from error
+    for line_number, line in enumerate(
+        text.split("\n"), 1
+    ):  # not splitlines: JSON strings may contain other line separators
         if line.strip():
-            yield _object(name, number, line) if name.endswith(".jsonl") else line
+            yield _prompt_from_json(file_name, line_number, line) if file_name.endswith(".jsonl") else line
 
 
-def _object(name: str, number: int, line: str) -> str:
+def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PrepError(f"line {number} of {name} is no JSON", str(error)) from error
-    texts = [found[key] for key in KEYS if isinstance(found, dict) and isinstance(found.get(key), str)]
+        raise PrepError(f"line {line_number} of {file_name} is not valid JSON", str(error)) from error
+    texts = [value[key] for key in PROMPT_KEYS if isinstance(value, dict) and isinstance(value.get(key), str)]
     if not texts:
-        raise PrepError(f"line {number} of {name} has no prompt", f"an object with `{KEYS[0]}` or `{KEYS[1]}`, a text")
+        why = f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`"
+        raise PrepError(f"line {line_number} of {file_name} has no prompt", why)
     return texts[0]
 
 
-def _ids(text: str) -> list[int]:
+def _parse_token_ids(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() and len(word) <= DIGITS for word in words):
-        raise usage_error(f"`--tokens {text:.60}` is not understood", "it takes ids with commas", "`--tokens 1,2,3`")
+    if not all(word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words):
+        raise usage_error(f"invalid `--tokens {text:.60}`", "it takes comma-separated token ids", "`--tokens 1,2,3`")
     return [int(word) for word in words]
 
 
-def _opened(request: GenerateRequest, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
-    """The checkpoint to read parameters of: as prep lays it out by default, layers one after the other in a leaf, it is
-    read as it is; anything else is laid out so, and its vocabulary padded for the mesh."""
-    said = source.tree_manifest
-    if said and said["scan"] and said["scan_axis"] == 0:
+def _open_reader(request: GenerateRequest, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
+    """Open the checkpoint's parameters.
+
+    A checkpoint in prep's default layout (layers stacked on axis 0) is read directly. Any other one is converted to
+    that layout in memory, with its vocabulary padded for the mesh.
+    """
+    manifest = source.tree_manifest
+    if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
         reader = open_reader(path, request.verify)
         if request.verify and not reader.is_checked:
             check_without_checksums(source, source.tensors, ui)
         return reader
-    on = _devices(request, {"rules": said.get("rules", ())})
-    axes = on.rules["vocab"][0]
-    return WeightsReader(source, math.prod(map(on.mesh.size, axes)) if on.mesh else 1, request.verify)
+    sharding = _resolve_sharding(request, {"rules": manifest.get("rules", ())})
+    axes = sharding.rules["vocab"][0]
+    return WeightsReader(source, math.prod(map(sharding.mesh.size, axes)) if sharding.mesh else 1, request.verify)
 
 
-def _devices(request: GenerateRequest, facts: Mapping[str, Any]) -> ShardingContext:
-    """The mesh that was asked for; without one, a single device."""
+def _resolve_sharding(request: GenerateRequest, manifest: Mapping[str, Any]) -> ShardingContext:
+    """Return the sharding for the requested mesh, or for a single device without one."""
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.training.setup import rules_from_manifest
@@ -168,110 +189,118 @@ def _devices(request: GenerateRequest, facts: Mapping[str, Any]) -> ShardingCont
     if request.mesh is None:
         return ShardingContext()
     try:
-        return make_sharding_context(parse_mesh(request.mesh, "--mesh"), rules_from_manifest(facts))
+        return make_sharding_context(parse_mesh(request.mesh, "--mesh"), rules_from_manifest(manifest))
     except PrepError as error:
         hint = error.hint.replace("--set mesh=", "--mesh ")
         raise PrepError(error.what, error.why, hint, error.code) from error
 
 
-def _encoder(request: GenerateRequest, source: Source, needed: bool) -> TextTokenizer | None:
-    """The tokenizer; None where there is none, and prompts are ids. PrepError where they are texts."""
+def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool) -> TextTokenizer | None:
+    """Load the tokenizer; return None if there is none and all prompts are token ids, else raise PrepError."""
     from trainer.data.tokenizer import load_tokenizer
 
-    path, hint = request.tokenizer or _beside(source, TOKENIZER), "`--tokenizer PATH`, or `--tokens 1,2,3`"
+    path, hint = request.tokenizer or _find_side_file(source, TOKENIZER_FILE), "`--tokenizer PATH`, or `--tokens 1,2,3`"
     if path is None:
-        if not needed:
+        if not is_required:
             return None
-        why = f"it has no {TOKENIZER}, which says what the ids of a text are"
-        raise PrepError(f"{source.display_name} comes without a tokenizer", why, hint)
+        why = f"there is no {TOKENIZER_FILE} to encode the prompts with"
+        raise PrepError(f"{source.display_name} has no tokenizer", why, hint)
     try:
         return load_tokenizer(path)
     except PrepError as error:
-        if not needed and request.tokenizer is None:
-            return None  # ids go without
+        if not is_required and request.tokenizer is None:
+            return None  # prompts as token ids need no tokenizer
         raise PrepError(error.what, error.why, hint) from error
 
 
-def _beside(source: Source, name: str) -> Path | None:
+def _find_side_file(source: Source, name: str) -> Path | None:
     return next((path for path in source.small_files if path.name == name), None)
 
 
-def _prompts(
+def _encode_prompts(
     texts: Sequence[str],
     ids: Sequence[list[int]],
-    encoder: TextTokenizer | None,
+    *,
+    tokenizer: TextTokenizer | None,
     model: ModelSpec,
     config: Mapping[str, Any],
-) -> _Prompts:
+) -> _EncodedPrompts:
     from trainer.training.setup import decoder_start_token_id
 
-    encoded = [encoder.encode_prompt(text) for text in texts] if encoder else []
-    said = [encoder.decode(each) if encoder else None for each in ids]
-    start = decoder_start_token_id(config, model.true_vocab_size) if model.arch_config.encoder is not None else None
-    return _Prompts((*encoded, *ids), (*texts, *said), start)
+    encoded_texts = [tokenizer.encode_prompt(text) for text in texts] if tokenizer else []
+    decoded = [tokenizer.decode(prompt_ids) if tokenizer else None for prompt_ids in ids]
+    decoder_start_id = (
+        decoder_start_token_id(config, model.true_vocab_size) if model.arch_config.encoder is not None else None
+    )
+    return _EncodedPrompts((*encoded_texts, *ids), (*texts, *decoded), decoder_start_id)
 
 
-def _ends(source: Source, vocab: int) -> tuple[int, ...]:
-    """The tokens that end a text: one, or a list of them; what belongs to generation goes before the config."""
-    path = _beside(source, GENERATION)
-    found = (read_config(path) if path else {}).get("eos_token_id", source.config.get("eos_token_id"))
-    ids = (each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
-    return tuple(each for each in ids if 0 <= each < vocab)
+def _eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
+    """Return the token ids that end a text, from generation_config.json or else config.json."""
+    config_path = _find_side_file(source, GENERATION_CONFIG_FILE)
+    eos = (read_config(config_path) if config_path else {}).get("eos_token_id", source.config.get("eos_token_id"))
+    ids = (token_id for token_id in (eos if isinstance(eos, list) else [eos]) if type(token_id) is int)
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab)
 
 
-def _generator(
+def _build_generator(
     request: GenerateRequest,
     reader: ItemReader | WeightsReader,
     model: ModelSpec,
-    on: ShardingContext,
-    asked: GenerationConfig,
+    sharding: ShardingContext,
+    generation_config: GenerationConfig,
 ) -> Generator:
-    """The parameters on their devices, in the dtype of the computation."""
+    """Load the parameters onto their devices, in the dtype of the computation."""
     from trainer.generation.decode import inference_dtype
     from trainer.generation.generator import Generator
     from trainer.nn.transformer import ForwardConfig
     from trainer.training.checkpoint import load_params
 
-    stored = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}
-    dtype = request.dtype or ("bfloat16" if stored == {"bfloat16"} else "float32")
-    params = load_params(reader, model, on, lambda path: inference_dtype(path, dtype))
-    return Generator(params, model, ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=on), asked)
+    stored_dtypes = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}
+    dtype = request.dtype or ("bfloat16" if stored_dtypes == {"bfloat16"} else "float32")
+    params = load_params(reader, model, sharding, lambda path: inference_dtype(path, dtype))
+    return Generator(
+        params, model, ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding), generation_config
+    )
 
 
-def _carried_out(
-    request: GenerateRequest, generator: Generator, prompts: _Prompts, encoder: TextTokenizer | None, ui: Ui
+def _generate_batches(
+    request: GenerateRequest, generator: Generator, prompts: _EncodedPrompts, tokenizer: TextTokenizer | None, ui: Ui
 ) -> Report:
-    count, began = len(prompts.ids), ui.clock()
-    size = min(request.batch_size, count)
-    made: list[list[int]] = []
-    for low in range(0, count, size):
-        made += generator.generate(*prompts.rows(low, low + size), low, size)
-        if count > size:
-            ui.note(f"{len(made):,} of {count:,} prompts done")
-    seconds = ui.clock() - began - generator.compile_s
-    new = sum(map(len, made))
-    speed = new / max(seconds, 1e-9)
-    told = f"{new:,} tokens after {count:,} prompt{'s' if count > 1 else ''} in {format_duration(seconds)}"
-    ui.note(f"{told}, {speed:,.1f} tokens/s; compiled in {format_duration(generator.compile_s)}")
-    texts = _texts(prompts, made, encoder)
-    on, ends = generator.forward_config.sharding, generator.generation_config.eos_token_ids
+    """Generate in batches of at most `request.batch_size` prompts, and report texts and speed."""
+    count, start_s = len(prompts.ids), ui.clock()
+    batch_size = min(request.batch_size, count)
+    output_ids: list[list[int]] = []
+    for start in range(0, count, batch_size):
+        output_ids += generator.generate(*prompts.batch(start, start + batch_size), start, batch_size)
+        if count > batch_size:
+            ui.note(f"{len(output_ids):,} of {count:,} prompts done")
+    seconds = ui.clock() - start_s - generator.compile_s
+    num_tokens = sum(map(len, output_ids))
+    tokens_per_s = num_tokens / max(seconds, 1e-9)
+    summary = f"{num_tokens:,} tokens for {count:,} prompt{'s' if count > 1 else ''} in {format_duration(seconds)}"
+    ui.note(f"{summary}, {tokens_per_s:,.1f} tokens/s; compiled in {format_duration(generator.compile_s)}")
+    texts = _decode_outputs(prompts, output_ids, tokenizer)
+    sharding, eos_token_ids = generator.forward_config.sharding, generator.generation_config.eos_token_ids
     fields = {
-        "mesh": str(on.mesh) if on.mesh else None,
+        "mesh": str(sharding.mesh) if sharding.mesh else None,
         "dtype": generator.forward_config.dtype,
         "prompts": prompts.texts,
         "prompt_tokens": prompts.ids,
         "texts": texts,
-        "tokens": made,
-        "ended": [bool(each) and each[-1] in ends for each in made],
-        "tokens_per_s": round(speed, 1),
+        "tokens": output_ids,
+        "ended": [bool(ids) and ids[-1] in eos_token_ids for ids in output_ids],
+        "tokens_per_s": round(tokens_per_s, 1),
         "compile_seconds": round(generator.compile_s, 3),
     }
-    return Report("\n".join(texts or (",".join(map(str, each)) for each in made)), fields)
+    return Report("\n".join(texts or (",".join(map(str, ids)) for ids in output_ids)), fields)
 
 
-def _texts(prompts: _Prompts, made: Sequence[Sequence[int]], encoder: TextTokenizer | None) -> list[str] | None:
-    """What was added to each prompt; what a decoder begins with is nothing that a text goes on from."""
-    if encoder is None:
+def _decode_outputs(
+    prompts: _EncodedPrompts, output_ids: Sequence[Sequence[int]], tokenizer: TextTokenizer | None
+) -> list[str] | None:
+    """Decode the tokens generated for each prompt; the decoder's start token is not part of the text."""
+    if tokenizer is None:
         return None
-    before = prompts.ids if prompts.start is None else [()] * len(made)
-    return [encoder.decode(new, old) for new, old in zip(made, before)]
+    prefixes = prompts.ids if prompts.decoder_start_id is None else [()] * len(output_ids)
+    return [tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prefixes)]

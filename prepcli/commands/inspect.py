@@ -1,4 +1,4 @@
-"""`prep inspect`: what a checkpoint holds, as a table, a tree, statistics, a picture of shards, or against another."""
+"""`prep inspect`: show a checkpoint as a table, a tree, statistics, a shard map, or a diff to another checkpoint."""
 
 from __future__ import annotations
 
@@ -29,76 +29,90 @@ from prepcli.sources.opening import open_source
 from trainer.models.mesh import device_boxes, merge_rules, num_replicas, parse_mesh, partition_spec, shard_shape
 from trainer.models.suggest import suggest
 
-Sort = Literal["name", "size", "file"]
-Shape = tuple[tuple[int, ...], str]  # with the dtype
-FORMATS = {
+SortKey = Literal["name", "size", "file"]
+ShapeAndDtype = tuple[tuple[int, ...], str]
+FORMAT_TITLES = {  # of the kinds whose own name is not the title
     "torch": "PyTorch",
-    "meta": "PyTorch as Meta lays it out",
+    "meta": "PyTorch in Meta's layout",
     "flax": "Flax msgpack",
     "easylm": "EasyLM stream",
-}  # what a kind is called, if not by its own name
+}
 
-MAX_ROWS = 2000  # of a view; more than people read, and a hostile header may name millions
-MAX_EXTRA_ENTRIES = 24  # shown; a strange index may have any number
+MAX_ROWS = 2000  # of a table; a malicious header may list millions of tensors
+MAX_NON_ARRAYS = 24  # lines; a malformed index may list any number
 
 
 @dataclass(frozen=True, slots=True)
 class InspectRequest:
-    """At most one of `tree`, `stats`, `shards` (a leaf, split over `mesh`) and `diff` (another checkpoint)."""
+    """Request of `prep inspect`; at most one of the views `tree`, `stats`, `shards` and `diff` is set."""
 
     checkpoint: str
-    pattern: str | None = None
-    sort: Sort = "file"
+    pattern: str | None = None  # shell pattern of tensor names
+    sort: SortKey = "file"
     tree: bool = False
     stats: bool = False
-    shards: str | None = None
-    mesh: str | None = None
-    diff: str | None = None
+    shards: str | None = None  # name of a leaf
+    mesh: str | None = None  # of `shards`; None: the checkpoint's mesh
+    diff: str | None = None  # another checkpoint
     offline: bool = False
     revision: str | None = None
-    stream: bool = False  # from the hub, without a copy here
+    stream: bool = False  # read from the hub without a local copy
 
 
 def inspect(request: InspectRequest, ui: Ui) -> Report:
-    """Look at a checkpoint; only `stats` reads its data. The report of `diff` carries an error if there are any."""
-    _check(request)
-    located, contents = _read(request, request.checkpoint, request.revision, ui)
+    """Show one view of a checkpoint; only `stats` reads its data.
+
+    Args:
+        request: Checkpoint and view.
+        ui: Receives notes, warnings and progress; its verbosity sets the number of rows.
+
+    Returns:
+        Report with the view as text and as fields. The report of `diff` has an error if there are differences.
+
+    Raises:
+        PrepError: The options conflict, no name matches, or the checkpoint cannot be read.
+    """
+    _check_request(request)
+    located, contents = _read_checkpoint(request, request.checkpoint, request.revision, ui)
     source = {"source": _source_fields(contents, located, ui)}
     if request.diff is None:
         check_stream(request.stream, located)
     if request.shards is not None:
-        return _shards(request, contents, source)
+        return _shards_report(request, contents, source)
     if request.diff is not None:
-        where, other = _read(request, request.diff, None, ui)
-        check_stream(request.stream, located, where)
-        return _diff(request, contents, other, source | {"against": _source_fields(other, where, ui)}, ui)
-    wanted = _matching([entry.name for entry in contents.entries], request.pattern, contents.display_name)
-    chosen = _sorted([entry for entry in contents.entries if entry.name in wanted], request.sort)
-    text, fields = _view(request, contents, chosen, ui)
-    count = [_count_line(contents, chosen)] if request.pattern else []
-    return Report("\n".join([*_head(contents, source["source"]), "", text, *count]), source | fields)
+        diff_located, diff_contents = _read_checkpoint(request, request.diff, None, ui)
+        check_stream(request.stream, located, diff_located)
+        return _diff_report(
+            request, contents, diff_contents, source | {"against": _source_fields(diff_contents, diff_located, ui)}, ui
+        )
+    names = _match_names([entry.name for entry in contents.entries], request.pattern, contents.display_name)
+    entries = _sort_entries([entry for entry in contents.entries if entry.name in names], request.sort)
+    text, fields = _render_view(request, contents, entries, ui)
+    count = [_count_line(contents, entries)] if request.pattern else []
+    return Report("\n".join([*_header_lines(contents, source["source"]), "", text, *count]), source | fields)
 
 
-def _check(request: InspectRequest) -> None:
+def _check_request(request: InspectRequest) -> None:
+    """Raise a usage PrepError for options that conflict or have no effect."""
     views = {"--tree": request.tree, "--stats": request.stats, "--shards": request.shards, "--diff": request.diff}
-    asked = [flag for flag, value in views.items() if value not in (None, False)]
-    if len(asked) > 1:
+    views_set = [flag for flag, value in views.items() if value not in (None, False)]
+    if len(views_set) > 1:
         raise usage_error(
-            f"{' and '.join(asked)} are different views", "inspect shows one at a time", f"`{asked[0]}` alone"
+            f"{' and '.join(views_set)} are different views", "inspect shows one at a time", f"`{views_set[0]}` alone"
         )
     if request.mesh is not None and request.shards is None:
-        raise usage_error("`--mesh` is for `--shards`", "it says over which devices a leaf is split", "`--shards LEAF`")
+        raise usage_error("`--mesh` requires `--shards`", "it sets the mesh that splits the leaf", "`--shards LEAF`")
     if request.sort != "file" and (request.shards is not None or request.diff is not None):
-        raise usage_error(f"`--sort {request.sort}` has no effect", "it orders tables and trees", "leave `--sort` out")
+        raise usage_error(f"`--sort {request.sort}` has no effect", "it sorts tables and trees", "remove `--sort`")
     if request.pattern is not None and request.shards is not None:
-        raise usage_error(f"`{request.pattern}` is one argument too many", "`--shards` names the leaf")
+        raise usage_error(f"unexpected argument `{request.pattern}`", "`--shards` already names the leaf")
 
 
-def _read(
-    request: InspectRequest, name: str, revision: str | None, ui: Ui
+def _read_checkpoint(
+    request: InspectRequest, checkpoint: str, revision: str | None, ui: Ui
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     located = locate(
-        name,
+        checkpoint,
         revision,
         request.offline,
         progress=ui.progress(),
@@ -107,31 +121,35 @@ def _read(
         allow_remote=True,
         retry_policy=retry_policy_from_env(os.environ, ui.note),
     )
-    return located, read_contents(located, located.hub_id or name)
+    return located, read_contents(located, located.hub_id or checkpoint)
 
 
-def _matching(names: Collection[str], pattern: str | None, where: str) -> set[str]:
-    """Those that the pattern names; PrepError, with a guess, where that is none."""
-    found = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
-    if pattern is None or found:
-        return found
-    inside = f"*{pattern.strip('*')}*"
-    meant = inside if any(fnmatchcase(name, inside) for name in names) else suggest(pattern, names)
-    raise PrepError(f"no tensor of {where} matches `{pattern}`", "", f"did you mean `{meant}`?" if meant else "")
+def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
+    """Return the names that match the pattern; raise a PrepError with a suggestion if none does."""
+    matches = {name for name in names if pattern is None or fnmatchcase(name, pattern)}
+    if pattern is None or matches:
+        return matches
+    substring_pattern = f"*{pattern.strip('*')}*"
+    suggestion = (
+        substring_pattern if any(fnmatchcase(name, substring_pattern) for name in names) else suggest(pattern, names)
+    )
+    raise PrepError(
+        f"no tensor of {checkpoint} matches `{pattern}`", "", f"did you mean `{suggestion}`?" if suggestion else ""
+    )
 
 
-def _sorted(entries: list[TensorEntry], sort: Sort) -> list[TensorEntry]:
-    """By name, by size with the largest first, or as they come."""
+def _sort_entries(entries: list[TensorEntry], sort: SortKey) -> list[TensorEntry]:
+    """Sort by name, by size (largest first), or keep the stored order."""
     if sort == "name":
         return sorted(entries, key=lambda entry: entry.name)
     return sorted(entries, key=lambda entry: -entry.nbytes) if sort == "size" else entries
 
 
-# What is said of the whole checkpoint
+# Summary of the checkpoint
 
 
 def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui: Ui) -> dict[str, Any]:
-    manifest, vocabulary = contents.manifest, _vocabulary(contents, ui)
+    manifest, vocabulary = contents.manifest, _read_vocabulary_or_warn(contents, ui)
     dtypes: dict[str, int] = {}
     for entry in contents.entries:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
@@ -155,8 +173,8 @@ def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui:
     }
 
 
-def _vocabulary(contents: CheckpointContents, ui: Ui) -> Vocabulary | None:
-    """What the config says; a config that makes no sense is no reason not to look at the tensors."""
+def _read_vocabulary_or_warn(contents: CheckpointContents, ui: Ui) -> Vocabulary | None:
+    """Read the vocabulary from the config; warn about an invalid config, which does not affect the tensors."""
     if contents.config.get(VOCAB_SIZE_KEY) is None:
         return None
     try:
@@ -166,40 +184,40 @@ def _vocabulary(contents: CheckpointContents, ui: Ui) -> Vocabulary | None:
         return None
 
 
-def _head(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
-    """Two lines: what model it is, and how it lies on disk; and one for each of the first things that are no array."""
-    counted = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
+def _header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
+    """Describe the model and its storage in one line each, and the first entries that are not arrays."""
+    size_in_values = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
     size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
-    model = "  ".join([source["name"], _family_text(contents), counted, size])
-    kind = FORMATS.get(contents.kind, contents.kind)
-    stored = [f"{kind}, {_count(source['files'], 'file')}, {_count(source['tensors'], 'tensor')}"]
+    model = "  ".join([source["name"], _family_text(contents), size_in_values, size])
+    kind = FORMAT_TITLES.get(contents.kind, contents.kind)
+    stored = [f"{kind}, {_count_text(source['files'], 'file')}, {_count_text(source['tensors'], 'tensor')}"]
     if contents.kind == "orbax":
-        leaves = f"{_count(source['tensors'], 'leaf', 'leaves')} in {_count(source['chunks'], 'chunk')}"
+        leaves = f"{_count_text(source['tensors'], 'leaf', 'leaves')} in {_count_text(source['chunks'], 'chunk')}"
         codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
-        stored = [f"Orbax{codecs}, {_count(source['files'], 'data file')}, {leaves}"]
+        stored = [f"Orbax{codecs}, {_count_text(source['files'], 'data file')}, {leaves}"]
         stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
         stored += [_layout_text(source)] if source["layout"] else []
         stored += [_step_text(contents)] if source["step"] is not None else []
     if vocab := source["vocab"]:
-        true = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
-        stored.append(f"vocabulary {vocab['padded']}{true}")
-    more = len(contents.non_arrays) - MAX_EXTRA_ENTRIES
-    asides = [
-        *contents.non_arrays[:MAX_EXTRA_ENTRIES],
-        *([f"and {more:,} more that are no arrays"] if more > 0 else []),
+        true_text = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
+        stored.append(f"vocabulary {vocab['padded']}{true_text}")
+    num_omitted = len(contents.non_arrays) - MAX_NON_ARRAYS
+    extra_lines = [
+        *contents.non_arrays[:MAX_NON_ARRAYS],
+        *([f"and {num_omitted:,} more that are not arrays"] if num_omitted > 0 else []),
     ]
-    return [model, "; ".join(stored), *asides]
+    return [model, "; ".join(stored), *extra_lines]
 
 
 def _family_text(contents: CheckpointContents) -> str:
     if contents.family is not None:
         return contents.family.name
-    said = contents.config.get("model_type")
-    return f"{said} (not a family that prep knows)" if isinstance(said, str) else "of no known family"
+    model_type = contents.config.get("model_type")
+    return f"{model_type} (unknown family)" if isinstance(model_type, str) else "unknown family"
 
 
 def _layout_text(source: Mapping[str, Any]) -> str:
-    stacked = f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "a leaf for each layer"
+    stacked = f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
     return f"layout {source['layout']}, {stacked}"
 
 
@@ -208,98 +226,107 @@ def _step_text(contents: CheckpointContents) -> str:
     return f"step {contents.manifest['step']}: parameters {params}, optimizer state {state}"
 
 
-def _count(number: int, noun: str, plural: str = "") -> str:
+def _count_text(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def _count_line(contents: CheckpointContents, chosen: Sequence[TensorEntry]) -> str:
-    size = format_bytes(sum(entry.nbytes for entry in chosen))
-    return f"{len(chosen):,} of {len(contents.entries):,} tensors, {size}"
+def _count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:
+    size = format_bytes(sum(entry.nbytes for entry in entries))
+    return f"{len(entries):,} of {len(contents.entries):,} tensors, {size}"
 
 
 # Table, statistics and tree
 
 
-def _view(
-    request: InspectRequest, contents: CheckpointContents, chosen: list[TensorEntry], ui: Ui
+def _render_view(
+    request: InspectRequest, contents: CheckpointContents, entries: list[TensorEntry], ui: Ui
 ) -> tuple[str, dict[str, Any]]:
-    names = [_file_name(contents, each) for each in contents.byte_sources]
-    listed = [_entry_fields(contents, entry, names) for entry in chosen] if ui.as_json else []
-    most = len(chosen) if ui.level >= LEAVES else MAX_ROWS
+    """Render the table, tree or statistics; return the text and the fields of the report."""
+    file_names = [_file_name(contents, file) for file in contents.byte_sources]
+    tensor_fields = [_entry_fields(contents, entry, file_names) for entry in entries] if ui.as_json else []
+    max_rows = len(entries) if ui.level >= LEAVES else MAX_ROWS
     if request.tree:
-        nodes = build_tree(chosen)
-        rows = list(itertools.islice(tree_rows(nodes), most))
+        nodes = build_tree(entries)
+        rows = list(itertools.islice(tree_rows(nodes), max_rows))
         text = format_table(rows, ("name", "shape", "dtype", "size"), {"size"}, ui.columns)
-        fields = {"tensors": listed, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
-        return _with_rest(text, count_nodes(nodes) - len(rows)), fields
-    rest = len(chosen) - most
+        fields = {"tensors": tensor_fields, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
+        return _append_omitted_line(text, count_nodes(nodes) - len(rows)), fields
+    num_omitted = len(entries) - max_rows
     if request.stats:
-        found = _stats(contents, chosen, ui)
-        for fields, each in zip(listed, found):
-            fields["stats"] = _stats_fields(each)
-        return _with_rest(_stats_table(chosen[:most], found, ui.columns), rest), {"tensors": listed}
-    return _with_rest(_table(contents, chosen[:most], names, ui.columns), rest), {"tensors": listed}
+        statistics = _compute_stats(contents, entries, ui)
+        for fields, entry_stats in zip(tensor_fields, statistics):
+            fields["stats"] = _stats_fields(entry_stats)
+        text = _stats_table(entries[:max_rows], statistics, ui.columns)
+    else:
+        text = _entry_table(contents, entries[:max_rows], file_names, ui.columns)
+    return _append_omitted_line(text, num_omitted), {"tensors": tensor_fields}
 
 
-def _with_rest(text: str, rest: int) -> str:
-    """Add a line for rows that are not shown."""
-    return f"{text}\nand {rest:,} more rows; `-v` shows all, a PATTERN those that match" if rest > 0 else text
+def _append_omitted_line(text: str, num_omitted: int) -> str:
+    """Append a line with the number of omitted rows, if there are any."""
+    if num_omitted <= 0:
+        return text
+    return f"{text}\nand {num_omitted:,} more rows; `-v` shows all, PATTERN selects some"
 
 
-def _file_name(contents: CheckpointContents, read: Path | Blob) -> str:
-    """What a file or a blob is called within the checkpoint."""
-    if isinstance(read, Path) and contents.folder.is_dir():
-        return str(read.relative_to(contents.folder))
-    return read.name
+def _file_name(contents: CheckpointContents, file: Path | Blob) -> str:
+    """Return the name of a file or blob relative to the checkpoint's folder."""
+    if isinstance(file, Path) and contents.folder.is_dir():
+        return str(file.relative_to(contents.folder))
+    return file.name
 
 
-def _entry_fields(contents: CheckpointContents, entry: TensorEntry, names: Sequence[str]) -> dict[str, Any]:
-    """An entry for JSON; file and offset are those of its first chunk."""
-    first = entry.first_chunk
+def _entry_fields(contents: CheckpointContents, entry: TensorEntry, file_names: Sequence[str]) -> dict[str, Any]:
+    """Return an entry's JSON fields; file and offset are of its first chunk."""
+    first_chunk = entry.first_chunk
     fields: dict[str, Any] = {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "bytes": entry.nbytes}
-    fields |= {"file": names[first.file] if first else None, "offset": first.offset if first else None}
+    fields |= {
+        "file": file_names[first_chunk.file] if first_chunk else None,
+        "offset": first_chunk.offset if first_chunk else None,
+    }
     return fields | ({"chunk": entry.chunk_shape, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
 
 
-def _table(
-    contents: CheckpointContents, chosen: Sequence[TensorEntry], names: Sequence[str], columns: int | None
+def _entry_table(
+    contents: CheckpointContents, entries: Sequence[TensorEntry], file_names: Sequence[str], columns: int | None
 ) -> str:
-    last = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
+    location_columns = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
-    for entry in chosen:
-        first = entry.first_chunk
-        place: list[Cell] = [names[first.file], first.offset] if first else ["", ""]
-        place = [str(list(entry.chunk_shape)), len(entry.chunks)] if contents.kind == "orbax" else place
-        rows.append([entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *place])
-    return format_table(rows, ("name", "shape", "dtype", "size", *last), {"size"}, columns)
+    for entry in entries:
+        first_chunk = entry.first_chunk
+        location: list[Cell] = [file_names[first_chunk.file], first_chunk.offset] if first_chunk else ["", ""]
+        location = [str(list(entry.chunk_shape)), len(entry.chunks)] if contents.kind == "orbax" else location
+        rows.append([entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *location])
+    return format_table(rows, ("name", "shape", "dtype", "size", *location_columns), {"size"}, columns)
 
 
-def _stats(contents: CheckpointContents, chosen: Sequence[TensorEntry], ui: Ui) -> list[TensorStats | None]:
+def _compute_stats(contents: CheckpointContents, entries: Sequence[TensorEntry], ui: Ui) -> list[TensorStats | None]:
     progress = ui.progress()
-    progress.begin("inspect", sum(map(stored_nbytes, chosen)))
+    progress.begin("inspect", sum(map(stored_nbytes, entries)))
     try:
         with open_blobs(contents.byte_sources) as files:
-            return [compute_stats(entry, files, progress.advance) for entry in chosen]
+            return [compute_stats(entry, files, progress.advance) for entry in entries]
     finally:
         progress.end()
 
 
-def _stats_table(chosen: Sequence[TensorEntry], found: Sequence[TensorStats | None], columns: int | None) -> str:
-    head = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
+def _stats_table(entries: Sequence[TensorEntry], statistics: Sequence[TensorStats | None], columns: int | None) -> str:
+    header = ("name", "shape", "dtype", "min", "max", "mean", "nan", "inf", "zeros")
     rows: list[list[Cell]] = []
-    for entry, each in zip(chosen, found):
-        known: list[Cell] = ["-"] * 6
-        if each is not None:
-            known = [*map(_value_text, (each.minimum, each.maximum, each.mean)), each.nan, each.inf, each.zeros]
-        rows.append([entry.name, str(list(entry.shape)), entry.dtype, *known])
-    return format_table(rows, head, set(head[3:]), columns)
+    for entry, entry_stats in zip(entries, statistics):
+        values: list[Cell] = ["-"] * 6
+        if entry_stats is not None:
+            moments = (entry_stats.minimum, entry_stats.maximum, entry_stats.mean)
+            values = [*map(_value_text, moments), entry_stats.nan, entry_stats.inf, entry_stats.zeros]
+        rows.append([entry.name, str(list(entry.shape)), entry.dtype, *values])
+    return format_table(rows, header, set(header[3:]), columns)
 
 
-def _stats_fields(found: TensorStats | None) -> dict[str, Any] | None:
-    if found is None:
+def _stats_fields(statistics: TensorStats | None) -> dict[str, Any] | None:
+    if statistics is None:
         return None
-    counts = {"nan": found.nan, "inf": found.inf, "zeros": found.zeros}
-    return {"min": found.minimum, "max": found.maximum, "mean": found.mean, **counts}
+    counts = {"nan": statistics.nan, "inf": statistics.inf, "zeros": statistics.zeros}
+    return {"min": statistics.minimum, "max": statistics.maximum, "mean": statistics.mean, **counts}
 
 
 def _value_text(value: float | None) -> str:
@@ -309,70 +336,81 @@ def _value_text(value: float | None) -> str:
 # Shards
 
 
-def _shards(request: InspectRequest, contents: CheckpointContents, fields: Mapping[str, Any]) -> Report:
-    asked = contents.manifest.get("mesh") if request.mesh is None else request.mesh
-    if asked is None:
-        why = f"{contents.display_name} was not laid out for one"
-        raise usage_error("no mesh was named to split the leaf over", why, "for example `--mesh 1,2,4`")
-    mesh = parse_mesh(asked)
+def _shards_report(request: InspectRequest, contents: CheckpointContents, fields: Mapping[str, Any]) -> Report:
+    mesh_text = contents.manifest.get("mesh") if request.mesh is None else request.mesh
+    if mesh_text is None:
+        why = f"{contents.display_name} has no mesh in its manifest"
+        raise usage_error("`--shards` requires a mesh", why, "for example `--mesh 1,2,4`")
+    mesh = parse_mesh(mesh_text)
     leaf = find_leaf(logical_leaves(contents), request.shards or "", contents.display_name)
     rules = merge_rules(contents.manifest.get("rules", ()))
-    found = partition_spec(leaf.dims, leaf.shape, mesh, rules, contents.display_name)
+    leaf_spec = partition_spec(leaf.dims, leaf.shape, mesh, rules, contents.display_name)
     is_drawn = mesh.n_devices <= MAX_DRAWN_DEVICES
-    picture = (draw_shard_map if is_drawn else summarize_sharding)(leaf.name, leaf.shape, leaf.dtype, found, mesh)
+    drawing = (draw_shard_map if is_drawn else summarize_sharding)(leaf.name, leaf.shape, leaf.dtype, leaf_spec, mesh)
     shards = {
         "leaf": leaf.name,
         "shape": leaf.shape,
         "dtype": leaf.dtype,
         "mesh": str(mesh),
-        "spec": str(found),
-        "shard": shard_shape(found, leaf.shape),
-        "copies": num_replicas(found, mesh),
-        "devices": device_boxes(found, mesh, leaf.shape) if is_drawn else None,
+        "spec": str(leaf_spec),
+        "shard": shard_shape(leaf_spec, leaf.shape),
+        "copies": num_replicas(leaf_spec, mesh),
+        "devices": device_boxes(leaf_spec, mesh, leaf.shape) if is_drawn else None,
     }
-    return Report("\n".join([picture, *map(str, found.fallbacks)]), {**fields, "shards": shards})
+    return Report("\n".join([drawing, *map(str, leaf_spec.fallbacks)]), {**fields, "shards": shards})
 
 
-# Against another checkpoint
+# Comparison with another checkpoint
 
 
-def _diff(
+def _diff_report(
     request: InspectRequest, a: CheckpointContents, b: CheckpointContents, fields: Mapping[str, Any], ui: Ui
 ) -> Report:
-    """Without reading data; tensors in the order of the first one, then those that only the other has."""
-    x, y = (_shapes(contents, a.kind != b.kind) for contents in (a, b))
-    wanted = _matching({*x, *y}, request.pattern, f"{a.display_name} and {b.display_name}")
-    names = [name for name in dict.fromkeys([*x, *y]) if name in wanted]
-    found = [(name, x.get(name), y.get(name)) for name in names if x.get(name) != y.get(name)]
-    listed = [{"name": n, "a": _shape_fields(shape), "b": _shape_fields(other)} for n, shape, other in found]
-    if not found:
-        return Report("no difference in names, shapes and dtypes", {**fields, "differences": listed})
-    most = len(found) if ui.level >= LEAVES else MAX_ROWS
-    lines = [
-        _difference_line(name, shape, other, a.display_name, b.display_name) for name, shape, other in found[:most]
+    """Compare names, shapes and dtypes; list tensors in the order of `a`, then the tensors only in `b`."""
+    a_shapes, b_shapes = (_shapes_by_name(contents, a.kind != b.kind) for contents in (a, b))
+    matches = _match_names({*a_shapes, *b_shapes}, request.pattern, f"{a.display_name} and {b.display_name}")
+    names = [name for name in dict.fromkeys([*a_shapes, *b_shapes]) if name in matches]
+    differences = [
+        (name, a_shapes.get(name), b_shapes.get(name)) for name in names if a_shapes.get(name) != b_shapes.get(name)
     ]
-    text = _with_rest("\n".join(lines), len(found) - most)
-    error = PrepError(f"{a.display_name} and {b.display_name} differ in {len(found)} of {_count(len(names), 'tensor')}")
-    return Report(text, {**fields, "differences": listed}, error=error)
+    difference_fields = [
+        {"name": name, "a": _shape_fields(a_shape), "b": _shape_fields(b_shape)}
+        for name, a_shape, b_shape in differences
+    ]
+    if not differences:
+        return Report("no difference in names, shapes and dtypes", {**fields, "differences": difference_fields})
+    max_rows = len(differences) if ui.level >= LEAVES else MAX_ROWS
+    lines = [
+        _difference_line(name, a_shape, b_shape, a_name=a.display_name, b_name=b.display_name)
+        for name, a_shape, b_shape in differences[:max_rows]
+    ]
+    text = _append_omitted_line("\n".join(lines), len(differences) - max_rows)
+    counts = f"{len(differences)} of {_count_text(len(names), 'tensor')}"
+    error = PrepError(f"{a.display_name} and {b.display_name} differ in {counts}")
+    return Report(text, {**fields, "differences": difference_fields}, error=error)
 
 
-def _shapes(contents: CheckpointContents, as_tensors: bool) -> dict[str, Shape]:
-    """Name -> shape and dtype; `as_tensors`: of the Hugging Face tensors that an Orbax checkpoint holds."""
-    if not as_tensors or contents.kind in ("safetensors", "torch", "meta"):
+def _shapes_by_name(contents: CheckpointContents, as_hf_tensors: bool) -> dict[str, ShapeAndDtype]:
+    """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
+    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     source = open_source(contents.folder, contents.display_name)
     return {source.names.full_name(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}
 
 
-def _shape_fields(shape: Shape | None) -> dict[str, Any] | None:
+def _shape_fields(shape: ShapeAndDtype | None) -> dict[str, Any] | None:
     return {"shape": shape[0], "dtype": shape[1]} if shape else None
 
 
-def _difference_line(name: str, x: Shape | None, y: Shape | None, a: str, b: str) -> str:
-    if x and y:
-        return f"differs  {name}  {_shape_text(x)} -> {_shape_text(y)}"
-    return f"only in {a}  {name}  {_shape_text(x)}" if x else f"only in {b}  {name}  {_shape_text(y)}"
+def _difference_line(
+    name: str, a_shape: ShapeAndDtype | None, b_shape: ShapeAndDtype | None, *, a_name: str, b_name: str
+) -> str:
+    if a_shape and b_shape:
+        return f"differs  {name}  {_shape_text(a_shape)} -> {_shape_text(b_shape)}"
+    if a_shape:
+        return f"only in {a_name}  {name}  {_shape_text(a_shape)}"
+    return f"only in {b_name}  {name}  {_shape_text(b_shape)}"
 
 
-def _shape_text(shape: Shape | None) -> str:
+def _shape_text(shape: ShapeAndDtype | None) -> str:
     return f"{list(shape[0])} {shape[1]}" if shape else ""

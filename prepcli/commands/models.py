@@ -1,4 +1,4 @@
-"""`prep models`: the checkpoints that have a short name."""
+"""`prep models`: the aliases of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,21 +10,40 @@ from prepcli.errors import usage_error
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 from trainer.models.suggest import suggest
 
-SHARDS = (8, 128)  # usual numbers of devices; the table says into how many equal shards a vocabulary splits on them
+DEVICE_COUNTS = (8, 128)  # common numbers of devices; the table has the number of equal vocabulary shards on each
 
 
 def models(family: str | None, columns: int | None = None) -> Report:
-    """The aliases of one family, or of all; raises a usage PrepError for a family that has none."""
+    """Report the aliases of one family, or of all families.
+
+    Args:
+        family: Family to list; None lists all.
+        columns: Width of the table; None for unlimited.
+
+    Returns:
+        Report with a table, and fields with sizes in bytes.
+
+    Raises:
+        PrepError: No alias has this family.
+    """
     if family is not None and family not in ALIAS_FAMILIES:
-        meant = suggest(family, ALIAS_FAMILIES)
-        hint = f"did you mean `{meant}`?" if meant else ""
+        suggestion = suggest(family, ALIAS_FAMILIES)
+        hint = f"did you mean `{suggestion}`?" if suggestion else ""
         raise usage_error(f"no aliases of family `{family}`", f"known: {', '.join(ALIAS_FAMILIES)}", hint)
-    found = [alias for alias in ALIASES if family in (None, alias.family)]
-    return Report(text=_text(found, columns), fields={"models": [_fields(alias) for alias in found]})
+    aliases = [alias for alias in ALIASES if family in (None, alias.family)]
+    return Report(text=_alias_table(aliases, columns), fields={"models": [_fields(alias) for alias in aliases]})
 
 
-def _text(found: list[Alias], columns: int | None) -> str:
-    head = ["alias", "hub id", "family", "parameters", "size", "vocabulary", *(f"shards on {ways}" for ways in SHARDS)]
+def _alias_table(aliases: list[Alias], columns: int | None) -> str:
+    header = [
+        "alias",
+        "hub id",
+        "family",
+        "parameters",
+        "size",
+        "vocabulary",
+        *(f"shards on {count}" for count in DEVICE_COUNTS),
+    ]
     rows = [
         [
             alias.name,
@@ -33,11 +52,11 @@ def _text(found: list[Alias], columns: int | None) -> str:
             alias.parameters,
             format_bytes(alias.nbytes),
             alias.vocab,
-            *(math.gcd(alias.vocab, ways) for ways in SHARDS),
+            *(math.gcd(alias.vocab, count) for count in DEVICE_COUNTS),
         ]
-        for alias in found
+        for alias in aliases
     ]
-    return format_table(rows, head, right_aligned=["size"], width=columns)
+    return format_table(rows, header, right_aligned=["size"], width=columns)
 
 
 def _fields(alias: Alias) -> dict[str, object]:
@@ -48,5 +67,5 @@ def _fields(alias: Alias) -> dict[str, object]:
         "parameters": alias.parameters,
         "bytes": alias.nbytes,
         "vocab": alias.vocab,
-        "gcd": {str(ways): math.gcd(alias.vocab, ways) for ways in SHARDS},
+        "gcd": {str(count): math.gcd(alias.vocab, count) for count in DEVICE_COUNTS},
     }

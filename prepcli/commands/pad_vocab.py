@@ -1,4 +1,4 @@
-"""`prep pad-vocab`: rows added to the vocabulary, so that it can be sharded."""
+"""`prep pad-vocab`: add rows to the vocabulary of a Hugging Face folder so that a mesh divides it."""
 
 from __future__ import annotations
 
@@ -26,148 +26,189 @@ from prepcli.targets.hf_folder import FileGroup, copied_files, header_entries, l
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding, output_rows
 from trainer.models.mesh import DEFAULT_RULES, format_rule, parse_mesh
 
-KINDS = ("zeros", "mean", "normal")
-SEEDS = 1 << 64
-MULTIPLE = 8
+FILL_KINDS = ("zeros", "mean", "normal")
+SEED_LIMIT = 1 << 64
+DEFAULT_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PadVocabRequest:
-    """To a multiple, to a size, or to what a mesh divides; `init` is what the new rows hold."""
+    """Request of `prep pad-vocab`; at most one of `multiple`, `size` and `mesh` is set."""
 
     common: CommonOptions
-    multiple: int | None = None  # 8, where neither a size nor a mesh is given
-    size: int | None = None
-    mesh: str | None = None
-    init: str = "zeros"
-    seed: int | None = None
-    true_vocab: int | None = None
+    multiple: int | None = None  # None: DEFAULT_MULTIPLE, if size and mesh are None too
+    size: int | None = None  # rows
+    mesh: str | None = None  # pad to a size that this mesh divides
+    init: str = "zeros"  # values of the new rows, one of FILL_KINDS
+    seed: int | None = None  # of `init="normal"`
+    true_vocab: int | None = None  # unpadded size of the vocabulary; None: from the source
     match_options: MatchOptions = DEFAULT_MATCH_OPTIONS
 
 
 def pad_vocab(request: PadVocabRequest, ui: Ui) -> Report:
-    """Pad the vocabulary of a Hugging Face folder into a new one."""
+    """Write a copy of a Hugging Face folder with a padded vocabulary.
+
+    Args:
+        request: Source, output, and size of the vocabulary.
+        ui: Receives notes, warnings and progress.
+
+    Returns:
+        Report with the output's path and the sizes of the vocabulary.
+
+    Raises:
+        PrepError: The options conflict, the source is not a Hugging Face folder, or the conversion failed.
+    """
     check_mutually_exclusive({"--multiple": request.multiple, "--size": request.size, "--mesh": request.mesh})
     check_seed(request.init, request.seed)
     return run_conversion(request.common, ui, lambda source, located: plan_pad_vocab(request, source, located))
 
 
 def padded_size(request: PadVocabRequest, vocabulary: Vocabulary) -> int:
-    """The rows that are asked for; usage PrepError where that is fewer than there are true ones."""
+    """Return the requested number of rows; raise a usage PrepError if the true vocabulary has more."""
     if request.size is not None:
         if request.size < vocabulary.true_size:
             why = f"the true vocabulary has {vocabulary.true_size} rows"
-            raise usage_error(f"`--size {request.size}` would cut the vocabulary", why, "a size at least as large")
+            raise usage_error(f"`--size {request.size}` is too small", why, f"`--size {vocabulary.true_size}` or more")
         return request.size
     if request.mesh is not None:
         mesh = parse_mesh(request.mesh)
         return vocabulary.padded_size(math.lcm(*(mesh.size(axis) for axis in DEFAULT_RULES["vocab"][0])))
-    return vocabulary.padded_size(request.multiple or MULTIPLE)
+    return vocabulary.padded_size(request.multiple or DEFAULT_MULTIPLE)
 
 
 def check_seed(init: str, seed: int | None) -> None:
-    """Raise a usage PrepError for a seed that nothing is drawn with."""
+    """Raise a usage PrepError for a seed without random values."""
     if init != "normal":
-        check_needs("--seed", seed, "--init normal", "zeros and mean draw nothing")
+        check_needs("--seed", seed, "--init normal", "zeros and mean are not random")
 
 
 def make_fill(init: str, seed: int | None, source: Source) -> Fill:
-    """What new rows are made of; PrepError, mostly of usage, for what cannot be made."""
-    if init not in KINDS:
-        raise usage_error(f"`--init {init}` is not known", f"it takes {', '.join(KINDS)}")
+    """Return the fill of new rows.
+
+    Args:
+        init: Kind of values, one of FILL_KINDS.
+        seed: Seed of `normal`, below 2**64; None: 0.
+        source: Source whose config has the standard deviation of `normal` (`initializer_range`, default 0.02).
+
+    Raises:
+        PrepError: The kind is unknown, the seed is out of range, or `initializer_range` is invalid.
+    """
+    if init not in FILL_KINDS:
+        raise usage_error(f"unknown `--init {init}`", f"it takes {', '.join(FILL_KINDS)}")
     if init != "normal":
         return Fill(init)
     seed = seed or 0
-    if seed >= SEEDS:
-        raise usage_error(f"`--seed {seed}` is too large", f"it has to be below {SEEDS:,}")
+    if seed >= SEED_LIMIT:
+        raise usage_error(f"`--seed {seed}` is too large", f"it must be less than {SEED_LIMIT:,}")
     std = source.config.get("initializer_range", 0.02)
     if not isinstance(std, int | float) or not 0 <= std < math.inf:
-        raise PrepError("config.json makes no sense", f"initializer_range is {std!r}, it has to be a number from 0 on")
+        raise PrepError("config.json is invalid", f"initializer_range is {std!r}, it must be a finite number >= 0")
     return Fill(init, seed, float(std))
 
 
 def plan_pad_vocab(request: PadVocabRequest, source: Source, located: LocatedCheckpoint) -> PlannedConversion:
-    """Every tensor as it is, in the same files, those of the vocabulary with more rows."""
+    """Plan a copy of every tensor to the same file, with more rows in the vocabulary's tensors.
+
+    Args:
+        request: Size and fill of the new rows.
+        source: Opened source.
+        located: Located source; its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The source is an Orbax checkpoint, or does not match the request or its family.
+    """
     if not source.tensor_file_names:
-        hint = "`prep save-init --pad-vocab N` pads on the way; `prep export` makes a Hugging Face folder"
+        hint = "`prep save-init --pad-vocab N` also pads; `prep export` writes a Hugging Face folder"
         raise usage_error(f"{source.display_name} is an Orbax checkpoint", "pad-vocab pads Hugging Face folders", hint)
     vocabulary = source.vocabulary(request.true_vocab)
     size = padded_size(request, vocabulary)
-    found = match_source_tensors(source, source_rows(source), request.match_options)
-    wanted = {d.name for d in found.dropped if d.rule == "--drop"}
-    cut = VocabResize(vocabulary, vocab_tensors(found), make_fill(request.init, request.seed, source))
-    rows = output_rows(source.tensors, cut.tensors, size)
-    kept = [(file, t) for file, t in zip(source.tensor_file_names, source.tensors) if t.name not in wanted]
-    files, places, layouts = lay_out_weight_files(_groups(source, kept, rows))
-    targets = {t.name: TensorTarget((places[source.names.full_name(t.name)],), rows[t.name]) for _, t in kept}
-    config = output_config(source, Vocabulary(vocabulary.true_size, size), found.is_tied)
-    made = Plan(
+    match = match_source_tensors(source, source_rows(source), request.match_options)
+    dropped_by_option = {d.name for d in match.dropped if d.rule == "--drop"}
+    resize = VocabResize(vocabulary, vocab_tensors(match), make_fill(request.init, request.seed, source))
+    row_counts = output_rows(source.tensors, resize.tensors, size)
+    tensors = [
+        (file, t) for file, t in zip(source.tensor_file_names, source.tensors) if t.name not in dropped_by_option
+    ]
+    files, locations, layouts = lay_out_weight_files(_file_groups(source, tensors, row_counts))
+    targets = {
+        t.name: TensorTarget((locations[source.names.full_name(t.name)],), row_counts[t.name]) for _, t in tensors
+    }
+    config = output_config(source, Vocabulary(vocabulary.true_size, size), match.is_tied)
+    plan = Plan(
         command="pad-vocab",
-        request=_request_text(request, source),
+        request=_command_line(request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=build_streams(source, targets, cut),
+        streams=build_streams(source, targets, resize),
         files=files,
         small_files=settings_files(config, layouts, copied_files(source.small_files, source.root)),
-        dropped=(*(d for d in found.dropped if d.name in wanted), *dropped_padding(source, targets, cut)),
-        checks=found.checks,
+        dropped=(*(d for d in match.dropped if d.name in dropped_by_option), *dropped_padding(source, targets, resize)),
+        checks=match.checks,
         settings={
-            "name": f"{_base(located)}-padded",
+            "name": f"{_base_name(located)}-padded",
             "kind": "hf",
             "family": source.family.name,
             "vocab": {"true": vocabulary.true_size, "padded": size, "init": request.init},
             "prefixed": source.names.is_prefixed,
-            "tied": found.is_tied,
+            "tied": match.is_tied,
             "config": config,
         },
         display_names={t.name: source.names.full_name(t.name) for t in source.tensors},
     )
-    fields = {
-        "vocab": {"true": vocabulary.true_size, "padded": size, "multiple": _multiple(request), "init": request.init}
-    }
-    lines = (_vocabulary_line(source, cut, vocabulary, size, request.init, found.is_tied),)
-    options = _next_options(request, source)
+    vocab_fields = {"true": vocabulary.true_size, "padded": size}
+    fields = {"vocab": {**vocab_fields, "multiple": _effective_multiple(request), "init": request.init}}
+    note = _vocabulary_line(source, resize, vocabulary=vocabulary, size=size, init=request.init, is_tied=match.is_tied)
+    save_init_options = _save_init_options(request, source)
     return PlannedConversion(
-        made, f"{_base(located)}-padded", lines, fields, lambda out: f"prep save-init {out}{options}"
+        plan,
+        f"{_base_name(located)}-padded",
+        notes=(note,),
+        fields=fields,
+        next_command=lambda out: f"prep save-init {out}{save_init_options}",
     )
 
 
-def _next_options(request: PadVocabRequest, source: Source) -> str:
-    """The options with which `save-init` lays the padded model out for the mesh that it was padded for."""
+def _save_init_options(request: PadVocabRequest, source: Source) -> str:
+    """Return the options of `save-init` for the mesh of the padding; dims that it does not divide are not split."""
     if request.mesh is None:
         return ""
     mesh, sizes = parse_mesh(request.mesh), source.family.sizes(source.config)
-    whole = [
+    rules = [
         format_rule(dim, (axes, ()))
-        for dim, (axes, *others) in DEFAULT_RULES.items()
-        if dim != "vocab" and not others and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
+        for dim, (axes, *alternatives) in DEFAULT_RULES.items()
+        if dim != "vocab" and not alternatives and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
     ]
-    return "".join([f" --mesh {request.mesh}", *(f" --rule '{rule}'" for rule in whole)])
+    return "".join([f" --mesh {request.mesh}", *(f" --rule '{rule}'" for rule in rules)])
 
 
-def _multiple(request: PadVocabRequest) -> int | None:
-    """The multiple that decides; None where a size or a mesh does."""
-    return (request.multiple or MULTIPLE) if request.size is None and request.mesh is None else None
+def _effective_multiple(request: PadVocabRequest) -> int | None:
+    """Return the multiple that determines the size, or None if a size or a mesh does."""
+    return (request.multiple or DEFAULT_MULTIPLE) if request.size is None and request.mesh is None else None
 
 
-def _base(located: LocatedCheckpoint) -> str:
+def _base_name(located: LocatedCheckpoint) -> str:
     return located.model_name.removesuffix("-padded")
 
 
-def _groups(source: Source, kept: list[tuple[str, SourceTensor]], rows: dict[str, int]) -> list[FileGroup]:
-    """The source's files, each tensor in its place, as deep in a page as it was."""
+def _file_groups(
+    source: Source, tensors: list[tuple[str, SourceTensor]], row_counts: dict[str, int]
+) -> list[FileGroup]:
+    """Group the tensors by the source's files, in their order and with the same offset within a page."""
     groups: list[FileGroup] = []
-    for file in dict.fromkeys(name for name, _ in kept):
-        inside = [t for name, t in kept if name == file]
-        first = inside[0].placement[0]
-        lead = first.offset % PAGE if isinstance(first, Contiguous) else None
-        groups.append((file, header_entries(source, inside, rows), lead))
+    for file in dict.fromkeys(name for name, _ in tensors):
+        file_tensors = [t for name, t in tensors if name == file]
+        first = file_tensors[0].placement[0]
+        page_offset = first.offset % PAGE if isinstance(first, Contiguous) else None
+        groups.append((file, header_entries(source, file_tensors, row_counts), page_offset))
     return groups
 
 
-def _request_text(request: PadVocabRequest, source: Source) -> str:
+def _command_line(request: PadVocabRequest, source: Source) -> str:
     options = [
-        ("--multiple", _multiple(request)),
+        ("--multiple", _effective_multiple(request)),
         ("--size", request.size),
         ("--mesh", request.mesh),
         ("--init", request.init if request.init != "zeros" else None),
@@ -180,11 +221,14 @@ def _request_text(request: PadVocabRequest, source: Source) -> str:
     return format_command_line("pad-vocab", source, options)
 
 
-def _vocabulary_line(source: Source, cut: VocabResize, vocabulary: Vocabulary, size: int, init: str, tied: bool) -> str:
-    tensor = next(t for t in source.tensors if t.name in cut.tensors)
-    added = size - vocabulary.stored_size
-    row = tensor.nbytes // tensor.shape[0]
-    tie = "   embedding and head are tied: padded once" if tied else ""
-    if added <= 0:
-        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add{tie}"
-    return f"vocabulary {vocabulary.stored_size} -> {size} (+{added} rows of {init}, {format_bytes(added * row)}){tie}"
+def _vocabulary_line(
+    source: Source, resize: VocabResize, *, vocabulary: Vocabulary, size: int, init: str, is_tied: bool
+) -> str:
+    tensor = next(t for t in source.tensors if t.name in resize.tensors)
+    added_rows = size - vocabulary.stored_size
+    row_nbytes = tensor.nbytes // tensor.shape[0]
+    tie_note = "   embedding and head are tied: padded once" if is_tied else ""
+    if added_rows <= 0:
+        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add{tie_note}"
+    added = f"+{added_rows} rows of {init}, {format_bytes(added_rows * row_nbytes)}"
+    return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"

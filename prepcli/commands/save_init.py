@@ -1,4 +1,4 @@
-"""`prep save-init` and `prep reshard`: an Orbax checkpoint of parameters, laid out for a mesh."""
+"""`prep save-init` and `prep reshard`: write an Orbax checkpoint, laid out for a mesh."""
 
 from __future__ import annotations
 
@@ -35,217 +35,256 @@ from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_strea
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
 from trainer.models.mesh import folder_suffix, merge_rules, parse_mesh
 
-HOST_DEVICES = 4  # of a TPU host, and of many GPU ones: for the line that tells what a host reads
+DEVICES_PER_HOST = 4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
 
 
 @dataclass(frozen=True, slots=True)
 class SaveInitRequest:
-    """What the checkpoint is laid out for: None where the source's own layout, or the default, holds."""
+    """Request of `prep save-init` or `prep reshard`; None means the source's value, or else the default."""
 
     common: CommonOptions
     mesh: str | None = None
-    rules: tuple[str, ...] = ()
-    scan: bool | None = None
+    rules: tuple[str, ...] = ()  # `DIM=AXIS`
+    scan: bool | None = None  # stack the layers
     scan_axis: int | None = None
-    pad_vocab: str = "no"
-    init: str = "zeros"
-    seed: int | None = None
-    true_vocab: int | None = None
+    pad_vocab: str = "no"  # `no`, `auto` (to fit the mesh) or a multiple
+    init: str = "zeros"  # values of new rows
+    seed: int | None = None  # of `init="normal"`
+    true_vocab: int | None = None  # unpadded size of the vocabulary
     match_options: MatchOptions = DEFAULT_MATCH_OPTIONS
-    params_only: bool = False
-    dtype: str | None = None
-    compress: str | None = None  # zstd, or zstd:LEVEL
+    params_only: bool = False  # drop the optimizer state
+    dtype: str | None = None  # None: no cast
+    compress: str | None = None  # `zstd` or `zstd:LEVEL`
 
 
 def save_init(request: SaveInitRequest, ui: Ui) -> Report:
-    """A Hugging Face folder into an Orbax checkpoint, ready for every host."""
-    _check_new_rows(request)
+    """Convert a Hugging Face checkpoint to an Orbax checkpoint.
+
+    Args:
+        request: Source, output, mesh, padding and dtype.
+        ui: Receives notes, warnings and progress.
+
+    Returns:
+        Report with the output's path, its leaves and its mesh.
+
+    Raises:
+        PrepError: The options conflict, the source does not fit its family or the mesh, or the conversion failed.
+    """
+    _check_padding_options(request)
     check_allow_overflow(request.common, request.dtype)
-    return run_conversion(request.common, ui, lambda source, located: plan(request, source, located))
+    return run_conversion(request.common, ui, lambda source, located: plan_orbax_item(request, source, located))
 
 
 def reshard(request: SaveInitRequest, ui: Ui) -> Report:
-    """An Orbax checkpoint laid out anew for another mesh."""
-    return run_conversion(request.common, ui, lambda s, where: plan(request, s, where, "reshard"), _is_original)
+    """Lay out an Orbax checkpoint for another mesh; see `save_init`."""
+
+    def make_plan(source: Source, located: LocatedCheckpoint) -> PlannedConversion:
+        return plan_orbax_item(request, source, located, command="reshard")
+
+    return run_conversion(request.common, ui, make_plan, _is_unresharded)
 
 
-def _check_new_rows(request: SaveInitRequest) -> None:
-    """Raise a usage PrepError for options about padding that would have no effect."""
+def _check_padding_options(request: SaveInitRequest) -> None:
+    """Raise a usage PrepError for padding options without effect."""
     if request.pad_vocab == "no":
-        why = "it fills the rows that padding adds"
+        why = "it sets the values of the padding"
         check_needs("--init", request.init if request.init != "zeros" else None, "--pad-vocab", why)
         check_needs("--seed", request.seed, "--pad-vocab", why)
     if request.mesh is None:
-        needing = "auto" if request.pad_vocab == "auto" else None
-        check_needs("--pad-vocab auto", needing, "--mesh", "auto pads to what the mesh divides")
+        auto = "auto" if request.pad_vocab == "auto" else None
+        check_needs("--pad-vocab auto", auto, "--mesh", "auto pads to a size that the mesh divides")
     check_seed(request.init, request.seed)
 
 
-def _is_original(folder: Path) -> bool:
-    """An Orbax checkpoint that is not itself a reshard of another."""
+def _is_unresharded(folder: Path) -> bool:
+    """Return whether the folder is an Orbax checkpoint that `prep reshard` did not write."""
     manifest = read_manifest(find_manifest_folder(folder))
     return find_item(folder) is not None and bool(manifest) and manifest.get("command") != "reshard"
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """What is laid out, with the source's own layout where the request says nothing."""
+class _ItemLayout:
+    """Layout of the output, after the defaults of the request are filled in from the source."""
 
-    split: Partitioning
+    partitioning: Partitioning
     scan: bool
     scan_axis: int
     vocabulary: Vocabulary
-    rows: int  # of vocabulary
-    rule_texts: tuple[str, ...]  # `--rule`, or those that the source was laid out by
-    before: Mapping[str, Any]  # the source's manifest, where it is a checkpoint of this kind
-    is_step: bool  # of a training run, and stays one
+    vocab_rows: int  # rows of the padded vocabulary
+    rules: tuple[str, ...]  # of `--rule`, or of the source
+    source_manifest: Mapping[str, Any]  # empty if prep did not write the source
+    is_training_step: bool  # the output is a training step, with its optimizer state
 
 
-def plan(
-    request: SaveInitRequest, source: Source, located: LocatedCheckpoint, command: str = "save-init"
+def plan_orbax_item(
+    request: SaveInitRequest, source: Source, located: LocatedCheckpoint, *, command: str = "save-init"
 ) -> PlannedConversion:
-    """Every tensor into the leaves of its rows, in chunks for the mesh. PrepError where that does not add up."""
-    _check_kind(command, source)
+    """Plan the copy of every tensor to its leaf, in chunks for the mesh.
+
+    Args:
+        request: Mesh, scan axis, padding, dtype and compression.
+        source: Opened source.
+        located: Located source; its model name determines the output's default name.
+        command: `save-init` or `reshard`.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The source is of the wrong kind, or does not match the request, its family or the mesh.
+    """
+    _check_source_kind(command, source)
     level = parse_compress(request.compress)
     keeps_state = not request.params_only and source.tree_manifest.get("kind") == "train"
-    off = () if keeps_state else tuple(dropped_state(source))
+    dropped_state_tensors = () if keeps_state else tuple(dropped_state(source))
     source = source if keeps_state else dataclasses.replace(source, state_tensors=())
-    layout = _layout(request, source)
-    table = source_rows(source, layout.scan, layout.scan_axis)
-    found = match_source_tensors(source, table, request.match_options)
-    item = make_item(source, found, table, layout.rows, layout.split, request.dtype)
-    cut = VocabResize(
-        layout.vocabulary, vocab_tensor_names(source, found), make_fill(request.init, request.seed, source)
+    layout = _resolve_layout(request, source)
+    rows = source_rows(source, layout.scan, layout.scan_axis)
+    match = match_source_tensors(source, rows, request.match_options)
+    item = make_item(source, match, rows, layout.vocab_rows, layout.partitioning, request.dtype)
+    resize = VocabResize(
+        layout.vocabulary, vocab_tensor_names(source, match), make_fill(request.init, request.seed, source)
     )
-    config = output_config(source, Vocabulary(layout.vocabulary.true_size, layout.rows), found.is_tied, request.dtype)
-    made = Plan(
+    config = output_config(
+        source, Vocabulary(layout.vocabulary.true_size, layout.vocab_rows), match.is_tied, request.dtype
+    )
+    plan = Plan(
         command=command,
-        request=_request_text(command, request, source),
+        request=_command_line(command, request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=item_streams(source, found, item, layout.rows, cut),
+        streams=item_streams(source, match, item, layout.vocab_rows, resize),
         files=item.files,
         small_files=settings_files(
             config, (), copied_files(source.small_files, source.root, f"{HF_FOLDER}/"), f"{HF_FOLDER}/"
         ),
         leaves=item.leaves,
-        dropped=(*found.dropped, *off),
-        checks=found.checks,
+        dropped=(*match.dropped, *dropped_state_tensors),
+        checks=match.checks,
         settings={
-            **_settings(source, located, layout),
+            **_manifest_settings(source, located, layout),
             **({"compress": f"{METHOD}:{level}"} if level else {}),
-            "tied": found.is_tied,
+            "tied": match.is_tied,
             "config": config,
         },
         display_names=source.display_names(),
-        item=STATE_ITEM if layout.is_step else "",
+        item=STATE_ITEM if layout.is_training_step else "",
         zstd_level=level,
     )
-    mesh = layout.split.mesh
+    mesh = layout.partitioning.mesh
     suffix = folder_suffix(mesh) if mesh and command == "reshard" else "init"
-    meshes = {"from": layout.before.get("mesh"), "to": str(mesh) if mesh else None}
+    meshes = {"from": layout.source_manifest.get("mesh"), "to": str(mesh) if mesh else None}
     fields = {"leaves": len(item.leaves), "layout": "native", "mesh": meshes}
-    lines = (*_lines(layout, item), *_left_out_lines(off))
-    return PlannedConversion(made, f"{located.model_name}-{suffix}", lines, fields, lambda out: _next(command, out))
-
-
-def _layout(request: SaveInitRequest, source: Source) -> _Layout:
-    before = source.tree_manifest
-    asked = before.get("mesh") if request.mesh is None else request.mesh
-    mesh = None if asked is None else parse_mesh(asked)
-    if mesh is not None and -1 in mesh.sizes:
-        raise usage_error(
-            f"`--mesh {request.mesh}` leaves an axis open", "no devices are looked at here", "give it a number"
-        )
-    rule_texts = request.rules or tuple(before.get("rules", ()))
-    split = Partitioning(mesh, merge_rules(rule_texts))
-    vocabulary = source.vocabulary(request.true_vocab)
-    scan = before.get("scan", True) if request.scan is None else request.scan
-    if not scan:
-        check_needs("--scan-axis", request.scan_axis, "--scan", "a leaf for each layer has no axis of layers")
-    return _Layout(
-        split,
-        scan,
-        before.get("scan_axis", 0) if request.scan_axis is None else request.scan_axis,
-        vocabulary,
-        _vocab_rows(request, vocabulary, split),
-        rule_texts,
-        before,
-        before.get("kind") == "train" and not request.params_only,
+    notes = (*_layout_lines(layout, item), *_dropped_state_lines(dropped_state_tensors))
+    return PlannedConversion(
+        plan,
+        f"{located.model_name}-{suffix}",
+        notes=notes,
+        fields=fields,
+        next_command=lambda out: _next_command(command, out),
     )
 
 
-def _settings(source: Source, located: LocatedCheckpoint, layout: _Layout) -> dict[str, Any]:
-    of_step = {key: value for key, value in layout.before.items() if key not in PREP_KEYS or key == "step"}
+def _resolve_layout(request: SaveInitRequest, source: Source) -> _ItemLayout:
+    source_manifest = source.tree_manifest
+    mesh_text = source_manifest.get("mesh") if request.mesh is None else request.mesh
+    mesh = None if mesh_text is None else parse_mesh(mesh_text)
+    if mesh is not None and -1 in mesh.sizes:
+        raise usage_error(
+            f"`--mesh {request.mesh}` has an axis of size -1", "conversions use no devices", "give it a number"
+        )
+    rules = request.rules or tuple(source_manifest.get("rules", ()))
+    partitioning = Partitioning(mesh, merge_rules(rules))
+    vocabulary = source.vocabulary(request.true_vocab)
+    scan = source_manifest.get("scan", True) if request.scan is None else request.scan
+    if not scan:
+        check_needs("--scan-axis", request.scan_axis, "--scan", "unstacked layers have no layer axis")
+    return _ItemLayout(
+        partitioning=partitioning,
+        scan=scan,
+        scan_axis=source_manifest.get("scan_axis", 0) if request.scan_axis is None else request.scan_axis,
+        vocabulary=vocabulary,
+        vocab_rows=_vocab_rows(request, vocabulary, partitioning),
+        rules=rules,
+        source_manifest=source_manifest,
+        is_training_step=source_manifest.get("kind") == "train" and not request.params_only,
+    )
+
+
+def _manifest_settings(source: Source, located: LocatedCheckpoint, layout: _ItemLayout) -> dict[str, Any]:
+    step_fields = {key: value for key, value in layout.source_manifest.items() if key not in PREP_KEYS or key == "step"}
     return {
-        **(of_step if layout.is_step else {}),
+        **(step_fields if layout.is_training_step else {}),
         "name": located.model_name,
-        "kind": "train" if layout.is_step else "init",
+        "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,
-        "vocab": {"true": layout.vocabulary.true_size, "padded": layout.rows},
+        "vocab": {"true": layout.vocabulary.true_size, "padded": layout.vocab_rows},
         "layout": "native",
-        "mesh": str(layout.split.mesh) if layout.split.mesh else None,
-        "rules": layout.rule_texts,
+        "mesh": str(layout.partitioning.mesh) if layout.partitioning.mesh else None,
+        "rules": layout.rules,
         "scan": layout.scan,
         "scan_axis": layout.scan_axis,
         "prefixed": source.names.is_prefixed,
     }
 
 
-def _check_kind(command: str, source: Source) -> None:
+def _check_source_kind(command: str, source: Source) -> None:
     if command == "save-init" and source.tree_manifest:
-        hint = f"`prep reshard {source.display_name} --mesh …` lays it out anew, `prep export {source.display_name}` goes back"
-        raise usage_error(
-            f"{source.display_name} is an Orbax checkpoint already", "save-init reads Hugging Face folders", hint
-        )
+        name = source.display_name
+        hint = f"`prep reshard {name} --mesh …` changes its mesh, `prep export {name}` writes a Hugging Face folder"
+        raise usage_error(f"{name} is already an Orbax checkpoint", "save-init reads Hugging Face folders", hint)
     if command == "reshard" and source.tensor_file_names:
         hint = f"`prep save-init {source.display_name} --mesh …`"
         raise usage_error(f"{source.display_name} is a Hugging Face folder", "reshard reads Orbax checkpoints", hint)
 
 
-def _vocab_rows(request: SaveInitRequest, vocabulary: Vocabulary, split: Partitioning) -> int:
+def _vocab_rows(request: SaveInitRequest, vocabulary: Vocabulary, partitioning: Partitioning) -> int:
+    """Return the rows of the output's vocabulary."""
     if request.pad_vocab == "no":
         return vocabulary.stored_size
     if request.pad_vocab == "auto":
-        axes = split.rules["vocab"][0]
-        parts = math.prod(split.mesh.size(a) for a in axes) if split.mesh else 1
-        return -(-vocabulary.stored_size // parts) * parts
+        axes = partitioning.rules["vocab"][0]
+        num_shards = math.prod(partitioning.mesh.size(a) for a in axes) if partitioning.mesh else 1
+        return -(-vocabulary.stored_size // num_shards) * num_shards
     if not request.pad_vocab.isdecimal() or int(request.pad_vocab) < 1:
-        raise usage_error(f"`--pad-vocab {request.pad_vocab}` is not understood", "it takes no, auto, or a multiple")
+        raise usage_error(f"invalid `--pad-vocab {request.pad_vocab}`", "it takes no, auto, or a multiple")
     padded = vocabulary.padded_size(int(request.pad_vocab))
     if padded < vocabulary.stored_size:
         why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
-        raise PrepError(
-            f"`--pad-vocab {request.pad_vocab}` would take rows off", why, "`prep export` takes padding off"
-        )
+        raise PrepError(f"`--pad-vocab {request.pad_vocab}` would remove rows", why, "`prep export` removes padding")
     return padded
 
 
-def _lines(layout: _Layout, item: OrbaxItemLayout) -> Iterator[str]:
-    stored, mesh = layout.vocabulary.stored_size, layout.split.mesh
-    if layout.rows != stored:
-        yield f"vocabulary {stored} -> {layout.rows} (+{layout.rows - stored} rows)"
+def _layout_lines(layout: _ItemLayout, item: OrbaxItemLayout) -> Iterator[str]:
+    stored_rows, mesh = layout.vocabulary.stored_size, layout.partitioning.mesh
+    if layout.vocab_rows != stored_rows:
+        yield f"vocabulary {stored_rows} -> {layout.vocab_rows} (+{layout.vocab_rows - stored_rows} rows)"
     if mesh is not None:
         axes = " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes))
-        before = layout.before.get("mesh")
-        a_host = HOST_DEVICES if mesh.n_devices % HOST_DEVICES == 0 else mesh.n_devices
-        hosts = mesh.n_devices // a_host
-        reads = f"{hosts} host{'s' if hosts > 1 else ''} of {a_host} read {item.read_amplification(mesh, a_host):.2f} x their bytes"
+        source_mesh = layout.source_manifest.get("mesh")
+        devices_per_host = DEVICES_PER_HOST if mesh.n_devices % DEVICES_PER_HOST == 0 else mesh.n_devices
+        num_hosts = mesh.n_devices // devices_per_host
+        amplification = item.read_amplification(mesh, devices_per_host)
+        hosts = f"{num_hosts} host{'s' if num_hosts > 1 else ''} of {devices_per_host}"
         size = format_bytes(item.device_nbytes())
-        yield f"mesh {f'{before} -> ' if before else ''}{axes} = {mesh.n_devices} devices; {size} a device; {reads}"
+        change = f"{source_mesh} -> {axes}" if source_mesh else axes
+        yield (
+            f"mesh {change} = {mesh.n_devices} devices; {size} per device;"
+            f" {hosts} read {amplification:.2f} x their bytes"
+        )
     yield from item.fallbacks
 
 
-def _left_out_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
-    if nbytes := sum(each.nbytes for each in dropped if each.rule == OPT_STATE_RULE):
-        yield f"optimizer state ({format_bytes(nbytes)}) left out"
+def _dropped_state_lines(dropped: tuple[DroppedTensor, ...]) -> Iterator[str]:
+    if nbytes := sum(tensor.nbytes for tensor in dropped if tensor.rule == OPT_STATE_RULE):
+        yield f"optimizer state ({format_bytes(nbytes)}) dropped"
 
 
-def _next(command: str, out: Path) -> str:
+def _next_command(command: str, out: Path) -> str:
     return f"prep verify {out}" if command == "reshard" else f"prep reshard {out} --mesh DP,FSDP,MP"
 
 
-def _request_text(command: str, request: SaveInitRequest, source: Source) -> str:
+def _command_line(command: str, request: SaveInitRequest, source: Source) -> str:
     options = [
         ("--mesh", request.mesh),
         ("--rule", request.rules),

@@ -1,4 +1,4 @@
-"""`prep train`: a recipe carried out, from the checkpoint that it names or from where an earlier start left off."""
+"""`prep train`: train with a recipe, from the recipe's checkpoint or from the last step of the run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conversion import CommonOptions
-from prepcli.commands.save_init import SaveInitRequest as SaveInit
-from prepcli.commands.save_init import save_init
+from prepcli.commands.save_init import SaveInitRequest, save_init
 from prepcli.commands.train_checks import check_machine, disk_warnings
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.console.formatting import format_bytes
@@ -36,81 +35,99 @@ from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
 from trainer.recipe.tables import KEY_SCHEMAS, value_of
 
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.training.loop import Job
+    from trainer.training.step import TrainState
+
 RECIPE_FILE = "recipe.toml"
-RUNS = Path("runs")
-STARTS, TOKENS = "init", "data"  # in a run's folder: the init made of a Hugging Face folder, and the token store
-MEMORY_NBYTES = 512 << 20  # for that conversion
+RUNS_FOLDER = Path("runs")
+INIT_FOLDER = "init"  # in a run's folder: the Orbax checkpoint converted from a Hugging Face model
+TOKENS_FOLDER = "data"  # in a run's folder: the tokens of the datasets
+CONVERSION_MEMORY_NBYTES = 512 << 20  # memory budget of the conversion of a Hugging Face model
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """A recipe, changes to it, and where the run goes (default: `runs/NAME`)."""
+    """Request of `prep train`."""
 
     recipe: Path
-    overrides: tuple[str, ...] = ()
-    out: Path | None = None
-    restart: bool = False
-    stop_after: int = 0
+    overrides: tuple[str, ...] = ()  # `KEY=VALUE`
+    out: Path | None = None  # folder of the run; None: `runs/NAME`
+    restart: bool = False  # delete the run's steps and start again
+    stop_after: int = 0  # steps in this process; 0: all
     dry_run: bool = False
     offline: bool = False
-    verify: bool = True
+    verify: bool = True  # check the start checkpoint against its checksums
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run that is about to begin, or to go on from `step`."""
+    """Run that is ready to start, or to resume at `step`."""
 
     loaded: LoadedRecipe
     folder: Path
-    start: Path  # the checkpoint whose state, or parameters, it begins with
+    start_checkpoint: Path  # initial parameters, or the state to resume from
     step: int
-    job: Any  # trainer.training.loop.Job, which brings jax along
-    memory: dict[str, Any]  # estimated
+    job: Job
+    memory: dict[str, Any]  # estimate in bytes
 
     @property
     def recipe(self) -> Recipe:
+        """Recipe of the run."""
         return self.loaded.recipe
 
 
 def train(request: TrainRequest, ui: Ui) -> Report:
-    """Train until the recipe is done or a signal comes; either way the last step is saved."""
+    """Train until the recipe's last step or a signal, and save the last step.
+
+    Args:
+        request: Recipe, overrides and folder of the run.
+        ui: Receives notes, warnings and progress.
+
+    Returns:
+        Report with the last step's folder and metrics. It has an error if the run was stopped before its last step.
+
+    Raises:
+        PrepError: The recipe, the checkpoint, the data or the devices are invalid, or training failed.
+    """
     _check_one_process(os.environ)
     loaded = load_recipe(request.recipe, request.overrides)
-    folder = request.out or RUNS / loaded.recipe.name
-    _check_folder(folder)
+    folder = request.out or RUNS_FOLDER / loaded.recipe.name
+    _check_run_folder(folder)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
 
     with catch_out_of_memory():
         with (
             raise_on_signal(),
-            note_durable_work(lambda: "" if request.dry_run else _kept(folder)),
+            note_durable_work(lambda: "" if request.dry_run else _kept_note(folder)),
             ExitStack() as stack,
         ):
-            reader, on = _opened(loaded, folder, request, ui)
+            reader, sharding = _open_start_checkpoint(loaded, folder, request, ui)
             stack.enter_context(reader)
-            spare = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
-            run = _planned(loaded, folder, reader, on, spare, request, ui)
+            scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
+            run = _prepare_run(
+                loaded, folder, reader=reader, sharding=sharding, scratch_dir=scratch_dir, request=request, ui=ui
+            )
             for line in run_summary_lines(run.job, run.recipe, run.step):
                 ui.note(line)
-            fields = _fields(run, run.step)
+            fields = _run_fields(run, run.step)
             if request.dry_run:
-                return Report(
-                    f"would train to step {run.job.steps} in {folder}", fields | {"memory": run.memory, "dry_run": True}
-                )
+                text = f"would train to step {run.job.steps} in {folder}"
+                return Report(text, fields | {"memory": run.memory, "dry_run": True})
             if run.step == run.job.steps:
-                return _finished(run, fields)
+                return _finished_report(run, fields)
             if request.verify and not reader.is_checked:
                 source = open_source(reader.folder, str(reader.folder))
-                check_without_checksums(
-                    source, source.all_tensors if run.step else source.tensors, ui, _hint(folder, run.start)
-                )
-            state = _state(run, reader)
-        return _carried_out(run, state, request.restart, ui)
+                tensors = source.all_tensors if run.step else source.tensors
+                check_without_checksums(source, tensors, ui, hint=_damage_hint(folder, run.start_checkpoint))
+            state = _load_train_state(run, reader)
+        return _run_training(run, state, restart=request.restart, ui=ui)
 
 
 def _check_one_process(environ: Mapping[str, str]) -> None:
-    """Usage PrepError where a launcher runs this command in several processes: each would write the same run."""
+    """Raise a usage PrepError if a launcher runs several processes: each of them would write the same run."""
     share, launcher = launcher_share(environ)
     if share.count > 1:
         why = f"{launcher} says that this is process {share.index} of {share.count}"
@@ -119,90 +136,110 @@ def _check_one_process(environ: Mapping[str, str]) -> None:
 
 
 def recipe_schema() -> Report:
-    """The JSON schema of recipes."""
+    """Report the JSON schema of recipes."""
     return Report(json.dumps(schema(), indent=2))
 
 
-def _kept(folder: Path) -> str:
-    """What a run's folder has that the next start goes on from; empty for nothing."""
-    found = [f"step {step}" for step in saved_steps(folder)[-1:]]
-    for name, what in ((TOKENS, "the tokens"), (STARTS, "the converted checkpoint")):
-        whole = [path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")]
-        found += [what] if whole else []
-    return f"kept in {folder}: {', '.join(found)}" if found else ""
+def _kept_note(folder: Path) -> str:
+    """Describe the data in a run's folder that the next start uses; empty if there is none."""
+    kept = [f"step {step}" for step in saved_steps(folder)[-1:]]
+    for name, description in ((TOKENS_FOLDER, "the tokens"), (INIT_FOLDER, "the converted checkpoint")):
+        complete_folders = [
+            path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")
+        ]
+        kept += [description] if complete_folders else []
+    return f"kept in {folder}: {', '.join(kept)}" if kept else ""
 
 
 def silence_jax(ui: Ui) -> None:
-    """What jax says of missing accelerators is for those who ask."""
+    """Hide the log messages of jax, such as warnings about missing accelerators, unless `-vv` is set."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
 
 
-def _check_folder(folder: Path) -> None:
-    """PrepError where the run's name is taken by something else. A start that failed, or was killed, may have left no
-    more than an init, tokens or a lock."""
+def _check_run_folder(folder: Path) -> None:
+    """Raise a PrepError if the folder exists and is not a run.
+
+    The folder of a failed or killed start may contain only an init, tokens or a lock.
+    """
     from trainer.data.store import LOCK_FILE as TOKENS_LOCK
 
-    left = (RECIPE_FILE, LOCK, f"{TOKENS}/{TOKENS_LOCK}", STARTS)
-    is_own = bool(saved_steps(folder)) or any((folder / name).exists() for name in left)
-    if folder.is_dir() and any(folder.iterdir()) and not is_own:
-        raise PrepError(f"{folder} exists and is something else", f"it has no {RECIPE_FILE}", "`--out NAME`")
+    run_files = (RECIPE_FILE, LOCK, f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER)
+    is_run = bool(saved_steps(folder)) or any((folder / name).exists() for name in run_files)
+    if folder.is_dir() and any(folder.iterdir()) and not is_run:
+        raise PrepError(f"{folder} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out NAME`")
     if folder.exists() and not folder.is_dir():
-        raise PrepError(f"{folder} is in the way", "a run is a folder", "`--out NAME`")
+        raise PrepError(f"{folder} already exists", "it is a file, and a run is a folder", "`--out NAME`")
 
 
-def _opened(loaded: LoadedRecipe, folder: Path, request: TrainRequest, ui: Ui) -> tuple[ItemReader, Any]:
-    """The checkpoint to begin with, and the mesh of devices: the run's last step, or what the recipe names."""
-    from trainer.distributed import sharding
+def _open_start_checkpoint(
+    loaded: LoadedRecipe, folder: Path, request: TrainRequest, ui: Ui
+) -> tuple[ItemReader, ShardingContext]:
+    """Open the run's last step, or else the recipe's checkpoint; return its reader and the sharding of the run."""
+    from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import DEFAULT_RULES, parse_mesh
     from trainer.training.preflight import check_inputs
     from trainer.training.setup import rules_from_manifest
 
     mesh = parse_mesh(loaded.recipe.mesh, "mesh")
-    on = sharding.make_sharding_context(mesh, DEFAULT_RULES)
-    check_inputs(loaded.recipe, on)
+    sharding = make_sharding_context(mesh, DEFAULT_RULES)
+    check_inputs(loaded.recipe, sharding)
     steps = [] if request.restart else saved_steps(folder)
-    path = step_folder(folder, steps[-1]) if steps else _init(loaded.recipe, folder, str(on.mesh), request, ui)
-    reader = open_reader(path, request.verify, _hint(folder, path))
+    if steps:
+        path = step_folder(folder, steps[-1])
+    else:
+        path = _resolve_init(loaded.recipe, folder, mesh=str(sharding.mesh), request=request, ui=ui)
+    reader = open_reader(path, request.verify, _damage_hint(folder, path))
     if request.restart:
-        _check_apart(reader, folder)
-    return reader, sharding.make_sharding_context(mesh, rules_from_manifest(reader.manifest))
+        _check_restart_source(reader, folder)
+    return reader, make_sharding_context(mesh, rules_from_manifest(reader.manifest))
 
 
-def _hint(folder: Path, path: Path) -> str:
-    """What the user can do where the checkpoint that a run begins with is damaged."""
+def _damage_hint(folder: Path, checkpoint: Path) -> str:
+    """Return the user's options if the start checkpoint is damaged."""
     steps = saved_steps(folder)
-    if steps and step_folder(folder, steps[-1]) in (path, path.parent):
+    if steps and step_folder(folder, steps[-1]) in (checkpoint, checkpoint.parent):
         if len(steps) == 1:
-            return "`--restart` begins anew"
-        return f"move {step_folder(folder, steps[-1])} away: the run then goes on from step {steps[-2]}"
-    if folder / STARTS in path.parents:
-        return f"remove {path}: the next start makes it anew"
+            return "`--restart` starts the run again"
+        return f"move {step_folder(folder, steps[-1])} away: the run then resumes from step {steps[-2]}"
+    if folder / INIT_FOLDER in checkpoint.parents:
+        return f"remove {checkpoint}: the next start converts it again"
     return RECREATE_HINT
 
 
-def check_without_checksums(source: Source, tensors: Sequence[SourceTensor], ui: Ui, hint: str = RECREATE_HINT) -> None:
-    """Check tensors of a checkpoint that has no checksums of its parts, by reading them once more as a whole."""
+def check_without_checksums(
+    source: Source, tensors: Sequence[SourceTensor], ui: Ui, *, hint: str = RECREATE_HINT
+) -> None:
+    """Check the digests of whole tensors, for a checkpoint of an earlier prep without checksums of its chunks.
+
+    Args:
+        source: Opened checkpoint.
+        tensors: Tensors to read and check; tensors without digests are skipped.
+        ui: Receives a note and progress.
+        hint: Hint of the error for a damaged tensor.
+
+    Raises:
+        PrepError: A tensor is damaged.
+    """
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
     if not nbytes:
         return
-    cost = f"checking it reads {format_bytes(nbytes)} once more"
-    ui.note(
-        f"{source.display_name} has no {CHECKSUMS_FILE} (an earlier prep wrote it): {cost}; `prep reshard` writes one that has"
-    )
+    cost = f"checking it reads another {format_bytes(nbytes)}"
+    name = f"{source.display_name} has no {CHECKSUMS_FILE} (written by an earlier prep)"
+    ui.note(f"{name}: {cost}; `prep reshard` writes a checkpoint with checksums")
     check_tensors(source, tensors, ui.progress(), hint)
 
 
-def _check_apart(reader: ItemReader, folder: Path) -> None:
-    """PrepError where a run that begins anew would begin from a step that it drops."""
-    own = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
-    if not own.isdisjoint(reader.folder.resolve().parents):
-        what = f"`--restart` would drop {reader.folder.parent}"
-        raise usage_error(what, "the run is to begin from it: it is its `model.path`", "another `name`")
+def _check_restart_source(reader: ItemReader, folder: Path) -> None:
+    """Raise a usage PrepError if a restarted run would start from one of its own steps, which it deletes."""
+    own_steps = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
+    if not own_steps.isdisjoint(reader.folder.resolve().parents):
+        what = f"`--restart` would delete {reader.folder.parent}"
+        raise usage_error(what, "the run starts from it: it is the recipe's `model.path`", "another `name`")
 
 
-def _init(recipe: Recipe, folder: Path, mesh: str, request: TrainRequest, ui: Ui) -> Path:
-    """The Orbax checkpoint that the recipe names, or one made of the Hugging Face folder that it names."""
+def _resolve_init(recipe: Recipe, folder: Path, *, mesh: str, request: TrainRequest, ui: Ui) -> Path:
+    """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint."""
     located = locate(
         recipe.model.path,
         offline=request.offline,
@@ -212,84 +249,111 @@ def _init(recipe: Recipe, folder: Path, mesh: str, request: TrainRequest, ui: Ui
     )
     if located.kind == "orbax":
         return located.path
-    out = folder / STARTS / f"{located.model_name}-init"
+    out = folder / INIT_FOLDER / f"{located.model_name}-init"
     if request.dry_run:
-        return _made_before(out, recipe.model.path, mesh)
+        return _existing_init(out, recipe.model.path, mesh)
     ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    common = CommonOptions(recipe.model.path, out, MEMORY_NBYTES, overwrite=True, offline=request.offline)
-    save_init(SaveInit(common, mesh, pad_vocab="auto"), ui)  # one of another mesh, or of another model, gives way
+    common = CommonOptions(
+        checkpoint=recipe.model.path,
+        out=out,
+        memory_nbytes=CONVERSION_MEMORY_NBYTES,
+        overwrite=True,  # of an init for another mesh or another model
+        offline=request.offline,
+    )
+    save_init(SaveInitRequest(common, mesh=mesh, pad_vocab="auto"), ui)
     return out
 
 
-def _made_before(out: Path, model: str, mesh: str) -> Path:
-    """The init that an earlier start made; a usage PrepError if it is to be made."""
+def _existing_init(out: Path, model: str, mesh: str) -> Path:
+    """Return the init of an earlier start; raise a usage PrepError if there is none for this mesh."""
     manifest = read_manifest(out) if out.exists() else None
     if manifest is None or manifest["mesh"] != mesh:
-        why, hint = "it is converted first, and a dry run writes nothing", f"`prep save-init {model}`"
+        why, hint = "it must be converted first, and a dry run writes nothing", f"`prep save-init {model}`"
         raise usage_error(f"{model} is a Hugging Face folder", why, hint)
     return out
 
 
-def _planned(
-    loaded: LoadedRecipe, folder: Path, reader: ItemReader, on: Any, spare: Path | None, request: TrainRequest, ui: Ui
+def _prepare_run(
+    loaded: LoadedRecipe,
+    folder: Path,
+    *,
+    reader: ItemReader,
+    sharding: ShardingContext,
+    scratch_dir: Path | None,
+    request: TrainRequest,
+    ui: Ui,
 ) -> _Run:
-    """`spare`: where tokens are made that the run does not have, if nothing may be written to it."""
-    from trainer.training import setup as jobs
+    """Check the recipe against the model and the machine, tokenize the data, and build the job.
+
+    Args:
+        loaded: Recipe and the origins of its values.
+        folder: Folder of the run.
+        reader: Open start checkpoint.
+        sharding: Devices and rules of the run.
+        scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder; else None.
+        request: Request of the command.
+        ui: Receives notes, warnings and progress.
+
+    Raises:
+        PrepError: The recipe does not fit the model, the machine, the data or the run so far.
+    """
+    from trainer.training import setup
     from trainer.training.preflight import run_warnings
 
-    facts, recipe = reader.manifest, loaded.recipe
-    model = jobs.model_from_manifest(facts)
-    jobs.check_model_layout(recipe, model, on)
-    jobs.check_seq_length(recipe.data, model)
-    memory = check_machine(recipe, model, on, folder, ui=ui, is_dry_run=request.dry_run)
-    folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS}
-    if spare is not None:
-        folders["spare"] = spare
-    found = jobs.build_datasets(recipe, model, facts, folders, _telling(ui), ui.note)
-    own = {"recipe": recipe_to_toml(recipe, loaded.origins)}
-    job = jobs.build_job(recipe, model, on, found, own, request.stop_after)
-    step = _step_of(folder, reader)
+    manifest, recipe = reader.manifest, loaded.recipe
+    model = setup.model_from_manifest(manifest)
+    setup.check_model_layout(recipe, model, sharding)
+    setup.check_seq_length(recipe.data, model)
+    memory = check_machine(recipe, model, sharding, folder, ui=ui, is_dry_run=request.dry_run)
+    folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
+    if scratch_dir is not None:
+        folders["spare"] = scratch_dir
+    datasets = setup.build_datasets(recipe, model, manifest, folders, _tokenize_progress(ui), ui.note)
+    manifest_fields = {"recipe": recipe_to_toml(recipe, loaded.origins)}
+    job = setup.build_job(recipe, model, sharding, datasets, manifest_fields, request.stop_after)
+    step = _resume_step(folder, reader)
     if step:
-        jobs.check_resumable(facts, job, _changed(folder, recipe), step)
-    for doubt in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
-        ui.warn(doubt)
-    return _Run(loaded, folder, reader.folder, step, job, memory)
+        setup.check_resumable(manifest, job, _changed_keys(folder, recipe), step)
+    for warning in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
+        ui.warn(warning)
+    return _Run(loaded, folder, start_checkpoint=reader.folder, step=step, job=job, memory=memory)
 
 
-def _step_of(folder: Path, reader: ItemReader) -> int:
-    """The step that the run goes on from; 0 if the checkpoint is not its own."""
-    own = folder.resolve() in reader.folder.resolve().parents and reader.manifest.get("kind") == "train"
-    return int(reader.manifest["step"]) if own else 0
+def _resume_step(folder: Path, reader: ItemReader) -> int:
+    """Return the step to resume from; 0 if the checkpoint is not a step of this run."""
+    is_own_step = folder.resolve() in reader.folder.resolve().parents and reader.manifest.get("kind") == "train"
+    return int(reader.manifest["step"]) if is_own_step else 0
 
 
-def _changed(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Values of the recipe that the run began with, and of this one, where they differ."""
-    before = load_recipe(folder / RECIPE_FILE).recipe
-    pairs = {key: (value_of(before, key), value_of(recipe, key)) for key in KEY_SCHEMAS}
+def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return the recipe keys whose values have changed since the run began, as (value then, value now)."""
+    earlier_recipe = load_recipe(folder / RECIPE_FILE).recipe
+    pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in KEY_SCHEMAS}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _telling(ui: Ui) -> Callable[[int, int], None]:
-    """Progress of tokenising, of several texts one after another: each begins when its first bytes are done."""
+def _tokenize_progress(ui: Ui) -> Callable[[int, int], None]:
+    """Return a callback that shows the progress of tokenizing (bytes done, total bytes), one bar per text."""
     progress = ui.progress()
-    done = -1
+    done_nbytes = -1
 
-    def tell(nbytes: int, total: int) -> None:
-        nonlocal done
-        if done < 0:
+    def report_progress(nbytes: int, total: int) -> None:
+        nonlocal done_nbytes
+        if done_nbytes < 0:
             progress.begin("tokenise", total)
-            done = 0
-        progress.advance(nbytes - done)
-        done = nbytes
+            done_nbytes = 0
+        progress.advance(nbytes - done_nbytes)
+        done_nbytes = nbytes
         if nbytes >= total:
             progress.end()
-            done = -1
+            done_nbytes = -1
 
-    return tell
+    return report_progress
 
 
-def _state(run: _Run, reader: ItemReader) -> Any:
+def _load_train_state(run: _Run, reader: ItemReader) -> TrainState:
+    """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
     from trainer.training.checkpoint import init_state, restore_state
 
     if not run.step:
@@ -297,58 +361,61 @@ def _state(run: _Run, reader: ItemReader) -> Any:
     if not any(name.startswith("opt_state.") for name in reader.leaves):
         why = "it was saved with `checkpoint.optimizer_state = false`"
         hint = f"`--restart`, or another `name` and `--set model.path={step_folder(run.folder, run.step)}`"
-        raise PrepError(f"step {run.step} has no optimizer state to go on with", why, hint)
+        raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)
     return restore_state(reader, run.job.setup)
 
 
-def _carried_out(run: _Run, state: Any, restart: bool, ui: Ui) -> Report:
+def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Report:
+    """Train in the run's folder, which is locked meanwhile."""
     from trainer.training.loop import Loop
     from trainer.training.metrics import METRICS_FILE, MetricsWriter
 
-    recipe, shards = run.recipe, run.job.setup.how.shards
-    watch = TrainReporter(ui, run.job.steps, run.job.tokens_a_step)
-    with RunFolder(run.folder, run.start, recipe.name, recipe.checkpoint.keep, mesh=str(shards.mesh)) as store:
-        if restart:  # not before all else is known to be right, and no other process has the run
+    recipe, sharding = run.recipe, run.job.setup.forward_config.sharding
+    reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
+    keep = recipe.checkpoint.keep
+    with RunFolder(run.folder, run.start_checkpoint, recipe.name, keep, mesh=str(sharding.mesh)) as store:
+        if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
-        _keep_recipe(run)
-        log = MetricsWriter(run.folder / METRICS_FILE, run.step)
-        with remember_signal() as stop:
-            ended = Loop(run.job, state, store, log, watch, stop).run()
-    fields = _fields(run, ended.step) | watch.fields
-    if ended.stop_reason:
-        return Report(fields=fields, error=_stopped(ended.stop_reason, ended.step, bool(saved_steps(run.folder))))
-    return _finished(run, fields)
+        _write_recipe(run)
+        metrics = MetricsWriter(run.folder / METRICS_FILE, run.step)
+        with remember_signal() as stop_signal:
+            result = Loop(run.job, state, store, metrics, reporter, stop_signal).run()
+    fields = _run_fields(run, result.step) | reporter.fields
+    if result.stop_reason:
+        has_saved_step = bool(saved_steps(run.folder))
+        return Report(fields=fields, error=_stopped_error(result.stop_reason, result.step, has_saved_step))
+    return _finished_report(run, fields)
 
 
-def _finished(run: _Run, fields: dict[str, Any]) -> Report:
-    """Where the last step is, whether it was taken now or before."""
+def _finished_report(run: _Run, fields: dict[str, Any]) -> Report:
+    """Report the folder of the last step."""
     return Report(str(step_folder(run.folder, run.job.steps)), fields, f"prep export {run.folder}")
 
 
-def _keep_recipe(run: _Run) -> None:
+def _write_recipe(run: _Run) -> None:
     path = run.folder / RECIPE_FILE
-    fresh = path.with_name(f"{RECIPE_FILE}.new")
+    new_path = path.with_name(f"{RECIPE_FILE}.new")
     try:
-        fresh.write_text(recipe_to_toml(run.recipe, run.loaded.origins))
-        os.replace(fresh, path)
+        new_path.write_text(recipe_to_toml(run.recipe, run.loaded.origins))
+        os.replace(new_path, path)
     except OSError as error:
         raise io_error(path, error) from error
 
 
-def _fields(run: _Run, step: int) -> dict[str, Any]:
-    saved = saved_steps(run.folder)
+def _run_fields(run: _Run, step: int) -> dict[str, Any]:
+    steps = saved_steps(run.folder)
     return {
-        "output": str(step_folder(run.folder, saved[-1])) if saved else None,
+        "output": str(step_folder(run.folder, steps[-1])) if steps else None,
         "run": str(run.folder),
         "step": step,
         "steps": run.job.steps,
         "resumed_at": run.step,
-        "mesh": str(run.job.setup.how.shards.mesh),
+        "mesh": str(run.job.setup.forward_config.sharding.mesh),
     }
 
 
-def _stopped(reason: str, step: int, saved: bool) -> PrepError:
+def _stopped_error(reason: str, step: int, has_saved_step: bool) -> PrepError:
     code = INTERRUPTED if reason == signal.Signals.SIGINT.name else STOPPED
-    why = f"step {step} is saved" if saved else "no step was done"
+    why = f"step {step} is saved" if has_saved_step else "no step was completed"
     what = f"stopped by {reason}" if reason.startswith("SIG") else f"stopped: {reason}"
-    return PrepError(what, why, "run the same command again to go on", code)
+    return PrepError(what, why, "run the same command again to resume", code)

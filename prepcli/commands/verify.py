@@ -1,4 +1,4 @@
-"""`prep verify`: every tensor against what the manifest records, or against another checkpoint, bit by bit."""
+"""`prep verify`: compare every bit of a checkpoint with its manifest's digests, or with another checkpoint."""
 
 from __future__ import annotations
 
@@ -25,250 +25,278 @@ from prepcli.planning.plan import Stream
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
 from prepcli.targets.streams import vocab_tensor_names
 
-HEADERS = ("headers", "file sizes")  # what `--quick` checks of one checkpoint
-SHAPES = ("names", "shapes", "dtypes")  # what it compares of two
+HEADER_CHECKS = ("headers", "file sizes")  # checks of `--quick` for one checkpoint
+SHAPE_CHECKS = ("names", "shapes", "dtypes")  # checks of `--quick` for two checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    """One checkpoint, or two that should hold the same; `quick`: no values are read."""
+    """Request of `prep verify`."""
 
     common: CommonOptions
-    against: str | None = None
-    quick: bool = False
+    against: str | None = None  # other checkpoint; None: compare with the manifest
+    quick: bool = False  # read no values
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A tensor, or rows of it, that is not what it should be."""
+    """Tensor, or rows of a tensor, that failed a check."""
 
     name: str
-    text: str
-    difference: Difference | None = None
+    text: str  # predicate for the message, such as `is not in MODEL`
+    difference: Difference | None = None  # first differing value
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """A source with what its rows say of it: the tensors that count and how they are called, and those that have the
-    vocabulary."""
+class _VerifiedModel:
+    """Source with the tensors to verify."""
 
     source: Source
-    account: Accounting
-    tensors: dict[str, SourceTensor]
-    names: dict[str, str]
-    vocab: frozenset[str]
-    true: int
+    accounting: Accounting
+    tensors: dict[str, SourceTensor]  # the tensors of the model and of its training state, by name
+    names: dict[str, str]  # display names
+    vocab_tensors: frozenset[str]  # names of the tensors with a vocabulary axis
+    true_vocab: int  # rows without padding
 
 
 def verify(request: VerifyRequest, ui: Ui) -> Report:
-    """Read all of it. The report carries an error if anything differs."""
+    """Compare a checkpoint with its manifest's digests, or with another checkpoint of any format and layout.
+
+    Args:
+        request: Checkpoint, and the checkpoint to compare with.
+        ui: Receives notes and progress.
+
+    Returns:
+        Report with the differences. It has an error if there are any.
+
+    Raises:
+        PrepError: A checkpoint cannot be read, there are no digests, or the families differ.
+    """
     located, source = open_checkpoint(request.common, ui)
     ui.note(source_line(source))
-    spend = request.common.memory_nbytes
+    memory_nbytes = request.common.memory_nbytes
     if request.against is None:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
-        return _itself(_model(source), request, spend, ui)
-    against, other = open_checkpoint(_for_other(request), ui)
-    check_config_option(request.common, source, other)
-    check_stream(request.common.stream, located, against)
-    ui.note(source_line(other))
-    if not (source.state_tensors and other.state_tensors):
-        for line in _left_out_lines((source, other)):
+        return _verify_digests(_collect_model(source), request, memory_nbytes, ui)
+    against_located, against_source = open_checkpoint(_against_options(request), ui)
+    check_config_option(request.common, source, against_source)
+    check_stream(request.common.stream, located, against_located)
+    ui.note(source_line(against_source))
+    if not (source.state_tensors and against_source.state_tensors):
+        for line in _ignored_state_lines((source, against_source)):
             ui.note(line)
-        source, other = replace(source, state_tensors=()), replace(other, state_tensors=())
-    return _pair(_model(source), _model(other), request, spend, ui)
+        source, against_source = replace(source, state_tensors=()), replace(against_source, state_tensors=())
+    return _verify_pair(_collect_model(source), _collect_model(against_source), request, memory_nbytes, ui)
 
 
-def _left_out_lines(sources: Iterable[Source]) -> Iterator[str]:
-    """What only one side has: the state of a training run."""
+def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:
+    """Describe the training state that is ignored, because only one of the checkpoints has one."""
     for source in sources:
         if source.state_tensors:
             nbytes = sum(tensor.nbytes for tensor in source.state_tensors)
-            yield f"training state of {source.display_name} ({format_bytes(nbytes)}) left out: only parameters are compared"
+            state = f"training state of {source.display_name} ({format_bytes(nbytes)})"
+            yield f"{state} ignored: only parameters are compared"
 
 
-def _for_other(request: VerifyRequest) -> CommonOptions:
+def _against_options(request: VerifyRequest) -> CommonOptions:
     common = request.common
     return CommonOptions(
-        request.against, None, common.memory_nbytes, offline=common.offline, stream=common.stream, config=common.config
+        checkpoint=request.against,
+        out=None,
+        memory_nbytes=common.memory_nbytes,
+        offline=common.offline,
+        stream=common.stream,
+        config=common.config,
     )
 
 
-def _model(source: Source) -> _Model:
-    found = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
-    used = [t for t in source.tensors if t.name in found.uses]
-    tensors = {t.name: t for t in (*used, *source.state_tensors)}
-    vocab = frozenset(vocab_tensor_names(source, found))
-    return _Model(source, found, tensors, source.display_names(), vocab, source.vocabulary().true_size)
+def _collect_model(source: Source) -> _VerifiedModel:
+    match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
+    matched = [t for t in source.tensors if t.name in match.uses]
+    tensors = {t.name: t for t in (*matched, *source.state_tensors)}
+    vocab_tensors = frozenset(vocab_tensor_names(source, match))
+    return _VerifiedModel(
+        source,
+        accounting=match,
+        tensors=tensors,
+        names=source.display_names(),
+        vocab_tensors=vocab_tensors,
+        true_vocab=source.vocabulary().true_size,
+    )
 
 
-def _itself(model: _Model, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
-    """Against the digests that the manifest records."""
+def _verify_digests(model: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
+    """Compare with the digests of the manifest."""
     source = model.source
     tensors = [t for t in source.all_tensors if t.digests]
     read_checksum_bytes(source.root, source.tree_manifest)
     if request.quick:
-        return _quick_ok(model, HEADERS, "no values read, no digests checked", ui)
+        return _quick_ok_report(model, HEADER_CHECKS, "no values read, no digests checked", ui)
     if not tensors:
-        why = "it has no prep-manifest.json with digests"
-        raise usage_error(
-            f"there is nothing to verify {source.display_name} against",
-            why,
-            f"`prep verify {source.display_name} OTHER`",
-        )
+        name, why = source.display_name, "it has no prep-manifest.json with digests"
+        raise usage_error(f"nothing to verify {name} against", why, f"`prep verify {name} OTHER`")
     pieces = [(t, (low, high), text) for t in tensors for low, high, text in t.digests]
-    found = _digests(source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify")
+    digests = _compute_digests(source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify")
     findings = [
-        Finding(model.names[t.name], f"rows {rows[0]}:{rows[1]} have another digest than the manifest records")
-        for (t, rows, wanted), seen in zip(pieces, found)
-        if wanted != seen
+        Finding(model.names[t.name], f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest")
+        for (t, rows, expected), actual in zip(pieces, digests)
+        if expected != actual
     ]
     findings += [
         Finding(model.names[t.name], "has no digest in the manifest") for t in model.tensors.values() if not t.digests
     ]
-    return _report(model, findings, f"{source.display_name} is damaged", ui)
+    return _findings_report(model, findings, f"{source.display_name} is damaged", ui)
 
 
-def _tie_findings(model: _Model, memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
-    """A head that is stored although it is tied, and is not its embedding."""
+def _tie_findings(model: _VerifiedModel, memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
+    """Yield stored heads that are tied but differ from the embedding, and other such duplicates."""
     tensors = {t.name: t for t in model.source.tensors}
-    for check in model.account.checks:
+    for check in model.accounting.checks:
         pair = [tensors[check.name], tensors[check.duplicate_of]]
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
-        head, embedding = _digests(model.source, pieces, memory_nbytes, ui.progress(), "verify tied")
+        head, embedding = _compute_digests(model.source, pieces, memory_nbytes, ui.progress(), "verify tied")
         if head != embedding:
-            yield Finding(model.names[check.name], f"is tied and not equal to {model.names[check.duplicate_of]}")
+            yield Finding(model.names[check.name], f"is tied but not equal to {model.names[check.duplicate_of]}")
 
 
-def _pair(a: _Model, b: _Model, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
-    """Against another checkpoint, whatever its format and layout."""
+def _verify_pair(a: _VerifiedModel, b: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
+    """Compare two checkpoints of one family; their formats and layouts may differ."""
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
         raise PrepError(f"{a.source.display_name} and {b.source.display_name} are of different families", why)
     findings = list(_shape_findings(a, b))
     if request.quick and not findings:
-        return _quick_ok(a, SHAPES, "equal, no values read", ui)
-    bad = {finding.name for finding in findings}
-    names = [n for n in a.tensors if n in b.tensors and a.names[n] not in bad]
+        return _quick_ok_report(a, SHAPE_CHECKS, "equal, no values read", ui)
+    mismatched = {finding.name for finding in findings}
+    names = [n for n in a.tensors if n in b.tensors and a.names[n] not in mismatched]
     if not request.quick:
         findings += [*_tie_findings(a, memory_nbytes, ui), *_tie_findings(b, memory_nbytes, ui)]
         findings += _value_findings(a, b, names, memory_nbytes, ui)
         ui.note(f"same  {len(names) - len({f.name for f in findings if f.difference})} tensors")
         for line in _padding_lines(a, b, names, memory_nbytes):
             ui.note(line)
-    return _report(a, findings, f"{a.source.display_name} is not the same as {b.source.display_name}", ui)
+    return _findings_report(a, findings, f"{a.source.display_name} is not the same as {b.source.display_name}", ui)
 
 
-def _shape_findings(a: _Model, b: _Model) -> Iterator[Finding]:
-    """Tensors that one side lacks, or that differ in dtype, shape or true vocabulary."""
+def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
+    """Yield tensors that one checkpoint lacks, or that differ in dtype, shape or true vocabulary."""
     for name in sorted({*a.tensors, *b.tensors}):
-        full = a.names[name] if name in a.names else b.names[name]
-        x, y = a.tensors.get(name), b.tensors.get(name)
-        if x is None or y is None:
-            lacking = a.source.display_name if x is None else b.source.display_name
-            yield Finding(full, f"is not in {lacking}")
-        elif x.dtype != y.dtype:
-            yield Finding(full, f"is {x.dtype} and {y.dtype}")
-        elif name in a.vocab and a.true != b.true:
-            yield Finding(full, f"has {a.true} and {b.true} true rows")
-        elif x.shape[name in a.vocab :] != y.shape[name in a.vocab :]:
-            yield Finding(full, f"has the shapes {list(x.shape)} and {list(y.shape)}")
+        display_name = a.names[name] if name in a.names else b.names[name]
+        a_tensor, b_tensor = a.tensors.get(name), b.tensors.get(name)
+        if a_tensor is None or b_tensor is None:
+            lacking = a.source.display_name if a_tensor is None else b.source.display_name
+            yield Finding(display_name, f"is not in {lacking}")
+        elif a_tensor.dtype != b_tensor.dtype:
+            yield Finding(display_name, f"is {a_tensor.dtype} and {b_tensor.dtype}")
+        elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
+            yield Finding(display_name, f"has {a.true_vocab} and {b.true_vocab} true rows")
+        elif a_tensor.shape[name in a.vocab_tensors :] != b_tensor.shape[name in a.vocab_tensors :]:
+            yield Finding(display_name, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
 
 
-def _true_rows(model: _Model, tensor: SourceTensor) -> Range:
+def _true_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:
     rows = tensor.shape[0] if tensor.shape else 1
-    return (0, model.true) if tensor.name in model.vocab else (0, rows)
+    return (0, model.true_vocab) if tensor.name in model.vocab_tensors else (0, rows)
 
 
-def _value_findings(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: int, ui: Ui) -> Iterator[Finding]:
-    sides = []
+def _value_findings(
+    a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], memory_nbytes: int, ui: Ui
+) -> Iterator[Finding]:
+    digests_by_name = []
     for model in (a, b):
-        wanted = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in names]
-        found = _digests(model.source, wanted, memory_nbytes, ui.progress(), f"verify {model.source.display_name}")
-        sides.append({t.name: text for (t, _), text in zip(wanted, found)})
+        pieces = [(t, _true_rows(model, t)) for t in model.source.all_tensors if t.name in names]
+        digests = _compute_digests(
+            model.source, pieces, memory_nbytes, ui.progress(), f"verify {model.source.display_name}"
+        )
+        digests_by_name.append({t.name: digest for (t, _), digest in zip(pieces, digests)})
     for name in names:
-        if sides[0][name] != sides[1][name]:
-            yield _difference(a, b, name)
+        if digests_by_name[0][name] != digests_by_name[1][name]:
+            yield _value_finding(a, b, name)
 
 
-def _difference(a: _Model, b: _Model, name: str) -> Finding:
-    streams = [_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
-    found = compare_streams(a.source.byte_sources, streams[0], b.source.byte_sources, streams[1])
-    values = math.prod(streams[0].shape)
-    text = f"{found.count:,} of {values:,} values; first at {list(found.index)}: {found.value_a} -> {found.value_b}"
-    return Finding(a.names[name], text, found)
+def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
+    streams = [_row_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
+    difference = compare_streams(a.source.byte_sources, streams[0], b.source.byte_sources, streams[1])
+    num_values = math.prod(streams[0].shape)
+    first = f"{list(difference.index)}: {difference.value_a} -> {difference.value_b}"
+    text = f"{difference.count:,} of {num_values:,} values; first at {first}"
+    return Finding(a.names[name], text, difference)
 
 
-def _padding_lines(a: _Model, b: _Model, names: Sequence[str], memory_nbytes: int) -> Iterator[str]:
-    """What lies beyond the true vocabulary on either side."""
+def _padding_lines(a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], memory_nbytes: int) -> Iterator[str]:
+    """Describe the padding of the vocabulary in either checkpoint."""
     for name in names:
         for model in (a, b):
             tensor = model.tensors[name]
-            if name in model.vocab and tensor.shape[0] > model.true:
-                zeros = _padding_is_zeros(model, tensor, memory_nbytes)
-                full = model.names[name]
-                rows = f"rows {model.true}:{tensor.shape[0]} of {model.source.display_name} are padding"
-                yield f"same  {full} [0:{model.true}]; {rows}{' (zeros)' if zeros else ''}"
+            if name in model.vocab_tensors and tensor.shape[0] > model.true_vocab:
+                is_zero = _padding_is_zeros(model, tensor, memory_nbytes)
+                display_name = model.names[name]
+                rows = f"rows {model.true_vocab}:{tensor.shape[0]} of {model.source.display_name} are padding"
+                yield f"same  {display_name} [0:{model.true_vocab}]; {rows}{' (zeros)' if is_zero else ''}"
 
 
-def _padding_is_zeros(model: _Model, tensor: SourceTensor, memory_nbytes: int) -> bool:
-    rows = (model.true, tensor.shape[0])
-    (found,) = _digests(model.source, [(tensor, rows)], memory_nbytes, NullProgress(), "padding")
-    return found == digest_of_zeros(_stream(tensor, rows).nbytes)
+def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
+    rows = (model.true_vocab, tensor.shape[0])
+    (digest,) = _compute_digests(model.source, [(tensor, rows)], memory_nbytes, NullProgress(), "padding")
+    return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
 
 
-def _stream(tensor: SourceTensor, rows: Range) -> Stream:
+def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
 
 
-def _digests(
+def _compute_digests(
     source: Source, pieces: Sequence[tuple[SourceTensor, Range]], memory_nbytes: int, progress: Progress, task: str
 ) -> list[str]:
-    streams = [_stream(tensor, rows) for tensor, rows in pieces]
+    streams = [_row_stream(tensor, rows) for tensor, rows in pieces]
     progress.begin(task, sum(stream.nbytes for stream in streams))
     try:
-        spend = make_budget(memory_nbytes)
-        with open_blobs(source.byte_sources, spend.cache_nbytes) as files:
-            outcome = pipeline.run(streams, files, None, spend, progress)
+        budget = make_budget(memory_nbytes)
+        with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
+            outcome = pipeline.run(streams, files, None, budget, progress)
     finally:
         progress.end()
     return [outcome.digests[i] for i in range(len(streams))]
 
 
-def _report(model: _Model, findings: Sequence[Finding], what: str, ui: Ui) -> Report:
+def _findings_report(model: _VerifiedModel, findings: Sequence[Finding], what: str, ui: Ui) -> Report:
     if not findings:
-        return _ok(model, ui)
-    shown = len(findings) if ui.level >= LEAVES else MAX_NAMES
-    for finding in findings[:shown]:
+        return _ok_report(model, ui)
+    num_shown = len(findings) if ui.level >= LEAVES else MAX_NAMES
+    for finding in findings[:num_shown]:
         ui.note(f"differs  {finding.name}  {finding.text}")
-    if len(findings) > shown:
-        ui.note(f"and {len(findings) - shown:,} more; `-v` or `--json` lists all")
+    if len(findings) > num_shown:
+        ui.note(f"and {len(findings) - num_shown:,} more; `-v` or `--json` lists all")
     names = {finding.name for finding in findings}
     error = PrepError(
         f"{what} ({len(names)} of {len(model.tensors)} tensors)", findings[0].name + " " + findings[0].text
     )
-    return Report(fields={"differences": [_fields(finding) for finding in findings]}, error=error)
+    return Report(fields={"differences": [_finding_fields(finding) for finding in findings]}, error=error)
 
 
-def _fields(finding: Finding) -> dict[str, object]:
-    found = finding.difference
-    place = {"index": list(found.index), "a": found.value_a, "b": found.value_b, "count": found.count} if found else {}
-    return {"leaf": finding.name, "what": finding.text, **place}
+def _finding_fields(finding: Finding) -> dict[str, object]:
+    difference = finding.difference
+    location = (
+        {"index": list(difference.index), "a": difference.value_a, "b": difference.value_b, "count": difference.count}
+        if difference
+        else {}
+    )
+    return {"leaf": finding.name, "what": finding.text, **location}
 
 
-def _ok(model: _Model, ui: Ui) -> Report:
-    values = sum(math.prod(t.shape) for t in model.tensors.values())
-    text = f"ok: {len(model.tensors)} tensors, {values:,} values, 0 different ({_took(ui)})"
-    return Report(text, {"tensors": len(model.tensors), "values": values, "differences": []})
+def _ok_report(model: _VerifiedModel, ui: Ui) -> Report:
+    num_values = sum(math.prod(t.shape) for t in model.tensors.values())
+    text = f"ok: {len(model.tensors)} tensors, {num_values:,} values, 0 different ({_elapsed_text(ui)})"
+    return Report(text, {"tensors": len(model.tensors), "values": num_values, "differences": []})
 
 
-def _quick_ok(model: _Model, checked: Sequence[str], result: str, ui: Ui) -> Report:
-    """The report of a check of headers, which says nothing of values."""
-    count, (*others, last) = len(model.tensors), checked
-    text = f"ok: {', '.join(others)} and {last} of {count} tensors {result} ({_took(ui)})"
-    return Report(text, {"tensors": count, "values": None, "checked": list(checked)})
+def _quick_ok_report(model: _VerifiedModel, checked: Sequence[str], result: str, ui: Ui) -> Report:
+    """Return the report of a successful check without reading values."""
+    num_tensors, (*first_checks, last_check) = len(model.tensors), checked
+    text = f"ok: {', '.join(first_checks)} and {last_check} of {num_tensors} tensors {result} ({_elapsed_text(ui)})"
+    return Report(text, {"tensors": num_tensors, "values": None, "checked": list(checked)})
 
 
-def _took(ui: Ui) -> str:
+def _elapsed_text(ui: Ui) -> str:
     return f"{ui.clock() - ui.started_s:.1f} s"

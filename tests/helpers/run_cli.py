@@ -1,4 +1,4 @@
-"""Commands as the tests run them."""
+"""Functions that run commands in this process and check their exit codes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from prepcli.cli.main import main
 
 
 def run_ok(*words: str) -> None:
+    """Run a command that succeeds."""
     assert main([*words, "-q"]) == 0
 
 
 def run_failing(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
-    """What a command says that ends with this code."""
+    """Run a command that exits with `code`; return stderr."""
     capsys.readouterr()
     assert main([*words, "-q"]) == code
     return capsys.readouterr().err
 
 
 def error_lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The lines of the error that a command ends with."""
+    """Run a command that fails; return the lines of its error."""
     assert main([*words, "-q"]) in (1, 2)
     out, err = capsys.readouterr()
     assert out == ""
@@ -32,6 +33,7 @@ def error_lines(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """Run a command and return its JSON."""
     capsys.readouterr()
     assert main([*words, "--json"]) in (0, 1)
     return json.loads(capsys.readouterr().out)
@@ -42,7 +44,7 @@ def _file_stats(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def run_failing_unchanged(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str]]:
-    """Return the exit code and the lines of the error, and check that the current folder is as before."""
+    """Run a command that fails without changing any file; return its exit code and the lines of its error."""
     before = _file_stats(Path())
     code = main([*args, "-q"])
     out, err = capsys.readouterr()

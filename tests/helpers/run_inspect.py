@@ -1,4 +1,4 @@
-"""Runs of `prep inspect` for its tests, and the tiny models that it looks at."""
+"""Functions that run `prep inspect`, and configs of small models for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def inspect_lines(capsys: Capture, *args: str) -> list[str]:
-    """The lines of a run that succeeds."""
+    """Run `prep inspect` and return the lines of stdout."""
     assert main(["inspect", *args, "-q"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -30,12 +30,13 @@ def inspect_lines(capsys: Capture, *args: str) -> list[str]:
 
 
 def inspect_json(capsys: Capture, *args: str, code: int = 0) -> dict[str, Any]:
+    """Run `prep inspect` and return its JSON."""
     assert main(["inspect", *args, "--json", "-q"]) == code
     return json.loads(capsys.readouterr().out)
 
 
 def inspect_failing(capsys: Capture, *args: str) -> tuple[int, str]:
-    """Exit code and message of a run that fails and shows nothing else."""
+    """Run a failing `prep inspect` without output to stdout; return the exit code and stderr."""
     code = main(["inspect", *args])
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -43,7 +44,7 @@ def inspect_failing(capsys: Capture, *args: str) -> tuple[int, str]:
 
 
 def make_model_and_init(capsys: Capture, config: dict[str, Any], *options: str) -> dict[str, np.ndarray]:
-    """A model in `model` and the checkpoint in `init` that save-init makes of it."""
+    """Make a model `model` and its init `init`; return the model's tensors."""
     tensors = make_checkpoint(Path("model"), config, files=1)
     assert main(["save-init", "model", "--out", "init", "-q", *options]) == 0
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The command line: help, usage errors, exit codes, signals."""
+"""The command line: help, usage errors, exit codes, and signals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", 
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 HELPS = [[], *([name.replace("_", "-")] for name in COMMANDS)]
 
-# A process whose prep has one more command, and which says when that runs
+# Script of a process with additional commands, which prints `ready` when a command runs
 WITH_COMMAND = """
 import sys, time
 from prepcli.cli.root import app
@@ -79,7 +79,7 @@ def run(*args: str, script: str = "") -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("columns", ["80", "200"])
 @pytest.mark.parametrize("args", HELPS, ids=lambda args: " ".join(["prep", *args]))
-def test_every_help_fits_into_80_columns(
+def test_help_fits_in_80_columns(
     args: list[str], columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -90,7 +90,7 @@ def test_every_help_fits_into_80_columns(
 
 
 @pytest.mark.parametrize("args", HELPS[1:], ids=lambda args: args[0])
-def test_every_command_shows_examples_a_line_each(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_one_example_per_line(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([*args, "-h"])
     examples = capsys.readouterr().out.partition("  Examples:\n")[2].partition("\n\n")[0].splitlines()
     assert len(examples) >= 2
@@ -98,7 +98,7 @@ def test_every_command_shows_examples_a_line_each(args: list[str], capsys: pytes
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["models", "--help"]])
-def test_help_imports_nothing_that_takes_time(args: list[str]) -> None:
+def test_help_imports_no_slow_module(args: list[str]) -> None:
     script = (
         "import sys; from prepcli.cli.main import main; code = main(sys.argv[1:]);"
         "print(code, *sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
@@ -110,11 +110,11 @@ def test_help_imports_nothing_that_takes_time(args: list[str]) -> None:
     assert not SLOW_IMPORTS & set(loaded)
 
 
-def test_the_version() -> None:
+def test_version_is_printed() -> None:
     assert run("--version") == (0, f"prep {metadata.version('prepcli')}\n", "")
 
 
-def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
+def test_no_command_is_a_usage_error_with_help() -> None:
     code, out, err = run()
     assert (code, out) == (2, "")
     assert err.startswith("Usage: prep [OPTIONS] COMMAND")
@@ -123,8 +123,8 @@ def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
 @pytest.mark.parametrize(
     ("args", "err"),
     [
-        (["modles"], "error: no command called `modles`\n hint: did you mean `models`?\n"),
-        (["zzz"], "error: no command called `zzz`\n hint: `prep --help`\n"),
+        (["modles"], "error: unknown command `modles`\n hint: did you mean `models`?\n"),
+        (["zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
         (["models", "--jsn"], "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n"),
         (["models", "--zzz"], "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n"),
         (
@@ -143,18 +143,19 @@ def test_nothing_asked_for_is_a_usage_error_with_the_help() -> None:
         (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
         (
             ["models", "lama"],
-            f"error: no aliases of family `lama`\n  why: known: {', '.join(ALIAS_FAMILIES)}\n hint: did you mean `llama`?\n",
+            f"error: no aliases of family `lama`\n  why: known: {', '.join(ALIAS_FAMILIES)}\n"
+            " hint: did you mean `llama`?\n",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_usage_errors_have_our_form_and_exit_2(args: list[str], err: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_have_a_hint_and_exit_2(args: list[str], err: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", err)
 
 
-def test_too_many_arguments_and_missing_values_point_to_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argument_errors_point_to_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     for args in (["models", "a", "b"], ["env", "--devices=x"]):
         assert main(args) == 2
         lines = capsys.readouterr().err.splitlines()
@@ -164,7 +165,7 @@ def test_too_many_arguments_and_missing_values_point_to_the_help(capsys: pytest.
         assert lines[1] == f" hint: `prep {args[0]} --help`"
 
 
-def test_a_wrong_value_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_value_error_has_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pad-vocab", "x", "--progress", "loud"]) == 2
     what, why, hint = capsys.readouterr().err.splitlines()
     assert what == "error: invalid value for '--progress'"
@@ -172,7 +173,7 @@ def test_a_wrong_value_says_what_and_why(capsys: pytest.CaptureFixture[str]) -> 
     assert hint == " hint: `prep pad-vocab --help`"
 
 
-def test_a_known_name_of_a_choice_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_synonym_of_a_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--dtype", "bf16"]) == 2
     assert capsys.readouterr().err.endswith(" hint: did you mean `bfloat16`?\n")
 
@@ -182,10 +183,10 @@ def test_a_known_name_of_a_choice_is_answered(capsys: pytest.CaptureFixture[str]
     [
         (["models", "--json", "lama"], "models", "no aliases of family `lama`"),
         (["models", "--json", "--jsn"], "models", "`prep models` has no option `--jsn`"),
-        (["modles", "--json"], "", "no command called `modles`"),
+        (["modles", "--json"], "", "unknown command `modles`"),
     ],
 )
-def test_json_is_one_object_on_every_failure(
+def test_json_is_one_object_on_failure(
     args: list[str], command: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(args) == 2
@@ -196,24 +197,24 @@ def test_json_is_one_object_on_every_failure(
     assert document["error"]["code"] == 2
 
 
-def test_an_argument_that_only_looks_like_json_does_not_change_the_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_after_double_dash_is_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--", "--json"]) == 2
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_stops_a_conversion_with_75_after_cleaning_up(number: signal.Signals) -> None:
+def test_signal_stops_conversion_with_75(number: signal.Signals) -> None:
     process = prep("convert", script=WITH_COMMAND)
     assert process.stderr is not None
     assert process.stderr.readline() == "ready\n"
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (75, "")
-    what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to go on: `prep convert`"
+    what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to resume: `prep convert`"
     assert err == f"{what} {number.name}\n  why: {why}\n hint: {hint}\n"
 
 
-def test_a_stopped_conversion_tells_json_too() -> None:
+def test_stopped_conversion_prints_json() -> None:
     process = prep("wait", "--json", script=WITH_COMMAND)
     assert process.stderr is not None
     process.stderr.readline()
@@ -225,9 +226,9 @@ def test_a_stopped_conversion_tells_json_too() -> None:
 
 @pytest.mark.parametrize(
     ("command", "kept"),
-    [("convert", "  why: 1 of 2 bytes are kept\n hint: to go on: `prep convert`\n"), ("wait", "")],
+    [("convert", "  why: 1 of 2 bytes are kept\n hint: to resume: `prep convert`\n"), ("wait", "")],
 )
-def test_ctrl_c_ends_with_130_and_says_what_is_kept(command: str, kept: str) -> None:
+def test_ctrl_c_exits_130_with_durable_notes(command: str, kept: str) -> None:
     script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + WITH_COMMAND
     process = prep(command, script=script)
     assert process.stderr is not None
@@ -238,11 +239,11 @@ def test_ctrl_c_ends_with_130_and_says_what_is_kept(command: str, kept: str) -> 
     assert err == f"cleaned up\nerror: interrupted\n{kept}"
 
 
-def test_a_command_that_reports_ctrl_c_prints_one_error() -> None:
+def test_reported_ctrl_c_prints_one_error() -> None:
     assert run("reports", script=WITH_COMMAND) == (130, "", "error: stopped by SIGINT\n")
 
 
-def test_a_bug_ends_with_1_and_a_saved_traceback() -> None:
+def test_bug_exits_1_and_saves_traceback() -> None:
     code, out, err = run("broken", script=WITH_COMMAND)
     lines = err.splitlines()
     assert (code, out, len(lines)) == (1, "", 3)
@@ -255,7 +256,7 @@ def test_a_bug_ends_with_1_and_a_saved_traceback() -> None:
 @pytest.mark.parametrize(
     ("args", "code"), [(["chatty"], 0), (["models"], 0), (["models", "lama", "--json"], 2), (["--help"], 0)]
 )
-def test_a_reader_that_goes_away_changes_no_exit_code(args: list[str], code: int) -> None:
+def test_closed_stdout_keeps_the_exit_code(args: list[str], code: int) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-c", WITH_COMMAND, *args]
@@ -267,7 +268,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(args: list[str], code: int
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_pipe_that_is_not_stdout_fails() -> None:
+def test_other_broken_pipe_fails() -> None:
     code, out, err = run("severed", script=WITH_COMMAND)
     assert (code, out) == (1, "")
     assert "Broken pipe" in err

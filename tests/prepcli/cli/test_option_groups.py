@@ -1,4 +1,4 @@
-"""Options in groups: Typer sees each of them, a command gets them together."""
+"""Option groups: Typer sees each option, and a command receives the groups."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from prepcli.cli.root import COMMANDS
 
 
 @expand_option_groups
-def look(
+def example_command(
     checkpoint: CheckpointArgument,
     size: int = 3,
     *,
-    hub: HubOptions,
-    shown: OutputOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
     progress: ProgressOption = "auto",
 ) -> int:
     """Look."""
     assert (checkpoint, size, progress) == ("model", 4, "none")
-    assert hub == HubOptions(revision="main", offline=False, stream=True)
-    assert shown == OutputOptions(json=True, quiet=False, verbose=2)
+    assert hub_options == HubOptions(revision="main", offline=False, stream=True)
+    assert output_options == OutputOptions(json=True, quiet=False, verbose=2)
     return 7
 
 
-def test_options_stand_where_their_group_stood() -> None:
+def test_options_replace_their_group() -> None:
     names = ["checkpoint", "size", "revision", "offline", "stream", "json", "quiet", "verbose", "progress"]
-    assert [*inspect.signature(look).parameters] == names
-    assert look.__doc__ == "Look."
-    assert inspect.signature(look).parameters["verbose"].default == 0
-    assert inspect.signature(look).parameters["checkpoint"].default is inspect.Parameter.empty
+    assert [*inspect.signature(example_command).parameters] == names
+    assert example_command.__doc__ == "Look."
+    assert inspect.signature(example_command).parameters["verbose"].default == 0
+    assert inspect.signature(example_command).parameters["checkpoint"].default is inspect.Parameter.empty
 
 
-def test_a_command_gets_its_groups() -> None:
-    hub = {"revision": "main", "offline": False, "stream": True}
-    shown = {"json": True, "quiet": False, "verbose": 2}
-    assert look(checkpoint="model", size=4, progress="none", **hub, **shown) == 7
+def test_command_receives_its_groups() -> None:
+    hub_values = {"revision": "main", "offline": False, "stream": True}
+    output_values = {"json": True, "quiet": False, "verbose": 2}
+    assert example_command(checkpoint="model", size=4, progress="none", **hub_values, **output_values) == 7
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_every_command_can_be_silent_and_speak_json(command) -> None:
+def test_every_command_has_output_options(command) -> None:
     assert {"json", "quiet", "verbose"} <= {*inspect.signature(command).parameters}

@@ -1,4 +1,4 @@
-"""Completion: names that a user may want to type."""
+"""Shell completion and defaults of the shared options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.prepcli.formats.test_detect import fill
 from trainer.models.suggest import suggest
 
 
-def test_prep_folders_and_aliases_complete_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_checkpoint_lists_folders_and_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fill(tmp_path / "llama-mine-init", MANIFEST_FILE)
     fill(tmp_path / "llama-other", "model.safetensors")
@@ -21,14 +21,14 @@ def test_prep_folders_and_aliases_complete_a_checkpoint(tmp_path: Path, monkeypa
     assert complete_checkpoint("llama-o") == []
 
 
-def test_families_complete() -> None:
+def test_complete_family_lists_families() -> None:
     assert complete_family("gpt") == ["gpt2", "gpt_neo", "gptj", "gpt_neox"]
 
 
-def test_one_guess_or_none() -> None:
+def test_suggest_returns_one_name_or_none() -> None:
     assert suggest("pad-vcab", ["pad-vocab", "pad-vocabs", "models"]) == "pad-vocab"
     assert suggest("zzz", ["pad-vocab"]) is None
 
 
-def test_the_default_memory_is_a_size() -> None:
+def test_default_memory_is_a_size() -> None:
     assert parse_bytes(DEFAULT_MEMORY) == 512 << 20

@@ -1,4 +1,4 @@
-"""Empty values on the command line."""
+"""Empty values on the command line are usage errors."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ from prepcli.cli.root import app
 from prepcli.cli.strict import FREE_TEXT_OPTIONS
 
 COMMANDS = vars(get_command(app))["commands"]
-TAKE_VALUES = [
+VALUE_PARAMETERS = [
     (command, parameter)
-    for command, each in COMMANDS.items()
-    for parameter in each.params
+    for command, click_command in COMMANDS.items()
+    for parameter in click_command.params
     if parameter.name not in FREE_TEXT_OPTIONS and not any(vars(parameter).get(key) for key in ("is_flag", "count"))
 ]
 
 
-def _words(command: str, parameter: Any) -> list[str]:
-    """A command line in which this parameter is empty, and every required argument before it is given."""
-    arguments = [each for each in COMMANDS[command].params if each.param_type_name == "argument"]
+def _command_with_empty_value(command: str, parameter: Any) -> list[str]:
+    """Return a command line with an empty value for the parameter and values for the arguments before it."""
+    arguments = [argument for argument in COMMANDS[command].params if argument.param_type_name == "argument"]
     if parameter in arguments:
         return [command, *["x"] * arguments.index(parameter), ""]
     return [command, *["x"] * len(arguments), parameter.opts[-1], ""]
 
 
-@pytest.mark.parametrize(("command", "parameter"), TAKE_VALUES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("command", "parameter"), VALUE_PARAMETERS, ids=lambda value: getattr(value, "name", value))
 def test_empty_values_are_usage_errors(
     command: str, parameter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(_words(command, parameter)) == 2
+    assert main(_command_with_empty_value(command, parameter)) == 2
     assert "is empty" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_option_names_itself_and_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_option_error_has_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["save-init", "m", "--mesh", ""]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: `--mesh` is empty",
-        "  why: a shell variable in the command may not be set",
-        " hint: leave `--mesh` out, or give it a value",
+        "  why: a shell variable in the command may be unset",
+        " hint: remove `--mesh`, or give it a value",
     ]
 
 
 @pytest.mark.parametrize("words", [["--mesh="], ["--mesh", "1,1,1", "--rule", "embed=mp", "--rule", ""]])
-def test_empty_values_are_found_in_every_spelling(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_values_are_found_in_every_form(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["save-init", "m", *words]) == 2
     assert "is empty" in capsys.readouterr().err
 
 
-def test_an_empty_required_argument_cannot_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_required_argument_needs_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", ""]) == 2
     out = capsys.readouterr().err.splitlines()
     assert (out[0], out[2]) == ("error: CHECKPOINT is empty", " hint: give CHECKPOINT a value")
 
 
-def test_an_empty_prompt_is_a_prompt(
+def test_empty_prompt_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

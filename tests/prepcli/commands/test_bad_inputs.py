@@ -1,4 +1,4 @@
-"""Bad input ends in one message - what, why, hint - and exit 1 or 2; nothing is written, the source stays as it was."""
+"""Bad input: one message (what, why, hint), exit code 1 or 2, no output, and an unchanged source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.models.registry import FAMILIES
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-cache"))
@@ -29,7 +29,7 @@ def edit_config(folder: str, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_typing_error_in_a_name(capsys):
+def test_misspelled_alias_gets_a_suggestion(capsys):
     assert run_failing_unchanged(capsys, "pad-vocab", "gpt-neo-1.3b") == (
         2,
         [
@@ -40,7 +40,7 @@ def test_a_typing_error_in_a_name(capsys):
     )
 
 
-def test_a_missing_folder(capsys):
+def test_missing_folder_lists_local_folders(capsys):
     make_checkpoint(Path("llama-13b"), LLAMA)
     assert run_failing_unchanged(capsys, "save-init", "./llama") == (
         2,
@@ -52,7 +52,7 @@ def test_a_missing_folder(capsys):
     )
 
 
-def test_a_folder_without_a_checkpoint(capsys):
+def test_folder_without_checkpoint_lists_its_files(capsys):
     Path("x").mkdir()
     Path("x/notes.txt").write_text("hello")
     code, lines = run_failing_unchanged(capsys, "save-init", "./x")
@@ -61,7 +61,7 @@ def test_a_folder_without_a_checkpoint(capsys):
     assert "found notes.txt" in lines[1]
 
 
-def test_a_shard_that_is_cut_short(capsys):
+def test_truncated_shard_is_named(capsys):
     make_checkpoint(Path("m"), files=3)
     shard = sorted(Path("m").glob("*.safetensors"))[1]
     size = shard.stat().st_size
@@ -72,7 +72,7 @@ def test_a_shard_that_is_cut_short(capsys):
     assert "--force-download" in lines[2]
 
 
-def test_a_shard_that_is_missing(capsys):
+def test_missing_shard_is_named(capsys):
     make_checkpoint(Path("m"), files=3)
     shards = sorted(Path("m").glob("*.safetensors"))
     shards[-1].unlink()
@@ -81,7 +81,7 @@ def test_a_shard_that_is_missing(capsys):
     assert shards[-1].name in lines[1]
 
 
-def test_an_unknown_family(capsys):
+def test_unknown_family_lists_supported_families(capsys):
     make_checkpoint(Path("m"))
     edit_config("m", model_type="mamba")
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
@@ -89,7 +89,7 @@ def test_an_unknown_family(capsys):
     assert lines[1] == f"  why: it needs state-space layers, which prep does not support; supported: {', '.join(FAMILIES)}"
 
 
-def test_tensors_without_a_place_are_all_named(capsys):
+def test_unexpected_tensors_are_all_named(capsys):
     make_checkpoint(Path("m"), LLAMA, attention_bias=True)
     edit_config("m", attention_bias=False)
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
@@ -101,7 +101,7 @@ def test_tensors_without_a_place_are_all_named(capsys):
     assert main(["save-init", "./m", "--drop", "model.layers.*.self_attn.*.bias", "-q"]) == 0
 
 
-def test_tensors_that_are_missing_are_all_named(capsys):
+def test_missing_tensors_are_all_named(capsys):
     tensors = make_checkpoint(Path("m"), LLAMA)
     gone = [name for name in tensors if name.endswith("mlp.up_proj.weight")]
     rest = {name: value for name, value in tensors.items() if name not in gone}
@@ -111,7 +111,7 @@ def test_tensors_that_are_missing_are_all_named(capsys):
     assert all(f"{name} [48, 32]" in lines[1] for name in gone)
 
 
-def test_tensors_of_another_shape_are_all_named(capsys):
+def test_tensors_of_wrong_shape_are_all_named(capsys):
     make_checkpoint(Path("m"), LLAMA)
     edit_config("m", intermediate_size=64)
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
@@ -120,7 +120,7 @@ def test_tensors_of_another_shape_are_all_named(capsys):
     assert lines[2] == " hint: check that config.json and the weights belong to the same model"
 
 
-def test_missing_unexpected_and_misshapen_at_once(capsys):
+def test_all_tensor_mismatches_are_in_one_error(capsys):
     tensors = make_checkpoint(Path("m"), LLAMA)
     tensors["model.norm.extra"] = tensors.pop("model.norm.weight")
     write_checkpoint(Path("odd"), {**LLAMA, "intermediate_size": 64}, tensors)
@@ -131,7 +131,7 @@ def test_missing_unexpected_and_misshapen_at_once(capsys):
     assert "wrong shape: " in lines[1]
 
 
-def test_a_vocabulary_that_the_mesh_does_not_divide(capsys):
+def test_indivisible_vocabulary_gets_a_padding_hint(capsys):
     make_checkpoint(Path("m"))
     assert run_failing_unchanged(capsys, "save-init", "./m", "--mesh", "1,1,4") == (
         2,
@@ -143,7 +143,7 @@ def test_a_vocabulary_that_the_mesh_does_not_divide(capsys):
     )
 
 
-def test_the_grammar_of_meshes(capsys):
+def test_invalid_mesh_gets_a_suggestion(capsys):
     make_checkpoint(Path("m"))
     assert run_failing_unchanged(capsys, "save-init", "./m", "--mesh", "1,64") == (
         2,
@@ -156,14 +156,14 @@ def test_the_grammar_of_meshes(capsys):
     assert run_failing_unchanged(capsys, "save-init", "./m", "--mesh", "1,-1,1")[0] == 2
 
 
-def test_a_budget_below_the_floor(capsys):
+def test_memory_below_minimum_is_a_usage_error(capsys):
     make_checkpoint(Path("m"))
     code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--memory", "8MiB")
     assert (code, lines[0]) == (2, "error: `--memory 8MiB` is below the minimum")
     assert lines[2] == " hint: `--memory 32MiB` or more"
 
 
-def test_a_disk_without_room(capsys, monkeypatch):
+def test_full_disk_is_found_before_writing(capsys, monkeypatch):
     make_checkpoint(Path("m"))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
@@ -172,7 +172,7 @@ def test_a_disk_without_room(capsys, monkeypatch):
     assert "--out" in lines[2]
 
 
-def test_an_unfinished_run_of_another_request(capsys):
+def test_unfinished_run_of_other_request_needs_restart(capsys):
     make_checkpoint(Path("m"))
     Path("m-init.partial/.prep").mkdir(parents=True)
     Path("m-init.partial/.prep/run.json").write_text(json.dumps({"request": "prep save-init ./m --mesh 1,2,1"}))
@@ -183,13 +183,13 @@ def test_an_unfinished_run_of_another_request(capsys):
     assert main(["save-init", "./m", "--restart", "-q"]) == 0
 
 
-def test_offline_and_not_in_the_cache(capsys):
+def test_offline_without_cached_model_is_an_error(capsys):
     code, lines = run_failing_unchanged(capsys, "save-init", "meta-llama/Llama-2-13b-hf")
     assert (code, lines[0]) == (1, "error: cannot read meta-llama/Llama-2-13b-hf")
     assert "not in the cache" in lines[1]
 
 
-def test_a_pickle_that_asks_for_something_is_refused_and_not_run(capsys):
+def test_pickle_with_code_is_rejected_and_not_run(capsys):
     Path("m").mkdir()
     Path("m/config.json").write_text(json.dumps(GPT_NEO))
     Path("m/pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch pwndR.")
@@ -211,7 +211,7 @@ def test_a_pickle_that_asks_for_something_is_refused_and_not_run(capsys):
         lambda h: {k: {**v, "data_offsets": list(reversed(v["data_offsets"]))} for k, v in h.items()},
     ],
 )
-def test_headers_that_lie(capsys, spoil: Callable[[dict], dict]):
+def test_inconsistent_safetensors_header_is_an_error(capsys, spoil: Callable[[dict], dict]):
     make_checkpoint(Path("m"), files=1)
     path = Path("m/model.safetensors")
     data = path.read_bytes()
@@ -244,7 +244,7 @@ def test_headers_that_lie(capsys, spoil: Callable[[dict], dict]):
         {"model_type": ["gpt_neo"]},
     ],
 )
-def test_configs_that_make_no_sense(capsys, changes: dict[str, object]):
+def test_invalid_config_is_an_error(capsys, changes: dict[str, object]):
     make_checkpoint(Path("m"))
     edit_config("m", **changes)
     code, lines = run_failing_unchanged(capsys, "save-init", "./m")
@@ -252,17 +252,17 @@ def test_configs_that_make_no_sense(capsys, changes: dict[str, object]):
     assert "bug in prep" not in lines[0]
 
 
-def test_manifests_that_make_no_sense(capsys):
+def test_invalid_manifest_is_an_error(capsys):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "-q"]) == 0
     capsys.readouterr()
     path = Path("m-init/prep-manifest.json")
-    whole = json.loads(path.read_text())
+    manifest = json.loads(path.read_text())
     for spoiled in (
         b"",
         b"[]",
         b'{"format": 99}',
-        *(_without(whole, key) for key in ("config", "tensors", "prefixed", "scan", "tied")),
+        *(_without(manifest, key) for key in ("config", "tensors", "prefixed", "scan", "tied")),
     ):
         path.write_bytes(spoiled)
         for command in ("export", "verify", "reshard"):
@@ -275,7 +275,7 @@ def _without(manifest: dict, key: str) -> bytes:
     return json.dumps({k: v for k, v in manifest.items() if k != key}).encode()
 
 
-def test_a_source_that_cannot_be_written_to_is_no_obstacle():
+def test_read_only_source_is_converted():
     make_checkpoint(Path("m"), LLAMA)
     for path in [*Path("m").iterdir(), Path("m")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -283,7 +283,7 @@ def test_a_source_that_cannot_be_written_to_is_no_obstacle():
     Path("m").chmod(0o755)
 
 
-def test_a_tensor_name_with_separators_goes_nowhere(capsys):
+def test_tensor_name_with_path_separators_is_rejected(capsys):
     tensors = checkpoint_tensors(GPT_NEO, "float32", True, False)
     tensors["../../evil"] = tensors["transformer.ln_f.bias"]
     tensors["a\nb"] = tensors["transformer.ln_f.bias"]
@@ -294,20 +294,20 @@ def test_a_tensor_name_with_separators_goes_nowhere(capsys):
     assert "../../evil [32]" in lines[1]
 
 
-def test_a_config_is_not_given_for_what_says_itself_of_which_model_it_is(capsys):
+def test_config_option_is_rejected_with_a_manifest(capsys):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "init", "-q"]) == 0
     capsys.readouterr()
     for command in (["verify"], ["export"], ["reshard"], ["generate", "--tokens", "1"]):
         code, lines = run_failing_unchanged(capsys, command[0], "init", *command[1:], "--config", "m")
-        assert (code, lines[0]) == (2, "error: `--config` is not for init")
+        assert (code, lines[0]) == (2, "error: `--config` has no effect for init")
     assert main(["verify", "init", "./m", "--config", "m/config.json", "-q"]) == 0
     capsys.readouterr()
     code, lines = run_failing_unchanged(capsys, "verify", "init", "init", "--config", "m")
-    assert (code, lines[0]) == (2, "error: `--config` is not for init and init")
+    assert (code, lines[0]) == (2, "error: `--config` has no effect for init and init")
 
 
-def test_a_pattern_that_drops_nothing(capsys):
+def test_drop_pattern_without_match_is_an_error(capsys):
     make_checkpoint(Path("m"))
     for pattern in ("*.typo", "transformer.wte.weight"):
         code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--drop", pattern)

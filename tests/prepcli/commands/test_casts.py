@@ -1,4 +1,4 @@
-"""`--dtype`: values are cast only when asked, rounded as NumPy rounds, counted, and never overflow in silence."""
+"""`--dtype`: rounding equals NumPy's, changed values are counted, and overflow is an error."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ BASES = pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gp
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
-    """The JSON of a command."""
+def run_json_quiet(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
+    """Run a command and return its JSON."""
     capsys.readouterr()
     assert main([*args, "--json", "-q"]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def cast(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """By NumPy."""
+def cast_with_numpy(tensors: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """Cast each tensor with NumPy."""
     return {name: value.astype(numpy_dtype(dtype)) for name, value in tensors.items()}
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
-    """A checkpoint `m`, a norm of which begins with these values."""
+    """Make a checkpoint `outliers`, in which the final norm starts with these values."""
     tensors = make_checkpoint(Path("m"), LLAMA)
     changed = {name: value.copy() for name, value in tensors.items()}
     changed["model.norm.weight"][: len(values)] = values
@@ -58,7 +58,7 @@ def with_outliers(values: list[float]) -> dict[str, np.ndarray]:
 
 @BASES
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype: str):
+def test_save_init_and_export_cast_identically(base: dict[str, Any], dtype: str):
     tensors = make_checkpoint(Path("m"), base)
     run_ok("save-init", "./m", "--dtype", dtype, "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "early")
     run_ok("verify", "early")
@@ -66,7 +66,7 @@ def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype:
     run_ok("save-init", "./m", "--pad-vocab", "8", "--out", "late", "--no-scan")
     run_ok("export", "late", "--dtype", dtype, "--out", "two")
     for folder in ("one", "two"):
-        assert_same(read_tensors(Path(folder)), cast(tensors, dtype))
+        assert_same(read_tensors(Path(folder)), cast_with_numpy(tensors, dtype))
         assert json.loads(Path(folder, "config.json").read_text())["torch_dtype"] == dtype
         run_ok("verify", folder)
     run_ok("verify", "one", "two")
@@ -74,113 +74,117 @@ def test_cast_in_save_init_or_in_export_is_the_same(base: dict[str, Any], dtype:
 
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
-def test_float32_and_back_changes_no_bit(source: str, capsys: pytest.CaptureFixture[str]):
+def test_cast_to_float32_and_back_is_exact(source: str, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), GPT2, source)
     run_ok("save-init", "./m", "--dtype", "float32")
-    found = told(capsys, "export", "m-init", "--dtype", source)
+    report = run_json_quiet(capsys, "export", "m-init", "--dtype", source)
     assert_same(read_tensors(Path("m-hf")), tensors)
-    assert found["accounting"]["changed_values"] == 0
+    assert report["accounting"]["changed_values"] == 0
     run_ok("verify", "m-hf", "./m")
 
 
-def test_what_changed_is_counted_and_kept(capsys: pytest.CaptureFixture[str]):
+def test_changed_values_are_counted_in_the_manifest(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"), LLAMA)
     values = sum(tensor.size for tensor in tensors.values())
-    changed = sum(int((cast({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values())
-    planned = told(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
+    changed = sum(
+        int((cast_with_numpy({"": t}, "bfloat16")[""].astype(np.float32) != t).sum()) for t in tensors.values()
+    )
+    planned = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16", "--dry-run")
     assert planned["casts"] == [{"from": "float32", "to": "bfloat16", "tensors": len(tensors), "values": values}]
     assert planned["accounting"]["changed_values"] is None
     for already in (False, True):
-        found = told(capsys, "save-init", "./m", "--dtype", "bfloat16")
-        (entry,) = found["casts"]
-        assert found["already"] is already
+        report = run_json_quiet(capsys, "save-init", "./m", "--dtype", "bfloat16")
+        (entry,) = report["casts"]
+        assert report["already"] is already
         assert (entry["values"], entry["changed"]) == (values, changed)
-        assert found["accounting"]["changed_values"] == changed
+        assert report["accounting"]["changed_values"] == changed
         assert 0 < entry["worst"] <= 2**-8
         assert entry["overflowed"] == entry["underflowed"] == entry["nan"] == 0
-    assert planned["plan_digest"] == found["plan_digest"]
+    assert planned["plan_digest"] == report["plan_digest"]
     assert json.loads(Path("m-init/prep-manifest.json").read_text())["casts"] == [entry]
 
 
-def test_the_last_line_says_how_many_values_changed(capsys: pytest.CaptureFixture[str]):
+def test_closing_line_counts_changed_values(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float16"]) == 0
-    said = capsys.readouterr().err
-    assert "float32 -> float16: 30 tensors, " in said
-    assert "largest relative error 0.0" in said
-    assert " 0 values changed" not in said
+    stderr = capsys.readouterr().err
+    assert "float32 -> float16: 30 tensors, " in stderr
+    assert "largest relative error 0.0" in stderr
+    assert " 0 values changed" not in stderr
     assert main(["save-init", "./m", "--out", "plain"]) == 0
     assert " 0 values changed" in capsys.readouterr().err
 
 
-def test_values_that_overflow_are_refused_unless_allowed(capsys: pytest.CaptureFixture[str]):
+def test_overflow_is_an_error_unless_allowed(capsys: pytest.CaptureFixture[str]):
     tensors = with_outliers([65519.0, -65520.0, 1e30, np.inf, np.nan, 1e-9])
     assert main(["save-init", "./outliers", "--dtype", "float16", "-q"]) == 1
-    said = capsys.readouterr().err
-    assert "error: 2 values of model.norm.weight are too large for float16" in said
-    assert "why: its largest value is 65504" in said
-    assert "--allow-overflow" in said
+    stderr = capsys.readouterr().err
+    assert "error: 2 values of model.norm.weight are too large for float16" in stderr
+    assert "why: its largest value is 65504" in stderr
+    assert "--allow-overflow" in stderr
     assert not Path("outliers-init").exists()
-    found = told(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # goes on from there
-    (entry,) = found["casts"]
+    report = run_json_quiet(capsys, "save-init", "./outliers", "--dtype", "float16", "--allow-overflow")  # resumes
+    (entry,) = report["casts"]
     assert (entry["overflowed"], entry["underflowed"], entry["nan"]) == (2, 1, 1)
     run_ok("export", "outliers-init", "--out", "back")
     with np.errstate(over="ignore"):
-        assert_same(read_tensors(Path("back")), cast(tensors, "float16"))
+        assert_same(read_tensors(Path("back")), cast_with_numpy(tensors, "float16"))
 
 
-def test_what_overflowed_in_an_allowed_run_is_refused_when_it_goes_on_without(capsys: pytest.CaptureFixture[str]):
+def test_infinite_source_values_are_not_overflow(capsys: pytest.CaptureFixture[str]):
     with_outliers([1e30])
     run_ok("save-init", "./outliers", "--dtype", "float16", "--allow-overflow", "--out", "allowed")
-    assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # infinite already: no overflow
+    assert main(["export", "allowed", "--dtype", "bfloat16", "-q"]) == 0  # already infinite: no overflow
     assert main(["save-init", "./outliers", "--dtype", "bfloat16", "-q"]) == 0  # 1e30 fits
 
 
-@pytest.mark.parametrize("ways", [["--workers", "2"], ["--memory", "32MiB"]])
-def test_counts_do_not_depend_on_how_it_is_done(ways: list[str]):
+@pytest.mark.parametrize("options", [["--workers", "2"], ["--memory", "32MiB"]])
+def test_cast_counts_do_not_depend_on_workers_or_memory(options: list[str]):
     make_checkpoint(Path("m"), GPT2, vocab_size=997)
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "a")
-    run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *ways)
+    run_ok("save-init", "./m", "--dtype", "bfloat16", "--out", "b", *options)
     assert Path("a/prep-manifest.json").read_bytes() == Path("b/prep-manifest.json").read_bytes()
 
 
 @pytest.mark.parametrize("init", ["zeros", "mean", "normal"])
-def test_padding_is_made_in_the_dtype_that_is_written(init: str):
+def test_padding_has_the_output_dtype(init: str):
     tensors = make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--dtype", "bfloat16", "--pad-vocab", "8", "--init", init)
     run_ok("export", "m-init", "--keep-padding", "--out", "back")
-    found = read_tensors(Path("back"))["lm_head.weight"]
+    actual = read_tensors(Path("back"))["lm_head.weight"]
     head = tensors["lm_head.weight"]
-    assert same_bits(found[:131], head.astype(found.dtype))
+    assert same_bits(actual[:131], head.astype(actual.dtype))
     if init == "zeros":
-        assert not found[131:].astype(np.float32).any()
+        assert not actual[131:].astype(np.float32).any()
     elif init == "mean":
-        mean = head.astype(np.float64).mean(axis=0).astype(np.float32).astype(found.dtype)
-        assert all(same_bits(row, mean) for row in found[131:])
+        mean = head.astype(np.float64).mean(axis=0).astype(np.float32).astype(actual.dtype)
+        assert all(same_bits(row, mean) for row in actual[131:])
     run_ok("verify", "m-init")
 
 
-def test_a_folder_is_cast_into_a_folder_and_other_dtypes_pass_through():
+def test_hf_folder_is_cast_into_hf_folder():
     tensors = make_checkpoint(Path("m"), LLAMA, "float16")
     run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
     wide = {name: value.astype(np.float32) for name, value in tensors.items()}
-    assert_same(read_tensors(Path("cast")), cast(wide, "bfloat16"))
+    assert_same(read_tensors(Path("cast")), cast_with_numpy(wide, "bfloat16"))
     assert json.loads(Path("cast/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert main(["export", "./m", "--out", "same", "-q"]) == 2  # nothing to do
 
 
 @pytest.mark.parametrize(("base", "layout"), [(GPT2, "hf-flax"), (LLAMA, "hf-flax"), (LLAMA, "easylm")])
-def test_other_layouts_are_cast_too(base: dict[str, Any], layout: str):
+def test_flax_and_easylm_exports_are_cast(base: dict[str, Any], layout: str):
     tensors = make_checkpoint(Path("m"), base)
     run_ok("save-init", "./m")
     run_ok("export", "m-init", "--layout", layout, "--dtype", "bfloat16", "--out", "out")
-    write_checkpoint(Path("cast"), json.loads(Path("out/config.json").read_text()), cast(tensors, "bfloat16"))
+    write_checkpoint(
+        Path("cast"), json.loads(Path("out/config.json").read_text()), cast_with_numpy(tensors, "bfloat16")
+    )
     run_ok("verify", "out")
     run_ok("verify", "out", "./cast")
 
 
 @pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
-def test_the_config_says_the_dtype_where_it_did(keys: list[str]):
+def test_config_keeps_its_dtype_keys(keys: list[str]):
     tensors = make_checkpoint(Path("m"), LLAMA)
     config = json.loads(Path("m/config.json").read_text())
     config.pop("torch_dtype")
@@ -190,15 +194,15 @@ def test_the_config_says_the_dtype_where_it_did(keys: list[str]):
     assert written == config | dict.fromkeys(keys or ["torch_dtype"], "bfloat16")
 
 
-def test_checkpoints_of_different_dtypes_are_not_the_same(capsys: pytest.CaptureFixture[str]):
+def test_verify_reports_different_dtypes(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--dtype", "bfloat16")
     assert main(["verify", "m-init", "./m", "-v"]) == 1
-    said = capsys.readouterr().err
-    assert "model.norm.weight  is bfloat16 and float32" in said
+    stderr = capsys.readouterr().err
+    assert "model.norm.weight  is bfloat16 and float32" in stderr
 
 
-def test_a_damaged_source_is_noticed_while_it_is_cast(capsys: pytest.CaptureFixture[str]):
+def test_damaged_source_is_found_during_a_cast(capsys: pytest.CaptureFixture[str]):
     norm = make_checkpoint(Path("m"), LLAMA)["model.norm.weight"].tobytes()
     run_ok("save-init", "./m")
     data = next(path for path in Path("m-init/d").iterdir() if norm in path.read_bytes())
@@ -209,7 +213,7 @@ def test_a_damaged_source_is_noticed_while_it_is_cast(capsys: pytest.CaptureFixt
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_dtype_that_is_not_known(capsys: pytest.CaptureFixture[str]):
+def test_unknown_dtype_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA)
     assert main(["save-init", "./m", "--dtype", "float8_e4m3fn", "-q"]) == 2
     assert "--dtype" in capsys.readouterr().err

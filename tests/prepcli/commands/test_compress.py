@@ -1,4 +1,4 @@
-"""`--compress zstd`: plain Orbax restores it, every command reads it, and it is the same bytes on every run."""
+"""`--compress zstd`: Orbax restores the output, all commands read it, and its bytes are deterministic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarr
     return make_checkpoint(tmp_path / "model", GPT_NEO)
 
 
-def test_orbax_restores_it_in_every_way(tmp_path: Path, model: dict[str, np.ndarray]):
+def test_orbax_restores_compressed_checkpoint(tmp_path: Path, model: dict[str, np.ndarray]):
     run_ok("save-init", "./model", "--out", "raw", "--mesh", "1,2,4", "--pad-vocab", "8")
     run_ok("save-init", "./model", "--out", "packed", "--mesh", "1,2,4", "--pad-vocab", "8", "--compress", "zstd:3")
     expected = {}
@@ -36,9 +36,9 @@ def test_orbax_restores_it_in_every_way(tmp_path: Path, model: dict[str, np.ndar
         leaves = {}
         with open_reader(tmp_path / path) as reader:
             for name, leaf in reader.leaves.items():
-                found = np.full(leaf.shape, 77, numpy_dtype(leaf.dtype))
-                reader.read(name, {full_box(leaf.shape): found})
-                leaves[name] = [leaf.dtype, list(leaf.shape), found.tobytes().hex()]
+                array = np.full(leaf.shape, 77, numpy_dtype(leaf.dtype))
+                reader.read(name, {full_box(leaf.shape): array})
+                leaves[name] = [leaf.dtype, list(leaf.shape), array.tobytes().hex()]
         expected[path] = leaves
     assert expected["raw"] == expected["packed"]
     (tmp_path / "expected.json").write_text(json.dumps(expected["raw"]))
@@ -47,7 +47,7 @@ def test_orbax_restores_it_in_every_way(tmp_path: Path, model: dict[str, np.ndar
 
 @pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_command_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str):
+def test_commands_read_compressed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str):
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(tmp_path / "model", base, dtype)
     run_ok("save-init", "./model", "--out", "packed", "--compress", "zstd")
@@ -59,12 +59,12 @@ def test_every_command_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     run_ok("export", "again", "--out", "back")
     for folder in ("again", "raw"):
         run_ok("verify", folder, "./model")
-    found = read_tensors(tmp_path / "back")
-    assert found.keys() == tensors.keys()
-    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    actual = read_tensors(tmp_path / "back")
+    assert actual.keys() == tensors.keys()
+    assert all(same_bits(actual[name], tensors[name]) for name in tensors)
 
 
-def test_every_run_writes_the_same_bytes(tmp_path: Path, model: dict[str, np.ndarray]):
+def test_compressed_output_is_deterministic(tmp_path: Path, model: dict[str, np.ndarray]):
     words = ["save-init", "./model", "--mesh", "1,2,1", "--compress", "zstd"]
     run_ok(*words, "--out", "a")
     run_ok(*words, "--out", "b", "--memory", "32MiB")
@@ -72,21 +72,21 @@ def test_every_run_writes_the_same_bytes(tmp_path: Path, model: dict[str, np.nda
     assert read_files(tmp_path / "a") == read_files(tmp_path / "b") == read_files(tmp_path / "c")
 
 
-def test_a_run_that_was_stopped_while_it_compressed_goes_on(
+def test_stopped_compression_resumes(
     tmp_path: Path, model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     words = ["save-init", "./model", "--compress", "zstd"]
     run_ok(*words, "--out", "whole")
     monkeypatch.setattr(compress, "MARK_NBYTES", 4096)
-    honest, marks = compress._Compressor._mark, []
+    original, marks = compress._Compressor._mark, []
 
-    def stops(self: compress._Compressor, marked: int) -> int:
+    def stop_at_sixth_mark(self: compress._Compressor, marked: int) -> int:
         marks.append(marked)
         if len(marks) == 6:
             raise KeyboardInterrupt
-        return honest(self, marked)
+        return original(self, marked)
 
-    monkeypatch.setattr(compress._Compressor, "_mark", stops)
+    monkeypatch.setattr(compress._Compressor, "_mark", stop_at_sixth_mark)
     assert main([*words, "--out", "out", "--progress", "none"]) == 130
     assert not (tmp_path / "out").exists()
     run_ok(*words, "--out", "out")
@@ -95,16 +95,23 @@ def test_a_run_that_was_stopped_while_it_compressed_goes_on(
     assert not (tmp_path / "out/.prep").exists()
 
 
-def test_what_it_came_to_is_told(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_compression_ratio_is_reported(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     assert main(["save-init", "./model", "--out", "packed", "--compress", "zstd", "--json"]) == 0
-    told = capsys.readouterr()
-    said = json.loads(told.out)["compress"]
+    output = capsys.readouterr()
+    compression = json.loads(output.out)["compress"]
     stored = sum(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"].values())
-    assert said == {"with": "zstd:1", "raw": said["raw"], "stored": stored, "ratio": round(stored / said["raw"], 4)}
-    assert f"{said['ratio']:.2f} x, with zstd:1" in told.err
+    assert compression == {
+        "with": "zstd:1",
+        "raw": compression["raw"],
+        "stored": stored,
+        "ratio": round(stored / compression["raw"], 4),
+    }
+    assert f"{compression['ratio']:.2f} x, with zstd:1" in output.err
 
 
-def test_an_output_is_done_only_if_its_files_are_whole(
+def test_damaged_compressed_output_is_not_done(
     tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
 ):
     words = ["save-init", "./model", "--out", "packed", "--compress", "zstd"]
@@ -117,7 +124,9 @@ def test_an_output_is_done_only_if_its_files_are_whole(
     assert "its files are damaged" in capsys.readouterr().err
 
 
-def test_a_damaged_chunk_is_found(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_verify_finds_damaged_compressed_chunk(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     run_ok("save-init", "./model", "--out", "packed", "--compress", "zstd")
     name = next(iter(json.loads((tmp_path / "packed/prep-manifest.json").read_text())["packed"]))
     data = bytearray((tmp_path / "packed" / name).read_bytes())
@@ -126,12 +135,14 @@ def test_a_damaged_chunk_is_found(tmp_path: Path, model: dict[str, np.ndarray], 
     assert main(["verify", "packed", "--progress", "none"]) == 1
 
 
-def test_nothing_else_compresses(tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+def test_unknown_compression_is_a_usage_error(
+    tmp_path: Path, model: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]
+):
     assert main(["save-init", "./model", "--compress", "lz4"]) == 2
     assert "it takes zstd, or zstd:1 to zstd:19" in capsys.readouterr().err
 
 
-def test_what_is_compressed_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model):
+def test_resumed_compression_needs_no_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model):
     words = ["save-init", "./model", "--out", "out", "--compress", "zstd", "-q"]
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "publish", fail)

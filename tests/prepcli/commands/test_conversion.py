@@ -1,4 +1,4 @@
-"""What the converting commands do alike, where no single command shows it."""
+"""Behaviour shared by the converting commands."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from tests.helpers.run_cli import run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 
 
-class Looked(tuple[SourceTensor, ...]):
-    """Tensors that count how often somebody goes through them."""
+class CountingTensors(tuple[SourceTensor, ...]):
+    """Tuple of tensors that counts its iterations."""
 
-    times = 0
+    num_iterations = 0
 
     def __iter__(self) -> Any:
-        Looked.times += 1
+        CountingTensors.num_iterations += 1
         return super().__iter__()
 
 
-def test_the_line_of_a_source_names_the_dtypes_of_its_weights_and_looks_at_each_tensor_a_few_times():
+def test_source_line_lists_dtypes_of_large_tensors():
     biases = [SourceTensor(f"bias{i}", "float32", (1,), ()) for i in range(50)]
     weights = [SourceTensor(f"w{i}", dtype, (8, 8), ()) for i, dtype in enumerate(("bfloat16", "float16"))]
     source: Any = SimpleNamespace(
-        name="o/m", family=SimpleNamespace(name="llama"), tensors=Looked([*weights, *biases]), files=("a", "b"),
-        state=(), beside=(),
+        display_name="o/m", family=SimpleNamespace(name="llama"), files=("a", "b"),
+        tensors=CountingTensors([*weights, *biases]),
+        state_tensors=(), extra_entries=(),
     )  # fmt: skip
     assert source_line(source) == "o/m  llama  52 tensors  456 bytes bfloat16, float16  2 files"
-    assert Looked.times < 10
+    assert CountingTensors.num_iterations < 10
 
 
 @pytest.mark.parametrize("command", ["save-init", "pad-vocab"])

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: `prep train` and `prep generate` stop at the first flipped bit, whatever holds it."""
+"""Damaged checkpoints: `prep train` and `prep generate` stop at a flipped bit in any file."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ GENERATE = ("generate", "--tokens", "3,1,4", "--max-new-tokens", "1")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_training_folder()
     return tmp_path
 
 
-def flip(path: Path, at: int) -> Path:
-    """Change one bit of a file."""
+def flip_bit(path: Path, offset: int) -> Path:
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[offset] ^= 1
     path.write_bytes(data)
     return path
 
 
-def damage(item: Path) -> Path:
-    """Change one bit of a parameter of an item; return its file."""
+def damage_parameter(item: Path) -> Path:
+    """Flip one bit of a parameter of an item; return its file."""
     draw = random.Random(1)
     chunks = sorted((place for (name, _), place in chunk_locations(item).items() if name.startswith("params.")))
     path, offset, nbytes = draw.choice(chunks)
-    return flip(path, offset + draw.randrange(nbytes))
+    return flip_bit(path, offset + draw.randrange(nbytes))
 
 
-def run(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[str, str]:
-    """Run a command; return its error, and all that it wrote to stderr as `notes`."""
+def run_error_and_notes(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> dict[str, str]:
+    """Run a command; return its JSON error with stderr as `notes`."""
     capsys.readouterr()
     assert main([*words, "--json"]) == code
     out, notes = capsys.readouterr()
     return {**json.loads(out).get("error", {}), "notes": notes}
 
 
-def without_checksums(folder: Path) -> Path:
-    """Make a checkpoint as earlier versions wrote it."""
+def remove_checksums(folder: Path) -> Path:
+    """Change a checkpoint to the format of earlier versions, without checksums."""
     path = folder / "prep-manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["checksums"]
@@ -61,9 +61,9 @@ def without_checksums(folder: Path) -> Path:
     return folder
 
 
-def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture[str]):
-    path = damage(Path("tiny-init"))
-    error = run(capsys, FAILED, "train", "recipe.toml")
+def test_train_rejects_damaged_start_checkpoint(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    path = damage_parameter(Path("tiny-init"))
+    error = run_error_and_notes(capsys, FAILED, "train", "recipe.toml")
     assert error["what"].startswith("params.")
     assert error["what"].endswith(" of tiny-init is damaged")
     assert str(path) in error["why"]
@@ -72,32 +72,32 @@ def test_train_refuses_a_damaged_start(here: Path, capsys: pytest.CaptureFixture
     assert not saved_steps(Path("runs/recipe"))
 
 
-def test_train_refuses_a_damaged_step(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_rejects_damaged_step(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("recipe.toml").write_text(Path("recipe.toml").read_text().replace("every = 3", 'every = 1\nkeep = "all"'))
     words = ("train", "recipe.toml", "--stop-after")
-    run(capsys, STOPPED, *words, "2")
-    path = damage(Path("runs/recipe/2/state"))
-    error = run(capsys, FAILED, *words, "1")
+    run_error_and_notes(capsys, STOPPED, *words, "2")
+    path = damage_parameter(Path("runs/recipe/2/state"))
+    error = run_error_and_notes(capsys, FAILED, *words, "1")
     assert error["what"].endswith(" of runs/recipe/2/state is damaged")
     assert str(path) in error["why"]
-    assert error["hint"] == "move runs/recipe/2 away: the run then goes on from step 1"
+    assert error["hint"] == "move runs/recipe/2 away: the run then resumes from step 1"
     assert saved_steps(Path("runs/recipe")) == [1, 2]
-    run(capsys, STOPPED, *words, "1", "--no-verify")
+    run_error_and_notes(capsys, STOPPED, *words, "1", "--no-verify")
     for step in ("2", "3"):
         Path("runs/recipe", step).rename(f"away-{step}")
-    damage(without_checksums(Path("runs/recipe/1")) / "state")
-    error = run(capsys, FAILED, *words, "1")
+    damage_parameter(remove_checksums(Path("runs/recipe/1")) / "state")
+    error = run_error_and_notes(capsys, FAILED, *words, "1")
     assert error["what"].endswith(" in runs/recipe/1/state is damaged")
     assert "runs/recipe/1/state has no prep-checksums.bin" in error["notes"]
-    assert error["hint"] == "`--restart` begins anew"
+    assert error["hint"] == "`--restart` starts the run again"
 
 
-def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixture[str]):
-    path = damage(Path("tiny-init"))
-    error = run(capsys, FAILED, *GENERATE, "tiny-init")
+def test_generate_rejects_damaged_init(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    path = damage_parameter(Path("tiny-init"))
+    error = run_error_and_notes(capsys, FAILED, *GENERATE, "tiny-init")
     assert error["what"].endswith(" of tiny-init is damaged")
     assert str(path) in error["why"]
-    run(capsys, OK, *GENERATE, "tiny-init", "--no-verify")
+    run_error_and_notes(capsys, OK, *GENERATE, "tiny-init", "--no-verify")
 
 
 @pytest.mark.parametrize(
@@ -110,33 +110,33 @@ def test_generate_refuses_a_damaged_init(here: Path, capsys: pytest.CaptureFixtu
     ],
     ids=["pad-vocab", "export", "flax", "unstacked"],
 )
-def test_generate_refuses_damaged_tensors(here: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
-    """Sources whose tensors are read as a whole: folders that prep wrote, and layers that are not stacked."""
+def test_generate_rejects_damaged_tensors(work_dir: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]):
+    """Sources whose tensors are read whole: folders written by prep, and inits with unstacked layers."""
     run_ok(*command, "--out", "made")
-    run(capsys, OK, *GENERATE, "made")
+    run_error_and_notes(capsys, OK, *GENERATE, "made")
     files = [path for pattern in ("*.safetensors", "*.msgpack") for path in sorted(Path("made").glob(pattern))]
-    path = flip(files[0], files[0].stat().st_size - 1) if files else damage(Path("made"))
-    error = run(capsys, FAILED, *GENERATE, "made")
+    path = flip_bit(files[0], files[0].stat().st_size - 1) if files else damage_parameter(Path("made"))
+    error = run_error_and_notes(capsys, FAILED, *GENERATE, "made")
     assert error["what"].endswith(" in made is damaged")
     assert path.name in error["why"]
-    run(capsys, OK, *GENERATE, "made", "--no-verify")
+    run_error_and_notes(capsys, OK, *GENERATE, "made", "--no-verify")
 
 
-def test_earlier_checkpoints_are_read_once_more(here: Path, capsys: pytest.CaptureFixture[str]):
-    init = without_checksums(Path("tiny-init"))
-    notes = run(capsys, OK, *GENERATE, "tiny-init")["notes"]
-    assert "tiny-init has no prep-checksums.bin (an earlier prep wrote it): checking it reads " in notes
-    assert "has no" not in run(capsys, OK, *GENERATE, "tiny-init", "--no-verify")["notes"]
-    path = damage(init)
+def test_checkpoint_without_checksums_is_read_twice(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    init = remove_checksums(Path("tiny-init"))
+    notes = run_error_and_notes(capsys, OK, *GENERATE, "tiny-init")["notes"]
+    assert "tiny-init has no prep-checksums.bin (written by an earlier prep): checking it reads another " in notes
+    assert "has no" not in run_error_and_notes(capsys, OK, *GENERATE, "tiny-init", "--no-verify")["notes"]
+    path = damage_parameter(init)
     for words in (("train", "recipe.toml"), (*GENERATE, "tiny-init")):
-        error = run(capsys, FAILED, *words)
+        error = run_error_and_notes(capsys, FAILED, *words)
         assert error["what"].endswith(" in tiny-init is damaged")
         assert str(path) in error["why"]
 
 
-def test_verify_checks_the_checksums_too(here: Path, capsys: pytest.CaptureFixture[str]):
-    path = flip(Path("tiny-init", CHECKSUMS_FILE), 3)
-    assert run(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
+def test_verify_checks_the_checksum_file(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    path = flip_bit(Path("tiny-init", CHECKSUMS_FILE), 3)
+    assert run_error_and_notes(capsys, FAILED, "verify", "tiny-init")["what"] == f"{path} is damaged"
     path.unlink()
     run_ok("save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "--overwrite")
-    run(capsys, OK, "verify", "tiny-init")
+    run_error_and_notes(capsys, OK, "verify", "tiny-init")

@@ -111,7 +111,7 @@ def test_demo_prints_one_line_per_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert first.startswith("make a tiny GPT-Neo ")
     assert first.endswith("257 words, 3 files")
     assert second.endswith("257 -> 264 rows")
-    assert last_line == f"all 2 steps are as they should be; with pictures: {tmp_path}/out/report.html"
+    assert last_line == f"all 2 steps passed; report with pictures: {tmp_path}/out/report.html"
     assert text(ui.out).isascii()
 
 
@@ -151,7 +151,7 @@ def test_kill_step_fails_if_the_run_ends_first(tmp_path: Path, monkeypatch: pyte
 def test_demo_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.txt").write_text("all of it")
-    with pytest.raises(PrepError, match="is something else") as caught:
+    with pytest.raises(PrepError, match="is not a demo") as caught:
         demo(tmp_path, make_ui())
     assert caught.value.code == USAGE
     assert (tmp_path / "tiny" / "thesis.txt").read_text() == "all of it"

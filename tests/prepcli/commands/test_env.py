@@ -1,4 +1,4 @@
-"""`prep env`, in processes of its own: huggingface_hub reads the variables when it is imported."""
+"""`prep env`, in separate processes, because huggingface_hub reads the variables on import."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import pytest
 
 from prepcli.commands.env import env
 
-DECIDING = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
+PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
 
 
 def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
-    """Each setting's value and source, and everything that was printed."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(DECIDING)}
-    done = subprocess.run(
+    """Return each setting's value and source, and all output."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
+    process = subprocess.run(
         [sys.executable, "-m", "prepcli", "env", "--json"],
         env={**inherited, **variables},
         capture_output=True,
         text=True,
         check=True,
     )
-    settings = json.loads(done.stdout)["settings"]
-    return {each["name"]: (each["value"], each["source"]) for each in settings}, done.stdout + done.stderr
+    settings = json.loads(process.stdout)["settings"]
+    return {
+        setting["name"]: (setting["value"], setting["source"]) for setting in settings
+    }, process.stdout + process.stderr
 
 
-def test_settings_come_from_where_they_were_decided(tmp_path: Path) -> None:
+def test_settings_name_their_source(tmp_path: Path) -> None:
     home = str(tmp_path)
     settings, _ = settings_with(HF_HOME=home, PREP_MEMORY="1GiB", HF_HUB_OFFLINE="1")
     assert settings["HF_HOME"] == (home, "HF_HOME")
@@ -41,7 +43,7 @@ def test_settings_come_from_where_they_were_decided(tmp_path: Path) -> None:
     assert settings["HF_TOKEN"] == ("-", "default")
 
 
-def test_a_token_is_never_shown(tmp_path: Path) -> None:
+def test_token_is_hidden(tmp_path: Path) -> None:
     settings, printed = settings_with(HF_HOME=str(tmp_path), HF_TOKEN="hf_secret")
     assert settings["HF_TOKEN"] == ("(set, not shown)", "HF_TOKEN")
     assert "hf_secret" not in printed
@@ -51,26 +53,26 @@ def test_a_token_is_never_shown(tmp_path: Path) -> None:
     assert "hf_secret" not in printed
 
 
-def test_nothing_is_imported_for_devices_that_nobody_asked_for() -> None:
+def test_env_does_not_import_jax_by_default() -> None:
     script = (
-        "import sys; from prepcli.commands.env import env; report = env('512MiB', with_devices=False);"
+        "import sys; from prepcli.commands.env import env; report = env('512MiB', list_devices=False);"
         "print(report.fields['devices'], 'jax' in sys.modules, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "None False False\n"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout == "None False False\n"
 
 
-def test_devices_on_request() -> None:
+def test_env_lists_devices_on_request() -> None:
     jax = pytest.importorskip("jax")
-    report = env("512MiB", with_devices=True)
+    report = env("512MiB", list_devices=True)
     devices: Any = report.fields["devices"]
     assert len(devices) == len(jax.local_devices())
     assert next(iter(devices)) in report.text
 
 
-def test_the_text_names_what_is_missing_and_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_text_lists_missing_packages_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prepcli.commands.env.PACKAGES", ("typer", "no-such-package"))
-    lines = env("512MiB", with_devices=False).text.splitlines()
+    lines = env("512MiB", list_devices=False).text.splitlines()
     assert "no-such-package  not installed" in lines
     assert any(line.startswith("total ") for line in lines)
-    assert "not looked for  `prep env --devices` imports jax" in lines
+    assert "not listed  `prep env --devices` imports jax" in lines

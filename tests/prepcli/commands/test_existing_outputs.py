@@ -1,4 +1,4 @@
-"""An output whose name is taken: prep replaces its own outputs with `--overwrite`, and nothing else."""
+"""Existing outputs: `--overwrite` replaces outputs of prep only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -64,18 +64,18 @@ def test_foreign_output_is_never_replaced(capsys, tmp_path: Path, kind: str):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_foreign_output_that_appears_late_is_not_replaced(capsys, monkeypatch):
+def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
-    honest = execute.finalize_output
+    original = execute.finalize_output
 
-    def late(*given: Any) -> None:
-        honest(*given)
+    def finalize_and_create_output(*args: Any) -> None:
+        original(*args)
         Path("out").mkdir()
         Path("out/thesis.tex").write_text("years of work")
 
     with monkeypatch.context() as patched:
-        patched.setattr(execute, "finalize_output", late)
+        patched.setattr(execute, "finalize_output", finalize_and_create_output)
         assert main(["save-init", "./m", "--out", "out", "--overwrite", "-q"]) == 1
     assert "error: out exists and is something else" in capsys.readouterr().err
     assert read_files(Path("out")) == {"thesis.tex": b"years of work"}
@@ -100,5 +100,5 @@ def test_current_and_home_folders_are_never_replaced(capsys, monkeypatch, tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path / "homes/me"))
     for out in (tmp_path / "work", tmp_path / "homes", tmp_path / "homes/me", Path("../deep")):
         code, lines = run_failing_unchanged(capsys, "save-init", str(tmp_path / "m"), "--out", str(out), "--overwrite")
-        assert (code, lines[0]) == (2, f"error: the output {out} would be in place of where you are, or live")
+        assert (code, lines[0]) == (2, f"error: the output {out} would replace the current folder or your home folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["homes", "m", "work"]

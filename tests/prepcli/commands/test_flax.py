@@ -1,4 +1,4 @@
-"""Flax msgpack and EasyLM streams, read and written: golden files of the real libraries, and every bit all the way."""
+"""Reading and writing Flax msgpack and EasyLM streams: golden files of both libraries, and bit-exact round trips."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from tests.helpers.tiny_checkpoints import (
 from tests.helpers.tiny_checkpoints import LLAMA as LLAMA_CONFIG
 
 BASES = {"gpt_neo": GPT_NEO, "llama": LLAMA_CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}}
-FLAX = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
+FLAX_FOLDERS = [*(model / "flax" for model in MODELS), LLAMA / "sharded"]
 OTHER_FILES = [name.removeprefix("llama/") for name in FILES if name.count("/") == 1]
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 # Golden files
 
 
-@pytest.mark.parametrize("folder", FLAX, ids=[f"{path.parent.name}-{path.name}" for path in FLAX])
-def test_what_transformers_saved_is_read(folder: Path):
+@pytest.mark.parametrize("folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS])
+def test_flax_files_of_transformers_are_read(folder: Path):
     run_ok("save-init", str(folder), "--out", "init")
     run_ok("verify", "init", str(folder.parent / "hf"))
     run_ok("verify", str(folder), str(folder.parent / "hf"))
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
-def test_what_flax_and_easylm_saved_is_read(name: str):
+def test_files_of_flax_and_easylm_are_read(name: str):
     run_ok("save-init", str(LLAMA / name), "--config", str(LLAMA / "hf"), "--mesh", "1,2,1", "--out", "init")
     run_ok("verify", "init", str(LLAMA / "hf"))
 
 
 @pytest.mark.parametrize("part", ["trainstate", "trainstate_params", "params", "flax_params"])
 @pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state", "flax_params.msgpack"])
-def test_the_words_of_easylm_say_what_a_file_is(capsys: pytest.CaptureFixture[str], part: str, name: str):
+def test_easylm_part_prefix_must_match_the_file(capsys: pytest.CaptureFixture[str], part: str, name: str):
     right = {"streaming_params": ("params",), "flax_params.msgpack": ("flax_params",)}
     args = ("save-init", f"{part}::{LLAMA / name}", "--config", str(LLAMA / "hf/config.json"), "--out", "init")
     if part in right.get(name, ("trainstate", "trainstate_params")):
         run_ok(*args)
         run_ok("verify", "init", str(LLAMA / "hf"))
         return
-    said = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
-    assert said == [
+    suggestions = re.findall(r"`(\w+)::(.*)`", run_failing(capsys, 1, *args))
+    assert suggestions == [
         (right.get(name, ("params" if part == "flax_params" else "trainstate_params",))[0], str(LLAMA / name))
     ]
 
 
-def test_of_a_training_state_all_but_the_parameters_is_named(capsys: pytest.CaptureFixture[str]):
+def test_dropped_training_state_is_listed(capsys: pytest.CaptureFixture[str]):
     name, config = str(LLAMA / "streaming_train_state"), str(LLAMA / "hf")
     assert main(["save-init", f"trainstate::{name}", "--config", config, "--dry-run", "--json"]) == 0
     dropped = json.loads(capsys.readouterr().out)["accounting"]["dropped"]
@@ -76,7 +76,7 @@ def test_of_a_training_state_all_but_the_parameters_is_named(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
-def test_what_is_written_for_flax_is_what_transformers_writes(model: Path):
+def test_flax_export_equals_file_of_transformers(model: Path):
     run_ok("save-init", str(model / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "hf-flax", "--out", "out")
     assert Path("out/flax_model.msgpack").read_bytes() == (model / "flax/flax_model.msgpack").read_bytes()
@@ -84,18 +84,20 @@ def test_what_is_written_for_flax_is_what_transformers_writes(model: Path):
     run_ok("verify", "out", str(model / "hf"))
 
 
-def test_several_files_are_those_of_transformers():
+def test_sharded_flax_export_equals_files_of_transformers():
     run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "hf-flax", "--shard-size", "8KB", "--out", "out")
-    wanted = {path.name: path.read_bytes() for path in (LLAMA / "sharded").glob("flax_model-*")}
-    assert {path.name: path.read_bytes() for path in Path("out").glob("flax_model-*")} == wanted
+    expected = {path.name: path.read_bytes() for path in (LLAMA / "sharded").glob("flax_model-*")}
+    assert {path.name: path.read_bytes() for path in Path("out").glob("flax_model-*")} == expected
     index = "flax_model.msgpack.index.json"
-    found, real = (json.loads((folder / index).read_bytes()) for folder in (Path("out"), LLAMA / "sharded"))
-    assert found == real
+    actual_index, expected_index = (
+        json.loads((folder / index).read_bytes()) for folder in (Path("out"), LLAMA / "sharded")
+    )
+    assert actual_index == expected_index
     run_ok("verify", "out", str(LLAMA / "hf"))
 
 
-def test_a_stream_is_what_easylm_writes():
+def test_easylm_export_equals_file_of_easylm():
     run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "easylm", "--out", "out")
     assert Path("out/streaming_params").read_bytes() == (LLAMA / "streaming_params").read_bytes()
@@ -104,7 +106,7 @@ def test_a_stream_is_what_easylm_writes():
 
 
 @pytest.mark.parametrize("memory", ["512MiB", "32MiB"])
-def test_large_leaves_are_written_in_pieces_as_flax_does(monkeypatch: pytest.MonkeyPatch, memory: str):
+def test_large_leaves_are_split_like_flax(monkeypatch: pytest.MonkeyPatch, memory: str):
     monkeypatch.setattr(msgpack_layout, "MAX_PIECE_NBYTES", 600)
     run_ok("save-init", str(LLAMA / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "easylm", "--memory", memory, "--out", "out")
@@ -112,18 +114,18 @@ def test_large_leaves_are_written_in_pieces_as_flax_does(monkeypatch: pytest.Mon
     run_ok("verify", "out", str(LLAMA / "hf"))
 
 
-# All the way round
+# Round trips
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "hf-flax"), ("llama", "easylm")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_there_and_back_changes_no_bit(family: str, layout: str, tied: bool, dtype: str):
+def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: str):
     tensors = make_checkpoint(Path("m"), BASES[family], dtype, tied, legacy=True)
     run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,2", "--out", "init")
     run_ok("export", "init", "--layout", layout, "--out", "there")
@@ -136,7 +138,7 @@ def test_there_and_back_changes_no_bit(family: str, layout: str, tied: bool, dty
 
 
 @pytest.mark.parametrize(("family", "layout"), [("gpt_neo", "hf-flax"), ("llama", "easylm")])
-def test_padding_may_be_kept(family: str, layout: str):
+def test_flax_export_keeps_padding(family: str, layout: str):
     make_checkpoint(Path("m"), BASES[family])
     run_ok("save-init", "./m", "--pad-vocab", "8", "--init", "mean", "--out", "init")
     run_ok("export", "init", "--layout", layout, "--keep-padding", "--out", "there")
@@ -146,7 +148,7 @@ def test_padding_may_be_kept(family: str, layout: str):
     run_ok("verify", "there", "init")
 
 
-def test_a_folder_of_safetensors_needs_no_init():
+def test_hf_folder_exports_to_flax_without_init():
     make_checkpoint(Path("m"), GPT_NEO)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
     run_ok("export", "there", "--out", "back")
@@ -156,18 +158,18 @@ def test_a_folder_of_safetensors_needs_no_init():
     assert [path.name for path in Path("padded").glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_a_head_that_is_the_embedding_is_written_where_a_library_has_no_tied_one():
+def test_tied_head_is_stored_for_flax_llama():
     tensors = make_checkpoint(Path("m"), LLAMA_CONFIG, tied=True)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
-    found = decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
-    assert same_bits(found["lm_head", "kernel"], tensors["model.embed_tokens.weight"].T)
+    actual = decode_msgpack(Path("there/flax_model.msgpack").read_bytes(), "flax")
+    assert same_bits(actual["lm_head", "kernel"], tensors["model.embed_tokens.weight"].T)
     run_ok("verify", "there", "./m")
     make_checkpoint(Path("n"), GPT_NEO, tied=True)
     run_ok("export", "./n", "--layout", "hf-flax", "--out", "neo")
     assert ("lm_head", "kernel") not in decode_msgpack(Path("neo/flax_model.msgpack").read_bytes(), "flax")
 
 
-def test_names_without_the_base_prefix_stay_so():
+def test_flax_export_keeps_names_without_prefix():
     tensors = make_checkpoint(Path("with"), GPT_NEO)
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     write_checkpoint(Path("m"), {**GPT_NEO, "architectures": ["GPTNeoModel"]}, bare)
@@ -178,12 +180,12 @@ def test_names_without_the_base_prefix_stay_so():
     assert_same(read_tensors(Path("back")), bare)
 
 
-def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixture[str]):
+def test_easylm_rejects_llama_biases(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA_CONFIG, attention_bias=True)
     run_ok("export", "./m", "--layout", "hf-flax", "--out", "there")
     run_ok("verify", "there", "./m")
-    said = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
-    assert "the layout has no place for model.layers.0.self_attn.k_proj.bias" in said
+    stderr = run_failing(capsys, 1, "export", "./m", "--layout", "easylm")
+    assert "the layout has no place for model.layers.0.self_attn.k_proj.bias" in stderr
 
 
 @pytest.mark.parametrize(
@@ -193,14 +195,14 @@ def test_biases_of_llama_go_to_flax_and_not_to_easylm(capsys: pytest.CaptureFixt
         ("opt", {"enable_bias": False}, "the layout needs model.decoder.layers.0.fc1.bias"),
     ],
 )
-def test_what_flax_classes_always_or_never_have(
+def test_flax_rejects_unsupported_biases(
     capsys: pytest.CaptureFixture[str], family: str, changes: dict[str, Any], why: str
 ):
     make_checkpoint(Path("m"), {**FAMILY_CONFIGS, "llama": LLAMA_CONFIG}[family], **changes)
     assert why in run_failing(capsys, 1, "export", "./m", "--layout", "hf-flax")
 
 
-# What does not go
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -212,38 +214,40 @@ def test_what_flax_classes_always_or_never_have(
         ["--layout", "easylm", "--format", "safetensors"],
     ],
 )
-def test_other_pairs_of_layout_and_format(capsys: pytest.CaptureFixture[str], options: list[str]):
+def test_unsupported_layout_and_format_are_rejected(capsys: pytest.CaptureFixture[str], options: list[str]):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
-    said = run_failing(capsys, 2, "export", "./m", *options)
-    assert "one of `--layout hf --format safetensors`, `--layout hf-flax --format msgpack`, `--layout easylm --" in said
+    stderr = run_failing(capsys, 2, "export", "./m", *options)
+    assert (
+        "one of `--layout hf --format safetensors`, `--layout hf-flax --format msgpack`, `--layout easylm --" in stderr
+    )
 
 
-def test_a_layout_that_the_family_has_not(capsys: pytest.CaptureFixture[str]):
+def test_layout_unsupported_by_family_is_rejected(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), GPT_NEO)
-    assert "prep knows hf, hf-flax of it" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
+    assert "supported: hf, hf-flax" in run_failing(capsys, 2, "export", "./m", "--layout", "easylm")
 
 
-def test_a_stream_is_one_file(capsys: pytest.CaptureFixture[str]):
+def test_shard_size_is_rejected_for_streams(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
-    said = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
-    assert "`--shard-size` is not for streams" in said
+    stderr = run_failing(capsys, 2, "export", "./m", "--layout", "easylm", "--shard-size", "1MB")
+    assert "`--shard-size` is not supported for streams" in stderr
 
 
-def test_a_file_does_not_say_what_model_it_is_of(capsys: pytest.CaptureFixture[str]):
+def test_flax_file_without_config_needs_config_option(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
-    said = run_failing(capsys, 1, "save-init", "params::streaming_params")
-    assert "has no model config" in said
-    assert "`--config FOLDER`" in said
+    stderr = run_failing(capsys, 1, "save-init", "params::streaming_params")
+    assert "has no model config" in stderr
+    assert "`--config FOLDER`" in stderr
     assert "gone" in run_failing(capsys, 1, "save-init", "streaming_params", "--config", "gone")
     shutil.copy(LLAMA / "hf/config.json", ".")
     run_ok("save-init", "params::./streaming_params", "--out", "init")
 
 
-def test_a_path_after_the_word_has_to_exist(capsys: pytest.CaptureFixture[str]):
+def test_path_after_part_prefix_must_exist(capsys: pytest.CaptureFixture[str]):
     assert "`gone` does not exist" in run_failing(capsys, 2, "save-init", "params::gone")
 
 
-def test_a_config_of_another_model(capsys: pytest.CaptureFixture[str]):
+def test_config_of_other_model_is_rejected(capsys: pytest.CaptureFixture[str]):
     config = json.loads((LLAMA / "hf/config.json").read_text())
     for key, value, why in (
         ("hidden_size", 32, "its shape is [53, 16], its config implies [53, 32]"),
@@ -257,20 +261,20 @@ def test_a_config_of_another_model(capsys: pytest.CaptureFixture[str]):
         assert why in run_failing(capsys, 1, *args), (key, value)
 
 
-def test_of_several_streams_one_is_to_be_named(capsys: pytest.CaptureFixture[str]):
+def test_folder_with_several_streams_needs_a_choice(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "hf/config.json", ".")
     for name in ("streaming_params_10", "streaming_params_20"):
         shutil.copy(LLAMA / "streaming_params", name)
-    said = run_failing(capsys, 1, "save-init", "./", "--out", "../init")
-    assert "holds 2 EasyLM streams" in said
-    assert "`params::streaming_params_20`" in said
+    stderr = run_failing(capsys, 1, "save-init", "./", "--out", "../init")
+    assert "holds 2 EasyLM streams" in stderr
+    assert "`params::streaming_params_20`" in stderr
     Path("streaming_params_10").unlink()
     run_ok("save-init", "./", "--out", "../init")
     shutil.copy(LLAMA / "streaming_train_state", ".")
     run_ok("save-init", "./", "--out", "../state")
 
 
-def test_an_index_is_held_against_its_files(capsys: pytest.CaptureFixture[str]):
+def test_flax_index_is_checked_against_its_files(capsys: pytest.CaptureFixture[str]):
     shutil.copytree(LLAMA / "sharded", "m")
     Path("m/flax_model-00009-of-00009.msgpack").write_bytes(b"left over from an earlier save")
     run_ok("save-init", "./m", "--out", "init")
@@ -282,34 +286,34 @@ def test_an_index_is_held_against_its_files(capsys: pytest.CaptureFixture[str]):
     )
 
 
-def test_an_output_may_lie_beside_a_file_and_not_over_it(capsys: pytest.CaptureFixture[str]):
+def test_output_does_not_replace_source_file(capsys: pytest.CaptureFixture[str]):
     shutil.copy(LLAMA / "streaming_params", ".")
     shutil.copy(LLAMA / "hf/config.json", ".")
     run_ok("save-init", "streaming_params")
     run_ok("verify", "streaming_params-init", str(LLAMA / "hf"))
     assert "is the source" in run_failing(capsys, 2, "save-init", "streaming_params", "--out", "streaming_params")
-    said = run_failing(
+    stderr = run_failing(
         capsys, 2, "save-init", "./streaming_params", "--out", "../" + Path().absolute().name, "--overwrite"
     )
-    assert "is inside the output" in said
+    assert "is inside the output" in stderr
 
 
-def test_inspect_shows_what_is_stored(capsys: pytest.CaptureFixture[str]):
+def test_inspect_lists_tensors_of_flax_files(capsys: pytest.CaptureFixture[str]):
     assert main(["inspect", str(LLAMA / "pieces.msgpack"), "--stats", "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["source"]["format"] == "flax"
-    assert {t["name"] for t in found["tensors"]} >= {
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["source"]["format"] == "flax"
+    assert {t["name"] for t in report["tensors"]} >= {
         "params.lm_head.kernel",
         "params.transformer.h.1.attention.wq.kernel",
     }
     assert main(["inspect", str(LLAMA / "streaming_train_state")]) == 0
-    shown = capsys.readouterr().out
-    assert "EasyLM stream, 1 file" in shown
-    assert "step is 0" in shown
+    stdout = capsys.readouterr().out
+    assert "EasyLM stream, 1 file" in stdout
+    assert "step is 0" in stdout
 
 
 @pytest.mark.parametrize("layout", ["hf-flax", "easylm"])
-def test_values_are_cast_on_the_way_where_that_is_asked_for(layout: str):
+def test_flax_export_casts(layout: str):
     make_checkpoint(Path("m"), LLAMA_CONFIG)
     run_ok("export", "./m", "--dtype", "bfloat16", "--out", "cast")
     run_ok("export", "./m", "--dtype", "bfloat16", "--layout", layout, "--out", "there")

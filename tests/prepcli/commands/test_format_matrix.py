@@ -1,4 +1,4 @@
-"""From every format that is read to every one that is written: no bit of any tensor differs."""
+"""Bit-exact conversions from every supported source format to every output format."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.prepcli.commands.test_restore import expected_leaves
 
 CONFIG = LLAMA | {"vocab_size": 136, "num_attention_heads": 4, "num_key_value_heads": 2}
 TORCH = ("bin", "bin-legacy", "meta")
-MADE = {
+CONVERTED = {
     "init": ("save-init", "hf", "--mesh", "1,2,1"),
     "init-zstd": ("save-init", "hf", "--compress", "zstd", "--mesh", "1,4,1"),
     "unscanned": ("save-init", "hf", "--no-scan"),
     "hf-flax": ("export", "hf", "--layout", "hf-flax"),
     "easylm": ("export", "hf", "--layout", "easylm"),
 }
-SOURCES = ("hf", *MADE, "zarr3", *TORCH)
+SOURCES = ("hf", *CONVERTED, "zarr3", *TORCH)
 SINKS = {
     "hf": ("export",),
     "init": ("save-init", "--mesh", "1,4,1"),
@@ -30,27 +30,27 @@ SINKS = {
     "hf-flax": ("export", "--layout", "hf-flax"),
     "easylm": ("export", "--layout", "easylm"),
 }
-AGAIN = ("init", "init-zstd", "unscanned", "zarr3")  # an Orbax tree is laid out by reshard
+ORBAX_SOURCES = ("init", "init-zstd", "unscanned", "zarr3")  # converted with reshard instead of save-init
 PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The same LLaMA in every format; those of PyTorch where it is installed."""
-    made = tmp_path_factory.mktemp("matrix")
-    tensors = make_checkpoint(made / "hf", CONFIG, request.param, tied=False)
+    """Make the same LLaMA in every format that needs no PyTorch."""
+    root = tmp_path_factory.mktemp("matrix")
+    tensors = make_checkpoint(root / "hf", CONFIG, request.param, tied=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
-        for name, (command, source, *options) in MADE.items():
+        patch.chdir(root)
+        for name, (command, source, *options) in CONVERTED.items():
             run_ok(command, source, *options, "--out", name)
     leaves = expected_leaves(CONFIG, tensors, True, 0)
     write_zarr_item(
-        made / "zarr3",
+        root / "zarr3",
         array_metas(leaves, pieces=2),
         StorageForm(zarr3=True, chunks_per_shard=2, codec_names=("zstd",)),
     )
-    (made / "zarr3/config.json").write_bytes((made / "hf/config.json").read_bytes())
-    return made
+    (root / "zarr3/config.json").write_bytes((root / "hf/config.json").read_bytes())
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +64,14 @@ def of_torch(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{source}-to-{sink}" for source, sink in PAIRS])
-def test_no_bit_differs(
+def test_conversion_is_bit_exact(
     folder: Path, source: str, sink: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
     if source in TORCH:
         request.getfixturevalue("of_torch")
     monkeypatch.chdir(folder)
     command, *options = SINKS[sink]
-    if command == "save-init" and source in AGAIN:
+    if command == "save-init" and source in ORBAX_SOURCES:
         command = "reshard"
     out = f"{source}-to-{sink}"
     run_ok(command, f"./{source}", *options, "--out", out)

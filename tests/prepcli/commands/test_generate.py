@@ -1,4 +1,4 @@
-"""`prep generate`: from every kind of checkpoint the same text, and what it says of nonsense."""
+"""`prep generate`: equal texts from all kinds of checkpoints, and errors for invalid prompts and options."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ IDS = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model of Hugging Face and its tokenizer."""
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a Hugging Face model `tiny` with a tokenizer in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_checkpoint(Path("tiny"), LLAMA)
@@ -31,48 +31,48 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
-    found = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
-    assert found["ok"], found
-    return found
+def generate_json(capsys: pytest.CaptureFixture[str], checkpoint: str, *words: str, new: int = 6) -> dict[str, Any]:
+    report = run_json(capsys, "generate", checkpoint, "--max-new-tokens", str(new), *words)
+    assert report["ok"], report
+    return report
 
 
-def test_every_kind_of_checkpoint_says_the_same(here: Path, capsys: pytest.CaptureFixture[str]):
-    """A folder of Hugging Face, inits of it in all forms, and a run."""
+def test_all_checkpoint_kinds_generate_the_same_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """A Hugging Face folder and its inits: unstacked, sharded and compressed, and stacked on axis 1."""
     run_ok("save-init", "tiny", "--out", "apart", "--no-scan")
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto", "--compress", "zstd")
-    wanted = told(capsys, "tiny", "--prompt", PROMPT)
-    assert wanted["prompts"] == [PROMPT]
-    assert wanted["prompt_tokens"] == [IDS]
-    assert wanted["texts"] == [" " + " ".join(WORDS[token] for token in wanted["tokens"][0])]
-    assert (len(wanted["tokens"][0]), wanted["ended"], wanted["dtype"]) == (6, [False], "float32")
-    assert wanted["tokens_per_s"] > 0
+    expected = generate_json(capsys, "tiny", "--prompt", PROMPT)
+    assert expected["prompts"] == [PROMPT]
+    assert expected["prompt_tokens"] == [IDS]
+    assert expected["texts"] == [" " + " ".join(WORDS[token] for token in expected["tokens"][0])]
+    assert (len(expected["tokens"][0]), expected["ended"], expected["dtype"]) == (6, [False], "float32")
+    assert expected["tokens_per_s"] > 0
     run_ok("save-init", "tiny", "--out", "across", "--scan-axis", "1", "--rule", "embed=mp")
     for name in ("apart", "across"):
-        assert told(capsys, name, "--prompt", PROMPT)["tokens"] == wanted["tokens"]
-    found = told(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
-    assert (found["mesh"], found["tokens"]) == ("1,2,4", wanted["tokens"])
-    found = told(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded as it is read
-    assert found["tokens"] == [wanted["tokens"][0][:1]]
+        assert generate_json(capsys, name, "--prompt", PROMPT)["tokens"] == expected["tokens"]
+    report = generate_json(capsys, "meshed", "--prompt", PROMPT, "--mesh", "1,2,4")
+    assert (report["mesh"], report["tokens"]) == ("1,2,4", expected["tokens"])
+    report = generate_json(capsys, "tiny", "--prompt", PROMPT, "--mesh", "1,1,8", new=1)  # padded while it is read
+    assert report["tokens"] == [expected["tokens"][0][:1]]
 
 
-def test_of_a_run_it_takes_any_step(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("text.txt").write_text(" ".join(WORDS[number] for number in 1 + np.arange(2000) % 7))
     Path("r.toml").write_text(
         'mesh = "1,2,4"\n[model]\npath = "tiny"\n[data]\ntype = "text"\npath = "text.txt"\nseq_length = 16\n'
         "[batch]\nsize = 8\n[optimizer]\nlr = 3e-2\nwarmup_steps = 1\n[train]\nsteps = 40\n[checkpoint]\nevery = 20\n"
     )
     run_ok("train", "r.toml")
-    learned = told(capsys, "runs/r", "--prompt", "w3 w4 w5")
+    learned = generate_json(capsys, "runs/r", "--prompt", "w3 w4 w5")
     assert learned["texts"] == [" w6 w7 w1 w2 w3 w4"], "it goes on as its texts do"
-    assert told(capsys, "runs/r", "--step", "20", "--prompt", "w3 w4 w5", new=1)["ok"]
+    assert generate_json(capsys, "runs/r", "--step", "20", "--prompt", "w3 w4 w5", new=1)["ok"]
     assert (
         error_lines(capsys, "generate", "runs/r", "--step", "3", "--prompt", "w3")[0] == "error: runs/r has no step 3"
     )
 
 
-def test_a_process_of_its_own(here: Path):
-    """Texts alone on stdout; prompts of stdin and of options, each with a line."""
+def test_generate_reads_stdin_and_prints_texts_only(work_dir: Path):
+    """Stdout has one line per prompt, from stdin and from options."""
     command = [
         sys.executable,
         "-m",
@@ -86,25 +86,25 @@ def test_a_process_of_its_own(here: Path):
         "--prompt",
         "w9",
     ]
-    ran = subprocess.run(
+    process = subprocess.run(
         [*command, "--max-new-tokens", "3"], input=f"{PROMPT}\n\nw9 w2\n", capture_output=True, text=True, check=True
     )
-    lines = ran.stdout.splitlines()
+    lines = process.stdout.splitlines()
     assert [len(line.split()) for line in lines] == [3, 3, 3, 3]
     assert lines[1] == lines[3], "the same prompt, as a text and as ids"
-    assert ran.stderr.startswith("tiny  llama  ")
-    assert "12 tokens after 4 prompts in " in ran.stderr
+    assert process.stderr.startswith("tiny  llama  ")
+    assert "12 tokens for 4 prompts in " in process.stderr
 
 
-def test_prompts_come_from_files(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompts_are_read_from_text_and_jsonl(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("p.jsonl").write_text('{"prompt": "w1 w2"}\n\n{"text": "w3", "other": 1}\n')
-    Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a mark of its encoding
-    found = [told(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
-    assert found[0]["prompts"] == found[1]["prompts"] == ["w1 w2", "w3"]
-    assert found[0]["tokens"] == found[1]["tokens"]
+    Path("p.txt").write_bytes(b"\xef\xbb\xbfw1 w2\nw3\n")  # with a byte order mark
+    reports = [generate_json(capsys, "tiny", "--prompts", name, new=1) for name in ("p.jsonl", "p.txt")]
+    assert reports[0]["prompts"] == reports[1]["prompts"] == ["w1 w2", "w3"]
+    assert reports[0]["tokens"] == reports[1]["tokens"]
 
 
-def test_batches_change_no_result(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_batch_size_does_not_change_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = [
         "--tokens",
         "1",
@@ -119,13 +119,13 @@ def test_batches_change_no_result(here: Path, capsys: pytest.CaptureFixture[str]
         "--seed",
         "3",
     ]
-    found = [told(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")]
-    assert found[0]["tokens"] == found[1]["tokens"]
-    other = told(capsys, "tiny", *words[:-1], "4", new=1)
-    assert other["tokens"] != [tokens[:1] for tokens in found[0]["tokens"]], "another seed"
+    reports = [generate_json(capsys, "tiny", *words, "--batch-size", size, new=3) for size in ("16", "2")]
+    assert reports[0]["tokens"] == reports[1]["tokens"]
+    other_seed_report = generate_json(capsys, "tiny", *words[:-1], "4", new=1)
+    assert other_seed_report["tokens"] != [tokens[:1] for tokens in reports[0]["tokens"]], "another seed"
 
 
-def test_learned_positions_are_filled(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_new_tokens_default_to_learned_positions(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("neo"), GPT_NEO, max_position_embeddings=9, eos_token_id=None)
     assert len(run_json(capsys, "generate", "neo", "--tokens", "1,2,3")["tokens"][0]) == 7
     for count in (5, 12):
@@ -137,52 +137,58 @@ def test_learned_positions_are_filled(here: Path, capsys: pytest.CaptureFixture[
         ]
 
 
-def test_without_a_tokenizer_there_are_ids(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_prints_ids_without_tokenizer(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("tiny/tokenizer.json").rename("words.json")
-    found = told(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
-    assert (found["prompts"], found["texts"], found["prompt_tokens"]) == ([None], None, [IDS])
+    report = generate_json(capsys, "tiny", "--tokens", "3, 1,4,1,5", new=1)
+    assert (report["prompts"], report["texts"], report["prompt_tokens"]) == ([None], None, [IDS])
     run_ok("generate", "tiny", "--tokens", "3,1,4,1,5", "--max-new-tokens", "1")
-    assert capsys.readouterr().out == ",".join(map(str, found["tokens"][0])) + "\n"
-    assert told(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"] == found["tokens"]
+    assert capsys.readouterr().out == ",".join(map(str, report["tokens"][0])) + "\n"
+    assert (
+        generate_json(capsys, "tiny", "--prompt", PROMPT, "--tokenizer", "words.json", new=1)["tokens"]
+        == report["tokens"]
+    )
     lines = error_lines(capsys, "generate", "tiny", "--prompt", PROMPT)
-    assert lines[0] == "error: tiny comes without a tokenizer"
+    assert lines[0] == "error: tiny has no tokenizer"
     assert lines[2] == " hint: `--tokenizer PATH`, or `--tokens 1,2,3`"
 
 
-def test_a_text_ends_where_the_model_says(here: Path, capsys: pytest.CaptureFixture[str]):
-    """By its config, or by what is beside that for generation."""
-    whole = told(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
-    firsts = [i for i, token in enumerate(whole) if token not in whole[:i]]
-    for file, at, others in (("config.json", firsts[-1], []), ("generation_config.json", firsts[1], [130])):
-        ends = [*others, whole[at]] if others else whole[at]
+def test_generation_stops_at_eos_token(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """The end token is in config.json, or in generation_config.json."""
+    tokens = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)["tokens"][0]
+    first_indices = [i for i, token in enumerate(tokens) if token not in tokens[:i]]
+    for file, end_index, other_end_ids in (
+        ("config.json", first_indices[-1], []),
+        ("generation_config.json", first_indices[1], [130]),
+    ):
+        ends = [*other_end_ids, tokens[end_index]] if other_end_ids else tokens[end_index]
         path = Path("tiny", file)
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
-        found = told(capsys, "tiny", "--prompt", PROMPT, new=12)
-        assert (found["tokens"][0], found["ended"]) == (whole[: at + 1], [True])
+        report = generate_json(capsys, "tiny", "--prompt", PROMPT, new=12)
+        assert (report["tokens"][0], report["ended"]) == (tokens[: end_index + 1], [True])
 
 
 @pytest.mark.parametrize("ends", [[131, -1], 10**12, True, "2", None])
-def test_ends_that_are_no_tokens_end_nothing(here: Path, capsys: pytest.CaptureFixture[str], ends: object):
+def test_invalid_eos_token_ids_are_ignored(work_dir: Path, capsys: pytest.CaptureFixture[str], ends: object):
     Path("tiny/generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    found = told(capsys, "tiny", "--prompt", PROMPT, new=2)
-    assert (len(found["tokens"][0]), found["ended"]) == (2, [False])
+    report = generate_json(capsys, "tiny", "--prompt", PROMPT, new=2)
+    assert (len(report["tokens"][0]), report["ended"]) == (2, [False])
 
 
-def test_bfloat16_is_computed_in_where_it_is_stored(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_bfloat16_checkpoint_computes_in_bfloat16(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("half"), LLAMA, "bfloat16")
-    assert told(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
+    assert generate_json(capsys, "half", "--tokens", "1,2", new=1)["dtype"] == "bfloat16"
 
 
-def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_encoder_decoder_generates_from_prompts(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"], eos_token_id=None)
     write_tokenizer(Path("t5"))
-    found = told(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
-    assert found["prompt_tokens"] == [IDS, [7]]
-    assert found["texts"] == [" ".join(WORDS[token] for token in tokens) for tokens in found["tokens"]]
-    assert [len(tokens) for tokens in found["tokens"]] == [6, 6]
+    report = generate_json(capsys, "t5", "--prompt", PROMPT, "--prompt", "w7")
+    assert report["prompt_tokens"] == [IDS, [7]]
+    assert report["texts"] == [" ".join(WORDS[token] for token in tokens) for tokens in report["tokens"]]
+    assert [len(tokens) for tokens in report["tokens"]] == [6, 6]
     run_ok("save-init", "t5", "--out", "t5-init")
-    again = told(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
-    assert again["tokens"] == [tokens[:1] for tokens in found["tokens"]]
+    again = generate_json(capsys, "t5-init", "--prompt", PROMPT, "--prompt", "w7", new=1)
+    assert again["tokens"] == [tokens[:1] for tokens in report["tokens"]]
     make_checkpoint(
         Path("headless"),
         {key: value for key, value in FAMILY_CONFIGS["t5"].items() if not key.startswith(("dec", "pad"))},
@@ -190,19 +196,19 @@ def test_an_encoder_reads_what_a_decoder_answers(here: Path, capsys: pytest.Capt
     assert "no valid decoder_start_token_id" in error_lines(capsys, "generate", "headless", "--tokens", "1")[0]
 
 
-WRONG: dict[str, tuple[Sequence[str], str, int]] = {
+INVALID_PROMPTS: dict[str, tuple[Sequence[str], str, int]] = {
     "nothing": ((), "no prompt was given", 2),
-    "no ids": (("--tokens", "1,x"), "`--tokens 1,x` is not understood", 2),
-    "digits without end": (("--tokens", "9" * 5000), "is not understood", 2),
-    "an id that no vocabulary has": (("--tokens", "99999999999"), "is not understood", 2),
+    "no ids": (("--tokens", "1,x"), "invalid `--tokens 1,x`", 2),
+    "digits without end": (("--tokens", "9" * 5000), "invalid `--tokens", 2),
+    "an id that no vocabulary has": (("--tokens", "99999999999"), "invalid `--tokens", 2),
     "tokens without end": (("--tokens", "1", "--max-new-tokens", "999999999999"), "new tokens are too many", 2),
     "empty ids": (("--tokens", ""), "`--tokens` is empty", 2),
     "an empty text": (("--prompt", ""), "empty prompt", 2),
     "an id too large": (("--tokens", "131"), "token id 131 is out of range", 2),
     "no file": (("--prompts", "none.txt"), "cannot read or write none.txt", 1),
-    "no JSON": (("--prompts", "bad.jsonl"), "line 1 of bad.jsonl is no JSON", 1),
+    "no JSON": (("--prompts", "bad.jsonl"), "line 1 of bad.jsonl is not valid JSON", 1),
     "no prompt in it": (("--prompts", "other.jsonl"), "line 2 of other.jsonl has no prompt", 1),
-    "no text": (("--prompts", "bytes.txt"), "bytes.txt is no text", 1),
+    "no text": (("--prompts", "bytes.txt"), "bytes.txt is not UTF-8 text", 1),
     "top-p": (("--prompt", "w1", "--temperature", "1", "--top-p", "1.5"), "top_p 1.5 is out of range", 2),
     "top-k": (("--prompt", "w1", "--temperature", "1", "--top-k", "-1"), "top_k -1 is out of range", 2),
     "temperature": (("--prompt", "w1", "--temperature", "-1"), "temperature -1 is out of range", 2),
@@ -211,12 +217,12 @@ WRONG: dict[str, tuple[Sequence[str], str, int]] = {
 }
 
 
-@pytest.mark.parametrize("why", WRONG)
-def test_what_makes_no_sense(here: Path, capsys: pytest.CaptureFixture[str], why: str):
+@pytest.mark.parametrize("why", INVALID_PROMPTS)
+def test_invalid_prompts_and_options_are_errors(work_dir: Path, capsys: pytest.CaptureFixture[str], why: str):
     Path("bad.jsonl").write_text("w1 w2\n")
     Path("other.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     Path("bytes.txt").write_bytes(b"\xff\xfe\n")
-    words, message, code = WRONG[why]
+    words, message, code = INVALID_PROMPTS[why]
     assert main(["generate", "tiny", *words, "-q"]) == code
     out, err = capsys.readouterr()
     assert (out, message in err) == ("", True), err
@@ -224,13 +230,13 @@ def test_what_makes_no_sense(here: Path, capsys: pytest.CaptureFixture[str], why
     assert "bug in prep" not in err
 
 
-def test_a_mesh_divides_the_heads(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mesh_must_divide_the_heads(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("odd"), LLAMA, num_attention_heads=2, num_key_value_heads=2)
     lines = error_lines(capsys, "generate", "odd", "--tokens", "1", "--mesh", "1,1,8")
     assert "heads" in lines[0]
 
 
-def test_ids_need_no_tokenizer_that_can_be_read(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompt_ids_ignore_broken_tokenizer(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for path in Path("tiny").rglob("tokenizer.json"):
         path.write_text("{")
     assert main(["generate", "tiny", "--tokens", "1", "--max-new-tokens", "1", "-q"]) == 0

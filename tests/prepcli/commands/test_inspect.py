@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.inspect import MAX_EXTRA_ENTRIES
+from prepcli.commands.inspect import MAX_NON_ARRAYS
 from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import write_item
@@ -32,13 +32,13 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def two_files() -> list[int]:
-    """A model `m`; returns where the data of its two files begins."""
+def write_two_files() -> list[int]:
+    """Make a model `m`; return the data offset of each of its two files."""
     a = {"b.weight": np.ones((2, 3), np.float32), "a.weight": np.ones(5, np.float16)}
     b = {"c": np.ones((), np.int64), "a.bias": np.zeros((100, 4), ml_dtypes.bfloat16)}
     files = {"model-00001-of-00002.safetensors": a, "model-00002-of-00002.safetensors": b}
@@ -49,11 +49,11 @@ def two_files() -> list[int]:
 # Table
 
 
-def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
-    first, second = two_files()
+def test_inspect_folder_of_unknown_family(capsys: Capture) -> None:
+    first, second = write_two_files()
     lines = inspect_lines(capsys, "m")
     assert lines[:3] == [
-        "m  of no known family  412 values  842 bytes bfloat16, float32, float16, int64",
+        "m  unknown family  412 values  842 bytes bfloat16, float32, float16, int64",
         "safetensors, 2 files, 4 tensors",
         "",
     ]
@@ -66,10 +66,10 @@ def test_a_folder_that_nobody_knows(capsys: Capture) -> None:
     ]
 
 
-def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
-    first, _ = two_files()
-    found = inspect_json(capsys, "m")
-    assert found["tensors"][0] == {
+def test_inspect_fields_locate_each_tensor(capsys: Capture) -> None:
+    first, _ = write_two_files()
+    report = inspect_json(capsys, "m")
+    assert report["tensors"][0] == {
         "name": "b.weight",
         "shape": [2, 3],
         "dtype": "float32",
@@ -77,16 +77,16 @@ def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
         "file": "model-00001-of-00002.safetensors",
         "offset": first,
     }
-    for tensor in found["tensors"]:
+    for tensor in report["tensors"]:
         data = (Path("m") / tensor["file"]).read_bytes()[tensor["offset"] :][: tensor["bytes"]]
         assert data == {"b.weight": b"\0\0\x80?" * 6, "a.weight": b"\0<" * 5, "c": b"\1" + b"\0" * 7}.get(
             tensor["name"], b"\0" * 800
         )
     sizes = [path.stat().st_size for path in Path("m").glob("*.safetensors")]
     expected = {"name": "m", "files": 2, "bytes": sum(sizes), "format": "safetensors", "family": None, "tensors": 4}
-    assert found["source"] | expected == found["source"]
-    assert (found["source"]["parameters"], found["source"]["values"]) == (None, 412)
-    assert found["source"]["dtypes"] == {"bfloat16": 800, "float32": 24, "float16": 10, "int64": 8}
+    assert report["source"] | expected == report["source"]
+    assert (report["source"]["parameters"], report["source"]["values"]) == (None, 412)
+    assert report["source"]["dtypes"] == {"bfloat16": 800, "float32": 24, "float16": 10, "int64": 8}
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_the_fields_say_where_each_byte_is(capsys: Capture) -> None:
         ("size", ["a.bias", "b.weight", "a.weight", "c"]),
     ],
 )
-def test_sorting(capsys: Capture, by: str, names: list[str]) -> None:
-    two_files()
+def test_inspect_sorts_tensors(capsys: Capture, by: str, names: list[str]) -> None:
+    write_two_files()
     assert [tensor["name"] for tensor in inspect_json(capsys, "m", "--sort", by)["tensors"]] == names
 
 
-def test_a_pattern_selects(capsys: Capture) -> None:
-    two_files()
+def test_inspect_selects_by_pattern(capsys: Capture) -> None:
+    write_two_files()
     lines = inspect_lines(capsys, "m", "a.*")
     assert [line.split()[0] for line in lines[4:6]] == ["a.weight", "a.bias"]
     assert lines[6:] == ["2 of 4 tensors, 810 bytes"]
@@ -113,12 +113,12 @@ def test_a_pattern_selects(capsys: Capture) -> None:
     ("pattern", "hint"),
     [("weight", " hint: did you mean `*weight*`?\n"), ("a.wieght", " hint: did you mean `a.weight`?\n"), ("zzz", "")],
 )
-def test_a_pattern_that_matches_nothing(capsys: Capture, pattern: str, hint: str) -> None:
-    two_files()
+def test_pattern_without_match_gets_a_suggestion(capsys: Capture, pattern: str, hint: str) -> None:
+    write_two_files()
     assert inspect_failing(capsys, "m", pattern) == (1, f"error: no tensor of m matches `{pattern}`\n{hint}")
 
 
-def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
+def test_parameter_count_ignores_buffers_and_tied_head(capsys: Capture) -> None:
     tensors = make_checkpoint(Path("plain"), SMALL_GPT_NEO)
     head = tensors["transformer.wte.weight"].copy()
     masks = {f"transformer.h.{i}.attn.attention.bias": np.ones((1, 1, 6, 6), bool) for i in range(3)}
@@ -135,23 +135,23 @@ def test_parameters_are_those_of_the_family(capsys: Capture) -> None:
     del everything["transformer.wte.weight"]  # the head alone is the embedding
     write_hf_folder(Path("n"), {"model.safetensors": everything}, SMALL_GPT_NEO)
     assert inspect_json(capsys, "n")["source"]["parameters"] == n_parameters
-    found = inspect_json(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
-    assert (found["shape"], found["spec"]) == ([13, 8], "P(None, fsdp)")
+    shards = inspect_json(capsys, "n", "--shards", "embed.tokens", "--mesh", "1,2,1")["shards"]
+    assert (shards["shape"], shards["spec"]) == ([13, 8], "P(None, fsdp)")
 
 
-def test_a_padded_vocabulary(capsys: Capture) -> None:
+def test_inspect_shows_true_vocabulary(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert main(["pad-vocab", "model", "--out", "padded", "-q"]) == 0
     capsys.readouterr()
     assert inspect_lines(capsys, "padded")[1].endswith("; vocabulary 16 (13 true)")
 
 
-def test_an_unknown_family_is_named(capsys: Capture) -> None:
+def test_inspect_names_unknown_model_type(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
-    assert inspect_lines(capsys, "m")[0] == "m  mamba (not a family that prep knows)  2 values  16 bytes float64"
+    assert inspect_lines(capsys, "m")[0] == "m  mamba (unknown family)  2 values  16 bytes float64"
 
 
-def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
+def test_inspect_warns_about_invalid_config(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"vocab_size": "many"})
     assert main(["inspect", "m"]) == 0
     captured = capsys.readouterr()
@@ -161,7 +161,7 @@ def test_a_config_that_makes_no_sense_is_a_warning(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": -1}, {"vocab_size": True}, {"num_heads": 0}, {"hidden_size": "x"}])
-def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, changes: dict[str, Any]) -> None:
+def test_inspect_lists_tensors_with_invalid_config(capsys: Capture, changes: dict[str, Any]) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, SMALL_GPT_NEO | changes)
     assert main(["inspect", "m", "-q"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -169,14 +169,14 @@ def test_tensors_are_shown_whatever_a_known_family_is_told(capsys: Capture, chan
     assert any(line.startswith("x ") for line in lines)
 
 
-def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
+def test_inspect_rejects_unreadable_folders(capsys: Capture, work_dir: Path) -> None:
     code, message = inspect_failing(capsys, "./nowhere")
     assert (code, message.splitlines()[0]) == (2, "error: `./nowhere` does not exist")
-    (here / "notes").mkdir()
+    (work_dir / "notes").mkdir()
     code, message = inspect_failing(capsys, "notes")
     assert (code, message.splitlines()[0]) == (1, "error: `notes` holds no checkpoint")
-    two_files()
-    (here / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
+    write_two_files()
+    (work_dir / "m" / "model-00001-of-00002.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
     code, message = inspect_failing(capsys, "m")
     assert (code, message.splitlines()[0]) == (1, "error: model-00001-of-00002.safetensors is cut short")
 
@@ -184,7 +184,7 @@ def test_folders_that_are_refused(capsys: Capture, here: Path) -> None:
 # Orbax
 
 
-def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
+def test_inspect_init_shows_mesh_and_layout(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     n_values = sum(array.size for array in tensors.values())
     lines = inspect_lines(capsys, "init")
@@ -199,12 +199,12 @@ def test_a_checkpoint_of_save_init(capsys: Capture) -> None:
     assert lines[4].split() == ["params.embed.tokens", "[12,", "8]", "float32", "384", "bytes", "[12,", "8]", "1"]
 
 
-def test_the_fields_of_leaves(capsys: Capture) -> None:
+def test_inspect_fields_of_leaves(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
-    found = inspect_json(capsys, "init")
+    report = inspect_json(capsys, "init")
     expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
-    assert found["source"] | expected == found["source"]
-    leaf = next(each for each in found["tensors"] if each["name"] == "params.layers.1.mlp.up.weight")
+    assert report["source"] | expected == report["source"]
+    leaf = next(tensor for tensor in report["tensors"] if tensor["name"] == "params.layers.1.mlp.up.weight")
     assert {key: leaf[key] for key in ("shape", "dtype", "bytes", "chunk", "chunks")} == {
         "shape": [16, 8], "dtype": "float32", "bytes": 512, "chunk": [16, 8], "chunks": 1,
     }  # fmt: skip
@@ -212,15 +212,15 @@ def test_the_fields_of_leaves(capsys: Capture) -> None:
     assert data == tensors["model.layers.1.mlp.up_proj.weight"].tobytes()
 
 
-def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
+def test_inspect_checkpoint_saved_by_orbax(capsys: Capture, work_dir: Path) -> None:
     tree = {"b": np.arange(6.0).reshape(2, 3), "step": np.int32(7), "text": "hello", "nothing": {}}
-    ocp.PyTreeCheckpointer(use_compression=False).save(here / "run" / "12" / "default", tree)
+    ocp.PyTreeCheckpointer(use_compression=False).save(work_dir / "run" / "12" / "default", tree)
     lines = inspect_lines(capsys, "run")
-    assert lines[0] == "run  of no known family  7 values  52 bytes float64, int32"
+    assert lines[0] == "run  unknown family  7 values  52 bytes float64, int32"
     assert lines[1].startswith("Orbax, ")
     assert sorted(lines[2:4]) == ["nothing is an empty Dict", "text is the text 'hello'"]
-    found = {tensor["name"]: tensor for tensor in inspect_json(capsys, "run")["tensors"]}
-    assert (found["b"]["shape"], found["b"]["chunks"], found["step"]["shape"]) == ([2, 3], 1, [])
+    tensors = {tensor["name"]: tensor for tensor in inspect_json(capsys, "run")["tensors"]}
+    assert (tensors["b"]["shape"], tensors["b"]["chunks"], tensors["step"]["shape"]) == ([2, 3], 1, [])
     stats = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "run", "--stats")["tensors"]}
     assert stats["b"] == {"min": 0.0, "max": 5.0, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}
     assert stats["step"]["mean"] == 7
@@ -229,18 +229,18 @@ def test_a_checkpoint_that_orbax_saved(capsys: Capture, here: Path) -> None:
 # Tree
 
 
-def test_of_very_many_things_beside_arrays_a_few_are_shown(capsys: Capture) -> None:
+def test_inspect_limits_listed_non_arrays(capsys: Capture) -> None:
     asides = [OrbaxNonArray((f"empty{number:02d}",), "None") for number in range(40)]
     write_item(Path("item"), {ArrayMeta(("w",), (2,), "float32", (2,)): np.ones(2, np.float32)}, non_arrays=asides)
     lines = inspect_lines(capsys, "item")
     assert [line for line in lines if "empty" in line] == [
-        f"empty{n:02d} is an empty None" for n in range(MAX_EXTRA_ENTRIES)
+        f"empty{n:02d} is an empty None" for n in range(MAX_NON_ARRAYS)
     ]
-    assert f"and {40 - MAX_EXTRA_ENTRIES} more that are no arrays" in lines
+    assert f"and {40 - MAX_NON_ARRAYS} more that are not arrays" in lines
     assert len(inspect_json(capsys, "item")["source"]["others"]) == 40
 
 
-def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
+def test_tree_merges_equal_layers(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA, files=2)
     lines = inspect_lines(capsys, "model", "--tree")
     assert [" ".join(line.split()) for line in lines[3:]] == [
@@ -264,32 +264,32 @@ def test_the_tree_of_a_model_in_two_files(capsys: Capture) -> None:
     ]
 
 
-def test_a_name_of_thousands_of_parts(capsys: Capture) -> None:
+def test_tree_handles_deeply_nested_names(capsys: Capture) -> None:
     name = "a." * 5000 + "b"
     write_hf_folder(Path("m"), {"model.safetensors": {name: np.ones(1), "a.c": np.ones(1)}})
     (node,) = inspect_json(capsys, "m", "--tree")["tree"]
     assert [f"a.{child['name']}" for child in node["children"]] in (["a.c", name], [name, "a.c"])
 
 
-def test_the_tree_of_an_item_and_of_a_pattern(capsys: Capture) -> None:
+def test_tree_of_selected_leaves(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA)
-    found = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
-    (node,) = found["tree"]
+    report = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
+    (node,) = report["tree"]
     assert (node["name"], node["tensors"], node["bytes"]) == ("params.layers.mlp", 3, 3072)
     assert [child["name"] for child in node["children"]] == ["gate.weight", "up.weight", "down.weight"]
-    assert len(found["tensors"]) == 3
+    assert len(report["tensors"]) == 3
 
 
 # Statistics
 
 
-def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
+def test_stats_of_folder_and_init_match_numpy(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
-    found = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "model", "--stats")["tensors"]}
-    assert found.keys() == tensors.keys()
+    stats = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "model", "--stats")["tensors"]}
+    assert stats.keys() == tensors.keys()
     for name, array in tensors.items():
-        ends = {"min": float(array.min()), "max": float(array.max()), "nan": 0, "inf": 0, "zeros": 0}
-        assert found[name] == ends | {"mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)}
+        expected = {"min": float(array.min()), "max": float(array.max()), "nan": 0, "inf": 0, "zeros": 0}
+        assert stats[name] == expected | {"mean": pytest.approx(array.mean(dtype=np.float64), abs=1e-12)}
     leaves = {tensor["name"]: tensor["stats"] for tensor in inspect_json(capsys, "init", "--stats")["tensors"]}
     stacked = np.stack([tensors[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(2)])
     assert leaves["params.layers.attn.q.weight"] == {
@@ -302,7 +302,7 @@ def test_statistics_of_a_folder_and_of_its_checkpoint(capsys: Capture) -> None:
     }
 
 
-def test_statistics_as_text(capsys: Capture) -> None:
+def test_stats_table(capsys: Capture) -> None:
     x = np.array([math.nan, math.inf, -2, 0, 1.5], ml_dtypes.bfloat16)
     y = np.full(3, math.nan, np.float16)
     write_hf_folder(Path("m"), {"model.safetensors": {"y": y, "x": x, "n": np.array([-5, 2**60])}})
@@ -315,7 +315,7 @@ def test_statistics_as_text(capsys: Capture) -> None:
     ]
 
 
-def test_statistics_tell_their_progress(capsys: Capture) -> None:
+def test_stats_report_progress(capsys: Capture) -> None:
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(1000, np.float32)}})
     assert main(["inspect", "m", "--stats", "--progress", "json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -323,23 +323,23 @@ def test_statistics_tell_their_progress(capsys: Capture) -> None:
     assert (events[-1]["done"], events[-1]["total"]) == (4000, 4000)
 
 
-PEAK = (
+PEAK_SCRIPT = (
     "import resource, sys; from prepcli.cli.main import main; code = main(sys.argv[1:]);"
     "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
 )
 
 
-def test_statistics_take_little_memory_whatever_a_tensor_has(here: Path) -> None:
+def test_stats_read_large_tensors_in_little_memory(work_dir: Path) -> None:
     n = 200 << 20
     header = json.dumps({"x": {"dtype": "F8_E4M3", "shape": [n], "data_offsets": [0, n]}}).encode()
-    (here / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with (here / "model.safetensors").open("r+b") as file:
+    (work_dir / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with (work_dir / "model.safetensors").open("r+b") as file:
         file.truncate(8 + len(header) + n)
     peaks = []
     for options in ([], ["--stats"]):
-        command = [sys.executable, "-c", PEAK, "inspect", str(here), "-q", "--json", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-        peaks.append(int(done.stderr))
-        (tensor,) = json.loads(done.stdout)["tensors"]
+        command = [sys.executable, "-c", PEAK_SCRIPT, "inspect", str(work_dir), "-q", "--json", *options]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        peaks.append(int(process.stderr))
+        (tensor,) = json.loads(process.stdout)["tensors"]
     assert tensor["stats"] == {"min": 0, "max": 0, "mean": 0, "nan": 0, "inf": 0, "zeros": n}
     assert peaks[1] - peaks[0] < 64 << 10  # KiB

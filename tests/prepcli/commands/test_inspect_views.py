@@ -1,4 +1,4 @@
-"""`prep inspect`: which device holds what of a leaf, differences from another checkpoint, options."""
+"""`prep inspect`: shard maps, diffs to another checkpoint, and options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Shards
 
 
-def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
+def test_shards_of_a_leaf_on_stored_mesh(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     lines = inspect_lines(capsys, "init", "--shards", "mlp.up")
     assert lines == [
@@ -46,8 +46,8 @@ def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
         "│ 1                  │ 3                  │  8:16",
         "└────────────────────┴────────────────────┘",
     ]
-    found = inspect_json(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
-    assert found == {
+    shards = inspect_json(capsys, "init", "--shards", "params.layers.mlp.up.weight", "--mesh", "2,1,4")["shards"]
+    assert shards == {
         "leaf": "params.layers.mlp.up.weight",
         "shape": [2, 16, 8],
         "dtype": "float32",
@@ -59,22 +59,26 @@ def test_the_shards_of_a_leaf_on_its_own_mesh(capsys: Capture) -> None:
     }
 
 
-def test_a_folder_shows_the_leaf_that_save_init_would_make(capsys: Capture) -> None:
+def test_shards_of_hf_folder_show_future_leaf(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA, "float16")
-    found = inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
-    assert (found["leaf"], found["shape"], found["dtype"]) == ("params.layers.attn.k.weight", [2, 2, 2, 8], "float16")
+    shards = inspect_json(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")["shards"]
+    assert (shards["leaf"], shards["shape"], shards["dtype"]) == (
+        "params.layers.attn.k.weight",
+        [2, 2, 2, 8],
+        "float16",
+    )
     assert inspect_lines(capsys, "model", "--shards", "attn.k", "--mesh", "1,1,4")[-1] == (
         "kv_heads 2 stays whole, not split over mp: 2 mod 4 = 2"
     )
 
 
-def test_layers_of_their_own(capsys: Capture) -> None:
+def test_shards_of_unstacked_layers(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--no-scan")
-    found = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
-    assert (found["leaf"], found["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
+    shards = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
+    assert (shards["leaf"], shards["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
 
 
-def test_no_leaf_or_several(capsys: Capture) -> None:
+def test_shards_need_exactly_one_leaf(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert inspect_failing(capsys, "model", "--shards", "embed", "--mesh", "1,1,1") == (
         2,
@@ -90,16 +94,16 @@ def test_no_leaf_or_several(capsys: Capture) -> None:
     assert hint == " hint: did you mean `embed.tokens`?"
     code, message = inspect_failing(
         capsys, "model", "--shards", "head.weight", "--mesh", "1,1,1"
-    )  # it is the embedding
+    )  # a tied head has no leaf
     assert (code, message.splitlines()[0]) == (2, "error: model has no leaf `head.weight`")
 
 
-def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
+def test_shards_need_a_mesh_that_divides(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens") == (
         2,
-        "error: no mesh was named to split the leaf over\n"
-        "  why: model was not laid out for one\n"
+        "error: `--shards` requires a mesh\n"
+        "  why: model has no mesh in its manifest\n"
         " hint: for example `--mesh 1,2,4`\n",
     )
     code, message = inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,2")
@@ -108,8 +112,8 @@ def test_a_mesh_is_needed_and_must_divide(capsys: Capture) -> None:
     assert (code, message.splitlines()[0]) == (2, "error: mesh 1,-1,2 has no size for fsdp")
 
 
-def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
-    ocp.PyTreeCheckpointer(use_compression=False).save(here / "saved", {"x": np.ones(3)})
+def test_shards_need_known_dims(capsys: Capture, work_dir: Path) -> None:
+    ocp.PyTreeCheckpointer(use_compression=False).save(work_dir / "saved", {"x": np.ones(3)})
     assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
         "error: saved was not written by prep\n"
@@ -120,7 +124,7 @@ def test_leaves_whose_dims_nobody_knows(capsys: Capture, here: Path) -> None:
     assert (code, message.splitlines()[0]) == (1, "error: model_type `mamba` is not supported")
 
 
-def test_a_config_of_another_model(capsys: Capture) -> None:
+def test_shards_reject_config_of_other_model(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_GPT_NEO)
     (Path("model") / "config.json").write_text(json.dumps(SMALL_GPT_NEO | {"vocab_size": 14}))
     assert inspect_failing(capsys, "model", "--shards", "embed.tokens", "--mesh", "1,1,1") == (
@@ -133,7 +137,7 @@ def test_a_config_of_another_model(capsys: Capture) -> None:
 # Differences
 
 
-def test_what_differs(capsys: Capture) -> None:
+def test_diff_lists_differences(capsys: Capture) -> None:
     a = {"same": np.ones(2), "shape": np.ones((2, 3)), "dtype": np.ones(3, np.float32), "only a": np.ones(1)}
     b = {"same": np.zeros(2), "shape": np.ones((3, 2)), "dtype": np.ones(3, np.int32), "only b": np.ones(4)}
     write_hf_folder(Path("a"), {"model.safetensors": a})
@@ -147,11 +151,11 @@ def test_what_differs(capsys: Capture) -> None:
         "only in b  only b  [4] float64",
     ]
     assert captured.err == "error: a and b differ in 4 of 5 tensors\n"
-    found = inspect_json(capsys, "a", "s*", "--diff", "b", code=1)
-    assert found["differences"] == [
+    report = inspect_json(capsys, "a", "s*", "--diff", "b", code=1)
+    assert report["differences"] == [
         {"name": "shape", "a": {"shape": [2, 3], "dtype": "float64"}, "b": {"shape": [3, 2], "dtype": "float64"}}
     ]
-    assert (found["source"]["name"], found["against"]["name"], found["error"]["code"]) == ("a", "b", 1)
+    assert (report["source"]["name"], report["against"]["name"], report["error"]["code"]) == ("a", "b", 1)
     assert inspect_lines(capsys, "a", "same", "--diff", "b") == ["no difference in names, shapes and dtypes"]
     assert inspect_failing(capsys, "a", "sane", "--diff", "b") == (
         1,
@@ -159,19 +163,20 @@ def test_what_differs(capsys: Capture) -> None:
     )
 
 
-def test_a_checkpoint_holds_the_tensors_of_its_folder(capsys: Capture) -> None:
+def test_diff_compares_init_with_hf_folder(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--pad-vocab", "8")
     assert main(["inspect", "model", "--diff", "init"]) == 1
     assert capsys.readouterr().out == "differs  transformer.wte.weight  [13, 8] float32 -> [16, 8] float32\n"
     assert inspect_json(capsys, "init", "transformer.h.*", "--diff", "model")["differences"] == []
 
 
-def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
+def test_diff_of_two_inits_compares_leaves(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA)
     assert main(["reshard", "init", "--no-scan", "--mesh", "1,2,2", "--out", "other", "-q"]) == 0
     capsys.readouterr()
     names = [
-        each["name"] for each in inspect_json(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]
+        difference["name"]
+        for difference in inspect_json(capsys, "init", "*attn.q*", "--diff", "other", code=1)["differences"]
     ]
     assert names == [
         "params.layers.attn.q.weight", "params.layers.0.attn.q.weight", "params.layers.1.attn.q.weight",
@@ -186,12 +191,12 @@ def test_two_checkpoints_are_compared_by_their_leaves(capsys: Capture) -> None:
     [
         (["--tree", "--stats"], "--tree and --stats are different views"),
         (["--shards", "x", "--diff", "y"], "--shards and --diff are different views"),
-        (["--mesh", "1,1,1"], "`--mesh` is for `--shards`"),
-        (["x.*", "--shards", "x", "--mesh", "1,1,1"], "`x.*` is one argument too many"),
+        (["--mesh", "1,1,1"], "`--mesh` requires `--shards`"),
+        (["x.*", "--shards", "x", "--mesh", "1,1,1"], "unexpected argument `x.*`"),
         (["--sort", "age"], "invalid value for '--sort'"),
     ],
 )
-def test_options_that_contradict_each_other(capsys: Capture, args: list[str], what: str) -> None:
+def test_conflicting_inspect_options_are_rejected(capsys: Capture, args: list[str], what: str) -> None:
     code, message = inspect_failing(capsys, "nowhere", *args)
     assert (code, message.splitlines()[0]) == (2, f"error: {what}")
 
@@ -208,8 +213,8 @@ def test_inspect_limits_rows(capsys: Capture, monkeypatch: pytest.MonkeyPatch, v
     monkeypatch.setattr("prepcli.commands.inspect.MAX_ROWS", 3)
     make_checkpoint(Path("model"), SMALL_LLAMA)
     lines = inspect_lines(capsys, "model", *view)
-    assert lines[-1].endswith("more rows; `-v` shows all, a PATTERN those that match")
-    assert len(lines) == 2 + 1 + 1 + 3 + 1  # head, empty, names of columns, rows, the rest
+    assert lines[-1].endswith("more rows; `-v` shows all, PATTERN selects some")
+    assert len(lines) == 2 + 1 + 1 + 3 + 1  # summary, empty line, column names, rows, omitted rows
     assert main(["inspect", "model", *view, "-v"]) == 0
     assert "more rows" not in capsys.readouterr().out
     assert len(inspect_json(capsys, "model", *view)["tensors"]) > 3

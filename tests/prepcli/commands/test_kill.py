@@ -67,7 +67,7 @@ def test_signal_exits_with_its_code_and_a_hint_to_resume(setup: KillSetup, numbe
     process = act_when_durable(setup, "export", out, lambda p: p.send_signal(number))
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    assert b"to go on: `prep export init" in err
+    assert b"to resume: `prep export init" in err
     assert not (setup.folder / out).exists()
     subprocess.run(command_line("export", out), cwd=setup.folder, check=True, capture_output=True)
     assert read_files(setup.folder / out) == read_files(setup.expected["export"])

@@ -1,4 +1,4 @@
-"""No conversion needs jax, orbax or torch, and planning starts at once: what the commands import."""
+"""Imports of the commands: conversions import no jax, orbax or torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prepcli.cli.main import main
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
-HEAVY = ("jax", "jaxlib", "orbax", "tensorstore", "flax", "torch", "transformers", "safetensors")
+HEAVY_MODULES = ("jax", "jaxlib", "orbax", "tensorstore", "flax", "torch", "transformers", "safetensors")
 SCRIPT = (
     "import sys; from prepcli.cli.main import main; code = main(sys.argv[2:]);"
     "loaded = [name for name in sys.argv[1].split(',') if name in sys.modules];"
@@ -43,14 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_no_conversion_imports_a_framework(folder: Path, words: list[str]):
-    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join(HEAVY), *words, "-q"],
+def test_conversions_import_no_framework(folder: Path, words: list[str]):
+    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join(HEAVY_MODULES), *words, "-q"],
                          cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip
     assert run.returncode == 0, run.stderr
 
 
-def test_a_plan_of_a_hugging_face_folder_needs_no_array_library_of_its_own(folder: Path):
+def test_dry_run_imports_no_array_library(folder: Path):
     words = ["save-init", "./m", "--dry-run", "--out", "x", "-q"]
-    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join((*HEAVY, "tensorstore", "ml_dtypes")), *words],
+    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join((*HEAVY_MODULES, "tensorstore", "ml_dtypes")), *words],
                          cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""Links in a checkpoint's folder: what they lead to is copied only where it belongs to the checkpoint."""
+"""Symbolic links in a checkpoint's folder: only targets inside the checkpoint are copied."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.helpers.tiny_checkpoints import make_checkpoint, read_tensors
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("m"))
     Path("secret").write_text("key")
 
 
 @pytest.mark.parametrize("command", [["pad-vocab", "--multiple", "8"], ["save-init"]])
-def test_command_refuses_a_side_file_that_leaves(command: list[str], capsys: pytest.CaptureFixture[str]):
+def test_command_rejects_small_file_linked_outside(command: list[str], capsys: pytest.CaptureFixture[str]):
     Path("m/vocab.txt").symlink_to("../secret")
     for more in ([], ["--dry-run"]):
         err = run_failing(capsys, 1, command[0], "./m", *command[1:], "--out", "out", *more)
@@ -32,11 +32,11 @@ def test_command_refuses_a_side_file_that_leaves(command: list[str], capsys: pyt
         assert "hint:" in err
     assert not Path("out").exists()
     assert not Path("out.partial").exists()
-    assert main(["inspect", "./m", "-q"]) == 0  # which copies nothing
+    assert main(["inspect", "./m", "-q"]) == 0  # inspect copies no files
 
 
 @pytest.mark.parametrize("link", ["hf/vocab.txt", "hf"])
-def test_export_refuses_links_in_an_init(link: str, capsys: pytest.CaptureFixture[str]):
+def test_export_rejects_links_in_init(link: str, capsys: pytest.CaptureFixture[str]):
     run_ok("save-init", "./m", "--out", "init")
     if link == "hf":
         shutil.move("init/hf", "elsewhere")
@@ -45,14 +45,14 @@ def test_export_refuses_links_in_an_init(link: str, capsys: pytest.CaptureFixtur
     assert "is a link to" in run_failing(capsys, 1, "reshard", "init", "--mesh", "1,2,1", "--out", "out")
 
 
-def test_run_refuses_links_before_its_first_step():
+def test_run_rejects_links_before_first_step():
     run_ok("save-init", "./m", "--out", "init")
     Path("init/hf/vocab.txt").symlink_to("../../secret")
     with pytest.raises(PrepError, match="is a link to"):
         RunFolder(Path("run"), Path("init"), "run")
 
 
-def test_weights_may_be_links_to_anywhere():
+def test_weight_files_may_be_links():
     Path("elsewhere").mkdir()
     for path in Path("m").glob("*.safetensors*"):
         shutil.move(path, "elsewhere")
@@ -74,23 +74,23 @@ def test_hub_cache_converts_with_its_links():
     assert read_tensors(Path("padded"))
 
 
-def test_link_laid_between_plan_and_copy_is_refused(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_link_created_after_planning_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys):
     from prepcli.execution import execute
 
-    real = execute.finalize_output
+    original = execute.finalize_output
 
-    def replaced(*args: Any) -> None:
+    def replace_file_by_link(*args: Any) -> None:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
-        real(*args)
+        original(*args)
 
-    monkeypatch.setattr(execute, "finalize_output", replaced)
+    monkeypatch.setattr(execute, "finalize_output", replace_file_by_link)
     err = run_failing(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")
     assert "tokenizer_config.json" in err
     assert not Path("out").exists()
 
 
-def test_push_refuses_links_that_leave():
+def test_push_rejects_links_to_outside():
     folder = Path("m")
     assert "tokenizer_config.json" in _file_names(folder)
     (folder / "notes.txt").symlink_to("../secret")

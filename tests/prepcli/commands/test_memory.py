@@ -1,4 +1,4 @@
-"""`--memory` as a limit of the system: a process that may have no more data than `prep inspect` has, and the budget."""
+"""`--memory` enforced with RLIMIT_DATA: the data of `prep inspect` plus the budget is enough."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 
 MIB = 1 << 20
-SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads: the limit counts them whole, whatever they touch
+SLACK_NBYTES = 8 * MIB  # stacks of up to eight threads, which the limit counts whole
 WIDTH = 256
 
-# Stacks of threads are of 1 MiB here, so that they hardly count; what a process holds is told at the end.
-LIMITED = """
+# Thread stacks are 1 MiB, so that they hardly count. The script prints the data size of the process at the end.
+LIMITED_SCRIPT = """
 import resource, sys, threading
 threading.stack_size(1 << 20)
 if limit := int(sys.argv[1]):
@@ -36,14 +36,14 @@ sys.exit(code)
 """
 
 
-def make_large(folder: Path, tensor_nbytes: int) -> None:
-    """A model with an embedding of so many bytes, all zeros and hardly any of them on the disk."""
+def make_large_model(folder: Path, tensor_nbytes: int) -> None:
+    """Write a model with an embedding of `tensor_nbytes`, as a sparse file of zeros."""
     config = {**GPT_NEO, "vocab_size": tensor_nbytes // WIDTH // 4, "hidden_size": WIDTH, "num_layers": 1,
               "attention_types": [[["global"], 1]], "torch_dtype": "float32"}  # fmt: skip
     family, entries = FAMILIES["gpt_neo"], []
     for path, row in parameter_rows(family, config).items():
         bound = bind_row(row, family.sizes(config))
-        for name, _ in bound.tensors() if path != family.tying.leaf else ():
+        for name, _ in bound.tensors() if path != family.tying.head_leaf else ():
             full = name if name in family.unprefixed else family.prefix + name
             entries.append((full, "float32", bound.source_shape, 4 * math.prod(bound.source_shape)))
     (layout,) = lay_out_files([("model.safetensors", entries, None)])
@@ -54,36 +54,39 @@ def make_large(folder: Path, tensor_nbytes: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-class Bench:
-    """Sources whose largest tensor is eight times the budget, and what `prep inspect` of each takes."""
+class MemoryLimits:
+    """Sources with a tensor of eight times the budget (in MiB), and the data size of `prep inspect` for each."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
-        make_large(folder / "m", 8 * budget * MIB)
+        make_large_model(folder / "m", 8 * budget * MIB)
         for name, more in {"init": [], "packed": ["--compress", "zstd"]}.items():
-            self.limited(0, "save-init", "./m", "--mesh", "1,2,4", "--out", name, *more)
-        self.inspect_nbytes = {name: self.data_of_inspect(name) for name in ("./m", "init", "packed")}
+            self.run_limited(0, "save-init", "./m", "--mesh", "1,2,4", "--out", name, *more)
+        self.inspect_nbytes = {name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")}
 
-    def limited(self, limit: int, *words: str) -> str:
-        """Run a command that may have so many bytes of data; what it says on stderr."""
+    def run_limited(self, limit: int, *words: str) -> str:
+        """Run a command with a limit in bytes on its data (0: none); return stderr."""
         run = subprocess.run(
-            [sys.executable, "-c", LIMITED, str(limit), *words, "-q"], cwd=self.folder, capture_output=True, text=True
+            [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words, "-q"],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
         )
         assert run.returncode == 0, run.stderr
         return run.stderr
 
-    def data_of_inspect(self, name: str) -> int:
-        """Bytes of data that looking at a source takes."""
-        found = re.search(r"VmData:\s+(\d+) kB", self.limited(0, "inspect", name))
-        assert found
-        return int(found[1]) * 1024
+    def measure_inspect_nbytes(self, name: str) -> int:
+        """Return the data size in bytes of `prep inspect` for a source."""
+        match = re.search(r"VmData:\s+(\d+) kB", self.run_limited(0, "inspect", name))
+        assert match
+        return int(match[1]) * 1024
 
-    def check(self, *words: str) -> None:
-        """The command needs no more than the budget beyond what looking at its source takes."""
+    def check_within_budget(self, *words: str) -> None:
+        """Check that a command needs at most the budget more than `prep inspect` of its source."""
         base = max(nbytes for name, nbytes in self.inspect_nbytes.items() if name in words)
         memory = () if words[0] == "inspect" else ("--memory", f"{self.budget}MiB")
         try:
-            self.limited(base + self.budget * MIB + SLACK_NBYTES, *words, *memory)
+            self.run_limited(base + self.budget * MIB + SLACK_NBYTES, *words, *memory)
         finally:
             shutil.rmtree(self.folder / "out", ignore_errors=True)
 
@@ -107,33 +110,33 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("small") / "bench", 32)
+def small(tmp_path_factory: pytest.TempPathFactory) -> MemoryLimits:
+    return MemoryLimits(tmp_path_factory.mktemp("small") / "bench", 32)
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_keeps_within_the_least_budget_with_a_tensor_eight_times_as_large(small: Bench, words: list[str]):
-    small.check(*words)
+def test_command_fits_in_minimum_budget(small: MemoryLimits, words: list[str]):
+    small.check_within_budget(*words)
 
 
 @pytest.fixture(scope="module", params=[128, 512], ids=lambda budget: f"{budget}MiB")
-def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
+def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[MemoryLimits]:
     folder = tmp_path_factory.mktemp("large") / "bench"
-    yield Bench(folder, request.param)
+    yield MemoryLimits(folder, request.param)
     shutil.rmtree(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_keeps_within_larger_budgets_with_larger_tensors(large: Bench, words: list[str]):
-    large.check(*words)
+def test_command_fits_in_larger_budgets(large: MemoryLimits, words: list[str]):
+    large.check_within_budget(*words)
 
 
-def test_a_system_without_memory_is_named(small: Bench):
+def test_out_of_memory_is_reported(small: MemoryLimits):
     limit = small.inspect_nbytes["./m"] + 8 * MIB
     words = ["pad-vocab", "./m", "--multiple", "1000", "--out", "starved", "--memory", "512MiB", "-q"]
     run = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit), *words], cwd=small.folder, capture_output=True, text=True
+        [sys.executable, "-c", LIMITED_SCRIPT, str(limit), *words], cwd=small.folder, capture_output=True, text=True
     )
     assert run.returncode == 1
     assert "error: the system is out of memory" in run.stderr

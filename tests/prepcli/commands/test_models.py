@@ -1,4 +1,4 @@
-"""`prep models`."""
+"""`prep models`: the table of aliases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prepcli.errors import USAGE, PrepError
 from prepcli.sources.aliases import ALIASES
 
 
-def test_all_aliases_are_listed() -> None:
+def test_models_lists_all_aliases() -> None:
     report = models(None)
     lines = report.text.splitlines()
     assert lines[0].split() == [
@@ -22,10 +22,10 @@ def test_all_aliases_are_listed() -> None:
     ]  # fmt: skip
 
 
-def test_the_fields_are_numbers() -> None:
-    found = models("gpt_neo").fields["models"]
-    assert isinstance(found, list)
-    assert found[1] == {
+def test_models_fields_are_numbers() -> None:
+    fields = models("gpt_neo").fields["models"]
+    assert isinstance(fields, list)
+    assert fields[1] == {
         "alias": "gpt-neo-1.3B",
         "hub_id": "EleutherAI/gpt-neo-1.3B",
         "family": "gpt_neo",
@@ -36,13 +36,13 @@ def test_the_fields_are_numbers() -> None:
     }
 
 
-def test_a_family_selects() -> None:
+def test_models_selects_a_family() -> None:
     lines = models("llama").text.splitlines()[1:]
     assert lines
     assert all(line.split()[2] == "llama" for line in lines)
 
 
-def test_an_unknown_family_is_guessed() -> None:
+def test_unknown_family_gets_a_suggestion() -> None:
     with pytest.raises(PrepError) as caught:
         models("gptneo")
     assert (caught.value.hint, caught.value.code) == ("did you mean `gpt_neo`?", USAGE)

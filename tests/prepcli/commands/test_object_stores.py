@@ -1,4 +1,4 @@
-"""Checkpoints in object stores, read from there and written there, as commands do it."""
+"""Commands that read checkpoints from object stores and write to them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ import pytest
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
-PREP = """
+PREP_SCRIPT = """
 import sys
-from prepcli.sources import remote_files
+from prepcli.remote import remote_files
 from prepcli.cli.main import main
 remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())
 """
 READ_FAULTS = ("drop", "empty", "refuse", "busy", "limit", "short")
-LAST = ["PUT bucket/out/commit_success.txt", "PUT bucket/out/prep-manifest.json"]
+LAST_WRITES = ["PUT bucket/out/commit_success.txt", "PUT bucket/out/prep-manifest.json"]
 
 
 @dataclass(frozen=True)
-class Site:
-    """A store, and a folder to work in."""
+class StoreSite:
+    """Object store and a working folder."""
 
     store: FakeObjectStore
     cwd: Path
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start_prep(self, *arguments: str) -> subprocess.Popen[str]:
         inherited = {
             key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "GOOGLE_", "PREP_"))
         }
         return subprocess.Popen(
-            [sys.executable, "-c", PREP, *arguments, "--json"],
+            [sys.executable, "-c", PREP_SCRIPT, *arguments, "--json"],
             env=inherited | self.store.environment(),
             cwd=self.cwd,
             stdout=subprocess.PIPE,
@@ -49,8 +49,8 @@ class Site:
             text=True,
         )
 
-    def prep(self, *arguments: str) -> dict[str, Any]:
-        out, err = self.start(*arguments).communicate()
+    def run_prep(self, *arguments: str) -> dict[str, Any]:
+        out, err = self.start_prep(*arguments).communicate()
         assert "secret" not in out + err, "a token is nobody's business"
         return json.loads(out)
 
@@ -58,17 +58,30 @@ class Site:
         return [line for line in self.store.requests if line.startswith(("PUT", "POST", "DELETE"))]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 13 MB, `m`, and its init checkpoint, `init`."""
+    """Make a model `m` of 13 MB and its init `init`."""
     folder = tmp_path_factory.mktemp("home")
     make_checkpoint(folder / "m", vocab_size=4001, hidden_size=256, num_heads=4)
     done = subprocess.run(
-        [sys.executable, "-c", PREP, "save-init", "./m", "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "init", "-q"],
+        [
+            sys.executable,
+            "-c",
+            PREP_SCRIPT,
+            "save-init",
+            "./m",
+            "--mesh",
+            "1,2,2",
+            "--pad-vocab",
+            "8",
+            "--out",
+            "init",
+            "-q",
+        ],
         cwd=folder,
         check=False,
     )
@@ -77,60 +90,60 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def site(home: Path, tmp_path: Path) -> Iterator[Site]:
-    there = {f"bucket/models/m/{name}": data for name, data in contents(home / "m").items()}
-    there |= {f"bucket/init/{name}": data for name, data in contents(home / "init").items()}
-    with serve_objects(there) as store:
-        yield Site(store, tmp_path)
+def site(home: Path, tmp_path: Path) -> Iterator[StoreSite]:
+    objects = {f"bucket/models/m/{name}": data for name, data in read_files(home / "m").items()}
+    objects |= {f"bucket/init/{name}": data for name, data in read_files(home / "init").items()}
+    with serve_objects(objects) as store:
+        yield StoreSite(store, tmp_path)
 
 
-SAVE = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
+SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
-def test_a_folder_in_a_store_is_converted_as_one_that_is_here(site: Site, home: Path):
+def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.3, READ_FAULTS
-    found = site.prep(*SAVE, "--out", "streamed", "--memory", "32MiB")
-    assert found["ok"], found
-    assert found["memory"]["peak"] <= 32 << 20
+    report = site.run_prep(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
+    assert report["ok"], report
+    assert report["memory"]["peak"] <= 32 << 20
     assert sum(map(bool, site.store.faults.injected)) >= 1
-    streamed, local = contents(site.cwd / "streamed"), contents(home / "init")
-    timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # what is streamed has no time
+    streamed, local = read_files(site.cwd / "streamed"), read_files(home / "init")
+    timed = {"prep-manifest.json", "manifest.ocdbt", "_CHECKPOINT_METADATA"}  # streamed files have no modification time
     assert {n: d for n, d in streamed.items() if n not in timed} == {n: d for n, d in local.items() if n not in timed}
-    assert site.prep("verify", "streamed", str(home / "m"))["ok"]
+    assert site.run_prep("verify", "streamed", str(home / "m"))["ok"]
 
 
-def test_an_init_checkpoint_in_a_store_is_read_by_every_command(site: Site, home: Path):
+def test_commands_read_init_from_bucket(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.2, READ_FAULTS
-    shown = site.prep("inspect", "s3://bucket/init")
-    assert (shown["ok"], shown["source"]["format"]) == (True, "orbax")
-    assert site.prep("reshard", "s3://bucket/init", "--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB")["ok"]
-    assert site.prep("export", "gs://bucket/init", "--out", "hf")["ok"]
+    report = site.run_prep("inspect", "s3://bucket/init")
+    assert (report["ok"], report["source"]["format"]) == (True, "orbax")
+    assert site.run_prep("reshard", "s3://bucket/init", "--mesh", "1,4,1", "--out", "wide", "--memory", "32MiB")["ok"]
+    assert site.run_prep("export", "gs://bucket/init", "--out", "hf")["ok"]
     for name in ("wide", "hf", "s3://bucket/init"):
-        same = site.prep("verify", name, str(home / "m"))
-        assert (same["ok"], same.get("differences")) == (True, []), same
-    assert site.prep("verify", "s3://bucket/init")["ok"]
+        verify_report = site.run_prep("verify", name, str(home / "m"))
+        assert (verify_report["ok"], verify_report.get("differences")) == (True, []), verify_report
+    assert site.run_prep("verify", "s3://bucket/init")["ok"]
 
 
-def test_what_is_written_to_a_store_is_what_would_be_here_and_its_marks_come_last(site: Site, home: Path):
-    found = site.prep("save-init", str(home / "m"), *SAVE[2:], "--out", "gs://bucket/out")
-    assert (found["ok"], found["output"]) == (True, "gs://bucket/out")
-    there = site.store.objects_below("bucket/out/")
-    assert there.keys() == contents(home / "init").keys()
-    assert {n: d for n, d in there.items() if n.startswith("d/")} == {
-        n: d for n, d in contents(home / "init").items() if n.startswith("d/")
+def test_bucket_output_equals_local_with_manifest_last(site: StoreSite, home: Path):
+    report = site.run_prep("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
+    assert (report["ok"], report["output"]) == (True, "gs://bucket/out")
+    objects = site.store.objects_below("bucket/out/")
+    assert objects.keys() == read_files(home / "init").keys()
+    assert {n: d for n, d in objects.items() if n.startswith("d/")} == {
+        n: d for n, d in read_files(home / "init").items() if n.startswith("d/")
     }
-    assert site.writes()[-2:] == LAST
+    assert site.writes()[-2:] == LAST_WRITES
     assert list(site.cwd.iterdir()) == []
-    assert site.prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
-def test_what_is_there_already_is_left(site: Site, home: Path):
+def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--mesh")
-    assert site.prep(*arguments, "1,4,1")["already"] is False
+    assert site.run_prep(*arguments, "1,4,1")["already"] is False
     site.store.requests.clear()
-    assert site.prep(*arguments, "1,4,1")["already"] is True
-    other = site.prep(*arguments, "1,2,1")["error"]
-    assert (other["what"], other["why"]) == (
+    assert site.run_prep(*arguments, "1,4,1")["already"] is True
+    error = site.run_prep(*arguments, "1,2,1")["error"]
+    assert (error["what"], error["why"]) == (
         "s3://bucket/out exists",
         "it was made by another request, or of another source",
     )
@@ -138,91 +151,91 @@ def test_what_is_there_already_is_left(site: Site, home: Path):
     assert list(site.cwd.iterdir()) == []
 
 
-def test_something_else_is_replaced_if_that_is_wished_and_its_marks_go_first(site: Site, home: Path):
+def test_overwrite_deletes_bucket_manifest_first(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), "--out", "s3://bucket/out", "--no-scan")
-    assert site.prep(*arguments[:-1])["ok"]
+    assert site.run_prep(*arguments[:-1])["ok"]
     site.store.objects["bucket/out/d/old"] = b"x"
     site.store.requests.clear()
-    assert site.prep(*arguments, "--overwrite")["ok"]
+    assert site.run_prep(*arguments, "--overwrite")["ok"]
     writes = [line for line in site.writes() if line != "POST bucket"]
-    assert writes[:2] == [line.replace("PUT", "DELETE") for line in LAST]
-    assert site.writes()[-2:] == LAST
+    assert writes[:2] == [line.replace("PUT", "DELETE") for line in LAST_WRITES]
+    assert site.writes()[-2:] == LAST_WRITES
     assert "bucket/out/d/old" not in site.store.objects
-    assert site.prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
+    assert site.run_prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/models/m", "gs://bucket/models", "s3://bucket"])
 @pytest.mark.parametrize("more", [(), ("--overwrite",), ("--restart",)])
-def test_what_prep_did_not_make_is_never_replaced(site: Site, home: Path, address: str, more: tuple[str, ...]):
-    error = site.prep("save-init", str(home / "m"), "--out", address, *more)["error"]
+def test_foreign_bucket_folder_is_never_replaced(site: StoreSite, home: Path, address: str, more: tuple[str, ...]):
+    error = site.run_prep("save-init", str(home / "m"), "--out", address, *more)["error"]
     assert error["what"] == f"{address} exists and is something else"
     assert "no prep-manifest.json" in error["why"]
     assert site.writes() == []
 
 
-def test_a_replacement_that_failed_goes_on(site: Site, home: Path):
-    arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out", "gs://bucket/out")
-    assert site.prep(*arguments, "--no-scan")["ok"]
+def test_failed_bucket_overwrite_resumes(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
+    assert site.run_prep(*arguments, "--no-scan")["ok"]
     site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.prep(*arguments, "--overwrite")["ok"]
+    assert not site.run_prep(*arguments, "--overwrite")["ok"]
     assert "bucket/out/prep-manifest.json" not in site.store.objects
     site.store.failing_requests = "\0"
-    assert site.prep(*arguments, "--overwrite")["ok"]
-    assert site.store.objects_below("bucket/out/").keys() == contents(home / "init").keys()
+    assert site.run_prep(*arguments, "--overwrite")["ok"]
+    assert site.store.objects_below("bucket/out/").keys() == read_files(home / "init").keys()
 
 
-def test_an_upload_that_fails_goes_on_where_it_stopped(site: Site, home: Path):
-    arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out", "gs://bucket/out")
+def test_failed_upload_resumes(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
     site.store.failing_requests = "PUT bucket/out/hf/"
-    error = site.prep(*arguments)["error"]
+    error = site.run_prep(*arguments)["error"]
     assert error["what"] == "cannot write gs://bucket/out"
     assert "bucket/out/commit_success.txt" not in site.store.objects
     assert (site.cwd / "out.upload" / "out").is_dir()
     site.store.failing_requests = "\0"
     site.store.requests.clear()
-    assert site.prep(*arguments)["ok"]
+    assert site.run_prep(*arguments)["ok"]
     assert not [line for line in site.writes() if "/d/" in line]
-    assert site.store.objects_below("bucket/out/").keys() == contents(home / "init").keys()
+    assert site.store.objects_below("bucket/out/").keys() == read_files(home / "init").keys()
     assert list(site.cwd.iterdir()) == []
 
 
-def test_an_upload_that_was_begun_is_no_leave_to_replace_what_has_another_address(site: Site, home: Path):
-    arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out")
+def test_unfinished_upload_does_not_permit_other_urls(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out")
     site.store.failing_requests = "PUT bucket/out/hf/"
-    assert not site.prep(*arguments, "gs://bucket/out")["ok"]
+    assert not site.run_prep(*arguments, "gs://bucket/out")["ok"]
     site.store.failing_requests = "\0"
     site.store.objects["bucket/mine/out/thesis"] = b"x"
     site.store.requests.clear()
-    error = site.prep(*arguments, "gs://bucket/mine/out")["error"]
+    error = site.run_prep(*arguments, "gs://bucket/mine/out")["error"]
     assert error["what"] == "gs://bucket/mine/out exists and is something else"
     assert site.writes() == []
-    assert site.prep(*arguments, "gs://bucket/out")["ok"]
+    assert site.run_prep(*arguments, "gs://bucket/out")["ok"]
 
 
 @pytest.mark.parametrize("more", [(), ("--restart",)])
-def test_what_lies_beside_an_output_that_goes_up_is_left(site: Site, home: Path, more: tuple[str, ...]):
+def test_upload_keeps_other_local_files(site: StoreSite, home: Path, more: tuple[str, ...]):
     (site.cwd / "out.upload").mkdir()
     (site.cwd / "out.upload" / "thesis.txt").write_text("mine")
-    assert site.prep("save-init", str(home / "m"), "--out", "gs://bucket/out", *more)["ok"]
-    assert contents(site.cwd) == {"out.upload/thesis.txt": b"mine"}
+    assert site.run_prep("save-init", str(home / "m"), "--out", "gs://bucket/out", *more)["ok"]
+    assert read_files(site.cwd) == {"out.upload/thesis.txt": b"mine"}
 
 
-def test_killed_while_it_uploads_it_goes_on(site: Site, home: Path):
-    arguments = ("save-init", str(home / "m"), *SAVE[2:], "--out", "s3://bucket/out")
-    running = site.start(*arguments)
+def test_killed_upload_resumes(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "s3://bucket/out")
+    running = site.start_prep(*arguments)
     deadline = time.monotonic() + 60
     while not any(line.startswith("PUT bucket/out/d/") for line in site.store.requests) and time.monotonic() < deadline:
         time.sleep(0.001)
     running.send_signal(signal.SIGKILL)
     running.communicate()
     assert "bucket/out/prep-manifest.json" not in site.store.objects
-    assert site.prep(*arguments)["ok"]
-    assert site.store.objects_below("bucket/out/").keys() == contents(home / "init").keys()
-    assert site.prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
+    assert site.run_prep(*arguments)["ok"]
+    assert site.store.objects_below("bucket/out/").keys() == read_files(home / "init").keys()
+    assert site.run_prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
 
-def test_workers_read_and_one_uploads(site: Site, home: Path):
-    found = site.prep(
+def test_workers_write_and_one_process_uploads(site: StoreSite, home: Path):
+    report = site.run_prep(
         "reshard",
         "gs://bucket/init",
         "--mesh",
@@ -234,22 +247,22 @@ def test_workers_read_and_one_uploads(site: Site, home: Path):
         "--memory",
         "512MiB",
     )
-    assert found["ok"], found
-    assert sum(line == LAST[1] for line in site.store.requests) == 1
-    assert site.prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+    assert report["ok"], report
+    assert sum(line == LAST_WRITES[1] for line in site.store.requests) == 1
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
 
 
-def test_what_makes_no_sense(site: Site, home: Path):
+def test_invalid_bucket_requests_are_errors(site: StoreSite, home: Path):
     model = str(home / "m")
-    assert site.prep("save-init", model, "--out", "abfs://bucket/out")["error"]["code"] == 2
-    assert site.prep("save-init", model, "--out", "gs://bucket/out", "--processes", "2/0")["error"]["code"] == 2
-    assert site.prep("save-init", "gs://bucket/models/m", "--offline")["error"]["code"] == 2
-    assert site.prep("inspect", "gs://bucket/models/m", "--revision", "main")["error"]["code"] == 2
-    assert site.prep("inspect", "gs://bucket/nothing")["error"]["what"] == "gs://bucket/nothing holds no checkpoint"
+    assert site.run_prep("save-init", model, "--out", "abfs://bucket/out")["error"]["code"] == 2
+    assert site.run_prep("save-init", model, "--out", "gs://bucket/out", "--processes", "2/0")["error"]["code"] == 2
+    assert site.run_prep("save-init", "gs://bucket/models/m", "--offline")["error"]["code"] == 2
+    assert site.run_prep("inspect", "gs://bucket/models/m", "--revision", "main")["error"]["code"] == 2
+    assert site.run_prep("inspect", "gs://bucket/nothing")["error"]["what"] == "gs://bucket/nothing holds no checkpoint"
     site.store.objects["bucket/bin/pytorch_model.bin"] = b"x"
     site.store.objects["bucket/bin/config.json"] = b"{}"
-    assert site.prep("inspect", "gs://bucket/bin")["error"]["what"] == "gs://bucket/bin cannot be read remotely"
-    dry = site.prep("save-init", model, "--out", "gs://bucket/out", "--dry-run")
+    assert site.run_prep("inspect", "gs://bucket/bin")["error"]["what"] == "gs://bucket/bin cannot be read remotely"
+    dry = site.run_prep("save-init", model, "--out", "gs://bucket/out", "--dry-run")
     assert (dry["ok"], dry["output"]) == (True, "gs://bucket/out")
     assert site.writes() == []
     assert list(site.cwd.iterdir()) == []

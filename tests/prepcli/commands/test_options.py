@@ -1,4 +1,4 @@
-"""Options that are refused: too small, in conflict, or without effect."""
+"""Options that are rejected: out of range, in conflict, or without effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFLICTS = [
     (["--size", "300", "--mesh", "1,1,8"], "`--size 300` and `--mesh 1,1,8` exclude each other"),
     (["--multiple", "8", "--mesh", "1,1,8"], "`--multiple 8` and `--mesh 1,1,8` exclude each other"),
 ]
-WITHOUT_EFFECT = [
+OPTIONS_WITHOUT_EFFECT = [
     (["pad-vocab", "./m", "--seed", "3"], "--seed", "--init normal"),
     (["save-init", "./m", "--init", "mean"], "--init", "--pad-vocab"),
     (["save-init", "./m", "--seed", "3"], "--seed", "--pad-vocab"),
@@ -34,7 +34,7 @@ WITHOUT_EFFECT = [
     (["generate", "./m", "--tokens", "1", "--top-p", "0.5"], "--top-p", "--temperature"),
     (["generate", "./m", "--tokens", "1", "--seed", "5"], "--seed", "--temperature"),
 ]
-STREAMS = [
+STREAMED_FOLDERS = [
     ["save-init", "./m", "--stream"],
     ["verify", "./unstacked", "--stream"],
     ["verify", "./unstacked", "./m", "--stream"],
@@ -43,13 +43,13 @@ STREAMS = [
 ]
 
 
-def _words(value: object) -> str:
+def _test_id(value: object) -> str:
     return " ".join(value) if isinstance(value, list) else ""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder `m`, and an init `unstacked` made from it."""
+    """Make a Hugging Face folder `m` and its init `unstacked`."""
     folder = tmp_path_factory.mktemp("options")
     make_checkpoint(folder / "m", GPT_NEO, vocab_size=131, hidden_size=32)
     run_ok("save-init", str(folder / "m"), "--no-scan", "--out", str(folder / "unstacked"))
@@ -57,49 +57,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     return folder
 
 
-@pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_words)
-def test_sizes_of_a_vocabulary_exclude_each_other(
-    words: list[str], what: str, here: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("words", "what"), CONFLICTS, ids=_test_id)
+def test_vocabulary_sizes_are_mutually_exclusive(
+    words: list[str], what: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_lines(capsys, "pad-vocab", "./m", *words)[0] == f"error: {what}"
-    assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
+    assert {path.name for path in work_dir.iterdir()} == {"m", "unstacked"}
 
 
-@pytest.mark.parametrize(("words", "option", "needed"), WITHOUT_EFFECT, ids=_words)
-def test_options_without_effect_are_refused(
-    words: list[str], option: str, needed: str, here: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("words", "option", "needed"), OPTIONS_WITHOUT_EFFECT, ids=_test_id)
+def test_options_without_effect_are_rejected(
+    words: list[str], option: str, needed: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     what, _, hint = error_lines(capsys, *words)
     assert what == f"error: `{option}` has no effect without `{needed}`"
-    assert hint == f" hint: add `{needed}`, or leave `{option}` out"
-    assert {path.name for path in here.iterdir()} == {"m", "unstacked"}
+    assert hint == f" hint: add `{needed}`, or remove `{option}`"
+    assert {path.name for path in work_dir.iterdir()} == {"m", "unstacked"}
 
 
-@pytest.mark.parametrize("words", STREAMS, ids=_words)
-def test_folders_cannot_be_streamed(words: list[str], here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", STREAMED_FOLDERS, ids=_test_id)
+def test_stream_is_rejected_for_local_folders(
+    words: list[str], work_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     what, _, hint = error_lines(capsys, *words)
-    assert (what, hint) == ("error: `--stream` has no effect", " hint: leave `--stream` out")
+    assert (what, hint) == ("error: `--stream` has no effect", " hint: remove `--stream`")
 
 
-def test_sort_is_refused_where_nothing_is_sorted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sort_is_rejected_with_diff(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         error_lines(capsys, "inspect", "./m", "--diff", "./m", "--sort", "size")[0]
         == "error: `--sort size` has no effect"
     )
 
 
-def test_an_empty_mesh_of_a_library_call_is_refused(here: Path) -> None:
+def test_empty_mesh_in_library_call_is_rejected(work_dir: Path) -> None:
     with pytest.raises(PrepError, match="`--mesh` is empty"):
         save_init(SaveInitRequest(CommonOptions("./m", Path("out"), MIN_MEMORY_NBYTES), mesh=""), Ui("save-init"))
 
 
-def test_an_empty_mesh_of_a_recipe_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = here.parent / "recipe.toml"
+def test_empty_mesh_in_recipe_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = work_dir.parent / "recipe.toml"
     recipe.write_text(
         '[model]\npath = "m"\n[data]\ntype = "text"\npath = "a.txt"\nseq_length = 8\n[batch]\nsize = 1\n'
         "[optimizer]\nlr = 1.0\n[train]\nsteps = 1\n"
@@ -109,30 +111,30 @@ def test_an_empty_mesh_of_a_recipe_is_refused(here: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("text", ["5", "0", "0GB", "1048575", "999 "])
-def test_shard_sizes_without_a_unit_are_refused_if_small(text: str) -> None:
+def test_small_shard_size_without_unit_is_rejected(text: str) -> None:
     with pytest.raises(PrepError, match="`--shard-size") as caught:
         parse_shard_size(text)
     assert caught.value.code == 2
 
 
-def test_a_bare_shard_size_is_answered_with_a_unit() -> None:
+def test_shard_size_hint_has_a_unit() -> None:
     with pytest.raises(PrepError) as caught:
         parse_shard_size("5")
     assert (caught.value.why, caught.value.hint) == (
-        "a number without a unit is in bytes: it is 5 bytes",
+        "a number without a unit is in bytes: 5 bytes",
         "`--shard-size 5GB`",
     )
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("1048576", 1 << 20), ("8KB", 8000), ("5GB", 5 * 10**9)])
-def test_shard_sizes_with_a_unit_may_be_small(text: str, nbytes: int) -> None:
+def test_shard_size_with_unit_may_be_small(text: str, nbytes: int) -> None:
     assert parse_shard_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
     ("text", "why"), [("5", "it is 5 bytes; "), ("8MiB", ""), ("31.5 MiB", ""), ("0", "it is 0 bytes; ")]
 )
-def test_a_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
+def test_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     with pytest.raises(PrepError) as caught:
         parse_memory(text)
     assert caught.value.what == f"`--memory {text}` is below the minimum"
@@ -140,13 +142,13 @@ def test_a_small_memory_is_quoted_as_typed(text: str, why: str) -> None:
     assert caught.value.hint == "`--memory 32MiB` or more"
 
 
-def test_the_least_memory_is_what_the_hint_names() -> None:
+def test_minimum_memory_equals_the_hint() -> None:
     assert parse_memory("32MiB") == MIN_MEMORY_NBYTES
 
 
 @pytest.mark.parametrize("option", [("--memory", "5"), ("--processes", "4")])
-def test_bad_options_are_refused_by_a_dry_run(
-    option: tuple[str, str], here: Path, capsys: pytest.CaptureFixture[str]
+def test_dry_run_rejects_invalid_options(
+    option: tuple[str, str], work_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_lines(capsys, "save-init", "./m", "--dry-run", *option)[0].startswith(
         f"error: `{' '.join(option)}` is "

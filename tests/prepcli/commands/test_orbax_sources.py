@@ -1,4 +1,4 @@
-"""Orbax checkpoints that prep did not write, as sources: their storage, their trees, and where their config is."""
+"""Orbax checkpoints of other programs as sources: storage forms, trees, and the location of the config."""
 
 from __future__ import annotations
 
@@ -25,204 +25,204 @@ ZSTD = StorageForm(codec_names=("zstd",))
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str, code: int = 0) -> None:
+def run_prep(*words: str, code: int = 0) -> None:
     assert main([*words, "--progress", "none"]) == code
 
 
-def native(base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bool, axis: int) -> dict[str, np.ndarray]:
-    """The leaves of prep's own tree, without padding, by their paths below `params`."""
+def native_leaves(base: dict[str, Any], tensors: dict[str, np.ndarray], scan: bool, axis: int) -> dict[str, np.ndarray]:
+    """Return the leaves of prep's native tree without padding, by path below `params`."""
     config = {**base, "vocab_size": 131}
     leaves = expected_leaves(config, tensors, scan, axis)
     cut = {name: leaf[:131] if leaf.shape[:1] == (136,) else leaf for name, leaf in leaves.items()}
     return {name.removeprefix("params."): np.ascontiguousarray(leaf) for name, leaf in cut.items()}
 
 
-def flax(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The leaves that transformers' Flax models have, by the library's own rules of renaming."""
-    found = {}
+def flax_leaves(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the leaves of transformers' Flax models, renamed by the rules of that library."""
+    leaves = {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
         if stem == name or tensor.ndim == 1:
             norm = stem != name and family == "gpt_neo"
-            found[f"{stem}.scale" if norm else name] = tensor
+            leaves[f"{stem}.scale" if norm else name] = tensor
         elif stem.rpartition(".")[2] in ("wte", "wpe", "embed_tokens"):
-            found[f"{stem}.embedding"] = tensor
+            leaves[f"{stem}.embedding"] = tensor
         else:
-            found[f"{stem}.kernel"] = np.ascontiguousarray(tensor.T)
-    return found
+            leaves[f"{stem}.kernel"] = np.ascontiguousarray(tensor.T)
+    return leaves
 
 
 def array_metas(leaves: dict[str, np.ndarray], root: str = "", pieces: int = 1) -> dict[ArrayMeta, np.ndarray]:
-    """Leaves as arrays in `pieces` chunks along their first and last axes."""
-    found = {}
+    """Return each leaf with array metadata for `pieces` chunks along its first and last axes."""
+    metas = {}
     for name, leaf in leaves.items():
         ends = {0, leaf.ndim - 1}
         chunk = tuple(-(-n // pieces) if axis in ends else n for axis, n in enumerate(leaf.shape))
         path = tuple(f"{root}{name}".split("."))
-        found[ArrayMeta(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
-    return found
+        metas[ArrayMeta(path, leaf.shape, leaf.dtype.name, chunk)] = leaf
+    return metas
 
 
-def check(source: str, tensors: dict[str, np.ndarray], *more: str) -> None:
-    """Both ways out of a source hold the tensors."""
-    run("save-init", source, "--out", "init", *more)
-    run("verify", "init")
-    run("verify", "init", "./model")
-    run("export", source, "--out", "back", *more)
-    found = read_tensors(Path("back"))
-    assert found.keys() == tensors.keys()
-    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+def check_conversions(source: str, tensors: dict[str, np.ndarray], *more: str) -> None:
+    """Check the tensors of a source after save-init and after export."""
+    run_prep("save-init", source, "--out", "init", *more)
+    run_prep("verify", "init")
+    run_prep("verify", "init", "./model")
+    run_prep("export", source, "--out", "back", *more)
+    actual = read_tensors(Path("back"))
+    assert actual.keys() == tensors.keys()
+    assert all(same_bits(actual[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("form", STORAGE_FORMS, ids=str)
-def test_every_form_of_storage(tmp_path: Path, form: StorageForm):
+def test_all_orbax_storage_forms_convert(tmp_path: Path, form: StorageForm):
     tensors = make_checkpoint(tmp_path / "model", GPT_NEO)
-    write_zarr_item(tmp_path / "item", array_metas(native(GPT_NEO, tensors, True, 0), "params.", 2), form)
-    run("save-init", "./item", "--config", "./model", "--out", "init")
-    run("verify", "init", "./model")
+    write_zarr_item(tmp_path / "item", array_metas(native_leaves(GPT_NEO, tensors, True, 0), "params.", 2), form)
+    run_prep("save-init", "./item", "--config", "./model", "--out", "init")
+    run_prep("verify", "init", "./model")
 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("root", ["", "params.", "params.params."])
 @pytest.mark.parametrize(("scan", "axis"), [(True, 0), (True, 1), (False, 0)])
-def test_preps_own_tree_without_its_manifest(tmp_path: Path, family: str, root: str, scan: bool, axis: int):
+def test_native_tree_without_manifest_converts(tmp_path: Path, family: str, root: str, scan: bool, axis: int):
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
-    write_zarr_item(tmp_path / "item", array_metas(native(MODELS[family], tensors, scan, axis), root), ZSTD)
-    check("./item", tensors, "--config", "./model/config.json")
+    write_zarr_item(tmp_path / "item", array_metas(native_leaves(MODELS[family], tensors, scan, axis), root), ZSTD)
+    check_conversions("./item", tensors, "--config", "./model/config.json")
 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_what_redco_saves(tmp_path: Path, family: str, pieces: int):
-    """Parameters of a Flax model beside an optimizer state and a pickle, which is never opened."""
+def test_redco_checkpoint_converts(tmp_path: Path, family: str, pieces: int):
+    """Parameters of a Flax model next to an optimizer state and a pickle; the pickle is never opened."""
     tensors = make_checkpoint(tmp_path / "model", MODELS[family])
-    leaves = flax(family, tensors)
+    leaves = flax_leaves(family, tensors)
     write_zarr_item(tmp_path / "last/params", array_metas(leaves, "", pieces), ZSTD)
     write_zarr_item(tmp_path / "last/opt_state", array_metas(leaves, "0.mu."), ZSTD)
     shutil.copyfile(tmp_path / "model/config.json", tmp_path / "last/config.json")
     (tmp_path / "last/params_shape.pkl").write_bytes(f"cos\nmkdir\n(S'{tmp_path}/opened'\ntR.".encode())
     (tmp_path / "last/info.json").write_text('{"rng": [0, 1], "step": 3}')
-    check("./last", tensors)
+    check_conversions("./last", tensors)
     assert not (tmp_path / "opened").exists()
     assert not (tmp_path / "init/hf/info.json").exists()
 
 
-def test_a_training_state_is_left_out_and_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_training_state_is_dropped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
-    leaves = native(LLAMA, tensors, True, 0)
+    leaves = native_leaves(LLAMA, tensors, True, 0)
     state = {"step": np.array(3, np.int32)} | {f"opt_state.mu.{name}": leaf for name, leaf in leaves.items()}
     write_zarr_item(
         tmp_path / "run/100/state",
         array_metas(leaves, "params.") | array_metas(state),
         StorageForm(zarr3=True, chunks_per_shard=2),
     )
-    run("save-init", "./run", "--config", "./model", "--out", "init", "--json")
-    told = capsys.readouterr()
-    assert "optimizer state (" in told.err
-    dropped = json.loads(told.out)["accounting"]["dropped"]
-    assert {(each["name"], each["rule"]) for each in dropped} == {
+    run_prep("save-init", "./run", "--config", "./model", "--out", "init", "--json")
+    output = capsys.readouterr()
+    assert "optimizer state (" in output.err
+    dropped = json.loads(output.out)["accounting"]["dropped"]
+    assert {(entry["name"], entry["rule"]) for entry in dropped} == {
         ("opt_state", "optimizer state"),
         ("step", "training state"),
     }
-    run("verify", "init", "./model")
+    run_prep("verify", "init", "./model")
 
 
-def test_it_is_laid_out_for_a_mesh(tmp_path: Path):
+def test_reshard_reads_foreign_orbax_tree(tmp_path: Path):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
-    write_zarr_item(tmp_path / "item", array_metas(flax("llama", tensors)), ZSTD)
-    run("reshard", "./item", "--config", "./model", "--mesh", "1,4,1", "--no-scan", "--out", "wide")
-    run("verify", "wide", "./model")
+    write_zarr_item(tmp_path / "item", array_metas(flax_leaves("llama", tensors)), ZSTD)
+    run_prep("reshard", "./item", "--config", "./model", "--mesh", "1,4,1", "--no-scan", "--out", "wide")
+    run_prep("verify", "wide", "./model")
 
 
 @pytest.mark.parametrize("place", ["item", "item/hf", ".", "hf"])
-def test_where_the_config_may_be(tmp_path: Path, place: str):
+def test_config_is_found_near_the_item(tmp_path: Path, place: str):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
-    write_zarr_item(tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0)), ZSTD)
+    write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), ZSTD)
     (tmp_path / place).mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copyfile(tmp_path / "model" / name, tmp_path / place / name)
     (tmp_path / place / "notes.txt").write_text("not of the model")
-    run("save-init", "./item", "--out", "init")
+    run_prep("save-init", "./item", "--out", "init")
     assert sorted(path.name for path in (tmp_path / "init/hf").iterdir()) == ["config.json", "tokenizer_config.json"]
 
 
-def test_without_a_config_it_is_refused_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_orbax_without_config_gets_a_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
-    run("save-init", "./item", code=1)
+    run_prep("save-init", "./item", code=1)
     assert "--config FOLDER" in capsys.readouterr().err
 
 
-def test_a_tree_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_orbax_tree_of_other_model_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(tmp_path / "item", array_metas({"w": np.ones((3, 4), np.float32)}), ZSTD)
-    run("save-init", "./item", "--config", "./model", code=1)
+    run_prep("save-init", "./item", "--config", "./model", code=1)
     assert "has no known layout" in capsys.readouterr().err
 
 
-def test_a_leaf_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_leaf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
-    leaves = native(LLAMA, tensors, True, 0)
+    leaves = native_leaves(LLAMA, tensors, True, 0)
     del leaves["layers.attn.q.weight"]
     write_zarr_item(tmp_path / "item", array_metas(leaves), ZSTD)
-    run("save-init", "./item", "--config", "./model", code=1)
+    run_prep("save-init", "./item", "--config", "./model", code=1)
     assert "model.layers.0.self_attn.q_proj.weight" in capsys.readouterr().err
 
 
-def test_a_chunk_that_is_damaged_stops_the_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_chunk_stops_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     write_zarr_item(
-        tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0)), StorageForm(ocdbt=False, codec_names=("zstd",))
+        tmp_path / "item",
+        array_metas(native_leaves(LLAMA, tensors, True, 0)),
+        StorageForm(ocdbt=False, codec_names=("zstd",)),
     )
     chunk = tmp_path / "item/layers.mlp.up.weight/0.0.0"
     chunk.write_bytes(chunk.read_bytes()[:50])
-    run("save-init", "./item", "--config", "./model", "--out", "init", code=1)
-    told = capsys.readouterr().err
-    assert "chunk 0.0.0 of `layers.mlp.up.weight`" in told
+    run_prep("save-init", "./item", "--config", "./model", "--out", "init", code=1)
+    stderr = capsys.readouterr().err
+    assert "chunk 0.0.0 of `layers.mlp.up.weight`" in stderr
     assert not (tmp_path / "init").exists()
 
 
-def test_a_source_that_lies_in_its_index_and_changes_is_another_source(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_changed_inline_source_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def item(tensors: dict[str, np.ndarray]) -> None:
         shutil.rmtree(tmp_path / "item", ignore_errors=True)
         form = StorageForm(codec_names=("zstd",), max_inline_nbytes=1 << 20)
-        write_zarr_item(tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0)), form)
+        write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0)), form)
 
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
     item(tensors)
-    run("save-init", "./item", "--config", "./model", "--out", "init")
+    run_prep("save-init", "./item", "--config", "./model", "--out", "init")
     item({name: tensor + 1 for name, tensor in tensors.items()})
-    run("save-init", "./item", "--config", "./model", "--out", "init", code=1)
+    run_prep("save-init", "./item", "--config", "./model", "--out", "init", code=1)
     assert "from a source that has changed since" in capsys.readouterr().err
 
 
-def test_more_files_than_can_be_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_many_files_are_read_with_few_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for module in (orbax_item, item_reader):
         monkeypatch.setattr(module, "MAX_OPEN_FILES", 3)
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
-    leaves = native(LLAMA, tensors, True, 0)
+    leaves = native_leaves(LLAMA, tensors, True, 0)
     write_zarr_item(tmp_path / "item", array_metas(leaves, "", 3), StorageForm(ocdbt=False))
-    check("./item", tensors, "--config", "./model")
+    check_conversions("./item", tensors, "--config", "./model")
     item = read_item(tmp_path / "item")
     with item_reader.ItemReader(item, {}) as reader:
         for name, leaf in leaves.items():
-            found = np.empty_like(leaf)
-            reader.read(name, {full_box(leaf.shape): found})
-            assert same_bits(found, leaf)
+            array = np.empty_like(leaf)
+            reader.read(name, {full_box(leaf.shape): array})
+            assert same_bits(array, leaf)
 
 
-def test_it_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_reads_foreign_orbax_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(tmp_path / "model", LLAMA)
-    write_zarr_item(tmp_path / "item", array_metas(native(LLAMA, tensors, True, 0), "params.", 2), ZSTD)
-    run("inspect", "./item", "--stats", "--json")
-    found = json.loads(capsys.readouterr().out)["tensors"]
-    norm = next(each for each in found if each["name"] == "params.final_norm.scale")
+    write_zarr_item(tmp_path / "item", array_metas(native_leaves(LLAMA, tensors, True, 0), "params.", 2), ZSTD)
+    run_prep("inspect", "./item", "--stats", "--json")
+    entries = json.loads(capsys.readouterr().out)["tensors"]
+    norm = next(entry for entry in entries if entry["name"] == "params.final_norm.scale")
     assert norm["stats"]["max"] == tensors["model.norm.weight"].max()
     assert norm["chunks"] == 2
-    run("inspect", "./item")
+    run_prep("inspect", "./item")
     assert "Orbax (zstd), 1 data file" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Links that somebody laid into the folder of an output are not followed."""
+"""Symbolic links inside an output's folder are not followed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FILES = (
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_sources(tmp_path, monkeypatch)
 
 
-def refused(capsys: pytest.CaptureFixture[str]) -> bool:
+def save_init_refuses_link(capsys: pytest.CaptureFixture[str]) -> bool:
     capsys.readouterr()
     code = main(["save-init", "./model", "--out", "out", "-q"])
     err = capsys.readouterr().err
@@ -38,20 +38,20 @@ def refused(capsys: pytest.CaptureFixture[str]) -> bool:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_save_init_follows_no_link_in_its_folder(capsys, file: str):
+def test_save_init_rejects_file_links_in_partial_output(capsys, file: str):
     target, link = Path("target"), Path("out.partial", file)
     target.write_text("mine")
     Path("out.partial/.prep").mkdir(parents=True)
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(target.absolute())
-    assert refused(capsys)
+    assert save_init_refuses_link(capsys)
     assert target.read_text() == "mine"
     link.unlink()
     assert main(["save-init", "./model", "--out", "out", "-q"]) == 0
 
 
 @pytest.mark.parametrize("folder", ["out.partial", "out.partial/.prep", "out.partial/d", "out.partial/hf"])
-def test_save_init_writes_into_no_linked_folder(capsys, folder: str):
+def test_save_init_rejects_folder_links_in_partial_output(capsys, folder: str):
     target = Path("elsewhere")
     target.mkdir()
     if folder != "out.partial":
@@ -59,11 +59,11 @@ def test_save_init_writes_into_no_linked_folder(capsys, folder: str):
     if folder == "out.partial/.prep":
         Path(folder).rmdir()
     Path(folder).symlink_to(target.absolute())
-    assert refused(capsys)
+    assert save_init_refuses_link(capsys)
     assert not list(target.iterdir())
 
 
-def test_train_follows_no_link_for_its_lock(tmp_path: Path):
+def test_train_rejects_linked_lock(tmp_path: Path):
     from prepcli.errors import PrepError
     from prepcli.execution.run_folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""pad-vocab: the rows that are asked for, and what they are made of."""
+"""`prep pad-vocab`: the number of new rows and their values."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from trainer.models.families.gpt_neo import FAMILY
 COMMON = CommonOptions("m", None, 1 << 29)
 
 
-def source(**config: Any) -> Source:
+def make_source(**config: Any) -> Source:
     return Source("m", Path("m"), FAMILY, config, TensorNames(FAMILY), (), (), (), (), None)
 
 
 @pytest.mark.parametrize(
-    ("wish", "size"),
+    ("options", "size"),
     [
         ({}, 136),
         ({"multiple": 128}, 256),
@@ -47,27 +47,27 @@ def source(**config: Any) -> Source:
         ({"mesh": "1,64,4", "multiple": 1000}, 132),
     ],
 )
-def test_sizes_count_from_the_true_rows(wish: dict[str, Any], size: int):
-    assert padded_size(PadVocabRequest(COMMON, **wish), Vocabulary(131, 136)) == size
+def test_padded_size_starts_from_true_rows(options: dict[str, Any], size: int):
+    assert padded_size(PadVocabRequest(COMMON, **options), Vocabulary(131, 136)) == size
 
 
-def test_a_size_below_the_true_rows_is_refused():
+def test_size_below_true_rows_is_rejected():
     with pytest.raises(PrepError, match="--size 130") as caught:
         padded_size(PadVocabRequest(COMMON, size=130), Vocabulary(131, 136))
     assert caught.value.code == USAGE
 
 
-def test_what_new_rows_are_made_of():
-    assert make_fill("zeros", 5, source()) == Fill("zeros")
-    assert make_fill("mean", 5, source(initializer_range="odd")) == Fill("mean")
-    assert make_fill("normal", 5, source()) == Fill("normal", 5, 0.02)
-    assert make_fill("normal", 2**64 - 1, source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
+def test_make_fill():
+    assert make_fill("zeros", 5, make_source()) == Fill("zeros")
+    assert make_fill("mean", 5, make_source(initializer_range="odd")) == Fill("mean")
+    assert make_fill("normal", 5, make_source()) == Fill("normal", 5, 0.02)
+    assert make_fill("normal", 2**64 - 1, make_source(initializer_range=1)) == Fill("normal", 2**64 - 1, 1.0)
 
 
 @pytest.mark.parametrize(
     ("init", "seed", "config", "text", "code"),
     [
-        ("ones", 0, {}, "`--init ones` is not known", USAGE),
+        ("ones", 0, {}, "unknown `--init ones`", USAGE),
         ("normal", 2**64, {}, "`--seed 18446744073709551616` is too large", USAGE),
         ("normal", 0, {"initializer_range": None}, "initializer_range is None", FAILED),
         ("normal", 0, {"initializer_range": "0.02"}, "initializer_range is '0.02'", FAILED),
@@ -75,14 +75,14 @@ def test_what_new_rows_are_made_of():
         ("normal", 0, {"initializer_range": float("nan")}, "initializer_range is nan", FAILED),
     ],
 )
-def test_what_cannot_be_made_is_named(init: str, seed: int, config: dict[str, Any], text: str, code: int):
+def test_make_fill_rejects_invalid_values(init: str, seed: int, config: dict[str, Any], text: str, code: int):
     with pytest.raises(PrepError) as caught:
-        make_fill(init, seed, source(**config))
+        make_fill(init, seed, make_source(**config))
     assert text in str(caught.value)
     assert caught.value.code == code
 
 
-def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_scalar_and_empty_tensors_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     odd = {
         "transformer.h.0.attn.attention.bias": np.zeros((0, 5), np.uint8),
@@ -93,9 +93,9 @@ def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Pa
     tensors = checkpoint_tensors(GPT_NEO, "float32", tied=True, legacy=False)
     write_checkpoint(Path("m"), GPT_NEO, {**odd, **tensors})
     assert main(["pad-vocab", "./m", "-q"]) == 0
-    found = read_tensors(Path("m-padded"))
-    assert found.keys() == {*odd, *tensors}
-    assert all(same_bits(found[name], odd[name]) for name in odd)
+    actual = read_tensors(Path("m-padded"))
+    assert actual.keys() == {*odd, *tensors}
+    assert all(same_bits(actual[name], odd[name]) for name in odd)
     assert main(["verify", "m-padded", "-q"]) == 0
     assert main(["save-init", "m-padded", "-q"]) == 0
     assert main(["export", "m-padded-init", "--out", "back", "-q"]) == 0
@@ -103,7 +103,7 @@ def test_tensors_without_dims_and_without_elements_are_carried_over(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("heads", "rules"), [(6, " --rule 'heads=mp|none'"), (8, "")])
-def test_the_next_command_after_padding_for_a_mesh_works(
+def test_suggested_next_command_works(
     heads: int, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

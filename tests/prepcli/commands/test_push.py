@@ -114,7 +114,7 @@ def test_failed_push_can_be_repeated(init: Path, tmp_path: Path, broken: str):
         prep, hub.failing_requests = Runner(hub, tmp_path), broken
         error = prep(*arguments)["error"]
         assert error["what"] == "cannot push to o/m"
-        assert error["why"] == "the hub answered 400; the export in hf is whole"
+        assert error["why"] == "the hub answered 400; the export in hf is complete"
         assert error["hint"].startswith("run the same command again")
         assert prep("verify", "hf")["ok"]
         assert not hub.repos.get("o/m", PushedRepo(False)).branches["main"]
@@ -135,7 +135,7 @@ def test_push_reports_refusals_of_the_hub(init: Path, tmp_path: Path, status: in
     with serve_push_hub() as hub:
         hub.failing_requests, hub.status = "/repos/create", status
         error = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m")["error"]
-    assert error["why"] == f"{why}; the export in hf is whole"
+    assert error["why"] == f"{why}; the export in hf is complete"
 
 
 def test_push_checks_requirements_before_the_export(init: Path, tmp_path: Path):
@@ -147,8 +147,8 @@ def test_push_checks_requirements_before_the_export(init: Path, tmp_path: Path):
         assert prep(*arguments, "o/open", "--private")["error"]["what"] == "o/open is public"
         assert prep(*arguments, "nobody")["error"]["code"] == 2
         assert prep(*arguments, "o/m", HF_HUB_OFFLINE="1")["error"]["why"] == "HF_HUB_OFFLINE is set"
-        assert prep(*arguments[:-1], "--private")["error"]["what"] == "`--private` is for `--push`"
-        assert prep(*arguments, "o/m", "--processes", "2/0")["error"]["what"] == "`--push` is for one process"
+        assert prep(*arguments[:-1], "--private")["error"]["what"] == "`--private` requires `--push`"
+        assert prep(*arguments, "o/m", "--processes", "2/0")["error"]["what"] == "`--push` is not supported with several processes"
         assert prep(*arguments, "o/m", "--dry-run")["ok"]
         assert "o/m" not in hub.repos
     assert not (tmp_path / "hf").exists()

@@ -1,4 +1,4 @@
-"""Plain Orbax restores what the commands write, in every way that it has, bit for bit."""
+"""Orbax restores the outputs of the commands bit for bit."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from trainer.models.registry import FAMILIES
 
 
 def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, scan_axis: int) -> dict[str, np.ndarray]:
-    """Every leaf of the tree, put together by the index algebra alone; padding is zeros."""
+    """Assemble every leaf of the tree from the tensors with the axis map; padding is zeros."""
     family = FAMILIES[config["model_type"]]
     true, padded = config["vocab_size"], -(-config["vocab_size"] // 8) * 8
-    found = {}
+    leaves = {}
     for path, row in parameter_rows(family, config, scan, scan_axis).items():
-        if path == family.tying.leaf and family.is_tied(config):
+        if path == family.tying.head_leaf and family.is_tied(config):
             continue
         bound = bind_row(row, family.sizes(config) | {"vocab": true}, {"vocab": padded})
         for layer in range(3 if "{layers}" in path else 1):
             item = next(iter(tensors.values())).dtype.itemsize
             out = np.zeros(int(np.prod(bound.leaf_shape)) * item, np.uint8)
-            at = {"layers": layer} if "{layers}" in path else {}
-            for name, copy in leaf_box_copies(bound, full_box(bound.leaf_shape), item, at):
+            fixed = {"layers": layer} if "{layers}" in path else {}
+            for name, copy in leaf_box_copies(bound, full_box(bound.leaf_shape), item, fixed):
                 full = name if name in family.unprefixed else family.prefix + name
                 move(copy, as_bytes(tensors[full]), out)
             dtype = next(iter(tensors.values())).dtype
-            found[f"params.{path.format(layers=layer)}"] = out.view(dtype).reshape(bound.leaf_shape)
-    return found
+            leaves[f"params.{path.format(layers=layer)}"] = out.view(dtype).reshape(bound.leaf_shape)
+    return leaves
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, sca
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(Path("m"), base, dtype, hidden_size=64)
     assert main(["save-init", "./m", "--pad-vocab", "8", "-q", *options]) == 0
-    if "--mesh" in options and scan and axis == 0:  # through another mesh, and back to this one
+    if "--mesh" in options and scan and axis == 0:  # via another mesh and back
         assert main(["reshard", "m-init", "--mesh", "1,1,4", "--out", "other", "-q"]) == 0
         assert main(["reshard", "other", *options, "--out", "m-init", "--overwrite", "-q"]) == 0
     config = json.loads(Path("m/config.json").read_text())

@@ -1,4 +1,4 @@
-"""Bits that rot, of an output or of a source: the tensor is named, and nothing of it is passed on."""
+"""Flipped bits in an output or a source: the error names the tensor, and no damaged value is written."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.helpers.faults import COMMANDS, expected_output, make_sources
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_sources(tmp_path, monkeypatch)
 
 
-def flip_bit(path: Path, at: int) -> None:
+def flip_bit(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 1 << (at % 8)
+    data[offset] ^= 1 << (offset % 8)
     path.write_bytes(data)
 
 
-def tensors_in(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Every tensor of a safetensors file, with its bytes."""
+def tensor_byte_ranges(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield the name and byte range of every tensor of a safetensors file."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8 : 8 + size]).items():
@@ -36,10 +36,12 @@ def tensors_in(path: Path) -> Iterator[tuple[str, int, int]]:
             yield name, 8 + size + low, 8 + size + high
 
 
-def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
+def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
     expected_output("pad-vocab")
     draw = random.Random(2)
-    places = [(p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensors_in(p) if t[1] < t[2]]
+    places = [
+        (p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensor_byte_ranges(p) if t[1] < t[2]
+    ]
     for path, name, low, high in draw.sample(places, 12):
         capsys.readouterr()
         before = path.read_bytes()
@@ -53,20 +55,20 @@ def test_verify_names_the_tensor_of_any_bit_that_rots(capsys):
 
 
 @pytest.mark.parametrize("name", ["reshard", "export"])
-def test_a_source_with_rotten_bits_is_named_with_the_tensor_and_never_passed_on(capsys, name: str):
+def test_flipped_bit_in_source_stops_conversion(capsys, name: str):
     expected_output(name)
     draw = random.Random(3)
     for path in sorted(Path("init/d").iterdir()):
         before = path.read_bytes()
-        for at in (draw.randrange(len(before)) for _ in range(6)):
-            flip_bit(path, at)
+        for offset in (draw.randrange(len(before)) for _ in range(6)):
+            flip_bit(path, offset)
             capsys.readouterr()
             code = main([*COMMANDS[name], "--out", "out", "-q", "--restart"])
-            if code == 0:  # between chunks, where no tensor is
+            if code == 0:  # the bit is between chunks, outside all tensors
                 assert main(["verify", "out", "whole", "-q"]) == 0
                 shutil.rmtree("out")
             else:
-                named = r"error: ((transformer|lm_head)\.\S+ in init is damaged|the index of init cannot be read)"
-                assert re.search(named, capsys.readouterr().err)
+                pattern = r"error: ((transformer|lm_head)\.\S+ in init is damaged|the index of init cannot be read)"
+                assert re.search(pattern, capsys.readouterr().err)
                 assert not Path("out").exists()
             path.write_bytes(before)

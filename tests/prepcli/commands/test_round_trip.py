@@ -1,4 +1,4 @@
-"""The conversions end to end on tiny models: every bit comes back, whatever lay in between."""
+"""Bit-exact round trips of tiny models through the conversions."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from tests.helpers.tiny_checkpoints import (
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-WIDE: dict[str, dict[str, Any]] = {  # so that each of the meshes divides them
+WIDE: dict[str, dict[str, Any]] = {  # sizes that all meshes divide
     "gpt2": {"n_embd": 64},
     "gpt_neo": {"hidden_size": 64},
     "llama": {"hidden_size": 64, "num_attention_heads": 4},
 }
 
 
-def weights(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without the buffers of old files, which only pad-vocab carries over."""
+def without_buffers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Remove the buffers of old files, which only pad-vocab copies."""
     buffers = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
     return {name: value for name, value in tensors.items() if not name.endswith(buffers)}
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -57,7 +57,7 @@ def test_pad_init_reshard_export_changes_no_bit(base: dict[str, Any], dtype: str
         run_ok("reshard", previous, "--mesh", mesh, "--out", f"r{number}")
         previous = f"r{number}"
     run_ok("export", previous, "--out", "back")
-    assert_same(read_tensors(Path("back")), weights(tensors))
+    assert_same(read_tensors(Path("back")), without_buffers(tensors))
     before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("m", "back"))
     assert after == {**before, "vocab_size": 131}
     assert Path("back/tokenizer_config.json").read_bytes() == Path("m/tokenizer_config.json").read_bytes()
@@ -66,29 +66,29 @@ def test_pad_init_reshard_export_changes_no_bit(base: dict[str, Any], dtype: str
 
 
 @pytest.mark.parametrize("init", ["zeros", "mean", "normal"])
-def test_pad_vocab_adds_rows_and_touches_nothing_else(init: str):
+def test_pad_vocab_only_adds_rows(init: str):
     tensors = make_checkpoint(Path("m"), LLAMA, "bfloat16", legacy=True)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", init)
-    found = read_tensors(Path("m-padded"))
+    actual = read_tensors(Path("m-padded"))
     padded = {"model.embed_tokens.weight", "lm_head.weight"}
     assert_same(
-        {n: v for n, v in found.items() if n not in padded}, {n: v for n, v in tensors.items() if n not in padded}
+        {n: v for n, v in actual.items() if n not in padded}, {n: v for n, v in tensors.items() if n not in padded}
     )
     for name in padded:
-        assert found[name].shape == (136, 32)
-        assert same_bits(found[name][:131], tensors[name])
+        assert actual[name].shape == (136, 32)
+        assert same_bits(actual[name][:131], tensors[name])
         mean = tensors[name].astype(np.float64).mean(axis=0).astype(tensors[name].dtype)
         if init == "zeros":
-            assert not found[name][131:].astype(np.float32).any()
+            assert not actual[name][131:].astype(np.float32).any()
         elif init == "mean":
-            assert all(same_bits(row, mean) for row in found[name][131:])
+            assert all(same_bits(row, mean) for row in actual[name][131:])
         else:
-            assert 0.01 < found[name][131:].astype(np.float64).std() < 0.03
+            assert 0.01 < actual[name][131:].astype(np.float64).std() < 0.03
     config = json.loads(Path("m-padded/config.json").read_text())
     assert (config["vocab_size"], config["true_vocab_size"]) == (136, 131)
 
 
-def test_padding_twice_is_padding_once_and_counts_from_the_true_size():
+def test_padding_twice_equals_padding_once():
     make_checkpoint(Path("m"))
     run_ok("pad-vocab", "./m", "--multiple", "8", "--out", "eight")
     run_ok("pad-vocab", "eight", "--multiple", "8", "--out", "again")
@@ -99,7 +99,7 @@ def test_padding_twice_is_padding_once_and_counts_from_the_true_size():
     assert read_tensors(Path("wide"))["transformer.wte.weight"].shape == (256, 32)
 
 
-def test_mean_after_padding_is_that_of_the_true_rows():
+def test_mean_padding_uses_true_rows():
     tensors = make_checkpoint(Path("m"))
     run_ok("pad-vocab", "./m", "--multiple", "8", "--out", "eight")
     run_ok("pad-vocab", "eight", "--multiple", "64", "--init", "mean", "--out", "wide")
@@ -109,7 +109,7 @@ def test_mean_after_padding_is_that_of_the_true_rows():
     assert all(same_bits(row, mean) for row in table[136:])
 
 
-def test_a_checkpoint_without_the_base_prefix_comes_back_without_it():
+def test_names_without_prefix_round_trip():
     tensors = make_checkpoint(Path("m"))
     bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
     write_checkpoint(Path("bare"), json.loads(Path("m/config.json").read_text()), bare)
@@ -118,7 +118,7 @@ def test_a_checkpoint_without_the_base_prefix_comes_back_without_it():
     assert_same(read_tensors(Path("back")), bare)
 
 
-def test_a_tied_head_that_is_stored_is_compared_and_written_once():
+def test_stored_tied_head_is_written_once():
     tensors = make_checkpoint(Path("m"))
     both = {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
     write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), both)
@@ -130,7 +130,7 @@ def test_a_tied_head_that_is_stored_is_compared_and_written_once():
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_a_tied_head_that_differs_is_an_error_and_untie_keeps_both(capsys: pytest.CaptureFixture[str]):
+def test_different_tied_head_needs_untie(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"))
     head = tensors["transformer.wte.weight"].copy()
     head[17, 3] += 1
@@ -138,10 +138,10 @@ def test_a_tied_head_that_differs_is_an_error_and_untie_keeps_both(capsys: pytes
     write_checkpoint(Path("both"), config, {**tensors, "lm_head.weight": head})
     for command in ("save-init", "pad-vocab"):
         assert main([command, "./both", "-q"]) == 1
-        said = capsys.readouterr().err
-        assert "lm_head.weight is not equal to transformer.wte.weight" in said
-        assert "first difference in row 17" in said
-        assert "--untie" in said
+        stderr = capsys.readouterr().err
+        assert "lm_head.weight is not equal to transformer.wte.weight" in stderr
+        assert "first difference in row 17" in stderr
+        assert "--untie" in stderr
     assert not list(Path().glob("both-*[!l]"))
     run_ok("save-init", "./both", "--untie", "--restart")
     run_ok("export", "both-init", "--out", "back")
@@ -151,7 +151,7 @@ def test_a_tied_head_that_differs_is_an_error_and_untie_keeps_both(capsys: pytes
 
 @pytest.mark.parametrize("base", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("options", [["--no-scan"], ["--scan-axis", "1"], ["--mesh", "fsdp:2,mp:4,sp:2"]])
-def test_other_layouts_of_the_tree_come_back(base: dict[str, Any], options: list[str]):
+def test_other_tree_layouts_round_trip(base: dict[str, Any], options: list[str]):
     tensors = make_checkpoint(Path("m"), base, "float16")
     run_ok("save-init", "./m", "--pad-vocab", "8", *options)
     run_ok("verify", "m-init")
@@ -159,18 +159,18 @@ def test_other_layouts_of_the_tree_come_back(base: dict[str, Any], options: list
     assert_same(read_tensors(Path("m-hf")), tensors)
 
 
-def test_export_keeps_padding_when_asked_and_shards_by_size():
+def test_export_keeps_padding_and_shards_by_size():
     tensors = make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--pad-vocab", "8")
     run_ok("export", "m-init", "--keep-padding", "--shard-size", "40KB", "--out", "back")
-    found = read_tensors(Path("back"))
-    assert found["lm_head.weight"].shape == (136, 32)
-    assert same_bits(found["lm_head.weight"][:131], tensors["lm_head.weight"])
+    actual = read_tensors(Path("back"))
+    assert actual["lm_head.weight"].shape == (136, 32)
+    assert same_bits(actual["lm_head.weight"][:131], tensors["lm_head.weight"])
     assert len(list(Path("back").glob("*.safetensors"))) > 3
     assert json.loads(Path("back/config.json").read_text())["true_vocab_size"] == 131
 
 
-def test_two_runs_write_the_same_bytes_whatever_the_memory():
+def test_output_does_not_depend_on_memory():
     make_checkpoint(Path("m"), LLAMA)
     run_ok("save-init", "./m", "--out", "a", "--memory", "512MiB")
     run_ok("save-init", "./m", "--out", "b", "--memory", "32MiB")
@@ -179,7 +179,7 @@ def test_two_runs_write_the_same_bytes_whatever_the_memory():
     assert [f for f in files if Path("a", f).read_bytes() != Path("b", f).read_bytes()] == []
 
 
-def test_the_same_request_again_is_already_done(capsys: pytest.CaptureFixture[str]):
+def test_repeated_request_is_already_done(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     before = {p: p.stat().st_mtime_ns for p in Path("m-init").rglob("*")}
@@ -189,7 +189,7 @@ def test_the_same_request_again_is_already_done(capsys: pytest.CaptureFixture[st
     assert before == {p: p.stat().st_mtime_ns for p in Path("m-init").rglob("*")}
 
 
-def test_another_request_does_not_replace_an_output_unless_told(capsys: pytest.CaptureFixture[str]):
+def test_other_request_needs_overwrite(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     assert main(["save-init", "./m", "--mesh", "1,2,1", "-q"]) == 1
@@ -199,19 +199,19 @@ def test_another_request_does_not_replace_an_output_unless_told(capsys: pytest.C
     assert sorted(p.name for p in Path().iterdir()) == ["m", "m-init"]
 
 
-def test_a_dry_run_writes_nothing_and_plans_what_a_run_does(capsys: pytest.CaptureFixture[str]):
+def test_dry_run_equals_run_and_writes_nothing(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"))
     assert main(["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--dry-run", "--json", "-q"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert sorted(p.name for p in Path().iterdir()) == ["m"]
     assert main(["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto", "--json", "-q"]) == 0
-    done = json.loads(capsys.readouterr().out)
-    assert planned["plan_digest"] == done["plan_digest"]
-    assert planned["accounting"] == done["accounting"]
-    assert done["accounting"]["filled"] == [{"name": "transformer.wte.weight", "rows": [131, 132], "with": "zeros"}]
+    report = json.loads(capsys.readouterr().out)
+    assert planned["plan_digest"] == report["plan_digest"]
+    assert planned["accounting"] == report["accounting"]
+    assert report["accounting"]["filled"] == [{"name": "transformer.wte.weight", "rows": [131, 132], "with": "zeros"}]
 
 
-def test_an_output_whose_files_were_cut_is_not_taken_for_done(capsys: pytest.CaptureFixture[str]):
+def test_truncated_output_is_not_done(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     largest = max(Path("m-init/d").iterdir(), key=lambda p: p.stat().st_size)
@@ -222,7 +222,7 @@ def test_an_output_whose_files_were_cut_is_not_taken_for_done(capsys: pytest.Cap
     run_ok("verify", "m-init")
 
 
-def test_a_broken_manifest_is_no_obstacle_to_overwriting():
+def test_output_with_broken_manifest_is_overwritten():
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     Path("m-init/prep-manifest.json").write_text("{")
@@ -232,7 +232,7 @@ def test_a_broken_manifest_is_no_obstacle_to_overwriting():
 
 
 @pytest.mark.parametrize("lost", ["manifest.ocdbt", "_METADATA", "hf/config.json"])
-def test_an_output_without_its_settings_is_not_taken_for_done(lost: str):
+def test_output_without_settings_is_not_done(lost: str):
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     Path("m-init", lost).unlink()
@@ -241,7 +241,7 @@ def test_an_output_without_its_settings_is_not_taken_for_done(lost: str):
     run_ok("verify", "m-init")
 
 
-def test_another_tokenizer_is_another_output():
+def test_changed_tokenizer_is_another_request():
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m")
     Path("m/tokenizer_config.json").write_text('{"model_max_length": 128}')
@@ -250,7 +250,7 @@ def test_another_tokenizer_is_another_output():
     assert "128" in Path("m-init/hf/tokenizer_config.json").read_text()
 
 
-def test_a_single_file_with_a_number_keeps_its_index():
+def test_numbered_single_file_keeps_its_index():
     tensors = make_checkpoint(Path("m"), files=1)
     Path("m/model.safetensors").rename("m/model-00001-of-00001.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
@@ -260,30 +260,30 @@ def test_a_single_file_with_a_number_keeps_its_index():
     assert written["weight_map"] == index["weight_map"]
 
 
-def test_padding_to_the_mesh_goes_up_from_the_rows_that_are_there():
+def test_auto_padding_never_removes_rows():
     make_checkpoint(Path("m"))
     run_ok("pad-vocab", "./m", "--multiple", "100")
     run_ok("save-init", "m-padded", "--mesh", "1,1,8", "--pad-vocab", "auto", "--rule", "heads=none")
     assert json.loads(Path("m-padded-init/prep-manifest.json").read_text())["vocab"] == {"true": 131, "padded": 200}
 
 
-def test_a_reshard_keeps_the_mesh_and_rules_that_it_is_not_told_to_change():
+def test_reshard_keeps_mesh_and_rules_by_default():
     make_checkpoint(Path("m"))
     run_ok("save-init", "./m", "--mesh", "1,8,1", "--rule", "mlp=none")
     run_ok("reshard", "m-init", "--no-scan", "--out", "unstacked")
-    found = json.loads(Path("unstacked/prep-manifest.json").read_text())
-    assert (found["mesh"], found["rules"], found["scan"]) == ("1,8,1", ["mlp=none"], False)
+    manifest = json.loads(Path("unstacked/prep-manifest.json").read_text())
+    assert (manifest["mesh"], manifest["rules"], manifest["scan"]) == ("1,8,1", ["mlp=none"], False)
 
 
-def test_verify_looks_at_a_tied_head_that_is_stored(capsys: pytest.CaptureFixture[str]):
+def test_verify_compares_stored_tied_head(capsys: pytest.CaptureFixture[str]):
     tensors = make_checkpoint(Path("m"))
     head = tensors["transformer.wte.weight"] + 1
     write_checkpoint(Path("both"), json.loads(Path("m/config.json").read_text()), {**tensors, "lm_head.weight": head})
     assert main(["verify", "./both", "./m", "-q"]) == 1
-    assert "lm_head.weight is tied and not equal to transformer.wte.weight" in capsys.readouterr().err
+    assert "lm_head.weight is tied but not equal to transformer.wte.weight" in capsys.readouterr().err
 
 
-def test_a_source_of_links_is_as_safe_as_one_of_files(capsys: pytest.CaptureFixture[str]):
+def test_source_behind_links_is_not_overwritten(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("weights"))
     Path("links").mkdir()
     for path in Path("weights").iterdir():
@@ -294,7 +294,7 @@ def test_a_source_of_links_is_as_safe_as_one_of_files(capsys: pytest.CaptureFixt
     run_ok("pad-vocab", "./links", "--out", "padded")
 
 
-def test_a_link_to_nothing_is_not_replaced():
+def test_dangling_link_is_not_replaced():
     make_checkpoint(Path("m"))
     Path("m-init").symlink_to("/nowhere/at/all")
     assert main(["save-init", "./m", "-q"]) == 1

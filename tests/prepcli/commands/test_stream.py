@@ -1,4 +1,4 @@
-"""`--stream`: a model of the hub converted without a copy of it here, while the network does what networks do."""
+"""`--stream`: conversion of a hub model without a local copy, over an unreliable network."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
-PREP = """
+PREP_SCRIPT = """
 import sys
-from prepcli.sources import remote_files
+from prepcli.remote import remote_files
 from prepcli.cli.main import main
 remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())
 """
-SMALL = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json")
+SMALL_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
-class Site:
-    """A hub with one model, its store, and a folder to work in."""
+class HubSite:
+    """Hub with one model, its file store, and a working folder."""
 
     hub: FakeHub
     store: FakeFileStore
     cwd: Path
 
     @property
-    def variables(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
         return inherited | self.hub.environment(self.cwd / "home") | {"HF_TOKEN": "hf_secret"}
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def start_prep(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", PREP, *arguments, "--json"],
-            env=self.variables | variables,
+            [sys.executable, "-c", PREP_SCRIPT, *arguments, "--json"],
+            env=self.environment | variables,
             cwd=self.cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def prep(self, *arguments: str, **variables: str) -> dict[str, Any]:
-        out, _ = self.start(*arguments, **variables).communicate()
+    def run_prep(self, *arguments: str, **variables: str) -> dict[str, Any]:
+        out, _ = self.start_prep(*arguments, **variables).communicate()
         return json.loads(out)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A model of 54 MB: large tensors go in parts, small ones are read ahead."""
+    """Return the files of a 54 MB model: large tensors are read in parts, small ones ahead."""
     folder = tmp_path_factory.mktemp("model") / "m"
     make_checkpoint(folder, vocab_size=9001, hidden_size=512, num_heads=4)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @contextmanager
-def site_of(
+def serve_site(
     files: dict[str, bytes], cwd: Path, faults: FaultInjector | None = None, lasts: int = 1 << 30
-) -> Iterator[Site]:
+) -> Iterator[HubSite]:
     large = tuple(name for name in files if name.endswith((".safetensors", ".bin")))
     kept = {hashlib.sha256(files[name]).hexdigest(): files[name] for name in large}
     with serve_ranges(kept, faults, lasts) as store:
@@ -79,39 +79,39 @@ def site_of(
             "o/bin": FakeRepo({"config.json": b"{}", "m.gguf": b""}),
         }
         with serve_hub(repos) as hub:
-            yield Site(hub, store, cwd)
+            yield HubSite(hub, store, cwd)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Everything but what says when and from what it was made."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: data for name, data in found.items() if name != "prep-manifest.json"}
+def read_output_files(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files except the manifest, which records the source."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: data for name, data in files.items() if name != "prep-manifest.json"}
 
 
-def cached(home: Path) -> list[str]:
+def cached_file_names(home: Path) -> list[str]:
     return sorted(path.name for path in home.glob("hub/models--*/snapshots/*/*"))
 
 
-SAVE = ("save-init", "o/good", "--mesh", "1,2,2", "--pad-vocab", "8")
+SAVE_INIT = ("save-init", "o/good", "--mesh", "1,2,2", "--pad-vocab", "8")
 
 
-def test_with_three_requests_in_ten_failing_the_result_is_that_of_a_local_conversion(files, tmp_path: Path):
+def test_stream_with_network_faults_equals_local(files, tmp_path: Path):
     faults = FaultInjector(0.3, seed=11)
-    with site_of(files, tmp_path, faults, lasts=9) as site:
-        streamed = site.prep(*SAVE, "--stream", "--out", "streamed", "--memory", "32MiB")
+    with serve_site(files, tmp_path, faults, lasts=9) as site:
+        streamed = site.run_prep(*SAVE_INIT, "--stream", "--out", "streamed", "--memory", "32MiB")
         assert streamed["ok"], streamed
         assert sum(map(bool, faults.injected)) >= 5
-        assert cached(tmp_path / "home") == sorted(SMALL)
+        assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
         assert not [headers for _, _, headers in site.store.requests if "Authorization" in headers]
         faults.rate, site.store.max_url_uses = 0.0, 1 << 30
-        first = site.prep(*SAVE[:2], "--dry-run")
+        first = site.run_prep(*SAVE_INIT[:2], "--dry-run")
         assert first["ok"], first
         for path in (tmp_path / "home").rglob("*"):
             if path.is_file():
-                os.utime(path, ns=(0, 0))  # what is streamed has no time
-        local = site.prep(*SAVE, "--out", "local")
+                os.utime(path, ns=(0, 0))  # streamed files have no modification time
+        local = site.run_prep(*SAVE_INIT, "--out", "local")
         assert local["ok"], local
-    assert contents(tmp_path / "streamed") == contents(tmp_path / "local")
+    assert read_output_files(tmp_path / "streamed") == read_output_files(tmp_path / "local")
     manifests = [json.loads((tmp_path / name / "prep-manifest.json").read_text()) for name in ("streamed", "local")]
     assert manifests[0]["tensors"] == manifests[1]["tensors"]
     weights = [name for name in files if name.endswith(".safetensors")]
@@ -123,13 +123,13 @@ def test_with_three_requests_in_ten_failing_the_result_is_that_of_a_local_conver
     assert streamed["memory"]["peak"] <= streamed["memory"]["budget"] == 32 << 20
 
 
-def test_killed_it_goes_on_and_reads_only_what_is_missing(files, tmp_path: Path):
+def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
     options = ("--stream", "--memory", "32MiB")
-    with site_of(files, tmp_path) as site:
-        assert site.prep(*SAVE, *options, "--out", "whole")["ok"]
+    with serve_site(files, tmp_path) as site:
+        assert site.run_prep(*SAVE_INIT, *options, "--out", "whole")["ok"]
         site.store.requests.clear()
         site.store.delay_s = 0.15
-        running = site.start(*SAVE, *options, "--out", "killed")
+        running = site.start_prep(*SAVE_INIT, *options, "--out", "killed")
         deadline = time.monotonic() + 60
         while len(site.store.requests) < 14 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -137,65 +137,65 @@ def test_killed_it_goes_on_and_reads_only_what_is_missing(files, tmp_path: Path)
         running.communicate()
         assert not (tmp_path / "killed").exists()
         site.store.delay_s = 0.0
-        resumed = site.prep(*SAVE, *options, "--out", "killed")
+        resumed = site.run_prep(*SAVE_INIT, *options, "--out", "killed")
     assert resumed["ok"], resumed
     assert resumed["bytes"]["resumed"] > 16 << 20
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
 
 
-def test_pad_verify_and_inspect_stream_too(files, tmp_path: Path):
-    with site_of(files, tmp_path) as site:
-        assert site.prep("pad-vocab", "o/good", "--stream", "--out", "padded")["ok"]
-        same = site.prep("verify", "padded", f"o/good@{COMMIT}", "--stream")
-        assert (same["ok"], same["differences"]) == (True, [])
-        shown = site.prep("inspect", "o/good", "*ln_f.weight", "--stats", "--stream")
-        assert shown["ok"]
-        (found,) = shown["tensors"]
-        assert found["stats"]["zeros"] == 0
-        assert cached(tmp_path / "home") == sorted(SMALL)
+def test_pad_verify_and_inspect_stream(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
+        assert site.run_prep("pad-vocab", "o/good", "--stream", "--out", "padded")["ok"]
+        verify_report = site.run_prep("verify", "padded", f"o/good@{COMMIT}", "--stream")
+        assert (verify_report["ok"], verify_report["differences"]) == (True, [])
+        report = site.run_prep("inspect", "o/good", "*ln_f.weight", "--stats", "--stream")
+        assert report["ok"]
+        (entry,) = report["tensors"]
+        assert entry["stats"]["zeros"] == 0
+        assert cached_file_names(tmp_path / "home") == sorted(SMALL_FILES)
 
 
-def test_nothing_is_left_behind_by_a_run_that_ended(files, tmp_path: Path):
+def test_stream_leaves_no_temporary_files(files, tmp_path: Path):
     (tmp_path / "tmp").mkdir()
-    with site_of(files, tmp_path) as site:
-        assert site.prep("inspect", "o/good", "--stream", TMPDIR=str(tmp_path / "tmp"))["ok"]
+    with serve_site(files, tmp_path) as site:
+        assert site.run_prep("inspect", "o/good", "--stream", TMPDIR=str(tmp_path / "tmp"))["ok"]
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_offline_there_is_nothing_to_stream_from(files, tmp_path: Path):
-    with site_of(files, tmp_path) as site:
+def test_stream_is_rejected_offline(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
         for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
-            found = site.prep(*SAVE, "--stream", *([] if offline else ["--offline"]), **offline)
+            report = site.run_prep(*SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline)
             why = "HF_HUB_OFFLINE=1 asks for no network" if offline else "--offline asks for no network"
-            assert found["error"]["what"] == "cannot stream o/good"
-            assert found["error"]["why"] == why
+            assert report["error"]["what"] == "cannot stream o/good"
+            assert report["error"]["why"] == why
         assert site.hub.requests == []
 
 
-def test_a_hub_that_is_away_is_an_error(files, tmp_path: Path):
-    with site_of(files, tmp_path) as site:
+def test_unreachable_hub_is_an_error(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
         pass
-    error = site.prep(*SAVE, "--stream")["error"]
+    error = site.run_prep(*SAVE_INIT, "--stream")["error"]
     assert error["what"] == "cannot stream o/good"
     assert error["why"] == f"the hub cannot be reached at HF_ENDPOINT={site.hub.url}"
 
 
-def test_other_formats_are_refused_as_ever(files, tmp_path: Path):
-    with site_of(files, tmp_path) as site:
-        assert site.prep("save-init", "o/bin", "--stream")["error"]["what"] == "o/bin is in GGUF format"
+def test_stream_rejects_unsupported_formats(files, tmp_path: Path):
+    with serve_site(files, tmp_path) as site:
+        assert site.run_prep("save-init", "o/bin", "--stream")["error"]["what"] == "o/bin is in GGUF format"
 
 
-def test_a_broken_header_is_told_of_the_model_and_not_of_a_folder_that_nobody_knows(files, tmp_path: Path):
+def test_broken_header_error_names_the_model(files, tmp_path: Path):
     broken = files | {"model-00001-of-00003.safetensors": b"\x00" * 3000}
-    with site_of(broken, tmp_path) as site:
-        error = site.prep(*SAVE, "--stream")["error"]
+    with serve_site(broken, tmp_path) as site:
+        error = site.run_prep(*SAVE_INIT, "--stream")["error"]
     assert error["what"].startswith("model-00001-of-00003.safetensors is not a safetensors file")
     assert "prep-remote" not in json.dumps(error)
 
 
-def test_a_file_that_is_not_there_is_told_of_the_model(files, tmp_path: Path):
+def test_missing_file_error_names_the_model(files, tmp_path: Path):
     less = {name: data for name, data in files.items() if name != "model-00002-of-00003.safetensors"}
-    with site_of(less, tmp_path) as site:
-        error = site.prep(*SAVE, "--stream")["error"]
+    with serve_site(less, tmp_path) as site:
+        error = site.run_prep(*SAVE_INIT, "--stream")["error"]
     assert error["what"] == "1 of 3 files of o/good is missing"
     assert "prep-remote" not in json.dumps(error)

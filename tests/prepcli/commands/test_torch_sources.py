@@ -1,4 +1,4 @@
-"""PyTorch's and Meta's checkpoints through the commands: what comes of them is what comes of safetensors."""
+"""Conversions of PyTorch checkpoints equal those of safetensors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ FAMILIES = pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "ll
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def written(folder: str) -> dict[str, Any]:
-    """What a manifest says of tensors and leaves."""
-    found = json.loads(Path(folder, "prep-manifest.json").read_text())
-    return {key: found.get(key) for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")}
+def manifest_facts(folder: str) -> dict[str, Any]:
+    """Return the entries of a manifest that do not depend on the source's format."""
+    manifest = json.loads(Path(folder, "prep-manifest.json").read_text())
+    return {key: manifest.get(key) for key in ("tensors", "leaves", "config", "tied", "vocab", "prefixed")}
 
 
-def settings(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
-    """A folder with the settings of `m` and one file of weights."""
+def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> None:
+    """Write a folder with the config of `m` and one file of weights."""
     Path(folder).mkdir()
     Path(folder, "config.json").write_bytes(Path("m/config.json").read_bytes())
     Path(folder, file).write_bytes(weights)
@@ -52,53 +52,53 @@ def settings(folder: str, weights: bytes, file: str = "pytorch_model.bin") -> No
 
 @FAMILIES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_init_of_a_bin_is_that_of_safetensors(base: dict[str, Any], dtype: str) -> None:
-    settings_of = make_checkpoint(Path("m"), base, dtype, legacy=True)
-    settings("b", make_torch_file(settings_of))
+def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> None:
+    tensors = make_checkpoint(Path("m"), base, dtype, legacy=True)
+    write_weights_folder("b", make_torch_file(tensors))
     for source in ("m", "b"):
         run_ok("save-init", f"./{source}", "--mesh", "1,2,4", "--pad-vocab", "auto")
-    assert written("b-init") == written("m-init")
+    assert manifest_facts("b-init") == manifest_facts("m-init")
     for pair in (("b-init",), ("b-init", "m-init"), ("b-init", "./m"), ("./b", "./m")):
         run_ok("verify", *pair)
     run_ok("export", "b-init", "--out", "back")
     run_ok("export", "m-init", "--out", "other")
-    found = read_tensors(Path("back"))
-    assert all(same_bits(array, found[key]) for key, array in read_tensors(Path("other")).items())
+    actual = read_tensors(Path("back"))
+    assert all(same_bits(array, actual[key]) for key, array in read_tensors(Path("other")).items())
 
 
 @FAMILIES
-def test_a_padded_bin_is_a_padded_folder_of_safetensors(base: dict[str, Any]) -> None:
-    settings("b", make_torch_file(make_checkpoint(Path("m"), base)))
+def test_padded_bin_equals_padded_safetensors(base: dict[str, Any]) -> None:
+    write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"), base)))
     for source in ("m", "b"):
         run_ok("pad-vocab", f"./{source}", "--init", "mean")
     assert sorted(path.name for path in Path("b-padded").iterdir()) == [
         "config.json", "model.safetensors", "prep-manifest.json",
     ]  # fmt: skip
-    found, wanted = read_tensors(Path("b-padded")), read_tensors(Path("m-padded"))
-    assert {*found} == {*wanted}
-    assert all(same_bits(array, found[key]) for key, array in wanted.items())
+    actual, expected = read_tensors(Path("b-padded")), read_tensors(Path("m-padded"))
+    assert {*actual} == {*expected}
+    assert all(same_bits(array, actual[key]) for key, array in expected.items())
 
 
-def test_an_export_of_a_bin_is_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_bin_writes_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
-    settings("b", make_torch_file(tensors))
+    write_weights_folder("b", make_torch_file(tensors))
     run_ok("export", "./b")
-    found = read_tensors(Path("b-hf"))
-    assert all(same_bits(array, found[key]) for key, array in tensors.items())
+    actual = read_tensors(Path("b-hf"))
+    assert all(same_bits(array, actual[key]) for key, array in tensors.items())
     capsys.readouterr()
-    assert "transformers reads it as it is" in error_lines(capsys, "export", "./m")[1]
+    assert "transformers reads it already" in error_lines(capsys, "export", "./m")[1]
 
 
-def test_files_keep_their_names_but_for_what_they_are() -> None:
+def test_safetensors_file_name_of_bin() -> None:
     assert safetensors_file_name("pytorch_model.bin") == "model.safetensors"
     assert safetensors_file_name("pytorch_model-00002-of-00003.bin") == "model-00002-of-00003.safetensors"
     assert safetensors_file_name("weights.v2.pth") == "weights.v2.safetensors"
 
 
-def test_safetensors_win_and_any_single_file_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_safetensors_take_precedence_over_bin(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"), files=1)
     Path("m/pytorch_model.bin").write_bytes(b"broken")
-    settings("b", make_torch_file(tensors), "weights.pth")
+    write_weights_folder("b", make_torch_file(tensors), "weights.pth")
     Path("b/training_args.bin").write_bytes(b"broken")
     run_ok("verify", "./b", "./m")
     capsys.readouterr()
@@ -106,92 +106,98 @@ def test_safetensors_win_and_any_single_file_will_do(capsys: pytest.CaptureFixtu
     assert "does not say which file the model is" in error_lines(capsys, "save-init", "./b")[0]
 
 
-def test_a_model_among_what_a_trainer_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_dict_inside_trainer_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     state = encode_mapping({
-        key: encode_tensor(array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size))
+        key: encode_tensor(
+            array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size)
+        )
         for i, (key, array) in enumerate(tensors.items())
     })  # fmt: skip
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    settings("b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records))
+    write_weights_folder(
+        "b", make_zip_file(make_pickle(encode_mapping({"epoch": b"K\x03", "state_dict": state})), records)
+    )
     run_ok("verify", "./b", "./m")
-    found = run_json(capsys, "inspect", "./b")
-    assert found["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
-    assert found["source"]["format"] == "torch"
+    report = run_json(capsys, "inspect", "./b")
+    assert report["source"]["others"] == ["pytorch_model.bin: `epoch` is 3"]
+    assert report["source"]["format"] == "torch"
 
 
-def test_transposed_and_shared_tensors_are_read_as_they_are() -> None:
-    """Every matrix stored the other way round, in one storage with all others."""
+def test_transposed_views_of_one_storage_are_read() -> None:
+    """Every matrix is a transposed view, and all tensors share one storage."""
     tensors = make_checkpoint(Path("m"))
-    made, content = {}, b""
+    pickled, content = {}, b""
     total = sum(array.size for array in tensors.values())
     for key, array in tensors.items():
         steps = (1, array.shape[0]) if array.ndim == 2 else (1,) * array.ndim
-        made[key] = encode_tensor(array.shape, steps, len(content) // 4, encode_storage(numel=total))
+        pickled[key] = encode_tensor(array.shape, steps, len(content) // 4, encode_storage(numel=total))
         content += array.T.tobytes()
-    settings("b", make_zip_file(make_pickle(encode_mapping(made)), {"data/0": content}))
+    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(pickled)), {"data/0": content}))
     run_ok("save-init", "./b", "--mesh", "1,2,4", "--pad-vocab", "auto")
     run_ok("verify", "b-init", "./m")
     run_ok("pad-vocab", "./b")
     run_ok("verify", "b-padded", "./m")
 
 
-def head_of(made: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {**made, "lm_head.weight": made["transformer.wte.weight"]}
+def with_head(pickled: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {**pickled, "lm_head.weight": pickled["transformer.wte.weight"]}
 
 
 @pytest.mark.parametrize("sharing", [2, MAX_SHARING_TENSORS, MAX_SHARING_TENSORS + 1])
-def test_tied_tensors_have_one_storage(capsys: pytest.CaptureFixture[str], sharing: int) -> None:
+def test_tensors_may_share_one_storage(capsys: pytest.CaptureFixture[str], sharing: int) -> None:
     tensors = make_checkpoint(Path("m"))
-    made = {
+    pickled = {
         key: encode_tensor(
             array.shape, [s // 4 for s in array.strides], storage=encode_storage(str(i), numel=array.size)
         )
         for i, (key, array) in enumerate(tensors.items())
     }
-    more = {f"h.{i}.attn.attention.masked_bias": made["transformer.wte.weight"] for i in range(sharing - 2)}
+    more = {f"h.{i}.attn.attention.masked_bias": pickled["transformer.wte.weight"] for i in range(sharing - 2)}
     records = {f"data/{i}": array.tobytes() for i, array in enumerate(tensors.values())}
-    settings("b", make_zip_file(make_pickle(encode_mapping(head_of(made) | more)), records))
+    write_weights_folder("b", make_zip_file(make_pickle(encode_mapping(with_head(pickled) | more)), records))
     if sharing > MAX_SHARING_TENSORS:
         assert "over 64 tensors share its byte" in error_lines(capsys, "save-init", "./b")[1]
         return
     run_ok("save-init", "./b")
     dropped = json.loads(Path("b-init/prep-manifest.json").read_text())["dropped"]
-    rules = {each["name"]: each["rule"] for each in dropped}
+    rules = {entry["name"]: entry["rule"] for entry in dropped}
     assert rules["lm_head.weight"] == "equal to wte.weight"
     assert len(dropped) == sharing - 1
     run_ok("verify", "b-init", "./m")
 
 
-def test_inspect_shows_a_bin_as_it_shows_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"), files=1)
-    settings("b", make_torch_file(tensors))
-    wanted, found = (run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b"))
+    write_weights_folder("b", make_torch_file(tensors))
+    expected, report = (
+        run_json(capsys, "inspect", f"./{source}", "--stats", "--sort", "name") for source in ("m", "b")
+    )
     kept = ("name", "shape", "dtype", "bytes", "stats")
-    assert [{key: t[key] for key in kept} for t in found["tensors"]] == [
-        {key: t[key] for key in kept} for t in wanted["tensors"]
+    assert [{key: t[key] for key in kept} for t in report["tensors"]] == [
+        {key: t[key] for key in kept} for t in expected["tensors"]
     ]
     content = Path("b/pytorch_model.bin").read_bytes()
-    for each in found["tensors"]:
-        assert content[each["offset"] : each["offset"] + each["bytes"]] == tensors[each["name"]].tobytes()
+    for entry in report["tensors"]:
+        assert content[entry["offset"] : entry["offset"] + entry["bytes"]] == tensors[entry["name"]].tobytes()
     assert run_json(capsys, "inspect", "./b", "--diff", "./m")["differences"] == []
     assert main(["inspect", "./b", "-q"]) == 0
     assert "PyTorch, 1 file" in capsys.readouterr().out
 
 
-def test_statistics_of_a_view_are_those_of_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_of_a_view(capsys: pytest.CaptureFixture[str]) -> None:
     Path("b").mkdir()
     view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
     Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))
-    (found,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
-    assert found["stats"] == {"min": 0, "max": 5, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}  # 0, 2, 3 and 5
-    assert (found["file"], found["shape"]) == ("pytorch_model.bin", [2, 2])
+    (entry,) = run_json(capsys, "inspect", "./b", "--stats")["tensors"]
+    assert entry["stats"] == {"min": 0, "max": 5, "mean": 2.5, "nan": 0, "inf": 0, "zeros": 1}  # 0, 2, 3 and 5
+    assert (entry["file"], entry["shape"]) == ("pytorch_model.bin", [2, 2])
 
 
-def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickle_code_in_any_shard_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = make_checkpoint(Path("m"))
     evil = make_pickle(encode_mapping({"x": encode_call("os.system", encode_text("touch pwned"))}))
-    settings("b", make_torch_file(tensors), "pytorch_model-00001-of-00002.bin")
+    write_weights_folder("b", make_torch_file(tensors), "pytorch_model-00001-of-00002.bin")
     Path("b/pytorch_model-00002-of-00002.bin").write_bytes(make_zip_file(evil))
     for command in ("save-init", "pad-vocab", "inspect"):
         lines = error_lines(capsys, command, "./b")
@@ -201,12 +207,12 @@ def test_a_payload_in_any_shard_is_refused_and_not_run(capsys: pytest.CaptureFix
     assert sorted(path.name for path in Path().iterdir()) == ["b", "m"]
 
 
-def test_a_source_that_changes_meanwhile_is_noticed_by_the_facts() -> None:
-    settings("b", make_torch_file(make_checkpoint(Path("m"))))
+def test_manifest_records_bin_file_size() -> None:
+    write_weights_folder("b", make_torch_file(make_checkpoint(Path("m"))))
     run_ok("save-init", "./b")
-    (told,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
+    (file_record,) = json.loads(Path("b-init/prep-manifest.json").read_text())["source"]["files"]
     path = Path("b/pytorch_model.bin")
-    assert (told["path"], told["size"]) == (path.name, path.stat().st_size)
+    assert (file_record["path"], file_record["size"]) == (path.name, path.stat().st_size)
 
 
 # With torch
@@ -215,7 +221,7 @@ def test_a_source_that_changes_meanwhile_is_noticed_by_the_facts() -> None:
 @FAMILIES
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("files", [1, 3])
-def test_what_torch_saves_comes_through(base: dict[str, Any], legacy: bool, files: int) -> None:
+def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files: int) -> None:
     pytest.importorskip("torch")
     from tests.helpers.torch_checkpoints import to_torch as as_torch
     from tests.helpers.torch_checkpoints import write_bin_folder
@@ -230,8 +236,8 @@ def test_what_torch_saves_comes_through(base: dict[str, Any], legacy: bool, file
 
 
 @FAMILIES
-def test_what_transformers_holds_comes_through(base: dict[str, Any]) -> None:
-    """Buffers, tied heads and parameters as a model's own state_dict() has them."""
+def test_state_dict_of_transformers_converts(base: dict[str, Any]) -> None:
+    """Buffers, tied heads and parameters are saved from `state_dict()`."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -244,9 +250,9 @@ def test_what_transformers_holds_comes_through(base: dict[str, Any]) -> None:
     run_ok("verify", "b-init", "./m")
 
 
-def test_dtypes_in_a_bin_are_those_of_safetensors() -> None:
+def test_float16_bin_converts() -> None:
     arrays = make_checkpoint(Path("m"), dtype="float16")
     assert {array.dtype for array in arrays.values()} == {np.dtype("float16")}
-    settings("b", make_torch_file(arrays))
+    write_weights_folder("b", make_torch_file(arrays))
     run_ok("save-init", "./b")
     run_ok("verify", "b-init", "./m")

@@ -1,4 +1,4 @@
-"""`prep train`: from a recipe to a model that transformers loads; stopped, killed and told nonsense on the way."""
+"""`prep train`: training, resuming after stops and kills, exporting, and errors for invalid recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.train import _kept, _telling
+from prepcli.commands.train import _kept_note, _tokenize_progress
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
@@ -50,15 +50,15 @@ every = 3
 
 
 def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
-    """A word a token."""
+    """Write a tokenizer with one token per word."""
     vocab = {word: number for number, word in enumerate(words)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
-    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    document = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_training_folder()
@@ -66,7 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_training_folder() -> None:
-    """Make a recipe, a text, a Hugging Face model and an init of it in the current folder."""
+    """Write a recipe, a text, a Hugging Face model and its init to the current folder."""
     make_checkpoint(Path("tiny"), LLAMA)
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
@@ -84,12 +84,12 @@ def read_losses(run: str) -> list[float]:
     return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
 
 
-def test_the_chain_from_a_padded_init_to_what_was_learned(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_train_export_and_resume_finished_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = train_json(capsys)
+    code, report = train_json(capsys)
     assert code == OK
-    assert (found["step"], found["resumed_at"], found["output"]) == (12, 0, "runs/recipe/12")
-    assert found["loss"] < read_losses("runs/recipe")[0] - 0.2
+    assert (report["step"], report["resumed_at"], report["output"]) == (12, 0, "runs/recipe/12")
+    assert report["loss"] < read_losses("runs/recipe")[0] - 0.2
     assert saved_steps(Path("runs/recipe")) == [9, 12], "the newest two are kept"
     assert sorted(p.name for p in Path("runs/recipe").iterdir() if p.is_file()) == [
         ".lock",
@@ -102,32 +102,32 @@ def test_the_chain_from_a_padded_init_to_what_was_learned(here: Path, capsys: py
     assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
     assert main(["verify", "learned", "runs/recipe", "-q"]) == OK
     capsys.readouterr()
-    again, found = train_json(capsys)
-    assert (again, found["resumed_at"], found["step"]) == (OK, 12, 12), "a run that is done does nothing"
+    again, report = train_json(capsys)
+    assert (again, report["resumed_at"], report["step"]) == (OK, 12, 12), "a run that is done does nothing"
 
 
-def test_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
-    found = train_json(capsys, "--set", "train.steps=4")[1]
+    report = train_json(capsys, "--set", "train.steps=4")[1]
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
     words = Path("text.txt").read_text().split()
     ids = torch.tensor([WORDS.index(word) for word in words] + [0])
     blocks = ids[: len(ids) // 16 * 16].reshape(-1, 16)
-    held = blocks[len(blocks) - round(len(blocks) * 0.1) :]
+    holdout = blocks[len(blocks) - round(len(blocks) * 0.1) :]
     with torch.no_grad():
-        assert found["eval_loss"] == pytest.approx(float(model(held, labels=held).loss), rel=1e-5)
+        assert report["eval_loss"] == pytest.approx(float(model(holdout, labels=holdout).loss), rel=1e-5)
 
 
-def test_a_hugging_face_folder_is_converted_first(here: Path, capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(here / "neo", GPT_NEO)
-    write_tokenizer(here / "neo")
+def test_train_converts_hf_folder_first(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(work_dir / "neo", GPT_NEO)
+    write_tokenizer(work_dir / "neo")
     capsys.readouterr()
-    code, found = train_json(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
-    assert (code, found["step"]) == (OK, 3)
-    assert (here / "runs/recipe/init/neo-init/_METADATA").is_file()
+    code, report = train_json(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
+    assert (code, report["step"]) == (OK, 3)
+    assert (work_dir / "runs/recipe/init/neo-init/_METADATA").is_file()
     assert main(["inspect", "runs/recipe", "-q"]) == OK
 
 
@@ -147,26 +147,26 @@ def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_told_to_stop_it_saves_and_goes_on_to_the_same_bits(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
     running = start_train()
     wait_for_step(running, "runs/recipe", 2)
     running.send_signal(signal.SIGTERM)
     out, _ = running.communicate(timeout=300)
-    found = json.loads(out)
+    report = json.loads(out)
     assert running.returncode == STOPPED
-    assert found["error"]["what"] == "stopped by SIGTERM"
-    assert saved_steps(Path("runs/recipe"))[-1] == found["step"] < 12
+    assert report["error"]["what"] == "stopped by SIGTERM"
+    assert saved_steps(Path("runs/recipe"))[-1] == report["step"] < 12
     capsys.readouterr()
-    code, found = train_json(capsys)
-    assert (code, found["step"]) == (OK, 12)
+    code, report = train_json(capsys)
+    assert (code, report["step"]) == (OK, 12)
     assert read_losses("runs/recipe") == read_losses("unbroken")
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_to_the_same_bits(here: Path):
-    """20 kills at random moments of 5 runs; checkpoints at every step, so that many fall into a save."""
+def test_killed_run_resumes_to_the_same_bits(work_dir: Path):
+    """Kill each of 5 runs 4 times at random; with a checkpoint at every step, many kills happen during a save."""
     often = ("--set", "checkpoint.every=1", "--set", "checkpoint.keep=3")
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q", *often]) == OK
     moments = random.Random(0)
@@ -186,63 +186,63 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bits(here: Path):
 
 def train_error(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str, str]:
     capsys.readouterr()
-    code, found = train_json(capsys, *words)
-    error = found["error"]
+    code, report = train_json(capsys, *words)
+    error = report["error"]
     assert error["code"] == code
     return code, error["what"], error["why"], error["hint"]
 
 
-def test_a_mesh_for_other_devices(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mesh_with_too_many_devices_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, why, hint = train_error(capsys, "--set", "mesh=1,64,4")
     assert (code, what) == (USAGE, "mesh 1,64,4 needs 256 devices, there are 8")
     assert why.startswith("1 host with 8 x cpu")
     assert "`--set mesh=1,8,1`" in hint
 
 
-def test_a_batch_that_does_not_divide(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_indivisible_batch_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "batch.size=7")
     assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
 
 
-def test_data_that_is_missing_or_empty_or_too_short(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_empty_and_short_data_are_errors(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "data.path=nothing.txt")
     assert code == FAILED
     assert "nothing.txt" in what
-    (here / "empty.txt").touch()
+    (work_dir / "empty.txt").touch()
     code, what, *_ = train_error(capsys, "--set", "data.path=empty.txt")
     assert code == FAILED
     assert "empty.txt is empty" in what
-    (here / "short.txt").write_text("w1 w2 w3")
+    (work_dir / "short.txt").write_text("w1 w2 w3")
     code, what, why, _ = train_error(capsys, "--set", "data.path=short.txt")
     assert code == FAILED
     assert "16" in what + why
 
 
-def test_a_tokenizer_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]):
-    """It has more words than the model's true vocabulary, and the padded rows are not there for them."""
-    (here / "other").mkdir()
-    write_tokenizer(here / "other", [f"x{number}" for number in range(5)] + WORDS)
+def test_tokenizer_larger_than_vocabulary_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """The tokenizer has more words than the model's true vocabulary; padded rows must not be used for them."""
+    (work_dir / "other").mkdir()
+    write_tokenizer(work_dir / "other", [f"x{number}" for number in range(5)] + WORDS)
     code, what, why, _ = train_error(capsys, "--set", "data.tokenizer=other")
     assert code == FAILED
     assert "131" in what + why
 
 
-def test_a_model_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]):
-    for path in here.rglob("tokenizer.json"):
+def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    for path in work_dir.rglob("tokenizer.json"):
         path.unlink()
     code, what, *_ = train_error(capsys)
     assert code == FAILED
     assert "tokenizer.json" in what
 
 
-def test_a_sequence_longer_than_learned_positions(here: Path, capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(here / "neo", GPT_NEO)
-    write_tokenizer(here / "neo")
+def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(work_dir / "neo", GPT_NEO)
+    write_tokenizer(work_dir / "neo")
     code, what, why, _ = train_error(capsys, "--set", "model.path=neo", "--set", "data.seq_length=128")
     assert (code, what, why) == (USAGE, "`data.seq_length` is 128", "the model has 64 positions")
 
 
-def test_going_on_with_another_recipe_or_other_data(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "2", "-q"]) == STOPPED
     code, what, why, hint = train_error(capsys, "--set", "optimizer.weight_decay=0.5")
     assert (code, what) == (FAILED, "the run began with another recipe")
@@ -250,74 +250,74 @@ def test_going_on_with_another_recipe_or_other_data(here: Path, capsys: pytest.C
     assert "`--restart`" in hint
     code, what, *_ = train_error(capsys, "--set", "train.steps=24")
     assert (code, what) == (FAILED, "the learning rate schedule has changed since the run began")
-    text = (here / "text.txt").read_text()
-    (here / "text.txt").write_text(text + " w1")
+    text = (work_dir / "text.txt").read_text()
+    (work_dir / "text.txt").write_text(text + " w1")
     code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "the data has changed since the run began")
-    (here / "text.txt").write_text(text)
+    (work_dir / "text.txt").write_text(text)
     changes = ("--set", "mesh=8,1,1", "--set", "train.log_every=5", "--set", "checkpoint.keep=1")
     assert main(["train", "recipe.toml", "-q", *changes]) == OK, "these may change"
-    assert saved_steps(here / "runs/recipe") == [12]
+    assert saved_steps(work_dir / "runs/recipe") == [12]
     assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q"]) == STOPPED
-    assert saved_steps(here / "runs/recipe") == [1]
+    assert saved_steps(work_dir / "runs/recipe") == [1]
 
 
-def test_a_run_without_moments_cannot_go_on(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_resume_needs_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED
     code, what, *_ = train_error(capsys, *words)
-    assert (code, what) == (FAILED, "step 1 has no optimizer state to go on with")
+    assert (code, what) == (FAILED, "step 1 has no optimizer state to resume from")
 
 
-def test_a_folder_of_somebody_else_is_left_alone(here: Path, capsys: pytest.CaptureFixture[str]):
-    (here / "thesis").mkdir()
-    (here / "thesis" / "text").write_text("all of it")
+def test_train_keeps_foreign_folder(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    (work_dir / "thesis").mkdir()
+    (work_dir / "thesis" / "text").write_text("all of it")
     code, what, *_ = train_error(capsys, "--out", "thesis")
-    assert (code, what) == (FAILED, "thesis exists and is something else")
+    assert (code, what) == (FAILED, "thesis already exists and is not a run")
 
 
-def test_a_dry_run_says_what_would_be_and_writes_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_dry_run_writes_nothing(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = train_json(capsys, "--dry-run")
-    assert (code, found["steps"], found["mesh"], found["dry_run"]) == (OK, 12, "1,2,4", True)
-    assert not (here / "runs").exists()
+    code, report = train_json(capsys, "--dry-run")
+    assert (code, report["steps"], report["mesh"], report["dry_run"]) == (OK, 12, "1,2,4", True)
+    assert not (work_dir / "runs").exists()
 
 
-def test_no_recipe_and_the_schema(capsys: pytest.CaptureFixture[str]):
+def test_train_without_recipe_and_schema(capsys: pytest.CaptureFixture[str]):
     assert main(["train"]) == USAGE
-    assert "no recipe was named" in capsys.readouterr().err
+    assert "no recipe was given" in capsys.readouterr().err
     assert main(["train", "--schema"]) == OK
     assert json.loads(capsys.readouterr().out)["title"] == "Recipe of prep train"
 
 
-def test_a_start_that_failed_is_not_in_the_way_of_the_next(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_failed_start_does_not_block_the_next(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "data.seq_length=4000")
     assert (code, what) == (FAILED, "the data is shorter than one block")
-    assert [path.name for path in (here / "runs/recipe").iterdir()] == ["data"]
+    assert [path.name for path in (work_dir / "runs/recipe").iterdir()] == ["data"]
     assert main(["train", "recipe.toml", "--dry-run", "-q"]) == OK
 
 
-def test_steps_are_dropped_only_by_a_run_that_can_begin(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_restart_deletes_steps_only_after_checks(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--stop-after", "4", "-q"]) == STOPPED
     code, what, *_ = train_error(capsys, "--restart", "--set", "data.path=nothing.txt")
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
     code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
-    assert (code, what) == (USAGE, "`--restart` would drop runs/recipe/3")
-    with RunFolder(here / "runs/recipe", here / "tiny-init", "another process"):
+    assert (code, what) == (USAGE, "`--restart` would delete runs/recipe/3")
+    with RunFolder(work_dir / "runs/recipe", work_dir / "tiny-init", "another process"):
         code, what, *_ = train_error(capsys, "--restart")
     assert "is locked" in what
-    assert saved_steps(here / "runs/recipe") == [3, 4]
+    assert saved_steps(work_dir / "runs/recipe") == [3, 4]
 
 
-def test_a_run_that_is_done_needs_no_moments(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false", "--set", "train.steps=3")
     assert main(["train", "recipe.toml", "-q", *words]) == OK
     capsys.readouterr()
-    code, found = train_json(capsys, *words)
-    assert (code, found["output"], found["resumed_at"]) == (OK, "runs/recipe/3", 3)
+    code, report = train_json(capsys, *words)
+    assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/3", 3)
 
 
-def test_an_init_of_its_own_follows_the_mesh(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_converted_init_follows_the_mesh(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "model.path=tiny", "--restart", "--stop-after", "1", "-q")
     assert main(["train", "recipe.toml", "--set", "mesh=1,8,1", *words]) == STOPPED
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", *words]) == STOPPED
@@ -326,7 +326,7 @@ def test_an_init_of_its_own_follows_the_mesh(here: Path, capsys: pytest.CaptureF
     assert train_json(capsys, "--set", "model.path=tiny", "--set", "mesh=1,4,2", "--restart", "--dry-run")[0] == OK
 
 
-def test_a_mesh_or_form_that_cannot_be_is_told_at_once(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_unsupported_layout_is_rejected_before_work(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
     code, what, *_ = train_error(capsys, "--set", "model.path=apart")
     assert (code, what) == (USAGE, "layers cannot be scanned")
@@ -334,38 +334,38 @@ def test_a_mesh_or_form_that_cannot_be_is_told_at_once(here: Path, capsys: pytes
     code, what, _, hint = train_error(capsys, *words)
     assert (code, what) == (USAGE, "vocabulary 131 cannot be split over mp 4")
     assert "`prep save-init MODEL --mesh 1,2,4 --pad-vocab auto`" in hint
-    assert not (here / "runs").exists()
+    assert not (work_dir / "runs").exists()
 
 
-def test_a_run_may_be_called_otherwise(here: Path):
+def test_renamed_recipe_resumes_with_out(work_dir: Path):
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q"]) == STOPPED
     Path("recipe.toml").rename("other.toml")
     assert main(["train", "other.toml", "--out", "runs/recipe", "--stop-after", "1", "-q"]) == STOPPED
-    assert saved_steps(here / "runs/recipe") == [1, 2]
+    assert saved_steps(work_dir / "runs/recipe") == [1, 2]
 
 
-def test_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
-    """Each begins at 0: of the second not less than nothing is done."""
-    heard: list[tuple[Any, ...]] = []
+def test_tokenize_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
+    """The progress of each text starts at 0 and never decreases."""
+    calls: list[tuple[Any, ...]] = []
 
     class Heard(NullProgress):
         def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-            heard.append((task, total_bytes))
+            calls.append((task, total_bytes))
 
         def advance(self, written_bytes: int) -> None:
-            heard.append((written_bytes,))
+            calls.append((written_bytes,))
 
     monkeypatch.setattr(Ui, "progress", lambda _: Heard())
-    tell = _telling(open_ui("train", False, True, 0))
+    report_progress = _tokenize_progress(open_ui("train", False, True, 0))
     for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
-        tell(done, total)
-    assert heard == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]
+        report_progress(done, total)
+    assert calls == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]
 
 
 @pytest.mark.parametrize("whole", [(), ("data/f0", "init/x-1.3B-init"), ("data/f0.partial", "init/x-init.partial")])
-def test_what_a_run_keeps_is_named_only_if_whole(tmp_path: Path, whole: Sequence[str]):
+def test_kept_note_lists_complete_folders_only(tmp_path: Path, whole: Sequence[str]):
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"
-    found = _kept(tmp_path / "run")
-    assert found == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
+    note = _kept_note(tmp_path / "run")
+    assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")

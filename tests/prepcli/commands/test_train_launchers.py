@@ -1,4 +1,4 @@
-"""`prep train` in several processes: an error before anything is read."""
+"""`prep train` in several processes fails before it reads any file."""
 
 from __future__ import annotations
 

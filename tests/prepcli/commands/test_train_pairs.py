@@ -1,4 +1,4 @@
-"""`prep train` with pairs of a source and a target: to the same bits, and to the loss of transformers."""
+"""`prep train` on pairs of source and target: bit-exact resumption, and the same loss as transformers."""
 
 from __future__ import annotations
 
@@ -50,59 +50,59 @@ every = 3
 """
 
 
-def pairs() -> list[dict[str, str]]:
-    """Texts of two fields, and a target that repeats the ends of both; some are longer than the recipe allows."""
-    random = np.random.default_rng(0)
-    found = []
+def make_pairs() -> list[dict[str, str]]:
+    """Return texts of two fields, with a target that repeats the ends of both; some exceed the recipe's lengths."""
+    rng = np.random.default_rng(0)
+    pairs = []
     for _ in range(120):
-        first, second = ([WORDS[n] for n in random.integers(2, 40, random.integers(1, 7))] for _ in range(2))
-        found.append({"first": " ".join(first), "second": " ".join(second), "sum": " ".join(first[-3:] + second[-4:])})
-    return found
+        first, second = ([WORDS[n] for n in rng.integers(2, 40, rng.integers(1, 7))] for _ in range(2))
+        pairs.append({"first": " ".join(first), "second": " ".join(second), "sum": " ".join(first[-3:] + second[-4:])})
+    return pairs
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make_checkpoint(Path("tiny"), FAMILY_CONFIGS["t5"])
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
-    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs()))
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
     Path("recipe.toml").write_text(RECIPE)
     return tmp_path
 
 
-def ids_of(text: str, most: int) -> list[int]:
+def ids_of(text: str, max_length: int) -> list[int]:
     ids = [WORDS.index(word) for word in text.split()] + [1]
-    return ids if len(ids) <= most else [*ids[: most - 1], 1]
+    return ids if len(ids) <= max_length else [*ids[: max_length - 1], 1]
 
 
-def test_it_learns_and_transformers_says_the_same_loss(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_seq2seq_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
-    code, found = train_json(capsys, "--set", "mesh=1,4,2")
-    assert (code, found["step"]) == (OK, 12)
-    assert found["loss"] < read_losses("runs/recipe")[0] - 0.3
-    assert found["tokens"] == 12 * 8 * (9 + 6)
+    code, report = train_json(capsys, "--set", "mesh=1,4,2")
+    assert (code, report["step"]) == (OK, 12)
+    assert report["loss"] < read_losses("runs/recipe")[0] - 0.3
+    assert report["tokens"] == 12 * 8 * (9 + 6)
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     assert read_tensors(Path("learned")).keys() == read_tensors(Path("tiny")).keys()
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained("learned", dtype=torch.float32).eval()
-    held = pairs()[-12:]
-    sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in held]
-    targets = [ids_of(pair["sum"], 6) for pair in held]
+    holdout = make_pairs()[-12:]
+    sources = [ids_of(f"w5 {pair['first']} {pair['second']}", 9) for pair in holdout]
+    targets = [ids_of(pair["sum"], 6) for pair in holdout]
     padded = torch.tensor([ids + [0] * (9 - len(ids)) for ids in sources])
-    present = torch.tensor([[1] * len(ids) + [0] * (9 - len(ids)) for ids in sources])
+    attention_mask = torch.tensor([[1] * len(ids) + [0] * (9 - len(ids)) for ids in sources])
     labels = torch.tensor([ids + [-100] * (6 - len(ids)) for ids in targets])
     with torch.no_grad():
-        loss = float(model(padded, attention_mask=present, labels=labels).loss)
-    assert found["eval_loss"] == pytest.approx(loss, rel=1e-5)
-    assert found["eval_tokens"] == sum(map(len, targets))
+        loss = float(model(padded, attention_mask=attention_mask, labels=labels).loss)
+    assert report["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert report["eval_tokens"] == sum(map(len, targets))
 
 
 @pytest.mark.slow
-def test_micro_batches_layers_apart_and_another_mesh_change_nothing(here: Path):
-    """But rounding."""
+def test_loss_does_not_depend_on_execution_options(work_dir: Path):
+    """Micro-batches, unstacked layers and another mesh change the loss only by rounding."""
     assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", "--stop-after", "3", "-q"]) == STOPPED
     assert main(["save-init", "tiny", "--no-scan", "--pad-vocab", "8", "--out", "apart", "-q"]) == OK
     words = ("model.path=apart", "model.scan_layers=false", "batch.accumulate=2", "mesh=2,2,2")
@@ -112,7 +112,7 @@ def test_micro_batches_layers_apart_and_another_mesh_change_nothing(here: Path):
 
 
 @pytest.mark.slow
-def test_killed_and_stopped_it_goes_on_to_the_same_bits(here: Path):
+def test_killed_seq2seq_run_resumes_to_the_same_bits(work_dir: Path):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
     running = start_train()
     wait_for_step(running, "runs/recipe", 5)
@@ -125,12 +125,12 @@ def test_killed_and_stopped_it_goes_on_to_the_same_bits(here: Path):
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
+def train_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
     code, what, why, _ = train_error(capsys, *words)
     return code, what, why
 
 
-def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for words in (("data.fields=sum",), ("data.type=text", "data.path=recipe.toml")):
         cleared = Path("recipe.toml").read_text()
         for line in ('fields = "[first], [second], sum"\n', "source_length = 9\n", 'source_prefix = "w5 "\n'):
@@ -142,33 +142,33 @@ def test_data_and_model_that_do_not_go_together(here: Path, capsys: pytest.Captu
         error = json.loads(capsys.readouterr().out)["error"]
         assert error["what"] == "t5 has an encoder, but the data has no source column"
         assert "span-corruption pretraining is not supported" in error["why"]
-    make_checkpoint(here / "llama", LLAMA)
-    write_tokenizer(here / "llama")
+    make_checkpoint(work_dir / "llama", LLAMA)
+    write_tokenizer(work_dir / "llama")
     assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
-    code, what, why = refused(capsys, "--set", "model.path=llama-init")
+    code, what, why = train_refusal(capsys, "--set", "model.path=llama-init")
     assert (code, what) == (USAGE, "`data.fields` is '[first], [second], sum'")
     assert why == "llama has no encoder to read the source columns in brackets"
-    assert refused(capsys, "--set", "data.fields=[first], third")[:2] == (
+    assert train_refusal(capsys, "--set", "data.fields=[first], third")[:2] == (
         FAILED, "pairs.jsonl:1: no column `third`"
     )  # fmt: skip
 
 
-def say(**changes: int | None) -> None:
-    """What the init says in its config."""
+def change_init_config(**changes: int | None) -> None:
+    """Change keys of the config in the init's manifest."""
     manifest = Path("tiny-init/prep-manifest.json")
-    whole = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(whole | {"config": whole["config"] | changes}))
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"config": content["config"] | changes}))
 
 
-def test_a_model_that_does_not_say_what_a_target_ends_with(here: Path, capsys: pytest.CaptureFixture[str]):
-    say(eos_token_id=None)
+def test_missing_eos_token_is_a_warning(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    change_init_config(eos_token_id=None)
     assert main(["train", "recipe.toml", "--set", "train.steps=3"]) == OK
     assert "config.json has no eos_token_id: targets get no end-of-sequence token" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_say_what_a_target_begins_with(here: Path, capsys: pytest.CaptureFixture[str]):
-    say(decoder_start_token_id=None, pad_token_id=131)
-    assert refused(capsys)[1:] == (
+def test_missing_decoder_start_token_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    change_init_config(decoder_start_token_id=None, pad_token_id=131)
+    assert train_refusal(capsys)[1:] == (
         "config.json has no valid decoder_start_token_id",
         "decoder_start_token_id is 131; the vocabulary has 131 tokens",
     )

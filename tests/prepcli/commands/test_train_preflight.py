@@ -1,4 +1,4 @@
-"""What `prep train` finds before it converts a model or tokenises a text, and what a dry run shows."""
+"""Checks of `prep train` before it converts a model or tokenizes a text, and the report of a dry run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from trainer.data import documents, tokenize
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe, a text, a Hugging Face folder and an init of it."""
-    made = tmp_path_factory.mktemp("preflight")
+    """Make a recipe, a text, a Hugging Face model and its init."""
+    root = tmp_path_factory.mktemp("preflight")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made)
+        patch.chdir(root)
         make_checkpoint(Path("tiny"), LLAMA)
         write_tokenizer(Path("tiny"))
         assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
         Path("text.txt").write_text(" ".join(WORDS * 20))
         Path("recipe.toml").write_text(RECIPE)
-    return made
+    return root
 
 
 @pytest.fixture(autouse=True)
-def _here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A fresh folder each, with the shared inputs."""
+def _work_dir(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Link the shared inputs into a new working folder."""
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def _here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
-    """No text is read and no model converted."""
+    """Fail if a text is read or a model is converted."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("data or weights were read")
@@ -61,7 +61,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         ("data.tokenizer=nowhere", FAILED, "no tokenizer at nowhere"),
     ],
 )
-def test_a_wrong_recipe_is_found_before_any_work(
+def test_invalid_recipe_is_found_before_work(
     model: str, sets: str, code: int, what: str, capsys: pytest.CaptureFixture[str]
 ):
     assert train_error(capsys, "--set", sets, "--set", f"model.path={model}")[:2] == (code, what)
@@ -69,7 +69,7 @@ def test_a_wrong_recipe_is_found_before_any_work(
 
 
 @pytest.mark.usefixtures("_reads_nothing")
-def test_a_wrong_eval_path_is_found_before_any_work(capsys: pytest.CaptureFixture[str]):
+def test_invalid_eval_path_is_found_before_work(capsys: pytest.CaptureFixture[str]):
     Path("other.toml").write_text(RECIPE.replace("holdout = 0.1", 'eval_path = "empty.txt"'))
     Path("empty.txt").touch()
     capsys.readouterr()
@@ -79,82 +79,80 @@ def test_a_wrong_eval_path_is_found_before_any_work(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("_reads_nothing")
-def test_a_disk_without_room_is_found_before_any_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_full_disk_is_found_before_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(train_checks.shutil, "disk_usage", lambda _: usage)
     code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "not enough room for a checkpoint in runs/recipe")
 
 
-def test_faults_of_evaluation_texts_come_before_training_texts(capsys: pytest.CaptureFixture[str]):
+def test_eval_data_is_checked_before_training_data(capsys: pytest.CaptureFixture[str]):
     Path("other.toml").write_text(RECIPE.replace("holdout = 0.1", 'eval_path = "latin.txt"'))
     Path("latin.txt").write_bytes(b"w1 \xe9 w2")
     capsys.readouterr()
     assert main(["train", "other.toml"]) == FAILED
-    told = capsys.readouterr().err
-    assert "latin.txt is not UTF-8" in told
-    assert "blocks of 16" not in told, "the training text was not tokenised"
+    stderr = capsys.readouterr().err
+    assert "latin.txt is not UTF-8" in stderr
+    assert "blocks of 16" not in stderr, "the training text was not tokenised"
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[dict[str, Any], str]:
     capsys.readouterr()
-    words = [word for each in sets for word in ("--set", each)]
+    words = [word for key_value in sets for word in ("--set", key_value)]
     code = main(["train", "recipe.toml", "--dry-run", "--json", *words])
     out, err = capsys.readouterr()
     assert code == OK, out
     return json.loads(out), err
 
 
-def test_a_dry_run_shows_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]):
-    found, err = dry_run(capsys)
-    memory = found["memory"]
+def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
+    report, err = dry_run(capsys)
+    memory = report["memory"]
     assert memory["scores"] == 4 * 2 * 16 * 16 * 4, "batch 4 x 2 heads x 16 x 16, float32"
     assert memory["peak"] == sum(memory[name] for name in ("parameters", "moments", "gradients", "saved")) + max(
         memory["layer"], memory["head"]
     )
     assert memory["fits"] is True
     assert "of it scores [4, 2, 16, 16]" in err
-    assert found["warnings"] == []
+    assert report["warnings"] == []
     assert not Path("runs").exists()
 
 
-def test_a_dry_run_that_cannot_fit_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_warns_about_low_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (64 << 10)})
-    found, _ = dry_run(capsys)
-    assert found["memory"]["fits"] is False
-    assert [text.partition(":")[0] for text in found["warnings"]] == [
+    report, _ = dry_run(capsys)
+    assert report["memory"]["fits"] is False
+    assert [text.partition(":")[0] for text in report["warnings"]] == [
         "a step needs about 387 KiB on each device, 64.0 KiB are available"
     ]
 
 
-def test_a_state_beyond_the_memory_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_state_larger_than_memory_is_rejected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (16 << 10)})
     code, what, why, _ = train_error(capsys)
     assert (code, what) == (FAILED, "parameters and moments need 47.8 KiB on each device")
     assert why == "16.0 KiB are available"
 
 
-def test_a_dry_run_doubts_lengths_that_do_not_fit_the_data(capsys: pytest.CaptureFixture[str]):
-    found, _ = dry_run(capsys, "data.seq_length=128", "batch.size=64", "train.steps=10000")
-    context, batch, epochs = found["warnings"]
+def test_dry_run_warns_about_lengths_and_epochs(capsys: pytest.CaptureFixture[str]):
+    report, _ = dry_run(capsys, "data.seq_length=128", "batch.size=64", "train.steps=10000")
+    context, batch, epochs = report["warnings"]
     assert context == "`data.seq_length` is 128, and the model was made for 64 positions"
     assert batch == "a batch of 64 takes sequences more than once: the data has 18"
     assert epochs == "10,000 steps are 35,556 epochs of 18 sequences"
 
 
-def test_a_start_warns_as_a_dry_run_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Up to where the run's folder would be made."""
+def test_start_warns_like_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """The start is stopped before it creates the run's folder."""
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prepcli.commands.train._state", stop)
+    monkeypatch.setattr("prepcli.commands.train._load_train_state", stop)
     capsys.readouterr()
-    code, found = train_json(capsys, "--set", "checkpoint.every=500")
-    assert (code, found["error"]["what"]) == (130, "interrupted")
-    assert found["error"]["why"] == "kept in runs/recipe: the tokens"
+    code, report = train_json(capsys, "--set", "checkpoint.every=500")
+    assert (code, report["error"]["what"]) == (130, "interrupted")
+    assert report["error"]["why"] == "kept in runs/recipe: the tokens"
     assert main(["train", "recipe.toml", "--set", "checkpoint.every=500"]) == 130
     assert "`checkpoint.every` is 500, but the run has 12 steps" in capsys.readouterr().err
     assert not run_folder.saved_steps(Path("runs/recipe"))

@@ -1,4 +1,4 @@
-"""The commands on training checkpoints: a run, one of its steps, and what is laid out anew of one."""
+"""Commands on training checkpoints: runs, steps, and resharded steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5, of which the latter has other values."""
+    """Make a model `m`, its init `m-init`, and a run `tuned` with steps 3 and 5 of different values."""
     folder = tmp_path_factory.mktemp("made")
     make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
     words = ["save-init", str(folder / "m"), "--out", str(folder / "m-init"), "--mesh", "1,2,4", "--pad-vocab", "8"]
@@ -43,31 +43,31 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copies of what was made, in the working directory."""
+def work_dir(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the shared checkpoints to a new working folder."""
     monkeypatch.chdir(tmp_path)
     for name in ("m", "m-init", "tuned"):
         shutil.copytree(made / name, tmp_path / name)
     return tmp_path
 
 
-def said(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
-    """What a run says on stdout and stderr."""
+def run_stdout_stderr(capsys: Capture, *args: str, code: int = 0) -> tuple[str, str]:
+    """Run a command and return stdout and stderr."""
     capsys.readouterr()
     assert main([*args, "--progress", "none"]) == code
     captured = capsys.readouterr()
     return captured.out, captured.err
 
 
-def state_in(path: str) -> TrainingState:
+def read_state(path: str) -> TrainingState:
     with open_reader(Path(path)) as reader:
         return read_leaves(reader)
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("bfloat16", False)])
 @pytest.mark.parametrize("base", [GPT2, GPT_NEO, LLAMA], ids=["gpt2", "gpt_neo", "llama"])
-def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str, Any], dtype: str, tied: bool):
-    """To other meshes, with layers apart and stacked on either axis, back, and to Hugging Face."""
+def test_reshard_and_export_keep_all_values(tmp_path: Path, monkeypatch, base: dict[str, Any], dtype: str, tied: bool):
+    """Reshard to other meshes, without stacking, with layers on either axis, and back; then export."""
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(Path("m"), base, dtype, tied, hidden_size=64, num_heads=4, num_attention_heads=4)
     run_ok("save-init", "./m", "--pad-vocab", "8", "--mesh", "1,2,1")
@@ -81,21 +81,21 @@ def test_nothing_changes_on_any_way(tmp_path: Path, monkeypatch, base: dict[str,
         previous = f"r{number}"
         run_ok("verify", previous)
         run_ok("verify", previous, "run/4")
-    assert same_state(state_in("r3"), state)
+    assert same_state(read_state("r3"), state)
     exported = []
     for path in ("run", "r1", "r3"):
         run_ok("export", path, "--out", f"{path}-hf")
         exported.append(read_tensors(Path(f"{path}-hf")))
-    for found in exported:
-        assert found.keys() == tensors.keys()
-        assert all(same_bits(value, tensors[name].astype(np.float32)) for name, value in found.items())
+    for actual in exported:
+        assert actual.keys() == tensors.keys()
+        assert all(same_bits(value, tensors[name].astype(np.float32)) for name, value in actual.items())
     config = json.loads(Path("run-hf/config.json").read_text())
     assert config == json.loads(Path("m/config.json").read_text()) | {"torch_dtype": "float32"}
 
 
-def test_moments_move_with_their_parameters(here: Path):
+def test_reshard_unstacks_optimizer_state(work_dir: Path):
     run_ok("reshard", "tuned", "--no-scan", "--out", "apart")
-    stacked, apart = state_in("tuned"), state_in("apart")
+    stacked, apart = read_state("tuned"), read_state("apart")
     for slot in ("params", *OPTIMIZER_SLOTS):
         for layer in range(3):
             moved = apart[f"{slot}.layers.{layer}.mlp.up.weight"]
@@ -103,34 +103,34 @@ def test_moments_move_with_their_parameters(here: Path):
     assert same_bits(apart["opt_state.adam.count"], np.array(5, np.int32))
 
 
-def test_a_step_that_was_laid_out_anew_is_a_step(here: Path):
+def test_resharded_step_is_a_step(work_dir: Path):
     run_ok("reshard", "tuned", "--mesh", "1,4,2", "--step", "3")
     assert sorted(path.name for path in Path("tuned-1x4x2").iterdir()) == [
         "_CHECKPOINT_METADATA", "prep-checksums.bin", "prep-manifest.json", "state",
     ]  # fmt: skip
     with open_reader(Path("tuned-1x4x2")) as reader:
         facts = reader.manifest
-        assert same_state(read_leaves(reader), state_in("tuned/3"))
+        assert same_state(read_leaves(reader), read_state("tuned/3"))
     assert (facts["kind"], facts["step"], facts["recipe"], facts["mesh"]) == ("train", 3, "steps = 3", "1,4,2")
-    state = state_in("tuned-1x4x2")
+    state = read_state("tuned-1x4x2")
     save_steps(Path("onward"), Path("tuned-1x4x2"), {4: state})
-    assert same_state(state_in("onward"), state)
+    assert same_state(read_state("onward"), state)
 
 
-def test_an_interrupted_layout_goes_on_and_a_second_one_is_done_already(here: Path, capsys: Capture):
+def test_repeated_reshard_of_a_run_is_already_done(work_dir: Path, capsys: Capture):
     run_ok("reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
-    out, err = said(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
+    out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again")
     assert (out, "already done" in err) == ("again\n", True)
     next(Path("again/state/d").iterdir()).unlink()
-    _, err = said(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1)
+    _, err = run_stdout_stderr(capsys, "reshard", "tuned", "--mesh", "1,4,2", "--out", "again", code=1)
     assert "its files are damaged" in err
 
 
-def test_parameters_alone_make_an_init(here: Path, capsys: Capture):
-    out, err = said(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
+def test_params_only_writes_an_init(work_dir: Path, capsys: Capture):
+    out, err = run_stdout_stderr(capsys, "reshard", "tuned", "--params-only", "--mesh", "1,2,2")
     assert out == "tuned-1x2x2\n"
-    size = format_bytes(sum(v.nbytes for name, v in state_in("tuned").items() if name.startswith("opt_state.")))
-    assert f"optimizer state ({size}) left out\n" in err
+    size = format_bytes(sum(v.nbytes for name, v in read_state("tuned").items() if name.startswith("opt_state.")))
+    assert f"optimizer state ({size}) dropped\n" in err
     manifest = json.loads(Path("tuned-1x2x2/prep-manifest.json").read_text())
     assert (manifest["kind"], "step" in manifest, "slots" in manifest) == ("init", False, False)
     assert {dropped["name"] for dropped in manifest["dropped"]} == {
@@ -139,26 +139,26 @@ def test_parameters_alone_make_an_init(here: Path, capsys: Capture):
         "step",
         "skipped",
     }
-    assert {name.split(".")[0] for name in state_in("tuned-1x2x2")} == {"params"}
+    assert {name.split(".")[0] for name in read_state("tuned-1x2x2")} == {"params"}
     run_ok("verify", "tuned-1x2x2", "tuned")
     assert main(["verify", "tuned-1x2x2", "m-init", "-q"]) == 1
 
 
-def test_export_says_what_it_leaves_out(here: Path, capsys: Capture):
-    out, err = said(capsys, "export", "tuned", "--step", "3")
+def test_export_of_step_reports_dropped_state(work_dir: Path, capsys: Capture):
+    out, err = run_stdout_stderr(capsys, "export", "tuned", "--step", "3")
     assert out == "tuned-hf\n"
-    state = state_in("tuned/3")
+    state = read_state("tuned/3")
     size = format_bytes(sum(value.nbytes for name, value in state.items() if name.startswith("opt_state.")))
-    assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding taken off;" in err
-    assert f"; optimizer state ({size}) left out\n" in err
+    assert "tuned step 3 -> Hugging Face safetensors, 1 file; 5 rows of padding removed;" in err
+    assert f"; optimizer state ({size}) dropped\n" in err
     assert "next: prep verify tuned-hf tuned/3" in err
     run_ok("verify", "tuned-hf", "./m")
-    _, err = said(capsys, "verify", "tuned-hf", "tuned/3")
+    _, err = run_stdout_stderr(capsys, "verify", "tuned-hf", "tuned/3")
     size = format_bytes(sum(value.nbytes for name, value in state.items() if not name.startswith("params.")))
-    assert f"training state of tuned/3 ({size}) left out: only parameters are compared" in err
+    assert f"training state of tuned/3 ({size}) ignored: only parameters are compared" in err
 
 
-def test_the_last_step_is_meant_where_none_is_named(here: Path):
+def test_last_step_is_the_default(work_dir: Path):
     run_ok("export", "tuned")
     run_ok("verify", "tuned-hf", "tuned/5")
     assert main(["verify", "tuned-hf", "tuned/3", "-q"]) == 1
@@ -171,25 +171,25 @@ def test_the_last_step_is_meant_where_none_is_named(here: Path):
         (["reshard", "m-init", "--step", "4"], ("m-init has no step 4", "it is not the folder of a run")),
     ],
 )
-def test_a_step_that_is_not_there_is_named(here: Path, capsys: Capture, words: list[str], lines: tuple[str, str]):
+def test_missing_step_is_a_usage_error(work_dir: Path, capsys: Capture, words: list[str], lines: tuple[str, str]):
     assert main(words) == 2
     assert capsys.readouterr().err.splitlines()[:2] == [f"error: {lines[0]}", f"  why: {lines[1]}"]
 
 
-def test_a_run_is_the_default_of_where_it_lies(here: Path, capsys: Capture):
+def test_run_is_the_default_checkpoint(work_dir: Path, capsys: Capture):
     shutil.rmtree("m-init")
-    _, err = said(capsys, "export")
+    _, err = run_stdout_stderr(capsys, "export")
     assert "using ./tuned (the only prep checkpoint here)" in err
     run_ok("reshard", "--mesh", "1,4,2")
     run_ok("verify", "tuned-1x4x2", "./tuned")
 
 
-def flip(path: Path, text: bytes) -> None:
-    """Change a byte where `text` lies in one of the item's data files."""
+def flip_byte_at(path: Path, text: bytes) -> None:
+    """Flip a bit at the first occurrence of `text` in one of the item's data files."""
     for file in (path / "state/d").iterdir():
         data = file.read_bytes()
-        if (at := data.find(text)) >= 0:
-            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        if (offset := data.find(text)) >= 0:
+            file.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -200,39 +200,39 @@ def flip(path: Path, text: bytes) -> None:
         ("opt_state.adam.mu.embed.tokens", "opt_state.adam.mu/transformer.wte.weight"),
     ],
 )
-def test_every_bit_is_verified(here: Path, capsys: Capture, leaf: str, called: str):
+def test_verify_finds_flipped_bit_in_state(work_dir: Path, capsys: Capture, leaf: str, called: str):
     run_ok("verify", "tuned")
     shutil.copytree("tuned/5", "copy")
-    flip(Path("copy"), state_in("copy")[leaf].reshape(-1)[:40].tobytes())
-    _, err = said(capsys, "verify", "copy", code=1)
+    flip_byte_at(Path("copy"), read_state("copy")[leaf].reshape(-1)[:40].tobytes())
+    _, err = run_stdout_stderr(capsys, "verify", "copy", code=1)
     assert f"differs  {called}" in err
-    _, err = said(capsys, "verify", "copy", "tuned", code=1)
+    _, err = run_stdout_stderr(capsys, "verify", "copy", "tuned", code=1)
     assert f"differs  {called}  1 of " in err
-    _, err = said(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
+    _, err = run_stdout_stderr(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
     assert f"{called} in copy is damaged" in err
-    assert main(["verify", "copy", "m-init", "-q"]) == 1  # other values anyway
+    assert main(["verify", "copy", "m-init", "-q"]) == 1  # the values differ
     assert not Path("x").exists()
 
 
-def test_numbers_are_verified_too(here: Path, capsys: Capture):
+def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
     manifest = Path("tuned/5/prep-manifest.json")
     content = json.loads(manifest.read_text())
     content["others"]["skipped"]["digests"] = content["others"]["step"]["digests"]
     manifest.write_text(json.dumps(content))
-    _, err = said(capsys, "verify", "tuned", code=1)
-    assert "differs  skipped  rows 0:1 have another digest" in err
+    _, err = run_stdout_stderr(capsys, "verify", "tuned", code=1)
+    assert "differs  skipped  rows 0:1 do not match the digest" in err
 
 
-def test_two_steps_differ_in_what_they_have(here: Path, capsys: Capture):
-    bare = {name: value for name, value in state_in("tuned/5").items() if not name.startswith("opt_state")}
+def test_verify_reports_missing_optimizer_state(work_dir: Path, capsys: Capture):
+    bare = {name: value for name, value in read_state("tuned/5").items() if not name.startswith("opt_state")}
     save_steps(Path("bare"), Path("m-init"), {5: bare})
     run_ok("verify", "bare")
-    _, err = said(capsys, "verify", "tuned", "bare", "-v", code=1)
+    _, err = run_stdout_stderr(capsys, "verify", "tuned", "bare", "-v", code=1)
     assert "opt_state.adam.mu/transformer.wte.weight  is not in bare" in err
     assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
 
 
-def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
+def test_inspect_lists_parameters_and_moments(work_dir: Path, capsys: Capture):
     capsys.readouterr()
     assert main(["inspect", "tuned", "-q"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -244,37 +244,37 @@ def test_inspect_lists_parameters_and_moments(here: Path, capsys: Capture):
     capsys.readouterr()
     assert main(["inspect", "tuned", "--json", "-q"]) == 0
     source = json.loads(capsys.readouterr().out)["source"]
-    params = sum(v.size for name, v in state_in("tuned").items() if name.startswith("params."))
+    params = sum(v.size for name, v in read_state("tuned").items() if name.startswith("params."))
     assert (source["step"], source["parameters"]) == (5, params)
     assert source["optimizer_bytes"] == 2 * 4 * params + 4
 
 
-def test_inspect_compares_steps_and_models(here: Path):
+def test_inspect_diff_of_steps_and_models(work_dir: Path):
     run_ok("inspect", "tuned/3", "--diff", "tuned/5")
     assert main(["inspect", "tuned", "--diff", "m-init", "-q"]) == 1
     run_ok("export", "tuned", "--keep-padding", "--out", "hf")
     run_ok("inspect", "tuned", "--diff", "hf")
 
 
-def test_a_state_is_no_source_of_an_init(here: Path, capsys: Capture):
+def test_save_init_rejects_training_checkpoint(work_dir: Path, capsys: Capture):
     assert main(["save-init", "tuned"]) == 2
-    assert "tuned is an Orbax checkpoint already" in capsys.readouterr().err
+    assert "tuned is already an Orbax checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("out", ["tuned/5", "tuned/5/state/x"])
-def test_a_step_is_never_written_into(here: Path, capsys: Capture, out: str):
+def test_export_into_a_step_is_rejected(work_dir: Path, capsys: Capture, out: str):
     assert main(["export", "tuned", "--out", out]) == 2
     assert "sources are never written to" in capsys.readouterr().err
 
 
-def test_orbax_restores_a_step(here: Path):
+def test_orbax_restores_a_step(work_dir: Path):
     run_ok("reshard", "tuned", "--mesh", "1,1,4", "--out", "anew")
     Path("runs/again").mkdir(parents=True)
     Path("anew").rename("runs/again/5")
     for step in (Path("tuned/5"), Path("runs/again/5")):
-        leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in state_in(str(step)).items()}
+        leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in read_state(str(step)).items()}
         Path("expected.json").write_text(json.dumps(leaves))
-        run_orbax("judge-step", here / "expected.json", here / step)
+        run_orbax("judge-step", work_dir / "expected.json", work_dir / step)
 
 
 def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:

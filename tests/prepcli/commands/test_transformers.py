@@ -1,5 +1,7 @@
-"""Against transformers and torch, where they are installed: the folders load with no flag, and nothing changed. Of
-every family `tests.helpers.family_kit` says so in other dtypes."""
+"""Round trips of models through transformers and torch, where installed: equal files, tensors and logits.
+
+`tests.helpers.family_kit` tests every family in other dtypes.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +22,27 @@ FAMILIES = pytest.mark.parametrize("base", ALL_CONFIGS[:3], ids=[base["model_typ
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
 
 
-def auto(base: dict[str, Any]) -> Any:
-    """The class that makes models of a config."""
+def auto_class(base: dict[str, Any]) -> Any:
+    """Return the auto class for models of this config."""
     return transformers.AutoModelForSeq2SeqLM if base["model_type"] == "t5" else transformers.AutoModelForCausalLM
 
 
-def load(folder: str) -> Any:
-    """The model, with nothing missing, nothing unexpected and nothing of another shape."""
-    model, told = auto(json.loads(Path(folder, "config.json").read_text())).from_pretrained(
+def load_model(folder: str) -> Any:
+    """Load a model; fail if tensors are missing, unexpected or of another shape."""
+    model, loading_info = auto_class(json.loads(Path(folder, "config.json").read_text())).from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
-    assert {key: list(value) for key, value in told.items() if value} == {}
+    assert {key: list(value) for key, value in loading_info.items() if value} == {}
     return model.eval()
 
 
-def logits(model: Any, true_vocab: int) -> Any:
+def compute_logits(model: Any, true_vocab: int) -> Any:
     ids = torch.arange(300).reshape(2, 150)[:, :60] % true_vocab
     more = {"decoder_input_ids": ids.flip(0)} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
@@ -48,31 +50,31 @@ def logits(model: Any, true_vocab: int) -> Any:
 
 
 @FAMILIES
-def test_what_transformers_saved_comes_back_as_it_saved_it(base: dict[str, Any]):
+def test_model_saved_by_transformers_round_trips(base: dict[str, Any]):
     kind = transformers.AutoConfig.for_model(**base)
     torch.manual_seed(0)
-    model = auto(base).from_config(kind, dtype=torch.float16)
+    model = auto_class(base).from_config(kind, dtype=torch.float16)
     model.save_pretrained("saved", max_shard_size="40KB")
     assert main(["save-init", "./saved", "--pad-vocab", "8", "--mesh", "1,4,2", "-q"]) == 0
     assert main(["export", "saved-init", "--out", "back", "-q"]) == 0
-    again = auto(base).from_pretrained("back", dtype="auto")
-    expected, found = model.state_dict(), again.state_dict()
-    assert found.keys() == expected.keys()
-    assert [n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])] == []
+    again = auto_class(base).from_pretrained("back", dtype="auto")
+    expected, actual = model.state_dict(), again.state_dict()
+    assert actual.keys() == expected.keys()
+    assert [n for n in actual if actual[n].dtype != expected[n].dtype or not torch.equal(actual[n], expected[n])] == []
     assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("saved/config.json").read_text())
 
 
 @FAMILIES
-def test_an_exported_model_has_the_logits_of_its_source(base: dict[str, Any]):
+def test_exported_model_has_the_same_logits(base: dict[str, Any]):
     make_checkpoint(Path("m"), base, legacy=True)
     assert main(["save-init", "./m", "--pad-vocab", "128", "-q"]) == 0
     assert main(["export", "m-init", "-q"]) == 0
-    weights = auto(base).from_pretrained("m", attn_implementation="eager", dtype=torch.float32)
-    assert torch.equal(logits(weights.eval(), 131), logits(load("m-hf"), 131))
+    weights = auto_class(base).from_pretrained("m", attn_implementation="eager", dtype=torch.float32)
+    assert torch.equal(compute_logits(weights.eval(), 131), compute_logits(load_model("m-hf"), 131))
 
 
-def test_an_own_head_of_a_t5_that_transformers_saved_stays_its_own():
-    """Its config then says that the head is the embedding, which it is not."""
+def test_untied_t5_head_stays_untied():
+    """The saved config states that the head is tied, although it is not."""
     kind = transformers.AutoConfig.for_model(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     torch.manual_seed(0)
     model = transformers.AutoModelForSeq2SeqLM.from_config(kind, attn_implementation="eager")
@@ -81,7 +83,7 @@ def test_an_own_head_of_a_t5_that_transformers_saved_stays_its_own():
     assert main(["pad-vocab", "./saved", "--multiple", "8", "-q"]) == 0
     assert main(["save-init", "saved-padded", "-q"]) == 0
     assert main(["export", "saved-padded-init", "--out", "back", "-q"]) == 0
-    expected, found = model.eval(), load("back")
-    assert not torch.equal(found.lm_head.weight, found.shared.weight)
-    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in found.state_dict().items())
-    assert torch.equal(logits(expected, 131), logits(found, 131))
+    expected, actual = model.eval(), load_model("back")
+    assert not torch.equal(actual.lm_head.weight, actual.shared.weight)
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in actual.state_dict().items())
+    assert torch.equal(compute_logits(expected, 131), compute_logits(actual, 131))

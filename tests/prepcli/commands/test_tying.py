@@ -1,4 +1,4 @@
-"""Tied weights from end to end: what the config says, what the file holds, and what comes of it."""
+"""Conversions of tied weights, for each combination of config and stored tensors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ BASES = [pytest.param(base | TIED, id=base["model_type"]) for base in (GPT2, GPT
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def written(base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]) -> dict[str, np.ndarray]:
-    """A tied checkpoint `m`, changed before it is written; returns it as it was before that."""
+def write_tied_model(
+    base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str], object]
+) -> dict[str, np.ndarray]:
+    """Write a tied checkpoint `m` after a change to its tensors; return the unchanged tensors."""
     tensors = make_checkpoint(Path("unchanged"), base, tied=True)
     changed = dict(tensors)
     change(changed, EMBEDDINGS[base["model_type"]])
@@ -46,23 +48,23 @@ def written(base: dict[str, Any], change: Callable[[dict[str, np.ndarray], str],
     return tensors
 
 
-def head_alone(tensors: dict[str, np.ndarray], embedding: str) -> None:
+def move_embedding_to_head(tensors: dict[str, np.ndarray], embedding: str) -> None:
     tensors[HEAD] = tensors.pop(embedding)
 
 
-def head_too(tensors: dict[str, np.ndarray], embedding: str) -> None:
+def copy_embedding_to_head(tensors: dict[str, np.ndarray], embedding: str) -> None:
     tensors[HEAD] = tensors[embedding].copy()
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not same_bits(actual[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("change", [head_alone, head_too])
+@pytest.mark.parametrize("change", [move_embedding_to_head, copy_embedding_to_head])
 @pytest.mark.parametrize("base", BASES)
-def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: dict[str, Any], change: Any):
-    tensors = written(base, change)
+def test_tied_head_is_stored_once_and_round_trips(base: dict[str, Any], change: Any):
+    tensors = write_tied_model(base, change)
     run_ok("save-init", "./m", "--pad-vocab", "8")
     assert not list(Path("m-init").rglob("*head*"))
     run_ok("verify", "m-init", "./m")
@@ -73,42 +75,42 @@ def test_a_head_that_is_the_embedding_is_saved_once_and_comes_back_as_it(base: d
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_head_alone_is_padded_as_the_embedding(base: dict[str, Any]):
-    tensors, embedding = written(base, head_alone), EMBEDDINGS[base["model_type"]]
+def test_head_without_embedding_is_padded(base: dict[str, Any]):
+    tensors, embedding = write_tied_model(base, move_embedding_to_head), EMBEDDINGS[base["model_type"]]
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "mean")
-    found = read_tensors(Path("m-padded"))
-    assert found.keys() == tensors.keys()
-    assert found[embedding].shape == (136, 32)
-    assert same_bits(found[embedding][:131], tensors[embedding])
+    actual = read_tensors(Path("m-padded"))
+    assert actual.keys() == tensors.keys()
+    assert actual[embedding].shape == (136, 32)
+    assert same_bits(actual[embedding][:131], tensors[embedding])
     run_ok("verify", "m-padded")
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_both_are_padded_alike(base: dict[str, Any]):
-    written(base, head_too)
+def test_head_and_embedding_are_padded_equally(base: dict[str, Any]):
+    write_tied_model(base, copy_embedding_to_head)
     run_ok("pad-vocab", "./m", "--multiple", "8", "--init", "normal")
-    found = read_tensors(Path("m-padded"))
-    assert found[HEAD].shape == (136, 32)
-    assert same_bits(found[HEAD], found[EMBEDDINGS[base["model_type"]]])
+    actual = read_tensors(Path("m-padded"))
+    assert actual[HEAD].shape == (136, 32)
+    assert same_bits(actual[HEAD], actual[EMBEDDINGS[base["model_type"]]])
 
 
-def other_value(tensors: dict[str, np.ndarray], embedding: str) -> None:
-    head_too(tensors, embedding)
+def change_head_value(tensors: dict[str, np.ndarray], embedding: str) -> None:
+    copy_embedding_to_head(tensors, embedding)
     tensors[HEAD][77, 3] += 1
 
 
-def other_dtype(tensors: dict[str, np.ndarray], embedding: str) -> None:
+def change_head_dtype(tensors: dict[str, np.ndarray], embedding: str) -> None:
     tensors[HEAD] = tensors[embedding].astype(np.float16)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [(other_value, "first difference in row 77"), (other_dtype, "float16 [131, 32] and float32 [131, 32]")],
+    [(change_head_value, "first difference in row 77"), (change_head_dtype, "float16 [131, 32] and float32 [131, 32]")],
 )
 @pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
 @pytest.mark.parametrize("base", BASES)
-def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], command: str, change: Any, why: str, capsys):
-    written(base, change)
+def test_different_head_is_an_error_without_untie(base: dict[str, Any], command: str, change: Any, why: str, capsys):
+    write_tied_model(base, change)
     assert main([command, "./m", "--out", "out"]) == 1
     text = capsys.readouterr().err
     assert f"{HEAD} is not equal to {EMBEDDINGS[base['model_type']]}" in text
@@ -120,9 +122,9 @@ def test_both_that_differ_are_an_error_until_untied(base: dict[str, Any], comman
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_both_are_compared_where_padding_is_taken_off_as_well(base: dict[str, Any], capsys):
-    """The head is not written then, but it is held to be equal all the same, in its true rows."""
-    written(base, head_too)
+def test_export_compares_tied_head_in_true_rows(base: dict[str, Any], capsys):
+    """The head is not written, but its true rows must equal the embedding's."""
+    write_tied_model(base, copy_embedding_to_head)
     run_ok("pad-vocab", "./m", "--multiple", "8")
     for path in Path("m-padded").glob("*.safetensors"):
         data = bytearray(path.read_bytes())

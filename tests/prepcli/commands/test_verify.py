@@ -1,4 +1,4 @@
-"""`prep verify --quick` reports the comparison that it made, and no other."""
+"""`prep verify --quick`: reports only the checks that it made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.tiny_checkpoints import GPT2, make_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_checkpoint(Path("m"), GPT2)
 
@@ -38,7 +38,7 @@ def test_quick_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]
 def test_quick_pair_names_a_shape_that_differs(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("wide"), GPT2, n_embd=64)
     fields = run_json(capsys, "verify", "./m", "./wide", "--quick")
-    assert "has the shapes" in fields["differences"][0]["what"]
+    assert "has shapes" in fields["differences"][0]["what"]
 
 
 def test_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFixture[str]):
