@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from prepcli.api.options import PathLike, SourceOptions, common_options
-from prepcli.api.results import Inspection, TensorInfo, Verification
+from prepcli.api.results import Inspection, TensorSummary, Verification
 from prepcli.api.session import run_silently
 from prepcli.commands import verify as verify_command
 from prepcli.console.progress import Progress
@@ -65,5 +65,5 @@ def inspect(
     """
     located = locate(str(checkpoint), revision, offline, stream=stream, allow_remote=True)
     contents = read_contents(located, located.hub_id or str(checkpoint))
-    tensors = (TensorInfo(entry.name, entry.shape, entry.dtype, entry.nbytes) for entry in contents.entries)
+    tensors = (TensorSummary(entry.name, entry.shape, entry.dtype, entry.nbytes) for entry in contents.entries)
     return Inspection(contents.display_name, contents.kind, tuple(tensors), count_parameters(contents))

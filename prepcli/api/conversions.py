@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -86,7 +87,7 @@ def save_init(
 def plan_save_init(checkpoint: PathLike, **options: Unpack[SaveInitOptions]) -> Plan:
     """Return the plan of `save_init`. Takes the same options."""
     request = _save_init_request(checkpoint, None, options)
-    return _plan(request.common, lambda source, located: save_init_command.plan(request, source, located))
+    return _plan(request.common, lambda source, located: save_init_command.plan_orbax_item(request, source, located))
 
 
 def reshard(
@@ -114,7 +115,8 @@ def reshard(
 def plan_reshard(checkpoint: PathLike, **options: Unpack[ReshardOptions]) -> Plan:
     """Return the plan of `reshard`. Takes the same options."""
     request = _reshard_request(checkpoint, None, options)
-    return _plan(request.common, lambda source, located: save_init_command.plan(request, source, located, "reshard"))
+    plan = partial(save_init_command.plan_orbax_item, request, command="reshard")
+    return _plan(request.common, plan)
 
 
 def export(

@@ -42,7 +42,7 @@ class ConversionOptions(SourceOptions, total=False):
     true_vocab: int | None
 
 
-class TensorOptions(TypedDict, total=False):
+class DropOptions(TypedDict, total=False):
     """Which source tensors may be ignored.
 
     `drop`: patterns of names to ignore. `untie`: keep a head that differs from the embedding it should equal.
@@ -59,7 +59,7 @@ class NewRowOptions(TypedDict, total=False):
     seed: int | None
 
 
-class PadVocabOptions(ConversionOptions, TensorOptions, NewRowOptions, total=False):
+class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False):
     """Options of `pad_vocab`. At most one of `multiple` (default 8), `size` and `mesh` sets the number of rows."""
 
     multiple: int | None
@@ -81,7 +81,7 @@ class LayoutOptions(ConversionOptions, total=False):
     compress: str | None
 
 
-class SaveInitOptions(LayoutOptions, TensorOptions, NewRowOptions, total=False):
+class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
     """Options of `save_init`.
 
     `pad_vocab`: "no", "auto" (to the size that the mesh divides) or a multiple as text. `dtype`: "float32", "bfloat16"

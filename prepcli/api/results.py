@@ -55,7 +55,7 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorSummary:
     """A tensor or leaf as a checkpoint stores it."""
 
     name: str
@@ -78,7 +78,7 @@ class Inspection:
 
     name: str
     format: str
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorSummary, ...]
     parameters: int | None
 
 

@@ -116,8 +116,7 @@ def test_shards_need_known_dims(capsys: Capture, work_dir: Path) -> None:
     ocp.PyTreeCheckpointer(use_compression=False).save(work_dir / "saved", {"x": np.ones(3)})
     assert inspect_failing(capsys, "saved", "--shards", "x", "--mesh", "1,1,1") == (
         1,
-        "error: saved was not written by prep\n"
-        "  why: it has no manifest that describes the dims of its leaves\n",
+        "error: saved was not written by prep\n  why: it has no manifest that describes the dims of its leaves\n",
     )
     write_hf_folder(Path("m"), {"model.safetensors": {"x": np.ones(2)}}, {"model_type": "mamba"})
     code, message = inspect_failing(capsys, "m", "--shards", "x", "--mesh", "1,1,1")

@@ -125,7 +125,9 @@ INVALID_FOLDERS = {
     "other heads": (
         change_params(n_kv_heads=8), "`layers.0.attention.wk.weight` in consolidated.00.pth", "implies [16, 64]",
     ),
-    "heads that files do not divide": (change_params(n_heads=1, n_kv_heads=1), "its heads are split across files", "by 4 files"),
+    "heads that files do not divide": (
+        change_params(n_heads=1, n_kv_heads=1), "its heads are split across files", "by 4 files",
+    ),
     "a file is missing": (remove_file("consolidated.02.pth"), "consolidated.02.pth is missing", "has 3 such files"),
     "the last file is missing": (
         remove_file("consolidated.03.pth"), "its heads are split across files", "are not divisible by 3",
@@ -142,8 +144,8 @@ INVALID_FOLDERS = {
         "bfloat16 and float16",
     ),
     "a part of another shape": (
-        change_part(1, lambda state: state.update({WK: state[WK][:4]})), f"`{WK}` in consolidated.01.pth has shape [4, 64]",
-        "[8, 64]",
+        change_part(1, lambda state: state.update({WK: state[WK][:4]})),
+        f"`{WK}` in consolidated.01.pth has shape [4, 64]", "[8, 64]",
     ),
     "a part that is a view": (
         change_part(1, lambda state: state.update({WK: state[WK].t().contiguous().t()})),

@@ -148,7 +148,10 @@ def test_push_checks_requirements_before_the_export(init: Path, tmp_path: Path):
         assert prep(*arguments, "nobody")["error"]["code"] == 2
         assert prep(*arguments, "o/m", HF_HUB_OFFLINE="1")["error"]["why"] == "HF_HUB_OFFLINE is set"
         assert prep(*arguments[:-1], "--private")["error"]["what"] == "`--private` requires `--push`"
-        assert prep(*arguments, "o/m", "--processes", "2/0")["error"]["what"] == "`--push` is not supported with several processes"
+        assert (
+            prep(*arguments, "o/m", "--processes", "2/0")["error"]["what"]
+            == "`--push` is not supported with several processes"
+        )
         assert prep(*arguments, "o/m", "--dry-run")["ok"]
         assert "o/m" not in hub.repos
     assert not (tmp_path / "hf").exists()

@@ -20,13 +20,13 @@ from prepcli.commands.train_checks import (
     memory_warning,
 )
 from prepcli.errors import PrepError
-from tests.trainer.models.test_memory_estimate import LLAMA_13B, run
+from tests.trainer.models.test_memory_estimate import LLAMA_13B, make_inputs
 from trainer.models.memory_estimate import estimate_memory
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 
 GIB = 1 << 30
-RUN_13B = run("llama", LLAMA_13B, "1,8,4", sequences=16, length=32768, itemsize=2)
+RUN_13B = make_inputs("llama", LLAMA_13B, "1,8,4", micro_batch_size=16, seq_length=32768, itemsize=2)
 
 
 @dataclass

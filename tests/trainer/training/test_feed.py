@@ -28,7 +28,7 @@ def test_load_batch_returns_source_and_target_of_step(mesh: str):
     """Sources and targets have different lengths."""
     setup, order = runs.make_setup(mesh=mesh), SampleOrder(20, 8, 1, True)
     ids, ends = np.arange(200, dtype="<u2") % 131, np.arange(5, 201, 5, dtype="<u8")
-    dataset = seq2seq_dataset(MappedTokens(ids, ends, "x", 4), 7, 0, 1)
+    dataset = seq2seq_dataset(MappedTokens(ids, ends, "x", 4), 7, decoder_start_id=0, eos_id=1)
     expected, batch = dataset.get_batch(order.rows(2)), feed.load_batch(setup, dataset, order, 2)
     assert {name: array.shape for name, array in batch.items()} == {
         "source": (8, 7),
