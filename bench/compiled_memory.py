@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.models import mesh as meshes
 
 if TYPE_CHECKING:
-    from trainer.nn.transformer import ForwardConfig, ModelSpec
+    from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 MODEL_SIZES: dict[str, dict[str, Any]] = {
     "small": {
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.memory_estimate import MemoryInputs, estimate_memory
     from trainer.models.registry import FAMILIES
-    from trainer.nn.transformer import ForwardConfig, build_model
+    from trainer.nn.model_spec import ForwardConfig, build_model
 
     sharding = make_sharding_context(mesh) if mesh.n_devices > 1 else ShardingContext()
     rows = options.rows or sharding.data_parallel_size

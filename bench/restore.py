@@ -99,7 +99,7 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
 def _setup(reader: Any, mesh: str) -> Any:
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
-    from trainer.nn.transformer import ForwardConfig
+    from trainer.nn.model_spec import ForwardConfig
     from trainer.recipe.tables import Optimizer
     from trainer.training.setup import build_optimizer, model_from_manifest, rules_from_manifest
     from trainer.training.step import StepSetup

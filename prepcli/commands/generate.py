@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.generation.decode import GenerationConfig
     from trainer.generation.generator import Generator
-    from trainer.nn.transformer import ModelSpec
+    from trainer.nn.model_spec import ModelSpec
 
 TOKENIZER_FILE, GENERATION_CONFIG_FILE = "tokenizer.json", "generation_config.json"
 DEFAULT_NEW_TOKENS = 64
@@ -253,7 +253,7 @@ def _build_generator(
     """Load the parameters onto their devices, in the dtype of the computation."""
     from trainer.generation.decode import inference_dtype
     from trainer.generation.generator import Generator
-    from trainer.nn.transformer import ForwardConfig
+    from trainer.nn.model_spec import ForwardConfig
     from trainer.training.checkpoint import load_params
 
     stored_dtypes = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}

@@ -20,7 +20,7 @@ from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
-    from trainer.nn.transformer import ModelSpec
+    from trainer.nn.model_spec import ModelSpec
 
 MAX_STATE_RATIO = 1.2  # runs whose parameters and moments exceed this multiple of a device's memory fail
 

@@ -17,7 +17,7 @@ from prepcli.sources.source import Source
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.models.param_tree import Tree
-    from trainer.nn.transformer import ModelSpec
+    from trainer.nn.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

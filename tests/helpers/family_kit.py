@@ -55,7 +55,7 @@ from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
 from trainer.nn import transformer as models
-from trainer.nn.transformer import ForwardConfig
+from trainer.nn.model_spec import ForwardConfig
 from trainer.training.optimizers import AdamW, LRSchedule
 from trainer.training.step import StepSetup, init_train_state, train_step
 

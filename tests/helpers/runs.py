@@ -19,7 +19,8 @@ from trainer.models.checkpoint_store import HostLeaf, LeafSpec
 from trainer.models.mesh import Box, parse_mesh
 from trainer.models.param_tree import Tree
 from trainer.models.registry import FAMILIES
-from trainer.nn.transformer import ForwardConfig, build_model, init_params
+from trainer.nn.initialization import init_params
+from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.training.loop import Job
 from trainer.training.optimizers import AdamW, LRSchedule
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes

@@ -17,7 +17,7 @@ from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import HFConfig, parameter_rows
 from trainer.models.registry import family_of
 from trainer.nn import transformer
-from trainer.nn.transformer import ForwardConfig, ModelSpec
+from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
 
 Tensors = Mapping[str, np.ndarray]
 UNSCANNED = ForwardConfig(scan_layers=False)
@@ -88,7 +88,7 @@ def tiny_transformer(
     """
     family = family_of(config)
     is_tied = family.is_tied(config, (family.tying.head_tensor,) if has_stored_head else ())
-    model = transformer.build_model(family, config, is_tied, scan, scan_axis)
+    model = build_model(family, config, is_tied, scan, scan_axis)
     return TinyTransformer(model, tuple(_tensor_locations(model, config, scan, scan_axis)))
 
 

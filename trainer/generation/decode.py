@@ -20,8 +20,8 @@ from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import ENCODER
 from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache, empty_kv_cache
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin_at
-from trainer.nn.transformer import ForwardConfig, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from trainer.generation import decode
 from trainer.generation.decode import DecodeState, GenerationConfig, PromptBatch
 from trainer.models.errors import usage_error
 from trainer.models.param_tree import Tree
-from trainer.nn.transformer import ForwardConfig, ModelSpec
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 TokenSequence = Sequence[int]
 SLOT_MULTIPLE = 64  # prompt slots are rounded up to it, so that batches of similar length share one executable

@@ -2,53 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache
+from trainer.nn.context import LayerContext
 from trainer.nn.mlp import mlp
 from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm
 
 
-def block(
-    x: Array,
-    weights: Mapping[str, Any],
-    arch_config: ArchConfig,
-    mask: AttentionMask,
-    sharding: ShardingContext,
-    kv_cache: KVCache | None = None,
-    encoder_output: EncoderOutput | None = None,
-) -> tuple[Array, KVCache | None]:
+def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[Array, KVCache | None]:
     """Run one layer: self-attention, cross-attention if there is an encoder, and the MLP.
 
     Args:
         x: Residual stream [B, T, D].
         weights: Weights of the layer.
-        arch_config: The choices of the layers; `block_type` selects the order of norms and residual additions.
-        mask: Mask of self-attention.
-        sharding: The device mesh and its rules.
-        kv_cache: Cache that keys and values are appended to; None to attend to `x` alone.
-        encoder_output: Input of cross-attention; None without an encoder.
+        context: Architecture, mask, sharding, cache and encoder output. `block_type` of the architecture selects the
+            order of norms and residual additions.
 
     Returns:
         The residual stream [B, T, D] after the layer, and the cache with the keys and values of `x`.
     """
+    arch_config, sharding, encoder_output = context.arch_config, context.sharding, context.encoder_output
 
     def self_attend(x: Array) -> tuple[Array, KVCache | None]:
-        x = sharding.constrain(x, "batch", "seq", "embed")
-        return attention(x, weights["attn"], arch_config, mask, sharding, kv_cache)
+        return attention(sharding.constrain(x, "batch", "seq", "embed"), weights["attn"], context)
 
     def cross_attend(x: Array, encoder_output: EncoderOutput) -> Array:
+        mask = AttentionMask(kv_valid=encoder_output.source_mask)
+        cross_context = dataclasses.replace(context, mask=mask, kv_cache=None)
         x = sharding.constrain(x, "batch", "seq", "embed")
-        cross_mask = AttentionMask(kv_valid=encoder_output.source_mask)
-        states = encoder_output.states
-        return attention(x, weights["cross"], arch_config, cross_mask, sharding, encoder_states=states)[0]
+        return attention(x, weights["cross"], cross_context, encoder_output.states)[0]
 
     def feed_forward(x: Array) -> Array:
         x = sharding.constrain(x, "batch", "seq", "embed")

@@ -1,4 +1,4 @@
-"""Initialization, forward pass and loss of any supported family, as pure functions of its parameters.
+"""Forward pass and loss of any supported family, as pure functions of its parameters.
 
 Axes: B rows of the batch, T tokens, S source tokens or key slots, H query heads, D model width, V vocabulary rows.
 """
@@ -6,153 +6,29 @@ Axes: B rows of the batch, T tokens, S source tokens or key slots, H query heads
 from __future__ import annotations
 
 import dataclasses
-import re
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import ArchConfig, window_period
+from trainer.models.architecture import ArchConfig
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, param_leaves, unflatten_tree
-from trainer.models.parameters import DECODER, ENCODER, LAYERS, Family, HFConfig
+from trainer.models.param_tree import Tree
+from trainer.models.parameters import DECODER, ENCODER, LAYERS
 from trainer.models.rope_config import Rope
 from trainer.nn import lm_head
 from trainer.nn.attention import project_kv
 from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, AttentionMask, CosSin, EncoderOutput, KVCache, causal_mask
 from trainer.nn.block import block, shard_residual
+from trainer.nn.context import LayerContext
+from trainer.nn.layer_stack import LAYER_SCORE_SCALE, LayerCarry, layer_weights, run_layers, with_score_scales
+from trainer.nn.linear import linear
 from trainer.nn.lm_head import LMHead, LossSums
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import relative_position_bias, rotary_cos_sin
-
-REMAT_NONE = "none"
-LAYER_SCORE_SCALE = "layer_score_scale"  # entry in a layer's weights that is not a parameter
-REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
-    "nothing_saveable",
-    "everything_saveable",
-    "dots_saveable",
-    "checkpoint_dots",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots_with_no_batch_dims",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The static description of a model: its architecture and the shapes of its parameters.
-
-    Attributes:
-        family: The model family.
-        arch_config: The choices of its layers.
-        leaves: Each parameter by path, as the checkpoint stores it.
-        true_vocab_size: Vocabulary size without padding; padded rows follow the true ones.
-        is_tied: Whether the LM head is the token embedding.
-    """
-
-    family: Family
-    arch_config: ArchConfig
-    leaves: Mapping[str, ParamLeaf]
-    true_vocab_size: int
-    is_tied: bool
-
-    @property
-    def has_stacked_layers(self) -> bool:
-        """Whether one leaf stores a parameter of all layers."""
-        return any(leaf.stack_axis is not None for leaf in self.leaves.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardConfig:
-    """The execution options of a forward pass; they change results by rounding only.
-
-    Attributes:
-        dtype: Dtype of the computation.
-        scan_layers: Compile one layer and scan it over all layers.
-        remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
-        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
-        sharding: The device mesh and its rules.
-
-    Raises:
-        PrepError: `remat_policy` is unknown (a usage error).
-    """
-
-    dtype: str = "float32"
-    scan_layers: bool = True
-    remat_policy: str = REMAT_NONE
-    head_chunk_size: int = 512
-    sharding: ShardingContext = field(default_factory=ShardingContext)
-
-    def __post_init__(self) -> None:
-        """Check the rematerialization policy."""
-        if self.remat_policy not in (REMAT_NONE, *REMAT_POLICIES):
-            supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
-            what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
-            raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
-
-
-def build_model(family: Family, config: HFConfig, is_tied: bool, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
-    """Build the description of a Hugging Face config's model.
-
-    Args:
-        family: The family of the config.
-        config: Fields of config.json.
-        is_tied: Whether the LM head is the token embedding.
-        scan: Whether each parameter of the layers is one leaf, stacked over layers.
-        scan_axis: The axis over which layers are stacked.
-
-    Returns:
-        The model, without parameter values.
-
-    Raises:
-        PrepError: The config is invalid or needs an unsupported feature.
-    """
-    arch_config = family.arch_config(config)
-    leaves = param_leaves(family, config, is_tied, scan, scan_axis)
-    padded_size = family.sizes(config)["vocab"]
-    true_size = config.get("true_vocab_size", padded_size)
-    if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
-        why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
-        raise PrepError("config.json is invalid", why)
-    return ModelSpec(family=family, arch_config=arch_config, leaves=leaves, true_vocab_size=true_size, is_tied=is_tied)
-
-
-def init_params(model: ModelSpec, seed: int) -> Tree:
-    """Initialize all parameters in float32: matrices and embeddings normal, biases zero, norm scales the identity.
-
-    The values of a layer depend neither on how layers are stored nor on which other parameters the model has.
-
-    Args:
-        model: The model to initialize.
-        seed: Seed of the random key.
-
-    Returns:
-        Nested dict of float32 arrays.
-    """
-    key = jax.random.key(seed)
-    return unflatten_tree({path: _init_leaf(leaf, key, model.arch_config) for path, leaf in model.leaves.items()})
-
-
-def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
-    """Initialize one leaf with a key derived from its path without layer numbers."""
-    std = arch_config.init_std
-    if leaf.role in ("scale", "bias"):
-        return jnp.full(leaf.shape, float(leaf.role == "scale" and arch_config.norm != "rms_offset"), jnp.float32)
-    leaf_key = jax.random.fold_in(key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode()))
-    axis = leaf.stack_axis
-    if axis is not None:
-        layer_shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
-        layer_keys = jax.vmap(partial(jax.random.fold_in, leaf_key))(jnp.arange(leaf.shape[axis]))
-        layers = jax.vmap(lambda layer_key: jax.random.normal(layer_key, layer_shape))(layer_keys)
-        return jnp.moveaxis(layers, 0, axis) * std
-    if leaf.layer_index is not None:
-        leaf_key = jax.random.fold_in(leaf_key, leaf.layer_index)
-    return jax.random.normal(leaf_key, leaf.shape) * std
 
 
 def encode(
@@ -208,10 +84,10 @@ def precompute_cross_kv(
     assert not isinstance(states, KV)
 
     def project_layer(weights: Tree) -> KV:
-        return project_kv(states, weights["cross"], model.arch_config, AttentionMask(), sharding)
+        return project_kv(states, weights["cross"], LayerContext(model.arch_config, AttentionMask(), sharding))
 
     num_layers = len(model.arch_config.sliding_windows)
-    layers = _layer_weights(params[DECODER][LAYERS], DECODER, num_layers, model, forward_config)
+    layers = layer_weights(params[DECODER][LAYERS], DECODER, num_layers, model, forward_config)
     if isinstance(layers, list):
         stacks = jax.tree.map(lambda *arrays: jnp.stack(arrays), *map(project_layer, layers))
     else:
@@ -340,8 +216,8 @@ def _run_stack(
     """Run all layers and the final norm of the encoder or decoder; `stack_name` is empty in decoder-only models."""
     stack = params[stack_name] if stack_name else params
     num_layers = len(arch_config.sliding_windows)
-    layers = _layer_weights(stack[LAYERS], stack_name, num_layers, model, forward_config)
-    x, kv_cache = _run_layers(carry, _with_score_scales(layers, arch_config), run_layer, forward_config, arch_config)
+    layers = layer_weights(stack[LAYERS], stack_name, num_layers, model, forward_config)
+    x, kv_cache = run_layers(carry, with_score_scales(layers, arch_config), run_layer, forward_config, arch_config)
     return norm(x, stack.get("final_norm", {}), arch_config) if arch_config.has_final_norm else x, kv_cache
 
 
@@ -358,7 +234,7 @@ def _relative_position_bias(
 
 def _project(x: Array, params: Tree, name: str) -> Array:
     """Project between the embedding width and the layer width, if the two differ."""
-    return jnp.einsum("bti,oi->bto", x, params[name]["weight"]) if name in params else x
+    return linear(x, params[name]) if name in params else x
 
 
 def compute_logits(
@@ -456,113 +332,15 @@ def _run_layer(
         cos_sin=cos_sin_by_rope[rope] if rope else None,
         layer_score_scale=weights.get(LAYER_SCORE_SCALE),
     )
-    return block(x, weights, arch_config, layer_mask, forward_config.sharding, kv_cache, encoder_output)
-
-
-LayerWeights = Tree | list[Tree]  # stacked on axis 0, or one tree per layer
-LayerCarry = tuple[Array, KVCache | None]  # residual stream [B, T, D] between layers, and the KV cache
-
-
-def _layer_weights(
-    weights: Tree, stack_name: str, num_layers: int, model: ModelSpec, forward_config: ForwardConfig
-) -> LayerWeights:
-    """Return the weights stacked on axis 0 for a scan, or one tree per layer.
-
-    Raises:
-        PrepError: `scan_layers` is set and the model stores one leaf per layer (a usage error).
-    """
-    if not model.has_stacked_layers:
-        if forward_config.scan_layers:
-            raise unscannable_error()
-        return [weights[str(index)] for index in range(num_layers)]
-    axes = {path: leaf.stack_axis for path, leaf in model.leaves.items()}
-    prefix = f"{stack_name}.{LAYERS}." if stack_name else f"{LAYERS}."
-    leaves = flatten_tree(weights).items()
-    stacked = unflatten_tree({path: jnp.moveaxis(leaf, axes[prefix + path] or 0, 0) for path, leaf in leaves})
-    return stacked if forward_config.scan_layers else [_take_layer(stacked, index) for index in range(num_layers)]
-
-
-def _with_score_scales(layers: LayerWeights, arch_config: ArchConfig) -> LayerWeights:
-    """Add the score scale of each layer to its weights, if the scale differs between layers."""
-    if not arch_config.scale_attn_by_inverse_layer_idx:
-        return layers
-    num_layers = len(arch_config.sliding_windows)
-    scales = jnp.asarray([1 / number for number in range(1, num_layers + 1)], jnp.float32)
-    if isinstance(layers, list):
-        return [{**weights, LAYER_SCORE_SCALE: scale} for weights, scale in zip(layers, scales)]
-    return {**layers, LAYER_SCORE_SCALE: scales}
-
-
-def unscannable_error() -> PrepError:
-    """Return the usage error of a scan over a checkpoint with one leaf per layer."""
-    hint = "`model.scan_layers = false`, or `prep reshard --scan`"
-    return usage_error("layers cannot be scanned", "the checkpoint stores one leaf per layer", hint)
-
-
-def _take_layer(stacked: Tree, index: int | Array) -> Tree:
-    """Return the weights of one layer from a stack on axis 0."""
-    return jax.tree.map(lambda leaf: leaf[index], stacked)
-
-
-def _run_layers(
-    carry: LayerCarry,
-    weights: LayerWeights,
-    run_layer: Callable[[int, LayerCarry, Tree], LayerCarry],
-    forward_config: ForwardConfig,
-    arch_config: ArchConfig,
-) -> LayerCarry:
-    """Run all layers in order.
-
-    Stacked layers are scanned in whole periods of the sliding window pattern, so that each window is static. The rest
-    of an incomplete period runs one layer at a time.
-    """
-    windows = arch_config.sliding_windows
-    period, num_scanned = window_period(windows), 0
-    if not isinstance(weights, list):
-        layer_fns = [
-            _with_remat(partial(run_layer, window), forward_config, in_loop=True) for window in windows[:period]
-        ]
-        if (num_periods := len(windows) // period) > 1:
-            carry, num_scanned = _scan_layers(carry, weights, layer_fns, num_periods), num_periods * period
-        weights = [_take_layer(weights, index) for index in range(num_scanned, len(windows))]
-    layer_fn_by_window = {window: _with_remat(partial(run_layer, window), forward_config) for window in {*windows}}
-    for window, layer in zip(windows[num_scanned:], weights):
-        carry = layer_fn_by_window[window](carry, layer)
-    return carry
-
-
-def _scan_layers(
-    carry: LayerCarry, stacked: Tree, layer_fns: list[Callable[[LayerCarry, Tree], LayerCarry]], num_periods: int
-) -> LayerCarry:
-    """Scan whole periods of layers.
-
-    With a KV cache there is no backward pass, so each step indexes the full stack: slicing the scanned part off first
-    would copy the weights.
-    """
-    period = len(layer_fns)
-
-    def run_period(carry: LayerCarry, weights: Tree, first: int | Array) -> tuple[LayerCarry, None]:
-        for index, layer_fn in enumerate(layer_fns):
-            carry = layer_fn(carry, _take_layer(weights, first + index))
-        return carry, None
-
-    if carry[1] is not None:
-        firsts = period * jnp.arange(num_periods)
-        return lax.scan(lambda carry, first: run_period(carry, stacked, first), carry, firsts)[0]
-    scanned = num_periods * period
-    periods = jax.tree.map(lambda leaf: leaf[:scanned].reshape(num_periods, period, *leaf.shape[1:]), stacked)
-    return lax.scan(lambda carry, weights: run_period(carry, weights, 0), carry, periods)[0]
-
-
-def _with_remat(
-    layer: Callable[[LayerCarry, Tree], LayerCarry], forward_config: ForwardConfig, in_loop: bool = False
-) -> Callable[..., Any]:
-    """Apply the rematerialization policy to a layer.
-
-    Outside a loop, common subexpression elimination has to be prevented: the compiler would otherwise merge the
-    recomputation with the forward pass and save all activations.
-    """
-    if forward_config.remat_policy == REMAT_NONE:
-        return layer
-    policy = getattr(jax.checkpoint_policies, forward_config.remat_policy)
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
+    return block(
+        x,
+        weights,
+        LayerContext(
+            arch_config,
+            layer_mask,
+            forward_config.sharding,
+            kv_cache=kv_cache,
+            encoder_output=encoder_output,
+            attention_kernel=forward_config.attention_kernel,
+        ),
+    )

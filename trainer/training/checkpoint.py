@@ -15,7 +15,7 @@ from trainer.models.checkpoint_store import CheckpointReader, HostLeaf, LeafSpec
 from trainer.models.errors import PrepError
 from trainer.models.mesh import Box
 from trainer.models.param_tree import Tree, unflatten_tree
-from trainer.nn.transformer import ModelSpec
+from trainer.nn.model_spec import ModelSpec
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.

@@ -17,7 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Rules, merge_rules
 from trainer.models.registry import family_of
-from trainer.nn.transformer import ForwardConfig, ModelSpec, build_model, unscannable_error
+from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.recipe import Recipe, batch_shape, warmup_decay
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data, Optimizer

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
-from trainer.nn.transformer import ForwardConfig, ModelSpec
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.optimizers import AdamW
 
 TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row

@@ -30,7 +30,7 @@ from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import DEFAULT_RULES, merge_rules, parse_mesh, partition_spec
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
-from trainer.nn.transformer import ForwardConfig
+from trainer.nn.model_spec import ForwardConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neo": {

@@ -34,7 +34,7 @@ from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree, flatten_tree
 from trainer.models.registry import FAMILIES
 from trainer.nn.attention_mask import KVCache
-from trainer.nn.transformer import ForwardConfig
+from trainer.nn.model_spec import ForwardConfig
 
 Rows = list[list[int]]
 SAMPLED = GenerationConfig(9, sampling=Sampling(1.3, top_k=20, top_p=0.95, seed=5))

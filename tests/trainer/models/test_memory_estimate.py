@@ -177,7 +177,7 @@ def test_every_family_has_an_estimate(name: str):
 def test_activations_are_close_to_current_xla_plan(family_name: str, config: Mapping[str, Any], remat_policy: str):
     """The margin is wide, because XLA fuses less with the flags of the test suite."""
     from bench.compiled_memory import compile_step
-    from trainer.nn.transformer import ForwardConfig, build_model
+    from trainer.nn.model_spec import ForwardConfig, build_model
 
     family = FAMILIES[family_name]
     model = build_model(family, config, is_tied=family.is_tied(config))

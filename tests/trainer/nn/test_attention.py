@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION, ArchConfig
 from trainer.models.rope_config import Rope
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import CosSin, causal_mask
+from trainer.nn.context import LayerContext
 from trainer.nn.position_encoding import rotary_cos_sin
 
 T, D, HEAD_DIM = 6, 8, 4
@@ -55,7 +55,7 @@ def attend(
 ) -> jax.Array:
     """Compute causal self-attention."""
     mask = dataclasses.replace(causal_mask(T), window=window, cos_sin=cos_sin)
-    return attention(jnp.asarray(x), weights, make_arch(scale), mask, ShardingContext())[0]
+    return attention(jnp.asarray(x), weights, LayerContext(make_arch(scale), mask))[0]
 
 
 def naive_attention(x: np.ndarray, weights: dict[str, Any], scale: float, window: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.nn.attention import attention, project_kv
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, causal_mask, empty_kv_cache
+from trainer.nn.context import LayerContext
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, T, D)).astype(np.float32)
@@ -22,7 +23,7 @@ WEIGHTS = random_weights(4, 2, True)
 
 def attend_with_mask(x: Array, mask: AttentionMask, encoder_states: Array | KV | None = None) -> Array:
     """Compute attention without a cache."""
-    return attention(x, WEIGHTS, make_arch(), mask, ShardingContext(), encoder_states=encoder_states)[0]
+    return attention(x, WEIGHTS, LayerContext(make_arch(), mask), encoder_states)[0]
 
 
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 2])
@@ -32,7 +33,8 @@ def test_kv_cache_matches_attention_over_whole_sequence(window: int, prefill_len
     cache, outputs = empty_kv_cache((1, 2, T + 3, 2, HEAD_DIM), "float32", ShardingContext()), []
     for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, T))]:
         mask = AttentionMask(jnp.arange(start, stop), jnp.arange(T + 3), window=window)
-        output, cache = attention(jnp.asarray(X[:, start:stop]), WEIGHTS, make_arch(), mask, ShardingContext(), cache)
+        context = LayerContext(make_arch(), mask, kv_cache=cache)
+        output, cache = attention(jnp.asarray(X[:, start:stop]), WEIGHTS, context)
         assert cache is not None
         assert (int(cache.length), int(cache.layer)) == (start, 1)
         cache = cache.advance(stop - start)
@@ -57,7 +59,7 @@ def test_left_padded_row_matches_shorter_sequence():
     start_slots = np.array([[0], [2]])
     positions = jnp.arange(T) - start_slots
     padded = attend_with_mask(jnp.asarray(X), AttentionMask(positions, positions, kv_valid=positions >= 0))
-    short = attention(jnp.asarray(X[1:, 2:]), WEIGHTS, make_arch(), causal_mask(T - 2), ShardingContext())[0]
+    short = attention(jnp.asarray(X[1:, 2:]), WEIGHTS, LayerContext(make_arch(), causal_mask(T - 2)))[0]
     np.testing.assert_allclose(padded[0], attend(X, WEIGHTS, FULL_ATTENTION)[0], atol=1e-5)
     np.testing.assert_allclose(padded[1, 2:], short[0], atol=1e-5)
     assert np.isfinite(padded).all(), "a query without visible keys must be finite"
@@ -70,7 +72,7 @@ def test_cross_attention_ignores_source_padding():
     short = attend_with_mask(jnp.asarray(X), AttentionMask(), states[:, :3])
     np.testing.assert_allclose(masked[1], short[1], atol=1e-5)
     assert abs(masked[0] - short[0]).max() > 1e-2
-    kv = project_kv(states, WEIGHTS, make_arch(), AttentionMask(), ShardingContext())
+    kv = project_kv(states, WEIGHTS, LayerContext(make_arch(), AttentionMask()))
     precomputed = attend_with_mask(jnp.asarray(X), AttentionMask(kv_valid=source_mask), kv)
     np.testing.assert_array_equal(precomputed, masked)
 

@@ -18,6 +18,7 @@ from trainer.models.param_tree import param_leaves
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 from trainer.nn import transformer
+from trainer.nn.initialization import init_params
 
 FAMILY = FAMILIES["t5"]
 
@@ -77,8 +78,7 @@ def test_encoder_output_is_required_only_with_encoder():
 def test_init_does_not_depend_on_how_layers_are_stored():
     variants = [tiny_transformer(T5), tiny_transformer(T5, scan_axis=1), tiny_transformer(T5, scan=False)]
     tensors, *others = (
-        tiny.tensors_from_params(jax.jit(lambda tiny=tiny: transformer.init_params(tiny.model, 7))())
-        for tiny in variants
+        tiny.tensors_from_params(jax.jit(lambda tiny=tiny: init_params(tiny.model, 7))()) for tiny in variants
     )
     for name, values in tensors.items():
         for other_tensors in others:

@@ -21,7 +21,7 @@ from tests.helpers.tiny_transformers import (
     with_padded_vocab,
 )
 from trainer.models.registry import FAMILIES
-from trainer.nn.transformer import ForwardConfig
+from trainer.nn.model_spec import ForwardConfig
 
 LOGITS_ATOL = 2e-5
 GRADIENTS_RTOL = 1e-5

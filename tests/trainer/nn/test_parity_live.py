@@ -21,7 +21,7 @@ from tests.helpers.tiny_transformers import (
     with_padded_vocab,
 )
 from tests.helpers.torch_transformers import torch_gradients, torch_logits, torch_model
-from trainer.nn.transformer import ForwardConfig
+from trainer.nn.model_spec import ForwardConfig
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

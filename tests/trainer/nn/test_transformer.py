@@ -19,19 +19,21 @@ from tests.helpers.tiny_transformers import (
     random_tensors,
     tiny_transformer,
 )
+from trainer.models.architecture import window_period
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
-from trainer.nn.transformer import ForwardConfig
+from trainer.nn.initialization import init_params
+from trainer.nn.model_spec import REMAT_NONE, REMAT_POLICIES, ForwardConfig
 from trainer.recipe.tables import Model as RecipeModel
 
 # arguments of `tiny_transformer` after the config, and whether layers are scanned
 STORED_AND_SCANNED: list[tuple[tuple[bool, ...], bool]] = [((), True), ((), False), ((False,), False)]
 
 
-def init_params(tiny: TinyTransformer, seed: int) -> Tree:
+def random_params(tiny: TinyTransformer, seed: int) -> Tree:
     """Initialize parameters in one compiled function."""
-    return jax.jit(lambda: transformer.init_params(tiny.model, seed))()
+    return jax.jit(lambda: init_params(tiny.model, seed))()
 
 
 def test_init_does_not_depend_on_how_layers_are_stored():
@@ -40,7 +42,7 @@ def test_init_does_not_depend_on_how_layers_are_stored():
         tiny_transformer(GPT_NEO, scan_axis=1),
         tiny_transformer(GPT_NEO, scan=False),
     ]
-    tensors, *others = (tiny.tensors_from_params(init_params(tiny, 7)) for tiny in variants)
+    tensors, *others = (tiny.tensors_from_params(random_params(tiny, 7)) for tiny in variants)
     for name, values in tensors.items():
         for other_tensors in others:
             np.testing.assert_array_equal(values, other_tensors[name])
@@ -49,15 +51,15 @@ def test_init_does_not_depend_on_how_layers_are_stored():
 def test_init_does_not_depend_on_other_parameters():
     small = tiny_transformer(LLAMA)
     large = tiny_transformer(LLAMA | {"attention_bias": True, "num_hidden_layers": 3})
-    small_tensors, large_tensors = (tiny.tensors_from_params(init_params(tiny, 7)) for tiny in (small, large))
+    small_tensors, large_tensors = (tiny.tensors_from_params(random_params(tiny, 7)) for tiny in (small, large))
     for name, values in small_tensors.items():
         np.testing.assert_array_equal(values, large_tensors[name])
 
 
 def test_init_depends_on_role_and_seed():
     tiny = tiny_transformer(LLAMA | {"attention_bias": True, "initializer_range": 0.5, "hidden_size": 32})
-    params = flatten_tree(init_params(tiny, 1))
-    params_of_other_seed = flatten_tree(init_params(tiny, 2))
+    params = flatten_tree(random_params(tiny, 1))
+    params_of_other_seed = flatten_tree(random_params(tiny, 2))
     samples = []
     for path, leaf in tiny.model.leaves.items():
         values = np.asarray(params[path])
@@ -96,7 +98,7 @@ def test_build_model_rejects_invalid_true_vocab_size(true_size: Any):
 
 def test_sequence_longer_than_learned_positions_is_rejected():
     tiny = tiny_transformer(GPT_NEO | {"max_position_embeddings": 5})
-    params = init_params(tiny, 0)
+    params = random_params(tiny, 0)
     assert model_logits(tiny.model, params, {"tokens": np.zeros((1, 5), np.int32)}).shape == (1, 5, 29)
     with pytest.raises(PrepError, match="6 tokens per sequence - the model has 5 positions") as caught:
         transformer.compute_logits(params, jnp.zeros((1, 6), jnp.int32), tiny.model, UNSCANNED)
@@ -107,7 +109,7 @@ def test_scan_of_one_leaf_per_layer_is_rejected():
     tiny = tiny_transformer(LLAMA, scan=False)
     forward_config = ForwardConfig(scan_layers=True)
     with pytest.raises(PrepError, match="layers cannot be scanned") as caught:
-        transformer.compute_logits(init_params(tiny, 0), jnp.zeros((1, 2), jnp.int32), tiny.model, forward_config)
+        transformer.compute_logits(random_params(tiny, 0), jnp.zeros((1, 2), jnp.int32), tiny.model, forward_config)
     assert caught.value.code == USAGE
 
 
@@ -125,11 +127,11 @@ def test_logits_depend_on_earlier_tokens_only():
 def test_scan_runs_one_period_of_windows_per_step(layer_types: list[str]):
     """A pattern of windows that never repeats is not scanned."""
     tiny = tiny_transformer(GPT_NEO | {"num_layers": 6, "attention_layers": layer_types})
-    params = jax.eval_shape(lambda: transformer.init_params(tiny.model, 0))
+    params = jax.eval_shape(lambda: init_params(tiny.model, 0))
     tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
     traced = jax.make_jaxpr(lambda p, t: transformer.hidden_states(p, t, tiny.model, ForwardConfig()))(params, tokens)
     loops = [equation.params["length"] for equation in traced.jaxpr.eqns if equation.primitive.name == "scan"]
-    period = transformer.window_period(tiny.model.arch_config.sliding_windows)
+    period = window_period(tiny.model.arch_config.sliding_windows)
     assert loops == {1: [6], 2: [3], 6: []}[period]
 
 
@@ -164,6 +166,6 @@ def test_unknown_remat_policy_is_rejected():
     with pytest.raises(PrepError, match=message) as caught:
         ForwardConfig(remat_policy="dots")
     assert caught.value.code == USAGE
-    known = (transformer.REMAT_NONE, *transformer.REMAT_POLICIES)
+    known = (REMAT_NONE, *REMAT_POLICIES)
     assert get_args(RecipeModel.model_fields["remat_policy"].annotation) == known
-    assert all(hasattr(jax.checkpoint_policies, name) for name in transformer.REMAT_POLICIES)
+    assert all(hasattr(jax.checkpoint_policies, name) for name in REMAT_POLICIES)

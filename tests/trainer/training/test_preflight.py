@@ -12,7 +12,7 @@ from trainer.distributed.sharding import sharding_without_devices
 from trainer.models.errors import PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.registry import FAMILIES
-from trainer.nn.transformer import ModelSpec, build_model
+from trainer.nn.model_spec import ModelSpec, build_model
 from trainer.recipe import Recipe, load_recipe
 from trainer.training.preflight import check_inputs, context_warnings, memory_run, run_warnings
 

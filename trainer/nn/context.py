@@ -1,0 +1,30 @@
+"""The inputs of a layer besides its weights and the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import ArchConfig
+from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """The context in which a layer runs.
+
+    Attributes:
+        arch_config: The choices of the layers.
+        mask: Visible keys, rotary embedding and score bias of self-attention.
+        sharding: The device mesh and its rules.
+        kv_cache: Cache that keys and values are appended to; None to attend to the layer's input alone.
+        encoder_output: Input of cross-attention; None without an encoder.
+        attention_kernel: Name of the kernel that computes attention, a key of `trainer.nn.kernels.KERNELS`.
+    """
+
+    arch_config: ArchConfig
+    mask: AttentionMask
+    sharding: ShardingContext = field(default_factory=ShardingContext)
+    kv_cache: KVCache | None = None
+    encoder_output: EncoderOutput | None = None
+    attention_kernel: str = "reference"

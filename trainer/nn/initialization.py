@@ -1,0 +1,48 @@
+"""Random initialization of parameters."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from trainer.models.architecture import ArchConfig
+from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
+from trainer.nn.model_spec import ModelSpec
+
+
+def init_params(model: ModelSpec, seed: int) -> Tree:
+    """Initialize all parameters in float32: matrices and embeddings normal, biases zero, norm scales the identity.
+
+    The values of a layer depend neither on how layers are stored nor on which other parameters the model has.
+
+    Args:
+        model: The model to initialize.
+        seed: Seed of the random key.
+
+    Returns:
+        Nested dict of float32 arrays.
+    """
+    key = jax.random.key(seed)
+    return unflatten_tree({path: _init_leaf(leaf, key, model.arch_config) for path, leaf in model.leaves.items()})
+
+
+def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
+    """Initialize one leaf with a key derived from its path without layer numbers."""
+    std = arch_config.init_std
+    if leaf.role in ("scale", "bias"):
+        return jnp.full(leaf.shape, float(leaf.role == "scale" and arch_config.norm != "rms_offset"), jnp.float32)
+    leaf_key = jax.random.fold_in(key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode()))
+    axis = leaf.stack_axis
+    if axis is not None:
+        layer_shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+        layer_keys = jax.vmap(partial(jax.random.fold_in, leaf_key))(jnp.arange(leaf.shape[axis]))
+        layers = jax.vmap(lambda layer_key: jax.random.normal(layer_key, layer_shape))(layer_keys)
+        return jnp.moveaxis(layers, 0, axis) * std
+    if leaf.layer_index is not None:
+        leaf_key = jax.random.fold_in(leaf_key, leaf.layer_index)
+    return jax.random.normal(leaf_key, leaf.shape) * std

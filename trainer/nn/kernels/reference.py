@@ -1,0 +1,45 @@
+"""Dense attention: materialize all scores [B, H, T, S] in float32.
+
+Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, E head width.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, nn
+
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig
+from trainer.nn.attention_mask import KV, AttentionMask
+
+MASKED_SCORE = -1e30  # finite, so that the softmax of a row without any visible key is not nan
+
+
+def reference_attention(q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask) -> Array:
+    """Compute softmax(q k^T * scale) v in float32 (Vaswani et al. 2017, equation 1).
+
+    In einsum subscripts `k` is a key and value head and `g` a query head of its group.
+
+    Args:
+        q: Queries [B, T, H, E].
+        kv: Keys and values [B, S, K, E]; K divides H.
+        arch_config: `attn_scale` and `attn_logit_softcap`.
+        mask: Visible keys, score bias and the layer's score scale.
+
+    Returns:
+        [B, T, H, E] in the dtype of the values.
+    """
+    b, t, num_heads, head_dim = q.shape
+    k, v = kv
+    grouped_q = q.reshape(b, t, k.shape[2], num_heads // k.shape[2], head_dim)
+    scores = jnp.einsum("btkge,bske->bkgts", grouped_q, k, preferred_element_type=jnp.float32)
+    scores = scores * arch_config.attn_scale
+    if mask.layer_score_scale is not None:
+        scores = scores * mask.layer_score_scale
+    if arch_config.attn_logit_softcap != NO_SOFTCAP:
+        scores = arch_config.attn_logit_softcap * jnp.tanh(scores / arch_config.attn_logit_softcap)
+    if mask.bias is not None:
+        scores = scores + mask.bias.reshape(-1, *scores.shape[1:])
+    if (visible := mask.materialize()) is not None:
+        scores = jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED_SCORE)
+    probabilities = nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)

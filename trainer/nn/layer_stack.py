@@ -1,0 +1,124 @@
+"""Stacks of layers: their weights, the scan over layers, and rematerialization.
+
+Axes: B rows of the batch, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from trainer.models.architecture import ArchConfig, window_period
+from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
+from trainer.models.parameters import LAYERS
+from trainer.nn.attention_mask import KVCache
+from trainer.nn.model_spec import REMAT_NONE, ForwardConfig, ModelSpec, unscannable_error
+
+LAYER_SCORE_SCALE = "layer_score_scale"  # entry in a layer's weights that is not a parameter
+
+LayerWeights = Tree | list[Tree]  # stacked on axis 0, or one tree per layer
+LayerCarry = tuple[Array, KVCache | None]  # residual stream [B, T, D] between layers, and the KV cache
+
+
+def layer_weights(
+    weights: Tree, stack_name: str, num_layers: int, model: ModelSpec, forward_config: ForwardConfig
+) -> LayerWeights:
+    """Return the weights stacked on axis 0 for a scan, or one tree per layer.
+
+    Raises:
+        PrepError: `scan_layers` is set and the model stores one leaf per layer (a usage error).
+    """
+    if not model.has_stacked_layers:
+        if forward_config.scan_layers:
+            raise unscannable_error()
+        return [weights[str(index)] for index in range(num_layers)]
+    axes = {path: leaf.stack_axis for path, leaf in model.leaves.items()}
+    prefix = f"{stack_name}.{LAYERS}." if stack_name else f"{LAYERS}."
+    leaves = flatten_tree(weights).items()
+    stacked = unflatten_tree({path: jnp.moveaxis(leaf, axes[prefix + path] or 0, 0) for path, leaf in leaves})
+    return stacked if forward_config.scan_layers else [_take_layer(stacked, index) for index in range(num_layers)]
+
+
+def with_score_scales(layers: LayerWeights, arch_config: ArchConfig) -> LayerWeights:
+    """Add the score scale of each layer to its weights, if the scale differs between layers."""
+    if not arch_config.scale_attn_by_inverse_layer_idx:
+        return layers
+    num_layers = len(arch_config.sliding_windows)
+    scales = jnp.asarray([1 / number for number in range(1, num_layers + 1)], jnp.float32)
+    if isinstance(layers, list):
+        return [{**weights, LAYER_SCORE_SCALE: scale} for weights, scale in zip(layers, scales)]
+    return {**layers, LAYER_SCORE_SCALE: scales}
+
+
+def _take_layer(stacked: Tree, index: int | Array) -> Tree:
+    """Return the weights of one layer from a stack on axis 0."""
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
+def run_layers(
+    carry: LayerCarry,
+    weights: LayerWeights,
+    run_layer: Callable[[int, LayerCarry, Tree], LayerCarry],
+    forward_config: ForwardConfig,
+    arch_config: ArchConfig,
+) -> LayerCarry:
+    """Run all layers in order.
+
+    Stacked layers are scanned in whole periods of the sliding window pattern, so that each window is static. The rest
+    of an incomplete period runs one layer at a time.
+    """
+    windows = arch_config.sliding_windows
+    period, num_scanned = window_period(windows), 0
+    if not isinstance(weights, list):
+        layer_fns = [
+            _with_remat(partial(run_layer, window), forward_config, in_loop=True) for window in windows[:period]
+        ]
+        if (num_periods := len(windows) // period) > 1:
+            carry, num_scanned = _scan_layers(carry, weights, layer_fns, num_periods), num_periods * period
+        weights = [_take_layer(weights, index) for index in range(num_scanned, len(windows))]
+    layer_fn_by_window = {window: _with_remat(partial(run_layer, window), forward_config) for window in {*windows}}
+    for window, layer in zip(windows[num_scanned:], weights):
+        carry = layer_fn_by_window[window](carry, layer)
+    return carry
+
+
+def _scan_layers(
+    carry: LayerCarry, stacked: Tree, layer_fns: list[Callable[[LayerCarry, Tree], LayerCarry]], num_periods: int
+) -> LayerCarry:
+    """Scan whole periods of layers.
+
+    With a KV cache there is no backward pass, so each step indexes the full stack: slicing the scanned part off first
+    would copy the weights.
+    """
+    period = len(layer_fns)
+
+    def run_period(carry: LayerCarry, weights: Tree, first: int | Array) -> tuple[LayerCarry, None]:
+        for index, layer_fn in enumerate(layer_fns):
+            carry = layer_fn(carry, _take_layer(weights, first + index))
+        return carry, None
+
+    if carry[1] is not None:
+        firsts = period * jnp.arange(num_periods)
+        return lax.scan(lambda carry, first: run_period(carry, stacked, first), carry, firsts)[0]
+    scanned = num_periods * period
+    periods = jax.tree.map(lambda leaf: leaf[:scanned].reshape(num_periods, period, *leaf.shape[1:]), stacked)
+    return lax.scan(lambda carry, weights: run_period(carry, weights, 0), carry, periods)[0]
+
+
+def _with_remat(
+    layer: Callable[[LayerCarry, Tree], LayerCarry], forward_config: ForwardConfig, in_loop: bool = False
+) -> Callable[..., Any]:
+    """Apply the rematerialization policy to a layer.
+
+    Outside a loop, common subexpression elimination has to be prevented: the compiler would otherwise merge the
+    recomputation with the forward pass and save all activations.
+    """
+    if forward_config.remat_policy == REMAT_NONE:
+        return layer
+    policy = getattr(jax.checkpoint_policies, forward_config.remat_policy)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)

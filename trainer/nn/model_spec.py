@@ -1,0 +1,109 @@
+"""Static descriptions: a model's architecture and parameter shapes, and the execution options of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import ArchConfig
+from trainer.models.errors import PrepError, usage_error
+from trainer.models.param_tree import ParamLeaf, param_leaves
+from trainer.models.parameters import Family, HFConfig
+
+REMAT_NONE = "none"
+REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The static description of a model: its architecture and the shapes of its parameters.
+
+    Attributes:
+        family: The model family.
+        arch_config: The choices of its layers.
+        leaves: Each parameter by path, as the checkpoint stores it.
+        true_vocab_size: Vocabulary size without padding; padded rows follow the true ones.
+        is_tied: Whether the LM head is the token embedding.
+    """
+
+    family: Family
+    arch_config: ArchConfig
+    leaves: Mapping[str, ParamLeaf]
+    true_vocab_size: int
+    is_tied: bool
+
+    @property
+    def has_stacked_layers(self) -> bool:
+        """Whether one leaf stores a parameter of all layers."""
+        return any(leaf.stack_axis is not None for leaf in self.leaves.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """The execution options of a forward pass; they change results by rounding only.
+
+    Attributes:
+        dtype: Dtype of the computation.
+        scan_layers: Compile one layer and scan it over all layers.
+        remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
+        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
+        sharding: The device mesh and its rules.
+        attention_kernel: Name of the attention kernel, a key of `trainer.nn.kernels.KERNELS`.
+
+    Raises:
+        PrepError: `remat_policy` is unknown (a usage error).
+    """
+
+    dtype: str = "float32"
+    scan_layers: bool = True
+    remat_policy: str = REMAT_NONE
+    head_chunk_size: int = 512
+    sharding: ShardingContext = field(default_factory=ShardingContext)
+    attention_kernel: str = "reference"
+
+    def __post_init__(self) -> None:
+        """Check the rematerialization policy."""
+        if self.remat_policy not in (REMAT_NONE, *REMAT_POLICIES):
+            supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
+            what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
+            raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
+
+
+def build_model(family: Family, config: HFConfig, is_tied: bool, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
+    """Build the description of a Hugging Face config's model.
+
+    Args:
+        family: The family of the config.
+        config: Fields of config.json.
+        is_tied: Whether the LM head is the token embedding.
+        scan: Whether each parameter of the layers is one leaf, stacked over layers.
+        scan_axis: The axis over which layers are stacked.
+
+    Returns:
+        The model, without parameter values.
+
+    Raises:
+        PrepError: The config is invalid or needs an unsupported feature.
+    """
+    arch_config = family.arch_config(config)
+    leaves = param_leaves(family, config, is_tied, scan, scan_axis)
+    padded_size = family.sizes(config)["vocab"]
+    true_size = config.get("true_vocab_size", padded_size)
+    if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
+        why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
+        raise PrepError("config.json is invalid", why)
+    return ModelSpec(family=family, arch_config=arch_config, leaves=leaves, true_vocab_size=true_size, is_tied=is_tied)
+
+
+def unscannable_error() -> PrepError:
+    """Return the usage error of a scan over a checkpoint with one leaf per layer."""
+    hint = "`model.scan_layers = false`, or `prep reshard --scan`"
+    return usage_error("layers cannot be scanned", "the checkpoint stores one leaf per layer", hint)
