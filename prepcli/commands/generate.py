@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage_error
-from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.weights_reader import WeightsReader
+from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.source import Source, read_config
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
-    from trainer.distributed.sharding import ShardingContext
     from trainer.generation.decode import GenerationConfig
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ModelSpec
@@ -94,16 +91,20 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     from trainer.generation.decode import GenerationConfig
     from trainer.generation.generator import check_prompts, max_fitting_new_tokens
     from trainer.generation.sampling import Sampling
-    from trainer.training.setup import check_mesh_divides, model_from_manifest
 
     sampling = Sampling(*request.sampling)
     located, source = open_checkpoint(request.common, ui)
     check_config_option(request.common, source)
     ui.note(source_line(source))
     with catch_out_of_memory(OUT_OF_MEMORY_HINT):
-        with _open_reader(request, source, located.path, ui) as reader:
-            model, sharding = model_from_manifest(reader.manifest), _resolve_sharding(request, reader.manifest)
-            check_mesh_divides(model, sharding)
+        with open_model(
+            source,
+            located.path,
+            request.mesh,
+            verify=request.verify,
+            on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
+        ) as opened:
+            model = opened.model
             tokenizer = _load_tokenizer(request, source, is_required=bool(texts))
             prompts = _encode_prompts(texts, ids, tokenizer=tokenizer, model=model, config=source.config)
             generator_inputs = prompts.batch(0, len(prompts.ids))
@@ -116,7 +117,7 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
                 sampling,
             )
             check_prompts(*generator_inputs, model, generation_config)
-            generator = _build_generator(request, reader, model, sharding, generation_config)
+            generator = _build_generator(request, opened, generation_config)
         return _generate_batches(request, generator, prompts, tokenizer, ui)
 
 
@@ -161,38 +162,6 @@ def _parse_token_ids(text: str) -> list[int]:
     if not all(word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words):
         raise usage_error(f"invalid `--tokens {text:.60}`", "it takes comma-separated token ids", "`--tokens 1,2,3`")
     return [int(word) for word in words]
-
-
-def _open_reader(request: GenerateRequest, source: Source, path: Path, ui: Ui) -> ItemReader | WeightsReader:
-    """Open the checkpoint's parameters.
-
-    A checkpoint in prep's default layout (layers stacked on axis 0) is read directly. Any other one is converted to
-    that layout in memory, with its vocabulary padded for the mesh.
-    """
-    manifest = source.tree_manifest
-    if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
-        reader = open_reader(path, request.verify)
-        if request.verify and not reader.is_checked:
-            check_without_checksums(source, source.tensors, ui)
-        return reader
-    sharding = _resolve_sharding(request, {"rules": manifest.get("rules", ())})
-    axes = sharding.rules["vocab"][0]
-    return WeightsReader(source, math.prod(map(sharding.mesh.size, axes)) if sharding.mesh else 1, request.verify)
-
-
-def _resolve_sharding(request: GenerateRequest, manifest: Mapping[str, Any]) -> ShardingContext:
-    """Return the sharding for the requested mesh, or for a single device without one."""
-    from trainer.distributed.sharding import ShardingContext, make_sharding_context
-    from trainer.models.mesh import parse_mesh
-    from trainer.training.setup import rules_from_manifest
-
-    if request.mesh is None:
-        return ShardingContext()
-    try:
-        return make_sharding_context(parse_mesh(request.mesh, "--mesh"), rules_from_manifest(manifest))
-    except PrepError as error:
-        hint = error.hint.replace("--set mesh=", "--mesh ")
-        raise PrepError(error.what, error.why, hint, error.code) from error
 
 
 def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool) -> TextTokenizer | None:
@@ -243,25 +212,17 @@ def _eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab)
 
 
-def _build_generator(
-    request: GenerateRequest,
-    reader: ItemReader | WeightsReader,
-    model: ModelSpec,
-    sharding: ShardingContext,
-    generation_config: GenerationConfig,
-) -> Generator:
+def _build_generator(request: GenerateRequest, opened: OpenedModel, generation_config: GenerationConfig) -> Generator:
     """Load the parameters onto their devices, in the dtype of the computation."""
     from trainer.generation.decode import inference_dtype
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ForwardConfig
-    from trainer.training.checkpoint import load_params
 
-    stored_dtypes = {leaf.dtype for name, leaf in reader.leaves.items() if name.startswith("params.")}
-    dtype = request.dtype or ("bfloat16" if stored_dtypes == {"bfloat16"} else "float32")
-    params = load_params(reader, model, sharding, lambda path: inference_dtype(path, dtype))
-    return Generator(
-        params, model, ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding), generation_config
-    )
+    dtype = request.dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
+    scan_layers = opened.model.has_stacked_layers
+    forward_config = ForwardConfig(dtype, scan_layers=scan_layers, sharding=opened.sharding)
+    params = opened.load(lambda path: inference_dtype(path, dtype))
+    return Generator(params, opened.model, forward_config, generation_config)
 
 
 def _generate_batches(

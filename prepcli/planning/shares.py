@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from prepcli.errors import usage_error
 from prepcli.planning.plan import Plan
-
-MAX_PROCESSES = 1 << 16
-# Name, and variables of the process count and index. Launchers set these only for commands that they run several times.
-LAUNCHERS = (
-    ("SLURM", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("JAX_NUM_PROCESSES", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-)
+from trainer.models.launchers import MAX_PROCESSES, detect_launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +56,9 @@ def parse_share(text: str) -> Share:
 
 
 def launcher_share(environ: Mapping[str, str]) -> tuple[Share, str]:
-    """Return the share assigned to this process by a launcher's environment variables.
-
-    SLURM_NTASKS is ignored: Slurm also sets it for the batch script, which runs once.
-
-    Args:
-        environ: Environment variables.
-
-    Returns:
-        The share and the launcher's name; a single process and an empty name without a launcher.
-    """
-    for launcher, count_variable, index_variable in LAUNCHERS:
-        count_text, index_text = environ.get(count_variable, ""), environ.get(index_variable, "")
-        if _is_small_decimal(count_text) and _is_small_decimal(index_text):
-            count, index = int(count_text), int(index_text)
-            if index < count and 2 <= count <= MAX_PROCESSES:
-                return Share(count, index), launcher
-    return SINGLE_PROCESS, ""
-
-
-def _is_small_decimal(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 9
+    """Return the share assigned to this process by a launcher, and the launcher's name; one process without one."""
+    process = detect_launcher(environ)
+    return (SINGLE_PROCESS, "") if process is None else (Share(process.count, process.index), process.launcher)
 
 
 def requested_share(text: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
