@@ -32,7 +32,10 @@ PURE_MODULES = {
     "prepcli.inspection.shard_map",
 }
 COMPUTES = {  # commands that start jax, or list its devices
-    *(f"prepcli.commands.{name}" for name in ("env", "train", "generate", "train_checks", "train_report")),
+    *(
+        f"prepcli.commands.{name}"
+        for name in ("env", "train", "generate", "train_checks", "train_report", "train_start")
+    ),
     "prepcli.api.compute",
     "prepcli.restore.params",
 }

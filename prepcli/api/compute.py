@@ -12,7 +12,7 @@ from prepcli.api.session import run_silently
 from prepcli.commands import generate as generate_command
 from prepcli.commands import train as train_command
 from prepcli.commands.conversion import open_checkpoint
-from prepcli.commands.train import check_without_checksums
+from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
 from prepcli.console.ui import Report, Ui
 from prepcli.restore.params import open_model

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prepcli.commands.conflicts import check_needs, check_stream
+from prepcli.commands.conversion_report import (
+    closing_line,
+    compression_fields,
+    compression_line,
+    count_changed_values,
+    dry_run_line,
+    note_plan_details,
+    plan_fields,
+    result_fields,
+    source_fields,
+)
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import LEAVES, Report, Ui
+from prepcli.console.ui import Report, Ui
 from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import PrepError, usage_error
-from prepcli.execution.execute import ConversionResult, ExecuteOptions, execute_plan, plan_digest
+from prepcli.execution.execute import ConversionResult, ExecuteOptions, execute_plan
 from prepcli.execution.run_folder import saved_steps, step_folder
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
 from prepcli.execution.workers import (
@@ -180,22 +190,27 @@ def _run_to_folder(
         ui.note(f"{source.display_name} can be converted, but not trained or sampled from: {unsupported_reason}")
     for line in planned.notes:
         ui.note(line)
-    _note_plan_details(planned.plan, ui)
-    fields = {"source": _source_fields(source, located), **planned.fields, **_plan_fields(planned.plan, ui)}
+    note_plan_details(planned.plan, ui)
+    fields = {"source": source_fields(source, located), **planned.fields, **plan_fields(planned.plan, ui)}
     fields["not_computed"] = unsupported_reason
     if common.dry_run:
-        return Report(_dry_run_line(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
+        return Report(dry_run_line(planned.plan, out), {"output": str(out), "dry_run": True, **fields})
     result, process_fields = _execute_plan(planned.plan, planned.source_view or source, out, common, ui)
     manifest = read_manifest(out) or {}
     cast_counts = manifest.get("casts", [])
     for entry in cast_counts:
         ui.note(casts.format_cast(entry))
-    ui.note(_closing_line(planned.plan, result, cast_counts, ui, common))
-    fields["accounting"]["changed_values"] = _count_changed_values(cast_counts)
+    ui.note(closing_line(planned.plan, result, cast_counts, ui, common.memory_nbytes))
+    fields["accounting"]["changed_values"] = count_changed_values(cast_counts)
     if planned.plan.zstd_level:
-        fields["compress"] = compression = _compression_fields(planned.plan, manifest)
-        ui.note(_compression_line(compression))
-    fields |= {"output": str(out), "casts": cast_counts, **_result_fields(result, common), **process_fields}
+        fields["compress"] = compression = compression_fields(planned.plan, manifest)
+        ui.note(compression_line(compression))
+    fields |= {
+        "output": str(out),
+        "casts": cast_counts,
+        **result_fields(result, common.memory_nbytes),
+        **process_fields,
+    }
     return Report(str(out), fields, planned.next_command(out))
 
 
@@ -296,116 +311,3 @@ def format_command_line(command: str, source: Source, options: Sequence[tuple[st
         elif value is not None and value is not False:
             words.append(f"{flag} {value}")
     return " ".join(words)
-
-
-def _note_plan_details(plan: Plan, ui: Ui) -> None:
-    """Print one line per leaf and per dropped tensor, at `-v`."""
-    for leaf in plan.leaves:
-        ui.note(
-            f"  {leaf.name}  {list(leaf.grid.shape)} {leaf.dtype} in chunks of {list(leaf.grid.chunk_shape)}", LEAVES
-        )
-    for dropped in plan.dropped:
-        ui.note(f"  dropped {plan.display_names.get(dropped.name, dropped.name)}: {dropped.rule}", LEAVES)
-
-
-def _source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
-    return {
-        "name": source.display_name,
-        "revision": located.revision,
-        "files": len(source.files),
-        "bytes": sum(stamp.size for stamp in source.file_stamps),
-    }
-
-
-def _plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
-    names = plan.display_names
-    used = {s.name for s in plan.streams if s.writes and s.reads}
-    fields: dict[str, Any] = {
-        "plan_digest": plan_digest(plan),
-        "accounting": {
-            "tensors": len(used | {d.name for d in plan.dropped}),
-            "used": len(used),
-            "dropped": [
-                {"name": names.get(d.name, d.name), "rows": d.rows, "bytes": d.nbytes, "rule": d.rule}
-                for d in plan.dropped
-            ],
-            "filled": [
-                {"name": names.get(s.name, s.name), "rows": list(s.rows), "with": s.fill.kind}
-                for s in plan.streams
-                if s.fill
-            ],
-            "changed_values": None if any(stream.cast_to for stream in plan.streams) else 0,
-        },
-        "chunks": plan.chunk_count,
-        "casts": casts.report_casts(plan.streams),
-    }
-    if ui.level >= LEAVES:
-        fields["leaves"] = [
-            {"name": x.name, "shape": x.grid.shape, "dtype": x.dtype, "chunk": x.grid.chunk_shape} for x in plan.leaves
-        ]
-    return fields
-
-
-def _result_fields(result: ConversionResult, common: CommonOptions) -> dict[str, Any]:
-    outcome = result.outcome
-    seconds = outcome.seconds
-    return {
-        "already": result.already_done,
-        "bytes": {
-            "read": outcome.read_nbytes,
-            "written": outcome.written_nbytes,
-            "moved": outcome.read_nbytes + outcome.copied_nbytes + outcome.written_nbytes,
-            "resumed": outcome.resumed_nbytes,
-        },
-        "memory": {"budget": common.memory_nbytes, "peak": result.peak_nbytes},
-        "time": {k: round(v, 3) for k, v in (("read", seconds.read), ("move", seconds.move), ("write", seconds.write))},
-    }
-
-
-def _count_changed_values(cast_counts: Sequence[Mapping[str, Any]]) -> int:
-    return sum(entry["changed"] for entry in cast_counts)
-
-
-def _compression_fields(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the raw and the stored bytes of an output's chunks, and their ratio."""
-    raw = sum(leaf.chunk_nbytes * math.prod(leaf.grid.chunk_counts) for leaf in plan.leaves)
-    stored = sum(manifest["packed"].values())
-    return {"with": manifest["compress"], "raw": raw, "stored": stored, "ratio": round(stored / max(1, raw), 4)}
-
-
-def _compression_line(compression: Mapping[str, Any]) -> str:
-    sizes = f"{format_bytes(compression['raw'])} compressed to {format_bytes(compression['stored'])}"
-    return f"{sizes}, {compression['ratio']:.2f} x, with {compression['with']}"
-
-
-def _dry_run_line(plan: Plan, out: Path) -> str:
-    dropped = f", {_dropped_text(plan)}" if _dropped_text(plan) else ""
-    chunks = f" in {plan.chunk_count:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
-    return (
-        f"would write {format_bytes(plan.write_nbytes)}{chunks} to {out}:"
-        f" {len({s.name for s in plan.streams if s.writes})} tensors{dropped}; plan {plan_digest(plan)}"
-    )
-
-
-def _dropped_text(plan: Plan) -> str:
-    by_rule: dict[str, int] = {}
-    for dropped in plan.dropped:
-        if dropped.rows:
-            continue
-        by_rule[dropped.rule] = by_rule.get(dropped.rule, 0) + 1
-    return ", ".join(f"{count} dropped ({rule})" for rule, count in by_rule.items())
-
-
-def _closing_line(
-    plan: Plan, result: ConversionResult, cast_counts: Sequence[Mapping[str, Any]], ui: Ui, common: CommonOptions
-) -> str:
-    if result.already_done:
-        return f"already done: {result.out} was made by the same request from the same source"
-    used = len({s.name for s in plan.streams if s.writes})
-    memory = f"peak {result.peak_nbytes >> 20} MiB of {common.memory_nbytes >> 20}"
-    parts = [
-        f"{used} tensors",
-        *filter(None, [_dropped_text(plan)]),
-        f"{_count_changed_values(cast_counts):,} values changed",
-    ]
-    return f"done in {ui.clock() - ui.started_s:.1f} s, {memory}; {', '.join(parts)}"

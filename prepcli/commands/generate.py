@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
-from prepcli.commands.train import check_without_checksums, silence_jax
+from prepcli.commands.train import silence_jax
+from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error

@@ -12,6 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prepcli.commands.conflicts import check_stream
+from prepcli.commands.inspect_report import (
+    ShapeAndDtype,
+    count_line,
+    count_text,
+    difference_line,
+    header_lines,
+    shape_fields,
+)
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import LEAVES, Cell, Report, Ui, format_table
 from prepcli.engine.blobs import Blob, open_blobs
@@ -21,25 +29,18 @@ from prepcli.inspection.logical_leaves import find_leaf, logical_leaves
 from prepcli.inspection.name_tree import build_tree, count_nodes, tree_fields, tree_rows
 from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summarize_sharding
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
-from prepcli.planning.state_names import OPT_STATE, PARAMS
+from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.opening import open_source
-from trainer.models.mesh import device_boxes, merge_rules, num_replicas, parse_mesh, partition_spec, shard_shape
+from trainer.models.mesh import parse_mesh
+from trainer.models.partition import device_boxes, merge_rules, num_replicas, partition_spec, shard_shape
 from trainer.models.suggest import suggest
 
 SortKey = Literal["name", "size", "file"]
-ShapeAndDtype = tuple[tuple[int, ...], str]
-FORMAT_TITLES = {  # of the kinds whose own name is not the title
-    "torch": "PyTorch",
-    "meta": "PyTorch in Meta's layout",
-    "flax": "Flax msgpack",
-    "easylm": "EasyLM stream",
-}
 
 MAX_ROWS = 2000  # of a table; a malicious header may list millions of tensors
-MAX_NON_ARRAYS = 24  # lines; a malformed index may list any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ def inspect(request: InspectRequest, ui: Ui) -> Report:
     names = _match_names([entry.name for entry in contents.entries], request.pattern, contents.display_name)
     entries = _sort_entries([entry for entry in contents.entries if entry.name in names], request.sort)
     text, fields = _render_view(request, contents, entries, ui)
-    count = [_count_line(contents, entries)] if request.pattern else []
-    return Report("\n".join([*_header_lines(contents, source["source"]), "", text, *count]), source | fields)
+    count = [count_line(contents, entries)] if request.pattern else []
+    return Report("\n".join([*header_lines(contents, source["source"]), "", text, *count]), source | fields)
 
 
 def _check_request(request: InspectRequest) -> None:
@@ -182,57 +183,6 @@ def _read_vocabulary_or_warn(contents: CheckpointContents, ui: Ui) -> Vocabulary
     except PrepError as error:
         ui.warn(f"{error.what}: {error.why}")
         return None
-
-
-def _header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> list[str]:
-    """Describe the model and its storage in one line each, and the first entries that are not arrays."""
-    size_in_values = f"{source['parameters']:,} parameters" if source["parameters"] else f"{source['values']:,} values"
-    size = f"{format_bytes(sum(entry.nbytes for entry in contents.entries))} {', '.join(source['dtypes'])}".rstrip()
-    model = "  ".join([source["name"], _family_text(contents), size_in_values, size])
-    kind = FORMAT_TITLES.get(contents.kind, contents.kind)
-    stored = [f"{kind}, {_count_text(source['files'], 'file')}, {_count_text(source['tensors'], 'tensor')}"]
-    if contents.kind == "orbax":
-        leaves = f"{_count_text(source['tensors'], 'leaf', 'leaves')} in {_count_text(source['chunks'], 'chunk')}"
-        codecs = f" ({', '.join(contents.codecs)})" if contents.codecs else ""
-        stored = [f"Orbax{codecs}, {_count_text(source['files'], 'data file')}, {leaves}"]
-        stored += [f"mesh {source['mesh']}"] if source["mesh"] else []
-        stored += [_layout_text(source)] if source["layout"] else []
-        stored += [_step_text(contents)] if source["step"] is not None else []
-    if vocab := source["vocab"]:
-        true_text = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
-        stored.append(f"vocabulary {vocab['padded']}{true_text}")
-    num_omitted = len(contents.non_arrays) - MAX_NON_ARRAYS
-    extra_lines = [
-        *contents.non_arrays[:MAX_NON_ARRAYS],
-        *([f"and {num_omitted:,} more that are not arrays"] if num_omitted > 0 else []),
-    ]
-    return [model, "; ".join(stored), *extra_lines]
-
-
-def _family_text(contents: CheckpointContents) -> str:
-    if contents.family is not None:
-        return contents.family.name
-    model_type = contents.config.get("model_type")
-    return f"{model_type} (unknown family)" if isinstance(model_type, str) else "unknown family"
-
-
-def _layout_text(source: Mapping[str, Any]) -> str:
-    stacked = f"layers stacked on axis {source['scan_axis']}" if source["scan"] else "one leaf per layer"
-    return f"layout {source['layout']}, {stacked}"
-
-
-def _step_text(contents: CheckpointContents) -> str:
-    params, state = (format_bytes(nbytes_below(contents, root)) for root in (PARAMS, OPT_STATE))
-    return f"step {contents.manifest['step']}: parameters {params}, optimizer state {state}"
-
-
-def _count_text(number: int, noun: str, plural: str = "") -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
-def _count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:
-    size = format_bytes(sum(entry.nbytes for entry in entries))
-    return f"{len(entries):,} of {len(contents.entries):,} tensors, {size}"
 
 
 # Table, statistics and tree
@@ -374,18 +324,17 @@ def _diff_report(
         (name, a_shapes.get(name), b_shapes.get(name)) for name in names if a_shapes.get(name) != b_shapes.get(name)
     ]
     difference_fields = [
-        {"name": name, "a": _shape_fields(a_shape), "b": _shape_fields(b_shape)}
-        for name, a_shape, b_shape in differences
+        {"name": name, "a": shape_fields(a_shape), "b": shape_fields(b_shape)} for name, a_shape, b_shape in differences
     ]
     if not differences:
         return Report("no difference in names, shapes and dtypes", {**fields, "differences": difference_fields})
     max_rows = len(differences) if ui.level >= LEAVES else MAX_ROWS
     lines = [
-        _difference_line(name, a_shape, b_shape, a_name=a.display_name, b_name=b.display_name)
+        difference_line(name, a_shape, b_shape, a_name=a.display_name, b_name=b.display_name)
         for name, a_shape, b_shape in differences[:max_rows]
     ]
     text = _append_omitted_line("\n".join(lines), len(differences) - max_rows)
-    counts = f"{len(differences)} of {_count_text(len(names), 'tensor')}"
+    counts = f"{len(differences)} of {count_text(len(names), 'tensor')}"
     error = PrepError(f"{a.display_name} and {b.display_name} differ in {counts}")
     return Report(text, {**fields, "differences": difference_fields}, error=error)
 
@@ -396,21 +345,3 @@ def _shapes_by_name(contents: CheckpointContents, as_hf_tensors: bool) -> dict[s
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     source = open_source(contents.folder, contents.display_name)
     return {source.names.full_name(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}
-
-
-def _shape_fields(shape: ShapeAndDtype | None) -> dict[str, Any] | None:
-    return {"shape": shape[0], "dtype": shape[1]} if shape else None
-
-
-def _difference_line(
-    name: str, a_shape: ShapeAndDtype | None, b_shape: ShapeAndDtype | None, *, a_name: str, b_name: str
-) -> str:
-    if a_shape and b_shape:
-        return f"differs  {name}  {_shape_text(a_shape)} -> {_shape_text(b_shape)}"
-    if a_shape:
-        return f"only in {a_name}  {name}  {_shape_text(a_shape)}"
-    return f"only in {b_name}  {name}  {_shape_text(b_shape)}"
-
-
-def _shape_text(shape: ShapeAndDtype | None) -> str:
-    return f"{list(shape[0])} {shape[1]}" if shape else ""

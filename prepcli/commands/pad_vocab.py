@@ -24,7 +24,8 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
 from prepcli.targets.hf_folder import FileGroup, copied_files, header_entries, lay_out_weight_files, settings_files
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding, output_rows
-from trainer.models.mesh import DEFAULT_RULES, format_rule, parse_mesh
+from trainer.models.mesh import parse_mesh
+from trainer.models.partition import DEFAULT_RULES, format_rule
 
 FILL_KINDS = ("zeros", "mean", "normal")
 SEED_LIMIT = 1 << 64

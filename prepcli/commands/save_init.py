@@ -33,7 +33,8 @@ from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, sour
 from prepcli.targets.hf_folder import copied_files, settings_files
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
-from trainer.models.mesh import folder_suffix, merge_rules, parse_mesh
+from trainer.models.mesh import folder_suffix, parse_mesh
+from trainer.models.partition import merge_rules
 
 DEVICES_PER_HOST = 4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
 

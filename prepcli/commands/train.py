@@ -6,32 +6,31 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prepcli.commands.conversion import CommonOptions
-from prepcli.commands.save_init import SaveInitRequest, save_init
 from prepcli.commands.train_checks import check_machine, disk_warnings
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
-from prepcli.console.formatting import format_bytes
+from prepcli.commands.train_start import (
+    INIT_FOLDER,
+    check_restart_source,
+    check_without_checksums,
+    damage_hint,
+    resolve_init,
+)
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage_error
 from prepcli.execution.run_folder import LOCK, RunFolder, saved_steps, step_folder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
-from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.manifest import read_manifest
 from prepcli.planning.shares import launcher_share
-from prepcli.remote.retries import retry_policy_from_env
-from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.sources.source import HF_FOLDER, Source, SourceTensor
+from prepcli.sources.source import HF_FOLDER
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
 from trainer.recipe.tables import KEY_SCHEMAS, value_of
 
@@ -42,9 +41,7 @@ if TYPE_CHECKING:
 
 RECIPE_FILE = "recipe.toml"
 RUNS_FOLDER = Path("runs")
-INIT_FOLDER = "init"  # in a run's folder: the Orbax checkpoint converted from a Hugging Face model
 TOKENS_FOLDER = "data"  # in a run's folder: the tokens of the datasets
-CONVERSION_MEMORY_NBYTES = 512 << 20  # memory budget of the conversion of a Hugging Face model
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
             if request.verify and not reader.is_checked:
                 source = open_source(reader.folder, str(reader.folder))
                 tensors = source.all_tensors if run.step else source.tensors
-                check_without_checksums(source, tensors, ui, hint=_damage_hint(folder, run.start_checkpoint))
+                check_without_checksums(source, tensors, ui, hint=damage_hint(folder, run.start_checkpoint))
             state = _load_train_state(run, reader)
         return _run_training(run, state, restart=request.restart, ui=ui)
 
@@ -177,7 +174,8 @@ def _open_start_checkpoint(
 ) -> tuple[ItemReader, ShardingContext]:
     """Open the run's last step, or else the recipe's checkpoint; return its reader and the sharding of the run."""
     from trainer.distributed.sharding import make_sharding_context
-    from trainer.models.mesh import DEFAULT_RULES, parse_mesh
+    from trainer.models.mesh import parse_mesh
+    from trainer.models.partition import DEFAULT_RULES
     from trainer.training.preflight import check_inputs
     from trainer.training.setup import rules_from_manifest
 
@@ -188,90 +186,13 @@ def _open_start_checkpoint(
     if steps:
         path = step_folder(folder, steps[-1])
     else:
-        path = _resolve_init(loaded.recipe, folder, mesh=str(sharding.mesh), request=request, ui=ui)
-    reader = open_reader(path, request.verify, _damage_hint(folder, path))
+        path = resolve_init(
+            loaded.recipe, folder, mesh=str(sharding.mesh), offline=request.offline, dry_run=request.dry_run, ui=ui
+        )
+    reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
-        _check_restart_source(reader, folder)
+        check_restart_source(reader, folder)
     return reader, make_sharding_context(mesh, rules_from_manifest(reader.manifest))
-
-
-def _damage_hint(folder: Path, checkpoint: Path) -> str:
-    """Return the user's options if the start checkpoint is damaged."""
-    steps = saved_steps(folder)
-    if steps and step_folder(folder, steps[-1]) in (checkpoint, checkpoint.parent):
-        if len(steps) == 1:
-            return "`--restart` starts the run again"
-        return f"move {step_folder(folder, steps[-1])} away: the run then resumes from step {steps[-2]}"
-    if folder / INIT_FOLDER in checkpoint.parents:
-        return f"remove {checkpoint}: the next start converts it again"
-    return RECREATE_HINT
-
-
-def check_without_checksums(
-    source: Source, tensors: Sequence[SourceTensor], ui: Ui, *, hint: str = RECREATE_HINT
-) -> None:
-    """Check the digests of whole tensors, for a checkpoint of an earlier prep without checksums of its chunks.
-
-    Args:
-        source: Opened checkpoint.
-        tensors: Tensors to read and check; tensors without digests are skipped.
-        ui: Receives a note and progress.
-        hint: Hint of the error for a damaged tensor.
-
-    Raises:
-        PrepError: A tensor is damaged.
-    """
-    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
-    if not nbytes:
-        return
-    cost = f"checking it reads another {format_bytes(nbytes)}"
-    name = f"{source.display_name} has no {CHECKSUMS_FILE} (written by an earlier prep)"
-    ui.note(f"{name}: {cost}; `prep reshard` writes a checkpoint with checksums")
-    check_tensors(source, tensors, ui.progress(), hint)
-
-
-def _check_restart_source(reader: ItemReader, folder: Path) -> None:
-    """Raise a usage PrepError if a restarted run would start from one of its own steps, which it deletes."""
-    own_steps = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
-    if not own_steps.isdisjoint(reader.folder.resolve().parents):
-        what = f"`--restart` would delete {reader.folder.parent}"
-        raise usage_error(what, "the run starts from it: it is the recipe's `model.path`", "another `name`")
-
-
-def _resolve_init(recipe: Recipe, folder: Path, *, mesh: str, request: TrainRequest, ui: Ui) -> Path:
-    """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint."""
-    located = locate(
-        recipe.model.path,
-        offline=request.offline,
-        progress=ui.progress(),
-        warn=ui.warn,
-        retry_policy=retry_policy_from_env(os.environ, ui.note),
-    )
-    if located.kind == "orbax":
-        return located.path
-    out = folder / INIT_FOLDER / f"{located.model_name}-init"
-    if request.dry_run:
-        return _existing_init(out, recipe.model.path, mesh)
-    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    common = CommonOptions(
-        checkpoint=recipe.model.path,
-        out=out,
-        memory_nbytes=CONVERSION_MEMORY_NBYTES,
-        overwrite=True,  # of an init for another mesh or another model
-        offline=request.offline,
-    )
-    save_init(SaveInitRequest(common, mesh=mesh, pad_vocab="auto"), ui)
-    return out
-
-
-def _existing_init(out: Path, model: str, mesh: str) -> Path:
-    """Return the init of an earlier start; raise a usage PrepError if there is none for this mesh."""
-    manifest = read_manifest(out) if out.exists() else None
-    if manifest is None or manifest["mesh"] != mesh:
-        why, hint = "it must be converted first, and a dry run writes nothing", f"`prep save-init {model}`"
-        raise usage_error(f"{model} is a Hugging Face folder", why, hint)
-    return out
 
 
 def _prepare_run(

@@ -14,7 +14,8 @@ from prepcli.demo.svg import Bar, Curve, bar_chart, line_chart, shard_map_svg
 from prepcli.demo.training import KILLED, SAVE_EVERY, STEPS, UNBROKEN
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import read_manifest
-from trainer.models.mesh import DEFAULT_RULES, device_boxes, parse_mesh, partition_spec
+from trainer.models.mesh import parse_mesh
+from trainer.models.partition import DEFAULT_RULES, device_boxes, partition_spec
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 REPORT = "report.html"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from trainer.models.mesh import Box
+from trainer.models.partition import Box
 
 WIDTH, HEIGHT, MARGIN = 640, 240, 44
 COLORS = ("#8fb7e8", "#c2410c", "#15803d", "#7c3aed")

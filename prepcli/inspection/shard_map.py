@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from prepcli.console.formatting import format_bytes
 from prepcli.planning.tensors import array_bits
-from trainer.models.mesh import Box, Mesh, Spec, device_boxes, num_replicas, shard_shape
+from trainer.models.mesh import Mesh
+from trainer.models.partition import Box, Spec, device_boxes, num_replicas, shard_shape
 
 WIDTH = 80
 MAX_CELLS = 64

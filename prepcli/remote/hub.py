@@ -34,12 +34,12 @@ from prepcli.remote.hub_client import (
     MALFORMED_ANSWER,
     NoAnswerError,
     install_retrying_client,
-    is_malformed_answer,
 )
-from prepcli.remote.hub_ranges import HTTP_LIBRARIES, HubRangeReader
+from prepcli.remote.hub_errors import at_endpoint, is_hub_down, is_unreachable, translate_errors
+from prepcli.remote.hub_ranges import HubRangeReader
 from prepcli.remote.placeholders import RemoteCheckpoint, create_placeholder_folder, write_headers, write_small_file
 from prepcli.remote.remote_files import RemoteFile
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, TIMEOUT_VARIABLE, RetryPolicy, map_in_daemon_threads
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, map_in_daemon_threads
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -95,13 +95,13 @@ def download(
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     offline = offline or HF_HUB_OFFLINE
-    with _translate_errors(hub_id, revision, offline):
+    with translate_errors(hub_id, revision, offline):
         if offline:
             return _cached_folder(hub_id, revision)
         try:
             info = _fetch_model_info(hub_id, revision)
         except Exception as error:
-            if not _is_hub_down(error):
+            if not is_hub_down(error):
                 raise
             return _fall_back_to_cache(error, hub_id, revision, warn)
         return _download_files(hub_id, revision, info, progress)
@@ -131,13 +131,13 @@ def open_remote(
     if offline or HF_HUB_OFFLINE:
         why = "--offline" if offline else f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
         raise PrepError(f"cannot stream {hub_id}", f"{why} asks for no network", "without `--stream` the cache is used")
-    with _translate_errors(hub_id, revision, offline):
+    with translate_errors(hub_id, revision, offline):
         try:
             return _open_remote(hub_id, _fetch_model_info(hub_id, revision), retry_policy)
         except Exception as error:
-            if isinstance(error, NoAnswerError) or not _is_unreachable(error):
+            if isinstance(error, NoAnswerError) or not is_unreachable(error):
                 raise
-            why = f"the hub cannot be reached{_at_endpoint()}"
+            why = f"the hub cannot be reached{at_endpoint()}"
             raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
 
 
@@ -327,93 +327,3 @@ def _allocated_bytes(folder: Path) -> int:
         except FileNotFoundError:
             continue
     return allocated_bytes
-
-
-@contextmanager
-def _translate_errors(hub_id: str, revision: str | None, offline: bool) -> Iterator[None]:
-    """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass."""
-    try:
-        yield
-    except PrepError:
-        raise
-    except Exception as error:
-        translated = _to_prep_error(error, hub_id, revision, offline=offline)
-        if translated is None:
-            raise
-        raise translated from error
-
-
-def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offline: bool) -> PrepError | None:
-    """Return the PrepError for an error of huggingface_hub; None if it is another error."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
-
-    what = f"cannot read {hub_id}"
-    if isinstance(error, NoAnswerError):
-        return _no_answer_error(what, error)
-    if isinstance(error, RevisionNotFoundError):
-        return PrepError(
-            f"{hub_id} has no revision `{revision or 'main'}`", "the hub says 404", "see its page for revisions"
-        )
-    if isinstance(error, HfHubHTTPError):
-        return _status_error(what, error.response.status_code, isinstance(error, GatedRepoError))
-    if isinstance(error, HFValidationError):
-        return PrepError(what, str(error))
-    if is_malformed_answer(error):
-        return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
-    if type(error).__name__ == "TooManyRedirects":
-        return PrepError(what, f"the hub redirects in a circle{_at_endpoint()}", CHECK_ENDPOINT)
-    is_missing = isinstance(error, FileNotFoundError)  # the library's errors about the cache are subclasses
-    if is_missing and offline:
-        variable = os.environ.get("HF_HUB_OFFLINE", "1")
-        return PrepError(what, f"not in the cache and HF_HUB_OFFLINE={variable}", "run once with network")
-    if is_missing or _is_unreachable(error):
-        why = f"the hub cannot be reached{_at_endpoint()}, and the model is not in the cache"
-        return PrepError(what, why, "check the network, or name a local folder")
-    return None
-
-
-def _no_answer_error(what: str, error: NoAnswerError) -> PrepError:
-    if error.status:
-        return _status_error(what, error.status, False)
-    why = f"{error}, and the model is not in the cache"
-    return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer")
-
-
-def _at_endpoint() -> str:
-    endpoint = os.environ.get("HF_ENDPOINT")
-    return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
-
-
-def _status_error(what: str, status: int, is_gated: bool) -> PrepError:
-    """Return the PrepError for an HTTP status of the hub."""
-    page = "open its page, then `hf auth login`"
-    if is_gated:
-        return PrepError(what, f"the hub says {status}: access must be granted to your account", page)
-    if status in (401, 403):
-        return PrepError(what, f"the hub says {status}: it is private, or there is no such model", page)
-    if status == 404:
-        return PrepError(what, "not a folder here, and the hub says 404: there is no such model", "check the spelling")
-    if _is_server_trouble(status):
-        return PrepError(what, f"the hub says {status}", "try again later; a download continues where it stopped")
-    return PrepError(what, f"the hub says {status}")
-
-
-def _is_unreachable(error: Exception) -> bool:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
-    return (from_library or isinstance(error, ConnectionError | TimeoutError | NoAnswerError)) and not isinstance(
-        error, HfHubHTTPError
-    )
-
-
-def _is_hub_down(error: Exception) -> bool:
-    """Return whether the hub is unreachable, or answers with a server error."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    has_trouble = isinstance(error, HfHubHTTPError) and _is_server_trouble(error.response.status_code)
-    return has_trouble or _is_unreachable(error)
-
-
-def _is_server_trouble(status: int) -> bool:
-    return status == 429 or status >= 500

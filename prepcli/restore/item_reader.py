@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,11 @@ from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
-from prepcli.planning.boxes import Box, full_box, intersect, strides, volume
+from prepcli.planning.boxes import Box, full_box, strides, volume
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
+from prepcli.restore.boxes import chunk_box, innermost_cut_axis, intersection, shifted, slices
 from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
@@ -211,8 +212,8 @@ def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:
     """Copy the bytes of a piece to all intersecting arrays."""
     values = data.view(numpy_dtype(piece.dtype)).reshape([high - low for low, high in piece.box])
     for box, array in piece.arrays.items():
-        shared = _intersection(piece.box, box)
-        array[_slices(shared, box)] = values[_slices(shared, piece.box)]
+        shared = intersection(piece.box, box)
+        array[slices(shared, box)] = values[slices(shared, piece.box)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,15 +313,15 @@ def _piece_jobs(
     item_nbytes = itemsize(meta.dtype)
     byte_strides = strides(meta.chunk_shape, item_nbytes)
     corner = [i * length for i, length in zip(index, meta.chunk_shape)]
-    needed = [_shifted(_intersection(box, _chunk_box(corner, meta)), corner, -1) for box in arrays]
+    needed = [shifted(intersection(box, chunk_box(corner, meta)), corner, -1) for box in arrays]
     bounding_box = _bounding_box(needed)
     if is_checked:
         pieces = _block_pieces(bounding_box, meta)
     else:
         pieces = _contiguous_pieces(bounding_box, meta.chunk_shape, item_nbytes)
     for piece in pieces:
-        box = _shifted(piece, corner, 1)
-        touching = {array_box: array for array_box, array in arrays.items() if volume(_intersection(array_box, box))}
+        box = shifted(piece, corner, 1)
+        touching = {array_box: array for array_box, array in arrays.items() if volume(intersection(array_box, box))}
         if touching:
             yield _PieceJob(
                 name=meta.name,
@@ -332,14 +333,6 @@ def _piece_jobs(
                 dtype=meta.dtype,
                 arrays=touching,
             )
-
-
-def _chunk_box(corner: Sequence[int], meta: ArrayMeta) -> Box:
-    return tuple((low, low + length) for low, length in zip(corner, meta.chunk_shape))
-
-
-def _shifted(box: Box, corner: Sequence[int], sign: int) -> Box:
-    return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
 
 
 def _bounding_box(boxes: Sequence[Box]) -> Box:
@@ -354,7 +347,7 @@ def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -
     byte_strides = strides(chunk_shape, item_nbytes)
     first = next((axis for axis, (low, high) in enumerate(box) if high - low > 1), len(box))
     widened = (*box[: first + 1], *full_box(chunk_shape[first + 1 :]))
-    last = _innermost_cut_axis(box, chunk_shape)
+    last = innermost_cut_axis(box, chunk_shape)
     run_nbytes = (box[last][1] - box[last][0]) * byte_strides[last] if box else item_nbytes
     if run_nbytes < MIN_RUN_NBYTES or 2 * volume(box) >= volume(widened):
         box, last = widened, min(first, len(box) - 1)
@@ -387,28 +380,14 @@ def _block_pieces(box: Box, meta: ArrayMeta) -> Iterator[Box]:
             yield (*((i, i + 1) for i in outer), span, *full_box(meta.chunk_shape[axis + 1 :]))
 
 
-def _innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
-    """Return the innermost axis on which a box does not span the chunk; 0 if there is none."""
-    return max((axis for axis, (span, n) in enumerate(zip(box, chunk_shape)) if span != (0, n)), default=0)
-
-
-def _intersection(a: Box, b: Box) -> Box:
-    return tuple(map(intersect, a, b))
-
-
-def _slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
-    """Return the index of a box in the array of a larger box; the ellipsis makes a 0-d index return a view."""
-    return (*(slice(low - start, high - start) for (low, high), (start, _) in zip(box, within)), ...)
-
-
 def _direct_target(piece: _PieceJob, offset: int) -> ByteArray | None:
     """Return the array bytes of a piece if direct I/O can read into them: same dtype, contiguous, same page offset."""
     if len(piece.arrays) > 1:
         return None
     ((box, array),) = piece.arrays.items()
-    if array.dtype != numpy_dtype(piece.dtype) or _intersection(piece.box, box) != piece.box:
+    if array.dtype != numpy_dtype(piece.dtype) or intersection(piece.box, box) != piece.box:
         return None
-    target = array[_slices(piece.box, box)]
+    target = array[slices(piece.box, box)]
     if not target.flags.c_contiguous or (target.ctypes.data - offset) % PAGE:
         return None
     return target.reshape(-1).view(np.uint8)

@@ -19,7 +19,8 @@ from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, Row, bind_row
 from trainer.models.host_reads import read_amplification, reads_per_host
-from trainer.models.mesh import Mesh, Rules, Spec, chunk_shape, partition_spec
+from trainer.models.mesh import Mesh
+from trainer.models.partition import Rules, Spec, chunk_shape, partition_spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from prepcli.sources.tree_tensors import StoredLeaf, tensors_from_manifest
 from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize, vocab_tensor_names
 from trainer.models.checkpoint_store import LeafSpec
-from trainer.models.mesh import merge_rules, parse_mesh
+from trainer.models.mesh import parse_mesh
+from trainer.models.partition import merge_rules
 from trainer.models.registry import family_of
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # keys of config.json in different versions of transformers

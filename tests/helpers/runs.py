@@ -16,8 +16,9 @@ from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec
-from trainer.models.mesh import Box, parse_mesh
+from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree
+from trainer.models.partition import Box
 from trainer.models.registry import FAMILIES
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model

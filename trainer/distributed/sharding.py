@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError
-from trainer.models.mesh import DEFAULT_RULES, RESIDUAL_SEQ_CHOICES, Mesh, Rules, Spec, partition_spec
+from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
+from trainer.models.partition import DEFAULT_RULES, RESIDUAL_SEQ_CHOICES, Rules, Spec, partition_spec
 
 # Mesh axes of activations by logical dim. The residual stream between layers is split over mp along tokens, where
 # attention and MLP are split along heads and hidden units: at long contexts most memory holds saved layer inputs.

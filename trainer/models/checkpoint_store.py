@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.models.mesh import Box
+from trainer.models.partition import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer.models.mesh import Box, Mesh, Spec, device_boxes, shard_shape
+from trainer.models.mesh import Mesh
+from trainer.models.partition import Box, Spec, device_boxes, shard_shape
 
 
 @dataclass(frozen=True, slots=True)

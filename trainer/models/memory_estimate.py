@@ -37,9 +37,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
-from trainer.models.mesh import RESIDUAL_SEQ_CHOICES, Mesh, Rules, partition_spec
+from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.parameters import DECODER, ENCODER
+from trainer.models.partition import RESIDUAL_SEQ_CHOICES, Rules, partition_spec
 
 FLOAT32 = 4
 STATE_COPIES = 3  # a parameter and its two moments

@@ -13,8 +13,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.checkpoint_store import CheckpointReader, HostLeaf, LeafSpec
 from trainer.models.errors import PrepError
-from trainer.models.mesh import Box
 from trainer.models.param_tree import Tree, unflatten_tree
+from trainer.models.partition import Box
 from trainer.nn.model_spec import ModelSpec
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 

@@ -15,7 +15,7 @@ from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.mesh import Rules, merge_rules
+from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.recipe import Recipe, batch_shape, warmup_decay

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.inspect import MAX_NON_ARRAYS
+from prepcli.commands.inspect_report import MAX_NON_ARRAYS
 from prepcli.formats.orbax import ArrayMeta, OrbaxNonArray
 from tests.helpers.hf_folders import write_hf_folder
 from tests.helpers.orbax_items import write_item

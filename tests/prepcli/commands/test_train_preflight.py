@@ -48,7 +48,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(tokenize, "hash_file", refuse)
     monkeypatch.setattr(documents, "read_text_chunks", refuse)
-    monkeypatch.setattr("prepcli.commands.train.save_init", refuse)
+    monkeypatch.setattr("prepcli.commands.train_start.save_init", refuse)
 
 
 @pytest.mark.usefixtures("_reads_nothing")

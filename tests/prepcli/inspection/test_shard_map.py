@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.inspection.shard_map import draw_shard_map, summarize_sharding
-from trainer.models.mesh import DEFAULT_RULES, merge_rules, parse_mesh, partition_spec
+from trainer.models.mesh import parse_mesh
+from trainer.models.partition import DEFAULT_RULES, merge_rules, partition_spec
 
 
 def draw_lines(dims: str, shape, mesh: str, dtype="float32", rules=DEFAULT_RULES, name="leaf") -> list[str]:

@@ -15,8 +15,9 @@ from prepcli.planning.plan import Contiguous
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, make_item
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
-from trainer.models.mesh import DEFAULT_RULES, parse_mesh
+from trainer.models.mesh import parse_mesh
 from trainer.models.parameters import parameter_rows
+from trainer.models.partition import DEFAULT_RULES
 from trainer.models.registry import family_of
 
 

@@ -27,8 +27,9 @@ from trainer.distributed.sharding import (
     sharding_without_devices,
 )
 from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import DEFAULT_RULES, merge_rules, parse_mesh, partition_spec
+from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
+from trainer.models.partition import DEFAULT_RULES, merge_rules, partition_spec
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
-from trainer.models.mesh import DEFAULT_RULES, chunk_shape, device_boxes, parse_mesh, partition_spec
+from trainer.models.mesh import parse_mesh
+from trainer.models.partition import DEFAULT_RULES, chunk_shape, device_boxes, partition_spec
 
 DIMS = [("heads",), ("head_dim",), ("embed",)]
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from trainer.models.memory_estimate import MemoryEstimate, MemoryInputs, estimate_memory
-from trainer.models.mesh import DEFAULT_RULES, parse_mesh
+from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import param_leaves
+from trainer.models.partition import DEFAULT_RULES
 from trainer.models.registry import FAMILIES
 
 MIB = 1 << 20

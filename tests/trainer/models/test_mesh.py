@@ -11,22 +11,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer.models.errors import USAGE, PrepError
-from trainer.models.mesh import (
+from trainer.models.mesh import MESH_AXES, Mesh, folder_suffix, parse_mesh, resolve_mesh
+from trainer.models.partition import (
     DEFAULT_RULES,
-    MESH_AXES,
     Fallback,
-    Mesh,
     chunk_shape,
     device_box,
     device_boxes,
-    folder_suffix,
     format_rule,
     merge_rules,
     num_replicas,
-    parse_mesh,
     parse_rule,
     partition_spec,
-    resolve_mesh,
     shard_shape,
 )
 

@@ -1,0 +1,110 @@
+"""The checkpoint that a training run starts from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prepcli.commands.conversion import CommonOptions
+from prepcli.commands.save_init import SaveInitRequest, save_init
+from prepcli.console.formatting import format_bytes
+from prepcli.console.ui import Ui
+from prepcli.errors import usage_error
+from prepcli.execution.run_folder import saved_steps, step_folder
+from prepcli.formats.checksums import CHECKSUMS_FILE
+from prepcli.formats.manifest import read_manifest
+from prepcli.remote.retries import retry_policy_from_env
+from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
+from prepcli.restore.item_reader import ItemReader
+from prepcli.sources.locate import locate
+from prepcli.sources.source import Source, SourceTensor
+from trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    pass
+
+INIT_FOLDER = "init"  # in a run's folder: the Orbax checkpoint converted from a Hugging Face model
+
+
+CONVERSION_MEMORY_NBYTES = 512 << 20  # memory budget of the conversion of a Hugging Face model
+
+
+def damage_hint(folder: Path, checkpoint: Path) -> str:
+    """Return the user's options if the start checkpoint is damaged."""
+    steps = saved_steps(folder)
+    if steps and step_folder(folder, steps[-1]) in (checkpoint, checkpoint.parent):
+        if len(steps) == 1:
+            return "`--restart` starts the run again"
+        return f"move {step_folder(folder, steps[-1])} away: the run then resumes from step {steps[-2]}"
+    if folder / INIT_FOLDER in checkpoint.parents:
+        return f"remove {checkpoint}: the next start converts it again"
+    return RECREATE_HINT
+
+
+def check_without_checksums(
+    source: Source, tensors: Sequence[SourceTensor], ui: Ui, *, hint: str = RECREATE_HINT
+) -> None:
+    """Check the digests of whole tensors, for a checkpoint of an earlier prep without checksums of its chunks.
+
+    Args:
+        source: Opened checkpoint.
+        tensors: Tensors to read and check; tensors without digests are skipped.
+        ui: Receives a note and progress.
+        hint: Hint of the error for a damaged tensor.
+
+    Raises:
+        PrepError: A tensor is damaged.
+    """
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.digests)
+    if not nbytes:
+        return
+    cost = f"checking it reads another {format_bytes(nbytes)}"
+    name = f"{source.display_name} has no {CHECKSUMS_FILE} (written by an earlier prep)"
+    ui.note(f"{name}: {cost}; `prep reshard` writes a checkpoint with checksums")
+    check_tensors(source, tensors, ui.progress(), hint)
+
+
+def check_restart_source(reader: ItemReader, folder: Path) -> None:
+    """Raise a usage PrepError if a restarted run would start from one of its own steps, which it deletes."""
+    own_steps = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
+    if not own_steps.isdisjoint(reader.folder.resolve().parents):
+        what = f"`--restart` would delete {reader.folder.parent}"
+        raise usage_error(what, "the run starts from it: it is the recipe's `model.path`", "another `name`")
+
+
+def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_run: bool, ui: Ui) -> Path:
+    """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint."""
+    located = locate(
+        recipe.model.path,
+        offline=offline,
+        progress=ui.progress(),
+        warn=ui.warn,
+        retry_policy=retry_policy_from_env(os.environ, ui.note),
+    )
+    if located.kind == "orbax":
+        return located.path
+    out = folder / INIT_FOLDER / f"{located.model_name}-init"
+    if dry_run:
+        return _existing_init(out, recipe.model.path, mesh)
+    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    common = CommonOptions(
+        checkpoint=recipe.model.path,
+        out=out,
+        memory_nbytes=CONVERSION_MEMORY_NBYTES,
+        overwrite=True,  # of an init for another mesh or another model
+        offline=offline,
+    )
+    save_init(SaveInitRequest(common, mesh=mesh, pad_vocab="auto"), ui)
+    return out
+
+
+def _existing_init(out: Path, model: str, mesh: str) -> Path:
+    """Return the init of an earlier start; raise a usage PrepError if there is none for this mesh."""
+    manifest = read_manifest(out) if out.exists() else None
+    if manifest is None or manifest["mesh"] != mesh:
+        why, hint = "it must be converted first, and a dry run writes nothing", f"`prep save-init {model}`"
+        raise usage_error(f"{model} is a Hugging Face folder", why, hint)
+    return out

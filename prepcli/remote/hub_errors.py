@@ -1,0 +1,111 @@
+"""Errors of huggingface_hub as a `PrepError` with a hint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from prepcli.errors import PrepError
+from prepcli.remote.hub_client import (
+    CHECK_ENDPOINT,
+    MALFORMED_ANSWER,
+    NoAnswerError,
+    is_malformed_answer,
+)
+from prepcli.remote.hub_ranges import HTTP_LIBRARIES
+from prepcli.remote.retries import TIMEOUT_VARIABLE
+
+if TYPE_CHECKING:
+    pass
+
+
+@contextmanager
+def translate_errors(hub_id: str, revision: str | None, offline: bool) -> Iterator[None]:
+    """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass."""
+    try:
+        yield
+    except PrepError:
+        raise
+    except Exception as error:
+        translated = _to_prep_error(error, hub_id, revision, offline=offline)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offline: bool) -> PrepError | None:
+    """Return the PrepError for an error of huggingface_hub; None if it is another error."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
+
+    what = f"cannot read {hub_id}"
+    if isinstance(error, NoAnswerError):
+        return _no_answer_error(what, error)
+    if isinstance(error, RevisionNotFoundError):
+        return PrepError(
+            f"{hub_id} has no revision `{revision or 'main'}`", "the hub says 404", "see its page for revisions"
+        )
+    if isinstance(error, HfHubHTTPError):
+        return _status_error(what, error.response.status_code, isinstance(error, GatedRepoError))
+    if isinstance(error, HFValidationError):
+        return PrepError(what, str(error))
+    if is_malformed_answer(error):
+        return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
+    if type(error).__name__ == "TooManyRedirects":
+        return PrepError(what, f"the hub redirects in a circle{at_endpoint()}", CHECK_ENDPOINT)
+    is_missing = isinstance(error, FileNotFoundError)  # the library's errors about the cache are subclasses
+    if is_missing and offline:
+        variable = os.environ.get("HF_HUB_OFFLINE", "1")
+        return PrepError(what, f"not in the cache and HF_HUB_OFFLINE={variable}", "run once with network")
+    if is_missing or is_unreachable(error):
+        why = f"the hub cannot be reached{at_endpoint()}, and the model is not in the cache"
+        return PrepError(what, why, "check the network, or name a local folder")
+    return None
+
+
+def _no_answer_error(what: str, error: NoAnswerError) -> PrepError:
+    if error.status:
+        return _status_error(what, error.status, False)
+    why = f"{error}, and the model is not in the cache"
+    return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer")
+
+
+def at_endpoint() -> str:
+    endpoint = os.environ.get("HF_ENDPOINT")
+    return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
+
+
+def _status_error(what: str, status: int, is_gated: bool) -> PrepError:
+    """Return the PrepError for an HTTP status of the hub."""
+    page = "open its page, then `hf auth login`"
+    if is_gated:
+        return PrepError(what, f"the hub says {status}: access must be granted to your account", page)
+    if status in (401, 403):
+        return PrepError(what, f"the hub says {status}: it is private, or there is no such model", page)
+    if status == 404:
+        return PrepError(what, "not a folder here, and the hub says 404: there is no such model", "check the spelling")
+    if _is_server_trouble(status):
+        return PrepError(what, f"the hub says {status}", "try again later; a download continues where it stopped")
+    return PrepError(what, f"the hub says {status}")
+
+
+def is_unreachable(error: Exception) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES
+    return (from_library or isinstance(error, ConnectionError | TimeoutError | NoAnswerError)) and not isinstance(
+        error, HfHubHTTPError
+    )
+
+
+def is_hub_down(error: Exception) -> bool:
+    """Return whether the hub is unreachable, or answers with a server error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    has_trouble = isinstance(error, HfHubHTTPError) and _is_server_trouble(error.response.status_code)
+    return has_trouble or is_unreachable(error)
+
+
+def _is_server_trouble(status: int) -> bool:
+    return status == 429 or status >= 500

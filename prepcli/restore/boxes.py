@@ -1,0 +1,31 @@
+"""Boxes of array elements: intersections, shifts and array slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import EllipsisType
+
+from prepcli.formats.orbax import ArrayMeta
+from prepcli.planning.boxes import Box, intersect
+
+
+def chunk_box(corner: Sequence[int], meta: ArrayMeta) -> Box:
+    return tuple((low, low + length) for low, length in zip(corner, meta.chunk_shape))
+
+
+def shifted(box: Box, corner: Sequence[int], sign: int) -> Box:
+    return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
+
+
+def innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
+    """Return the innermost axis on which a box does not span the chunk; 0 if there is none."""
+    return max((axis for axis, (span, n) in enumerate(zip(box, chunk_shape)) if span != (0, n)), default=0)
+
+
+def intersection(a: Box, b: Box) -> Box:
+    return tuple(map(intersect, a, b))
+
+
+def slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
+    """Return the index of a box in the array of a larger box; the ellipsis makes a 0-d index return a view."""
+    return (*(slice(low - start, high - start) for (low, high), (start, _) in zip(box, within)), ...)
