@@ -17,6 +17,7 @@ from typing import Any
 from prepcli.console.formatting import format_bytes
 from prepcli.errors import PrepError
 
+CACHE_FOLDER = ".jax-cache"  # in the demo's folder
 POLL_EVERY_S = 0.0005
 
 
@@ -74,15 +75,23 @@ def prep_argv(args: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "prepcli", *args, "--json", "--quiet"]
 
 
-def offline_environment(**more: str) -> dict[str, str]:
-    """Return the environment without network access, which no step needs."""
-    return {**os.environ, "HF_HUB_OFFLINE": "1", **more}
+def step_environment(folder: Path, **more: str) -> dict[str, str]:
+    """Return the environment of a step: no network access, and one cache of compiled programs for all steps.
+
+    Three steps train the same model. With the cache only the first one compiles it.
+    """
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str((folder / CACHE_FOLDER).resolve()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return {**cache, **os.environ, "HF_HUB_OFFLINE": "1", **more}
 
 
 def run_prep(folder: Path, args: Sequence[str], **variables: str) -> dict[str, Any]:
     """Run a command in `folder` and return its JSON object. PrepError with its message if it fails."""
     process = subprocess.run(
-        prep_argv(args), cwd=folder, env=offline_environment(**variables), capture_output=True, text=True
+        prep_argv(args), cwd=folder, env=step_environment(folder, **variables), capture_output=True, text=True
     )
     try:
         report = json.loads(process.stdout)
@@ -100,7 +109,7 @@ def run_and_kill(folder: Path, args: Sequence[str], should_kill: Callable[[], bo
     process = subprocess.Popen(
         prep_argv(args),
         cwd=folder,
-        env=offline_environment(**variables),
+        env=step_environment(folder, **variables),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

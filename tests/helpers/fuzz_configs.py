@@ -28,6 +28,7 @@ from trainer.models.parameters import HFConfig
 ATOL = 2e-5
 MAX_ROUNDING_ERRORS = 20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
 BATCH_SIZE = 2
+CLEAR_EVERY = 25  # samples; compiled functions of each would otherwise stay in memory, about 5 MB per sample
 COLUMNS = ("samples", "equal", "rejected", "torch computes", "torch fails", "wrong", "seed")
 TABLE_HEADER = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
 
@@ -110,9 +111,13 @@ def _torch_computes(config: HFConfig) -> bool:
 
 def run_samples(family: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[int, Sample, FuzzResult]]:
     """Yield each sample of a family with its outcome."""
-    for number in numbers:
+    import jax
+
+    for count, number in enumerate(numbers, 1):
         sample = make_sample(family, seed, number)
         yield number, sample, compare_sample(sample)
+        if count % CLEAR_EVERY == 0:
+            jax.clear_caches()
 
 
 def format_row(family: str, results: Sequence[FuzzResult], seed: int) -> str:

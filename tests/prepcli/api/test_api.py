@@ -77,8 +77,12 @@ def test_api_plans_equal_the_conversions(model: Path, tmp_path: Path):
 def test_api_plans_of_folders_write_no_file(model: Path, tmp_path: Path):
     padded = prep.plan_pad_vocab(model, multiple=8)
     assert [stream.rows for stream in padded.streams if stream.fill] == [(257, 264)]
-    assert [file.path for file in prep.plan_export(model).files] == ["model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_api_plan_export_lists_the_files(model: Path, tmp_path: Path):
+    init = prep.save_init(model, tmp_path / "init").path
+    assert [file.path for file in prep.plan_export(init).files] == ["model.safetensors"]
 
 
 def test_api_reports_progress_to_the_given_object(model: Path, tmp_path: Path):
@@ -116,4 +120,4 @@ def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
     query = from_folder["layers"]["attn"]["q"]["weight"]
     np.testing.assert_array_equal(query, from_init["layers"]["attn"]["q"]["weight"])
     assert query.ndim == 4  # [layers, heads, head_dim, embed]
-    assert prep.load_params(init, "1,1,2")["embed"]["tokens"].sharding.num_devices == 2
+    assert prep.load_params(init, "2,2,2")["embed"]["tokens"].sharding.num_devices == 8

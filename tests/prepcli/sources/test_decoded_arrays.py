@@ -159,7 +159,7 @@ def test_frame_with_a_too_large_size_is_rejected(tmp_path: Path):
     frame = zstandard.ZstdCompressor(level=19).compress(bytes(500 << 20))
     error = read_error(write_one_chunk(tmp_path / "item", np.zeros(4096, np.uint8), frame), 10)
     assert error.what == f"chunk 0 of `w` of {tmp_path / 'item'} cannot be decoded"
-    assert error.why == "frame: its frame says that it holds 524,288,000 bytes, not 4,096"
+    assert error.why == "frame: its frame has a content size of 524,288,000 bytes, not 4,096"
 
 
 def test_frame_without_size_cannot_exceed_the_chunk(tmp_path: Path):
