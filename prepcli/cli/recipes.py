@@ -19,7 +19,6 @@ def recipes(
 ) -> int:
     """List the recipes that prep ships, or print one.
 
-    \b
     Examples:
       prep recipes
       prep recipes llama-7b > my-run.toml

@@ -27,6 +27,7 @@ def note_plan_details(plan: Plan, ui: Ui) -> None:
 
 
 def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
+    """Return the name, revision, files and bytes of a source."""
     return {
         "name": source.display_name,
         "revision": located.revision,
@@ -36,6 +37,7 @@ def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
 
 
 def plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
+    """Return the digest of a plan, the accounting of its tensors and its casts; leaves too at `-v`."""
     names = plan.display_names
     used = {s.name for s in plan.streams if s.writes and s.reads}
     fields: dict[str, Any] = {
@@ -65,6 +67,7 @@ def plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
 
 
 def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, Any]:
+    """Return the bytes, memory and time of a conversion."""
     outcome = result.outcome
     seconds = outcome.seconds
     return {
@@ -81,6 +84,7 @@ def result_fields(result: ConversionResult, memory_nbytes: int) -> dict[str, Any
 
 
 def count_changed_values(cast_counts: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many values casts changed."""
     return sum(entry["changed"] for entry in cast_counts)
 
 
@@ -92,11 +96,13 @@ def compression_fields(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any
 
 
 def compression_line(compression: Mapping[str, Any]) -> str:
+    """Describe the size of compressed chunks."""
     sizes = f"{format_bytes(compression['raw'])} compressed to {format_bytes(compression['stored'])}"
     return f"{sizes}, {compression['ratio']:.2f} x, with {compression['with']}"
 
 
 def dry_run_line(plan: Plan, out: Path) -> str:
+    """Describe the output that a plan would write."""
     dropped = f", {_dropped_text(plan)}" if _dropped_text(plan) else ""
     chunks = f" in {plan.chunk_count:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
     return (
@@ -117,6 +123,7 @@ def _dropped_text(plan: Plan) -> str:
 def closing_line(
     plan: Plan, result: ConversionResult, cast_counts: Sequence[Mapping[str, Any]], ui: Ui, memory_nbytes: int
 ) -> str:
+    """Describe a finished conversion: tensors, bytes, speed, memory and changed values."""
     if result.already_done:
         return f"already done: {result.out} was made by the same request from the same source"
     used = len({s.name for s in plan.streams if s.writes})

@@ -64,21 +64,25 @@ def _step_text(contents: CheckpointContents) -> str:
 
 
 def count_text(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:
+    """Describe how many tensors a pattern selected, and their size."""
     size = format_bytes(sum(entry.nbytes for entry in entries))
     return f"{len(entries):,} of {len(contents.entries):,} tensors, {size}"
 
 
 def shape_fields(shape: ShapeAndDtype | None) -> dict[str, Any] | None:
+    """Return a shape and dtype for the JSON object."""
     return {"shape": shape[0], "dtype": shape[1]} if shape else None
 
 
 def difference_line(
     name: str, a_shape: ShapeAndDtype | None, b_shape: ShapeAndDtype | None, *, a_name: str, b_name: str
 ) -> str:
+    """Describe the difference of one tensor between two checkpoints."""
     if a_shape and b_shape:
         return f"differs  {name}  {_shape_text(a_shape)} -> {_shape_text(b_shape)}"
     if a_shape:

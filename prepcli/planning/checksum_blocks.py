@@ -112,7 +112,7 @@ LeafShape = tuple[str, Sequence[int], Sequence[int], str]  # name, shape, chunk 
 
 
 def number_blocks(leaves: Iterable[LeafShape]) -> dict[str, LeafBlocks]:
-    """Number the blocks of leaves, in the order of the leaves.
+    """Assign numbers to the blocks of leaves, in the order of the leaves.
 
     Args:
         leaves: Name, shape, chunk shape and dtype of each leaf.

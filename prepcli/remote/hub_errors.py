@@ -72,6 +72,7 @@ def _no_answer_error(what: str, error: NoAnswerError) -> PrepError:
 
 
 def at_endpoint() -> str:
+    """Return the address of the hub for messages, if it is not the default one."""
     endpoint = os.environ.get("HF_ENDPOINT")
     return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
 
@@ -91,6 +92,7 @@ def _status_error(what: str, status: int, is_gated: bool) -> PrepError:
 
 
 def is_unreachable(error: Exception) -> bool:
+    """Return whether an error means that no hub answered."""
     from huggingface_hub.errors import HfHubHTTPError
 
     from_library = type(error).__module__.partition(".")[0] in HTTP_LIBRARIES

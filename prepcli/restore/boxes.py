@@ -10,10 +10,12 @@ from prepcli.planning.boxes import Box, intersect
 
 
 def chunk_box(corner: Sequence[int], meta: ArrayMeta) -> Box:
+    """Return the box of the chunk whose first element is at `corner`."""
     return tuple((low, low + length) for low, length in zip(corner, meta.chunk_shape))
 
 
 def shifted(box: Box, corner: Sequence[int], sign: int) -> Box:
+    """Return a box moved by `sign` times `corner`."""
     return tuple((low + sign * by, high + sign * by) for (low, high), by in zip(box, corner))
 
 
@@ -23,6 +25,7 @@ def innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
 
 
 def intersection(a: Box, b: Box) -> Box:
+    """Return the common part of two boxes."""
     return tuple(map(intersect, a, b))
 
 

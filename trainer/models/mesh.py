@@ -170,6 +170,7 @@ def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
 
 
 def check_axis_name(axis: str, option: str) -> None:
+    """Raise a usage PrepError for an unknown mesh axis, with the standard name if there is one."""
     standard_names = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "cp": "sp", "context": "sp", "seq": "sp"}
     if axis not in MESH_AXES:
         hint = f"did you mean `{standard_names[axis]}`?" if axis in standard_names else did_you_mean(axis, MESH_AXES)
@@ -179,13 +180,16 @@ def check_axis_name(axis: str, option: str) -> None:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return a hint with the most similar candidate, or nothing."""
     matches = difflib.get_close_matches(word[:60], candidates, n=1)
     return f"did you mean `{matches[0]}`?" if matches else ""
 
 
 def truncate(text: str) -> str:
+    """Shorten a text for an error message."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def format_sizes(mesh: Mesh, axes: Collection[str]) -> str:
+    """Return the sizes of some axes as text, such as `fsdp 64 x mp 4`."""
     return " x ".join(f"{axis} {size}" for axis, size in zip(mesh.names, mesh.sizes) if axis in axes)

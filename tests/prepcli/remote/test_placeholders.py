@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def item(folder: Path) -> Path:
-    """An init checkpoint of the model."""
+    """Return an init checkpoint of the model."""
     from prepcli.cli.main import main
 
     out = folder.parent / "init"
