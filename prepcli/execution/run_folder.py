@@ -172,7 +172,9 @@ class RunFolder:
             raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
         out = step_folder(self._run_folder, step)
         if os.path.lexists(out):
-            raise PrepError(f"{out} exists", "a step is saved once")
+            raise PrepError(
+                f"{out} exists", "a saved step is not overwritten", "remove the folder, or save another step"
+            )
         plan = self._plan(step, leaves, manifest_fields)
         try:
             self._write(plan, out, list(leaves.values()))

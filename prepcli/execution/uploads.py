@@ -59,9 +59,12 @@ class UploadRequest:
 
 
 def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
-    """Return the URL in the value of `--out`, None for a local path; usage PrepError for an unknown scheme.
+    """Return the URL given as `--out`; None for a local path.
 
-    As a path the value has lost one of its slashes.
+    `Path` collapses the `//` of a URL to `/`; this function restores it.
+
+    Raises:
+        PrepError: The scheme is not supported, or the bucket or path is invalid (usage error).
     """
     scheme, colon, rest = out.as_posix().partition(":/") if out is not None else ("", "", "")
     text = f"{scheme}://{rest}"

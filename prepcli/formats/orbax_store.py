@@ -60,7 +60,7 @@ class OrbaxStore:
         self.files = tuple(folder / path for path in self._paths)
 
     def count_chunks(self, chunks: int) -> None:
-        """Count values and the chunks of shards; raise PrepError for more than `MAX_VALUES`."""
+        """Add to the total of values and of chunks in shards; raise PrepError if the total exceeds `MAX_VALUES`."""
         self._chunks += chunks
         if self._chunks > MAX_VALUES:
             what = f"{self.folder} claims more than {MAX_VALUES:,} chunks"

@@ -81,9 +81,10 @@ def place_chunks(pieces: Iterable[LeafPiece]) -> ChunkLayout:
 
 
 def chunk_group(piece: LeafPiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the box of chunks placed together with a piece, as (first, stop) chunk indices.
+    """Return the box of chunks that are stored next to each other with a piece, as (first, stop) chunk indices.
 
-    The box covers the whole grid, except along dims of stacked atoms: there it covers the piece's own chunk.
+    The box spans the whole chunk grid, except along dims that stack source tensors, such as `layers`. Along these dims
+    it holds only the chunk of the piece.
     """
     stacked = dict(piece.stacked_indices)
     first, stop = [], []

@@ -96,7 +96,7 @@ def locate(
     if path and os.path.exists(folder):  # Path.exists raises for some texts, os.path.exists returns False
         if revision is not None:
             raise usage_error(
-                f"`{checkpoint}` is a folder and has no revision {revision}", "revisions belong to the hub"
+                f"`{checkpoint}` is a folder and has no revision {revision}", "only models on the hub have revisions"
             )
         return replace(_locate_folder(folder, checkpoint), part=part)
     if is_url(checkpoint):
@@ -205,7 +205,7 @@ def _locate_url(
 ) -> LocatedCheckpoint:
     url = parse_url(url_text)
     if revision is not None:
-        raise usage_error(f"`{url_text}` has no revision {revision}", "revisions belong to the hub")
+        raise usage_error(f"`{url_text}` has no revision {revision}", "only models on the hub have revisions")
     if offline:
         raise usage_error(
             f"`--offline` with `{url_text}`", "an object store needs the network", "copy it to a local folder first"

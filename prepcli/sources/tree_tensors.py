@@ -125,7 +125,7 @@ def iter_tensors(
 
 
 def _leaf_as_tensor(name: str, leaf: StoredLeaf, records: Mapping[str, Any]) -> SourceTensor:
-    """Return a leaf that belongs to no parameter as a tensor of a training state."""
+    """Convert a leaf that matches no parameter or slot to a training-state tensor of the same shape."""
     region = leaf.region(name, identity_axis_map(name, leaf.shape), ())
     return SourceTensor(qualify("", name), leaf.dtype, leaf.shape, (region,), recorded_digests(records, name))
 

@@ -66,12 +66,12 @@ def settings_files(
     extra_files: Iterable[SmallFile],
     path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:
-    """Return config.json, the index of several files, and the copied files."""
+    """Return config.json, the safetensors index if one is needed, and the extra files."""
     return (SmallFile(path_prefix + CONFIG, json_bytes(config)), *index_files(layouts), *extra_files)
 
 
 def index_files(layouts: Sequence[SafetensorsLayout]) -> tuple[SmallFile, ...]:
-    """Return the index if there are several files, or one with another name."""
+    """Return the safetensors index; nothing for a single file named SINGLE_FILE, which needs no index."""
     if len(layouts) > 1 or any(layout.name != SINGLE_FILE for layout in layouts):
         return (SmallFile(INDEX_FILE, encode_index(layouts)),)
     return ()

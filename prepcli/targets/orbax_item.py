@@ -67,7 +67,7 @@ class OrbaxItemLayout:
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """The mesh that chunks are made for (None: any), and its partition rules."""
+    """Mesh whose shards are the chunks (None: chunks of bounded size), and the partition rules."""
 
     mesh: Mesh | None
     rules: Rules

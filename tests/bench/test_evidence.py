@@ -58,7 +58,7 @@ def test_measure_case_alternates_plain_copies(tmp_path: Path, monkeypatch: pytes
     assert (row.floor_seconds, row.floor_means) == ((3.0, 3.0), str(COPY_METHODS[0]))
 
 
-def test_fastest_copy_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_copy_methods_returns_the_two_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = [
         COPY_METHODS[3],
         COPY_METHODS[1],
@@ -69,7 +69,7 @@ def test_fastest_copy_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert evidence.fastest_copy_methods(tmp_path, tmp_path) == (COPY_METHODS[3], COPY_METHODS[1])
 
 
-def test_measure_case_memory_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_case_orders_runs_and_subtracts_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     peaks = {"inspect": 30, "save-init": 130, "cp": 5}
 
@@ -112,7 +112,7 @@ def test_make_model_checks_disk_space_first(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
 
 
-def test_plan_figures_write_only_a_sparse_model(tmp_path: Path) -> None:
+def test_plan_figures_creates_only_a_sparse_model(tmp_path: Path) -> None:
     figures = plan_figures(tmp_path)
     assert figures["chunks"] > 256
     assert figures["peak_nbytes"] > figures["above_inspect_nbytes"]

@@ -159,7 +159,9 @@ def check_prompts(
     max_new_tokens = generation_config.max_new_tokens
     if (sources is None) != (arch_config.encoder is None):
         if arch_config.encoder is None:
-            raise usage_error(f"{model.family.name} has no encoder", "sources are not supported without one")
+            raise usage_error(
+                f"{model.family.name} has no encoder", "sources are supported only for encoder-decoder models"
+            )
         raise usage_error(f"{model.family.name} has an encoder", "a source is required for each prompt")
     if not all(map(len, rows)):
         raise usage_error("empty prompt", "a prompt must have at least one token")

@@ -40,7 +40,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class SourceDim:
-    """A parsed dim of the source tensor: consecutive parts; the row uses part number `selected`."""
+    """A parsed dim of a source tensor: the merged terms of its consecutive parts; the row maps only part `selected`."""
 
     parts: tuple[tuple[Term, ...], ...]
     selected: int = 0
@@ -48,7 +48,7 @@ class SourceDim:
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """Braces in a tensor name: merged terms, and the name of their index list (or "")."""
+    """Parsed braces in a tensor name: the terms that form one merged index, and the name of an index list (or "")."""
 
     terms: tuple[Term, ...]
     index_list: str = ""
@@ -75,7 +75,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDim:
-    """A dim of the source tensor with `extent` elements; the row uses `factors`, from `start` on."""
+    """A dim of a source tensor with `extent` elements; the row maps those from `start` on, shaped as `factors`."""
 
     extent: int
     start: int
@@ -89,7 +89,12 @@ class TensorDim:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Braces in a tensor name with extents: the merged index of `factors`, mapped through `listed_indices` if any."""
+    """Braces in a tensor name, with the extents of their atoms.
+
+    Attributes:
+        factors: Atoms in the braces, outermost first. Their indices form one merged index.
+        listed_indices: Number in the name for each merged index; empty if the merged index itself is the number.
+    """
 
     factors: tuple[Factor, ...]
     listed_indices: tuple[int, ...] = ()
@@ -171,7 +176,7 @@ def parse_row(text: str) -> Row:
 
 
 def bind_row(row: Row, sizes: Sizes, padded: Mapping[str, int] | None = None) -> AxisMap:
-    """Give the atoms of a row their extents.
+    """Combine a row with the extents of its atoms.
 
     Args:
         row: A parsed row.

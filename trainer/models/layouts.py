@@ -21,20 +21,21 @@ def hf_flax_layout(
     condition_overrides: Mapping[Condition, bool] = NO_OVERRIDES,
     ignored_fields: tuple[str, ...] = (),
 ) -> dict[str, TreeLayout]:
-    """Return the tree of the Flax classes in transformers 4, under its name.
+    """Return the parameter tree of the Flax classes in transformers 4, as a dict of layout name -> layout.
 
-    Its paths are the tensor names of PyTorch files. Matrices are transposed, and fused tensors are one leaf.
+    Its paths follow the tensor names of PyTorch files. Matrices are transposed. A fused tensor is one leaf.
 
     Args:
         parameters: Parameters of the family.
-        prefix: Prefix of the paths outside the head.
+        prefix: Prefix of all paths except the head's.
         norm_name: Leaf name of a norm's weight.
         allows_tied_head: Whether the tree of a model with a tied head has no leaf for the head.
-        condition_overrides: Condition of a parameter -> whether the Flax class has that parameter in every model.
+        condition_overrides: Condition -> true if the Flax class has the parameters with this condition in every model,
+            false if in none.
         ignored_fields: Config fields without effect in the Flax class.
 
     Returns:
-        The layout, by its name.
+        Dict with the key "hf-flax".
     """
     flax_parameters = {}
     for path, row, condition in _conditional_rows(parameters):
@@ -52,7 +53,7 @@ def hf_flax_layout(
 
 
 def _conditional_rows(parameters: Mapping[str, Parameter]) -> Iterator[tuple[str, str, Condition]]:
-    """Yield path, row and condition of each row of the parameters; an alternate is not one of them."""
+    """Yield the path, row and condition of each `row` and `else_row` of the parameters; skip `alternate` rows."""
     for path, parameter in parameters.items():
         condition = parameter.condition
         yield path, parameter.row, condition

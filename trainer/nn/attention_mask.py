@@ -57,7 +57,7 @@ class KVCache(NamedTuple):
         return self._replace(keys=keys, values=values, layer=self.layer + 1), layer_kv
 
     def advance(self, count: int) -> KVCache:
-        """Mark `count` more slots as filled and return to the first layer."""
+        """Mark `count` more slots as filled, and reset `layer` to the first layer."""
         return self._replace(length=self.length + count, layer=jnp.zeros_like(self.layer))
 
 

@@ -43,7 +43,7 @@ def _scientific(value: float) -> str:
 
 
 def unquote(text: str) -> str:
-    """Remove the quotes of a TOML string if a shell and `--set` read it alike without them."""
+    """Remove the quotes of a TOML string that is safe in a shell command and in `--set` without quotes."""
     return text[1:-1] if re.fullmatch(r'"[\w./,:+-]+"', text) else text
 
 

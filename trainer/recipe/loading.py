@@ -178,8 +178,8 @@ def _expand_path(text: str, key: str) -> str:
             raise usage_error(f"`{key}` needs the environment variable {name}", why, f"`export {name}=...`")
     expanded = ENV_VARIABLE.sub(lambda match: os.environ[match[1]], text)
     if "${" in expanded:
-        why = "only `${NAME}` is expanded, and its value is not expanded again"
-        raise usage_error(f"`{key}` is {format_value(expanded)}", why, "a path without any other `${`")
+        why = "only `${NAME}` is expanded, and only once"
+        raise usage_error(f"`{key}` is {format_value(expanded)}", why, "remove the remaining `${`")
     return os.path.expanduser(expanded) if expanded.startswith("~/") or expanded == "~" else expanded
 
 

@@ -138,7 +138,11 @@ class Data(BaseModel):
 
 
 class Batch(BaseModel):
-    """The sequences per step. Set `size`, a micro-batch size, or two of `size`, micro-batch size and `accumulate`."""
+    """The number of sequences per step, and its division into micro-batches.
+
+    Set `size` or a micro-batch size (`per_device` or `per_replica`). Or set two of `size`, a micro-batch size and
+    `accumulate`.
+    """
 
     model_config = STRICT
 

@@ -61,7 +61,7 @@ def _same_name_in_any_table(path: str) -> str:
 
 
 def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
-    """Return a hint that replaces an unknown key, with the user's value if the recipe's key accepts it.
+    """Return a hint for an unknown key: the recipe key to use, with the user's value if that key accepts it.
 
     Args:
         path: Dotted path of the unknown key.
@@ -85,7 +85,7 @@ def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
 
 
 def option_hint(option: str, text: str) -> str:
-    """Return a hint that replaces an unknown option of `prep train`; empty if no recipe key is close.
+    """Return a hint for an unknown option of `prep train`, usually the `--set` option to use; empty if no key matches.
 
     Args:
         option: The option with its dashes, such as `--learning-rate`.

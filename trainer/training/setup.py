@@ -75,7 +75,7 @@ class Datasets:
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
-    """Build the model of a checkpoint's manifest, with leaves in their stored layout."""
+    """Build the ModelSpec that a checkpoint's manifest describes; layers are stacked as in the checkpoint."""
     config = manifest["config"]
     return build_model(family_of(config), config, manifest["tied"], manifest["scan"], manifest["scan_axis"])
 

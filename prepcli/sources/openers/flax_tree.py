@@ -141,7 +141,7 @@ class FlaxFiles:
         return leaves
 
     def safetensors_file_name(self, blob: int) -> str:
-        """Return the name of the safetensors file that replaces the file of a blob in an output."""
+        """Return the name of the output's safetensors file for tensors of blob number `blob`."""
         count = len(self.documents)
         if count == 1:
             return safetensors.SINGLE_FILE

@@ -268,7 +268,9 @@ class _ShardedTensors:
         for atom in ("heads", "kv_heads"):
             if self._sizes[atom] % num_files:
                 why = f"{self._sizes[atom]} {atom} are not divisible by {num_files} files"
-                raise PrepError("its heads are split across files", why, "are all files here? Each has whole heads")
+                raise PrepError(
+                    "attention heads are split across files", why, "check that no `consolidated.*.pth` is missing"
+                )
         return tuple(n // num_files if dim == axis else n for dim, n in enumerate(axis_map.leaf_shape))
 
     def _shape_error(
@@ -282,7 +284,9 @@ class _ShardedTensors:
             count, remainder = divmod(axis_map.leaf_shape[axis], tensor.shape[axis])
             if not remainder and count != num_files:
                 return PrepError(
-                    what, why, f"the whole tensor is {list(axis_map.leaf_shape)}: are there {count} files?"
+                    what,
+                    why,
+                    f"a shard of this shape belongs to a checkpoint of {count} files: check that none is missing",
                 )
         return PrepError(what, why, f"are {META_PARAMS_FILE} and the weights of one model?")
 

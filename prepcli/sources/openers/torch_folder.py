@@ -100,5 +100,5 @@ def assign_blobs(tensors: Sequence[TorchTensor], files: Sequence[Path]) -> tuple
 
 
 def safetensors_file_name(torch_file_name: str) -> str:
-    """Return the name of the safetensors file that replaces a PyTorch file in an output."""
+    """Return the name of the output's safetensors file for tensors of a PyTorch file."""
     return re.sub(r"^pytorch_model", "model", Path(torch_file_name).stem) + ".safetensors"

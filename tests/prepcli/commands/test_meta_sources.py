@@ -126,11 +126,11 @@ INVALID_FOLDERS = {
         change_params(n_kv_heads=8), "`layers.0.attention.wk.weight` in consolidated.00.pth", "implies [16, 64]",
     ),
     "heads that files do not divide": (
-        change_params(n_heads=1, n_kv_heads=1), "its heads are split across files", "by 4 files",
+        change_params(n_heads=1, n_kv_heads=1), "attention heads are split across files", "by 4 files",
     ),
     "a file is missing": (remove_file("consolidated.02.pth"), "consolidated.02.pth is missing", "has 3 such files"),
     "the last file is missing": (
-        remove_file("consolidated.03.pth"), "its heads are split across files", "are not divisible by 3",
+        remove_file("consolidated.03.pth"), "attention heads are split across files", "are not divisible by 3",
     ),
     "half of the files": (
         lambda: [Path(f"meta/consolidated.0{i}.pth").unlink() for i in (2, 3)], "`tok_embeddings.weight` in",

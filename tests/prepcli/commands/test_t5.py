@@ -118,7 +118,7 @@ def test_embedding_copy_replaces_missing_embedding(stored: tuple[str, ...]):
     assert_same(read_tensors(Path("back")), tensors)
 
 
-def test_copies_in_one_pytorch_storage_convert():
+def test_embedding_copies_in_one_torch_storage_convert():
     """Hub checkpoints of T5 store the copies this way."""
     torch = pytest.importorskip("torch")
     tensors = make_checkpoint(Path("m"), T5)

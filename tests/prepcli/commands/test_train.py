@@ -363,7 +363,7 @@ def test_tokenize_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("whole", [(), ("data/f0", "init/x-1.3B-init"), ("data/f0.partial", "init/x-init.partial")])
-def test_kept_note_lists_complete_folders_only(tmp_path: Path, whole: Sequence[str]):
+def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence[str]):
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"

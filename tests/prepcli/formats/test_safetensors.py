@@ -273,7 +273,7 @@ REFUSED_HERE_ONLY = {
 
 
 @pytest.mark.parametrize("case", [*BROKEN, *OTHER])
-def test_library_rejects_the_same_files_except_own_rules(case: str) -> None:
+def test_rejected_files_match_library_except_stricter_rules(case: str) -> None:
     content = (BROKEN | OTHER)[case][0]
     assert library_accepts(content) == (case in REFUSED_HERE_ONLY)
 

@@ -43,7 +43,7 @@ def refusal(folder: Path) -> PrepError:
     return caught.value
 
 
-def test_read_folder_order_of_files_and_tensors(tmp_path: Path) -> None:
+def test_read_folder_sorts_files_and_tensors(tmp_path: Path) -> None:
     write_index(tmp_path, sharded(tmp_path))
     folder = read_safetensors_folder(tmp_path)
     assert (folder.path, folder.has_index) == (tmp_path, True)
@@ -71,20 +71,20 @@ def test_hub_cache_of_links_is_read(tmp_path: Path) -> None:
     assert [header.file_name for header in read_safetensors_folder(snapshot).headers] == [FIRST, SECOND, THIRD]
 
 
-def test_single_file_without_index(tmp_path: Path) -> None:
+def test_model_safetensors_is_preferred_without_index(tmp_path: Path) -> None:
     write(tmp_path, "model.safetensors", "a")
     write(tmp_path, "consolidated.safetensors", "b")
     folder = read_safetensors_folder(tmp_path)
     assert ([t.name for t in folder.tensors], folder.has_index) == (["a"], False)
 
 
-def test_all_files_without_index(tmp_path: Path) -> None:
+def test_all_visible_files_are_read_without_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     write(tmp_path, ".hidden.safetensors", "a")
     assert [t.name for t in read_safetensors_folder(tmp_path).tensors] == ["a", "aa", "b", "bb", "c"]
 
 
-def test_file_of_any_name_without_index(tmp_path: Path) -> None:
+def test_file_of_any_name_is_read_without_index(tmp_path: Path) -> None:
     write(tmp_path, "weights.safetensors", "a")
     assert read_safetensors_folder(tmp_path).headers[0].file_name == "weights.safetensors"
 

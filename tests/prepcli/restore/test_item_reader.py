@@ -112,7 +112,7 @@ def test_read_keeps_bits_of_the_same_dtype(tmp_path: Path):
     assert same_bits(read_boxes(reader, "x", [full_box(array.shape)], "float32")[full_box(array.shape)], array)
 
 
-def test_read_of_a_scalar(tmp_path: Path):
+def test_read_returns_and_casts_a_scalar(tmp_path: Path):
     reader = write_and_open(tmp_path / "item", {"step": (np.array(7, np.int32), ())})
     assert read_boxes(reader, "step", [()], "int32")[()] == 7
     assert read_boxes(reader, "step", [()], "float32")[()].dtype == np.float32

@@ -280,7 +280,7 @@ INVALID: dict[str, tuple[str, Rows, Rows | None, int, str]] = {  # model, prompt
         " - `--max-new-tokens 7`",
     ),
     "prompt too long": ("gpt_neo", [[1] * (MAX_POSITIONS + 1)], None, 1, "positions - a shorter prompt"),
-    "no encoder": ("llama", [[1]], [[1]], 1, "llama has no encoder - sources are not supported"),
+    "no encoder": ("llama", [[1]], [[1]], 1, "llama has no encoder - sources are supported only"),
     "no sources": ("t5", [[0]], None, 1, "t5 has an encoder - a source is required for each prompt"),
 }
 

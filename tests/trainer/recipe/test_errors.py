@@ -253,8 +253,8 @@ FILES = {
     ),
     "shell expression": (
         replaced('path = "train.txt"', 'path = "${HOME:-x}/train.txt"'),
-        'x.toml:6: `data.path` is "${HOME:-x}/train.txt" - only `${NAME}` is expanded, and its value is not '
-        "expanded again - a path without any other `${`",
+        'x.toml:6: `data.path` is "${HOME:-x}/train.txt" - only `${NAME}` is expanded, and '
+        "only once - remove the remaining `${`",
     ),
 }
 

@@ -23,7 +23,7 @@ def sizes(
     mlp: int | None = None,
     field_names: Mapping[str, str] = GPT2_FIELD_NAMES,
 ) -> dict[str, int]:
-    """Return atom -> extent.
+    """Return the extent of each atom (named axis).
 
     A size is read from the common field name (`hidden_size`) or else from that of the config class (`n_embd`).
 

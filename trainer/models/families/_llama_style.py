@@ -63,7 +63,7 @@ def sizes(
     kv_heads: int | None = None,
     head_dim: int | None = None,
 ) -> dict[str, int]:
-    """Return atom -> extent.
+    """Return the extent of each atom (named axis).
 
     Args:
         config: Content of a config.json.

@@ -13,7 +13,7 @@ TANH_GELU = "gelu_pytorch_tanh"
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of GemmaConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of GemmaConfig."""
     return _llama_style.sizes(
         config, vocab=256000, embed=3072, mlp=24576, layers=28, heads=16, kv_heads=16, head_dim=256
     )

@@ -17,7 +17,7 @@ from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of Gemma2Config."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of Gemma2Config."""
     return _llama_style.sizes(config, vocab=256000, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256)
 
 

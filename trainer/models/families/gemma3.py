@@ -22,7 +22,7 @@ ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of Gemma3TextConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of Gemma3TextConfig."""
     return _llama_style.sizes(config, vocab=262208, embed=2304, mlp=9216, layers=26, heads=8, kv_heads=4, head_dim=256)
 
 

@@ -14,7 +14,7 @@ INVERSE_LAYER_SCALE_FIELD = "scale_attn_by_inverse_layer_idx"
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of GPT2Config."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of GPT2Config."""
     return _gpt_style.sizes(config, vocab=50257, positions=1024, embed=768, layers=12, heads=12)
 
 

@@ -17,7 +17,7 @@ FIELD_NAMES = {"layers": "num_layers", "heads": "num_heads", "mlp": "intermediat
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of GPTNeoConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of GPTNeoConfig."""
     return _gpt_style.sizes(
         config, vocab=50257, positions=2048, embed=2048, layers=24, heads=16, field_names=FIELD_NAMES
     )

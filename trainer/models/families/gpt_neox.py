@@ -15,7 +15,7 @@ HAS_BIAS = unless_false("attention_bias")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of GPTNeoXConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of GPTNeoXConfig."""
     return _gpt_style.sizes(
         config, vocab=50432, positions=2048, embed=6144, layers=44, heads=64, mlp=24576, field_names=FIELD_NAMES
     )  # fmt: skip

@@ -13,7 +13,7 @@ from trainer.models.rows import attention, build_family, embedding, layer_norm, 
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of GPTJConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of GPTJConfig."""
     return _gpt_style.sizes(config, vocab=50400, positions=2048, embed=4096, layers=28, heads=16)
 
 

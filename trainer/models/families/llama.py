@@ -10,7 +10,7 @@ from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of LlamaConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of LlamaConfig."""
     axis_sizes = _llama_style.sizes(config)
     # A rotated pair of elements is `half` apart in Hugging Face files and adjacent in EasyLM trees.
     return {**axis_sizes, "two": 2, "half": axis_sizes["head_dim"] // 2}

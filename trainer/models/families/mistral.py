@@ -11,7 +11,7 @@ from trainer.models.parameters import HFConfig
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of MistralConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of MistralConfig."""
     return _llama_style.sizes(config, mlp=14336, kv_heads=8)
 
 

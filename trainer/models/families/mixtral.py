@@ -16,7 +16,7 @@ from trainer.models.parameters import HFConfig, read_size
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of MixtralConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of MixtralConfig."""
     experts = read_size(config, "num_experts", read_size(config, "num_local_experts", 8))  # the alias overrides
     return {**_llama_style.sizes(config, mlp=14336, kv_heads=8), "experts": experts, "gate_up": 2}
 

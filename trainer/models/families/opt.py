@@ -17,7 +17,7 @@ HAS_NORM_WEIGHTS = unless_false("layer_norm_elementwise_affine")
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of OPTConfig."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of OPTConfig."""
     axis_sizes = _gpt_style.sizes(
         config,
         vocab=50272,

@@ -28,7 +28,7 @@ ROPE_TYPE_ALIASES = {
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of Phi3Config."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of Phi3Config."""
     return {**_llama_style.sizes(config, vocab=32064, embed=3072, mlp=8192), "gate_up": 2}
 
 

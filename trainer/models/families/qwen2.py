@@ -10,7 +10,7 @@ from trainer.models.parameters import ALWAYS, HFConfig
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of Qwen2Config."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of Qwen2Config."""
     return _llama_style.sizes(config, vocab=151936, mlp=22016, kv_heads=32)
 
 

@@ -10,7 +10,7 @@ from trainer.models.parameters import HFConfig, if_set
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of Qwen3Config."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of Qwen3Config."""
     return _llama_style.sizes(config, vocab=151936, mlp=22016, kv_heads=32, head_dim=128)
 
 

@@ -11,7 +11,7 @@ from trainer.models.parameters import HFConfig, if_set, read_size
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of Qwen3MoeConfig.
+    """Return the extent of each atom (named axis); absent fields have the defaults of Qwen3MoeConfig.
 
     `intermediate_size` is not read: it belongs to dense layers, and prep does not support them here.
     """

@@ -29,7 +29,7 @@ FIELD_ALIASES = {  # atom -> field that overrides the one above; the decoder's l
 
 
 def sizes(config: HFConfig) -> dict[str, int]:
-    """Return atom -> extent; absent fields have the defaults of T5Config."""
+    """Return the extent of each atom (named axis); absent fields have the defaults of T5Config."""
     field_sizes = {atom: read_size(config, field, default) for atom, (field, default) in FIELDS.items()}
     axis_sizes = {atom: read_size(config, FIELD_ALIASES.get(atom, ""), value) for atom, value in field_sizes.items()}
     read_size(axis_sizes, "encoder_layers", 1, MAX_LAYERS)
