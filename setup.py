@@ -2,10 +2,15 @@
 
 from setuptools import find_packages, setup
 
-DATA = {"prepcli._recipes": "recipes", "prepcli._docs": "docs"}
+DATA = {
+    "prepcli._recipes": "recipes",
+    "prepcli._docs": "docs",
+    "prepcli._docs.explanation": "docs/explanation",
+    "prepcli._docs.reference": "docs/reference",
+}
 
 setup(
     packages=[*find_packages(include=["prepcli*", "trainer*"]), *DATA],
     package_dir=DATA,
-    package_data={"prepcli._recipes": ["*.toml"], "prepcli._docs": ["*.md", "*/*.md", "*.svg"]},
+    package_data={name: ["*.toml", "*.md", "how-to/*.md", "*.svg"] for name in DATA},
 )
