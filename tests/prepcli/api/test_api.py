@@ -115,7 +115,7 @@ def test_api_errors_are_prep_errors(tmp_path: Path):
 
 
 def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
-    init = prep.save_init(model, tmp_path / "init").path
+    init = prep.save_init(model, tmp_path / "init", pad_vocab="8").path
     from_folder, from_init = prep.load_params(model), prep.load_params(init)
     query = from_folder["layers"]["attn"]["q"]["weight"]
     np.testing.assert_array_equal(query, from_init["layers"]["attn"]["q"]["weight"])
