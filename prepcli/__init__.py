@@ -26,12 +26,15 @@ if TYPE_CHECKING:
         reshard,
         save_init,
     )
-    from prepcli.errors import PrepError
+    from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
 
     __version__: str
 
 __all__ = [
+    "DamagedError",
+    "OutputExistsError",
     "PrepError",
+    "UsageError",
     "__version__",
     "export",
     "generate",
@@ -51,7 +54,7 @@ __all__ = [
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
-    "prepcli.errors": ("PrepError",),
+    "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,7 +1,29 @@
-"""The one error type that reaches a user, and the exit codes, as the trainer raises them too."""
+"""The errors of all functions, and the exit codes of commands."""
 
 from __future__ import annotations
 
-from trainer.models.errors import FAILED, INTERRUPTED, OK, STOPPED, USAGE, PrepError, usage_error
+from trainer.models.errors import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    STOPPED,
+    USAGE,
+    DamagedError,
+    OutputExistsError,
+    PrepError,
+    UsageError,
+    usage_error,
+)
 
-__all__ = ["FAILED", "INTERRUPTED", "OK", "STOPPED", "USAGE", "PrepError", "usage_error"]
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "OK",
+    "STOPPED",
+    "USAGE",
+    "DamagedError",
+    "OutputExistsError",
+    "PrepError",
+    "UsageError",
+    "usage_error",
+]

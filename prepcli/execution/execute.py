@@ -21,7 +21,7 @@ from prepcli.engine.files import Files, RunReader, io_error
 from prepcli.engine.journal import EMPTY_JOURNAL_STATE, Journal, JournalState
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import PipelineResult
-from prepcli.errors import PrepError
+from prepcli.errors import OutputExistsError, PrepError
 from prepcli.execution import source_state
 from prepcli.execution.block_checksums import checksum_recorder, delete_checksums
 from prepcli.execution.coordination import PATIENCE_S, ConversionTask, WaitOptions, work_together
@@ -301,10 +301,10 @@ def _is_already_done(plan: Plan, run_identity: dict[str, object], options: Execu
         return False
     hint = "`--out NAME` or `--overwrite`"
     if is_same_plan:
-        raise PrepError(
+        raise OutputExistsError(
             f"{out} exists", "it was made by this request" if is_complete else "but its files are damaged", hint
         )
-    raise PrepError(f"{out} exists and is something else", _describe_origin(manifest, plan), hint)
+    raise OutputExistsError(f"{out} exists and is something else", _describe_origin(manifest, plan), hint)
 
 
 def _check_replaceable(out: Path) -> None:

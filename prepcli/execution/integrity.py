@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.planning.accounting import not_equal_error
 from prepcli.planning.plan import EqualityCheck, Plan, Stream
 from prepcli.sources.source import Source
@@ -37,7 +37,7 @@ class IntegrityChecker:
         expected = self._expected.get(number)
         if expected and expected != digest:
             why = f"its bytes have the digest {digest}, its manifest records {expected}: the file has changed"
-            raise PrepError(
+            raise DamagedError(
                 f"{self._display_name(stream.name)} in {self._source.display_name} is damaged", why, "create it again"
             )
         self._digests[stream.name, stream.rows] = digest

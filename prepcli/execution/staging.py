@@ -18,7 +18,7 @@ from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
 from prepcli.engine.no_follow import check_not_symlink, read_no_follow, write_no_follow
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import OutputExistsError, PrepError, usage_error
 from prepcli.execution.failure_notes import FAILED_STEM, HEARD_STEM, FailureNotes
 from prepcli.execution.locks import (
     acquire_lock_with_retries,
@@ -310,7 +310,7 @@ class Staging:
         replaced = self.work / REPLACED_NAME
         if os.path.lexists(self.out) and not overwrite:
             why = f"it was created while {self.folder} was written, which is complete"
-            raise PrepError(f"{self.out} exists", why, "move it away, or `--overwrite`, and run again")
+            raise OutputExistsError(f"{self.out} exists", why, "move it away, or `--overwrite`, and run again")
         try:
             remove_path(replaced)  # left by a kill between the two renames
             for folder, _, names in os.walk(self.folder, topdown=False):
@@ -353,8 +353,6 @@ def _checksum(content: Mapping[str, object]) -> str:
 
 
 def _parse_division(content: Mapping[str, Any] | None) -> Division | None:
-    if content is None:
-        return None
     match content:
         case {"count": int(count), "done": dict(done)} if count > 0 and all(map(str.isdecimal, done)):
             return Division(count, {int(number): str(digest) for number, digest in done.items()})
@@ -394,11 +392,10 @@ def fsync_path(path: Path) -> None:
 
 
 def _other_run_error(folder: Path, earlier_identity: dict[str, object], run_identity: dict[str, object]) -> PrepError:
-    if earlier_identity.get("request") == run_identity.get("request") and earlier_identity.get(
-        "source"
-    ) != run_identity.get("source"):
+    is_same_request = earlier_identity.get("request") == run_identity.get("request")
+    if is_same_request and earlier_identity.get("source") != run_identity.get("source"):
         why = "the source has changed since: its files have other sizes, times or headers"
-    elif earlier_identity.get("request") == run_identity.get("request"):
+    elif is_same_request:
         why = "it was started by another version of prep"
     else:
         why = f"it was started by `{earlier_identity.get('request')}`, this is `{run_identity.get('request')}`"

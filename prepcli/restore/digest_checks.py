@@ -12,7 +12,7 @@ from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import ByteArray
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream, read_copies
 from prepcli.sources.source import Source, SourceTensor
@@ -21,13 +21,13 @@ CHECK_MEMORY_NBYTES = 256 << 20  # memory budget of `check_tensors`
 RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 
-def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> PrepError:
+def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
     """Return the error for a tensor that differs from its digest."""
     name = source.display_names().get(tensor.name, tensor.name)
     byte_sources = (source.byte_sources[number] for number in sorted(_file_numbers(tensor)))
     source_names = ", ".join(str(item) if isinstance(item, Path) else item.name for item in byte_sources)
     why = f"its bytes in {source_names} differ from the digest that the manifest records"
-    return PrepError(f"{name} in {source.display_name} is damaged", why, hint)
+    return DamagedError(f"{name} in {source.display_name} is damaged", why, hint)
 
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:

@@ -23,7 +23,7 @@ from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
@@ -47,7 +47,7 @@ DECODE_MEMORY_NBYTES = 32 << 20  # upper limit per thread; chunks that Orbax wri
 BoxArrays = Mapping[Box, np.ndarray]
 
 
-class DamagedLeafError(PrepError):
+class DamagedLeafError(DamagedError):
     """Bytes of a leaf that differ from their recorded checksum."""
 
 

@@ -1,4 +1,4 @@
-"""The error type with a message for the user, and the exit codes."""
+"""The errors with a message for the user, and the exit codes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ class PrepError(Exception):
         return " - ".join(part for part in (self.what, self.why, self.hint) if part)
 
 
-def usage_error(what: str, why: str = "", hint: str = "") -> PrepError:
-    """Return the error of an invalid request, found before anything was read or written; its exit code is 2."""
-    return PrepError(what, why, hint, USAGE)
+class UsageError(PrepError):
+    """An invalid request, found before anything was read or written. Its exit code is 2."""
+
+
+class DamagedError(PrepError):
+    """Bytes of a checkpoint differ from their recorded digest or checksum."""
+
+
+class OutputExistsError(PrepError):
+    """The output exists and is not the result of this request."""
+
+
+def usage_error(what: str, why: str = "", hint: str = "") -> UsageError:
+    """Return the error of an invalid request, with its exit code."""
+    return UsageError(what, why, hint, USAGE)

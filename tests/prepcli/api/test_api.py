@@ -109,9 +109,31 @@ def test_api_inspect_lists_tensors(model: Path):
     assert contents.parameters == sum(np.prod(tensor.shape) for tensor in contents.tensors)
 
 
-def test_api_errors_are_prep_errors(tmp_path: Path):
+def test_api_missing_checkpoint_is_a_prep_error(tmp_path: Path):
     with pytest.raises(prep.PrepError):
         prep.save_init(tmp_path / "missing", offline=True)
+
+
+def test_api_invalid_request_is_a_usage_error(model: Path, tmp_path: Path):
+    with pytest.raises(prep.UsageError, match="--multiple"):
+        prep.pad_vocab(model, tmp_path / "padded", multiple=8, size=300)
+
+
+def test_api_other_output_is_an_output_exists_error(model: Path, tmp_path: Path):
+    prep.save_init(model, tmp_path / "init")
+    with pytest.raises(prep.OutputExistsError):
+        prep.save_init(model, tmp_path / "init", mesh="1,2,1")
+
+
+def test_api_flipped_bit_is_a_damaged_error(model: Path, tmp_path: Path):
+    init = prep.save_init(model, tmp_path / "init").path
+    data_file = max((init / "d").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(data_file.read_bytes())
+    position = next(index for index in range(len(data) // 2, len(data)) if data[index])  # gaps between chunks are zeros
+    data[position] ^= 1
+    data_file.write_bytes(data)
+    with pytest.raises(prep.DamagedError):
+        prep.reshard(init, tmp_path / "again", mesh="1,2,1")
 
 
 def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
