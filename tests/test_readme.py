@@ -85,7 +85,7 @@ def test_how_to_guides_show_commands():
 
 def test_python_of_the_readme_works(models: Path) -> None:
     (script,) = [block.text for block in blocks(README) if block.language == "python"]
-    environ = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+    environ = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result, shape = done.stdout.splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.options import PathLike, SourceOptions, check_options, common_options
 from prepcli.api.results import Inspection, TensorSummary, Verification
 from prepcli.api.session import run_silently
 from prepcli.commands import verify as verify_command
@@ -36,6 +36,7 @@ def verify(
     Raises:
         PrepError: A checkpoint could not be read, or has no digests to compare with.
     """
+    check_options(options, SourceOptions)
     common = common_options(checkpoint, None, options)
     request = verify_command.VerifyRequest(common, str(against) if against is not None else None, quick)
     outcome = run_silently("verify", lambda ui: verify_command.verify(request, ui), progress)

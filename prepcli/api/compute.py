@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.options import LoadOptions, PathLike, SourceOptions, as_tuple, check_options, common_options
 from prepcli.api.results import Generation, TrainingRun
 from prepcli.api.session import run_silently
 from prepcli.commands import generate as generate_command
@@ -51,6 +51,7 @@ def load_params(
     Raises:
         PrepError: The checkpoint lacks a parameter, its bytes are damaged, or the mesh does not divide a parameter.
     """
+    check_options({**options, "mesh": mesh}, LoadOptions)
     trees: list[Tree] = []
 
     def call(ui: Ui) -> Report:
@@ -71,7 +72,7 @@ def load_params(
 
 def generate(
     checkpoint: PathLike,
-    prompts: Sequence[str] = (),
+    prompts: str | Sequence[str] = (),
     *,
     tokens: Sequence[Sequence[int]] = (),
     tokenizer: PathLike | None = None,
@@ -91,7 +92,7 @@ def generate(
 
     Args:
         checkpoint: Folder, alias, hub id, training run, or a step of one.
-        prompts: Prompts as text.
+        prompts: One prompt, or several, as text.
         tokens: Prompts as token ids. They follow the text prompts in the result.
         tokenizer: A tokenizer.json; default: the checkpoint's.
         max_new_tokens: Limit per prompt; default: 64, or fewer if the positions end.
@@ -109,9 +110,10 @@ def generate(
     Raises:
         PrepError: A prompt is too long, a token id is out of range, or the checkpoint cannot be used.
     """
+    check_options({**options, "mesh": mesh}, LoadOptions)
     request = generate_command.GenerateRequest(
         common_options(checkpoint, None, options),
-        prompt_texts=tuple(prompts),
+        prompt_texts=as_tuple(prompts),
         prompt_ids=tuple(",".join(map(str, ids)) for ids in tokens),
         tokenizer=Path(tokenizer) if tokenizer is not None else None,
         max_new_tokens=max_new_tokens,

@@ -13,6 +13,8 @@ from prepcli.api.options import (
     PathLike,
     ReshardOptions,
     SaveInitOptions,
+    as_tuple,
+    check_options,
     common_options,
     match_options,
     select,
@@ -148,6 +150,7 @@ def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
 
 
 def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> pad_vocab_command.PadVocabRequest:
+    check_options(options, PadVocabOptions)
     return pad_vocab_command.PadVocabRequest(
         common_options(checkpoint, out, options),
         **select(options, "multiple", "size", "mesh", *NEW_ROWS),
@@ -156,23 +159,26 @@ def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any)
 
 
 def _save_init_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
+    check_options(options, SaveInitOptions)
     return save_init_command.SaveInitRequest(
         common_options(checkpoint, out, options),
-        rules=tuple(options.get("rules", ())),
+        rules=as_tuple(options.get("rules", ())),
         **select(options, "pad_vocab", "dtype", *LAYOUT, *NEW_ROWS),
         match_options=match_options(options),
     )
 
 
 def _reshard_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
+    check_options(options, ReshardOptions)
     return save_init_command.SaveInitRequest(
         common_options(checkpoint, out, options),
-        rules=tuple(options.get("rules", ())),
+        rules=as_tuple(options.get("rules", ())),
         **select(options, "params_only", "true_vocab", *LAYOUT),
     )
 
 
 def _export_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> export_command.ExportRequest:
+    check_options(options, ExportOptions)
     shard_size = options.get("shard_size")
     limit = {} if shard_size is None else {"shard_nbytes": to_nbytes(shard_size)}
     return export_command.ExportRequest(

@@ -8,7 +8,9 @@ from typing import Any, TypedDict
 
 from prepcli.commands.conversion import CommonOptions
 from prepcli.console.formatting import parse_bytes
+from prepcli.errors import usage_error
 from prepcli.planning.accounting import MatchOptions
+from trainer.models.suggest import suggest
 
 PathLike = str | Path
 DEFAULT_MEMORY = "512MiB"
@@ -28,6 +30,12 @@ class SourceOptions(TypedDict, total=False):
     config: PathLike | None
     step: int | None
     memory: int | str
+
+
+class LoadOptions(SourceOptions, total=False):
+    """Options of functions that read parameters onto devices. `mesh`: as in `LayoutOptions`."""
+
+    mesh: str | None
 
 
 class ConversionOptions(SourceOptions, total=False):
@@ -113,6 +121,36 @@ class ExportOptions(ConversionOptions, total=False):
     allow_overflow: bool
 
 
+TEXT_OPTIONS = ("mesh", "init", "pad_vocab", "dtype", "layout", "compress", "revision")
+INTEGER_OPTIONS = ("multiple", "size", "seed", "true_vocab", "scan_axis", "step")
+
+
+def check_options(options: Mapping[str, Any], schema: type) -> None:
+    """Check the names and types of keyword options, which Python does not check.
+
+    Args:
+        options: The options of a call.
+        schema: The TypedDict that describes them.
+
+    Raises:
+        UsageError: An option is unknown, or its value has the wrong type.
+    """
+    known = sorted(schema.__annotations__)
+    for name, value in options.items():
+        if name not in known:
+            meant = suggest(name, known)
+            hint = f"did you mean `{meant}`?" if meant else ""
+            raise usage_error(f"unknown option `{name}`", f"supported: {', '.join(known)}", hint)
+        expected = str if name in TEXT_OPTIONS else int if name in INTEGER_OPTIONS else bool if name == "scan" else None
+        if expected and value is not None and (type(value) is not expected):
+            raise usage_error(f"invalid `{name}={value!r:.60}`", f"it must be {expected.__name__} or None")
+
+
+def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a sequence of texts as a tuple; one text stands for itself."""
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
 def to_nbytes(size: int | str) -> int:
     """Return a size in bytes. Raises a PrepError for text that is not a size."""
     return parse_bytes(size) if isinstance(size, str) else size
@@ -138,7 +176,7 @@ def common_options(checkpoint: PathLike, out: PathLike | None, options: Mapping[
 
 def match_options(options: Mapping[str, Any]) -> MatchOptions:
     """Return which source tensors may be ignored."""
-    return MatchOptions(tuple(options.get("drop", ())), options.get("untie", False))
+    return MatchOptions(as_tuple(options.get("drop", ())), options.get("untie", False))
 
 
 def select(options: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -53,6 +53,9 @@ class Verification:
     differences: Sequence[Mapping[str, Any]]
     seconds: float
 
+    def __bool__(self) -> bool:
+        return self.is_equal
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:

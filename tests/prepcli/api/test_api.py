@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,3 +144,29 @@ def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
     np.testing.assert_array_equal(query, from_init["layers"]["attn"]["q"]["weight"])
     assert query.ndim == 4  # [layers, heads, head_dim, embed]
     assert prep.load_params(init, "2,2,2")["embed"]["tokens"].sharding.num_devices == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"msh": "1,2,1"}, "unknown option `msh`.*did you mean `mesh`"),
+        ({"mesh": (1, 2, 1)}, "invalid `mesh="),
+        ({"pad_vocab": 8}, "invalid `pad_vocab=8`"),
+        ({"scan": "no"}, "invalid `scan='no'`"),
+    ],
+)
+def test_api_rejects_unknown_and_mistyped_options(model: Path, tmp_path: Path, options: dict[str, Any], what: str):
+    with pytest.raises(prep.UsageError, match=what):
+        prep.save_init(model, tmp_path / "init", **options)
+    assert not (tmp_path / "init").exists()
+
+
+def test_api_accepts_one_rule_as_text(model: Path):
+    plan = prep.plan_save_init(model, mesh="1,2,1", rules="embed=none")
+    assert [*plan.settings["rules"]] == ["embed=none"]
+
+
+def test_api_verification_is_true_if_equal(model: Path, tmp_path: Path):
+    init = prep.save_init(model, tmp_path / "init", dtype="bfloat16").path
+    assert prep.verify(init)
+    assert not prep.verify(init, model)
