@@ -6,11 +6,11 @@ from typing import Any, Unpack
 
 from prepcli.api.options import PathLike, SourceOptions, check_options, common_options
 from prepcli.api.results import Inspection, TensorSummary, Verification
-from prepcli.api.session import run_silently
+from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import verify as verify_command
+from prepcli.commands.inspect import InspectRequest, read_checkpoint
 from prepcli.console.progress import Progress
-from prepcli.inspection.contents import count_parameters, read_contents
-from prepcli.sources.locate import locate
+from prepcli.inspection.contents import count_parameters
 
 
 def verify(
@@ -64,7 +64,7 @@ def inspect(
     Raises:
         PrepError: The checkpoint could not be read.
     """
-    located = locate(str(checkpoint), revision, offline, stream=stream, allow_remote=True)
-    contents = read_contents(located, located.hub_id or str(checkpoint))
+    request = InspectRequest(str(checkpoint), revision=revision, offline=offline, stream=stream)
+    _, contents = read_checkpoint(request, request.checkpoint, revision, silent_ui("inspect"))
     tensors = (TensorSummary(entry.name, entry.shape, entry.dtype, entry.nbytes) for entry in contents.entries)
     return Inspection(contents.display_name, contents.kind, tuple(tensors), count_parameters(contents))

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from prepcli.api.options import LoadOptions, PathLike, SourceOptions, as_tuple, check_options, common_options
 from prepcli.api.results import Generation, TrainingRun
-from prepcli.api.session import run_silently
+from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import generate as generate_command
 from prepcli.commands import train as train_command
 from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
-from prepcli.console.ui import Report, Ui
 from prepcli.restore.params import open_model
 
 if TYPE_CHECKING:
@@ -51,23 +50,17 @@ def load_params(
     Raises:
         PrepError: The checkpoint lacks a parameter, its bytes are damaged, or the mesh does not divide a parameter.
     """
-    check_options({**options, "mesh": mesh}, LoadOptions)
-    trees: list[Tree] = []
-
-    def call(ui: Ui) -> Report:
-        located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
-        with open_model(
-            source,
-            located.path,
-            mesh,
-            verify=verify,
-            on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
-        ) as opened:
-            trees.append(opened.load(lambda path: dtype))
-        return Report()
-
-    run_silently("load-params", call, progress)
-    return trees[0]
+    check_options({**options, "mesh": mesh, "dtype": dtype}, LoadOptions)
+    ui = silent_ui("load-params", progress)
+    located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
+    with open_model(
+        source,
+        located.path,
+        mesh,
+        verify=verify,
+        on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
+    ) as opened:
+        return opened.load(lambda path: dtype)
 
 
 def generate(
@@ -110,7 +103,7 @@ def generate(
     Raises:
         PrepError: A prompt is too long, a token id is out of range, or the checkpoint cannot be used.
     """
-    check_options({**options, "mesh": mesh}, LoadOptions)
+    check_options({**options, "mesh": mesh, "dtype": dtype}, LoadOptions)
     request = generate_command.GenerateRequest(
         common_options(checkpoint, None, options),
         prompt_texts=as_tuple(prompts),

@@ -21,13 +21,13 @@ from prepcli.api.options import (
     to_nbytes,
 )
 from prepcli.api.results import Conversion
-from prepcli.api.session import Outcome, run_silently
+from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import export as export_command
 from prepcli.commands import pad_vocab as pad_vocab_command
 from prepcli.commands import save_init as save_init_command
 from prepcli.commands.conversion import CommonOptions, PlannedConversion, open_checkpoint
 from prepcli.console.progress import Progress
-from prepcli.console.ui import Report
+from prepcli.console.ui import Report, Ui
 from prepcli.planning.plan import Plan
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source
@@ -188,12 +188,8 @@ def _export_request(checkpoint: PathLike, out: PathLike | None, options: Any) ->
     )
 
 
-def _convert(command: str, call: Callable[..., Report], progress: Progress | None) -> Conversion:
+def _convert(command: str, call: Callable[[Ui], Report], progress: Progress | None) -> Conversion:
     outcome = run_silently(command, call, progress)
-    return _to_conversion(outcome)
-
-
-def _to_conversion(outcome: Outcome) -> Conversion:
     fields: Any = outcome.report.fields
     return Conversion(
         path=Path(fields["output"]),
@@ -209,12 +205,5 @@ def _to_conversion(outcome: Outcome) -> Conversion:
 
 
 def _plan(common: CommonOptions, make: Callable[[Source, LocatedCheckpoint], PlannedConversion]) -> Plan:
-    plans: list[Plan] = []
-
-    def call(ui: Any) -> Report:
-        located, source = open_checkpoint(common, ui)
-        plans.append(make(source, located).plan)
-        return Report()
-
-    run_silently("plan", call, None)
-    return plans[0]
+    located, source = open_checkpoint(common, silent_ui("plan"))
+    return make(source, located).plan

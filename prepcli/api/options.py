@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from prepcli.commands.conversion import CommonOptions
 from prepcli.console.formatting import parse_bytes
 from prepcli.errors import usage_error
 from prepcli.planning.accounting import MatchOptions
-from trainer.models.suggest import suggest
+from trainer.models.suggest import did_you_mean
 
 PathLike = str | Path
+Dtype = Literal["float32", "bfloat16", "float16"]
 DEFAULT_MEMORY = "512MiB"
 
 
@@ -33,9 +34,10 @@ class SourceOptions(TypedDict, total=False):
 
 
 class LoadOptions(SourceOptions, total=False):
-    """Options of functions that read parameters onto devices. `mesh`: as in `LayoutOptions`."""
+    """Options of functions that read parameters onto devices. `mesh`: as in `LayoutOptions`. `dtype`: of the arrays."""
 
     mesh: str | None
+    dtype: Literal["float32", "bfloat16"] | None
 
 
 class ConversionOptions(SourceOptions, total=False):
@@ -56,14 +58,14 @@ class DropOptions(TypedDict, total=False):
     `drop`: patterns of names to ignore. `untie`: keep a head that differs from the embedding it should equal.
     """
 
-    drop: Sequence[str]
+    drop: str | Sequence[str]
     untie: bool
 
 
 class NewRowOptions(TypedDict, total=False):
     """Values of padding rows. `init`: "zeros", "mean" or "normal". `seed`: seed of "normal"."""
 
-    init: str
+    init: Literal["zeros", "mean", "normal"]
     seed: int | None
 
 
@@ -83,7 +85,7 @@ class LayoutOptions(ConversionOptions, total=False):
     """
 
     mesh: str | None
-    rules: Sequence[str]
+    rules: str | Sequence[str]
     scan: bool | None
     scan_axis: int | None
     compress: str | None
@@ -97,7 +99,7 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
     """
 
     pad_vocab: str
-    dtype: str | None
+    dtype: Dtype | None
     allow_overflow: bool
 
 
@@ -114,15 +116,11 @@ class ExportOptions(ConversionOptions, total=False):
     bytes or as text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
     """
 
-    layout: str
+    layout: Literal["hf", "hf-flax", "easylm"]
     keep_padding: bool
     shard_size: int | str
-    dtype: str | None
+    dtype: Dtype | None
     allow_overflow: bool
-
-
-TEXT_OPTIONS = ("mesh", "init", "pad_vocab", "dtype", "layout", "compress", "revision")
-INTEGER_OPTIONS = ("multiple", "size", "seed", "true_vocab", "scan_axis", "step")
 
 
 def check_options(options: Mapping[str, Any], schema: type) -> None:
@@ -135,15 +133,23 @@ def check_options(options: Mapping[str, Any], schema: type) -> None:
     Raises:
         UsageError: An option is unknown, or its value has the wrong type.
     """
-    known = sorted(schema.__annotations__)
+    hints = get_type_hints(schema)
     for name, value in options.items():
-        if name not in known:
-            meant = suggest(name, known)
-            hint = f"did you mean `{meant}`?" if meant else ""
-            raise usage_error(f"unknown option `{name}`", f"supported: {', '.join(known)}", hint)
-        expected = str if name in TEXT_OPTIONS else int if name in INTEGER_OPTIONS else bool if name == "scan" else None
-        if expected and value is not None and (type(value) is not expected):
-            raise usage_error(f"invalid `{name}={value!r:.60}`", f"it must be {expected.__name__} or None")
+        if name not in hints:
+            supported = ", ".join(sorted(hints))
+            raise usage_error(f"unknown option `{name}`", f"supported: {supported}", did_you_mean(name, hints))
+        if not any(_matches(value, choice) for choice in get_args(hints[name]) or (hints[name],)):
+            expected = getattr(hints[name], "__name__", str(hints[name]))
+            raise usage_error(f"invalid `{name}={value!r:.60}`", f"the expected type is {expected}")
+
+
+def _matches(value: object, choice: Any) -> bool:
+    """Return whether a value is of a type, or equals a literal; a bool is not an integer."""
+    if isinstance(choice, str):
+        return value == choice
+    if get_origin(choice) is Literal:
+        return value in get_args(choice)
+    return isinstance(value, get_origin(choice) or choice) and (choice is bool or not isinstance(value, bool))
 
 
 def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:

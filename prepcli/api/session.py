@@ -31,6 +31,11 @@ class Outcome:
     warnings: tuple[str, ...]
 
 
+def silent_ui(command: str, progress: Progress | None = None) -> SilentUi:
+    """Return the `Ui` of a command that prints nothing; `progress` receives its progress."""
+    return SilentUi(command, level=QUIET, out=io.StringIO(), err=io.StringIO(), reporter=progress or NullProgress())
+
+
 def run_silently(command: str, call: Callable[[Ui], Report], progress: Progress | None) -> Outcome:
     """Run a command without output.
 
@@ -42,7 +47,7 @@ def run_silently(command: str, call: Callable[[Ui], Report], progress: Progress 
     Raises:
         PrepError: The command failed.
     """
-    ui = SilentUi(command, level=QUIET, out=io.StringIO(), err=io.StringIO(), reporter=progress or NullProgress())
+    ui = silent_ui(command, progress)
     started_s = time.monotonic()
     report = call(ui)
     return Outcome(report, time.monotonic() - started_s, tuple(ui.warnings))

@@ -15,7 +15,7 @@ def recipes(
         str | None, typer.Argument(metavar="NAME", help="A recipe to print; default: list all.", show_default=False)
     ] = None,
     *,
-    shown: OutputOptions,
+    output_options: OutputOptions,
 ) -> int:
     """List the recipes that prep ships, or print one.
 
@@ -25,5 +25,5 @@ def recipes(
     """
     from prepcli.commands.recipes import recipes as run
 
-    ui = shown.open_console("recipes")
+    ui = output_options.open_console("recipes")
     return ui.finish(run(name, ui.columns))

@@ -74,14 +74,14 @@ def inspect(request: InspectRequest, ui: Ui) -> Report:
         PrepError: The options conflict, no name matches, or the checkpoint cannot be read.
     """
     _check_request(request)
-    located, contents = _read_checkpoint(request, request.checkpoint, request.revision, ui)
+    located, contents = read_checkpoint(request, request.checkpoint, request.revision, ui)
     source = {"source": _source_fields(contents, located, ui)}
     if request.diff is None:
         check_stream(request.stream, located)
     if request.shards is not None:
         return _shards_report(request, contents, source)
     if request.diff is not None:
-        diff_located, diff_contents = _read_checkpoint(request, request.diff, None, ui)
+        diff_located, diff_contents = read_checkpoint(request, request.diff, None, ui)
         check_stream(request.stream, located, diff_located)
         return _diff_report(
             request, contents, diff_contents, source | {"against": _source_fields(diff_contents, diff_located, ui)}, ui
@@ -109,9 +109,10 @@ def _check_request(request: InspectRequest) -> None:
         raise usage_error(f"unexpected argument `{request.pattern}`", "`--shards` already names the leaf")
 
 
-def _read_checkpoint(
+def read_checkpoint(
     request: InspectRequest, checkpoint: str, revision: str | None, ui: Ui
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
+    """Locate a checkpoint, and read its headers or index."""
     located = locate(
         checkpoint,
         revision,

@@ -8,7 +8,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
 from prepcli.errors import usage_error
 from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
-from trainer.models.suggest import suggest
+from trainer.models.suggest import did_you_mean
 
 DEVICE_COUNTS = (8, 128)  # common numbers of devices; the table has the number of equal vocabulary shards on each
 
@@ -27,9 +27,8 @@ def models(family: str | None, columns: int | None = None) -> Report:
         PrepError: No alias has this family.
     """
     if family is not None and family not in ALIAS_FAMILIES:
-        suggestion = suggest(family, ALIAS_FAMILIES)
-        hint = f"did you mean `{suggestion}`?" if suggestion else ""
-        raise usage_error(f"no aliases of family `{family}`", f"known: {', '.join(ALIAS_FAMILIES)}", hint)
+        why, hint = f"known: {', '.join(ALIAS_FAMILIES)}", did_you_mean(family, ALIAS_FAMILIES)
+        raise usage_error(f"no aliases of family `{family}`", why, hint)
     aliases = [alias for alias in ALIASES if family in (None, alias.family)]
     return Report(text=_alias_table(aliases, columns), fields={"models": [_fields(alias) for alias in aliases]})
 

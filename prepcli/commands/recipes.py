@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prepcli.console.ui import Report, format_table
 from prepcli.errors import usage_error
-from trainer.models.suggest import suggest
+from trainer.models.suggest import did_you_mean
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -27,8 +27,7 @@ def recipes(name: str | None, columns: int | None = None) -> Report:
         rows = [[entry["name"], entry["summary"]] for entry in fields]
         return Report(format_table(rows, ["recipe", "summary"], width=columns), {"recipes": fields})
     if name not in paths:
-        meant = suggest(name, paths)
-        hint = f"did you mean `{meant}`?" if meant else "`prep recipes` lists them"
+        hint = did_you_mean(name, paths) or "`prep recipes` lists them"
         raise usage_error(f"unknown recipe `{name}`", f"known: {', '.join(paths)}", hint)
     text = paths[name].read_text("utf-8")
     return Report(text.rstrip("\n"), {"name": name, "path": str(paths[name]), "text": text})

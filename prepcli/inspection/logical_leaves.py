@@ -17,7 +17,7 @@ from prepcli.planning.state_names import PARAMS
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
-from trainer.models.suggest import suggest
+from trainer.models.suggest import did_you_mean
 
 MAX_LISTED = 12
 
@@ -88,8 +88,7 @@ def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str
         what = f"`{pattern}` matches {len(matches)} leaves of {display_name}"
         raise usage_error(what, join_names(matches, max_names=MAX_LISTED), f"one of them: `--shards {matches[0]}`")
     if not matches:
-        suggestion = suggest(pattern, [name.removeprefix(f"{PARAMS}.") for name in leaves])
-        hint = f"did you mean `{suggestion}`?" if suggestion else ""
+        hint = did_you_mean(pattern, [name.removeprefix(f"{PARAMS}.") for name in leaves])
         why = f"it has {join_names(leaves, len(leaves), max_names=MAX_LISTED)}"
         raise usage_error(f"{display_name} has no leaf `{pattern}`", why, hint)
     return leaves[matches[0]]

@@ -56,7 +56,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
 
 
 def _labels(cls: type) -> Iterator[tuple[str, str]]:
-    """Yield the name of each encoded field in code, and its name in the text with an equals sign."""
+    """Return the name of each encoded field in code, and its name in the text with an equals sign."""
     names = NAMES[cls][1]
     return ((field.name, f"{names.get(field.name, field.name)}=") for field in fields(cls) if field.repr)
 

@@ -207,4 +207,4 @@ def rename_in_errors(placeholder_folder: Path, display_name: str) -> Iterator[No
     except PrepError as error:
         what, why = (text.replace(str(placeholder_folder), display_name) for text in (error.what, error.why))
         hint = "" if str(placeholder_folder) in error.hint or "hf download" in error.hint else error.hint
-        raise PrepError(what, why, hint, error.code) from error
+        raise type(error)(what, why, hint, error.code) from error

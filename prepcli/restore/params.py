@@ -93,4 +93,4 @@ def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingCont
         return make_sharding_context(parse_mesh(mesh, "--mesh"), rules_from_manifest(manifest))
     except PrepError as error:
         hint = error.hint.replace("--set mesh=", "--mesh ")
-        raise PrepError(error.what, error.why, hint, error.code) from error
+        raise type(error)(error.what, error.why, hint, error.code) from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from trainer.models.errors import usage_error
+from trainer.models.suggest import did_you_mean
 
 MESH_AXES = ("dp", "fsdp", "mp", "sp")
 MAX_DEVICES = 1 << 20  # above the size of any machine; rejects typing errors early
@@ -177,12 +177,6 @@ def check_axis_name(axis: str, option: str) -> None:
         raise usage_error(
             f"{option}: unknown mesh axis `{truncate(axis)}`", f"the axes are {', '.join(MESH_AXES)}", hint
         )
-
-
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Return a hint with the most similar candidate, or nothing."""
-    matches = difflib.get_close_matches(word[:60], candidates, n=1)
-    return f"did you mean `{matches[0]}`?" if matches else ""
 
 
 def truncate(text: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.mesh import Mesh, MeshAxes, check_axis_name, did_you_mean, format_sizes, truncate
+from trainer.models.mesh import Mesh, MeshAxes, check_axis_name, format_sizes, truncate
+from trainer.models.suggest import did_you_mean
 
 UNSHARDED_CHUNK_BYTES = 4 << 20  # largest chunk of a leaf that is written without a mesh
 

@@ -11,3 +11,9 @@ CUTOFF = 0.6  # similarity from 0 to 1 that a suggestion needs
 def suggest(text: str, candidates: Collection[str]) -> str | None:
     """Return the most similar candidate to a text, or None if no candidate is similar."""
     return next(iter(get_close_matches(text, candidates, n=1, cutoff=CUTOFF)), None)
+
+
+def did_you_mean(text: str, candidates: Collection[str]) -> str:
+    """Return a hint with the most similar candidate, or an empty text if no candidate is similar."""
+    suggestion = suggest(text[:60], candidates)
+    return f"did you mean `{suggestion}`?" if suggestion else ""

@@ -153,12 +153,23 @@ def test_api_load_params_reads_any_format(model: Path, tmp_path: Path):
         ({"mesh": (1, 2, 1)}, "invalid `mesh="),
         ({"pad_vocab": 8}, "invalid `pad_vocab=8`"),
         ({"scan": "no"}, "invalid `scan='no'`"),
+        ({"overwrite": "no"}, "invalid `overwrite='no'`"),
+        ({"scan_axis": True}, "invalid `scan_axis=True`"),
+        ({"dtype": "bf16"}, "invalid `dtype='bf16'`"),
+        ({"rules": 3}, "invalid `rules=3`"),
     ],
 )
 def test_api_rejects_unknown_and_mistyped_options(model: Path, tmp_path: Path, options: dict[str, Any], what: str):
     with pytest.raises(prep.UsageError, match=what):
         prep.save_init(model, tmp_path / "init", **options)
     assert not (tmp_path / "init").exists()
+
+
+def test_api_mesh_of_other_size_is_a_usage_error(model: Path):
+    with pytest.raises(prep.UsageError, match="needs 16 devices"):
+        prep.load_params(model, "2,2,4")
+    with pytest.raises(prep.UsageError, match="invalid `dtype='int8'`"):
+        prep.load_params(model, dtype="int8")
 
 
 def test_api_accepts_one_rule_as_text(model: Path):
