@@ -19,6 +19,9 @@ from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
 # Control characters, and the surrogates that stand for bytes of an argument that are not UTF-8.
 INVALID_VALUE_CHARS = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")
 
+CHECKPOINT_FILES = ("config.json", "prep-manifest.json", "_METADATA")  # at least one is in each folder of weights
+MAX_LISTED_RECIPES = 5
+
 SYNTAX_MESSAGES: Mapping[str, str] = {  # start of tomllib's message -> message of the error
     "Cannot overwrite": "duplicate key",
     "Cannot declare": "duplicate table",
@@ -109,16 +112,20 @@ def read_recipe(path: Path) -> RawRecipe:
         hint = f"did you mean `{path.parent / similar_name}`?" if similar_name else ""
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
-        raise usage_error(f"{path} is a folder", "a recipe is a TOML file", _recipes_hint(path)) from None
+        raise _folder_error(path) from None
     except OSError as error:
         raise PrepError(f"{path} cannot be read", error.strerror or str(error)) from None
     text = _decode(data, path)
     return RawRecipe(path, _parse_toml(text, path), line_numbers=key_line_numbers(text))
 
 
-def _recipes_hint(folder: Path) -> str:
-    recipes = sorted(folder.glob("*.toml"))[:5]
-    return f"recipes in it: {', '.join(map(str, recipes))}" if recipes else ""
+def _folder_error(folder: Path) -> PrepError:
+    recipes = sorted(folder.glob("*.toml"))[:MAX_LISTED_RECIPES]
+    if recipes or not any((folder / name).exists() for name in CHECKPOINT_FILES):
+        hint = f"recipes in it: {', '.join(map(str, recipes))}" if recipes else ""
+        return usage_error(f"{folder} is a folder", "a recipe is a TOML file", hint)
+    hint = f"`prep train RECIPE.toml --set model.path={folder}`; `prep recipes` lists recipes"
+    return usage_error(f"{folder} is a checkpoint", "prep train takes a recipe, a TOML file", hint)
 
 
 def _decode(data: bytes, path: Path) -> str:

@@ -17,7 +17,7 @@ from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Fill
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.source import Source
-from tests.helpers.run_cli import run_json, run_ok
+from tests.helpers.run_cli import run_failing, run_json, run_ok
 from tests.helpers.tiny_checkpoints import (
     GPT_NEO,
     checkpoint_tensors,
@@ -55,6 +55,20 @@ def test_size_below_true_rows_is_rejected():
     with pytest.raises(PrepError, match="--size 130") as caught:
         padded_size(PadVocabRequest(COMMON, size=130), Vocabulary(131, 136))
     assert caught.value.code == USAGE
+
+
+@pytest.mark.parametrize("option", [("--multiple", str(10**12)), ("--size", str(2**62))])
+def test_lack_of_space_is_found_before_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: tuple[str, str]
+):
+    def refuse_work(*_: object) -> None:
+        raise AssertionError("the coverage check began")
+
+    make_checkpoint(tmp_path / "m", GPT_NEO)
+    monkeypatch.setattr("prepcli.planning.coverage.check", refuse_work)
+    err = run_failing(capsys, FAILED, "pad-vocab", str(tmp_path / "m"), *option, "--out", str(tmp_path / "out"))
+    assert err.startswith("error: not enough room for out\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_make_fill():

@@ -345,6 +345,18 @@ def test_folder_is_rejected_as_recipe():
     assert str(caught.value) == ". is a folder - a recipe is a TOML file - recipes in it: llama-7b.toml"
 
 
+@pytest.mark.parametrize("file", ["config.json", "prep-manifest.json", "_METADATA"])
+def test_checkpoint_as_recipe_hints_at_model_path(file: str):
+    Path("init").mkdir()
+    Path("init", file).write_text("{}")
+    with pytest.raises(PrepError) as caught:
+        load_recipe(Path("init"))
+    assert str(caught.value) == (
+        "init is a checkpoint - prep train takes a recipe, a TOML file"
+        " - `prep train RECIPE.toml --set model.path=init`; `prep recipes` lists recipes"
+    )
+
+
 def test_io_error_is_not_a_usage_error():
     name = "x" * 300
     with pytest.raises(PrepError) as caught:
