@@ -18,18 +18,18 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import prepcli
 import trainer
+from bench.evidence_rows import EvidenceRow, evidence_text
 from bench.floor import COPY_METHODS, CopyMethod
 from bench.meter import CommandCost, drop_page_cache, measure
 from bench.models import FREE_BITS, SHARD_NBYTES, tensor_entries, write_model
 from bench.published import PUBLISHED, published_config
 from bench.slow_disk import measure_rates, slow_disk
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import format_table
 from trainer.models.parameters import HFConfig
 
 PREP = Path(sys.executable).with_name("prep")
@@ -39,7 +39,6 @@ PLANNED_MODEL = "llama-13b"
 START_RUNS = 5
 FINALISTS = 2  # plain copies per pair: the fastest of one round of all methods
 SPARE_NBYTES = 2 << 30  # additional size of a slow disk: file system, tokenizers and free space
-CP_TARGET, FLOOR_TARGET = 0.9, 1.1  # the target is the larger of these shares of the fastest cp and the floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,76 +83,59 @@ class BenchPaths:
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceRow:
-    """Results of a case with a memory budget: seconds of each run, median CPU seconds, peak memory."""
+class _Runs:
+    """A command that each round runs once, and the costs of its runs."""
 
-    case: str
-    memory: str
-    source_nbytes: int
-    seconds: tuple[float, ...]
-    cp_seconds: tuple[float, ...]
-    cpu_s: float
-    cp_cpu_s: float
-    peak_nbytes: int
-    inspect_nbytes: int  # peak of `prep inspect`, already subtracted from peak_nbytes
-    floor_seconds: tuple[float, ...] = ()  # runs of all plain copies
-    floor_means: str = ""  # method of the fastest plain copy
-
-    @property
-    def to_fastest(self) -> float:
-        """Return the ratio of the fastest run to the fastest cp."""
-        return min(self.seconds) / min(self.cp_seconds)
-
-    @property
-    def to_median(self) -> float:
-        """Return the ratio of the median run to the median cp."""
-        return statistics.median(self.seconds) / statistics.median(self.cp_seconds)
-
-    @property
-    def to_floor(self) -> float | None:
-        """Return the ratio of the fastest run to the fastest plain copy; None without plain copies."""
-        return min(self.seconds) / min(self.floor_seconds) if self.floor_seconds else None
-
-    @property
-    def to_target(self) -> float | None:
-        """Return the ratio of the fastest run to the target (met up to 1); None without plain copies."""
-        if not self.floor_seconds:
-            return None
-        return min(self.seconds) / max(CP_TARGET * min(self.cp_seconds), FLOOR_TARGET * min(self.floor_seconds))
+    label: str
+    words: Sequence[str | Path]
+    costs: list[CommandCost] = field(default_factory=list[CommandCost])
 
 
 def measure_case(
     name: str, memory: str, paths: BenchPaths, pairs: int, copy_methods: Sequence[CopyMethod] = ()
 ) -> EvidenceRow:
-    """Measure a case, cp and plain copies in alternating order: A B, B A, A B ...
+    """Measure one case; see `measure_rounds`."""
+    return measure_rounds([(name, memory)], paths, pairs, copy_methods)[0]
+
+
+def measure_rounds(
+    workloads: Sequence[tuple[str, str]], paths: BenchPaths, pairs: int, copy_methods: Sequence[CopyMethod] = ()
+) -> list[EvidenceRow]:
+    """Measure cases of one source, cp and plain copies in rounds of alternating order: A B C, C B A, A B C ...
+
+    All cases are compared with the same runs of cp and of the plain copies.
 
     Args:
-        name: Key of CASES.
-        memory: Memory budget of prep, such as `512MiB`.
+        workloads: Pairs of a key of CASES and a memory budget of prep, such as `512MiB`.
         paths: Paths of the measurement.
-        pairs: Number of runs of each command.
+        pairs: Number of rounds.
         copy_methods: Methods of the plain copies.
     """
-    case = CASES[name]
-    source = paths.init if case.from_init else paths.model
-    command, *options = case.command
-    prep = (PREP, command, source, *options, "--out", paths.out, "--memory", memory, "--quiet")
-    cp = ("bash", "-c", f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(paths.out))} && sync")
+    source = paths.init if CASES[workloads[0][0]].from_init else paths.model
     inspect_cost = run_checked((PREP, "inspect", source, "--quiet"))
-    prep_costs, cp_costs, method_costs = [], [], {method: [] for method in copy_methods}
-    for pair in range(pairs):
-        runs = (
-            (prep, prep_costs),
-            (cp, cp_costs),
-            *((method.command(source, paths.out), costs) for method, costs in method_costs.items()),
-        )
-        for command_words, costs in runs if pair % 2 == 0 else reversed(runs):
-            costs.append(_cold_run(command_words, source, paths.out))
-        method_times = "".join(f", {method} {costs[-1].wall_s:.1f} s" for method, costs in method_costs.items())
-        times = f"{prep_costs[-1].wall_s:.1f} s, cp {cp_costs[-1].wall_s:.1f} s{method_times}"
-        log(f"{name}, {memory}, pair {pair + 1}: {times}")
-    row = _make_row(name, memory, source, prep_costs, cp_costs, inspect_cost)
-    return _with_floor(row, method_costs) if copy_methods else row
+    case_runs = [_Runs(f"{name} {memory}", _prep_words(name, memory, source, paths.out)) for name, memory in workloads]
+    cp_runs = _Runs("cp", _cp_words(source, paths.out))
+    method_runs = {method: _Runs(str(method), method.command(source, paths.out)) for method in copy_methods}
+    every_run = [*case_runs, cp_runs, *method_runs.values()]
+    for number in range(pairs):
+        for runs in every_run if number % 2 == 0 else reversed(every_run):
+            runs.costs.append(_cold_run(runs.words, source, paths.out))
+        log(f"round {number + 1}: " + ", ".join(f"{runs.label} {runs.costs[-1].wall_s:.1f} s" for runs in every_run))
+    rows = [
+        _make_row(name, memory, source, runs.costs, cp_runs.costs, inspect_cost)
+        for (name, memory), runs in zip(workloads, case_runs)
+    ]
+    costs_by_method = {method: runs.costs for method, runs in method_runs.items()}
+    return [_with_floor(row, costs_by_method) for row in rows] if copy_methods else rows
+
+
+def _prep_words(name: str, memory: str, source: Path, out: Path) -> tuple[str | Path, ...]:
+    command, *options = CASES[name].command
+    return (PREP, command, source, *options, "--out", out, "--memory", memory, "--quiet")
+
+
+def _cp_words(source: Path, out: Path) -> tuple[str, ...]:
+    return ("bash", "-c", f"cp -r --reflink=never {shlex.quote(str(source))} {shlex.quote(str(out))} && sync")
 
 
 def compile_packages() -> None:
@@ -212,44 +194,15 @@ def measure_cases(
         remove(paths.init, paths.out, *paths.unfinished)
         if any(CASES[name].from_init for name in cases):
             run_checked((PREP, INIT_COMMAND[0], paths.model, *INIT_COMMAND[1:], "--out", paths.init, "--quiet"))
-        sources = {CASES[name].from_init: paths.init if CASES[name].from_init else paths.model for name in cases}
-        methods_by_source = {
-            from_init: fastest_copy_methods(source, paths.out) for from_init, source in sources.items()
-        }
-        return [
-            measure_case(name, memory, paths, pairs, methods_by_source[CASES[name].from_init])
-            for name in cases
-            for memory in budgets
-        ]
+        rows: list[EvidenceRow] = []
+        for from_init in sorted({CASES[name].from_init for name in cases}):
+            methods = fastest_copy_methods(paths.init if from_init else paths.model, paths.out)
+            names = [name for name in cases if CASES[name].from_init is from_init]
+            workloads = [(name, memory) for name in names for memory in budgets]
+            rows += measure_rounds(workloads, paths, pairs, methods)
+        return rows
     finally:
         remove(paths.init, paths.out, *paths.unfinished)
-
-
-def evidence_text(rows: Sequence[EvidenceRow], file_system: str) -> str:
-    """Return the published table of results."""
-    header = (
-        *("case", "memory", "seconds", "cp, seconds", "/ fastest", "/ median", "CPU s", "cp CPU s", "peak MiB", "fs"),
-        *("floor, seconds", "/ floor", "/ target"),
-    )
-    lines = [
-        (
-            row.case,
-            row.memory,
-            _join_seconds(row.seconds),
-            _join_seconds(row.cp_seconds),
-            f"{row.to_fastest:.2f}",
-            f"{row.to_median:.2f}",
-            f"{row.cpu_s:.1f}",
-            f"{row.cp_cpu_s:.1f}",
-            f"{row.peak_nbytes / (1 << 20):.0f}",
-            file_system,
-            f"{min(row.floor_seconds):.1f} {row.floor_means}" if row.floor_seconds else "",
-            f"{row.to_floor:.2f}" if row.to_floor else "",
-            f"{row.to_target:.2f}" if row.to_target else "",
-        )
-        for row in rows
-    ]
-    return format_table(lines, header, right_aligned=(*header[4:9], *header[11:]))
 
 
 def plan_figures(work: Path) -> dict[str, float]:
@@ -347,10 +300,6 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _join_seconds(seconds: Sequence[float]) -> str:
-    return " ".join(f"{value:.1f}" for value in seconds)
-
-
 def _parse_cases(text: str) -> list[str]:
     if unknown := [name for name in text.split(",") if name not in CASES]:
         raise argparse.ArgumentTypeError(f"no case {unknown[0]}; there are {', '.join(CASES)}")
@@ -371,7 +320,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory", type=_parse_budgets, default=BUDGETS, metavar="SIZE,…", help="default: 512MiB,128MiB"
     )
-    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each; default: 5")
+    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="rounds, with one run of each; default: 5")
     parser.add_argument("--slow-disk", type=int, metavar="MB", help="create a disk throttled to MB/s; needs root")
     parser.add_argument("--plan", action="store_true", help=f"instead: plan {PLANNED_MODEL} for 1,64,4")
     parser.add_argument("--start", action="store_true", help="instead: measure the start-up time")

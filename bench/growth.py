@@ -13,7 +13,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.evidence import BenchPaths, EvidenceRow, log, make_model, measure_case, remove
+from bench.evidence import BenchPaths, log, make_model, measure_case, remove
+from bench.evidence_rows import EvidenceRow
 from bench.published import PUBLISHED
 from prepcli.console.ui import format_table
 from prepcli.demo.svg import Curve, line_chart

@@ -12,14 +12,13 @@ from bench import evidence
 from bench.evidence import (
     CASES,
     BenchPaths,
-    EvidenceRow,
-    evidence_text,
     main,
     make_model,
     plan_figures,
     remove,
     run_checked,
 )
+from bench.evidence_rows import EvidenceRow, evidence_text
 from bench.floor import COPY_METHODS
 from bench.meter import CommandCost
 
@@ -83,6 +82,23 @@ def test_measure_case_orders_runs_and_subtracts_inspect(tmp_path: Path, monkeypa
     row = evidence.measure_case("save-init-1x8x1", "128MiB", BenchPaths(tmp_path / "model", tmp_path), 2)
     assert ran == ["inspect", "cold", "save-init", "cold", "cp", "cold", "cp", "cold", "save-init"]
     assert (row.peak_nbytes, row.inspect_nbytes, row.seconds) == (100, 30, (1.0, 1.0))
+
+
+def test_measure_rounds_compares_cases_with_the_same_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(words: tuple[str | Path, ...]) -> CommandCost:
+        name = "cp" if words[0] == "bash" else f"{words[1]} {words[-2]}"
+        ran.append(name)
+        return CommandCost(0, float(len(ran)), 0.5, 1, 0, "", "")
+
+    monkeypatch.setattr(evidence, "run_checked", run)
+    monkeypatch.setattr(evidence, "drop_page_cache", lambda _: None)
+    workloads = [("pad-vocab", "512MiB"), ("pad-vocab", "128MiB")]
+    rows = evidence.measure_rounds(workloads, BenchPaths(tmp_path / "model", tmp_path), 2)
+    assert ran[1:] == ["pad-vocab 512MiB", "pad-vocab 128MiB", "cp", "cp", "pad-vocab 128MiB", "pad-vocab 512MiB"]
+    assert [row.seconds for row in rows] == [(2.0, 7.0), (3.0, 6.0)]
+    assert {row.cp_seconds for row in rows} == {(4.0, 5.0)}
 
 
 def test_measure_cases_deletes_all_but_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

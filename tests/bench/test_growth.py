@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from bench.alternatives import conversion_commands, usual_text
-from bench.evidence import EvidenceRow
+from bench.evidence_rows import EvidenceRow
 from bench.growth import growth_svg, growth_text
 from bench.meter import CommandCost
 
