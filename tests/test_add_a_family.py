@@ -1,4 +1,4 @@
-"""Follow the steps of docs/add-a-family.md, with its code, in a copy of the checkout."""
+"""Follow the steps of docs/how-to/add-a-family.md, with its code, in a copy of the checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GUIDE = ROOT / "docs" / "add-a-family.md"
+GUIDE = ROOT / "docs" / "how-to" / "add-a-family.md"
 COPIED_FOLDERS = ("bench", "prepcli", "tests", "trainer")
 
 
