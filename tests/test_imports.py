@@ -17,7 +17,7 @@ FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch",
 TRAINER = ("models", "distributed", "nn", "recipe", "data", "generation", "training")
 PREPCLI = (
     *("errors", "console", "planning", "engine", "formats", "remote", "sources", "restore", "targets"),
-    *("execution", "inspection", "demo", "commands", "api", "cli", "__main__"),
+    *("execution", "inspection", "demo", "commands", "api", "testing", "cli", "__main__"),
 )
 ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
 PLANNING = ("boxes", "grids", "moves", "plan", "slabs", "coverage")  # the same holds within planning
@@ -31,12 +31,17 @@ PURE_MODULES = {
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
 }
-COMPUTES = {  # commands that start jax, or list its devices
+COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
         for name in ("env", "train", "generate", "train_checks", "train_report", "train_start")
     ),
     "prepcli.api.compute",
+    "prepcli.testing",
+    *(
+        f"prepcli.testing.{name}"
+        for name in ("checks", "kit", "report", "subject", "tiny_transformers", "torch_transformers")
+    ),
     "prepcli.restore.params",
 }
 
