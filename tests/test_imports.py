@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import sys
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-ROOTS = ("prepcli", "trainer")
+from tools.import_graph import ROOTS, imported_names, package_of, read_graph
+
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
 
 # Lowest first: a package imports only from packages above it in its list.
@@ -40,35 +37,10 @@ COMPUTES = {  # modules that start jax, or list its devices
     "prepcli.testing",
     *(
         f"prepcli.testing.{name}"
-        for name in ("checks", "kit", "report", "subject", "tiny_transformers", "torch_transformers")
+        for name in ("checks", "greedy", "kit", "report", "subject", "tiny_transformers", "torch_transformers")
     ),
     "prepcli.restore.params",
 }
-
-
-def imported_names(text: str) -> Iterator[str]:
-    """Yield every imported module, and every imported name qualified by its module (it may be a module too)."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            assert node.module
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def read_graph() -> dict[str, set[str]]:
-    """Return, per module, the project's modules and the top-level names of third-party packages that it imports."""
-    paths = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    graph = {}
-    for module, path in modules.items():
-        names = set(imported_names(path.read_text()))
-        third_party = {name.partition(".")[0] for name in names} - {*ROOTS, *sys.stdlib_module_names}
-        graph[module] = {name for name in names if name in modules} - {*ROOTS, module} | third_party
-    return graph
-
 
 GRAPH = read_graph()
 
@@ -82,11 +54,6 @@ def reachable(module: str, *, without: Collection[str] = ()) -> set[str]:
         reached |= new
         queue += new
     return reached
-
-
-def package_of(module: str) -> str:
-    """Return the first two components of a module's name."""
-    return ".".join(module.split(".")[:2])
 
 
 def modules_in(package: str) -> list[str]:

@@ -13,6 +13,6 @@ torch and transformers are imported by the checks that compare with them. Withou
 
 from prepcli.testing.checks import CHECKS, Check
 from prepcli.testing.kit import CheckResult, check_family
-from prepcli.testing.tiny_config import tiny_config
+from prepcli.testing.tiny_config import scale_down
 
-__all__ = ["CHECKS", "Check", "CheckResult", "check_family", "tiny_config"]
+__all__ = ["CHECKS", "Check", "CheckResult", "check_family", "scale_down"]

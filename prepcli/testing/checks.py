@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 from prepcli.api.checks import verify
 from prepcli.api.compute import load_params
 from prepcli.api.conversions import export, pad_vocab, save_init
-from prepcli.testing import greedy, tiny_transformers
 from prepcli.testing.checkpoints import read_checkpoint
+from prepcli.testing.greedy import MAX_NEW_TOKENS, greedy_samples, with_small_embeddings
 from prepcli.testing.subject import FamilyUnderTest
 from prepcli.testing.tiny_transformers import (
     UNSCANNED,
@@ -27,7 +27,9 @@ from prepcli.testing.tiny_transformers import (
     model_logits,
     random_batch,
     random_tensors,
+    relative_error,
     tiny_transformer,
+    with_padded_vocab,
 )
 from prepcli.testing.torch_transformers import (
     load_torch_model,
@@ -155,7 +157,7 @@ def check_gradients(subject: FamilyUnderTest) -> str:
     """Compare loss and gradients, in prep with a padded vocabulary whose extra rows must have no gradient."""
     batch = subject.batch(2, 40)
     expected_loss, expected = torch_gradients(subject.torch_model, batch)
-    config, tensors = tiny_transformers.with_padded_vocab(subject.config, subject.tensors, PADDING_ROWS, -50.0)
+    config, tensors = with_padded_vocab(subject.config, subject.tensors, PADDING_ROWS, -50.0)
     padded = tiny_transformer(config)
     loss, param_gradients = loss_and_gradients(
         padded.model, padded.params_from_tensors(tensors), batch, ForwardConfig(head_chunk_size=16)
@@ -166,7 +168,7 @@ def check_gradients(subject: FamilyUnderTest) -> str:
     for name, gradient in expected.items():
         rows = gradient.shape[0]
         assert not gradients[name][rows:].any(), f"padding of {name} has gradients"
-        errors[name] = tiny_transformers.relative_error(gradients[name][:rows], gradient)
+        errors[name] = relative_error(gradients[name][:rows], gradient)
     worst = max(errors, key=lambda name: errors[name])
     return _check_error(errors[worst], GRADIENTS_RTOL, worst)
 
@@ -225,9 +227,9 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
 def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     """Compare greedy decoding, by models with small embeddings."""
     config, decoder = subject.config, subject.decoder
-    tensors = greedy.with_small_embeddings(config, subject.tensors)
-    entry = greedy.greedy_samples(torch_model(config, tensors), subject.sizes["vocab"])
-    prompts, generation_config = entry["prompts"], GenerationConfig(greedy.MAX_NEW_TOKENS)
+    tensors = with_small_embeddings(config, subject.tensors)
+    entry = greedy_samples(torch_model(config, tensors), subject.sizes["vocab"])
+    prompts, generation_config = entry["prompts"], GenerationConfig(MAX_NEW_TOKENS)
     generator = Generator(decoder.params_from_tensors(tensors), decoder.model, ForwardConfig(), generation_config)
     if has_encoder(config):
         generated = generator.generate([[0]] * len(prompts), prompts)
@@ -235,7 +237,7 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
         generated = generator.generate(prompts)
     for prompt, tokens, expected in zip(prompts, generated, entry["tokens"]):
         assert tokens == expected, f"after {len(prompt)} tokens {tokens}, of transformers {expected}"
-    return f"{len(generated)} x {greedy.MAX_NEW_TOKENS}"
+    return f"{len(generated)} x {MAX_NEW_TOKENS}"
 
 
 CHECKS = (

@@ -11,7 +11,7 @@ from typing import Literal
 from prepcli.errors import PrepError
 from prepcli.testing.checks import CHECKS, Check, SkippedCheck
 from prepcli.testing.subject import FamilyUnderTest
-from prepcli.testing.tiny_config import tiny_config
+from prepcli.testing.tiny_config import scale_down
 from prepcli.testing.torch_transformers import INSTALL_HINT, missing_judges
 from trainer.models.parameters import HFConfig
 
@@ -41,7 +41,7 @@ def check_family(
 ) -> list[CheckResult]:
     """Check the family of a config on a tiny model, against transformers where it is installed.
 
-    The sizes of a large config are scaled down (see `tiny_config`). No file stays.
+    The sizes of a large config are scaled down (see `scale_down`). No file stays.
 
     Args:
         config: Fields of a config.json.
@@ -54,7 +54,7 @@ def check_family(
     Raises:
         PrepError: The family is not supported, or the config is invalid.
     """
-    configs = [tiny_config(config, NUM_HEADS), tiny_config(config, NUM_MESH_HEADS)]
+    configs = [scale_down(config, NUM_HEADS), scale_down(config, NUM_MESH_HEADS)]
     results = []
     with tempfile.TemporaryDirectory(prefix="prep-family-") as work:
         for result in run_checks(FamilyUnderTest(configs, Path(work)), checks):

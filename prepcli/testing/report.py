@@ -14,7 +14,7 @@ from prepcli.errors import PrepError, usage_error
 from prepcli.sources.source import CONFIG, read_config
 from prepcli.testing.checks import CHECKS, Check
 from prepcli.testing.kit import NUM_HEADS, CheckResult, check_family
-from prepcli.testing.tiny_config import tiny_config
+from prepcli.testing.tiny_config import scale_down
 from prepcli.testing.torch_transformers import missing_judges
 from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
@@ -39,7 +39,7 @@ def family_report(path: Path, names: Sequence[str], ui: Ui) -> Report:
     """
     checks = _select_checks(names)
     config = _read_config(path)
-    tiny = tiny_config(config, NUM_HEADS)
+    tiny = scale_down(config, NUM_HEADS)
     _prepare_libraries()
     _note_sizes(tiny, ui)
     results = check_family(config, checks, on_result=lambda result: ui.note(f"{result.outcome}  {result.check}"))

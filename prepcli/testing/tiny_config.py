@@ -45,7 +45,7 @@ FACTOR_LISTS = ("short_factor", "long_factor")  # of LongRoPE: one entry per pai
 DROPPED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype")
 
 
-def tiny_config(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
+def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
     """Return the config of a tiny model with the choices of a published one.
 
     Sizes shrink; flags, activations, rotations and the order of the kinds of layers stay. A config that is tiny
