@@ -35,9 +35,9 @@ class CheckResult:
 
 def check_family(
     config: HFConfig,
-    checks: Sequence[Check] = CHECKS,
+    checks: Sequence[Check] | None = None,
     *,
-    on_result: Callable[[CheckResult], None] = lambda result: None,
+    on_result: Callable[[CheckResult], None] | None = None,
 ) -> list[CheckResult]:
     """Check the family of a config on a tiny model, against transformers where it is installed.
 
@@ -45,7 +45,7 @@ def check_family(
 
     Args:
         config: Fields of a config.json.
-        checks: Checks to run.
+        checks: Checks to run, of `CHECKS`; None: all.
         on_result: Called with each result as soon as it is known.
 
     Returns:
@@ -57,9 +57,10 @@ def check_family(
     configs = [scale_down(config, NUM_HEADS), scale_down(config, NUM_MESH_HEADS)]
     results = []
     with tempfile.TemporaryDirectory(prefix="prep-family-") as work:
-        for result in run_checks(FamilyUnderTest(configs, Path(work)), checks):
-            on_result(result)
+        for result in run_checks(FamilyUnderTest(configs, Path(work)), CHECKS if checks is None else checks):
             results.append(result)
+            if on_result is not None:
+                on_result(result)
     return results
 
 

@@ -59,6 +59,7 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
         PrepError: The family is not supported, or the config is invalid, or a size has no known field.
     """
     family = family_of(config)
+    family.arch_config(config)  # raises for what scaling down would hide
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
         return _with_learned_positions(family, {**config})
     original = family.sizes(config)

@@ -23,7 +23,6 @@ MESH_CONFIGS = {base["model_type"]: base for base in (GPT2, GPT_NEO, LLAMA)} | {
 }
 CONFIGS = {name: [odd_config, MESH_CONFIGS[name]] for name, odd_config in ODD_HEADS.items()}
 BY_NAME = {check.name: check for check in CHECKS}
-WITHOUT_TORCH = [check for check in CHECKS if not check.needs_torch and check.run is not check_step_on_mesh]
 
 
 @pytest.fixture(scope="module")

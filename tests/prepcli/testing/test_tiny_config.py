@@ -6,20 +6,23 @@ import dataclasses
 
 import pytest
 
-from bench.published import PUBLISHED
+from bench.published import PUBLISHED, published_config
 from prepcli.errors import UsageError
 from prepcli.testing import tiny_config as module
 from prepcli.testing.tiny_config import scale_down
 from tests.helpers.tiny_configs import ODD_HEADS
 from trainer.models.registry import FAMILIES, family_of
 
+CONFIGS = {name: published_config(name) for name in PUBLISHED}
 BARE = {name: {"model_type": name} for name in FAMILIES}  # every field has its default
-# fields of ArchConfig that follow from sizes
-SIZES = {"sliding_windows", "max_positions", "rope", "relative_position_bias", "attn_scale", "num_experts"}
+# Fields of ArchConfig that follow from sizes.
+SCALES = {"attn_scale", "embed_scale", "init_std", "lm_head_input_scale"}
+OPTIONAL_PARTS = {"encoder", "local_rope", "relative_position_bias", "rope"}
+SIZES = SCALES | OPTIONAL_PARTS | {"experts_per_token", "max_positions", "sliding_windows"}
 
 
 @pytest.mark.parametrize("num_heads", [3, 4])
-@pytest.mark.parametrize("config", [*PUBLISHED.values(), *BARE.values()], ids=[*PUBLISHED, *BARE])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *BARE.values()], ids=[*CONFIGS, *BARE])
 def test_tiny_config_is_small_and_keeps_choices(config: dict, num_heads: int):
     family, tiny = family_of(config), scale_down(config, num_heads)
     sizes, original = family.sizes(tiny), family.sizes(config)
@@ -31,7 +34,7 @@ def test_tiny_config_is_small_and_keeps_choices(config: dict, num_heads: int):
     choices, expected = (dataclasses.asdict(family.arch_config(c)) for c in (tiny, config))
     different = {name for name, value in choices.items() if value != expected[name]}
     assert different <= SIZES
-    for name in ("rope", "relative_position_bias"):
+    for name in OPTIONAL_PARTS:
         assert (choices[name] is None) == (expected[name] is None)
 
 
@@ -45,7 +48,7 @@ def test_tiny_config_raises_learned_positions():
 
 
 def test_tiny_config_keeps_each_kind_of_layer():
-    config = PUBLISHED["gemma-3-1b"] | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5}
+    config = CONFIGS["gemma-3-1b"] | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5}
     config = {key: value for key, value in config.items() if key != "sliding_window_pattern"}
     tiny = scale_down(config | {"num_hidden_layers": 30})
     assert tiny["layer_types"] == ["sliding_attention", "full_attention"]
@@ -53,11 +56,11 @@ def test_tiny_config_keeps_each_kind_of_layer():
 
 
 def test_tiny_config_removes_large_token_ids():
-    tiny = scale_down(PUBLISHED["phi-4"])
+    tiny = scale_down(CONFIGS["phi-4"])
     assert (tiny["bos_token_id"], tiny["eos_token_id"], tiny["pad_token_id"]) == (0, 0, None)
 
 
 def test_unknown_size_field_is_a_usage_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(module.SIZE_FIELDS, "mlp", ())
     with pytest.raises(UsageError, match=r"this config cannot be scaled down - 3,\d+,\d+ elements remain"):
-        scale_down(PUBLISHED["llama-7b"])
+        scale_down(CONFIGS["llama-7b"])
