@@ -57,7 +57,11 @@ PADDING_ROWS = 3  # additional rows of the padded vocabulary
 ADAMW = AdamW(LRSchedule(1e-2, 1e-2, "constant", 0, 1), 0.9, 0.99, 1e-8, 0.1, False, 1.0)
 
 
-class SkippedCheck(Exception):  # noqa: N818 (not an error)
+class FailedCheckError(AssertionError):
+    """Raised by a check that fails, with the reason."""
+
+
+class SkippedCheckError(Exception):
     """Raised by a check that cannot run here, with the reason."""
 
 
@@ -67,7 +71,8 @@ class Check:
 
     Attributes:
         name: Name in the table.
-        run: Returns a figure for the table. Raises SkippedCheck if it cannot run, any other exception if it fails.
+        run: Returns a figure for the table. Raises SkippedCheckError if it cannot run, FailedCheckError if it
+            fails; any other exception is a failure too.
         in_golden_files: Whether golden files check the same for the supported families, in every run of the tests.
         needs_torch: Whether the check compares with transformers.
     """
@@ -76,6 +81,12 @@ class Check:
     run: Callable[[FamilyUnderTest], str]
     in_golden_files: bool = False
     needs_torch: bool = True
+
+
+def _require(condition: object, reason: str) -> None:
+    """Raise FailedCheckError with the reason unless the condition holds; `python -O` would skip an assertion."""
+    if not condition:
+        raise FailedCheckError(reason)
 
 
 def check_coverage(subject: FamilyUnderTest) -> str:
@@ -88,7 +99,7 @@ def check_coverage(subject: FamilyUnderTest) -> str:
         for view in location.matching_views(tensors[location.tensor], leaves[location.leaf_path]):
             view += 1
     wrong = [name for name, counts in (tensors | leaves).items() if not (counts == 1).all()]
-    assert not wrong, f"elements of {', '.join(wrong[:4])} are not mapped exactly once"
+    _require(not wrong, f"elements of {', '.join(wrong[:4])} are not mapped exactly once")
     return f"{sum(counts.size for counts in tensors.values()):,} elements"
 
 
@@ -97,11 +108,13 @@ def check_round_trip(subject: FamilyUnderTest) -> str:
     init = subject.convert(save_init, subject.folder, "written-init")
     back = subject.convert(export, init, "written-back")
     tensors = read_checkpoint(back)
-    assert tensors.keys() == subject.tensors.keys(), f"other tensors: {sorted(tensors.keys() ^ subject.tensors.keys())}"
+    _require(
+        tensors.keys() == subject.tensors.keys(), f"other tensors: {sorted(tensors.keys() ^ subject.tensors.keys())}"
+    )
     changed = [name for name, tensor in subject.tensors.items() if not _same_bits(tensor, tensors[name])]
-    assert not changed, f"{', '.join(changed[:4])} changed"
+    _require(not changed, f"{', '.join(changed[:4])} changed")
     verification = verify(subject.convert(save_init, back, "written-again"), init)
-    assert verification.is_equal, f"{verification.differences[0]} changed"
+    _require(verification.is_equal, f"{[*verification.differences[:4]]} changed")
     return f"{sum(tensor.size for tensor in tensors.values()):,} equal"
 
 
@@ -109,16 +122,16 @@ def check_params(subject: FamilyUnderTest) -> str:
     """Compare the parameters that prep loads with those that NumPy computes from the rows."""
     loaded = flatten_tree(load_params(subject.folder))
     expected = flatten_tree(subject.params)
-    assert loaded.keys() == expected.keys(), f"other leaves: {sorted(loaded.keys() ^ expected.keys())}"
+    _require(loaded.keys() == expected.keys(), f"other leaves: {sorted(loaded.keys() ^ expected.keys())}")
     changed = [path for path, leaf in expected.items() if not _same_bits(np.asarray(leaf), np.asarray(loaded[path]))]
-    assert not changed, f"{', '.join(changed[:4])} differs"
+    _require(not changed, f"{', '.join(changed[:4])} differs")
     return f"{len(loaded)} leaves"
 
 
 def check_forward(subject: FamilyUnderTest) -> str:
     """Compute logits, which must be finite."""
     logits = model_logits(subject.decoder.model, subject.params, subject.batch(2, 7))
-    assert np.isfinite(logits).all(), "logits are not finite"
+    _require(np.isfinite(logits).all(), "logits are not finite")
     return "finite"
 
 
@@ -128,7 +141,7 @@ def check_names_and_shapes(subject: FamilyUnderTest) -> str:
     expected = tensor_shapes(subject.config)
     different = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
     lines = [f"{name}: {shapes.get(name)}, transformers has {expected.get(name)}" for name in different]
-    assert not lines, "; ".join(lines[:4])
+    _require(not lines, "; ".join(lines[:4]))
     return f"{len(shapes)} tensors"
 
 
@@ -162,12 +175,12 @@ def check_gradients(subject: FamilyUnderTest) -> str:
     loss, param_gradients = loss_and_gradients(
         padded.model, padded.params_from_tensors(tensors), batch, ForwardConfig(head_chunk_size=16)
     )
-    assert abs(loss / expected_loss - 1) <= LOSS_RTOL, f"loss {loss}, of transformers {expected_loss}"
+    _require(abs(loss / expected_loss - 1) <= LOSS_RTOL, f"loss {loss}, of transformers {expected_loss}")
     gradients = padded.tensors_from_params(param_gradients)
     errors = {}
     for name, gradient in expected.items():
         rows = gradient.shape[0]
-        assert not gradients[name][rows:].any(), f"padding of {name} has gradients"
+        _require(not gradients[name][rows:].any(), f"padding of {name} has gradients")
         errors[name] = relative_error(gradients[name][:rows], gradient)
     worst = max(errors, key=lambda name: errors[name])
     return _check_error(errors[worst], GRADIENTS_RTOL, worst)
@@ -189,9 +202,9 @@ def check_padded_vocabulary(subject: FamilyUnderTest) -> str:
     padded = load_torch_model(subject.convert(pad_vocab, subject.saved_folder, "padded", multiple=8, init="normal"))
     vocab, batch = subject.sizes["vocab"], subject.batch(2, 60)
     rows = padded.get_output_embeddings().weight.shape[0]
-    assert rows == vocab + -vocab % 8, f"{rows} rows of the head"
+    _require(rows == vocab + -vocab % 8, f"{rows} rows of the head")
     before, after = (torch_logits(model, batch, (60, 60))[..., :vocab] for model in (subject.torch_model, padded))
-    assert np.array_equal(before, after), f"logits differ by {abs(before - after).max():.1e}"
+    _require(np.array_equal(before, after), f"logits differ by {abs(before - after).max():.1e}")
     return f"{vocab} to {rows}"
 
 
@@ -218,9 +231,9 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
     error = abs(float(metrics["loss"]) / float(expected.loss) - 1)
     for path, leaf in flatten_tree(state["params"]).items():
         leaf_sharding = sharding.param_sharding(leaves[path])
-        assert np.isfinite(leaf).all(), f"{path} is not finite"
-        assert not np.array_equal(leaf, before[path]), f"{path} does not change"
-        assert leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), f"{path} is {leaf.sharding}"
+        _require(np.isfinite(leaf).all(), f"{path} is not finite")
+        _require(not np.array_equal(leaf, before[path]), f"{path} does not change")
+        _require(leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim), f"{path} is {leaf.sharding}")
     return f"{mesh}: {_check_error(error, LOSS_RTOL)}"
 
 
@@ -236,7 +249,7 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     else:
         generated = generator.generate(prompts)
     for prompt, tokens, expected in zip(prompts, generated, entry["tokens"]):
-        assert tokens == expected, f"after {len(prompt)} tokens {tokens}, of transformers {expected}"
+        _require(tokens == expected, f"after {len(prompt)} tokens {tokens}, of transformers {expected}")
     return f"{len(generated)} x {MAX_NEW_TOKENS}"
 
 
@@ -262,7 +275,9 @@ def _mesh_sharding(mesh: Mesh) -> ShardingContext:
     """Return the sharding on the first devices, as many as the mesh has."""
     devices, num_needed = jax.devices(), math.prod(mesh.sizes)
     if len(devices) < num_needed:
-        raise SkippedCheck(f"needs {num_needed} devices, jax has {len(devices)}; set JAX_NUM_CPU_DEVICES={num_needed}")
+        raise SkippedCheckError(
+            f"needs {num_needed} devices, jax has {len(devices)}; set JAX_NUM_CPU_DEVICES={num_needed}"
+        )
     grid = np.array(devices[:num_needed]).reshape(mesh.sizes)
     axis_types = (AxisType.Auto,) * len(mesh.names)
     return ShardingContext(mesh, device_mesh=jax.sharding.Mesh(grid, mesh.names, axis_types=axis_types))
@@ -282,11 +297,11 @@ def _check_same_checkpoint(saved: Path, exported: Path) -> str:
     import torch
 
     before, after = (load_torch_model(folder, "auto").state_dict() for folder in (saved, exported))
-    assert before.keys() == after.keys()
+    _require(before.keys() == after.keys(), "other tensors")
     different = [n for n, t in before.items() if t.dtype != after[n].dtype or not torch.equal(t, after[n])]
-    assert not different, f"{', '.join(different[:4])} changed"
+    _require(not different, f"{', '.join(different[:4])} changed")
     configs = [json.loads((folder / "config.json").read_text()) for folder in (saved, exported)]
-    assert configs[0] == configs[1], "config.json changed"
+    _require(configs[0] == configs[1], "config.json changed")
     return f"{sum(tensor.numel() for tensor in before.values()):,} equal"
 
 
@@ -295,5 +310,5 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _check_error(error: float, tolerance: float, name: str = "") -> str:
-    assert error <= tolerance, f"error {error:.1e}{name and f' in {name}'}; allowed: {tolerance:.0e}"
+    _require(error <= tolerance, f"error {error:.1e}{name and f' in {name}'}; allowed: {tolerance:.0e}")
     return f"{error:.1e}"

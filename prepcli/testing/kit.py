@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from prepcli.errors import PrepError
-from prepcli.testing.checks import CHECKS, Check, SkippedCheck
+from prepcli.testing.checks import CHECKS, Check, FailedCheckError, SkippedCheckError
 from prepcli.testing.subject import FamilyUnderTest
 from prepcli.testing.tiny_config import scale_down
 from prepcli.testing.torch_transformers import INSTALL_HINT, missing_judges
@@ -78,8 +78,8 @@ def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> It
 def _run_check(subject: FamilyUnderTest, check: Check) -> CheckResult:
     try:
         return CheckResult(check.name, "passed", check.run(subject))
-    except SkippedCheck as skipped:
+    except SkippedCheckError as skipped:
         return CheckResult(check.name, "skipped", str(skipped))
     except Exception as error:  # a mistake in a family can raise anything
-        expected = isinstance(error, AssertionError | ValueError | PrepError)
+        expected = isinstance(error, FailedCheckError | PrepError)
         return CheckResult(check.name, "failed", str(error) if expected else f"{type(error).__name__}: {error}")

@@ -62,7 +62,8 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
     family.arch_config(config)  # raises for what scaling down would hide
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
         return _with_learned_positions(family, {**config})
-    original = family.sizes(config)
+    sizes = family.sizes(config)
+    original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
     kinds = _layer_kinds(config)
     wanted = _tiny_sizes(config, original, num_heads, num_layers=max(2, len(kinds)))
     tiny = {key: value for key, value in config.items() if key not in DROPPED_FIELDS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,12 @@ def test_check_family_rejects_an_unknown_family():
 def test_package_imports_neither_torch_nor_transformers():
     script = "import sys, prepcli.testing; sys.exit(bool({'torch', 'transformers', 'orbax'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_checks_hold_with_python_o():
+    """Python -O removes assert statements, and a check without them would always pass."""
+    for path in (Path(__file__).parents[3] / "prepcli" / "testing").glob("*.py"):
+        assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)], path
 
 
 def test_missing_judges_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch):
