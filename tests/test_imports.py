@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import sys
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-ROOTS = ("prepcli", "trainer")
+from tools.import_graph import ROOTS, imported_names, package_of, read_graph
+
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
 
 # Lowest first: a package imports only from packages above it in its list.
 TRAINER = ("models", "distributed", "nn", "recipe", "data", "generation", "training")
 PREPCLI = (
     *("errors", "console", "planning", "engine", "formats", "remote", "sources", "restore", "targets"),
-    *("execution", "inspection", "demo", "commands", "api", "cli", "__main__"),
+    *("execution", "inspection", "demo", "commands", "api", "testing", "cli", "__main__"),
 )
 ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
 PLANNING = ("boxes", "grids", "moves", "plan", "slabs", "coverage")  # the same holds within planning
@@ -31,39 +28,19 @@ PURE_MODULES = {
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
 }
-COMPUTES = {  # commands that start jax, or list its devices
+COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
         for name in ("env", "train", "generate", "train_checks", "train_report", "train_start")
     ),
     "prepcli.api.compute",
+    "prepcli.testing",
+    *(
+        f"prepcli.testing.{name}"
+        for name in ("checks", "greedy", "kit", "report", "subject", "tiny_transformers", "torch_transformers")
+    ),
     "prepcli.restore.params",
 }
-
-
-def imported_names(text: str) -> Iterator[str]:
-    """Yield every imported module, and every imported name qualified by its module (it may be a module too)."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            assert node.module
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def read_graph() -> dict[str, set[str]]:
-    """Return, per module, the project's modules and the top-level names of third-party packages that it imports."""
-    paths = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    graph = {}
-    for module, path in modules.items():
-        names = set(imported_names(path.read_text()))
-        third_party = {name.partition(".")[0] for name in names} - {*ROOTS, *sys.stdlib_module_names}
-        graph[module] = {name for name in names if name in modules} - {*ROOTS, module} | third_party
-    return graph
-
 
 GRAPH = read_graph()
 
@@ -77,11 +54,6 @@ def reachable(module: str, *, without: Collection[str] = ()) -> set[str]:
         reached |= new
         queue += new
     return reached
-
-
-def package_of(module: str) -> str:
-    """Return the first two components of a module's name."""
-    return ".".join(module.split(".")[:2])
 
 
 def modules_in(package: str) -> list[str]:

@@ -22,7 +22,7 @@ from tests.prepcli.commands.test_train import write_tokenizer
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OWN_TEST = ROOT / "docs" / "add-a-family.md"  # changes the checkout; tested by test_add_a_family
+OWN_TEST = ROOT / "docs" / "how-to" / "add-a-family.md"  # changes the checkout; tested by test_add_a_family
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def test_commands_shown_work_and_print_the_output_shown(
 
 
 def test_how_to_guides_show_commands():
-    """Guides without a local command: object stores need a bucket."""
+    """Guides without a console block: object stores need a bucket, and test_add_a_family runs the other."""
     guides = sorted((ROOT / "docs" / "how-to").glob("*.md"))
-    assert [page.name for page in guides if not has_console(page)] == ["buckets.md"]
+    assert [page.name for page in guides if not has_console(page)] == ["add-a-family.md", "buckets.md"]
 
 
 def test_python_of_the_readme_works(models: Path) -> None:
@@ -127,3 +127,12 @@ def test_links_and_files_in_the_text_exist(page: Path) -> None:
     files = re.findall(r"`((?:tests|trainer|docs|prepcli)/[\w/.]+)`", text)
     assert [path for path in links if not (page.parent / path).exists()] == []
     assert [path for path in files if not (ROOT / path).exists()] == []
+
+
+def test_site_builds_without_a_message(tmp_path: Path) -> None:
+    """The site has no broken link. Needs the `docs` extra."""
+    pytest.importorskip("material")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

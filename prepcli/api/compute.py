@@ -141,7 +141,7 @@ def train(
     """Train from a recipe, or resume a run that was stopped.
 
     Args:
-        recipe: A TOML file; docs/recipes.md lists its keys.
+        recipe: A TOML file; docs/reference/recipes.md lists its keys.
         out: Folder of the run; default: `runs/NAME`.
         overrides: Changes of recipe keys, such as "train.steps=10".
         restart: Delete the steps of an earlier run.

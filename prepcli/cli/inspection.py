@@ -1,4 +1,4 @@
-"""Commands that write no checkpoint of their own: verify, inspect, demo, models, env."""
+"""Commands that write no checkpoint of their own: verify, inspect, check-family, demo, models, env."""
 
 from __future__ import annotations
 
@@ -116,6 +116,34 @@ def inspect(
         stream=hub_options.stream,
     )
     return ui.finish(run(request, ui))
+
+
+@expand_option_groups
+def check_family(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A config.json, or a folder with one.", show_default=False)
+    ],
+    check: Annotated[
+        list[str] | None,
+        typer.Option("--check", metavar="NAME", help="Run only this check; repeatable.", show_default=False),
+    ] = None,
+    *,
+    output_options: OutputOptions,
+) -> int:
+    """Check a model family on a tiny model of a config.
+
+    The checks convert, compute and train a model with the choices of the config and small
+    sizes. They compare with transformers if it and torch are installed; otherwise these
+    checks are skipped.
+
+    Examples:
+      prep check-family starcoder2.json
+      prep check-family ./llama-13b --check logits --check gradients
+    """
+    from prepcli.testing.report import family_report
+
+    ui = output_options.open_console("check-family")
+    return ui.finish(family_report(config, check or (), ui))
 
 
 @expand_option_groups

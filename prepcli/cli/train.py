@@ -67,7 +67,9 @@ class SamplingOptions:
 def train(
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="RECIPE", help="Recipe, a TOML file; keys: docs/recipes.md.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE", help="Recipe, a TOML file; keys: docs/reference/recipes.md.", show_default=False
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,

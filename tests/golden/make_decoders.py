@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.testing.tiny_transformers import has_encoder, random_batch, random_tensors
 from tests.helpers.tiny_configs import GOLDEN
-from tests.helpers.tiny_transformers import has_encoder, random_batch, random_tensors
 from trainer.models.parameters import HFConfig
 
 FOLDER = Path(__file__).parent / "decoders"
@@ -40,7 +40,7 @@ class Golden:
 
 def compute(config: HFConfig) -> Golden:
     """Compute the content of a file with transformers."""
-    from tests.helpers.torch_transformers import torch_gradients, torch_logits, torch_model
+    from prepcli.testing.torch_transformers import torch_gradients, torch_logits, torch_model
 
     tensors, shape = random_tensors(config), {"vocab": config["vocab_size"], "has_source": has_encoder(config)}
     short, long = random_batch(rows=2, length=7, seed=1, **shape), random_batch(rows=1, length=300, seed=2, **shape)

@@ -5,12 +5,12 @@ Run it by hand with the `parity` extra installed: `python -m tests.golden.make_f
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prepcli.testing.torch_transformers import tensor_shapes
 from tests.helpers.tiny_configs import NEWER_FAMILIES, NEWER_FAMILY_VARIANTS
 
 FOLDER = Path(__file__).parent / "families"
@@ -52,20 +52,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config and the shape of each tensor by name; tied parameters are listed once."""
-    import torch
-    from transformers import AutoConfig
-
-    from tests.helpers.torch_transformers import to_file_tensors, torch_class
-
-    # copied, because transformers modifies nested fields
-    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
-    torch_config = AutoConfig.for_model(config["model_type"], **fields)
-    with torch.device("meta"):
-        model = torch_class(torch_config).from_config(torch_config)
-    named = to_file_tensors(model, dict(model.named_parameters()))
-    if config.get("tie_word_embeddings") is False:  # transformers 5 ties the head of T5 regardless; files store it
-        named["lm_head.weight"] = model.lm_head.weight
-    return {"config": dict(config), "tensors": {name: list(tensor.shape) for name, tensor in named.items()}}
+    return {"config": dict(config), "tensors": tensor_shapes(config)}
 
 
 def main() -> None:

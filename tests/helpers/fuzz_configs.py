@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from prepcli.testing.tiny_transformers import model_logits, random_batch, random_tensors, tiny_transformer
+from prepcli.testing.torch_transformers import TensorMismatchError, torch_logits, torch_model, torch_random_model
 from tests.helpers.fuzz_samples import BASE_CONFIGS, SEQ_LENGTH, Sample, make_sample
-from tests.helpers.tiny_transformers import model_logits, random_batch, random_tensors, tiny_transformer
-from tests.helpers.torch_transformers import TensorMismatchError, torch_logits, torch_model, torch_random_model
 from trainer.models.errors import PrepError
 from trainer.models.parameters import HFConfig
 

@@ -7,7 +7,8 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from trainer.models.axis_map import AxisMap, Factor, bind_row, parse_row
+from prepcli.testing.tiny_transformers import split_into_atoms
+from trainer.models.axis_map import AxisMap, bind_row, parse_row
 
 
 @st.composite
@@ -133,12 +134,3 @@ def leaf_by_numpy(row: AxisMap, tensors: dict[str, np.ndarray]) -> np.ndarray:
         )
         out[leaf_index] = values.transpose([names.index(atom) for atom in order])
     return out.reshape(row.leaf_shape)
-
-
-def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Return a view of the mapped part of a tensor, with one dim per free atom, and the atoms."""
-    part = tensor[tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)]
-    factors: list[Factor] = [factor for dim in row.source_dims for factor in dim.factors]
-    values = part.reshape([factor.extent for factor in factors])
-    values = values[tuple(slice(None) if factor.fixed is None else factor.fixed for factor in factors)]
-    return values, [factor.atom for factor in factors if factor.fixed is None]

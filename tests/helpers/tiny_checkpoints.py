@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from prepcli.engine.fills import numpy_dtype
-from prepcli.formats.safetensors_layout import encode_index, lay_out_files, split_into_shards
 from prepcli.planning.tensors import itemsize
+from prepcli.testing.checkpoints import write_checkpoint
 from trainer.models.axis_map import bind_row
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
@@ -148,23 +147,6 @@ def checkpoint_tensors(
         for layer in range(layers):
             add(pattern.format(layer), buffer_dtype, shape)
     return tensors
-
-
-def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], files: int = 2) -> Path:
-    """Write a Hugging Face folder with config, tokenizer files, and about `files` shards with an index."""
-    folder.mkdir(parents=True)
-    entries = [(name, value.dtype.name, value.shape, value.nbytes) for name, value in tensors.items()]
-    limit = -(-sum(e[3] for e in entries) // files)
-    layouts = lay_out_files([(name, group, None) for name, group in split_into_shards(entries, limit)])
-    for layout in layouts:
-        data = b"".join(tensors[t.name].tobytes() for t in layout.tensors)
-        (folder / layout.name).write_bytes(layout.header + data)
-    if len(layouts) > 1:
-        (folder / "model.safetensors.index.json").write_bytes(encode_index(layouts))
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text('{"_from_model_config": true}')
-    (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')
-    return folder
 
 
 def make_checkpoint(

@@ -32,7 +32,7 @@ _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
-ADD_FAMILY_HINT = "docs/add-a-family.md explains how to add a family in one file"
+ADD_FAMILY_HINT = "docs/how-to/add-a-family.md explains how to add a family in one file"
 NEW_LAYER_HINT = "a family file cannot add it: the trainer needs a new layer; `prep inspect` shows the tensors"
 MIN_SHARED_FIELDS = 5  # number of shared config fields that makes two families similar
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}
@@ -71,18 +71,19 @@ def _nearest_family_hint(config: HFConfig) -> str:
         for word in words
         for match in difflib.get_close_matches(word.replace("_", ""), families, n=1, cutoff=0.7)
     ]
-    shared_fields = {name: len(_fields_read(family) & config.keys()) for name, family in FAMILIES.items()}
+    fields = config.keys() - SEMANTIC_FIELDS.keys()
+    shared_fields = {name: len(fields_read(family) & fields) for name, family in FAMILIES.items()}
     most_shared = max(shared_fields, key=lambda name: shared_fields[name])
     if shared_fields[most_shared] >= MIN_SHARED_FIELDS:
         similar.append(most_shared)
     return (f"the most similar family is {similar[0]}; " if similar else "") + ADD_FAMILY_HINT
 
 
-def _fields_read(family: Family) -> set[str]:
-    """Return the config fields that a family reads, without the semantic fields."""
+def fields_read(family: Family) -> set[str]:
+    """Return the config fields that a family reads."""
     config = _RecordingConfig()
     family.arch_config(config)
-    return config.fields - SEMANTIC_FIELDS.keys()
+    return config.fields
 
 
 class _RecordingConfig(dict[str, Any]):

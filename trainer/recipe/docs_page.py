@@ -1,4 +1,4 @@
-"""Generate the reference page of recipes: `python -m trainer.recipe.docs_page > docs/recipes.md`."""
+"""Generate the reference page of recipes: `python -m trainer.recipe.docs_page > docs/reference/recipes.md`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from trainer.recipe.tables import KEY_SCHEMAS, schema
 INTRO = """\
 # Recipes
 
-This page is for users of `prep train`. It lists every key of a recipe, the TOML file that describes a run. The folder
-[recipes/](../recipes) has examples; the checkpoints that they name are made by conversions:
+This page is for users of `prep train`. It lists every key of a recipe, the TOML file that describes a run.
+`prep recipes` lists examples; the checkpoints that they name are made by conversions:
 
 ```console
 $ prep pad-vocab gpt-neo-1.3B --multiple 8

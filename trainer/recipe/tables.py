@@ -1,6 +1,6 @@
 """The tables of a recipe as pydantic models: type, default and description of each key.
 
-Error messages, docs/recipes.md and the JSON schema are generated from these models.
+Error messages, docs/reference/recipes.md and the JSON schema are generated from these models.
 """
 
 from __future__ import annotations

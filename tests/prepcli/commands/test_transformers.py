@@ -1,6 +1,6 @@
 """Round trips of models through transformers and torch, where installed: equal files, tensors and logits.
 
-`tests.helpers.family_kit` tests every family in other dtypes.
+`tests/prepcli/testing/test_checks.py` tests every family in other dtypes.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ import pytest
 from prepcli.errors import PrepError
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.opening import open_source
+from prepcli.testing.tiny_transformers import tiny_transformer
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, GPT2, LLAMA, make_checkpoint, write_checkpoint
-from tests.helpers.tiny_transformers import tiny_transformer
 from trainer.models.param_tree import flatten_tree
 from trainer.training.setup import model_from_manifest
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.helpers.tiny_transformers import (
+from prepcli.testing.tiny_transformers import (
     TinyTransformer,
     random_batch,
     random_tensors,

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from tests.golden import make_decoders, make_greedy
-from tests.helpers.tiny_configs import AMBIGUOUS, GOLDEN, T5
-from tests.helpers.tiny_transformers import (
+from prepcli.testing.greedy import LENGTHS, MAX_NEW_TOKENS
+from prepcli.testing.tiny_transformers import (
     TinyTransformer,
     model_logits,
     random_tensors,
     tiny_transformer,
     with_padded_vocab,
 )
+from tests.golden import make_decoders, make_greedy
+from tests.helpers.tiny_configs import AMBIGUOUS, GOLDEN, T5
 from tests.trainer.distributed.test_sharding import CONFIGS, shard_params
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.generation import decode, generator
@@ -48,7 +49,7 @@ UNPADDED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 # one model for each kind of layer and each rotary embedding that depends on the length
 FAST_MODELS = ("gpt_neo", "gemma3_text", "phi3-longrope", "llama-dynamic", "t5")
-SLOTS = make_greedy.LENGTHS[-1] + make_greedy.MAX_NEW_TOKENS - 1
+SLOTS = LENGTHS[-1] + MAX_NEW_TOKENS - 1
 SLOW = pytest.mark.slow
 
 
@@ -81,7 +82,7 @@ def compiled_stepwise_logits(name: str) -> Callable[..., Array]:
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Left-pad rows to SLOTS slots, add rows of one token up to a fixed number, and return their start slots."""
-    rows = [*rows, *([0],) * (len(make_greedy.LENGTHS) - len(rows))]
+    rows = [*rows, *([0],) * (len(LENGTHS) - len(rows))]
     start_slots = np.array([SLOTS - len(row) for row in rows])
     return np.stack([np.pad(row, (start, 0)) for row, start in zip(rows, start_slots)]), start_slots
 
@@ -130,7 +131,7 @@ def test_greedy_tokens_maximize_decode_step_logits(name: str):
     batch = {"tokens": tokens} | (right_pad_sources(golden["prompts"]) if has_encoder else {})
     logits = compiled_stepwise_logits(name)(tiny.params_from_tensors(tensors), batch, start_slots)
     most_likely = np.asarray(logits).argmax(-1)
-    assert most_likely[-make_greedy.MAX_NEW_TOKENS :].T.tolist() == golden["tokens"]
+    assert most_likely[-MAX_NEW_TOKENS:].T.tolist() == golden["tokens"]
 
 
 def make_generator(
@@ -152,7 +153,7 @@ def test_greedy_tokens_match_transformers(name: str):
     """Sequences exceed the positions of pretraining of rotary embeddings that depend on the length."""
     config, tensors = make_greedy.greedy_model(name)
     tiny, golden = tiny_transformer(config), golden_greedy()[name]
-    greedy = GenerationConfig(make_greedy.MAX_NEW_TOKENS)
+    greedy = GenerationConfig(MAX_NEW_TOKENS)
     assert (
         generate(make_generator(tiny, tiny.params_from_tensors(tensors), greedy), golden["prompts"])
         == (golden["tokens"])
@@ -164,8 +165,8 @@ def test_greedy_file_has_tokens_of_every_config():
     assert {*golden} == {*GOLDEN}
     assert {str(config["model_type"]) for config in GOLDEN.values()} == {*FAMILIES}
     for entry in golden.values():
-        assert [len(prompt) for prompt in entry["prompts"]] == [*make_greedy.LENGTHS]
-        assert {len(tokens) for tokens in entry["tokens"]} == {make_greedy.MAX_NEW_TOKENS}
+        assert [len(prompt) for prompt in entry["prompts"]] == [*LENGTHS]
+        assert {len(tokens) for tokens in entry["tokens"]} == {MAX_NEW_TOKENS}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

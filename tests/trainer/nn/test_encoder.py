@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from prepcli.testing.tiny_transformers import UNSCANNED, model_logits, random_batch, random_tensors, tiny_transformer
 from tests.helpers.tiny_configs import LLAMA, T5, T5_GATED
-from tests.helpers.tiny_transformers import UNSCANNED, model_logits, random_batch, random_tensors, tiny_transformer
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError
 from trainer.models.param_tree import param_leaves

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from tests.helpers.tiny_transformers import relative_error
+from prepcli.testing.tiny_transformers import relative_error
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.lm_head import LMHead, LossSums, loss_sums, project_logits
 

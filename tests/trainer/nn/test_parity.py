@@ -9,10 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.golden import make_decoders
-from tests.golden.make_decoders import LENGTHS, Golden, load
-from tests.helpers.tiny_configs import GOLDEN, NEWER_FAMILIES
-from tests.helpers.tiny_transformers import (
+from prepcli.testing.tiny_transformers import (
     loss_and_gradients,
     model_logits,
     random_tensors,
@@ -20,6 +17,9 @@ from tests.helpers.tiny_transformers import (
     tiny_transformer,
     with_padded_vocab,
 )
+from tests.golden import make_decoders
+from tests.golden.make_decoders import LENGTHS, Golden, load
+from tests.helpers.tiny_configs import GOLDEN, NEWER_FAMILIES
 from trainer.models.registry import FAMILIES
 from trainer.nn.model_spec import ForwardConfig
 

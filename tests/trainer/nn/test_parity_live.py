@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.golden import make_decoders
-from tests.helpers.tiny_configs import GOLDEN, LIVE, T5
-from tests.helpers.tiny_transformers import (
+from prepcli.testing.tiny_transformers import (
     has_encoder,
     loss_and_gradients,
     model_logits,
@@ -20,7 +18,9 @@ from tests.helpers.tiny_transformers import (
     tiny_transformer,
     with_padded_vocab,
 )
-from tests.helpers.torch_transformers import torch_gradients, torch_logits, torch_model
+from prepcli.testing.torch_transformers import torch_gradients, torch_logits, torch_model
+from tests.golden import make_decoders
+from tests.helpers.tiny_configs import GOLDEN, LIVE, T5
 from trainer.nn.model_spec import ForwardConfig
 
 torch = pytest.importorskip("torch")

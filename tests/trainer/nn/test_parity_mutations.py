@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.golden.make_decoders import load
-from tests.helpers.tiny_transformers import model_logits, tiny_transformer
 from tests.trainer.nn.test_parity import LOGITS_ATOL, max_logit_error
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
 from trainer.models.rope_config import Rope

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
-from tests.helpers.tiny_transformers import (
+from prepcli.testing.tiny_transformers import (
     UNSCANNED,
     TinyTransformer,
     model_logits,
@@ -19,6 +18,7 @@ from tests.helpers.tiny_transformers import (
     random_tensors,
     tiny_transformer,
 )
+from tests.helpers.tiny_configs import GPT2, GPT_NEO, LLAMA
 from trainer.models.architecture import window_period
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree

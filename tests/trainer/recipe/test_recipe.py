@@ -143,7 +143,7 @@ def test_shipped_recipes_are_valid(path: Path):
 
 
 def test_docs_page_is_current():
-    assert (ROOT / "docs" / "recipes.md").read_text() == render_page(), (
+    assert (ROOT / "docs" / "reference" / "recipes.md").read_text() == render_page(), (
         "python -m trainer.recipe.docs_page > docs/recipes.md"
     )
 

@@ -135,7 +135,7 @@ def test_family_of_error_names_most_similar_family(config: dict[str, Any], neare
     with pytest.raises(PrepError) as caught:
         family_of(config)
     assert caught.value.hint == (f"the most similar family is {nearest}; " if nearest else "") + ADD_FAMILY_HINT
-    assert (Path(__file__).parents[4] / "docs" / "add-a-family.md").is_file()
+    assert (Path(__file__).parents[4] / "docs" / "how-to" / "add-a-family.md").is_file()
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

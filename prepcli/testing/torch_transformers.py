@@ -4,21 +4,64 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.tiny_transformers import Tensors
+from prepcli.errors import PrepError
+from prepcli.testing.tiny_transformers import Tensors
 from trainer.models.parameters import HFConfig
+
+JUDGES = ("torch", "transformers")
+INSTALL_HINT = "pip install 'prepcli[hf]' torch"
 
 
 class TensorMismatchError(ValueError):
     """A model of transformers whose parameters have other names or shapes than expected."""
 
 
+def missing_judges() -> list[str]:
+    """Return the names of the packages that a comparison needs and that are not installed."""
+    return [name for name in JUDGES if find_spec(name) is None]
+
+
+def require_judges() -> None:
+    """Raise PrepError if torch or transformers is not installed."""
+    if missing := missing_judges():
+        raise PrepError("cannot compare with transformers", f"{' and '.join(missing)} not installed", INSTALL_HINT)
+
+
+def tensor_shapes(config: HFConfig) -> dict[str, list[int]]:
+    """Return the shape of each tensor in a file of transformers; tied parameters are listed once.
+
+    No weights are allocated.
+    """
+    require_judges()
+    import torch
+
+    torch_config = _torch_config(config)
+    with torch.device("meta"):
+        model = torch_class(torch_config).from_config(torch_config)
+    named = to_file_tensors(model, dict(model.named_parameters()))
+    if config.get("tie_word_embeddings") is False:  # transformers 5 ties the head of T5 regardless; files store it
+        named["lm_head.weight"] = model.lm_head.weight
+    return {name: list(tensor.shape) for name, tensor in named.items()}
+
+
+def _torch_config(config: HFConfig) -> Any:
+    """Return the config of transformers for these fields."""
+    from transformers import AutoConfig
+
+    # copied, because transformers modifies nested fields
+    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
+    return AutoConfig.for_model(config["model_type"], **fields)
+
+
 def torch_model(config: HFConfig, tensors: Tensors) -> Any:
     """Build the float32 model of a config from these tensors, which must be exactly its parameters."""
+    require_judges()
     import torch
 
     model = torch_random_model(config)
@@ -34,11 +77,7 @@ def torch_model(config: HFConfig, tensors: Tensors) -> Any:
 
 def torch_random_model(config: HFConfig) -> Any:
     """Build the float32 model of a config with random parameters."""
-    from transformers import AutoConfig
-
-    # copied, because transformers modifies nested fields
-    fields = copy.deepcopy({key: value for key, value in config.items() if key != "model_type"})
-    torch_config = AutoConfig.for_model(config["model_type"], **fields)
+    torch_config = _torch_config(config)
     model = torch_class(torch_config).from_config(torch_config, attn_implementation="eager")
     return model.float().eval()
 

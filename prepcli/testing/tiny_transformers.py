@@ -1,4 +1,4 @@
-"""Tiny models for tests: random tensors in Hugging Face's layout, and their conversion to and from parameter trees."""
+"""Tiny models: random tensors in Hugging Face's layout, and their conversion to and from parameter trees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.helpers.strategies import split_into_atoms
-from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.axis_map import AxisMap, Factor, bind_row
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import HFConfig, parameter_rows
 from trainer.models.registry import family_of
@@ -198,3 +197,12 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     The minimum hides the rounding of values that are 0 exactly, such as the gradient of a bias that all keys share.
     """
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-2))
+
+
+def split_into_atoms(row: AxisMap, tensor: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Return a view of the mapped part of a tensor, with one dim per free atom, and the atoms."""
+    part = tensor[tuple(slice(dim.start, dim.start + dim.selected_extent) for dim in row.source_dims)]
+    factors: list[Factor] = [factor for dim in row.source_dims for factor in dim.factors]
+    values = part.reshape([factor.extent for factor in factors])
+    values = values[tuple(slice(None) if factor.fixed is None else factor.fixed for factor in factors)]
+    return values, [factor.atom for factor in factors if factor.fixed is None]

@@ -1,0 +1,208 @@
+"""Scale the config of a published model down to a tiny one that makes the same choices. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from prepcli.errors import PrepError, usage_error
+from trainer.models.axis_map import bind_row
+from trainer.models.parameters import Family, HFConfig, parameter_rows
+from trainer.models.registry import family_of, fields_read
+
+MAX_TINY_ELEMENTS = 300_000  # a config of at most this many elements is used as it is
+MAX_SCALED_ELEMENTS = 1_000_000  # in a config that was scaled down
+VOCAB, MLP, EXPERTS = 29, 20, 5
+HEAD_DIM, OTHER_HEAD_DIM = 16, 24  # if the heads make up the hidden size, and if they do not
+LEARNED_POSITIONS, POSITIONS, ORIGINAL_POSITIONS = 320, 64, 32
+WINDOW = 5
+WORD_EMBED = 10
+
+SIZE_FIELDS = {  # axis -> the config fields with its size
+    "vocab": ("vocab_size",),
+    "embed": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim", "d_kv"),
+    "mlp": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "experts": ("num_local_experts", "num_experts"),
+    "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
+}
+REQUIRED_AXES = ("vocab", "embed", "heads", "layers")  # their fields are set even if the config leaves them out
+WINDOW_FIELDS = ("sliding_window", "window_size")
+LAYER_LISTS = ("layer_types", "attention_layers")  # one entry per layer
+LAYER_PATTERN = "attention_types"  # GPT-Neo's form
+# In place of defaults that suit only large models; the first that works is used.
+DEFAULT_CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {LAYER_PATTERN: [[["global", "local"], 1]]},
+    {"rotary_dim": HEAD_DIM // 4},
+    {"num_experts_per_tok": 2},
+)
+FACTOR_LISTS = ("short_factor", "long_factor")  # of LongRoPE: one entry per pair of rotated dims
+DROPPED_FIELDS = ("auto_map", "dtype", "quantization_config", "torch_dtype")
+
+
+def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
+    """Return the config of a tiny model with the choices of a published one.
+
+    Sizes shrink; flags, activations, rotations and the order of the kinds of layers stay. A config that is tiny
+    already keeps its sizes.
+
+    Args:
+        config: Fields of config.json.
+        num_heads: Heads of the tiny model, or its key/value heads if several query heads share one.
+
+    Raises:
+        PrepError: The family is not supported, or the config is invalid, or a size has no known field.
+    """
+    family = family_of(config)
+    family.arch_config(config)  # raises for what scaling down would hide
+    if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
+        return _with_learned_positions(family, {**config})
+    sizes = family.sizes(config)
+    original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
+    kinds = _layer_kinds(config)
+    wanted = _tiny_sizes(config, original, num_heads, num_layers=max(2, len(kinds)))
+    tiny = {key: value for key, value in config.items() if key not in DROPPED_FIELDS}
+    tiny |= _size_fields(family, config, wanted) | _layer_fields(config, kinds, wanted["layers"])
+    tiny |= _token_ids(config) | _feature_fields(config, original, wanted)
+    tiny = _with_valid_defaults(family, _set_large_defaults(family, tiny, original, wanted))
+    if (num_elements := _num_elements(family, tiny)) > MAX_SCALED_ELEMENTS:
+        why = f"{num_elements:,} elements remain: {family.sizes(tiny)}"
+        raise usage_error("this config cannot be scaled down", why, "write a config with small sizes by hand")
+    return _with_learned_positions(family, tiny)
+
+
+def _num_elements(family: Family, config: HFConfig) -> int:
+    sizes = family.sizes(config)
+    return sum(math.prod(bind_row(row, sizes).leaf_shape) for row in parameter_rows(family, config).values())
+
+
+def _with_learned_positions(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with learned positions for the longest check; rotary models need no more positions."""
+    if not family.arch_config(config).has_learned_positions:
+        return config
+    fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
+    name = next(name for name in SIZE_FIELDS["positions"] if name in fields_read(family))
+    return config | dict.fromkeys(fields or [name], LEARNED_POSITIONS)
+
+
+def _tiny_sizes(config: HFConfig, original: Mapping[str, int], num_heads: int, num_layers: int) -> dict[str, int]:
+    """Return the size of each axis of `SIZE_FIELDS`."""
+    heads, kv_heads = original["heads"], original.get("kv_heads", original["heads"])
+    is_grouped = 1 < kv_heads < heads
+    tiny_heads = num_heads * 3 if is_grouped else num_heads
+    fills_embed = original["heads"] * original["head_dim"] == original["embed"]
+    return {
+        "vocab": VOCAB,
+        "embed": tiny_heads * HEAD_DIM,
+        "heads": tiny_heads,
+        "layers": num_layers,
+        "kv_heads": 1 if kv_heads == 1 else num_heads,
+        "head_dim": HEAD_DIM if fills_embed else OTHER_HEAD_DIM,
+        "mlp": MLP,
+        "experts": max(EXPERTS, config.get("num_experts_per_tok") or 0),
+        "positions": POSITIONS,
+    }
+
+
+def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields with sizes: those that the config sets, and those whose default is a size of a large model."""
+    fields = {name: wanted[axis] for axis, names in SIZE_FIELDS.items() for name in names if config.get(name)}
+    for axis in REQUIRED_AXES:
+        if not any(name in fields for name in SIZE_FIELDS[axis]):
+            fields[next(name for name in SIZE_FIELDS[axis] if name in fields_read(family))] = wanted[axis]
+    return fields
+
+
+def _set_large_defaults(
+    family: Family, config: dict[str, Any], original: Mapping[str, int], wanted: Mapping[str, int]
+) -> dict[str, Any]:
+    """Set absent fields whose default is a constant; a default that follows from other fields has shrunk with them."""
+    for axis in ("kv_heads", "head_dim", "mlp", "experts"):
+        absent = [name for name in SIZE_FIELDS[axis] if name in fields_read(family) and config.get(name) is None]
+        if absent and not _has_shrunk(family, config, axis, original, wanted):
+            config = config | {absent[0]: wanted[axis]}
+    return config
+
+
+def _has_shrunk(
+    family: Family, config: HFConfig, axis: str, original: Mapping[str, int], wanted: Mapping[str, int]
+) -> bool:
+    try:
+        size = family.sizes(config).get(axis, 0)
+    except PrepError:  # the default does not agree with the sizes that were set
+        return False
+    return size <= wanted[axis] or size < original[axis]
+
+
+def _layer_kinds(config: HFConfig) -> list[Any]:
+    """Return the different kinds of layers that the config lists, in the order of the layers."""
+    for name in LAYER_LISTS:
+        if isinstance(config.get(name), list):
+            return list(dict.fromkeys(config[name]))
+    return list(dict.fromkeys(kind for kinds, _ in config.get(LAYER_PATTERN) or () for kind in kinds))
+
+
+def _with_valid_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with those of DEFAULT_CHANGES that the family accepts."""
+    for changes in DEFAULT_CHANGES:
+        try:
+            family.arch_config(config | changes)
+        except PrepError:
+            continue
+        return config | changes
+    return config
+
+
+def _layer_fields(config: HFConfig, kinds: list[Any], num_layers: int) -> dict[str, Any]:
+    """Return the fields that list the layers, so that every kind occurs."""
+    fields: dict[str, Any] = {}
+    listed = (kinds * num_layers)[:num_layers]
+    fields |= {name: listed for name in LAYER_LISTS if isinstance(config.get(name), list)}
+    if kinds and not fields:
+        fields[LAYER_PATTERN] = [[listed, 1]]
+    if config.get("sliding_window_pattern"):
+        fields["sliding_window_pattern"] = 2
+    if config.get("max_window_layers"):
+        fields["max_window_layers"] = 1
+    return fields
+
+
+def _token_ids(config: HFConfig) -> dict[str, Any]:
+    """Return the special tokens. Padding stays only in an encoder-decoder, whose decoder starts with it.
+
+    torch computes no gradient for the embedding of a padding token, and the checks use every token.
+    """
+    fields: dict[str, Any] = {name: 0 for name in config if name.endswith("_token_id")}
+    if "pad_token_id" in config and "decoder_start_token_id" not in config:
+        fields["pad_token_id"] = None
+    return fields
+
+
+def _feature_fields(config: HFConfig, original: Mapping[str, int], wanted: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields that depend on other sizes: windows, rotations, and projected embeddings."""
+    fields: dict[str, Any] = {name: WINDOW for name in WINDOW_FIELDS if config.get(name)}
+    if rotary_dim := config.get("rotary_dim"):
+        fields["rotary_dim"] = rotary_dim * wanted["head_dim"] // original["head_dim"]
+    if word_embed := config.get("word_embed_proj_dim"):
+        fields["word_embed_proj_dim"] = wanted["embed"] if word_embed == original["embed"] else WORD_EMBED
+    rope_fields = ("rope_scaling", "rope_parameters", "original_max_position_embeddings")
+    rope = {name: config[name] for name in rope_fields if config.get(name)}
+    return fields | _scale_rope(rope, original["head_dim"], wanted["head_dim"])
+
+
+def _scale_rope(fields: Mapping[str, Any], head_dim: int, tiny_head_dim: int) -> dict[str, Any]:
+    """Return the fields of a rotation, nested or not, for another size of the heads."""
+    scaled: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            scaled[name] = _scale_rope(value, head_dim, tiny_head_dim)
+        elif name in FACTOR_LISTS:
+            scaled[name] = value[: len(value) * tiny_head_dim // head_dim]
+        else:
+            scaled[name] = ORIGINAL_POSITIONS if name == "original_max_position_embeddings" else value
+    return scaled

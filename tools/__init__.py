@@ -1,0 +1,1 @@
+"""Generators of pictures in the docs, and what tests share with them."""
