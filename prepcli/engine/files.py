@@ -19,7 +19,7 @@ import numpy.typing as npt
 from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
 
@@ -249,7 +249,7 @@ class Files:
                     continue
                 raise io_error(self.paths[file], error) from error
             if count <= 0:
-                raise PrepError(
+                raise DamagedError(
                     f"{self.paths[file].name} is cut short",
                     f"{nbytes - done:,} bytes are missing at byte {offset + done:,}",
                 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.engine.blobs import Blob
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import KEYS_BY_KIND, MANIFEST_FILE
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
@@ -147,9 +147,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_small_file(path, MAX_CONFIG_NBYTES))
     except (ValueError, RecursionError) as error:
-        raise PrepError(f"{path} is broken", str(error)) from error
+        raise DamagedError(f"{path} is broken", str(error)) from error
     if not isinstance(config, dict):
-        raise PrepError(f"{path} is broken", "it is not a JSON object")
+        raise DamagedError(f"{path} is broken", "it is not a JSON object")
     return config
 
 
