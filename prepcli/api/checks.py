@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prepcli.api.options import PathLike, SourceOptions, check_options, common_options
+from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.public import public
 from prepcli.api.results import Inspection, TensorSummary, Verification
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import verify as verify_command
@@ -13,6 +14,7 @@ from prepcli.console.progress import Progress
 from prepcli.inspection.contents import count_parameters
 
 
+@public
 def verify(
     checkpoint: PathLike,
     against: PathLike | None = None,
@@ -36,7 +38,6 @@ def verify(
     Raises:
         PrepError: A checkpoint could not be read, or has no digests to compare with.
     """
-    check_options(options, SourceOptions)
     common = common_options(checkpoint, None, options)
     request = verify_command.VerifyRequest(common, str(against) if against is not None else None, quick)
     outcome = run_silently("verify", lambda ui: verify_command.verify(request, ui), progress)
@@ -50,6 +51,7 @@ def verify(
     )
 
 
+@public
 def inspect(
     checkpoint: PathLike, *, revision: str | None = None, offline: bool = False, stream: bool = False
 ) -> Inspection:

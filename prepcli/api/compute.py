@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Literal, Unpack
 
-from prepcli.api.options import LoadOptions, PathLike, SourceOptions, as_tuple, check_options, common_options
+from prepcli.api.arguments import NonNegativeInt, PositiveInt
+from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_options
+from prepcli.api.public import public
 from prepcli.api.results import Generation, TrainingRun
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import generate as generate_command
@@ -15,16 +17,17 @@ from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
 from prepcli.restore.params import open_model
+from trainer.models.param_tree import Tree
 
-if TYPE_CHECKING:
-    from trainer.models.param_tree import Tree
+ComputeDtype = Literal["float32", "bfloat16"]
 
 
+@public
 def load_params(
     checkpoint: PathLike,
     mesh: str | None = None,
     *,
-    dtype: str = "float32",
+    dtype: ComputeDtype = "float32",
     verify: bool = True,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
@@ -50,7 +53,6 @@ def load_params(
     Raises:
         PrepError: The checkpoint lacks a parameter, its bytes are damaged, or the mesh does not divide a parameter.
     """
-    check_options({**options, "mesh": mesh, "dtype": dtype}, LoadOptions)
     ui = silent_ui("load-params", progress)
     located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
     with open_model(
@@ -63,20 +65,21 @@ def load_params(
         return opened.load(lambda path: dtype)
 
 
+@public
 def generate(
     checkpoint: PathLike,
     prompts: str | Sequence[str] = (),
     *,
     tokens: Sequence[Sequence[int]] = (),
     tokenizer: PathLike | None = None,
-    max_new_tokens: int | None = None,
+    max_new_tokens: PositiveInt | None = None,
     temperature: float = 0.0,
-    top_k: int = 0,
+    top_k: NonNegativeInt = 0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: NonNegativeInt = 0,
     mesh: str | None = None,
-    dtype: str | None = None,
-    batch_size: int = 16,
+    dtype: ComputeDtype | None = None,
+    batch_size: PositiveInt = 16,
     verify: bool = True,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
@@ -103,7 +106,6 @@ def generate(
     Raises:
         PrepError: A prompt is too long, a token id is out of range, or the checkpoint cannot be used.
     """
-    check_options({**options, "mesh": mesh, "dtype": dtype}, LoadOptions)
     request = generate_command.GenerateRequest(
         common_options(checkpoint, None, options),
         prompt_texts=as_tuple(prompts),
@@ -127,13 +129,14 @@ def generate(
     )
 
 
+@public
 def train(
     recipe: PathLike,
     out: PathLike | None = None,
     *,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     restart: bool = False,
-    stop_after: int = 0,
+    stop_after: NonNegativeInt = 0,
     offline: bool = False,
     verify: bool = True,
     progress: Progress | None = None,
@@ -158,7 +161,7 @@ def train(
     """
     request = train_command.TrainRequest(
         Path(recipe),
-        tuple(overrides),
+        as_tuple(overrides),
         Path(out) if out is not None else None,
         restart=restart,
         stop_after=stop_after,

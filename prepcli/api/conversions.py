@@ -14,12 +14,12 @@ from prepcli.api.options import (
     ReshardOptions,
     SaveInitOptions,
     as_tuple,
-    check_options,
     common_options,
     match_options,
     select,
-    to_nbytes,
+    to_shard_nbytes,
 )
+from prepcli.api.public import public
 from prepcli.api.results import Conversion
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import export as export_command
@@ -36,6 +36,7 @@ NEW_ROWS = ("init", "seed", "true_vocab")
 LAYOUT = ("mesh", "scan", "scan_axis", "compress")
 
 
+@public
 def pad_vocab(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -58,12 +59,14 @@ def pad_vocab(
     return _convert("pad-vocab", lambda ui: pad_vocab_command.pad_vocab(request, ui), progress)
 
 
+@public
 def plan_pad_vocab(checkpoint: PathLike, **options: Unpack[PadVocabOptions]) -> Plan:
     """Return the plan of `pad_vocab`. Takes the same options."""
     request = _pad_vocab_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: pad_vocab_command.plan_pad_vocab(request, source, located))
 
 
+@public
 def save_init(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -86,12 +89,14 @@ def save_init(
     return _convert("save-init", lambda ui: save_init_command.save_init(request, ui), progress)
 
 
+@public
 def plan_save_init(checkpoint: PathLike, **options: Unpack[SaveInitOptions]) -> Plan:
     """Return the plan of `save_init`. Takes the same options."""
     request = _save_init_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: save_init_command.plan_orbax_item(request, source, located))
 
 
+@public
 def reshard(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -114,6 +119,7 @@ def reshard(
     return _convert("reshard", lambda ui: save_init_command.reshard(request, ui), progress)
 
 
+@public
 def plan_reshard(checkpoint: PathLike, **options: Unpack[ReshardOptions]) -> Plan:
     """Return the plan of `reshard`. Takes the same options."""
     request = _reshard_request(checkpoint, None, options)
@@ -121,6 +127,7 @@ def plan_reshard(checkpoint: PathLike, **options: Unpack[ReshardOptions]) -> Pla
     return _plan(request.common, plan)
 
 
+@public
 def export(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -143,6 +150,7 @@ def export(
     return _convert("export", lambda ui: export_command.export(request, ui), progress)
 
 
+@public
 def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
     """Return the plan of `export`. Takes the same options."""
     request = _export_request(checkpoint, None, options)
@@ -150,7 +158,6 @@ def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
 
 
 def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> pad_vocab_command.PadVocabRequest:
-    check_options(options, PadVocabOptions)
     return pad_vocab_command.PadVocabRequest(
         common_options(checkpoint, out, options),
         **select(options, "multiple", "size", "mesh", *NEW_ROWS),
@@ -159,7 +166,6 @@ def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any)
 
 
 def _save_init_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
-    check_options(options, SaveInitOptions)
     return save_init_command.SaveInitRequest(
         common_options(checkpoint, out, options),
         rules=as_tuple(options.get("rules", ())),
@@ -169,7 +175,6 @@ def _save_init_request(checkpoint: PathLike, out: PathLike | None, options: Any)
 
 
 def _reshard_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
-    check_options(options, ReshardOptions)
     return save_init_command.SaveInitRequest(
         common_options(checkpoint, out, options),
         rules=as_tuple(options.get("rules", ())),
@@ -178,9 +183,8 @@ def _reshard_request(checkpoint: PathLike, out: PathLike | None, options: Any) -
 
 
 def _export_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> export_command.ExportRequest:
-    check_options(options, ExportOptions)
     shard_size = options.get("shard_size")
-    limit = {} if shard_size is None else {"shard_nbytes": to_nbytes(shard_size)}
+    limit = {} if shard_size is None else {"shard_nbytes": to_shard_nbytes(shard_size)}
     return export_command.ExportRequest(
         common_options(checkpoint, out, options),
         **limit,

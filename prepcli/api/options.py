@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict
 
+from prepcli.api.arguments import NonNegativeInt, PositiveInt
 from prepcli.commands.conversion import CommonOptions
-from prepcli.console.formatting import parse_bytes
-from prepcli.errors import usage_error
+from prepcli.commands.export import parse_shard_size
+from prepcli.engine.budget import check_memory, parse_memory
 from prepcli.planning.accounting import MatchOptions
-from trainer.models.suggest import did_you_mean
 
 PathLike = str | Path
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -29,15 +29,8 @@ class SourceOptions(TypedDict, total=False):
     offline: bool
     stream: bool
     config: PathLike | None
-    step: int | None
+    step: NonNegativeInt | None
     memory: int | str
-
-
-class LoadOptions(SourceOptions, total=False):
-    """Options of functions that read parameters onto devices. `mesh`: as in `LayoutOptions`. `dtype`: of the arrays."""
-
-    mesh: str | None
-    dtype: Literal["float32", "bfloat16"] | None
 
 
 class ConversionOptions(SourceOptions, total=False):
@@ -49,7 +42,7 @@ class ConversionOptions(SourceOptions, total=False):
 
     overwrite: bool
     restart: bool
-    true_vocab: int | None
+    true_vocab: PositiveInt | None
 
 
 class DropOptions(TypedDict, total=False):
@@ -66,14 +59,14 @@ class NewRowOptions(TypedDict, total=False):
     """Values of padding rows. `init`: "zeros", "mean" or "normal". `seed`: seed of "normal"."""
 
     init: Literal["zeros", "mean", "normal"]
-    seed: int | None
+    seed: NonNegativeInt | None
 
 
 class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False):
     """Options of `pad_vocab`. At most one of `multiple` (default 8), `size` and `mesh` sets the number of rows."""
 
-    multiple: int | None
-    size: int | None
+    multiple: PositiveInt | None
+    size: PositiveInt | None
     mesh: str | None
 
 
@@ -87,7 +80,7 @@ class LayoutOptions(ConversionOptions, total=False):
     mesh: str | None
     rules: str | Sequence[str]
     scan: bool | None
-    scan_axis: int | None
+    scan_axis: Literal[0, 1] | None
     compress: str | None
 
 
@@ -118,38 +111,18 @@ class ExportOptions(ConversionOptions, total=False):
 
     layout: Literal["hf", "hf-flax", "easylm"]
     keep_padding: bool
-    shard_size: int | str
+    shard_size: PositiveInt | str
     dtype: Dtype | None
     allow_overflow: bool
 
 
-def check_options(options: Mapping[str, Any], schema: type) -> None:
-    """Check the names and types of keyword options, which Python does not check.
-
-    Args:
-        options: The options of a call.
-        schema: The TypedDict that describes them.
-
-    Raises:
-        UsageError: An option is unknown, or its value has the wrong type.
-    """
-    hints = get_type_hints(schema)
-    for name, value in options.items():
-        if name not in hints:
-            supported = ", ".join(sorted(hints))
-            raise usage_error(f"unknown option `{name}`", f"supported: {supported}", did_you_mean(name, hints))
-        if not any(_matches(value, choice) for choice in get_args(hints[name]) or (hints[name],)):
-            expected = getattr(hints[name], "__name__", str(hints[name]))
-            raise usage_error(f"invalid `{name}={value!r:.60}`", f"the expected type is {expected}")
-
-
-def _matches(value: object, choice: Any) -> bool:
-    """Return whether a value is of a type, or equals a literal; a bool is not an integer."""
-    if isinstance(choice, str):
-        return value == choice
-    if get_origin(choice) is Literal:
-        return value in get_args(choice)
-    return isinstance(value, get_origin(choice) or choice) and (choice is bool or not isinstance(value, bool))
+# The keyword options of the function of each command.
+OPTIONS_BY_COMMAND = {
+    "pad-vocab": PadVocabOptions,
+    "save-init": SaveInitOptions,
+    "reshard": ReshardOptions,
+    "export": ExportOptions,
+}
 
 
 def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
@@ -157,9 +130,17 @@ def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
-def to_nbytes(size: int | str) -> int:
-    """Return a size in bytes. Raises a PrepError for text that is not a size."""
-    return parse_bytes(size) if isinstance(size, str) else size
+def to_memory_nbytes(memory: int | str) -> int:
+    """Return a memory limit in bytes; raise a UsageError if it is too small for the engine."""
+    if isinstance(memory, str):
+        return parse_memory(memory)
+    check_memory(memory, str(memory))
+    return memory
+
+
+def to_shard_nbytes(size: int | str) -> int:
+    """Return the size of a file in bytes; raise a UsageError for text that is not a size."""
+    return parse_shard_size(size) if isinstance(size, str) else size
 
 
 def common_options(checkpoint: PathLike, out: PathLike | None, options: Mapping[str, Any]) -> CommonOptions:
@@ -168,7 +149,7 @@ def common_options(checkpoint: PathLike, out: PathLike | None, options: Mapping[
     return CommonOptions(
         str(checkpoint),
         Path(out) if out is not None else None,
-        to_nbytes(options.get("memory", DEFAULT_MEMORY)),
+        to_memory_nbytes(options.get("memory", DEFAULT_MEMORY)),
         overwrite=options.get("overwrite", False),
         restart=options.get("restart", False),
         offline=options.get("offline", False),

@@ -34,8 +34,8 @@ class UsageError(PrepError):
 class DamagedError(PrepError):
     """A checkpoint's files are damaged: get or create them again.
 
-    Bytes differ from their recorded digest or checksum, a file is missing or cut short, or a header, an index, a manifest
-    or other metadata is malformed.
+    Bytes differ from their recorded digest or checksum, a file is missing or cut short, or a header, an index, a
+    manifest or other metadata is malformed.
     """
 
 

@@ -1,0 +1,125 @@
+"""State the errors of commands in the terms of Python callers: `--memory 1GiB` as `memory="1GiB"`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from prepcli.api.arguments import choices_of
+from prepcli.api.options import OPTIONS_BY_COMMAND
+from prepcli.errors import PrepError
+
+# Command-line options whose argument of the Python functions has another name.
+ARGUMENT_NAMES = {"prompt": "prompts", "rule": "rules", "set": "overrides"}
+FUNCTIONS_WITHOUT_OPTIONS = ("inspect", "verify")  # commands whose arguments are translated, but not their options
+
+_SPAN = re.compile(r"`([^`]+)`")
+_BARE_OPTION = re.compile(r"(?<![\w`-])--([a-z][a-z-]*)(?: (\w+))?")
+
+
+def restate(error: PrepError, annotations: Mapping[str, Any]) -> None:
+    """Replace the command-line options in the texts of an error by arguments of Python functions.
+
+    Options that no function has stay as they are, as do commands without a function.
+
+    Args:
+        error: The error. Its texts are changed in place, which keeps its class and its traceback.
+        annotations: Annotations of the arguments of the function that was called, by name.
+    """
+    error.what = to_callers_terms(error.what, annotations)
+    error.why = to_callers_terms(error.why, annotations)
+    error.hint = to_callers_terms(error.hint, annotations)
+
+
+def to_callers_terms(text: str, annotations: Mapping[str, Any]) -> str:
+    """Return a text of a command with arguments of Python functions in place of command-line options."""
+    known = {name: hint for schema in OPTIONS_BY_COMMAND.values() for name, hint in _hints(schema).items()}
+    known.update(annotations)
+    parts = re.split(r"(`[^`]+`)", text)
+    return "".join(
+        f"`{_translate_span(span[1], known)}`" if (span := _SPAN.fullmatch(part)) else _translate_bare(part, known)
+        for part in parts
+    )
+
+
+def _hints(schema: type) -> dict[str, Any]:
+    return get_type_hints(schema, include_extras=True)
+
+
+def _translate_span(span: str, known: Mapping[str, Any]) -> str:
+    """Return options or a command in Python, or unchanged if a part of it is unknown."""
+    try:
+        words = shlex.split(span)
+    except ValueError:
+        return span
+    try:
+        if words and words[0].startswith("--"):
+            return ", ".join(_translate_words(words, known))
+        if len(words) > 1 and words[0] == "prep":
+            return _translate_command(words[1], words[2:])
+    except KeyError:
+        pass
+    return span
+
+
+def _translate_command(command: str, words: list[str]) -> str:
+    """Return the call of the function of a command; KeyError if there is none, or an option is unknown."""
+    if command in FUNCTIONS_WITHOUT_OPTIONS:
+        annotations: Mapping[str, Any] = {}
+    else:
+        annotations = _hints(OPTIONS_BY_COMMAND[command])
+    arguments = ", ".join(_translate_words(words, annotations))
+    return f"prep.{command.replace('-', '_')}" + (f"({arguments})" if arguments else "")
+
+
+def _translate_words(words: list[str], annotations: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments of a call; KeyError if an option is unknown."""
+    remaining = words[::-1]
+    while remaining:
+        word = remaining.pop()
+        if not word.startswith("--"):
+            yield f'"{word}"'
+            continue
+        name, flag_value = _argument_of(word[2:], annotations)
+        has_value = bool(remaining) and flag_value is None and not remaining[-1].startswith("--")
+        yield _format_argument(name, flag_value, remaining.pop() if has_value else None, annotations[name])
+
+
+def _argument_of(option: str, annotations: Mapping[str, Any]) -> tuple[str, bool | None]:
+    """Return the argument of an option, and the value that the option alone sets; KeyError if it is unknown."""
+    name = ARGUMENT_NAMES.get(option, option.replace("-", "_"))
+    is_negated = name not in annotations and name.startswith("no_")
+    name = name.removeprefix("no_") if is_negated else name
+    is_flag = bool in choices_of(annotations[name])
+    return name, (not is_negated if is_flag else None)
+
+
+def _format_argument(name: str, flag_value: bool | None, value: str | None, annotation: Any) -> str:
+    if flag_value is not None:
+        return f"{name}={flag_value}"
+    if value is None:
+        return name
+    choices = choices_of(annotation)
+    if str in choices or any(get_origin(choice) is Literal for choice in choices):
+        return f'{name}="{value}"'
+    if name == "tokens":
+        return f"{name}=[[{', '.join(value.split(','))}]]"
+    return f"{name}={value}" if int in choices or float in choices else f'{name}="{value}"'
+
+
+def _translate_bare(text: str, known: Mapping[str, Any]) -> str:
+    """Return text outside backticks; a word after an option is its value if the annotation lists it."""
+
+    def replace(match: re.Match[str]) -> str:
+        try:
+            name, flag_value = _argument_of(match[1], known)
+        except KeyError:
+            return match[0]
+        options = [option for choice in choices_of(known[name]) for option in get_args(choice)]
+        is_value = match[2] in options
+        rest = f" {match[2]}" if match[2] and not is_value else ""
+        return _format_argument(name, flag_value, match[2] if is_value else None, known[name]) + rest
+
+    return _BARE_OPTION.sub(replace, text)
