@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from prepcli.api.arguments import choices_of
-from prepcli.api.options import OPTIONS_BY_COMMAND
+from prepcli.api.options import OPTIONS_BY_COMMAND, PathLike
 from prepcli.errors import PrepError
 
 # Command-line options whose argument of the Python functions has another name.
@@ -22,7 +23,7 @@ _BARE_OPTION = re.compile(r"(?<![\w`-])--([a-z][a-z-]*)(?: (\w+))?")
 def restate(error: PrepError, annotations: Mapping[str, Any]) -> None:
     """Replace the command-line options in the texts of an error by arguments of Python functions.
 
-    Options that no function has stay as they are, as do commands without a function.
+    Options that neither the called function nor a conversion has stay as they are, as do commands without a function.
 
     Args:
         error: The error. Its texts are changed in place, which keeps its class and its traceback.
@@ -35,33 +36,40 @@ def restate(error: PrepError, annotations: Mapping[str, Any]) -> None:
 
 def to_callers_terms(text: str, annotations: Mapping[str, Any]) -> str:
     """Return a text of a command with arguments of Python functions in place of command-line options."""
-    known = {name: hint for schema in OPTIONS_BY_COMMAND.values() for name, hint in _hints(schema).items()}
-    known.update(annotations)
-    parts = re.split(r"(`[^`]+`)", text)
+    parts = _SPAN.split(text)  # every second part is between backticks
     return "".join(
-        f"`{_translate_span(span[1], known)}`" if (span := _SPAN.fullmatch(part)) else _translate_bare(part, known)
-        for part in parts
+        _translate_span(part, annotations) if number % 2 else _translate_bare(part, annotations)
+        for number, part in enumerate(parts)
     )
+
+
+def _translate_span(span: str, annotations: Mapping[str, Any]) -> str:
+    """Return options or a command, in backticks: in Python, or unchanged if a part of it is unknown."""
+    with contextlib.suppress(ValueError, KeyError):
+        words = shlex.split(span)
+        if words and words[0].startswith("--"):
+            return _translate_options(words, annotations)
+        if len(words) > 1 and words[0] == "prep":
+            return f"`{_translate_command(words[1], words[2:])}`"
+    return f"`{span}`"
+
+
+def _translate_options(words: list[str], annotations: Mapping[str, Any]) -> str:
+    """Return the arguments for options of the called function, or else of a conversion, which is named too."""
+    with contextlib.suppress(KeyError):
+        return f"`{', '.join(_translate_words(words, annotations))}`"
+    for command, schema in OPTIONS_BY_COMMAND.items():
+        with contextlib.suppress(KeyError):
+            return f"`{', '.join(_translate_words(words, _hints(schema)))}` of `{_function_name(command)}`"
+    raise KeyError(words[0])
 
 
 def _hints(schema: type) -> dict[str, Any]:
     return get_type_hints(schema, include_extras=True)
 
 
-def _translate_span(span: str, known: Mapping[str, Any]) -> str:
-    """Return options or a command in Python, or unchanged if a part of it is unknown."""
-    try:
-        words = shlex.split(span)
-    except ValueError:
-        return span
-    try:
-        if words and words[0].startswith("--"):
-            return ", ".join(_translate_words(words, known))
-        if len(words) > 1 and words[0] == "prep":
-            return _translate_command(words[1], words[2:])
-    except KeyError:
-        pass
-    return span
+def _function_name(command: str) -> str:
+    return f"prep.{command.replace('-', '_')}"
 
 
 def _translate_command(command: str, words: list[str]) -> str:
@@ -69,9 +77,9 @@ def _translate_command(command: str, words: list[str]) -> str:
     if command in FUNCTIONS_WITHOUT_OPTIONS:
         annotations: Mapping[str, Any] = {}
     else:
-        annotations = _hints(OPTIONS_BY_COMMAND[command])
+        annotations = {"out": PathLike, **_hints(OPTIONS_BY_COMMAND[command])}
     arguments = ", ".join(_translate_words(words, annotations))
-    return f"prep.{command.replace('-', '_')}" + (f"({arguments})" if arguments else "")
+    return _function_name(command) + (f"({arguments})" if arguments else "")
 
 
 def _translate_words(words: list[str], annotations: Mapping[str, Any]) -> Iterator[str]:
@@ -101,25 +109,28 @@ def _format_argument(name: str, flag_value: bool | None, value: str | None, anno
         return f"{name}={flag_value}"
     if value is None:
         return name
-    choices = choices_of(annotation)
-    if str in choices or any(get_origin(choice) is Literal for choice in choices):
-        return f'{name}="{value}"'
     if name == "tokens":
         return f"{name}=[[{', '.join(value.split(','))}]]"
-    return f"{name}={value}" if int in choices or float in choices else f'{name}="{value}"'
+    choices = {type(option) for option in _literals(annotation)} | {*choices_of(annotation)}
+    is_number = str not in choices and bool({int, float} & choices)
+    return f"{name}={value}" if is_number else f'{name}="{value}"'
 
 
-def _translate_bare(text: str, known: Mapping[str, Any]) -> str:
+def _literals(annotation: Any) -> list[Any]:
+    """Return the values that the literals of an annotation list."""
+    return [value for choice in choices_of(annotation) if get_origin(choice) is Literal for value in get_args(choice)]
+
+
+def _translate_bare(text: str, annotations: Mapping[str, Any]) -> str:
     """Return text outside backticks; a word after an option is its value if the annotation lists it."""
 
     def replace(match: re.Match[str]) -> str:
         try:
-            name, flag_value = _argument_of(match[1], known)
+            name, flag_value = _argument_of(match[1], annotations)
         except KeyError:
             return match[0]
-        options = [option for choice in choices_of(known[name]) for option in get_args(choice)]
-        is_value = match[2] in options
+        is_value = match[2] in _literals(annotations[name])
         rest = f" {match[2]}" if match[2] and not is_value else ""
-        return _format_argument(name, flag_value, match[2] if is_value else None, known[name]) + rest
+        return _format_argument(name, flag_value, match[2] if is_value else None, annotations[name]) + rest
 
     return _BARE_OPTION.sub(replace, text)

@@ -48,6 +48,7 @@ def verify(
         values=fields.get("values"),
         differences=fields.get("differences", ()),
         seconds=outcome.seconds,
+        ignored_padding_rows=fields.get("ignored_padding_rows", 0),
     )
 
 

@@ -43,8 +43,11 @@ class Verification:
         is_equal: Whether no difference was found.
         tensors: Number of tensors compared. None if differences were found.
         values: Number of values compared. None if differences were found, or if no value was read (`quick`).
-        differences: For each different tensor: `leaf`, `what`, and for values `index`, `a`, `b`, `count`.
+        differences: For each different tensor: `leaf` (path in the parameter tree; empty for a tensor outside of it),
+            `tensor` (name in the checkpoint's files), `what`, and for values `index`, `a`, `b`, `count`.
         seconds: Duration of the call.
+        ignored_padding_rows: Number of rows, over all tensors of both checkpoints, that pad the vocabulary and were not
+            compared. 0 for a comparison with digests, which covers padding.
     """
 
     is_equal: bool
@@ -52,6 +55,7 @@ class Verification:
     values: int | None
     differences: Sequence[Mapping[str, Any]]
     seconds: float
+    ignored_padding_rows: int = 0
 
     def __bool__(self) -> bool:
         return self.is_equal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,24 @@ class RecordedProgress:
 
     def end(self) -> None:
         pass
+
+
+def flip_first_value(path: Path, name: str) -> None:
+    """Invert the first byte of a tensor in a safetensors file."""
+    data = bytearray(path.read_bytes())
+    header_nbytes = int.from_bytes(data[:8], "little")
+    start, _ = json.loads(data[8 : 8 + header_nbytes])[name]["data_offsets"]
+    data[8 + header_nbytes + start] ^= 0xFF
+    path.write_bytes(data)
+
+
+def flip_data_bit(init: Path) -> None:
+    """Invert a bit of a tensor in the largest data file of an Orbax item."""
+    data_file = max((init / "d").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(data_file.read_bytes())
+    position = next(index for index in range(len(data) // 2, len(data)) if data[index])  # gaps between chunks are zeros
+    data[position] ^= 1
+    data_file.write_bytes(data)
 
 
 def test_api_exports_every_name_in_all():
@@ -91,6 +110,21 @@ def test_api_plans_of_folders_write_no_file(model: Path, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_api_plan_repr_is_one_short_line(model: Path):
+    plan = prep.plan_save_init(model)
+    tensors = len(prep.inspect(model).tensors)
+    nbytes = sum(tensor.nbytes for tensor in prep.inspect(model).tensors)
+    assert repr(plan) == f"<Plan save-init of {model}: {tensors} tensors, {nbytes:,} bytes in {len(plan.files)} files>"
+
+
+def test_api_plan_text_lists_files_and_tensors(model: Path):
+    plan = prep.plan_pad_vocab(model, multiple=8)
+    lines = str(plan).splitlines()
+    assert lines[0] == repr(plan)
+    assert len(lines) == 1 + len(plan.files) + len(plan.streams)
+    assert "move  transformer.wte.weight  float32 [264, 32]  rows 257:264  896 bytes  filled with zeros" in lines
+
+
 def test_api_plan_export_lists_the_files(model: Path, tmp_path: Path):
     init = prep.save_init(model, tmp_path / "init").path
     assert [file.path for file in prep.plan_export(init).files] == ["model.safetensors"]
@@ -138,11 +172,7 @@ def test_api_other_output_is_an_output_exists_error(model: Path, tmp_path: Path)
 
 def test_api_flipped_bit_is_a_damaged_error(model: Path, tmp_path: Path):
     init = prep.save_init(model, tmp_path / "init").path
-    data_file = max((init / "d").iterdir(), key=lambda path: path.stat().st_size)
-    data = bytearray(data_file.read_bytes())
-    position = next(index for index in range(len(data) // 2, len(data)) if data[index])  # gaps between chunks are zeros
-    data[position] ^= 1
-    data_file.write_bytes(data)
+    flip_data_bit(init)
     with pytest.raises(prep.DamagedError):
         prep.reshard(init, tmp_path / "again", mesh="1,2,1")
 
@@ -172,3 +202,32 @@ def test_api_verification_is_true_if_equal(model: Path, tmp_path: Path):
     init = prep.save_init(model, tmp_path / "init", dtype="bfloat16").path
     assert prep.verify(init)
     assert not prep.verify(init, model)
+
+
+def test_api_verify_counts_the_ignored_padding(model: Path, tmp_path: Path):
+    padded = prep.pad_vocab(model, tmp_path / "padded", multiple=8).path
+    result = prep.verify(padded, model)
+    assert (result.is_equal, result.ignored_padding_rows) == (True, 7)
+    assert result.values == prep.verify(model, model).values
+    assert prep.verify(padded, model, quick=True).ignored_padding_rows == 7
+    assert prep.verify(padded).ignored_padding_rows == 0
+    assert prep.verify(padded).values == prep.inspect(padded).parameters
+
+
+def test_api_names_of_a_damaged_tensor_agree(model: Path, tmp_path: Path):
+    folder = prep.pad_vocab(model, tmp_path / "padded", multiple=8).path
+    name = "params.embed.tokens (transformer.wte.weight)"
+    flip_first_value(min(folder.glob("*.safetensors")), "transformer.wte.weight")
+    difference = prep.verify(folder).differences[0]
+    assert f"{difference['leaf']} ({difference['tensor']})" == name
+    with pytest.raises(prep.DamagedError) as caught:
+        prep.load_params(folder)
+    assert caught.value.what == f"{name} in {folder} is damaged"
+
+
+def test_api_names_of_a_damaged_leaf_agree(model: Path, tmp_path: Path):
+    init = prep.save_init(model, tmp_path / "init").path
+    flip_data_bit(init)
+    with pytest.raises(prep.DamagedError) as caught:
+        prep.load_params(init)
+    assert caught.value.what == f"{prep.verify(init).differences[0]['leaf']} of {init} is damaged"

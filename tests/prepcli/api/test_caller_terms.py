@@ -29,6 +29,9 @@ from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
         ("`prep verify a b`", '`prep.verify("a", "b")`'),
         ("`prep inspect m 'a.b' --stats`", "`prep inspect m 'a.b' --stats`"),
         ("`hf download m --force-download`", "`hf download m --force-download`"),
+        ("`--scan-axis 1`", "`scan_axis=1`"),
+        ("`prep export m --out x`", '`prep.export("m", out="x")`'),
+        ("or `--multiple 8`", "or `multiple=8` of `prep.pad_vocab`"),
         ("`--workers 2` and it's", "`--workers 2` and it's"),
         ("`don't --out`", "`don't --out`"),
     ],
@@ -72,4 +75,5 @@ def test_hint_of_load_params_names_no_option(model: Path, tmp_path: Path):
     with pytest.raises(prep.UsageError) as caught:
         prep.load_params(init, mesh="1,1,8")
     assert '`prep.save_init("MODEL", mesh="1,1,8", pad_vocab="auto")`' in caught.value.hint
+    assert caught.value.hint.endswith("or with `rules` of `prep.save_init`")
     assert "--" not in str(caught.value)
