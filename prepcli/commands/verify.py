@@ -222,7 +222,7 @@ def _value_findings(
 
 def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
     streams = [_row_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
-    difference = compare_streams(a.source.byte_sources, streams[0], b.source.byte_sources, streams[1])
+    difference = compare_streams(a.source.byte_sources, streams[0], blobs_b=b.source.byte_sources, stream_b=streams[1])
     num_values = math.prod(streams[0].shape)
     first = f"{list(difference.index)}: {difference.value_a} -> {difference.value_b}"
     text = f"{difference.count:,} of {num_values:,} values; first at {first}"
@@ -272,7 +272,7 @@ def _compute_digests(
     try:
         budget = make_budget(memory_nbytes)
         with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            outcome = pipeline.run(streams, files, None, budget, progress)
+            outcome = pipeline.run(streams, files, sink=None, budget=budget, progress=progress)
     finally:
         progress.end()
     return [outcome.digests[i] for i in range(len(streams))]

@@ -38,8 +38,8 @@ class BackgroundSync:
         self,
         sink: Files,
         journal: Journal,
-        max_unsynced_nbytes: int,
         *,
+        max_unsynced_nbytes: int,
         before_record: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

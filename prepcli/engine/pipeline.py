@@ -67,6 +67,7 @@ class PipelineResult:
 def run(
     streams: Sequence[Stream],
     source: RunReader,
+    *,
     sink: Files | None,
     budget: Budget,
     progress: Progress,
@@ -213,7 +214,7 @@ class _PipelineRun:
     def _make_tasks(self, stream_numbers: Sequence[int]) -> Iterator[_SlabTask]:
         """Yield the slabs of streams, each with buffers from the pool."""
         for number in stream_numbers:
-            for slab in split_stream(number, self.streams[number], self.budget.slab_nbytes):
+            for slab in split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes):
                 needs_gather = _needs_gather(slab, is_aligned=self.sink is None or self.sink.policy.needs_alignment)
                 buffers = self.buffers.acquire(buffers_needed(slab, needs_gather))
                 yield _SlabTask(slab, self._new_nbytes(slab), needs_gather, buffers, np.empty(0, np.uint8))
@@ -280,14 +281,17 @@ class _PipelineRun:
             task.data = self.fills.make_rows(slab, _page_offset_view(slab, task.buffers[0], slab.nbytes))
         elif needs_permute(slab.reads):
             task.data = scatter(
-                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.nbytes), self.permute_pool
+                slab, task.data, out=_page_offset_view(slab, task.swap_buffers(), slab.nbytes), pool=self.permute_pool
             )
             self.result.copied_nbytes += slab.nbytes
         self.fills.add_slab(slab, task.data)
         self._digest(task)
         if task.needs_gather:
             task.data = gather(
-                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.written_nbytes), self.permute_pool
+                slab,
+                task.data,
+                out=_page_offset_view(slab, task.swap_buffers(), slab.written_nbytes),
+                pool=self.permute_pool,
             )
             self.result.copied_nbytes += slab.written_nbytes
         self.result.seconds.move += time.perf_counter() - start_s
@@ -364,7 +368,10 @@ def _make_background_sync(
         return None
     max_unsynced_nbytes = min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2)
     return BackgroundSync(
-        sink, journal, max_unsynced_nbytes, before_record=checksums.save if checksums else lambda: None
+        sink,
+        journal,
+        max_unsynced_nbytes=max_unsynced_nbytes,
+        before_record=checksums.save if checksums else lambda: None,
     )
 
 

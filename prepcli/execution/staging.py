@@ -107,7 +107,7 @@ class Staging:
                     raise _other_run_error(self.folder, earlier_identity, run_identity)
                 division = self._load_division(str(run_identity["plan"]), is_first)
                 self._lock_share()
-                self._failures = FailureNotes(self.work, str(run_identity["plan"]), share)
+                self._failures = FailureNotes(self.work, str(run_identity["plan"]), share=share)
         except OSError as error:
             raise io_error(self.folder, error) from error
         return division
@@ -160,7 +160,7 @@ class Staging:
         """Return the digests of all complete, durable streams."""
         digests = dict(division.durable_digests)
         for index in range(division.count):
-            digests |= read_journal(self.journal_path_of(index), run_id, division.label).digests
+            digests |= read_journal(self.journal_path_of(index), run_id, division=division.label).digests
         return digests
 
     def _make_folders(self) -> None:

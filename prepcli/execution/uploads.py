@@ -72,7 +72,7 @@ def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
 
 
 def make_and_upload(
-    request: UploadRequest, has_other_processes: bool, ui: Ui, make_output: Callable[[Path, bool], Report]
+    request: UploadRequest, has_other_processes: bool, *, ui: Ui, make_output: Callable[[Path, bool], Report]
 ) -> Report:
     """Create an output and upload it. An existing output of the same request is kept.
 

@@ -325,7 +325,7 @@ def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
 
     The box must be contiguous in the tensor's C order.
     """
-    return location_copies(stream.reads, stream.shape, itemsize(stream.dtype), box)
+    return location_copies(stream.reads, stream.shape, item_nbytes=itemsize(stream.dtype), box=box)
 
 
 def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
@@ -333,10 +333,10 @@ def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
 
     The box must be contiguous in the tensor's C order.
     """
-    return location_copies(stream.writes, stream.shape, itemsize(stream.written_dtype), box)
+    return location_copies(stream.writes, stream.shape, item_nbytes=itemsize(stream.written_dtype), box=box)
 
 
-def location_copies(locations: Locations, shape: Sequence[int], item_nbytes: int, box: Box) -> Iterator[StridedCopy]:
+def location_copies(locations: Locations, shape: Sequence[int], *, item_nbytes: int, box: Box) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a tensor and its locations.
 
     Args:

@@ -85,6 +85,6 @@ def check_tensors(
     try:
         budget = make_budget(CHECK_MEMORY_NBYTES)
         with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            pipeline.run(streams, files, None, budget, progress, on_digest=compare)
+            pipeline.run(streams, files, sink=None, budget=budget, progress=progress, on_digest=compare)
     finally:
         progress.end()

@@ -109,7 +109,7 @@ class Source:
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
         """Return the true and the stored vocabulary size; `true_size` overrides the config's true size."""
-        return read_vocabulary(self.config, self.family.sizes(self.config)["vocab"], true_size)
+        return read_vocabulary(self.config, self.family.sizes(self.config)["vocab"], true_size=true_size)
 
     def tensor_specs(self) -> dict[str, TensorInfo]:
         """Return dtype, shape and bytes of every parameter, by name."""
@@ -123,7 +123,15 @@ def match_source_tensors(source: Source, table: Mapping[str, Row], options: Matc
         PrepError: Tensors are missing, unexpected or of another shape.
     """
     sizes = source.family.sizes(source.config)
-    return match_tensors(source.names, source.config, sizes, table, source.tensor_specs(), options, source.display_name)
+    return match_tensors(
+        source.names,
+        source.config,
+        sizes=sizes,
+        rows=table,
+        tensors=source.tensor_specs(),
+        options=options,
+        source_name=source.display_name,
+    )
 
 
 def stored_rows(source: Source) -> dict[str, Row]:

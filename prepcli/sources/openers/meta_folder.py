@@ -97,7 +97,7 @@ def open_meta(path: Path, display_name: str, hints: SourceHints) -> Source:
         root=path,
         family=FAMILY,
         config=config,
-        names=detect_names(FAMILY, config, [_hf_name(tensor.name) for tensor in tensors]),
+        names=detect_names(FAMILY, config, full_names=[_hf_name(tensor.name) for tensor in tensors]),
         tensors=tensors,
         files=sharded.paths,
         file_stamps=tuple(

@@ -49,7 +49,12 @@ class Life:
                     stage.discard()
                     return
                 task = ConversionTask(PLAN, RUN, stage, division, range(self.share.index, self.share.index + 1))
-                work_together(task, lambda: self._move(task), lambda done: self._finish(task, done), WaitOptions())
+                work_together(
+                    task,
+                    lambda: self._move(task),
+                    publish=lambda done: self._finish(task, done),
+                    wait_options=WaitOptions(),
+                )
         remove_work_folder(out)
 
     def _move(self, task: ConversionTask) -> PipelineResult:
