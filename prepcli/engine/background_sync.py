@@ -90,5 +90,5 @@ class BackgroundSync:
         self._sink.sync()
         self._sink.check_unchanged()
         self._before_record()
-        self._journal.record(point.done_nbytes, point.digests, point.prefix)
+        self._journal.record(point.done_nbytes, point.digests, prefix=point.prefix)
         self._ended_s = self._clock()

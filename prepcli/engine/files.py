@@ -210,7 +210,7 @@ class Files:
         """Fill `into` with a file's bytes from `offset` on, with direct I/O if both have the same page offset."""
         self._transfer_by_pages(os.preadv, file, into, offset)
 
-    def write_bytes(self, file: int, data: bytes, offset: int = 0) -> None:
+    def write_bytes(self, file: int, data: bytes, *, offset: int = 0) -> None:
         """Write bytes that do not come from a tensor, such as a header."""
         self._transfer_all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
         self._mark_unsynced(file)

@@ -150,7 +150,7 @@ class Journal:
             with contextlib.ExitStack() as cleanup:
                 cleanup.callback(self.close)
                 self._append({"run": run_id, "division": division, "session": session})
-                self.record(self.done_nbytes, self.digests, self.prefix)
+                self.record(self.done_nbytes, self.digests, prefix=self.prefix)
                 temporary.rename(path)
                 cleanup.pop_all()
         except OSError as error:
@@ -168,7 +168,7 @@ class Journal:
             return prefix
         return StreamPrefix(self._numbers.index(prefix.stream_number), prefix.nbytes, prefix.digest)
 
-    def record(self, done_nbytes: int, digests: dict[int, str], prefix: StreamPrefix | None = None) -> None:
+    def record(self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None) -> None:
         """Record durable bytes.
 
         Args:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
 from prepcli.engine.permute import scatter
-from prepcli.engine.pipeline import needs_permute
+from prepcli.engine.slab_buffers import needs_permute
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import split_stream_evenly
 

@@ -122,7 +122,7 @@ def execute_plan(
     check_free_space(plan, Staging(options.out).folder)
     coverage.check(plan, lambda: split_streams(plan.streams, budget.slab_nbytes))
     with open_staging(options.out) as stage:
-        division = stage.open(run_identity, options.restart, options.share)
+        division = stage.open(run_identity, options.restart, share=options.share)
         if _is_already_done(plan, run_identity, options):  # by the other processes, meanwhile
             stage.discard()
             return ConversionResult(options.out, PipelineResult(), 0, already_done=True)
@@ -366,7 +366,7 @@ def open_sink(plan: Plan, stage: Staging) -> Iterator[Files]:
         for number, file in enumerate(plan.files):
             for offset, data in ((0, file.header), *file.constant_ranges):
                 if data:
-                    sink.write_bytes(number, data, offset)
+                    sink.write_bytes(number, data, offset=offset)
         yield sink
 
 

@@ -26,7 +26,8 @@ from prepcli.execution.block_checksums import checksum_recorder
 from prepcli.execution.execute import check_free_space, identify_run, open_sink
 from prepcli.execution.finalize import finalize_output
 from prepcli.execution.locks import acquire_lock
-from prepcli.execution.staging import fsync_path, open_staging, remove_path, remove_work_folder
+from prepcli.execution.paths import fsync_path, remove_path
+from prepcli.execution.staging import open_staging, remove_work_folder
 from prepcli.formats.manifest import MANIFEST_FILE, PREP_KEYS, STATE_ITEM
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.planning.plan import Plan, SmallFile

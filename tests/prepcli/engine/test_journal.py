@@ -121,7 +121,7 @@ def test_journal_of_earlier_versions_is_empty(path: Path):
 
 def test_journal_keeps_the_last_prefix(path: Path):
     journal = Journal(path, "run", division="3 without ", stream_numbers=(4, 7, 9), session="one")
-    journal.record(10, {0: "a"}, StreamPrefix(1, 6, "b"))
+    journal.record(10, {0: "a"}, prefix=StreamPrefix(1, 6, "b"))
     journal.close()
     state = read_journal(path, "run", division="3 without ")
     assert state == JournalState(10, {4: "a"}, StreamPrefix(7, 6, "b"), "one")

@@ -250,9 +250,9 @@ class RecordingJournal(Journal):
         self.marks: list[int] = []
         super().__init__(folder / "journal", "run")
 
-    def record(self, done_nbytes: int, digests: dict[int, str], prefix: StreamPrefix | None = None) -> None:
+    def record(self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None) -> None:
         self.marks.append(done_nbytes)
-        super().record(done_nbytes, digests, prefix)
+        super().record(done_nbytes, digests, prefix=prefix)
 
 
 @pytest.mark.parametrize("text", ["mlp embed <- {n}: embed mlp", "embed mlp <- {n}: embed mlp"])

@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def joined(out: Path, share: Share, restart: bool = False) -> ConversionTask:
     stage = Staging(out)
-    return ConversionTask(PLAN, RUN, stage, stage.open(RUN, restart, share), range(share.index, share.index + 1))
+    return ConversionTask(PLAN, RUN, stage, stage.open(RUN, restart, share=share), range(share.index, share.index + 1))
 
 
 def finish(task: ConversionTask) -> None:

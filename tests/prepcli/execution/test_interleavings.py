@@ -44,7 +44,7 @@ class Life:
         """Run the steps of `execute_plan`, with one file per stream as the share."""
         if not (out / "whole").exists():
             with open_staging(out) as stage:
-                division = stage.open(RUN, self.restart, self.share)
+                division = stage.open(RUN, self.restart, share=self.share)
                 if (out / "whole").exists():
                     stage.discard()
                     return
