@@ -43,7 +43,7 @@ def load_params(
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
         dtype: Dtype of the arrays, "float32" or "bfloat16".
         verify: Compare every byte with the checkpoint's checksums or digests.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
     Returns:
@@ -51,7 +51,9 @@ def load_params(
         stacked layers is `[layers, heads, head_dim, embed]`.
 
     Raises:
-        PrepError: The checkpoint lacks a parameter, its bytes are damaged, or the mesh does not divide a parameter.
+        UsageError: An argument is invalid, or the mesh does not fit the devices or does not divide a parameter.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
     ui = silent_ui("load-params", progress)
     located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
@@ -100,11 +102,16 @@ def generate(
         dtype: Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.
         batch_size: Prompts per batch.
         verify: Compare the weights with the checkpoint's checksums or digests.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
+    Returns:
+        The continuations, without the prompts, in the order of the prompts.
+
     Raises:
-        PrepError: A prompt is too long, a token id is out of range, or the checkpoint cannot be used.
+        UsageError: An argument is invalid, a prompt is too long, or a token id is out of range.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint, its tokenizer or the devices cannot be used.
     """
     request = generate_command.GenerateRequest(
         common_options(checkpoint, None, options),
@@ -146,18 +153,20 @@ def train(
     Args:
         recipe: A TOML file; docs/recipes.md lists its keys.
         out: Folder of the run; default: `runs/NAME`.
-        overrides: Changes of recipe keys, such as "train.steps=10".
+        overrides: Change, or changes, of recipe keys, such as "train.steps=10".
         restart: Delete the steps of an earlier run.
         stop_after: Stop after this many steps; 0: at the end of the recipe.
         offline: Use only the hub's cache.
         verify: Compare the checkpoint with its checksums while it is read.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes downloaded, checked or tokenised; default: none. See `Progress`.
 
     Returns:
         The run. A run stopped by `stop_after` or a signal is not an exception: its `is_finished` is False.
 
     Raises:
-        PrepError: The recipe is invalid, or training failed.
+        UsageError: An argument or a key of the recipe is invalid.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: Training failed.
     """
     request = train_command.TrainRequest(
         Path(recipe),

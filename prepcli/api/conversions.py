@@ -49,10 +49,16 @@ def pad_vocab(
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         out: Output folder; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `PadVocabOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _pad_vocab_request(checkpoint, out, options)
@@ -61,7 +67,20 @@ def pad_vocab(
 
 @public
 def plan_pad_vocab(checkpoint: PathLike, **options: Unpack[PadVocabOptions]) -> Plan:
-    """Return the plan of `pad_vocab`. Takes the same options."""
+    """Plan `pad_vocab` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `PadVocabOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _pad_vocab_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: pad_vocab_command.plan_pad_vocab(request, source, located))
 
@@ -74,15 +93,21 @@ def save_init(
     progress: Progress | None = None,
     **options: Unpack[SaveInitOptions],
 ) -> Conversion:
-    """Write an Orbax checkpoint of parameters whose chunks are the shards of a mesh.
+    """Write an Orbax checkpoint of the parameters of a Hugging Face folder, whose chunks are the shards of a mesh.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         out: Output folder or URL; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `SaveInitOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _save_init_request(checkpoint, out, options)
@@ -91,7 +116,20 @@ def save_init(
 
 @public
 def plan_save_init(checkpoint: PathLike, **options: Unpack[SaveInitOptions]) -> Plan:
-    """Return the plan of `save_init`. Takes the same options."""
+    """Plan `save_init` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `SaveInitOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _save_init_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: save_init_command.plan_orbax_item(request, source, located))
 
@@ -109,10 +147,16 @@ def reshard(
     Args:
         checkpoint: Folder or URL of an init checkpoint, a training run or a step of one.
         out: Output folder or URL; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `ReshardOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _reshard_request(checkpoint, out, options)
@@ -121,7 +165,20 @@ def reshard(
 
 @public
 def plan_reshard(checkpoint: PathLike, **options: Unpack[ReshardOptions]) -> Plan:
-    """Return the plan of `reshard`. Takes the same options."""
+    """Plan `reshard` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one.
+        **options: See `ReshardOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _reshard_request(checkpoint, None, options)
     plan = partial(save_init_command.plan_orbax_item, request, command="reshard")
     return _plan(request.common, plan)
@@ -135,15 +192,21 @@ def export(
     progress: Progress | None = None,
     **options: Unpack[ExportOptions],
 ) -> Conversion:
-    """Write a Hugging Face folder, or a Flax or EasyLM checkpoint.
+    """Write a Hugging Face folder, or a Flax or EasyLM checkpoint, without the padding of the vocabulary.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         out: Output folder; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `ExportOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _export_request(checkpoint, out, options)
@@ -152,7 +215,20 @@ def export(
 
 @public
 def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
-    """Return the plan of `export`. Takes the same options."""
+    """Plan `export` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `ExportOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _export_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: export_command.plan_export(request, source, located))
 

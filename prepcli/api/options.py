@@ -1,4 +1,7 @@
-"""Keyword options of the public conversion functions, each with the meaning of the command-line option of its name."""
+"""Keyword options of the public functions, each with the meaning of the command-line option of its name.
+
+All keys are optional. An unknown key or a value of another type raises a UsageError.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,14 @@ DEFAULT_MEMORY = "512MiB"
 class SourceOptions(TypedDict, total=False):
     """How a source is read.
 
-    `revision`: branch, tag or commit on the hub. `offline`: use only the hub's cache. `stream`: read tensors from
-    the hub without a local copy. `config`: config.json, or its folder, of a source without one. `step`: step of a
-    training run. `memory`: memory limit, in bytes or as text such as "512MiB".
+    Attributes:
+        revision: Branch, tag or commit on the hub; default: the main branch.
+        offline: Use only the hub's cache; default: False.
+        stream: Read tensors from the hub without a local copy; default: False.
+        config: config.json, or its folder, of a source without one.
+        step: Step of a training run; default: the last.
+        memory: Limit of anonymous memory beyond that of opening the source, in bytes or as text such as "1GiB"; at
+            least 32 MiB, default "512MiB". `load_params` and `generate` ignore it.
     """
 
     revision: str | None
@@ -36,8 +44,10 @@ class SourceOptions(TypedDict, total=False):
 class ConversionOptions(SourceOptions, total=False):
     """How an output is written.
 
-    `overwrite`: replace another output of prep. `restart`: discard the work of an interrupted run. `true_vocab`: number
-    of tokens of a vocabulary that was published with padding.
+    Attributes:
+        overwrite: Replace another output of prep; default: False.
+        restart: Discard the work of an interrupted run; default: False.
+        true_vocab: Number of tokens of a vocabulary that was published with padding.
     """
 
     overwrite: bool
@@ -48,7 +58,9 @@ class ConversionOptions(SourceOptions, total=False):
 class DropOptions(TypedDict, total=False):
     """Which source tensors may be ignored.
 
-    `drop`: patterns of names to ignore. `untie`: keep a head that differs from the embedding it should equal.
+    Attributes:
+        drop: Pattern, or patterns, of names to ignore, such as "*.rotary_emb.inv_freq".
+        untie: Keep a head that differs from the embedding it should equal; default: False.
     """
 
     drop: str | Sequence[str]
@@ -56,14 +68,25 @@ class DropOptions(TypedDict, total=False):
 
 
 class NewRowOptions(TypedDict, total=False):
-    """Values of padding rows. `init`: "zeros", "mean" or "normal". `seed`: seed of "normal"."""
+    """Values of padding rows.
+
+    Attributes:
+        init: "zeros" (the default), "mean" of the true rows, or "normal" with the config's `initializer_range`.
+        seed: Seed of "normal", below 2**64; default: 0.
+    """
 
     init: Literal["zeros", "mean", "normal"]
     seed: NonNegativeInt | None
 
 
 class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False):
-    """Options of `pad_vocab`. At most one of `multiple` (default 8), `size` and `mesh` sets the number of rows."""
+    """Options of `pad_vocab`. At most one of `multiple`, `size` and `mesh` sets the number of rows.
+
+    Attributes:
+        multiple: Pad to a multiple of this number of rows; default: 8.
+        size: Pad to this number of rows.
+        mesh: Pad to a number of rows that this mesh divides, such as "1,64,4" (dp,fsdp,mp) or "fsdp:64,mp:4".
+    """
 
     multiple: PositiveInt | None
     size: PositiveInt | None
@@ -73,8 +96,13 @@ class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False
 class LayoutOptions(ConversionOptions, total=False):
     """Layout of an Orbax checkpoint.
 
-    `mesh`: "dp,fsdp,mp" or named axes such as "fsdp:64,mp:4". `rules`: changes of partition rules such as "embed=none".
-    `scan`: stack layers in one leaf. `scan_axis`: axis of the stack. `compress`: "zstd" or "zstd:LEVEL".
+    Attributes:
+        mesh: "dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are its shards; default:
+            chunks of at most 4 MiB.
+        rules: Change, or changes, of partition rules, such as "embed=none" or "kv_heads=mp|none".
+        scan: Stack all layers in one leaf; default: as in the source, True for a Hugging Face folder.
+        scan_axis: Axis of the stack; default: as in the source, 0 for a Hugging Face folder.
+        compress: "zstd" or "zstd:LEVEL"; default: uncompressed.
     """
 
     mesh: str | None
@@ -87,8 +115,10 @@ class LayoutOptions(ConversionOptions, total=False):
 class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
     """Options of `save_init`.
 
-    `pad_vocab`: "no", "auto" (to the size that the mesh divides) or a multiple as text. `dtype`: "float32", "bfloat16"
-    or "float16". `allow_overflow`: write infinity for values too large for `dtype`.
+    Attributes:
+        pad_vocab: "no" (the default), "auto" (to the size that the mesh divides) or a multiple as text, such as "8".
+        dtype: Dtype to cast to; default: as in the source.
+        allow_overflow: Write infinity for values too large for `dtype`; default: False, which raises.
     """
 
     pad_vocab: str
@@ -97,7 +127,11 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
 
 
 class ReshardOptions(LayoutOptions, total=False):
-    """Options of `reshard`. `params_only`: leave out the optimizer state of a training checkpoint."""
+    """Options of `reshard`.
+
+    Attributes:
+        params_only: Leave out the optimizer state of a training checkpoint; default: False.
+    """
 
     params_only: bool
 
@@ -105,8 +139,12 @@ class ReshardOptions(LayoutOptions, total=False):
 class ExportOptions(ConversionOptions, total=False):
     """Options of `export`.
 
-    `layout`: "hf", "hf-flax" or "easylm". `keep_padding`: keep the padding rows. `shard_size`: largest file, in
-    bytes or as text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
+    Attributes:
+        layout: "hf" (safetensors, the default), "hf-flax" (Flax msgpack) or "easylm" (stream).
+        keep_padding: Keep the padding rows of the vocabulary; default: False.
+        shard_size: Largest file, in bytes or as text such as "5GB" (the default).
+        dtype: Dtype to cast to; default: as in the source.
+        allow_overflow: Write infinity for values too large for `dtype`; default: False, which raises.
     """
 
     layout: Literal["hf", "hf-flax", "easylm"]
