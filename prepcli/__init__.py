@@ -1,6 +1,7 @@
 """prep: prepare language-model checkpoints for JAX and train from them.
 
-Public functions print no text, return typed results and raise `PrepError`. Everything else is internal.
+Public functions print no text, return typed results and raise `PrepError`. The types of their options and results are
+exported for annotations. Everything else is internal.
 
     import prepcli as prep
 
@@ -26,15 +27,46 @@ if TYPE_CHECKING:
         reshard,
         save_init,
     )
+    from prepcli.api.options import (
+        ConversionOptions,
+        DropOptions,
+        ExportOptions,
+        LayoutOptions,
+        NewRowOptions,
+        PadVocabOptions,
+        ReshardOptions,
+        SaveInitOptions,
+        SourceOptions,
+    )
+    from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
+    from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
+    from prepcli.planning.plan import Plan
 
     __version__: str
 
 __all__ = [
+    "Conversion",
+    "ConversionOptions",
     "DamagedError",
+    "DropOptions",
+    "ExportOptions",
+    "Generation",
+    "Inspection",
+    "LayoutOptions",
+    "NewRowOptions",
     "OutputExistsError",
+    "PadVocabOptions",
+    "Plan",
     "PrepError",
+    "Progress",
+    "ReshardOptions",
+    "SaveInitOptions",
+    "SourceOptions",
+    "TensorSummary",
+    "TrainingRun",
     "UsageError",
+    "Verification",
     "__version__",
     "export",
     "generate",
@@ -54,7 +86,11 @@ __all__ = [
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
+    "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
+    "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
+    "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
+    "prepcli.planning.plan": ("Plan",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

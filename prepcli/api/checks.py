@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from prepcli.api.options import PathLike, SourceOptions, check_options, common_options
+from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.public import public
 from prepcli.api.results import Inspection, TensorSummary, Verification
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import verify as verify_command
@@ -13,6 +14,7 @@ from prepcli.console.progress import Progress
 from prepcli.inspection.contents import count_parameters
 
 
+@public
 def verify(
     checkpoint: PathLike,
     against: PathLike | None = None,
@@ -27,16 +29,18 @@ def verify(
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         against: A second checkpoint; default: the digests in the manifest.
         quick: Compare names, shapes and dtypes only. No value is read.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes read; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
     Returns:
-        The differences. A difference is not an exception.
+        The differences. A difference is not an exception: the result is False in a condition. Two checkpoints are
+        compared without the padding of the vocabulary, a checkpoint and its digests with it.
 
     Raises:
-        PrepError: A checkpoint could not be read, or has no digests to compare with.
+        UsageError: An argument is invalid, or `checkpoint` has no digests and `against` is missing.
+        DamagedError: A file is missing, cut short or malformed. Changed values are differences.
+        PrepError: A checkpoint cannot be read, or the checkpoints are of different families.
     """
-    check_options(options, SourceOptions)
     common = common_options(checkpoint, None, options)
     request = verify_command.VerifyRequest(common, str(against) if against is not None else None, quick)
     outcome = run_silently("verify", lambda ui: verify_command.verify(request, ui), progress)
@@ -47,9 +51,11 @@ def verify(
         values=fields.get("values"),
         differences=fields.get("differences", ()),
         seconds=outcome.seconds,
+        ignored_padding_rows=fields.get("ignored_padding_rows", 0),
     )
 
 
+@public
 def inspect(
     checkpoint: PathLike, *, revision: str | None = None, offline: bool = False, stream: bool = False
 ) -> Inspection:
@@ -61,8 +67,13 @@ def inspect(
         offline: Use only the hub's cache.
         stream: Read from the hub without a local copy.
 
+    Returns:
+        Name, shape, dtype and size of every tensor, and the number of parameters.
+
     Raises:
-        PrepError: The checkpoint could not be read.
+        UsageError: An argument is invalid.
+        DamagedError: A header, an index or other metadata is damaged.
+        PrepError: The checkpoint cannot be read.
     """
     request = InspectRequest(str(checkpoint), revision=revision, offline=offline, stream=stream)
     _, contents = read_checkpoint(request, request.checkpoint, revision, silent_ui("inspect"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Literal, Unpack
 
-from prepcli.api.options import LoadOptions, PathLike, SourceOptions, as_tuple, check_options, common_options
+from prepcli.api.arguments import NonNegativeInt, PositiveInt
+from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_options
+from prepcli.api.public import public
 from prepcli.api.results import Generation, TrainingRun
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import generate as generate_command
@@ -15,16 +17,17 @@ from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
 from prepcli.restore.params import open_model
+from trainer.models.param_tree import Tree
 
-if TYPE_CHECKING:
-    from trainer.models.param_tree import Tree
+ComputeDtype = Literal["float32", "bfloat16"]
 
 
+@public
 def load_params(
     checkpoint: PathLike,
     mesh: str | None = None,
     *,
-    dtype: str = "float32",
+    dtype: ComputeDtype = "float32",
     verify: bool = True,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
@@ -40,7 +43,7 @@ def load_params(
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
         dtype: Dtype of the arrays, "float32" or "bfloat16".
         verify: Compare every byte with the checkpoint's checksums or digests.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
     Returns:
@@ -48,9 +51,10 @@ def load_params(
         stacked layers is `[layers, heads, head_dim, embed]`.
 
     Raises:
-        PrepError: The checkpoint lacks a parameter, its bytes are damaged, or the mesh does not divide a parameter.
+        UsageError: An argument is invalid, or the mesh does not fit the devices or does not divide a parameter.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
-    check_options({**options, "mesh": mesh, "dtype": dtype}, LoadOptions)
     ui = silent_ui("load-params", progress)
     located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
     with open_model(
@@ -63,20 +67,21 @@ def load_params(
         return opened.load(lambda path: dtype)
 
 
+@public
 def generate(
     checkpoint: PathLike,
     prompts: str | Sequence[str] = (),
     *,
     tokens: Sequence[Sequence[int]] = (),
     tokenizer: PathLike | None = None,
-    max_new_tokens: int | None = None,
+    max_new_tokens: PositiveInt | None = None,
     temperature: float = 0.0,
-    top_k: int = 0,
+    top_k: NonNegativeInt = 0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: NonNegativeInt = 0,
     mesh: str | None = None,
-    dtype: str | None = None,
-    batch_size: int = 16,
+    dtype: ComputeDtype | None = None,
+    batch_size: PositiveInt = 16,
     verify: bool = True,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
@@ -97,13 +102,17 @@ def generate(
         dtype: Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.
         batch_size: Prompts per batch.
         verify: Compare the weights with the checkpoint's checksums or digests.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
+    Returns:
+        The continuations, without the prompts, in the order of the prompts.
+
     Raises:
-        PrepError: A prompt is too long, a token id is out of range, or the checkpoint cannot be used.
+        UsageError: An argument is invalid, a prompt is too long, or a token id is out of range.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint, its tokenizer or the devices cannot be used.
     """
-    check_options({**options, "mesh": mesh, "dtype": dtype}, LoadOptions)
     request = generate_command.GenerateRequest(
         common_options(checkpoint, None, options),
         prompt_texts=as_tuple(prompts),
@@ -127,13 +136,14 @@ def generate(
     )
 
 
+@public
 def train(
     recipe: PathLike,
     out: PathLike | None = None,
     *,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     restart: bool = False,
-    stop_after: int = 0,
+    stop_after: NonNegativeInt = 0,
     offline: bool = False,
     verify: bool = True,
     progress: Progress | None = None,
@@ -143,22 +153,24 @@ def train(
     Args:
         recipe: A TOML file; docs/reference/recipes.md lists its keys.
         out: Folder of the run; default: `runs/NAME`.
-        overrides: Changes of recipe keys, such as "train.steps=10".
+        overrides: Change, or changes, of recipe keys, such as "train.steps=10".
         restart: Delete the steps of an earlier run.
         stop_after: Stop after this many steps; 0: at the end of the recipe.
         offline: Use only the hub's cache.
         verify: Compare the checkpoint with its checksums while it is read.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes downloaded, checked or tokenised; default: none. See `Progress`.
 
     Returns:
         The run. A run stopped by `stop_after` or a signal is not an exception: its `is_finished` is False.
 
     Raises:
-        PrepError: The recipe is invalid, or training failed.
+        UsageError: An argument or a key of the recipe is invalid.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: Training failed.
     """
     request = train_command.TrainRequest(
         Path(recipe),
-        tuple(overrides),
+        as_tuple(overrides),
         Path(out) if out is not None else None,
         restart=restart,
         stop_after=stop_after,

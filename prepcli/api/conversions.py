@@ -14,12 +14,12 @@ from prepcli.api.options import (
     ReshardOptions,
     SaveInitOptions,
     as_tuple,
-    check_options,
     common_options,
     match_options,
     select,
-    to_nbytes,
+    to_shard_nbytes,
 )
+from prepcli.api.public import public
 from prepcli.api.results import Conversion
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import export as export_command
@@ -36,6 +36,7 @@ NEW_ROWS = ("init", "seed", "true_vocab")
 LAYOUT = ("mesh", "scan", "scan_axis", "compress")
 
 
+@public
 def pad_vocab(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -48,22 +49,43 @@ def pad_vocab(
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         out: Output folder; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `PadVocabOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _pad_vocab_request(checkpoint, out, options)
     return _convert("pad-vocab", lambda ui: pad_vocab_command.pad_vocab(request, ui), progress)
 
 
+@public
 def plan_pad_vocab(checkpoint: PathLike, **options: Unpack[PadVocabOptions]) -> Plan:
-    """Return the plan of `pad_vocab`. Takes the same options."""
+    """Plan `pad_vocab` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `PadVocabOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _pad_vocab_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: pad_vocab_command.plan_pad_vocab(request, source, located))
 
 
+@public
 def save_init(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -71,27 +93,48 @@ def save_init(
     progress: Progress | None = None,
     **options: Unpack[SaveInitOptions],
 ) -> Conversion:
-    """Write an Orbax checkpoint of parameters whose chunks are the shards of a mesh.
+    """Write an Orbax checkpoint of the parameters of a Hugging Face folder, whose chunks are the shards of a mesh.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         out: Output folder or URL; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `SaveInitOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _save_init_request(checkpoint, out, options)
     return _convert("save-init", lambda ui: save_init_command.save_init(request, ui), progress)
 
 
+@public
 def plan_save_init(checkpoint: PathLike, **options: Unpack[SaveInitOptions]) -> Plan:
-    """Return the plan of `save_init`. Takes the same options."""
+    """Plan `save_init` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `SaveInitOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _save_init_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: save_init_command.plan_orbax_item(request, source, located))
 
 
+@public
 def reshard(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -104,23 +147,44 @@ def reshard(
     Args:
         checkpoint: Folder or URL of an init checkpoint, a training run or a step of one.
         out: Output folder or URL; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `ReshardOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _reshard_request(checkpoint, out, options)
     return _convert("reshard", lambda ui: save_init_command.reshard(request, ui), progress)
 
 
+@public
 def plan_reshard(checkpoint: PathLike, **options: Unpack[ReshardOptions]) -> Plan:
-    """Return the plan of `reshard`. Takes the same options."""
+    """Plan `reshard` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder or URL of an init checkpoint, a training run or a step of one.
+        **options: See `ReshardOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _reshard_request(checkpoint, None, options)
     plan = partial(save_init_command.plan_orbax_item, request, command="reshard")
     return _plan(request.common, plan)
 
 
+@public
 def export(
     checkpoint: PathLike,
     out: PathLike | None = None,
@@ -128,29 +192,48 @@ def export(
     progress: Progress | None = None,
     **options: Unpack[ExportOptions],
 ) -> Conversion:
-    """Write a Hugging Face folder, or a Flax or EasyLM checkpoint.
+    """Write a Hugging Face folder, or a Flax or EasyLM checkpoint, without the padding of the vocabulary.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         out: Output folder; default: a name made from the checkpoint's.
-        progress: Object that receives progress; default: none.
+        progress: Receives the bytes written; default: none. See `Progress`.
         **options: See `ExportOptions`.
 
+    Returns:
+        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+
     Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the source are damaged.
         PrepError: The conversion failed. An interrupted one resumes when called again.
     """
     request = _export_request(checkpoint, out, options)
     return _convert("export", lambda ui: export_command.export(request, ui), progress)
 
 
+@public
 def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
-    """Return the plan of `export`. Takes the same options."""
+    """Plan `export` from headers only: no weight is read and no file is written.
+
+    Args:
+        checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
+        **options: See `ExportOptions`. Those about the output's folder have no effect.
+
+    Returns:
+        The files, tensors and checks of the conversion. `print(plan)` lists them.
+
+    Raises:
+        UsageError: An argument is invalid, or the request does not fit the source.
+        DamagedError: A header, an index or other metadata of the source is damaged.
+        PrepError: The source cannot be read, or is not supported.
+    """
     request = _export_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: export_command.plan_export(request, source, located))
 
 
 def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> pad_vocab_command.PadVocabRequest:
-    check_options(options, PadVocabOptions)
     return pad_vocab_command.PadVocabRequest(
         common_options(checkpoint, out, options),
         **select(options, "multiple", "size", "mesh", *NEW_ROWS),
@@ -159,7 +242,6 @@ def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any)
 
 
 def _save_init_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
-    check_options(options, SaveInitOptions)
     return save_init_command.SaveInitRequest(
         common_options(checkpoint, out, options),
         rules=as_tuple(options.get("rules", ())),
@@ -169,7 +251,6 @@ def _save_init_request(checkpoint: PathLike, out: PathLike | None, options: Any)
 
 
 def _reshard_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> save_init_command.SaveInitRequest:
-    check_options(options, ReshardOptions)
     return save_init_command.SaveInitRequest(
         common_options(checkpoint, out, options),
         rules=as_tuple(options.get("rules", ())),
@@ -178,9 +259,8 @@ def _reshard_request(checkpoint: PathLike, out: PathLike | None, options: Any) -
 
 
 def _export_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> export_command.ExportRequest:
-    check_options(options, ExportOptions)
     shard_size = options.get("shard_size")
-    limit = {} if shard_size is None else {"shard_nbytes": to_nbytes(shard_size)}
+    limit = {} if shard_size is None else {"shard_nbytes": to_shard_nbytes(shard_size)}
     return export_command.ExportRequest(
         common_options(checkpoint, out, options),
         **limit,

@@ -1,16 +1,19 @@
-"""Keyword options of the public conversion functions, each with the meaning of the command-line option of its name."""
+"""Keyword options of the public functions, each with the meaning of the command-line option of its name.
+
+All keys are optional. An unknown key or a value of another type raises a UsageError.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict
 
+from prepcli.api.arguments import NonNegativeInt, PositiveInt
 from prepcli.commands.conversion import CommonOptions
-from prepcli.console.formatting import parse_bytes
-from prepcli.errors import usage_error
+from prepcli.commands.export import parse_shard_size
+from prepcli.engine.budget import check_memory, parse_memory
 from prepcli.planning.accounting import MatchOptions
-from trainer.models.suggest import did_you_mean
 
 PathLike = str | Path
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -20,42 +23,44 @@ DEFAULT_MEMORY = "512MiB"
 class SourceOptions(TypedDict, total=False):
     """How a source is read.
 
-    `revision`: branch, tag or commit on the hub. `offline`: use only the hub's cache. `stream`: read tensors from
-    the hub without a local copy. `config`: config.json, or its folder, of a source without one. `step`: step of a
-    training run. `memory`: memory limit, in bytes or as text such as "512MiB".
+    Attributes:
+        revision: Branch, tag or commit on the hub; default: the main branch.
+        offline: Use only the hub's cache; default: False.
+        stream: Read tensors from the hub without a local copy; default: False.
+        config: config.json, or its folder, of a source without one.
+        step: Step of a training run; default: the last.
+        memory: Limit of anonymous memory beyond that of opening the source, in bytes or as text such as "1GiB"; at
+            least 32 MiB, default "512MiB". `load_params` and `generate` ignore it.
     """
 
     revision: str | None
     offline: bool
     stream: bool
     config: PathLike | None
-    step: int | None
+    step: NonNegativeInt | None
     memory: int | str
-
-
-class LoadOptions(SourceOptions, total=False):
-    """Options of functions that read parameters onto devices. `mesh`: as in `LayoutOptions`. `dtype`: of the arrays."""
-
-    mesh: str | None
-    dtype: Literal["float32", "bfloat16"] | None
 
 
 class ConversionOptions(SourceOptions, total=False):
     """How an output is written.
 
-    `overwrite`: replace another output of prep. `restart`: discard the work of an interrupted run. `true_vocab`: number
-    of tokens of a vocabulary that was published with padding.
+    Attributes:
+        overwrite: Replace another output of prep; default: False.
+        restart: Discard the work of an interrupted run; default: False.
+        true_vocab: Number of tokens of a vocabulary that was published with padding.
     """
 
     overwrite: bool
     restart: bool
-    true_vocab: int | None
+    true_vocab: PositiveInt | None
 
 
 class DropOptions(TypedDict, total=False):
     """Which source tensors may be ignored.
 
-    `drop`: patterns of names to ignore. `untie`: keep a head that differs from the embedding it should equal.
+    Attributes:
+        drop: Pattern, or patterns, of names to ignore, such as "*.rotary_emb.inv_freq".
+        untie: Keep a head that differs from the embedding it should equal; default: False.
     """
 
     drop: str | Sequence[str]
@@ -63,39 +68,57 @@ class DropOptions(TypedDict, total=False):
 
 
 class NewRowOptions(TypedDict, total=False):
-    """Values of padding rows. `init`: "zeros", "mean" or "normal". `seed`: seed of "normal"."""
+    """Values of padding rows.
+
+    Attributes:
+        init: "zeros" (the default), "mean" of the true rows, or "normal" with the config's `initializer_range`.
+        seed: Seed of "normal", below 2**64; default: 0.
+    """
 
     init: Literal["zeros", "mean", "normal"]
-    seed: int | None
+    seed: NonNegativeInt | None
 
 
 class PadVocabOptions(ConversionOptions, DropOptions, NewRowOptions, total=False):
-    """Options of `pad_vocab`. At most one of `multiple` (default 8), `size` and `mesh` sets the number of rows."""
+    """Options of `pad_vocab`. At most one of `multiple`, `size` and `mesh` sets the number of rows.
 
-    multiple: int | None
-    size: int | None
+    Attributes:
+        multiple: Pad to a multiple of this number of rows; default: 8.
+        size: Pad to this number of rows.
+        mesh: Pad to a number of rows that this mesh divides, such as "1,64,4" (dp,fsdp,mp) or "fsdp:64,mp:4".
+    """
+
+    multiple: PositiveInt | None
+    size: PositiveInt | None
     mesh: str | None
 
 
 class LayoutOptions(ConversionOptions, total=False):
     """Layout of an Orbax checkpoint.
 
-    `mesh`: "dp,fsdp,mp" or named axes such as "fsdp:64,mp:4". `rules`: changes of partition rules such as "embed=none".
-    `scan`: stack layers in one leaf. `scan_axis`: axis of the stack. `compress`: "zstd" or "zstd:LEVEL".
+    Attributes:
+        mesh: "dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are its shards; default:
+            chunks of at most 4 MiB.
+        rules: Change, or changes, of partition rules, such as "embed=none" or "kv_heads=mp|none".
+        scan: Stack all layers in one leaf; default: as in the source, True for a Hugging Face folder.
+        scan_axis: Axis of the stack; default: as in the source, 0 for a Hugging Face folder.
+        compress: "zstd" or "zstd:LEVEL"; default: uncompressed.
     """
 
     mesh: str | None
     rules: str | Sequence[str]
     scan: bool | None
-    scan_axis: int | None
+    scan_axis: Literal[0, 1] | None
     compress: str | None
 
 
 class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
     """Options of `save_init`.
 
-    `pad_vocab`: "no", "auto" (to the size that the mesh divides) or a multiple as text. `dtype`: "float32", "bfloat16"
-    or "float16". `allow_overflow`: write infinity for values too large for `dtype`.
+    Attributes:
+        pad_vocab: "no" (the default), "auto" (to the size that the mesh divides) or a multiple as text, such as "8".
+        dtype: Dtype to cast to; default: as in the source.
+        allow_overflow: Write infinity for values too large for `dtype`; default: False, which raises.
     """
 
     pad_vocab: str
@@ -104,7 +127,11 @@ class SaveInitOptions(LayoutOptions, DropOptions, NewRowOptions, total=False):
 
 
 class ReshardOptions(LayoutOptions, total=False):
-    """Options of `reshard`. `params_only`: leave out the optimizer state of a training checkpoint."""
+    """Options of `reshard`.
+
+    Attributes:
+        params_only: Leave out the optimizer state of a training checkpoint; default: False.
+    """
 
     params_only: bool
 
@@ -112,44 +139,28 @@ class ReshardOptions(LayoutOptions, total=False):
 class ExportOptions(ConversionOptions, total=False):
     """Options of `export`.
 
-    `layout`: "hf", "hf-flax" or "easylm". `keep_padding`: keep the padding rows. `shard_size`: largest file, in
-    bytes or as text. `dtype` and `allow_overflow`: as in `SaveInitOptions`.
+    Attributes:
+        layout: "hf" (safetensors, the default), "hf-flax" (Flax msgpack) or "easylm" (stream).
+        keep_padding: Keep the padding rows of the vocabulary; default: False.
+        shard_size: Largest file, in bytes or as text such as "5GB" (the default).
+        dtype: Dtype to cast to; default: as in the source.
+        allow_overflow: Write infinity for values too large for `dtype`; default: False, which raises.
     """
 
     layout: Literal["hf", "hf-flax", "easylm"]
     keep_padding: bool
-    shard_size: int | str
+    shard_size: PositiveInt | str
     dtype: Dtype | None
     allow_overflow: bool
 
 
-def check_options(options: Mapping[str, Any], schema: type) -> None:
-    """Check the names and types of keyword options, which Python does not check.
-
-    Args:
-        options: The options of a call.
-        schema: The TypedDict that describes them.
-
-    Raises:
-        UsageError: An option is unknown, or its value has the wrong type.
-    """
-    hints = get_type_hints(schema)
-    for name, value in options.items():
-        if name not in hints:
-            supported = ", ".join(sorted(hints))
-            raise usage_error(f"unknown option `{name}`", f"supported: {supported}", did_you_mean(name, hints))
-        if not any(_matches(value, choice) for choice in get_args(hints[name]) or (hints[name],)):
-            expected = getattr(hints[name], "__name__", str(hints[name]))
-            raise usage_error(f"invalid `{name}={value!r:.60}`", f"the expected type is {expected}")
-
-
-def _matches(value: object, choice: Any) -> bool:
-    """Return whether a value is of a type, or equals a literal; a bool is not an integer."""
-    if isinstance(choice, str):
-        return value == choice
-    if get_origin(choice) is Literal:
-        return value in get_args(choice)
-    return isinstance(value, get_origin(choice) or choice) and (choice is bool or not isinstance(value, bool))
+# The keyword options of the function of each command.
+OPTIONS_BY_COMMAND = {
+    "pad-vocab": PadVocabOptions,
+    "save-init": SaveInitOptions,
+    "reshard": ReshardOptions,
+    "export": ExportOptions,
+}
 
 
 def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
@@ -157,9 +168,17 @@ def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
-def to_nbytes(size: int | str) -> int:
-    """Return a size in bytes. Raises a PrepError for text that is not a size."""
-    return parse_bytes(size) if isinstance(size, str) else size
+def to_memory_nbytes(memory: int | str) -> int:
+    """Return a memory limit in bytes; raise a UsageError if it is too small for the engine."""
+    if isinstance(memory, str):
+        return parse_memory(memory)
+    check_memory(memory, str(memory))
+    return memory
+
+
+def to_shard_nbytes(size: int | str) -> int:
+    """Return the size of a file in bytes; raise a UsageError for text that is not a size."""
+    return parse_shard_size(size) if isinstance(size, str) else size
 
 
 def common_options(checkpoint: PathLike, out: PathLike | None, options: Mapping[str, Any]) -> CommonOptions:
@@ -168,7 +187,7 @@ def common_options(checkpoint: PathLike, out: PathLike | None, options: Mapping[
     return CommonOptions(
         str(checkpoint),
         Path(out) if out is not None else None,
-        to_nbytes(options.get("memory", DEFAULT_MEMORY)),
+        to_memory_nbytes(options.get("memory", DEFAULT_MEMORY)),
         overwrite=options.get("overwrite", False),
         restart=options.get("restart", False),
         offline=options.get("offline", False),

@@ -16,8 +16,8 @@ class Conversion:
         path: Folder of the output, or the local folder of an upload.
         bytes_read: Bytes of tensors read from the source by this call.
         bytes_written: Bytes of tensors written by this call. 0 if the output already existed.
-        seconds: Duration of the call.
-        peak_bytes: Highest anonymous memory above the level at the start of the call.
+        seconds: Duration of the call in seconds.
+        peak_bytes: Highest anonymous memory in bytes above the level at the start of the call.
         already_done: Whether an equal output existed, so that nothing was written.
         plan_digest: Digest of the plan. Equal plans write equal bytes.
         warnings: Messages about options that could not be followed.
@@ -43,8 +43,11 @@ class Verification:
         is_equal: Whether no difference was found.
         tensors: Number of tensors compared. None if differences were found.
         values: Number of values compared. None if differences were found, or if no value was read (`quick`).
-        differences: For each different tensor: `leaf`, `what`, and for values `index`, `a`, `b`, `count`.
-        seconds: Duration of the call.
+        differences: For each different tensor: `leaf` (path in the parameter tree; empty for a tensor outside of it),
+            `tensor` (name in the checkpoint's files), `what`, and for values `index`, `a`, `b`, `count`.
+        seconds: Duration of the call in seconds.
+        ignored_padding_rows: Number of rows, over all tensors of both checkpoints, that pad the vocabulary and were not
+            compared. 0 for a comparison with digests, which covers padding.
     """
 
     is_equal: bool
@@ -52,6 +55,7 @@ class Verification:
     values: int | None
     differences: Sequence[Mapping[str, Any]]
     seconds: float
+    ignored_padding_rows: int = 0
 
     def __bool__(self) -> bool:
         return self.is_equal
@@ -59,7 +63,14 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """A tensor or leaf as a checkpoint stores it."""
+    """A tensor or leaf as a checkpoint stores it.
+
+    Attributes:
+        name: Name in the checkpoint's files.
+        shape: Shape, padding included.
+        dtype: Dtype, such as "bfloat16".
+        nbytes: Size in bytes, uncompressed.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -93,8 +104,8 @@ class Generation:
         texts: Continuation of each prompt. None for a prompt given as ids without a tokenizer.
         tokens: Token ids of each continuation.
         ended: Whether each continuation ends with an end token.
-        tokens_per_s: Rate over all prompts, without compilation.
-        seconds: Duration of the call.
+        tokens_per_s: Tokens per second over all prompts, without compilation.
+        seconds: Duration of the call in seconds.
     """
 
     texts: tuple[str | None, ...]
@@ -112,7 +123,7 @@ class TrainingRun:
         path: Folder of the run.
         step: Last saved step.
         is_finished: Whether the recipe's last step was reached.
-        seconds: Duration of the call.
+        seconds: Duration of the call in seconds.
         details: All fields of `prep train --json`.
     """
 

@@ -169,7 +169,7 @@ def run_conversion(
     def convert(out: Path, dry_run: bool) -> Report:
         return _run_to_folder(replace(common, out=out, dry_run=dry_run), ui, make_plan, is_candidate)
 
-    return make_and_upload(request, share.count > 1, ui, convert)
+    return make_and_upload(request, share.count > 1, ui=ui, make_output=convert)
 
 
 def _run_to_folder(
@@ -223,8 +223,10 @@ def _execute_plan(
     if launcher:
         ui.note(f"process {share.index} of {share.count}, as {launcher} says")
     own_share, *worker_shares = share.split(process_options.num_workers)
-    memory_nbytes = worker_memory_nbytes(common.memory_nbytes, process_options.num_workers, own_nbytes)
-    with WorkerPool(process_options.argv, worker_shares, memory_nbytes, ui.progress()) as workers:
+    memory_nbytes = worker_memory_nbytes(common.memory_nbytes, process_options.num_workers, baseline_nbytes=own_nbytes)
+    with WorkerPool(
+        process_options.argv, worker_shares, memory_nbytes=memory_nbytes, progress=ui.progress()
+    ) as workers:
         options = ExecuteOptions(
             out,
             memory_nbytes,
@@ -236,8 +238,8 @@ def _execute_plan(
             check_workers=workers.check,
             allow_overflow=common.allow_overflow,
         )
-        result = execute_plan(plan, source, options, workers.progress, ui.note)
-        result = add_worker_reports(result, workers.wait_for_reports(), own_nbytes)
+        result = execute_plan(plan, source, options=options, progress=workers.progress, note=ui.note)
+        result = add_worker_reports(result, workers.wait_for_reports(), baseline_nbytes=own_nbytes)
     fields = {"count": own_share.count, "index": own_share.index, "workers": process_options.num_workers}
     return result, {"processes": fields} if own_share.count > 1 else {}
 

@@ -140,7 +140,7 @@ def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoi
     match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
     resize = VocabResize(vocabulary, vocab_tensors(match), Fill("zeros"))
     tensors = [t.cast(request.dtype) for t in source.tensors if t.name in match.uses or t.name in tied_head]
-    row_counts = output_rows(tensors, resize.tensors, vocab_rows)
+    row_counts = output_rows(tensors, resize.tensors, vocab_size=vocab_rows)
     weight_files = _lay_out_weights(request, source, tensors, row_counts, vocab_rows=vocab_rows)
     targets = {t.name: TensorTarget(weight_files.locations[t.name], row_counts[t.name], t.dtype) for t in tensors}
     config = output_config(source, Vocabulary(vocabulary.true_size, vocab_rows), match.is_tied, request.dtype)
@@ -152,12 +152,15 @@ def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoi
         request=_command_line(request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=build_streams(source, targets, resize, {c.name for c in match.checks}),
+        streams=build_streams(source, targets, resize=resize, compared={c.name for c in match.checks}),
         files=weight_files.files,
-        small_files=(*settings_files(config, (), copied_files(source.small_files, source.root)), *weight_files.index),
+        small_files=(
+            *settings_files(config, (), extra_files=copied_files(source.small_files, source.root)),
+            *weight_files.index,
+        ),
         dropped=(
             *(d for d in match.dropped if d.name not in tied_head),
-            *dropped_padding(source, targets, resize),
+            *dropped_padding(source, targets, resize=resize),
             *dropped_state(source),
         ),
         checks=match.checks,
@@ -237,13 +240,18 @@ def _lay_out_weights(
 ) -> _WeightFiles:
     """Lay out the weight files of the requested layout; `row_counts` has the output rows of each tensor."""
     if request.layout == HF_LAYOUT:
-        groups = split_into_shards(header_entries(source, tensors, row_counts), request.shard_nbytes)
+        groups = split_into_shards(header_entries(source, tensors, rows=row_counts), request.shard_nbytes)
         files, locations, layouts = lay_out_weight_files([(name, group, PAYLOAD_PAGE_OFFSET) for name, group in groups])
         return _WeightFiles(
             files, {t.name: (locations[source.names.full_name(t.name)],) for t in tensors}, index_files(layouts)
         )
     output = lay_out_flax_folder(
-        source, tensors, request.layout, FORMAT_BY_LAYOUT[request.layout], vocab_rows, request.shard_nbytes
+        source,
+        tensors,
+        layout=request.layout,
+        container=FORMAT_BY_LAYOUT[request.layout],
+        vocab_size=vocab_rows,
+        shard_nbytes=request.shard_nbytes,
     )
     return _WeightFiles(output.files, output.sides, output.index)
 

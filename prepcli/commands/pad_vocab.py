@@ -129,7 +129,7 @@ def plan_pad_vocab(request: PadVocabRequest, source: Source, located: LocatedChe
     match = match_source_tensors(source, source_rows(source), request.match_options)
     dropped_by_option = {d.name for d in match.dropped if d.rule == "--drop"}
     resize = VocabResize(vocabulary, vocab_tensors(match), make_fill(request.init, request.seed, source))
-    row_counts = output_rows(source.tensors, resize.tensors, size)
+    row_counts = output_rows(source.tensors, resize.tensors, vocab_size=size)
     tensors = [
         (file, t) for file, t in zip(source.tensor_file_names, source.tensors) if t.name not in dropped_by_option
     ]
@@ -143,10 +143,13 @@ def plan_pad_vocab(request: PadVocabRequest, source: Source, located: LocatedChe
         request=_command_line(request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=build_streams(source, targets, resize),
+        streams=build_streams(source, targets, resize=resize),
         files=files,
-        small_files=settings_files(config, layouts, copied_files(source.small_files, source.root)),
-        dropped=(*(d for d in match.dropped if d.name in dropped_by_option), *dropped_padding(source, targets, resize)),
+        small_files=settings_files(config, layouts, extra_files=copied_files(source.small_files, source.root)),
+        dropped=(
+            *(d for d in match.dropped if d.name in dropped_by_option),
+            *dropped_padding(source, targets, resize=resize),
+        ),
         checks=match.checks,
         settings={
             "name": f"{_base_name(located)}-padded",
@@ -203,7 +206,7 @@ def _file_groups(
         file_tensors = [t for name, t in tensors if name == file]
         first = file_tensors[0].placement[0]
         page_offset = first.offset % PAGE if isinstance(first, Contiguous) else None
-        groups.append((file, header_entries(source, file_tensors, row_counts), page_offset))
+        groups.append((file, header_entries(source, file_tensors, rows=row_counts), page_offset))
     return groups
 
 

@@ -57,7 +57,7 @@ def export_and_push(request: ExportRequest, repository: str | None, private: boo
 def _push_report(report: Report, target: PushTarget, ui: Ui, retry_policy: RetryPolicy) -> Report:
     out = Path(str(report.fields["output"]))
     try:
-        commit_url = push_folder(out, target, ui.progress(), retry_policy)
+        commit_url = push_folder(out, target, progress=ui.progress(), retry_policy=retry_policy)
     except PrepError as error:
         raise PrepError(error.what, f"{error.why}; the export in {out} is complete", error.hint) from error
     ui.note(f"pushed to {commit_url}")

@@ -142,7 +142,9 @@ def plan_orbax_item(
     layout = _resolve_layout(request, source)
     rows = source_rows(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, rows, request.match_options)
-    item = make_item(source, match, rows, layout.vocab_rows, layout.partitioning, request.dtype)
+    item = make_item(
+        source, match, table=rows, vocab_size=layout.vocab_rows, partitioning=layout.partitioning, dtype=request.dtype
+    )
     resize = VocabResize(
         layout.vocabulary, vocab_tensor_names(source, match), make_fill(request.init, request.seed, source)
     )
@@ -154,10 +156,13 @@ def plan_orbax_item(
         request=_command_line(command, request, source),
         source_name=source.display_name,
         source_files=source.file_stamps,
-        streams=item_streams(source, match, item, layout.vocab_rows, resize),
+        streams=item_streams(source, match, item=item, vocab_size=layout.vocab_rows, resize=resize),
         files=item.files,
         small_files=settings_files(
-            config, (), copied_files(source.small_files, source.root, f"{HF_FOLDER}/"), f"{HF_FOLDER}/"
+            config,
+            (),
+            extra_files=copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/"),
+            path_prefix=f"{HF_FOLDER}/",
         ),
         leaves=item.leaves,
         dropped=(*match.dropped, *dropped_state_tensors),

@@ -294,7 +294,7 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
     recipe, sharding = run.recipe, run.job.setup.forward_config.sharding
     reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
     keep = recipe.checkpoint.keep
-    with RunFolder(run.folder, run.start_checkpoint, recipe.name, keep, mesh=str(sharding.mesh)) as store:
+    with RunFolder(run.folder, run.start_checkpoint, name=recipe.name, keep=keep, mesh=str(sharding.mesh)) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
         _write_recipe(run)

@@ -23,6 +23,7 @@ from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
+from prepcli.sources.tensor_labels import TensorLabel, label_tensors
 from prepcli.targets.streams import vocab_tensor_names
 
 HEADER_CHECKS = ("headers", "file sizes")  # checks of `--quick` for one checkpoint
@@ -42,7 +43,7 @@ class VerifyRequest:
 class Finding:
     """Tensor, or rows of a tensor, that failed a check."""
 
-    name: str
+    label: TensorLabel
     text: str  # predicate for the message, such as `is not in MODEL`
     difference: Difference | None = None  # first differing value
 
@@ -54,7 +55,7 @@ class _VerifiedModel:
     source: Source
     accounting: Accounting
     tensors: dict[str, SourceTensor]  # the tensors of the model and of its training state, by name
-    names: dict[str, str]  # display names
+    labels: dict[str, TensorLabel]  # names in messages
     vocab_tensors: frozenset[str]  # names of the tensors with a vocabulary axis
     true_vocab: int  # rows without padding
 
@@ -120,7 +121,7 @@ def _collect_model(source: Source) -> _VerifiedModel:
         source,
         accounting=match,
         tensors=tensors,
-        names=source.display_names(),
+        labels=label_tensors(source, match.uses),
         vocab_tensors=vocab_tensors,
         true_vocab=source.vocabulary().true_size,
     )
@@ -139,12 +140,12 @@ def _verify_digests(model: _VerifiedModel, request: VerifyRequest, memory_nbytes
     pieces = [(t, (low, high), text) for t in tensors for low, high, text in t.digests]
     digests = _compute_digests(source, [(t, rows) for t, rows, _ in pieces], memory_nbytes, ui.progress(), "verify")
     findings = [
-        Finding(model.names[t.name], f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest")
+        Finding(model.labels[t.name], f"rows {rows[0]}:{rows[1]} do not match the digest of the manifest")
         for (t, rows, expected), actual in zip(pieces, digests)
         if expected != actual
     ]
     findings += [
-        Finding(model.names[t.name], "has no digest in the manifest") for t in model.tensors.values() if not t.digests
+        Finding(model.labels[t.name], "has no digest in the manifest") for t in model.tensors.values() if not t.digests
     ]
     return _findings_report(model, findings, f"{source.display_name} is damaged", ui)
 
@@ -157,42 +158,46 @@ def _tie_findings(model: _VerifiedModel, memory_nbytes: int, ui: Ui) -> Iterator
         pieces = [(tensor, (0, tensor.shape[0])) for tensor in pair]
         head, embedding = _compute_digests(model.source, pieces, memory_nbytes, ui.progress(), "verify tied")
         if head != embedding:
-            yield Finding(model.names[check.name], f"is tied but not equal to {model.names[check.duplicate_of]}")
+            original = model.labels[check.duplicate_of].tensor
+            yield Finding(model.labels[check.name], f"is tied but not equal to {original}")
 
 
 def _verify_pair(a: _VerifiedModel, b: _VerifiedModel, request: VerifyRequest, memory_nbytes: int, ui: Ui) -> Report:
-    """Compare two checkpoints of one family; their formats and layouts may differ."""
+    """Compare two checkpoints of one family; their formats and layouts may differ. Padding is not compared."""
     if a.source.family.name != b.source.family.name:
         why = f"{a.source.family.name} and {b.source.family.name}"
         raise PrepError(f"{a.source.display_name} and {b.source.display_name} are of different families", why)
     findings = list(_shape_findings(a, b))
     if request.quick and not findings:
-        return _quick_ok_report(a, SHAPE_CHECKS, "equal, no values read", ui)
-    mismatched = {finding.name for finding in findings}
-    names = [n for n in a.tensors if n in b.tensors and a.names[n] not in mismatched]
+        result = f"equal, no values read{_padding_clause(_padding_rows(a, b))}"
+        report = _quick_ok_report(a, SHAPE_CHECKS, result, ui)
+        return replace(report, fields={**report.fields, "ignored_padding_rows": _padding_rows(a, b)})
+    mismatched = {finding.label for finding in findings}
+    names = [n for n in a.tensors if n in b.tensors and a.labels[n] not in mismatched]
     if not request.quick:
         findings += [*_tie_findings(a, memory_nbytes, ui), *_tie_findings(b, memory_nbytes, ui)]
         findings += _value_findings(a, b, names, memory_nbytes, ui)
-        ui.note(f"same  {len(names) - len({f.name for f in findings if f.difference})} tensors")
+        ui.note(f"same  {len(names) - len({f.label for f in findings if f.difference})} tensors")
         for line in _padding_lines(a, b, names, memory_nbytes):
             ui.note(line)
-    return _findings_report(a, findings, f"{a.source.display_name} is not the same as {b.source.display_name}", ui)
+    what = f"{a.source.display_name} is not the same as {b.source.display_name}"
+    return _findings_report(a, findings, what, ui, padding_rows=_padding_rows(a, b))
 
 
 def _shape_findings(a: _VerifiedModel, b: _VerifiedModel) -> Iterator[Finding]:
     """Yield tensors that one checkpoint lacks, or that differ in dtype, shape or true vocabulary."""
     for name in sorted({*a.tensors, *b.tensors}):
-        display_name = a.names[name] if name in a.names else b.names[name]
+        label = a.labels[name] if name in a.labels else b.labels[name]
         a_tensor, b_tensor = a.tensors.get(name), b.tensors.get(name)
         if a_tensor is None or b_tensor is None:
             lacking = a.source.display_name if a_tensor is None else b.source.display_name
-            yield Finding(display_name, f"is not in {lacking}")
+            yield Finding(label, f"is not in {lacking}")
         elif a_tensor.dtype != b_tensor.dtype:
-            yield Finding(display_name, f"is {a_tensor.dtype} and {b_tensor.dtype}")
+            yield Finding(label, f"is {a_tensor.dtype} and {b_tensor.dtype}")
         elif name in a.vocab_tensors and a.true_vocab != b.true_vocab:
-            yield Finding(display_name, f"has {a.true_vocab} and {b.true_vocab} true rows")
+            yield Finding(label, f"has {a.true_vocab} and {b.true_vocab} true rows")
         elif a_tensor.shape[name in a.vocab_tensors :] != b_tensor.shape[name in a.vocab_tensors :]:
-            yield Finding(display_name, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
+            yield Finding(label, f"has shapes {list(a_tensor.shape)} and {list(b_tensor.shape)}")
 
 
 def _true_rows(model: _VerifiedModel, tensor: SourceTensor) -> Range:
@@ -217,11 +222,11 @@ def _value_findings(
 
 def _value_finding(a: _VerifiedModel, b: _VerifiedModel, name: str) -> Finding:
     streams = [_row_stream(model.tensors[name], _true_rows(model, model.tensors[name])) for model in (a, b)]
-    difference = compare_streams(a.source.byte_sources, streams[0], b.source.byte_sources, streams[1])
+    difference = compare_streams(a.source.byte_sources, streams[0], blobs_b=b.source.byte_sources, stream_b=streams[1])
     num_values = math.prod(streams[0].shape)
     first = f"{list(difference.index)}: {difference.value_a} -> {difference.value_b}"
     text = f"{difference.count:,} of {num_values:,} values; first at {first}"
-    return Finding(a.names[name], text, difference)
+    return Finding(a.labels[name], text, difference)
 
 
 def _padding_lines(a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], memory_nbytes: int) -> Iterator[str]:
@@ -231,15 +236,28 @@ def _padding_lines(a: _VerifiedModel, b: _VerifiedModel, names: Sequence[str], m
             tensor = model.tensors[name]
             if name in model.vocab_tensors and tensor.shape[0] > model.true_vocab:
                 is_zero = _padding_is_zeros(model, tensor, memory_nbytes)
-                display_name = model.names[name]
                 rows = f"rows {model.true_vocab}:{tensor.shape[0]} of {model.source.display_name} are padding"
-                yield f"same  {display_name} [0:{model.true_vocab}]; {rows}{' (zeros)' if is_zero else ''}"
+                yield f"same  {model.labels[name]} [0:{model.true_vocab}]; {rows}{' (zeros)' if is_zero else ''}"
 
 
 def _padding_is_zeros(model: _VerifiedModel, tensor: SourceTensor, memory_nbytes: int) -> bool:
     rows = (model.true_vocab, tensor.shape[0])
     (digest,) = _compute_digests(model.source, [(tensor, rows)], memory_nbytes, NullProgress(), "padding")
     return digest == digest_of_zeros(_row_stream(tensor, rows).nbytes)
+
+
+def _padding_rows(*models: _VerifiedModel) -> int:
+    """Return the number of padding rows of the vocabulary's tensors."""
+    return sum(
+        model.tensors[name].shape[0] - model.true_vocab
+        for model in models
+        for name in model.vocab_tensors & model.tensors.keys()
+    )
+
+
+def _padding_clause(rows: int) -> str:
+    """Return the clause of a result that ignores padding; empty if there is none."""
+    return f"; {rows:,} padding rows ignored" if rows else ""
 
 
 def _row_stream(tensor: SourceTensor, rows: Range) -> Stream:
@@ -254,25 +272,29 @@ def _compute_digests(
     try:
         budget = make_budget(memory_nbytes)
         with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            outcome = pipeline.run(streams, files, None, budget, progress)
+            outcome = pipeline.run(streams, files, sink=None, budget=budget, progress=progress)
     finally:
         progress.end()
     return [outcome.digests[i] for i in range(len(streams))]
 
 
-def _findings_report(model: _VerifiedModel, findings: Sequence[Finding], what: str, ui: Ui) -> Report:
+def _findings_report(
+    model: _VerifiedModel, findings: Sequence[Finding], what: str, ui: Ui, padding_rows: int = 0
+) -> Report:
+    """Return the report of a comparison that ignored this number of padding rows."""
     if not findings:
-        return _ok_report(model, ui)
+        return _ok_report(model, ui, padding_rows)
     num_shown = len(findings) if ui.level >= LEAVES else MAX_NAMES
     for finding in findings[:num_shown]:
-        ui.note(f"differs  {finding.name}  {finding.text}")
+        ui.note(f"differs  {finding.label}  {finding.text}")
     if len(findings) > num_shown:
         ui.note(f"and {len(findings) - num_shown:,} more; `-v` or `--json` lists all")
-    names = {finding.name for finding in findings}
+    labels = {finding.label for finding in findings}
     error = PrepError(
-        f"{what} ({len(names)} of {len(model.tensors)} tensors)", findings[0].name + " " + findings[0].text
+        f"{what} ({len(labels)} of {len(model.tensors)} tensors)", f"{findings[0].label} {findings[0].text}"
     )
-    return Report(fields={"differences": [_finding_fields(finding) for finding in findings]}, error=error)
+    differences = [_finding_fields(finding) for finding in findings]
+    return Report(fields={"differences": differences, "ignored_padding_rows": padding_rows}, error=error)
 
 
 def _finding_fields(finding: Finding) -> dict[str, object]:
@@ -282,13 +304,20 @@ def _finding_fields(finding: Finding) -> dict[str, object]:
         if difference
         else {}
     )
-    return {"leaf": finding.name, "what": finding.text, **location}
+    return {"leaf": finding.label.leaf, "tensor": finding.label.tensor, "what": finding.text, **location}
 
 
-def _ok_report(model: _VerifiedModel, ui: Ui) -> Report:
-    num_values = sum(math.prod(t.shape) for t in model.tensors.values())
-    text = f"ok: {len(model.tensors)} tensors, {num_values:,} values, 0 different ({_elapsed_text(ui)})"
-    return Report(text, {"tensors": len(model.tensors), "values": num_values, "differences": []})
+def _ok_report(model: _VerifiedModel, ui: Ui, padding_rows: int) -> Report:
+    shapes = [t.shape if padding_rows == 0 else _true_shape(model, t) for t in model.tensors.values()]
+    num_tensors, num_values = len(shapes), sum(map(math.prod, shapes))
+    result = f"{num_values:,} values, 0 different{_padding_clause(padding_rows)} ({_elapsed_text(ui)})"
+    fields = {"tensors": num_tensors, "values": num_values, "differences": [], "ignored_padding_rows": padding_rows}
+    return Report(f"ok: {num_tensors} tensors, {result}", fields)
+
+
+def _true_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
+    """Return the shape of a tensor without padding rows."""
+    return (_true_rows(model, tensor)[1], *tensor.shape[1:])
 
 
 def _quick_ok_report(model: _VerifiedModel, checked: Sequence[str], result: str, ui: Ui) -> Report:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO, runtime_checkable
 
 from prepcli.console.formatting import format_bytes_of, format_clock, format_duration, format_rate, format_time_left
 
@@ -29,8 +29,13 @@ ETA_WINDOW_S = 30.0
 BAR_CELLS = 30
 
 
+@runtime_checkable
 class Progress(Protocol):
-    """Receiver of a long task's progress in bytes."""
+    """Receiver of a long task's progress in bytes.
+
+    An object with the four methods is a Progress; it need not inherit from this class. A function may run several
+    tasks, one after the other: each calls `begin`, then `advance` and `note` any number of times, then `end`.
+    """
 
     def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
         """Begin a task; `done_bytes` of its total are durable from an earlier run."""

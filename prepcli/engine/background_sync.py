@@ -38,8 +38,8 @@ class BackgroundSync:
         self,
         sink: Files,
         journal: Journal,
-        max_unsynced_nbytes: int,
         *,
+        max_unsynced_nbytes: int,
         before_record: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,5 +90,5 @@ class BackgroundSync:
         self._sink.sync()
         self._sink.check_unchanged()
         self._before_record()
-        self._journal.record(point.done_nbytes, point.digests, point.prefix)
+        self._journal.record(point.done_nbytes, point.digests, prefix=point.prefix)
         self._ended_s = self._clock()

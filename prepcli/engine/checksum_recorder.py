@@ -134,7 +134,7 @@ def load_checksums(path: Path, block_count: int) -> ChecksumArray:
     return checksums
 
 
-def compute_unknown(checksums: ChecksumArray, extents: Sequence[ChunkExtent], files: Sequence[Path]) -> None:
+def compute_unknown(checksums: ChecksumArray, extents: Sequence[ChunkExtent], *, files: Sequence[Path]) -> None:
     """Compute unknown checksums from the files, in place.
 
     Args:

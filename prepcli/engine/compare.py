@@ -38,7 +38,7 @@ class Difference:
 
 
 def compare_streams(
-    blobs_a: Sequence[Path | Blob], stream_a: Stream, blobs_b: Sequence[Path | Blob], stream_b: Stream
+    blobs_a: Sequence[Path | Blob], stream_a: Stream, *, blobs_b: Sequence[Path | Blob], stream_b: Stream
 ) -> Difference:
     """Compare the values that two streams read, bit by bit.
 
@@ -54,8 +54,8 @@ def compare_streams(
     count, first, item_nbytes = 0, Difference(0), itemsize(stream_a.dtype)
     with open_blobs(blobs_a) as reader_a, open_blobs(blobs_b) as reader_b:
         for (start, data_a), (_, data_b) in zip(
-            read_values(reader_a, stream_a, allocate_run_buffers()),
-            read_values(reader_b, stream_b, allocate_run_buffers()),
+            read_values(reader_a, stream_a, buffers=allocate_run_buffers()),
+            read_values(reader_b, stream_b, buffers=allocate_run_buffers()),
             strict=True,
         ):
             differs = np.flatnonzero((data_a.reshape(-1, item_nbytes) != data_b.reshape(-1, item_nbytes)).any(axis=1))

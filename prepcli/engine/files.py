@@ -19,7 +19,7 @@ import numpy.typing as npt
 from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
 
@@ -210,7 +210,7 @@ class Files:
         """Fill `into` with a file's bytes from `offset` on, with direct I/O if both have the same page offset."""
         self._transfer_by_pages(os.preadv, file, into, offset)
 
-    def write_bytes(self, file: int, data: bytes, offset: int = 0) -> None:
+    def write_bytes(self, file: int, data: bytes, *, offset: int = 0) -> None:
         """Write bytes that do not come from a tensor, such as a header."""
         self._transfer_all(os.pwritev, file, False, np.frombuffer(data, np.uint8), offset, len(data))
         self._mark_unsynced(file)
@@ -249,7 +249,7 @@ class Files:
                     continue
                 raise io_error(self.paths[file], error) from error
             if count <= 0:
-                raise PrepError(
+                raise DamagedError(
                     f"{self.paths[file].name} is cut short",
                     f"{nbytes - done:,} bytes are missing at byte {offset + done:,}",
                 )

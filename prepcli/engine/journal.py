@@ -55,7 +55,7 @@ class JournalState:
 EMPTY_JOURNAL_STATE = JournalState(0, {})
 
 
-def read_journal(path: Path, run_id: str, division: str = "") -> JournalState:
+def read_journal(path: Path, run_id: str, *, division: str = "") -> JournalState:
     """Read the durable state recorded by a journal.
 
     Args:
@@ -120,9 +120,9 @@ class Journal:
         self,
         path: Path,
         run_id: str,
+        *,
         division: str = "",
         stream_numbers: Sequence[int] | None = None,
-        *,
         session: str = "",
         state: JournalState | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class Journal:
         self._path, self._numbers = path, stream_numbers
         temporary = path.with_suffix(path.suffix + ".new")
         try:
-            initial_state = read_journal(path, run_id, division) if state is None else state
+            initial_state = read_journal(path, run_id, division=division) if state is None else state
             self.done_nbytes = initial_state.durable_nbytes
             self.digests = self._by_position(initial_state.digests)
             self.prefix = self._prefix_by_position(initial_state.prefix)
@@ -150,7 +150,7 @@ class Journal:
             with contextlib.ExitStack() as cleanup:
                 cleanup.callback(self.close)
                 self._append({"run": run_id, "division": division, "session": session})
-                self.record(self.done_nbytes, self.digests, self.prefix)
+                self.record(self.done_nbytes, self.digests, prefix=self.prefix)
                 temporary.rename(path)
                 cleanup.pop_all()
         except OSError as error:
@@ -168,7 +168,7 @@ class Journal:
             return prefix
         return StreamPrefix(self._numbers.index(prefix.stream_number), prefix.nbytes, prefix.digest)
 
-    def record(self, done_nbytes: int, digests: dict[int, str], prefix: StreamPrefix | None = None) -> None:
+    def record(self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None) -> None:
         """Record durable bytes.
 
         Args:

@@ -24,7 +24,7 @@ UNSIGNED_DTYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 Assignment = tuple[np.ndarray, np.ndarray]  # target, source
 
 
-def gather(slab: Slab, tensor: ByteArray, out: ByteArray, pool: Executor | None = None) -> ByteArray:
+def gather(slab: Slab, tensor: ByteArray, *, out: ByteArray, pool: Executor | None = None) -> ByteArray:
     """Permute a slab from the tensor's order to the packed runs of its write copies.
 
     Args:
@@ -45,7 +45,7 @@ def gather(slab: Slab, tensor: ByteArray, out: ByteArray, pool: Executor | None 
     return out[:filled]
 
 
-def scatter(slab: Slab, runs: ByteArray, out: ByteArray, pool: Executor | None = None) -> ByteArray:
+def scatter(slab: Slab, runs: ByteArray, *, out: ByteArray, pool: Executor | None = None) -> ByteArray:
     """Permute a slab from the packed runs of its read copies to the tensor's order.
 
     Args:

@@ -20,10 +20,11 @@ from prepcli.engine.background_sync import BackgroundSync, SyncPoint
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
 from prepcli.engine.casts import StreamCast, StreamDigest
 from prepcli.engine.checksum_recorder import ChecksumRecorder
-from prepcli.engine.files import PAGE, ByteArray, Files, RunReader
+from prepcli.engine.files import ByteArray, Files, RunReader
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.journal import Journal, StreamPrefix
 from prepcli.engine.permute import gather, scatter, threads
+from prepcli.engine.slab_buffers import buffers_needed, needs_gather, needs_permute, page_offset_view
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
 from prepcli.planning.strided_copies import StridedCopy
@@ -67,6 +68,7 @@ class PipelineResult:
 def run(
     streams: Sequence[Stream],
     source: RunReader,
+    *,
     sink: Files | None,
     budget: Budget,
     progress: Progress,
@@ -213,10 +215,11 @@ class _PipelineRun:
     def _make_tasks(self, stream_numbers: Sequence[int]) -> Iterator[_SlabTask]:
         """Yield the slabs of streams, each with buffers from the pool."""
         for number in stream_numbers:
-            for slab in split_stream(number, self.streams[number], self.budget.slab_nbytes):
-                needs_gather = _needs_gather(slab, is_aligned=self.sink is None or self.sink.policy.needs_alignment)
-                buffers = self.buffers.acquire(buffers_needed(slab, needs_gather))
-                yield _SlabTask(slab, self._new_nbytes(slab), needs_gather, buffers, np.empty(0, np.uint8))
+            for slab in split_stream(number, self.streams[number], max_nbytes=self.budget.slab_nbytes):
+                is_aligned = self.sink is None or self.sink.policy.needs_alignment
+                is_gathered = needs_gather(slab, is_aligned)
+                buffers = self.buffers.acquire(buffers_needed(slab, is_gathered))
+                yield _SlabTask(slab, self._new_nbytes(slab), is_gathered, buffers, np.empty(0, np.uint8))
 
     def _new_nbytes(self, slab: Slab) -> int:
         """Return the number of a slab's bytes not durable from an earlier run."""
@@ -277,17 +280,23 @@ class _PipelineRun:
         """Bring a slab into the tensor's order, digest and cast it, and bring it into the sink's order."""
         start_s, slab = time.perf_counter(), task.slab
         if not slab.reads:
-            task.data = self.fills.make_rows(slab, _page_offset_view(slab, task.buffers[0], slab.nbytes))
+            task.data = self.fills.make_rows(slab, page_offset_view(slab, task.buffers[0], nbytes=slab.nbytes))
         elif needs_permute(slab.reads):
             task.data = scatter(
-                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.nbytes), self.permute_pool
+                slab,
+                task.data,
+                out=page_offset_view(slab, task.swap_buffers(), nbytes=slab.nbytes),
+                pool=self.permute_pool,
             )
             self.result.copied_nbytes += slab.nbytes
         self.fills.add_slab(slab, task.data)
         self._digest(task)
         if task.needs_gather:
             task.data = gather(
-                slab, task.data, _page_offset_view(slab, task.swap_buffers(), slab.written_nbytes), self.permute_pool
+                slab,
+                task.data,
+                out=page_offset_view(slab, task.swap_buffers(), nbytes=slab.written_nbytes),
+                pool=self.permute_pool,
             )
             self.result.copied_nbytes += slab.written_nbytes
         self.result.seconds.move += time.perf_counter() - start_s
@@ -299,7 +308,9 @@ class _PipelineRun:
         if slab.start == stream.byte_range[0]:
             self.cast = StreamCast(stream.dtype, stream.cast_to) if stream.cast_to else None
         if self.cast:
-            task.data = self.cast.cast(task.data, _page_offset_view(slab, task.swap_buffers(), slab.written_nbytes))
+            task.data = self.cast.cast(
+                task.data, page_offset_view(slab, task.swap_buffers(), nbytes=slab.written_nbytes)
+            )
             self.result.copied_nbytes += slab.written_nbytes
         if slab.start + slab.nbytes == stream.byte_range[1]:
             task.digests = {number: str(self._finish_stream_digest())}
@@ -364,34 +375,11 @@ def _make_background_sync(
         return None
     max_unsynced_nbytes = min(MOST_UNSYNCED_NBYTES, budget.nbytes // 2)
     return BackgroundSync(
-        sink, journal, max_unsynced_nbytes, before_record=checksums.save if checksums else lambda: None
+        sink,
+        journal,
+        max_unsynced_nbytes=max_unsynced_nbytes,
+        before_record=checksums.save if checksums else lambda: None,
     )
-
-
-def needs_permute(copies: tuple[StridedCopy, ...]) -> bool:
-    """Whether the packed runs of copies differ from the tensor's byte order."""
-    return len(copies) > 1 or any(copy.dims for copy in copies)
-
-
-def buffers_needed(slab: Slab, needs_gather: bool) -> int:
-    """Return the number of buffers for a slab: one, or two if its bytes are permuted, cast or gathered."""
-    return 1 + (needs_permute(slab.reads) or slab.is_cast or needs_gather)
-
-
-def _needs_gather(slab: Slab, is_aligned: bool) -> bool:
-    """Whether the sink needs a slab's bytes in another order or, for aligned writes, at another page offset."""
-    if not slab.writes or needs_permute(slab.writes):
-        return bool(slab.writes)
-    if not is_aligned:
-        return False
-    is_single_run = slab.reads and not needs_permute(slab.reads) and not slab.is_cast
-    return bool(is_single_run and (slab.reads[0].file_offset - slab.writes[0].file_offset) % PAGE)
-
-
-def _page_offset_view(slab: Slab, into: ByteArray, nbytes: int) -> ByteArray:
-    """Return a view of a buffer with the page offset of the first byte to write."""
-    page_offset = slab.writes[0].file_offset % PAGE if slab.writes else 0
-    return into[page_offset : page_offset + nbytes]
 
 
 def _as_single_run(copy: StridedCopy) -> StridedCopy:

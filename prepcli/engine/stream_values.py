@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prepcli.engine.files import ByteArray, RunReader, allocate_buffer
 from prepcli.engine.permute import scatter
-from prepcli.engine.pipeline import needs_permute
+from prepcli.engine.slab_buffers import needs_permute
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import split_stream_evenly
 
@@ -19,7 +19,7 @@ def allocate_run_buffers(run_nbytes: int = RUN_NBYTES) -> tuple[ByteArray, ByteA
 
 
 def read_values(
-    files: RunReader, stream: Stream, buffers: tuple[ByteArray, ByteArray]
+    files: RunReader, stream: Stream, *, buffers: tuple[ByteArray, ByteArray]
 ) -> Iterator[tuple[int, ByteArray]]:
     """Read a stream in runs of whole elements.
 
@@ -33,8 +33,8 @@ def read_values(
         tensor's shape and the buffers alone.
     """
     read_buffer, ordered_buffer = buffers
-    for slab in split_stream_evenly(0, stream, read_buffer.size):
+    for slab in split_stream_evenly(0, stream, max_nbytes=read_buffer.size):
         if needs_permute(slab.reads):
-            yield slab.start, scatter(slab, files.read_runs(slab.reads, read_buffer), ordered_buffer[: slab.nbytes])
+            yield slab.start, scatter(slab, files.read_runs(slab.reads, read_buffer), out=ordered_buffer[: slab.nbytes])
         else:
             yield slab.start, files.read_runs(slab.reads, read_buffer)

@@ -15,7 +15,7 @@ from prepcli.planning.plan import Plan
 CHECKSUMS_STEM = "checksums"  # `checksums.I` in the work folder belongs to process I
 
 
-def checksum_recorder(plan: Plan, stage: Staging, index: int = 0) -> ChecksumRecorder | None:
+def checksum_recorder(plan: Plan, stage: Staging, *, index: int = 0) -> ChecksumRecorder | None:
     """Return a recorder of the bytes that process `index` writes; None for an output without leaves."""
     return ChecksumRecorder(stage.work / f"{CHECKSUMS_STEM}.{index}", _extents(plan)) if plan.leaves else None
 
@@ -26,7 +26,7 @@ def delete_checksums(stage: Staging) -> None:
         path.unlink(missing_ok=True)
 
 
-def collect_checksums(plan: Plan, stage: Staging, files: Sequence[Path]) -> ChecksumArray:
+def collect_checksums(plan: Plan, stage: Staging, *, files: Sequence[Path]) -> ChecksumArray:
     """Return the checksums of all blocks.
 
     Checksums that no process saved are computed from the data files.
@@ -43,7 +43,7 @@ def collect_checksums(plan: Plan, stage: Staging, files: Sequence[Path]) -> Chec
     checksums: ChecksumArray = np.zeros(max((leaf.stop_number for leaf in blocks.values()), default=0), np.uint64)
     for path in sorted(stage.work.glob(f"{CHECKSUMS_STEM}.*")):
         checksums = np.where(checksums == 0, load_checksums(path, checksums.size), checksums)
-    compute_unknown(checksums, _extents(plan), files)
+    compute_unknown(checksums, _extents(plan), files=files)
     return checksums
 
 

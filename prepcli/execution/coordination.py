@@ -67,7 +67,9 @@ class ConversionTask:
         index = self.stage.share.index if index is None else index
         run_id, division, stream_numbers = str(self.run_identity["plan"]), self.division.label, self.shares[index]
         path = self.stage.journal_path_of(index)
-        journal = Journal(path, run_id, division, stream_numbers, session=self.stage.session, state=state)
+        journal = Journal(
+            path, run_id, division=division, stream_numbers=stream_numbers, session=self.stage.session, state=state
+        )
         try:
             yield journal
         finally:
@@ -77,7 +79,7 @@ class ConversionTask:
         """Return the durable state in the journal of process `index`."""
         path = self.stage.journal_path_of(index)
         try:
-            return read_journal(path, str(self.run_identity["plan"]), self.division.label)
+            return read_journal(path, str(self.run_identity["plan"]), division=self.division.label)
         except OSError as error:
             raise io_error(path, error) from error
 
@@ -136,6 +138,7 @@ class WaitOptions:
 def work_together(
     task: ConversionTask,
     move_share: Callable[[], PipelineResult],
+    *,
     publish: Callable[[PipelineResult], None],
     wait_options: WaitOptions,
 ) -> PipelineResult:

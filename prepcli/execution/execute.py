@@ -92,7 +92,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def execute_plan(
-    plan: Plan, source: Source, options: ExecuteOptions, progress: Progress, note: Callable[[str], None]
+    plan: Plan, source: Source, *, options: ExecuteOptions, progress: Progress, note: Callable[[str], None]
 ) -> ConversionResult:
     """Execute a plan, or one share of it, and wait until the output is published.
 
@@ -122,7 +122,7 @@ def execute_plan(
     check_free_space(plan, Staging(options.out).folder)
     coverage.check(plan, lambda: split_streams(plan.streams, budget.slab_nbytes))
     with open_staging(options.out) as stage:
-        division = stage.open(run_identity, options.restart, options.share)
+        division = stage.open(run_identity, options.restart, share=options.share)
         if _is_already_done(plan, run_identity, options):  # by the other processes, meanwhile
             stage.discard()
             return ConversionResult(options.out, PipelineResult(), 0, already_done=True)
@@ -151,7 +151,10 @@ def execute_plan(
         wait_options = WaitOptions(options.patience_s, options.check_workers, note)
         with note_durable_work(lambda: _describe_durable(task)):
             outcome = work_together(
-                task, move_own_share, lambda outcome: _check_and_publish(mover, options, outcome), wait_options
+                task,
+                move_own_share,
+                publish=lambda outcome: _check_and_publish(mover, options, outcome),
+                wait_options=wait_options,
             )
         peak_nbytes = max(outcome.peak_nbytes, anonymous_nbytes())
     remove_work_folder(options.out)
@@ -208,10 +211,17 @@ class _ShareMover:
             self.note(f"resuming {name}: {format_bytes(done)} of {format_bytes(total)} are durable")
         self.progress.begin(plan.command, total, done)
         try:
-            integrity = IntegrityChecker(plan, self.source, self.allow_overflow)
-            checksums = checksum_recorder(plan, task.stage, index)
+            integrity = IntegrityChecker(plan, self.source, allow_overflow=self.allow_overflow)
+            checksums = checksum_recorder(plan, task.stage, index=index)
             return pipeline.run(
-                plan.streams, files, sink, self.budget, self.progress, journal, integrity.on_digest, checksums
+                plan.streams,
+                files,
+                sink=sink,
+                budget=self.budget,
+                progress=self.progress,
+                journal=journal,
+                on_digest=integrity.on_digest,
+                checksums=checksums,
             )
         finally:
             self.progress.end()
@@ -221,7 +231,7 @@ class _ShareMover:
         stage, durable = self.task.stage, self.task.durable_part(index, self.task.read_journal_state(index))
         if not durable.durable_nbytes:
             return EMPTY_JOURNAL_STATE
-        touched = source_state.touched_files(self.source, self.initial_source_state, self.own_source_state)
+        touched = source_state.touched_files(self.source, self.initial_source_state, now=self.own_source_state)
         if touched:
             self.note(f"{_join_file_names(touched)} may have changed since {stage.folder.name} was started: comparing")
         intact = verify_journal_state(self.reader, durable, files=self.files, source=self.source if touched else None)
@@ -240,11 +250,11 @@ class _ShareMover:
         Files are read again only if their inode or change time differs from `baseline`.
         """
         touched = source_state.touched_files(
-            self.source, baseline, source_state.read_source_state(self.task.plan, self.source)
+            self.source, baseline, now=source_state.read_source_state(self.task.plan, self.source)
         )
         if touched:
             self.note(f"{_join_file_names(touched)} may have changed while it was read: comparing")
-            if find_outdated(self.reader, digests, self.source):
+            if find_outdated(self.reader, digests, source=self.source):
                 raise source_state.source_changed_error(touched, self.source)
 
 
@@ -263,7 +273,7 @@ def _check_and_publish(mover: _ShareMover, options: ExecuteOptions, outcome: Pip
     mover.check_source(outcome.digests, baseline)
     check_data_files(plan, mover.files, digests=outcome.digests, reader=mover.reader)
     stamps = read_stamps(mover.files)
-    finalize_output(plan, stage, task.run_identity, outcome, mover.progress)
+    finalize_output(plan, stage, run_identity=task.run_identity, outcome=outcome, progress=mover.progress)
     check_unchanged(stamps)
     _check_replaceable(options.out)  # another program may have created it meanwhile
     stage.publish(options.overwrite)
@@ -356,7 +366,7 @@ def open_sink(plan: Plan, stage: Staging) -> Iterator[Files]:
         for number, file in enumerate(plan.files):
             for offset, data in ((0, file.header), *file.constant_ranges):
                 if data:
-                    sink.write_bytes(number, data, offset)
+                    sink.write_bytes(number, data, offset=offset)
         yield sink
 
 

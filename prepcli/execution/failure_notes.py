@@ -46,7 +46,7 @@ class Failure:
 class FailureNotes:
     """The failure notes in a folder, as one process of a plan sees them from the moment it joins."""
 
-    def __init__(self, folder: Path, plan: str, share: Share) -> None:
+    def __init__(self, folder: Path, plan: str, *, share: Share) -> None:
         """Delete this process's own note, and remember the existing notes. Raises OSError."""
         self._folder, self._share = folder, share
         self._identity = {"plan": plan, "count": share.count}

@@ -36,6 +36,7 @@ def data_folder(plan: Plan, folder: Path) -> Path:
 def finalize_output(
     plan: Plan,
     stage: Staging,
+    *,
     run_identity: dict[str, object],
     outcome: PipelineResult,
     progress: Progress | None = None,
@@ -70,7 +71,7 @@ def finalize_output(
         extra_fields: dict[str, Any] = {"packed": dict(zip(compressed.files, compressed.sizes))} if compressed else {}
         if plan.leaves:
             data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
-            extra_fields["checksums"] = write_checksums(stage.folder, collect_checksums(plan, stage, data_files))
+            extra_fields["checksums"] = write_checksums(stage.folder, collect_checksums(plan, stage, files=data_files))
         write_no_follow(
             stage.folder / MANIFEST_FILE, encode_manifest(_build_manifest(plan, run_identity, outcome) | extra_fields)
         )

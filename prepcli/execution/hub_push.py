@@ -92,7 +92,7 @@ def check_push(target: PushTarget, retry_policy: RetryPolicy = DEFAULT_RETRY_POL
 
 
 def push_folder(
-    folder: Path, target: PushTarget, progress: Progress, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
+    folder: Path, target: PushTarget, *, progress: Progress, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
 ) -> str:
     """Upload a folder in one commit, and delete weights of an earlier push in the same format.
 

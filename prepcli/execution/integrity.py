@@ -16,7 +16,7 @@ class IntegrityChecker:
     overflow.
     """
 
-    def __init__(self, plan: Plan, source: Source, allow_overflow: bool) -> None:
+    def __init__(self, plan: Plan, source: Source, *, allow_overflow: bool) -> None:
         self._plan, self._source, self._allow_overflow = plan, source, allow_overflow
         recorded = {(t.name, low, high): text for t in source.all_tensors for low, high, text in t.digests}
         self._expected = {i: recorded.get((s.name, *s.rows)) for i, s in enumerate(plan.streams) if s.reads}
@@ -63,8 +63,15 @@ class IntegrityChecker:
             next(s for s in self._plan.streams if (s.name, s.rows) == (n, stream.rows))
             for n in (check.name, check.duplicate_of)
         ]
-        row = compare_streams(self._source.byte_sources, streams[0], self._source.byte_sources, streams[1]).row
-        raise not_equal_error(self._source.family, check, self._plan.display_names, f"first difference in row {row}")
+        row = compare_streams(
+            self._source.byte_sources, streams[0], blobs_b=self._source.byte_sources, stream_b=streams[1]
+        ).row
+        raise not_equal_error(
+            self._source.family,
+            check,
+            display_names=self._plan.display_names,
+            difference=f"first difference in row {row}",
+        )
 
     def _display_name(self, name: str) -> str:
         return self._plan.display_names.get(name, name)

@@ -41,7 +41,7 @@ def check_data_files(plan: Plan, files: Sequence[Path], *, digests: Mapping[int,
     touched_streams = {
         n for n, stream in enumerate(plan.streams) if n in digests and _overlaps(holes, stream_write_spans(stream))
     }
-    if find_damaged(reader, {number: digests[number] for number in touched_streams}, files):
+    if find_damaged(reader, {number: digests[number] for number in touched_streams}, files=files):
         raise _changed_error(files[0].parent)
 
 

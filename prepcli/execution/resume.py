@@ -52,7 +52,7 @@ class StreamReader:
     def _digests(self, streams: Mapping[int, Stream], files: RunReader) -> dict[int, str]:
         self.progress.begin(CHECK_TASK, sum(stream.nbytes for stream in streams.values()))
         try:
-            outcome = pipeline.run(list(streams.values()), files, None, self.budget, self.progress)
+            outcome = pipeline.run(list(streams.values()), files, sink=None, budget=self.budget, progress=self.progress)
         finally:
             self.progress.end()
         return {number: outcome.digests[position] for position, number in enumerate(streams)}
@@ -63,7 +63,7 @@ class StreamReader:
         readback = readback_stream(stream)
         end = readback.byte_range[0] + prefix.nbytes // itemsize(stream.dtype) * itemsize(stream.written_dtype)
         with Files(files) as opened:
-            for start, data in read_values(opened, readback, allocate_run_buffers()):
+            for start, data in read_values(opened, readback, buffers=allocate_run_buffers()):
                 state.update(data[: max(0, end - start)].data)
                 if start + data.size >= end:
                     break
@@ -75,7 +75,7 @@ def readback_stream(stream: Stream) -> Stream:
     return replace(stream, dtype=stream.written_dtype, reads=stream.writes, writes=(), fill=None, cast_to="")
 
 
-def find_damaged(reader: StreamReader, digests: Mapping[int, str], files: Sequence[Path]) -> set[int]:
+def find_damaged(reader: StreamReader, digests: Mapping[int, str], *, files: Sequence[Path]) -> set[int]:
     """Return the numbers of complete streams whose bytes in the data files differ from their digests."""
     numbers = [number for number in digests if reader.streams[number].writes and reader.streams[number].nbytes]
     actual_digests = reader.written_digests(numbers, files)
@@ -84,7 +84,7 @@ def find_damaged(reader: StreamReader, digests: Mapping[int, str], files: Sequen
     }
 
 
-def find_outdated(reader: StreamReader, digests: Mapping[int, str], source: Source) -> set[int]:
+def find_outdated(reader: StreamReader, digests: Mapping[int, str], *, source: Source) -> set[int]:
     """Return the numbers of streams whose bytes in the source differ from their digests."""
     actual_digests = reader.source_digests(digests, source)
     return {number for number, digest in actual_digests.items() if digest != parse_stream_digest(digests[number]).read}
@@ -104,9 +104,9 @@ def verify_journal_state(
     Returns:
         The intact complete streams, and the prefix if it is intact and the source has not changed.
     """
-    damaged = find_damaged(reader, journal_state.digests, files)
+    damaged = find_damaged(reader, journal_state.digests, files=files)
     if source:
-        damaged |= find_outdated(reader, journal_state.digests, source)
+        damaged |= find_outdated(reader, journal_state.digests, source=source)
     digests = {number: digest for number, digest in journal_state.digests.items() if number not in damaged}
     prefix = journal_state.prefix if source is None else None
     if prefix and not reader.has_prefix(prefix, files):

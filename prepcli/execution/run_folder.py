@@ -26,7 +26,8 @@ from prepcli.execution.block_checksums import checksum_recorder
 from prepcli.execution.execute import check_free_space, identify_run, open_sink
 from prepcli.execution.finalize import finalize_output
 from prepcli.execution.locks import acquire_lock
-from prepcli.execution.staging import fsync_path, open_staging, remove_path, remove_work_folder
+from prepcli.execution.paths import fsync_path, remove_path
+from prepcli.execution.staging import open_staging, remove_work_folder
 from prepcli.formats.manifest import MANIFEST_FILE, PREP_KEYS, STATE_ITEM
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.planning.plan import Plan, SmallFile
@@ -68,6 +69,7 @@ class RunFolder:
         self,
         run_folder: Path,
         start_checkpoint: Path,
+        *,
         name: str,
         keep: int | Literal["all"] = "all",
         request: str = "prep train",
@@ -108,7 +110,7 @@ class RunFolder:
 
     def _extra_files(self) -> tuple[SmallFile, ...]:
         """Return the tokenizer and other files of the model, from the newest step."""
-        return copied_files(small_files(self._hf_folder), self._hf_folder.parent, f"{HF_FOLDER}/")
+        return copied_files(small_files(self._hf_folder), self._hf_folder.parent, path_prefix=f"{HF_FOLDER}/")
 
     def _acquire_lock(self) -> int:
         try:
@@ -193,10 +195,12 @@ class RunFolder:
                 spend = make_budget(MEMORY_NBYTES)
                 checksums = checksum_recorder(plan, stage)
                 source = HostLeafReader(leaves)
-                outcome = pipeline.run(plan.streams, source, sink, spend, NullProgress(), checksums=checksums)
+                outcome = pipeline.run(
+                    plan.streams, source, sink=sink, budget=spend, progress=NullProgress(), checksums=checksums
+                )
             if checksums:
                 checksums.save()
-            finalize_output(plan, stage, run_identity, outcome)
+            finalize_output(plan, stage, run_identity=run_identity, outcome=outcome)
             stage.publish()
 
     def _remove_old_steps(self) -> None:
@@ -225,5 +229,7 @@ class RunFolder:
                 plan_training_step(stored, self._start_manifest, request=self._request, slab_nbytes=slab_nbytes),
             )
         plan = self._layout[1]
-        small = settings_files(plan.settings["config"], (), self._extra_files(), f"{HF_FOLDER}/")
+        small = settings_files(
+            plan.settings["config"], (), extra_files=self._extra_files(), path_prefix=f"{HF_FOLDER}/"
+        )
         return replace(plan, small_files=small, settings={**plan.settings, **manifest_fields, "step": step})

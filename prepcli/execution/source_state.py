@@ -48,7 +48,7 @@ def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
     return PrepError(f"{names} changed while it was read", f"in {source.display_name}", "run again with `--restart`")
 
 
-def touched_files(source: Source, before: SourceState, now: SourceState) -> list[Path]:
+def touched_files(source: Source, before: SourceState, *, now: SourceState) -> list[Path]:
     """Return the files whose inode or change time differs."""
     return [path for path, state_before, state_now in zip(source.files, before, now) if state_before != state_now]
 

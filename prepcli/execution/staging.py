@@ -7,17 +7,15 @@ plan's streams are divided. A process that joins, or that publishes the output, 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
-from prepcli.engine.no_follow import check_not_symlink, read_no_follow, write_no_follow
+from prepcli.engine.no_follow import check_not_symlink, read_no_follow
 from prepcli.errors import OutputExistsError, PrepError, usage_error
 from prepcli.execution.failure_notes import FAILED_STEM, HEARD_STEM, FailureNotes
 from prepcli.execution.locks import (
@@ -28,6 +26,8 @@ from prepcli.execution.locks import (
     has_shared_holders,
     is_locked,
 )
+from prepcli.execution.paths import fsync_path, is_same_file, remove_path
+from prepcli.execution.run_notes import read_note, write_note
 from prepcli.planning.shares import SINGLE_PROCESS, Division, Share
 
 WORK_FOLDER = ".prep"
@@ -38,7 +38,6 @@ LOCK_FILE = "lock"  # `lock.I` belongs to process I of several
 JOIN_LOCK_FILE = "door"
 MOVING_LOCK_FILE = "moving"  # shared lock of the processes that still move their shares
 MAX_JOIN_TRIES = 100  # other processes may publish or remove the folder meanwhile
-CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
 REPLACED_NAME = "replaced"  # the replaced output, until the new one has its name
 
 
@@ -70,7 +69,7 @@ class Staging:
         """Return the path of the journal of process `index`."""
         return self.work / f"{JOURNAL_STEM}.{index}"
 
-    def open(self, run_identity: dict[str, object], restart: bool, share: Share = SINGLE_PROCESS) -> Division:
+    def open(self, run_identity: dict[str, object], restart: bool, *, share: Share = SINGLE_PROCESS) -> Division:
         """Create or join the folder, and lock it.
 
         Args:
@@ -100,14 +99,14 @@ class Staging:
                 self._locks.append(fd)
                 if restart and is_first and any((self.work / name).exists() for name in (RUN_FILE, DIVISION_FILE)):
                     self._drop_earlier_run()
-                earlier_identity = self._read_note(RUN_FILE)
+                earlier_identity = read_note(self.work / RUN_FILE)
                 if earlier_identity is None:
-                    self._write_note(RUN_FILE, run_identity)
+                    write_note(self.work / RUN_FILE, run_identity)
                 elif earlier_identity != run_identity:
                     raise _other_run_error(self.folder, earlier_identity, run_identity)
                 division = self._load_division(str(run_identity["plan"]), is_first)
                 self._lock_share()
-                self._failures = FailureNotes(self.work, str(run_identity["plan"]), share)
+                self._failures = FailureNotes(self.work, str(run_identity["plan"]), share=share)
         except OSError as error:
             raise io_error(self.folder, error) from error
         return division
@@ -127,7 +126,7 @@ class Staging:
                     if not tries_left:
                         raise
                     continue
-                if _is_same_file(lock_stat, self.work / JOIN_LOCK_FILE):
+                if is_same_file(lock_stat, self.work / JOIN_LOCK_FILE):
                     break
                 stack.close()
             self._folder_stat = self.folder.stat()
@@ -142,7 +141,7 @@ class Staging:
 
     def _load_division(self, run_id: str, is_first: bool) -> Division:
         """Return the division of the plan; divide it again if the earlier processes were of another number."""
-        division = _parse_division(self._read_note(DIVISION_FILE))
+        division = _parse_division(read_note(self.work / DIVISION_FILE))
         count = self.share.count
         if division is None or division.count != count:
             if division is not None and not is_first:
@@ -151,7 +150,7 @@ class Staging:
                 raise PrepError(f"{self.folder} is locked", why, hint)
             division = Division(count, self._durable_digests(run_id, division or Division()))
             # written before the journals it was derived from are removed
-            self._write_note(DIVISION_FILE, {"count": count, "done": division.durable_digests})
+            write_note(self.work / DIVISION_FILE, {"count": count, "done": division.durable_digests})
             for path in self.work.glob(f"{JOURNAL_STEM}.*"):
                 remove_path(path)
         return division
@@ -160,7 +159,7 @@ class Staging:
         """Return the digests of all complete, durable streams."""
         digests = dict(division.durable_digests)
         for index in range(division.count):
-            digests |= read_journal(self.journal_path_of(index), run_id, division.label).digests
+            digests |= read_journal(self.journal_path_of(index), run_id, division=division.label).digests
         return digests
 
     def _make_folders(self) -> None:
@@ -175,26 +174,6 @@ class Staging:
         if names and WORK_FOLDER not in names:
             raise PrepError(f"{self.folder} exists", "prep did not create it", "`--out NAME`, or move it away")
         self.work.mkdir(parents=True, exist_ok=True)
-
-    def _read_note(self, name: str) -> dict[str, Any] | None:
-        path = self.work / name
-        try:
-            content = json.loads(read_no_follow(path))
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            content = None
-        if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (None, _checksum(content)):
-            raise PrepError(f"{path} is damaged", "it is not a file that prep wrote", "`--restart` drops it")
-        return content
-
-    def _write_note(self, name: str, content: Mapping[str, object]) -> None:
-        path = self.work / name
-        new_path = path.with_suffix(".new")
-        write_no_follow(new_path, json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode())
-        fsync_path(new_path)
-        new_path.rename(path)
-        fsync_path(self.work)
 
     def _drop_earlier_run(self) -> None:
         """Drop an earlier run: first the journals, then the recorded bytes.
@@ -221,9 +200,9 @@ class Staging:
     def read_or_write_note(self, name: str, content: Mapping[str, object]) -> dict[str, Any]:
         """Return the content of a file of the run; create the file with `content` if it does not exist."""
         with exclusive_lock(self.work / JOIN_LOCK_FILE):
-            existing = self._read_note(name)
+            existing = read_note(self.work / name)
             if existing is None:
-                self._write_note(name, content)
+                write_note(self.work / name, content)
         return dict(content) if existing is None else existing
 
     def _read_session(self) -> str:
@@ -257,7 +236,7 @@ class Staging:
 
     def is_published(self) -> bool:
         """Return whether the folder has its final name."""
-        return self._folder_stat is not None and _is_same_file(self._folder_stat, self.out)
+        return self._folder_stat is not None and is_same_file(self._folder_stat, self.out)
 
     def mark_moved(self) -> None:
         """Release the moving lock: this process has moved its share, and only publishes from now on."""
@@ -271,7 +250,7 @@ class Staging:
 
     def _is_same_folder(self) -> bool:
         """Return whether the path still leads to the opened folder."""
-        return self._folder_stat is not None and _is_same_file(self._folder_stat, self.folder)
+        return self._folder_stat is not None and is_same_file(self._folder_stat, self.folder)
 
     def is_running(self, index: int) -> bool:
         """Return whether process `index` is running. Locks may not be visible on other machines."""
@@ -339,19 +318,6 @@ class Staging:
             os.close(self._locks.pop())
 
 
-def _is_same_file(file_stat: os.stat_result, path: Path) -> bool:
-    """Return whether a path leads to the file or folder of the stat result."""
-    try:
-        return os.path.samestat(file_stat, path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _checksum(content: Mapping[str, object]) -> str:
-    """Return the checksum of a note's content after a JSON round trip, which converts keys to text."""
-    return digest(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
-
-
 def _parse_division(content: Mapping[str, Any] | None) -> Division | None:
     match content:
         case {"count": int(count), "done": dict(done)} if count > 0 and all(map(str.isdecimal, done)):
@@ -372,23 +338,6 @@ def open_staging(out: Path) -> Iterator[Staging]:
         yield stage
     finally:
         stage.leave()
-
-
-def remove_path(path: Path) -> None:
-    """Remove a file, a link or a folder with its contents, if it exists. The target of a link stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def fsync_path(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _other_run_error(folder: Path, earlier_identity: dict[str, object], run_identity: dict[str, object]) -> PrepError:

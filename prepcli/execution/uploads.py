@@ -21,7 +21,8 @@ from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError, usage_error
-from prepcli.execution.staging import WORK_FOLDER, remove_path
+from prepcli.execution.paths import remove_path
+from prepcli.execution.staging import WORK_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
 from prepcli.remote.placeholders import read_all
@@ -72,7 +73,7 @@ def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
 
 
 def make_and_upload(
-    request: UploadRequest, has_other_processes: bool, ui: Ui, make_output: Callable[[Path, bool], Report]
+    request: UploadRequest, has_other_processes: bool, *, ui: Ui, make_output: Callable[[Path, bool], Report]
 ) -> Report:
     """Create an output and upload it. An existing output of the same request is kept.
 

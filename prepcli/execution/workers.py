@@ -45,7 +45,7 @@ class ProcessOptions:
 ONE_PROCESS = ProcessOptions("1/0")  # ignores variables of launchers
 
 
-def worker_memory_nbytes(memory_nbytes: int, num_workers: int, baseline_nbytes: int) -> int:
+def worker_memory_nbytes(memory_nbytes: int, num_workers: int, *, baseline_nbytes: int) -> int:
     """Return the memory budget of each worker.
 
     Args:
@@ -71,7 +71,7 @@ def worker_memory_nbytes(memory_nbytes: int, num_workers: int, baseline_nbytes: 
     return worker_nbytes
 
 
-def worker_argv(argv: Sequence[str], share: Share, memory_nbytes: int) -> list[str]:
+def worker_argv(argv: Sequence[str], share: Share, *, memory_nbytes: int) -> list[str]:
     """Return the arguments of a worker: this process's arguments, overridden by the worker's own."""
     end = argv.index("--") if "--" in argv else len(argv)
     worker_options = ["--workers", "1", "--processes", str(share), "--memory", str(memory_nbytes)]
@@ -79,7 +79,7 @@ def worker_argv(argv: Sequence[str], share: Share, memory_nbytes: int) -> list[s
 
 
 def add_worker_reports(
-    result: ConversionResult, reports: Iterable[dict[str, Any]], baseline_nbytes: int
+    result: ConversionResult, reports: Iterable[dict[str, Any]], *, baseline_nbytes: int
 ) -> ConversionResult:
     """Return the result plus the bytes and memory of the workers' reports."""
     outcome, peak_nbytes = result.outcome, result.peak_nbytes
@@ -99,9 +99,9 @@ def add_worker_reports(
 class WorkerPool:
     """The workers of a command. Leaving the context by an error stops them."""
 
-    def __init__(self, argv: Sequence[str], shares: Iterable[Share], memory_nbytes: int, progress: Progress) -> None:
+    def __init__(self, argv: Sequence[str], shares: Iterable[Share], *, memory_nbytes: int, progress: Progress) -> None:
         """Prepare the arguments of the workers, without starting them."""
-        self._worker_argvs = [worker_argv(argv, share, memory_nbytes) for share in shares]
+        self._worker_argvs = [worker_argv(argv, share, memory_nbytes=memory_nbytes) for share in shares]
         self._running: list[_Worker] = []
         self._shared_progress = _SharedProgress(progress, self.check)
         self.progress: Progress = self._shared_progress if self._worker_argvs else progress

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_blocks
@@ -85,7 +85,7 @@ def read_checksums(folder: Path, manifest: Mapping[str, Any], arrays: Sequence[A
         (blocks.stop_number for blocks in leaves.values()), default=0
     )
     if len(data) != expected_nbytes:
-        raise PrepError(
+        raise DamagedError(
             f"{folder / CHECKSUMS_FILE} is broken", f"it has {len(data):,} bytes, not {expected_nbytes:,}", REBUILD_HINT
         )
     return BlockChecksums(leaves, np.frombuffer(data, CHECKSUM_DTYPE))
@@ -103,7 +103,7 @@ def read_checksum_bytes(folder: Path, manifest: Mapping[str, Any]) -> bytes | No
         raise PrepError(f"{path} has another format", why, "install a later prep, or pass `--no-verify`")
     data = read_small_file(path, MAX_CHECKSUMS_NBYTES)
     if digest(data) != record.get("digest"):
-        raise PrepError(
+        raise DamagedError(
             f"{path} is damaged", "its bytes differ from the digest that the manifest records", REBUILD_HINT
         )
     return data
@@ -116,7 +116,7 @@ def _number_leaf_blocks(
     metas, manifest_leaves = {meta.name: meta for meta in arrays}, manifest.get("leaves")
     if not isinstance(manifest_leaves, dict) or {*manifest_leaves} != {*metas}:
         why = "its manifest lists other leaves than it holds"
-        raise PrepError(f"{folder} is damaged", why, "create the checkpoint again")
+        raise DamagedError(f"{folder} is damaged", why, "create the checkpoint again")
     return number_blocks(
         (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype) for name in manifest_leaves
     )

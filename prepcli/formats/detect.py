@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prepcli.console.lists import join_names
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import find_item
@@ -137,7 +137,7 @@ def check_config(config_path: Path, display_name: str) -> None:
     try:
         config = parse_json(read_small_file(config_path, MAX_CONFIG_NBYTES))
     except ValueError as error:
-        raise PrepError(f"{display_name} has a broken {CONFIG}", str(error)) from error
+        raise DamagedError(f"{display_name} has a broken {CONFIG}", str(error)) from error
     if method := _quantisation_method(config):
         raise _quantised_error(display_name, f"{CONFIG} has a quantization_config: {method}")
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import xxhash
 
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.shard_index import download_again_hint
 from prepcli.formats.untrusted import quote_name, stat_file, unreadable_error
 from prepcli.planning.tensors import ITEM_BITS
@@ -110,7 +110,7 @@ def read_msgpack_header(path: Path, kind: MsgpackKind) -> MsgpackHeader:
         raise unreadable_error(path, error) from error
     except ValueError as error:
         what = "EasyLM stream" if kind == "easylm" else "Flax msgpack file"
-        raise PrepError(f"{path.name} is not a usable {what}", str(error), download_again_hint(path)) from error
+        raise DamagedError(f"{path.name} is not a usable {what}", str(error), download_again_hint(path)) from error
     finally:
         os.close(fd)
     digest = state.cursor.digest_state.hexdigest()

@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
@@ -100,7 +100,7 @@ class OrbaxStore:
         value = self.values.get(name, {}).pop(self._document, None)
         if value is None:
             why = f"the tree lists it, but it has no {self._document}"
-            raise PrepError(f"{quote_name(name)} is not in the index of {self.folder}", why)
+            raise DamagedError(f"{quote_name(name)} is not in the index of {self.folder}", why)
         try:
             return self.read_value(value, MAX_DOCUMENT_NBYTES)
         except ValueError as error:
@@ -161,7 +161,7 @@ def build_chunk_table(
         chunks = _require_every_chunk(name, zarr, values, is_complete)
     if len(values) > len(chunks):
         extra_key = next(iter(values.keys() - {zarr.chunk_key(index) for index in chunks}))
-        raise PrepError(f"the index of {name} has chunk {quote_name(extra_key)}", f"its grid is {zarr.stored_grid}")
+        raise DamagedError(f"the index of {name} has chunk {quote_name(extra_key)}", f"its grid is {zarr.stored_grid}")
     return dict(_iter_shard_chunks(name, zarr, zarr.sharding, chunks, store, is_complete)) if zarr.sharding else chunks
 
 
@@ -188,7 +188,7 @@ def _iter_indices(grid: Sequence[int]) -> Iterator[ChunkIndex]:
 
 def _missing_chunk_error(name: str, key: str, is_complete: bool) -> PrepError:
     why = "" if is_complete else "chunks equal to the fill value are not stored, and the fill value is not 0"
-    return PrepError(f"the index of {name} misses chunk {key}", why)
+    return DamagedError(f"the index of {name} misses chunk {key}", why)
 
 
 def _iter_present_chunks(zarr: ZarrArray, values: Mapping[str, StoredValue]) -> Iterator[tuple[ChunkIndex, str]]:
@@ -242,22 +242,22 @@ def _read_shard_index(
     nbytes = 16 * count + CRC32C_NBYTES * sharding.has_checksum
     what = f"shard {key} of {name}"
     if nbytes > min(shard_nbytes, MAX_SHARD_INDEX_NBYTES):
-        raise PrepError(f"{what} is broken", f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
+        raise DamagedError(f"{what} is broken", f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
     try:
         index_bytes = store.read_value(
             _slice_value(value, shard_nbytes - nbytes if sharding.index_is_at_end else 0, nbytes), nbytes
         )
     except ValueError as error:
-        raise PrepError(f"{what} is broken", str(error)) from error
+        raise DamagedError(f"{what} is broken", str(error)) from error
     if sharding.has_checksum and index_bytes[-CRC32C_NBYTES:] != struct.pack(
         "<I", google_crc32c.value(index_bytes[:-CRC32C_NBYTES])
     ):
-        raise PrepError(f"{what} is broken", "the checksum of its index does not match", "copy the checkpoint again")
+        raise DamagedError(f"{what} is broken", "the checksum of its index does not match", "copy the checkpoint again")
     entries: list[Any] = np.frombuffer(index_bytes, "<u8", 2 * count).reshape(-1, 2).tolist()
     ranges = [(-1, 0) if offset == nbytes == _ABSENT_CHUNK else (offset, nbytes) for offset, nbytes in entries]
     if (
         max((offset + nbytes for offset, nbytes in ranges), default=0) > shard_nbytes
         or sum(n for _, n in ranges) > shard_nbytes
     ):
-        raise PrepError(f"{what} is broken", f"its index refers to bytes beyond its {shard_nbytes:,}")
+        raise DamagedError(f"{what} is broken", f"its index refers to bytes beyond its {shard_nbytes:,}")
     return ranges

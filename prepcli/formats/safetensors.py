@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.shard_index import (
     check_index_matches_files,
     check_numbered_files,
@@ -120,7 +120,7 @@ def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
         tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
         end = _check_contiguous(tensors, len(header_bytes))
     except ValueError as error:
-        raise PrepError(f"{path.name} has a broken header", str(error), download_again_hint(path)) from error
+        raise DamagedError(f"{path.name} has a broken header", str(error), download_again_hint(path)) from error
     if end != file_stat.st_size:
         raise _wrong_size_error(path, end, file_stat.st_size)
     digest = xxhash.xxh3_128_hexdigest(header_bytes)
@@ -185,9 +185,9 @@ def _wrong_format_error(path: Path, first_bytes: bytes, nbytes: int) -> PrepErro
             )
     if len(first_bytes) < LENGTH_NBYTES:
         why = f"it has {len(first_bytes)} bytes, the length of its header alone takes {LENGTH_NBYTES}"
-        return PrepError(f"{path.name} is cut short", why, download_again_hint(path))
+        return DamagedError(f"{path.name} is cut short", why, download_again_hint(path))
     why = f"its header length is {nbytes:,} bytes, valid are 1 to {MAX_HEADER_NBYTES:,}"
-    return PrepError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
+    return DamagedError(f"{path.name} is not a safetensors file", why, download_again_hint(path))
 
 
 def _parse_header(raw: bytes, file_number: int) -> tuple[tuple[tuple[str, str], ...], list[FileTensor]]:
@@ -305,7 +305,7 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
 
 def _wrong_size_error(path: Path, expected_nbytes: int, actual_nbytes: int) -> PrepError:
     what = f"{path.name} is cut short" if actual_nbytes < expected_nbytes else f"{path.name} is too long"
-    return PrepError(
+    return DamagedError(
         what,
         f"its header promises {expected_nbytes:,} bytes, the file has {actual_nbytes:,}",
         download_again_hint(path),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from prepcli.console.lists import join_names
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.untrusted import parse_json, quote_name, stat_file, unreadable_error
 
 MAX_INDEX_NBYTES = 100_000_000
@@ -42,7 +42,7 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
-        raise PrepError(f"{path} is not a usable index", str(error), download_again_hint(path)) from error
+        raise DamagedError(f"{path} is not a usable index", str(error), download_again_hint(path)) from error
 
 
 def list_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
@@ -98,7 +98,7 @@ def check_index_matches_files(folder: Path, weight_map: Mapping[str, str], file_
         for difference, names in differences.items()
         if names
     )
-    raise PrepError(
+    raise DamagedError(
         f"the index of {folder} and its files name different tensors", why, f"`{_download_command(folder)}`"
     )
 
@@ -122,7 +122,7 @@ def _parse_weight_map(index: object, suffix: str) -> dict[str, str]:
 
 def _missing_files_error(folder: Path, missing_count: int, file_count: int, why: str) -> PrepError:
     verb = "is" if missing_count == 1 else "are"
-    return PrepError(
+    return DamagedError(
         f"{missing_count} of {file_count} files of {folder} {verb} missing", why, f"`{_download_command(folder)}`"
     )
 

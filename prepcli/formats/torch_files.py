@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from prepcli.engine.digest import digest
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import torch_zip
 from prepcli.formats.shard_index import (
     check_index_matches_files,
@@ -138,7 +138,9 @@ def read_torch_header(path: Path, file_number: int) -> TorchHeader:
     except UnexpectedNameError as error:
         raise _unexpected_name_error(path, error.name) from error
     except ValueError as error:
-        raise PrepError(f"{path.name} is not a usable PyTorch file", str(error), download_again_hint(path)) from error
+        raise DamagedError(
+            f"{path.name} is not a usable PyTorch file", str(error), download_again_hint(path)
+        ) from error
     return TorchHeader(
         path.name,
         file_stat.st_size,
@@ -292,7 +294,7 @@ def _wrong_format_error(path: Path, first_bytes: bytes) -> PrepError:
         hint = f"if it is a safetensors file, rename it to {path.with_suffix('.safetensors').name}"
         return PrepError(f"{path.name} is not a PyTorch file", "it starts like a safetensors file", hint)
     why = f"it starts with {first_bytes[:8].hex(' ')}" if first_bytes else "it is empty"
-    return PrepError(f"{path.name} is not a PyTorch file", why, download_again_hint(path))
+    return DamagedError(f"{path.name} is not a PyTorch file", why, download_again_hint(path))
 
 
 # A folder

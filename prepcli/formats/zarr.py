@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.codecs import COMPRESSORS, CRC32C
 from prepcli.formats.orbax import ZARR_TYPESTRS
 from prepcli.formats.untrusted import parse_json, quote_name
@@ -81,7 +81,7 @@ def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
 
 def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
     """Return the error for an invalid metadata document."""
-    return PrepError(f"the {file_name} of {name} is broken", why)
+    return DamagedError(f"the {file_name} of {name} is broken", why)
 
 
 def _parse_v2(name: str, document: Mapping[str, Any]) -> ZarrArray:

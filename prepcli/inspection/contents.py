@@ -219,7 +219,7 @@ def _read_meta(path: Path, display_name: str) -> CheckpointContents:
 
 def _meta_entry(name: str, tensor: SourceTensor, file_of_blob: Sequence[int]) -> TensorEntry:
     first_element_box = ((0, 1),) * len(tensor.shape)
-    copies = location_copies(tensor.placement, tensor.shape, itemsize(tensor.dtype), first_element_box)
+    copies = location_copies(tensor.placement, tensor.shape, item_nbytes=itemsize(tensor.dtype), box=first_element_box)
     first_copy = next(copies)
     return _placed_entry(
         name,

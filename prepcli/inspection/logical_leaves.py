@@ -48,7 +48,7 @@ def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
     family, config = family_of(contents.config), contents.config
     is_item = contents.kind == "orbax"
     layout = contents.manifest if is_item else {}
-    names = detect_names(family, config, [entry.name for entry in contents.entries])
+    names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     entries = {entry.name if is_item else names.bare_name(entry.name): entry for entry in contents.entries}
     sizes, is_tied = family.sizes(config), layout["tied"] if is_item else family.is_tied(config, entries)
     rows = parameter_rows(family, config, layout.get("scan", True), layout.get("scan_axis", 0), entries)

@@ -133,7 +133,9 @@ def _ordered_runs(
 ) -> Iterator[tuple[int, ByteArray]]:
     """Yield the bytes of a chunk in its own order, wherever they are stored, with the byte offset of each run."""
     rows = entry.chunk_shape[0] if entry.chunk_shape else 1
-    yield from read_values(files, Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), side, ()), buffers)
+    yield from read_values(
+        files, Stream(entry.name, entry.dtype, entry.chunk_shape, (0, rows), side, ()), buffers=buffers
+    )
 
 
 def _inside_mask(start: int, count: int, chunk: Sequence[int], inside: Sequence[int]) -> np.ndarray:

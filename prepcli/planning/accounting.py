@@ -123,7 +123,7 @@ class _Mismatches:
     wrong_shape: list[str] = field(default_factory=list)
 
 
-def detect_names(family: Family, config: HFConfig, full_names: Collection[str]) -> TensorNames:
+def detect_names(family: Family, config: HFConfig, *, full_names: Collection[str]) -> TensorNames:
     """Return the naming scheme of a source.
 
     Args:
@@ -175,6 +175,7 @@ def vocab_tensors(accounting: Accounting) -> set[str]:
 def match_tensors(
     names: TensorNames,
     config: HFConfig,
+    *,
     sizes: Mapping[str, int],
     rows: Mapping[str, Row],
     tensors: Mapping[str, TensorInfo],
@@ -246,12 +247,15 @@ def _check_same_metadata(names: TensorNames, tensors: Mapping[str, TensorInfo], 
     if (duplicate.dtype, duplicate.shape) != (original.dtype, original.shape):
         difference = f"they are {duplicate.dtype} {list(duplicate.shape)} and {original.dtype} {list(original.shape)}"
         raise not_equal_error(
-            names.family, check, {name: names.full_name(name) for name in (check.name, check.duplicate_of)}, difference
+            names.family,
+            check,
+            display_names={name: names.full_name(name) for name in (check.name, check.duplicate_of)},
+            difference=difference,
         )
 
 
 def not_equal_error(
-    family: Family, check: EqualityCheck, display_names: Mapping[str, str], difference: str
+    family: Family, check: EqualityCheck, *, display_names: Mapping[str, str], difference: str
 ) -> PrepError:
     """Return the error for two tensors that must be equal and are not.
 

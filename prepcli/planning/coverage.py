@@ -125,7 +125,7 @@ def _declared_spans(stream: Stream, locations: Locations, item_nbytes: int) -> I
             start, stop = (byte // itemsize(stream.dtype) * item_nbytes for byte in stream.byte_range)
             yield location.file, location.offset + start, location.offset + stop
         else:
-            yield from _copy_spans(location_copies((location,), stream.shape, item_nbytes, stream.box))
+            yield from _copy_spans(location_copies((location,), stream.shape, item_nbytes=item_nbytes, box=stream.box))
 
 
 def _chunk_spans(leaf: OutputLeaf) -> Iterator[FileSpan]:

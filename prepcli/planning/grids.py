@@ -99,7 +99,7 @@ class DimPiece:
     steps: tuple[AxisStep, ...]
 
 
-def split_dim(factors: Sequence[Factor], chunk_length: int, atom_ranges: Mapping[str, Range]) -> Iterator[DimPiece]:
+def split_dim(factors: Sequence[Factor], chunk_length: int, *, atom_ranges: Mapping[str, Range]) -> Iterator[DimPiece]:
     """Split a box of a leaf dim's atoms at chunk boundaries, into as few regular pieces as possible.
 
     Args:

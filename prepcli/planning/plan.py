@@ -246,7 +246,7 @@ class EqualityCheck:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A conversion: all files, streams and checks.
+    """A conversion: all files, streams and checks. `print(plan)` lists the files and the tensors.
 
     Attributes:
         command: Name of the command.
@@ -295,13 +295,37 @@ class Plan:
         """Number of chunks of all leaves."""
         return sum(math.prod(leaf.grid.chunk_counts) for leaf in self.leaves)
 
+    def __repr__(self) -> str:
+        """Return one line: command, source, and numbers of tensors, bytes and files to write."""
+        tensors = len({stream.name for stream in self.streams if stream.writes})
+        written = f"{tensors} tensors, {self.write_nbytes:,} bytes in {len(self.files)} files"
+        return f"<Plan {self.command} of {self.source_name}: {written}>"
+
+    def __str__(self) -> str:
+        """Return the line of `repr`, then one line per file, moved tensor and dropped tensor."""
+        files = (f"file  {file.path}  {file.size:,} bytes" for file in self.files)
+        streams = (
+            _describe_stream(stream, self.display_names.get(stream.name, stream.name)) for stream in self.streams
+        )
+        dropped = (f"drop  {tensor.name}  {tensor.nbytes:,} bytes  {tensor.rule}" for tensor in self.dropped)
+        return "\n".join((repr(self), *files, *streams, *dropped))
+
+
+def _describe_stream(stream: Stream, display_name: str) -> str:
+    """Return the dtype, the moved rows and the size of a stream, and how the rows are filled, as one line."""
+    cast = f" as {stream.cast_to}" if stream.cast_to else ""
+    fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
+    rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
+    shape = list(stream.shape)
+    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}"
+
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a stream's tensor and the source files.
 
     The box must be contiguous in the tensor's C order.
     """
-    return location_copies(stream.reads, stream.shape, itemsize(stream.dtype), box)
+    return location_copies(stream.reads, stream.shape, item_nbytes=itemsize(stream.dtype), box=box)
 
 
 def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
@@ -309,10 +333,10 @@ def write_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:
 
     The box must be contiguous in the tensor's C order.
     """
-    return location_copies(stream.writes, stream.shape, itemsize(stream.written_dtype), box)
+    return location_copies(stream.writes, stream.shape, item_nbytes=itemsize(stream.written_dtype), box=box)
 
 
-def location_copies(locations: Locations, shape: Sequence[int], item_nbytes: int, box: Box) -> Iterator[StridedCopy]:
+def location_copies(locations: Locations, shape: Sequence[int], *, item_nbytes: int, box: Box) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a tensor and its locations.
 
     Args:

@@ -63,7 +63,7 @@ class Slab:
         )
 
 
-def split_stream(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[Slab]:
+def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
     """Split a stream into slabs.
 
     Args:
@@ -127,7 +127,7 @@ def _row_slabs(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[
     yield from _slabs_along_axis(stream_number, stream, max_nbytes, axis, bands, page_rows)
 
 
-def split_stream_evenly(stream_number: int, stream: Stream, max_nbytes: int) -> Iterator[Slab]:
+def split_stream_evenly(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iterator[Slab]:
     """Split a stream into slabs whose boundaries depend on the tensor's shape alone, not on how it is stored.
 
     Args:
@@ -262,10 +262,10 @@ def _page_rows(stream: Stream, axis: int) -> int:
     return rows
 
 
-def split_streams(streams: Sequence[Stream], max_nbytes: int, first: int = 0) -> Iterator[Slab]:
+def split_streams(streams: Sequence[Stream], max_nbytes: int, *, first: int = 0) -> Iterator[Slab]:
     """Yield the slabs of all streams from number `first` on, in order."""
     for stream_number in range(first, len(streams)):
-        yield from split_stream(stream_number, streams[stream_number], max_nbytes)
+        yield from split_stream(stream_number, streams[stream_number], max_nbytes=max_nbytes)
 
 
 def min_buffer_nbytes(streams: Sequence[Stream]) -> int:

@@ -109,7 +109,7 @@ def region_copies(region: Region, box: Box) -> Iterator[StridedCopy]:
 
 
 def leaf_box_copies(
-    axis_map: AxisMap, box: Box, itemsize: int = 1, unscanned_indices: Mapping[str, int] = NO_INDICES
+    axis_map: AxisMap, box: Box, *, itemsize: int = 1, unscanned_indices: Mapping[str, int] = NO_INDICES
 ) -> Iterator[tuple[str, StridedCopy]]:
     """Yield the copies that fill a box of a leaf from its source tensors.
 
@@ -139,7 +139,8 @@ def leaf_box_copies(
         for stacked in _iterate_stacked(axis_map, clipped):
             fixed_ranges = clipped | {atom: (index, index + 1) for atom, index in stacked.items()}
             pieces_per_dim = [
-                list(split_dim(dim, math.prod(f.extent for f in dim), fixed_ranges)) for dim in axis_map.leaf_dims
+                list(split_dim(dim, math.prod(f.extent for f in dim), atom_ranges=fixed_ranges))
+                for dim in axis_map.leaf_dims
             ]
             for dim_pieces in itertools.product(*pieces_per_dim):
                 yield (
@@ -187,7 +188,8 @@ def _copies_to_chunks(region: Region, atom_ranges: Mapping[str, Range]) -> Itera
     axis_map, grid = region.axis_map, region.grid
     element_strides = strides(grid.chunk_shape, region.itemsize)
     pieces_per_dim = [
-        list(split_dim(dim, length, atom_ranges)) for dim, length in zip(axis_map.leaf_dims, grid.chunk_shape)
+        list(split_dim(dim, length, atom_ranges=atom_ranges))
+        for dim, length in zip(axis_map.leaf_dims, grid.chunk_shape)
     ]
     for dim_pieces in itertools.product(*pieces_per_dim):
         if isinstance(region.placement, StridedPlacement):

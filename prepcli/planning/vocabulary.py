@@ -29,7 +29,7 @@ class Vocabulary:
         return -(-self.true_size // multiple) * multiple
 
 
-def read_vocabulary(config: Mapping[str, Any], default_size: int, true_size: int | None = None) -> Vocabulary:
+def read_vocabulary(config: Mapping[str, Any], default_size: int, *, true_size: int | None = None) -> Vocabulary:
     """Read the vocabulary sizes from a config.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prepcli.engine.files import ByteArray, allocate_buffer
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
 MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
@@ -202,7 +202,7 @@ class ReadAheadCache:
         """
         if offset + into.size > file.size:
             why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
-            raise PrepError(f"{file.path} of {self._reader.name} is cut short", why)
+            raise DamagedError(f"{file.path} of {self._reader.name} is cut short", why)
         if into.size >= DIRECT_READ_NBYTES:
             read_range_in_parallel(self._reader, file, offset, into)
             return

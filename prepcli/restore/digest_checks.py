@@ -16,6 +16,7 @@ from prepcli.errors import DamagedError
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream, read_copies
 from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.tensor_labels import label_tensor
 
 CHECK_MEMORY_NBYTES = 256 << 20  # memory budget of `check_tensors`
 RECREATE_HINT = "create the checkpoint again, or use an earlier one"
@@ -23,11 +24,10 @@ RECREATE_HINT = "create the checkpoint again, or use an earlier one"
 
 def damaged_error(source: Source, tensor: SourceTensor, hint: str) -> DamagedError:
     """Return the error for a tensor that differs from its digest."""
-    name = source.display_names().get(tensor.name, tensor.name)
     byte_sources = (source.byte_sources[number] for number in sorted(_file_numbers(tensor)))
     source_names = ", ".join(str(item) if isinstance(item, Path) else item.name for item in byte_sources)
     why = f"its bytes in {source_names} differ from the digest that the manifest records"
-    return DamagedError(f"{name} in {source.display_name} is damaged", why, hint)
+    return DamagedError(f"{label_tensor(source, tensor)} in {source.display_name} is damaged", why, hint)
 
 
 def _file_numbers(tensor: SourceTensor) -> set[int]:
@@ -85,6 +85,6 @@ def check_tensors(
     try:
         budget = make_budget(CHECK_MEMORY_NBYTES)
         with open_blobs(source.byte_sources, budget.cache_nbytes) as files:
-            pipeline.run(streams, files, None, budget, progress, on_digest=compare)
+            pipeline.run(streams, files, sink=None, budget=budget, progress=progress, on_digest=compare)
     finally:
         progress.end()

@@ -146,7 +146,8 @@ class ItemReader:
         errors = [error for future in futures if (error := future.exception())]
         if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeafError):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
-            raise PrepError(f"cannot read {name} of {self.folder}", why, errors[0].hint) from errors[0]
+            error_type = DamagedError if isinstance(errors[0], DamagedError) else PrepError
+            raise error_type(f"cannot read {name} of {self.folder}", why, errors[0].hint) from errors[0]
         if errors:
             raise errors[0]
 

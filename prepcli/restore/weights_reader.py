@@ -103,7 +103,9 @@ class WeightsReader:
             array.fill(0)
         copies_by_tensor: dict[str, list[tuple[StridedCopy, np.ndarray]]] = {}
         for box, array in parts.items():
-            for tensor_name, copy in leaf_box_copies(leaf.axis_map, box, 1, leaf.unscanned_index):
+            for tensor_name, copy in leaf_box_copies(
+                leaf.axis_map, box, itemsize=1, unscanned_indices=leaf.unscanned_index
+            ):
                 copies_by_tensor.setdefault(tensor_name, []).append((copy, array))
         for tensor_name, copies in copies_by_tensor.items():
             values = self._read_tensor(leaf.tensors[tensor_name])
@@ -113,7 +115,7 @@ class WeightsReader:
     def _read_tensor(self, tensor: SourceTensor) -> np.ndarray:
         """Read all elements of a tensor in C order and check them against its digests."""
         raw = np.empty(tensor.nbytes, np.uint8)
-        for start, run in read_values(self._files, _stream(tensor), self._buffers):
+        for start, run in read_values(self._files, _stream(tensor), buffers=self._buffers):
             raw[start : start + run.size] = run
         if self._verify:
             check_tensor(self._source, tensor, raw)
@@ -166,9 +168,11 @@ def _stream(tensor: SourceTensor) -> Stream:
 def _check_equal(source: Source, check: EqualityCheck, tensors: Mapping[str, SourceTensor]) -> None:
     """Raise PrepError unless a tensor equals its supposed duplicate."""
     pair = [tensors[name] for name in (check.name, check.duplicate_of)]
-    result = compare_streams(source.byte_sources, _stream(pair[0]), source.byte_sources, _stream(pair[1]))
+    result = compare_streams(
+        source.byte_sources, _stream(pair[0]), blobs_b=source.byte_sources, stream_b=_stream(pair[1])
+    )
     if result.count:
         first = f"{list(result.index)}: {result.value_a}, {result.value_b}"
         difference = f"{result.count:,} values differ, the first at {first}"
         display_names = {tensor.name: source.names.display_name(tensor.name) for tensor in pair}
-        raise not_equal_error(source.family, check, display_names, difference)
+        raise not_equal_error(source.family, check, display_names=display_names, difference=difference)

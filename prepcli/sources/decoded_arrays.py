@@ -17,7 +17,7 @@ import numpy as np
 
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.engine.files import ByteArray, io_error
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.codecs import (
     READ_BLOCK_NBYTES,
     ZSTD_HEADER_NBYTES,
@@ -150,7 +150,7 @@ def chunk_error(blob: DecodedArray, index: tuple[int, ...], error: ValueError | 
     if isinstance(error, OSError):
         return io_error(blob.chunk_path(index), error)
     what = f"chunk {chunk_key(index)} of {blob.name} cannot be decoded"
-    return PrepError(what, f"{blob.chunk_path(index).name}: {error}", "copy the checkpoint again")
+    return DamagedError(what, f"{blob.chunk_path(index).name}: {error}", "copy the checkpoint again")
 
 
 class _InlineValue:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.engine.blobs import Blob
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import KEYS_BY_KIND, MANIFEST_FILE
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
@@ -109,7 +109,7 @@ class Source:
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:
         """Return the true and the stored vocabulary size; `true_size` overrides the config's true size."""
-        return read_vocabulary(self.config, self.family.sizes(self.config)["vocab"], true_size)
+        return read_vocabulary(self.config, self.family.sizes(self.config)["vocab"], true_size=true_size)
 
     def tensor_specs(self) -> dict[str, TensorInfo]:
         """Return dtype, shape and bytes of every parameter, by name."""
@@ -123,7 +123,15 @@ def match_source_tensors(source: Source, table: Mapping[str, Row], options: Matc
         PrepError: Tensors are missing, unexpected or of another shape.
     """
     sizes = source.family.sizes(source.config)
-    return match_tensors(source.names, source.config, sizes, table, source.tensor_specs(), options, source.display_name)
+    return match_tensors(
+        source.names,
+        source.config,
+        sizes=sizes,
+        rows=table,
+        tensors=source.tensor_specs(),
+        options=options,
+        source_name=source.display_name,
+    )
 
 
 def stored_rows(source: Source) -> dict[str, Row]:
@@ -147,9 +155,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_small_file(path, MAX_CONFIG_NBYTES))
     except (ValueError, RecursionError) as error:
-        raise PrepError(f"{path} is broken", str(error)) from error
+        raise DamagedError(f"{path} is broken", str(error)) from error
     if not isinstance(config, dict):
-        raise PrepError(f"{path} is broken", "it is not a JSON object")
+        raise DamagedError(f"{path} is broken", "it is not a JSON object")
     return config
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import DamagedError, PrepError
 from prepcli.planning.accounting import TensorNames
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import ChunkGrid, Placement
@@ -86,7 +86,7 @@ def tensors_from_manifest(
     leaf_tensors = tuple(_leaf_tensors(kept_rows, family.sizes(config)))
     for path, row, _, _ in leaf_tensors:
         if f"{PARAMS}.{path}" not in leaves:
-            raise PrepError(f"{folder} lacks the leaf {PARAMS}.{path}", "its manifest and its tree differ")
+            raise DamagedError(f"{folder} lacks the leaf {PARAMS}.{path}", "its manifest and its tree differ")
         _check_leaf_shape(f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     slots = find_slots(shapes, {path: row.leaf_shape for path, row, _, _ in leaf_tensors})

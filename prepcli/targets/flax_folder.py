@@ -48,6 +48,7 @@ class FlaxFolder:
 def lay_out_flax_folder(
     source: Source,
     kept_tensors: Sequence[SourceTensor],
+    *,
     layout: str,
     container: str,
     vocab_size: int,

@@ -26,7 +26,7 @@ def resized_shape(tensor: SourceTensor, rows: int) -> tuple[tuple[int, ...], int
     return (rows, *tensor.shape[1:]), row_nbytes * rows
 
 
-def header_entries(source: Source, tensors: Iterable[SourceTensor], rows: Mapping[str, int]) -> list[LayoutEntry]:
+def header_entries(source: Source, tensors: Iterable[SourceTensor], *, rows: Mapping[str, int]) -> list[LayoutEntry]:
     """Return the header entries of the tensors, each with its rows in the output."""
     return [(source.names.full_name(t.name), t.dtype, *resized_shape(t, rows[t.name])) for t in tensors]
 
@@ -48,7 +48,7 @@ def lay_out_weight_files(
     return files, places, layouts
 
 
-def copied_files(paths: Iterable[Path], root: Path, path_prefix: str = "") -> tuple[SmallFile, ...]:
+def copied_files(paths: Iterable[Path], root: Path, *, path_prefix: str = "") -> tuple[SmallFile, ...]:
     """Return files to copy unchanged from the checkpoint `root`. PrepError for a link that leaves it."""
     return tuple(_copied_file(path, resolve_small_file(path, root), path_prefix) for path in paths)
 
@@ -63,6 +63,7 @@ def _copied_file(path: Path, real_path: Path, path_prefix: str) -> SmallFile:
 def settings_files(
     config: Mapping[str, Any],
     layouts: Sequence[SafetensorsLayout],
+    *,
     extra_files: Iterable[SmallFile],
     path_prefix: str = "",
 ) -> tuple[SmallFile, ...]:

@@ -85,6 +85,7 @@ class _LeafLayout:
 def make_item(
     source: Source,
     accounting: Accounting,
+    *,
     table: Mapping[str, Row],
     vocab_size: int,
     partitioning: Partitioning,
@@ -132,12 +133,12 @@ def make_item(
 
 
 def item_streams(
-    source: Source, accounting: Accounting, item: OrbaxItemLayout, vocab_size: int, resize: VocabResize
+    source: Source, accounting: Accounting, *, item: OrbaxItemLayout, vocab_size: int, resize: VocabResize
 ) -> tuple[Stream, ...]:
     """Return the streams of all tensors to an item's leaves, and streams read only for equality checks."""
-    sizes = output_rows(source.all_tensors, resize.tensors, vocab_size)
+    sizes = output_rows(source.all_tensors, resize.tensors, vocab_size=vocab_size)
     targets = {name: TensorTarget(regions, sizes[name], item.dtypes[name]) for name, regions in item.regions.items()}
-    return build_streams(source, targets, resize, {check.name for check in accounting.checks})
+    return build_streams(source, targets, resize=resize, compared={check.name for check in accounting.checks})
 
 
 def _mixed_dtypes_error(source: Source, leaf: str, first: SourceTensor, later: SourceTensor) -> PrepError:

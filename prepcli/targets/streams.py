@@ -47,7 +47,7 @@ class VocabResize:
     fill: Fill
 
 
-def output_rows(tensors: Iterable[SourceTensor], vocab_tensors: Collection[str], vocab_size: int) -> dict[str, int]:
+def output_rows(tensors: Iterable[SourceTensor], vocab_tensors: Collection[str], *, vocab_size: int) -> dict[str, int]:
     """Return the rows of each tensor in an output with `vocab_size` vocabulary rows; 1 for a 0-d tensor."""
     return {t.name: vocab_size if t.name in vocab_tensors else (t.shape[0] if t.shape else 1) for t in tensors}
 
@@ -60,7 +60,7 @@ def vocab_tensor_names(source: Source, accounting: Accounting) -> set[str]:
 
 
 def build_streams(
-    source: Source, targets: Mapping[str, TensorTarget], resize: VocabResize, compared: Collection[str] = ()
+    source: Source, targets: Mapping[str, TensorTarget], *, resize: VocabResize, compared: Collection[str] = ()
 ) -> tuple[Stream, ...]:
     """Return the streams of all tensors with a target, in the source's order.
 
@@ -148,7 +148,7 @@ def optimizer_nbytes(source: Source) -> int:
 
 
 def dropped_padding(
-    source: Source, targets: Mapping[str, TensorTarget], resize: VocabResize
+    source: Source, targets: Mapping[str, TensorTarget], *, resize: VocabResize
 ) -> Iterator[DroppedTensor]:
     """Yield the source's padding rows beyond the rows of the target."""
     for tensor in source.tensors:

@@ -51,14 +51,14 @@ def plan_training_step(
     partitioning = Partitioning(
         parse_mesh(start_manifest["mesh"]) if start_manifest["mesh"] else None, merge_rules(start_manifest["rules"])
     )
-    item = make_item(source, accounting, rows, vocabulary.stored_size, partitioning)
+    item = make_item(source, accounting, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning)
     resize = VocabResize(vocabulary, vocab_tensor_names(source, accounting), Fill("zeros"))
     plan = Plan(
         command="train",
         request=request,
         source_name=start_manifest["source"]["name"] if start_manifest["kind"] == "train" else start_manifest["name"],
         source_files=(),
-        streams=item_streams(source, accounting, item, vocabulary.stored_size, resize),
+        streams=item_streams(source, accounting, item=item, vocab_size=vocabulary.stored_size, resize=resize),
         files=item.files,
         leaves=item.leaves,
         settings={**{key: start_manifest.get(key) for key in COPIED_KEYS}, "kind": "train", "config": source.config},

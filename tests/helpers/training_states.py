@@ -54,7 +54,7 @@ def host_leaves(state: TrainingState) -> dict[str, HostLeaf]:
 
 def save_steps(run: Path, start: Path, steps: Mapping[int, TrainingState], **options: Any) -> None:
     """Save these steps as checkpoints of a run named `tuned`."""
-    with RunFolder(run, start, "tuned", **options) as store:
+    with RunFolder(run, start, name="tuned", **options) as store:
         for step, state in steps.items():
             store.save(step, host_leaves(state), {"recipe": f"steps = {step}"})
 

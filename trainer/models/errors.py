@@ -32,7 +32,11 @@ class UsageError(PrepError):
 
 
 class DamagedError(PrepError):
-    """Bytes of a checkpoint differ from their recorded digest or checksum."""
+    """A checkpoint's files are damaged: get or create them again.
+
+    Bytes differ from their recorded digest or checksum, a file is missing or cut short, or a header, an index, a
+    manifest or other metadata is malformed.
+    """
 
 
 class OutputExistsError(PrepError):

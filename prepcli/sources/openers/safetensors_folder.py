@@ -28,7 +28,7 @@ def open_safetensors(path: Path, display_name: str, hints: SourceHints) -> Sourc
     config = read_config(hints.resolve_config_path(path, display_name) if hints.config_path else path / CONFIG)
     family = family_of(config)
     manifest = read_manifest(path)
-    names = detect_names(family, config, [tensor.name for tensor in folder.tensors])
+    names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
     records = (manifest or {}).get("tensors", {})
     tensors = tuple(
         SourceTensor(

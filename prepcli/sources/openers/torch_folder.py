@@ -31,7 +31,7 @@ def open_torch(path: Path, display_name: str, hints: SourceHints) -> Source:
     folder = read_torch_folder(path)
     config = read_config(hints.resolve_config_path(path, display_name))
     family = family_of(config)
-    names = detect_names(family, config, [tensor.name for tensor in folder.tensors])
+    names = detect_names(family, config, full_names=[tensor.name for tensor in folder.tensors])
     blob_numbers, blobs = assign_blobs(folder.tensors, folder.files)
     tensors = tuple(
         SourceTensor(names.bare_name(tensor.name), tensor.dtype, tensor.shape, (placement_of(tensor, blob),))

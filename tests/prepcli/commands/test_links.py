@@ -49,7 +49,7 @@ def test_run_rejects_links_before_first_step():
     run_ok("save-init", "./m", "--out", "init")
     Path("init/hf/vocab.txt").symlink_to("../../secret")
     with pytest.raises(PrepError, match="is a link to"):
-        RunFolder(Path("run"), Path("init"), "run")
+        RunFolder(Path("run"), Path("init"), name="run")
 
 
 def test_weight_files_may_be_links():

@@ -71,5 +71,5 @@ def test_train_rejects_linked_lock(tmp_path: Path):
     Path("target").write_text("mine")
     Path("run/.lock").symlink_to(tmp_path / "target")
     with pytest.raises(PrepError, match="is a symbolic link"):
-        RunFolder(Path("run"), Path("init"), "name")
+        RunFolder(Path("run"), Path("init"), name="name")
     assert Path("target").read_text() == "mine"

@@ -32,7 +32,9 @@ def expected_leaves(config: dict, tensors: dict[str, np.ndarray], scan: bool, sc
             item = next(iter(tensors.values())).dtype.itemsize
             out = np.zeros(int(np.prod(bound.leaf_shape)) * item, np.uint8)
             fixed = {"layers": layer} if "{layers}" in path else {}
-            for name, copy in leaf_box_copies(bound, full_box(bound.leaf_shape), item, fixed):
+            for name, copy in leaf_box_copies(
+                bound, full_box(bound.leaf_shape), itemsize=item, unscanned_indices=fixed
+            ):
                 full = name if name in family.unprefixed else family.prefix + name
                 move(copy, as_bytes(tensors[full]), out)
             dtype = next(iter(tensors.values())).dtype

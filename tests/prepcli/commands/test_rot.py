@@ -49,7 +49,7 @@ def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
         assert main(["verify", "whole", "-q"]) == 1
         err = capsys.readouterr().err
         assert "whole is damaged (1 of " in err
-        assert f"{name} rows " in err
+        assert f"({name}) rows " in err
         path.write_bytes(before)
     assert main(["verify", "whole", "-q"]) == 0
 

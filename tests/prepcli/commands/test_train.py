@@ -303,7 +303,7 @@ def test_restart_deletes_steps_only_after_checks(work_dir: Path, capsys: pytest.
     assert (code, what) == (FAILED, "no data in `nothing.txt`")
     code, what, *_ = train_error(capsys, "--restart", "--set", "model.path=runs/recipe/3")
     assert (code, what) == (USAGE, "`--restart` would delete runs/recipe/3")
-    with RunFolder(work_dir / "runs/recipe", work_dir / "tiny-init", "another process"):
+    with RunFolder(work_dir / "runs/recipe", work_dir / "tiny-init", name="another process"):
         code, what, *_ = train_error(capsys, "--restart")
     assert "is locked" in what
     assert saved_steps(work_dir / "runs/recipe") == [3, 4]

@@ -205,9 +205,10 @@ def test_verify_finds_flipped_bit_in_state(work_dir: Path, capsys: Capture, leaf
     shutil.copytree("tuned/5", "copy")
     flip_byte_at(Path("copy"), read_state("copy")[leaf].reshape(-1)[:40].tobytes())
     _, err = run_stdout_stderr(capsys, "verify", "copy", code=1)
-    assert f"differs  {called}" in err
+    label = f"{leaf} ({called.rpartition('/')[2]})"
+    assert f"differs  {label}" in err
     _, err = run_stdout_stderr(capsys, "verify", "copy", "tuned", code=1)
-    assert f"differs  {called}  1 of " in err
+    assert f"differs  {label}  1 of " in err
     _, err = run_stdout_stderr(capsys, "reshard", "copy", "--mesh", "1,4,2", "--out", "x", code=1)
     assert f"{called} in copy is damaged" in err
     assert main(["verify", "copy", "m-init", "-q"]) == 1  # the values differ
@@ -228,7 +229,7 @@ def test_verify_reports_missing_optimizer_state(work_dir: Path, capsys: Capture)
     save_steps(Path("bare"), Path("m-init"), {5: bare})
     run_ok("verify", "bare")
     _, err = run_stdout_stderr(capsys, "verify", "tuned", "bare", "-v", code=1)
-    assert "opt_state.adam.mu/transformer.wte.weight  is not in bare" in err
+    assert "opt_state.adam.mu.embed.tokens (transformer.wte.weight)  is not in bare" in err
     assert "error: tuned is not the same as bare (87 of 132 tensors)" in err
 
 

@@ -38,7 +38,7 @@ class Clock:
 
 
 def make_sync(path: Path, sink: Any, clock: Clock) -> BackgroundSync:
-    return BackgroundSync(sink, Journal(path, "run"), 1000, clock=clock)
+    return BackgroundSync(sink, Journal(path, "run"), max_unsynced_nbytes=1000, clock=clock)
 
 
 def test_sync_is_due_by_time_and_by_bytes(tmp_path: Path):

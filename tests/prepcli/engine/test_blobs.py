@@ -91,7 +91,9 @@ def test_read_values_of_strided_views(tmp_path: Path, order: tuple[int, ...], st
     side = (Strided(0, start, view.strides),)
     stream = Stream("w", "float32", view.shape, (0, view.shape[0]), side, ())
     with open_blobs([tmp_path / "s"]) as reader:
-        data_read = b"".join(run.tobytes() for _, run in read_values(reader, stream, allocate_run_buffers(4096)))
+        data_read = b"".join(
+            run.tobytes() for _, run in read_values(reader, stream, buffers=allocate_run_buffers(4096))
+        )
     assert data_read == view.tobytes()
 
 

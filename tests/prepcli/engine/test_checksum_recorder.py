@@ -57,10 +57,17 @@ def test_recorder_matches_the_files(tmp_path_factory: pytest.TempPathFactory, ro
         extents, paths = plan_extents(save_plan), save_plan.data_files(folder)
         recorder = ChecksumRecorder(folder / "sums", extents)
         with Files([save_plan.write_source(folder)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-            pipeline.run(save_plan.plan.streams, reader, sink, make_budget(limit), NullProgress(), checksums=recorder)
+            pipeline.run(
+                save_plan.plan.streams,
+                reader,
+                sink=sink,
+                budget=make_budget(limit),
+                progress=NullProgress(),
+                checksums=recorder,
+            )
     expected, is_known = file_checksums(extents, paths), recorder.sums != 0
     assert (recorder.sums[is_known] == expected[is_known]).all()
-    compute_unknown(recorder.sums, extents, paths)
+    compute_unknown(recorder.sums, extents, files=paths)
     assert (recorder.sums == expected).all()
 
 

@@ -120,15 +120,15 @@ def test_journal_of_earlier_versions_is_empty(path: Path):
 
 
 def test_journal_keeps_the_last_prefix(path: Path):
-    journal = Journal(path, "run", "3 without ", (4, 7, 9), session="one")
-    journal.record(10, {0: "a"}, StreamPrefix(1, 6, "b"))
+    journal = Journal(path, "run", division="3 without ", stream_numbers=(4, 7, 9), session="one")
+    journal.record(10, {0: "a"}, prefix=StreamPrefix(1, 6, "b"))
     journal.close()
-    state = read_journal(path, "run", "3 without ")
+    state = read_journal(path, "run", division="3 without ")
     assert state == JournalState(10, {4: "a"}, StreamPrefix(7, 6, "b"), "one")
-    reopened_journal = Journal(path, "run", "3 without ", (4, 7, 9), session="two")
+    reopened_journal = Journal(path, "run", division="3 without ", stream_numbers=(4, 7, 9), session="two")
     reopened_journal.close()
     assert reopened_journal.prefix == StreamPrefix(1, 6, "b")
-    assert read_journal(path, "run", "3 without ").session == "two"
+    assert read_journal(path, "run", division="3 without ").session == "two"
 
 
 def test_journal_starts_with_given_state(path: Path):
@@ -211,28 +211,28 @@ def test_journal_names_a_path_that_is_not_writable(tmp_path: Path):
 
 
 def test_journal_stores_stream_numbers_of_the_plan(path: Path):
-    journal = Journal(path, "run", "3 without ", (4, 7, 9))
+    journal = Journal(path, "run", division="3 without ", stream_numbers=(4, 7, 9))
     journal.record(10, {0: "a", 2: "c"})
     journal.close()
-    assert read_journal(path, "run", "3 without ") == JournalState(10, {4: "a", 9: "c"})
-    reopened_journal = Journal(path, "run", "3 without ", (4, 7, 9))
+    assert read_journal(path, "run", division="3 without ") == JournalState(10, {4: "a", 9: "c"})
+    reopened_journal = Journal(path, "run", division="3 without ", stream_numbers=(4, 7, 9))
     reopened_journal.close()
     assert (reopened_journal.done_nbytes, reopened_journal.digests) == (10, {0: "a", 2: "c"})
 
 
 def test_journal_of_another_division_is_empty(path: Path):
     write_records(path)
-    assert read_journal(path, "run", "2 without ") == JournalState(0, {})
-    journal = Journal(path, "run", "2 without ")
+    assert read_journal(path, "run", division="2 without ") == JournalState(0, {})
+    journal = Journal(path, "run", division="2 without ")
     journal.close()
     assert (journal.done_nbytes, journal.digests) == (0, {})
 
 
 def test_journal_without_streams(path: Path):
-    journal = Journal(path, "run", "8 without ", ())
+    journal = Journal(path, "run", division="8 without ", stream_numbers=())
     journal.record(0, {})
     journal.close()
-    assert read_journal(path, "run", "8 without ") == JournalState(0, {})
+    assert read_journal(path, "run", division="8 without ") == JournalState(0, {})
 
 
 def test_read_journal_of_another_run_or_missing(path: Path):

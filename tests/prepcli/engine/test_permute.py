@@ -72,9 +72,9 @@ def test_gather_and_scatter_any_transpose(pool, shape: list[int], width: int, pa
     transposed = values.transpose([*order, len(shape)]).reshape(-1)
     copy = transpose_copy(shape, order, width, start)
     slab = Slab(0, start, tensor.size, (copy,), (copy,))
-    out = gather(slab, tensor, at_page_offset(np.zeros_like(transposed), page_offset), threads)
+    out = gather(slab, tensor, out=at_page_offset(np.zeros_like(transposed), page_offset), pool=threads)
     assert np.array_equal(out, transposed)
-    restored = scatter(slab, at_page_offset(transposed, page_offset), np.zeros_like(tensor), threads)
+    restored = scatter(slab, at_page_offset(transposed, page_offset), out=np.zeros_like(tensor), pool=threads)
     assert np.array_equal(restored, tensor)
 
 
@@ -90,15 +90,15 @@ def test_gather_packs_several_copies(rows: int, columns: int, data):
     )
     slab = Slab(0, 0, tensor.size, copies, copies)
     expected = np.concatenate([values[low:high].T.reshape(-1) for low, high in parts])
-    out = gather(slab, tensor, np.zeros(tensor.size + 40, np.uint8))
+    out = gather(slab, tensor, out=np.zeros(tensor.size + 40, np.uint8))
     assert np.array_equal(out.view(np.int32), expected)
-    assert np.array_equal(scatter(slab, out, np.zeros_like(tensor)), tensor)
+    assert np.array_equal(scatter(slab, out, out=np.zeros_like(tensor)), tensor)
 
 
 def test_scatter_changes_only_its_runs():
     copy = StridedCopy(8, 0, 0, 4, ((3, 16, 4),))  # one of four columns
     tensor = np.full(48, 7, np.uint8)
-    scatter(Slab(0, 0, 48, (copy,), ()), np.arange(12, dtype=np.uint8), tensor)
+    scatter(Slab(0, 0, 48, (copy,), ()), np.arange(12, dtype=np.uint8), out=tensor)
     assert tensor.reshape(3, 4, 4)[:, 2].reshape(-1).tolist() == list(range(12))
     assert (np.delete(tensor.reshape(3, 4, 4), 2, axis=1) == 7).all()
 
@@ -109,7 +109,7 @@ def test_gather_splits_long_copies_over_threads(pool: ThreadPoolExecutor, monkey
     monkeypatch.setattr(permute, "_assign", lambda part: (shapes.append(part[0].shape), real(part)))
     copy = transpose_copy([100, 20], [1, 0], 4, 0)
     tensor = np.arange(2000, dtype=np.int32).view(np.uint8)
-    out = gather(Slab(0, 0, 8000, (copy,), (copy,)), tensor, np.zeros(8000, np.uint8), pool)
+    out = gather(Slab(0, 0, 8000, (copy,), (copy,)), tensor, out=np.zeros(8000, np.uint8), pool=pool)
     assert sorted(shapes) == [(20, 32), (20, 34), (20, 34)]
     assert np.array_equal(out.view(np.int32).reshape(20, 100), np.arange(2000).reshape(100, 20).T)
 
@@ -118,4 +118,4 @@ def test_gather_raises_errors_of_threads(pool: ThreadPoolExecutor, monkeypatch: 
     monkeypatch.setattr(permute, "_assign", lambda part: 1 / 0)
     copy = transpose_copy([100, 20], [1, 0], 4, 0)
     with pytest.raises(ZeroDivisionError):
-        gather(Slab(0, 0, 8000, (copy,), (copy,)), np.zeros(8000, np.uint8), np.zeros(8000, np.uint8), pool)
+        gather(Slab(0, 0, 8000, (copy,), (copy,)), np.zeros(8000, np.uint8), out=np.zeros(8000, np.uint8), pool=pool)

@@ -45,14 +45,16 @@ def test_save_and_export_round_trip(tmp_path_factory, rows: tuple[AxisMap, ...],
     source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
     with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
         sink.policy = WritePolicy(0, has_direct=data.draw(st.booleans()))
-        result = pipeline.run(plan.streams, reader, sink, make_budget(limit), NullProgress())
+        result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
     for number, row in enumerate(rows):
         assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
     assert list(result.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
 
     copy = tmp / "back"
     with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
-        exported = pipeline.run(reverse_streams(plan.streams), reader, sink, make_budget(limit), NullProgress())
+        exported = pipeline.run(
+            reverse_streams(plan.streams), reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
+        )
     assert copy.read_bytes()[shift:] == source.read_bytes()[shift:]
     assert exported.digests == result.digests
 
@@ -67,7 +69,7 @@ def test_cast_while_saving_and_exporting(tmp_path_factory, rows: tuple[AxisMap, 
     coverage.check(plan, lambda: split_streams(plan.streams, limit))
     source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
     with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        result = pipeline.run(plan.streams, reader, sink, make_budget(limit), NullProgress())
+        result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
     written = {name: tensor.astype(numpy_dtype(cast)) for name, tensor in save_plan.tensors.items()}
     bits = {name: tensor.view(np.int16) for name, tensor in written.items()}
     for number, row in enumerate(rows):
@@ -83,7 +85,7 @@ def test_cast_while_saving_and_exporting(tmp_path_factory, rows: tuple[AxisMap, 
     wider = tuple(replace(s, dtype=cast, cast_to="float32") for s in reverse_streams(plan.streams))
     copy = tmp / "back"
     with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
-        pipeline.run(wider, reader, sink, make_budget(limit), NullProgress())
+        pipeline.run(wider, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
     expected = b"".join(tensor.astype(np.float32).tobytes() for tensor in written.values())
     assert copy.read_bytes()[shift:] == expected
 
@@ -111,7 +113,7 @@ def test_only_direct_writes_are_aligned_in_memory(tmp_path: Path, has_direct: bo
     stream = Stream("w", "int32", (5, PAGE // 4), (0, 5), (Contiguous(0, 8),), (Contiguous(0, 4),))
     with Files([tmp_path / "in"]) as reader, Files([tmp_path / "out"], [4 + 5 * PAGE]) as sink:
         sink.policy = WritePolicy(0, has_direct=has_direct)
-        result = pipeline.run([stream], reader, sink, make_budget(2 * PAGE), NullProgress())
+        result = pipeline.run([stream], reader, sink=sink, budget=make_budget(2 * PAGE), progress=NullProgress())
     assert result.copied_nbytes == copied_nbytes
     assert (tmp_path / "out").read_bytes() == bytes(4) + content[8:]
 
@@ -141,7 +143,7 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, rows: tuple[Axis
     journal = Journal(tmp / "journal", "run")
     with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
         try:
-            pipeline.run(plan.streams, reader, sink, make_budget(8), Stopping(), journal)
+            pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(8), progress=Stopping(), journal=journal)
         except Killed:
             assert journal.done_nbytes < sum(s.nbytes for s in plan.streams)
     journal.close()
@@ -149,7 +151,9 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, rows: tuple[Axis
         torn.write(b'{"done": 99')
     journal = Journal(tmp / "journal", "run")
     with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        result = pipeline.run(plan.streams, reader, sink, make_budget(64), NullProgress(), journal)
+        result = pipeline.run(
+            plan.streams, reader, sink=sink, budget=make_budget(64), progress=NullProgress(), journal=journal
+        )
     journal.close()
     for number, row in enumerate(rows):
         assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
@@ -170,7 +174,7 @@ def test_padding_rows_by_fill_kind(tmp_path, kind: str, limit: int):
     true_rows = Stream("t", "float32", (136, 7), (0, 131), (Contiguous(0, 0),), (Contiguous(0, 0),))
     padding = Stream("t", "float32", (136, 7), (131, 136), (), (Contiguous(0, 0),), Fill(kind, seed=3, std=0.5))
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [136 * 28]) as sink:
-        pipeline.run((true_rows, padding), reader, sink, make_budget(limit), NullProgress())
+        pipeline.run((true_rows, padding), reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
     out = np.fromfile(tmp_path / "out", np.float32).reshape(136, 7)
     assert np.array_equal(out[:131], table)
     if kind == "zeros":
@@ -192,7 +196,9 @@ def test_empty_tensors_have_digests(tmp_path):
     with Files([tmp_path / "source"]) as reader, Files([tmp_path / "out"], [20]) as sink:
         for read_nbytes in (20, 0):  # the second run has nothing to read
             journal = Journal(tmp_path / "journal", "run")
-            result = pipeline.run(streams, reader, sink, make_budget(64), NullProgress(), journal)
+            result = pipeline.run(
+                streams, reader, sink=sink, budget=make_budget(64), progress=NullProgress(), journal=journal
+            )
             journal.close()
             expected = [xxhash.xxh3_128_hexdigest(bytes(n)) for n in (0, 20, 0)]
             assert [result.digests[number] for number in range(3)] == expected
@@ -207,7 +213,7 @@ def test_run_names_a_truncated_source(tmp_path):
         Files([tmp_path / "out"], [20]) as sink,
         pytest.raises(PrepError, match="source is cut short"),
     ):
-        pipeline.run((stream,), reader, sink, make_budget(64), NullProgress())
+        pipeline.run((stream,), reader, sink=sink, budget=make_budget(64), progress=NullProgress())
 
 
 def test_rows_larger_than_a_slab_are_split(tmp_path):
@@ -216,7 +222,7 @@ def test_rows_larger_than_a_slab_are_split(tmp_path):
     plan, paths = save_plan.plan, save_plan.data_files(tmp_path)
     assert all(slab.nbytes <= 60 for slab in split_streams(plan.streams, 60))
     with Files([save_plan.write_source(tmp_path)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        pipeline.run(plan.streams, reader, sink, make_budget(60), NullProgress())
+        pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(60), progress=NullProgress())
     assert np.array_equal(save_plan.read_leaf(paths), save_plan.tensors["w"])
 
 
@@ -227,11 +233,13 @@ def test_transposes_in_slabs_of_any_size(tmp_path, chunk: tuple[int, int], limit
     save_plan = make_save_plan([row], [chunk])
     paths, plan = save_plan.data_files(tmp_path), save_plan.plan
     with Files([save_plan.write_source(tmp_path)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        pipeline.run(plan.streams, reader, sink, make_budget(limit), NullProgress())
+        pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
     assert np.array_equal(save_plan.read_leaf(paths), save_plan.tensors["w"].T)
     copy = tmp_path / "back"
     with Files(paths) as reader, Files([copy], [300 * 200 * 4]) as sink:
-        pipeline.run(reverse_streams(plan.streams), reader, sink, make_budget(limit), NullProgress())
+        pipeline.run(
+            reverse_streams(plan.streams), reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
+        )
     assert copy.read_bytes() == save_plan.tensors["w"].tobytes()
 
 
@@ -242,9 +250,9 @@ class RecordingJournal(Journal):
         self.marks: list[int] = []
         super().__init__(folder / "journal", "run")
 
-    def record(self, done_nbytes: int, digests: dict[int, str], prefix: StreamPrefix | None = None) -> None:
+    def record(self, done_nbytes: int, digests: dict[int, str], *, prefix: StreamPrefix | None = None) -> None:
         self.marks.append(done_nbytes)
-        super().record(done_nbytes, digests, prefix)
+        super().record(done_nbytes, digests, prefix=prefix)
 
 
 @pytest.mark.parametrize("text", ["mlp embed <- {n}: embed mlp", "embed mlp <- {n}: embed mlp"])
@@ -257,7 +265,7 @@ def test_run_never_syncs_between_slabs_that_share_pages(tmp_path, text: str):
         Files([save_plan.write_source(tmp_path)]) as reader,
         Files(save_plan.data_files(tmp_path), save_plan.layout.file_sizes) as sink,
     ):
-        pipeline.run(save_plan.plan.streams, reader, sink, small, NullProgress(), journal)
+        pipeline.run(save_plan.plan.streams, reader, sink=sink, budget=small, progress=NullProgress(), journal=journal)
     journal.close()
     complete_nbytes = [n * 40 * 60 * 4 for n in range(4)]
     is_turned = text.startswith("mlp")
@@ -270,5 +278,5 @@ def test_transpose_in_one_slab(tmp_path):
     save_plan = make_save_plan([row], [(300, 200)])
     paths = save_plan.data_files(tmp_path)
     with Files([save_plan.write_source(tmp_path)]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        pipeline.run(save_plan.plan.streams, reader, sink, make_budget(1 << 20), NullProgress())
+        pipeline.run(save_plan.plan.streams, reader, sink=sink, budget=make_budget(1 << 20), progress=NullProgress())
     assert np.array_equal(save_plan.read_leaf(paths), save_plan.tensors["w"].T)

@@ -25,7 +25,8 @@ def test_read_values_returns_tensors_in_c_order(tmp_path: Path, run_nbytes: int)
             for tensor in source.tensors:
                 stream = Stream(tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.placement, ())
                 runs = [
-                    (start, bytes(data)) for start, data in read_values(files, stream, allocate_run_buffers(run_nbytes))
+                    (start, bytes(data))
+                    for start, data in read_values(files, stream, buffers=allocate_run_buffers(run_nbytes))
                 ]
                 content = b"".join(data for _, data in runs)
                 assert content == tensors[source.names.full_name(tensor.name)].tobytes()

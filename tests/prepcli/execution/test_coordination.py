@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def joined(out: Path, share: Share, restart: bool = False) -> ConversionTask:
     stage = Staging(out)
-    return ConversionTask(PLAN, RUN, stage, stage.open(RUN, restart, share), range(share.index, share.index + 1))
+    return ConversionTask(PLAN, RUN, stage, stage.open(RUN, restart, share=share), range(share.index, share.index + 1))
 
 
 def finish(task: ConversionTask) -> None:
@@ -182,7 +182,7 @@ def test_failure_of_another_plan_or_division_is_ignored(tmp_path: Path):
     fail(joined(tmp_path / "out", Share(3, 1)), PrepError("the disk is full"))
     task = joined(tmp_path / "out", Share(2, 0))
     assert task.stage.failures.find(1) is None
-    assert FailureNotes(task.stage.work, "another plan", Share(3, 0)).find(1) is None
+    assert FailureNotes(task.stage.work, "another plan", share=Share(3, 0)).find(1) is None
 
 
 def test_failure_by_a_bug_is_reported(tmp_path: Path):
@@ -212,7 +212,7 @@ def run_durable_share(task: ConversionTask, alarm=lambda: None) -> bool:
         finish(task)
         return PipelineResult()
 
-    work_together(task, move, finished.append, WaitOptions(60.0, alarm))
+    work_together(task, move, publish=finished.append, wait_options=WaitOptions(60.0, alarm))
     return bool(finished)
 
 

@@ -53,7 +53,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePushHub]:
 def check_and_push(folder: Path, notes: list[str], timeout_s: float = 1.0) -> str:
     patience = RetryPolicy(timeout_s, notes.append)
     check_push(TARGET, patience)
-    return push_folder(folder, TARGET, NullProgress(), patience)
+    return push_folder(folder, TARGET, progress=NullProgress(), retry_policy=patience)
 
 
 @pytest.mark.parametrize("step", [*STEPS, *LARGE_STEPS])

@@ -44,12 +44,17 @@ class Life:
         """Run the steps of `execute_plan`, with one file per stream as the share."""
         if not (out / "whole").exists():
             with open_staging(out) as stage:
-                division = stage.open(RUN, self.restart, self.share)
+                division = stage.open(RUN, self.restart, share=self.share)
                 if (out / "whole").exists():
                     stage.discard()
                     return
                 task = ConversionTask(PLAN, RUN, stage, division, range(self.share.index, self.share.index + 1))
-                work_together(task, lambda: self._move(task), lambda done: self._finish(task, done), WaitOptions())
+                work_together(
+                    task,
+                    lambda: self._move(task),
+                    publish=lambda done: self._finish(task, done),
+                    wait_options=WaitOptions(),
+                )
         remove_work_folder(out)
 
     def _move(self, task: ConversionTask) -> PipelineResult:

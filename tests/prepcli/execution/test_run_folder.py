@@ -57,7 +57,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_save_and_open_return_the_same_state(init: Path, params: TrainingState, run: Path):
     state = make_state(params, 7)
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         assert store.steps() == []
         store.save(7, host_leaves(state), {"recipe": "x = 1", "data": {"identity": "abc"}})
         assert store.steps() == saved_steps(run) == [7]
@@ -118,7 +118,7 @@ def test_save_supports_other_tree_layouts(tmp_path: Path, base: dict[str, Any], 
     save_steps(
         tmp_path / "run", tmp_path / "init", {1: state}, mesh="1,2,1", rules=("embed=none",), scan=scan, scan_axis=axis
     )
-    with RunFolder(tmp_path / "run", tmp_path / "init", "tuned").open(1) as reader:
+    with RunFolder(tmp_path / "run", tmp_path / "init", name="tuned").open(1) as reader:
         assert same_state(read_leaves(reader), state)
         assert (reader.manifest["mesh"], reader.manifest["rules"]) == ("1,2,1", ["embed=none"])
     assert main(["verify", str(tmp_path / "run"), "-q"]) == 0
@@ -134,7 +134,7 @@ def test_save_fetches_each_leaf_once_in_the_callers_thread(init: Path, params: T
         return state[name]
 
     leaves = {name: replace(leaf, fetch=partial(fetch, name)) for name, leaf in host_leaves(state).items()}
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         store.save(1, leaves, {})
     assert sorted(name for name, _ in fetched) == sorted(state)
     assert {thread for _, thread in fetched} == {threading.get_ident()}
@@ -143,7 +143,7 @@ def test_save_fetches_each_leaf_once_in_the_callers_thread(init: Path, params: T
 def test_save_supports_mixed_dtypes_and_no_optimizer(init: Path, params: TrainingState, run: Path):
     mixed = {name: v.astype(np.float16) if ".nu." in name else v for name, v in make_state(params, 1).items()}
     bare = {name: value for name, value in mixed.items() if not name.startswith("opt_state")}
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         for step, state in enumerate([mixed, bare, params]):
             store.save(step, host_leaves(state), {})
             with store.open(step) as reader:
@@ -154,7 +154,7 @@ def test_save_stores_an_incomplete_slot_leaf_by_leaf(init: Path, params: Trainin
     state = make_state(params, 1)
     del state["opt_state.adam.mu.final_norm.bias"]
     state["opt_state.rows"] = np.arange(6, dtype=np.int32).reshape(2, 3)
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         store.save(1, host_leaves(state), {})
         with store.open(1) as reader:
             assert same_state(read_leaves(reader), state)
@@ -163,7 +163,7 @@ def test_save_stores_an_incomplete_slot_leaf_by_leaf(init: Path, params: Trainin
 
 
 def test_save_rejects_an_existing_step(init: Path, params: TrainingState, run: Path):
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         store.save(5, host_leaves(params), {})
         before = files_of(run)
         with pytest.raises(PrepError, match="5 exists"):
@@ -172,13 +172,13 @@ def test_save_rejects_an_existing_step(init: Path, params: TrainingState, run: P
 
 
 def test_save_rejects_reserved_manifest_keys(init: Path, params: TrainingState, run: Path):
-    with RunFolder(run, init, "tuned") as store, pytest.raises(ValueError, match="reserved keys: kind, tensors"):
+    with RunFolder(run, init, name="tuned") as store, pytest.raises(ValueError, match="reserved keys: kind, tensors"):
         store.save(1, host_leaves(params), {"kind": "x", "tensors": {}, "recipe": ""})
 
 
 def test_save_rejects_a_state_of_another_model(init: Path, params: TrainingState, run: Path):
     lacking = {name: value for name, value in params.items() if name != "params.final_norm.bias"}
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         with pytest.raises(PrepError, match=r"the training state lacks the leaf params\.final_norm\.bias"):
             store.save(1, host_leaves(lacking), {})
         with pytest.raises(PrepError, match=r"params\.final_norm\.bias has the wrong shape"):
@@ -194,7 +194,7 @@ def test_failed_save_leaves_other_steps_unchanged(init: Path, params: TrainingSt
     save_steps(run, init, {1: make_state(params, 1)})
     before = files_of(run / "1")
     broken = host_leaves(params) | {"params.final_norm.bias": HostLeaf((64,), "float32", no_fetch)}
-    with RunFolder(run, init, "tuned", keep=1) as store:
+    with RunFolder(run, init, name="tuned", keep=1) as store:
         with pytest.raises(RuntimeError, match="the device is lost"):
             store.save(2, broken, {})
         assert files_of(run / "1") == before
@@ -219,7 +219,7 @@ def full(call: Callable[..., int]) -> Callable[..., int]:
 def test_save_on_a_full_disk_keeps_older_steps(init: Path, params: TrainingState, run: Path, monkeypatch):
     save_steps(run, init, {1: params})
     before = files_of(run / "1")
-    with RunFolder(run, init, "tuned", keep=1) as store:
+    with RunFolder(run, init, name="tuned", keep=1) as store:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", full(os.pwritev))
             with pytest.raises(PrepError, match="is full"):
@@ -232,7 +232,7 @@ def test_save_on_a_full_disk_keeps_older_steps(init: Path, params: TrainingState
 def test_save_checks_free_space_first(init: Path, params: TrainingState, run: Path, monkeypatch):
     usage = os.statvfs(init)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000, "total": usage.f_blocks}))
-    with RunFolder(run, init, "tuned") as store, pytest.raises(PrepError, match="not enough room for 2"):
+    with RunFolder(run, init, name="tuned") as store, pytest.raises(PrepError, match="not enough room for 2"):
         store.save(2, host_leaves(params), {})
 
 
@@ -242,7 +242,7 @@ def test_open_removes_leftovers_of_killed_processes(init: Path, params: Training
         (run / name).mkdir(parents=True)
     (run / "recipe.toml").touch()
     assert saved_steps(run) == [1]
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         assert store.steps() == [1]
     assert {p.name for p in run.iterdir()} == {".lock", "1", "2.partial.keep", "notes.partial", "recipe.toml"}
     assert not (run / "1/.prep").exists()
@@ -255,22 +255,22 @@ def test_saved_steps_are_complete_steps(init: Path, params: TrainingState, run: 
     (run / "13").touch()
     assert saved_steps(run) == [9, 10]
     assert saved_steps(run / "nothing") == saved_steps(run / "13") == []
-    with RunFolder(run, init, "tuned") as store, pytest.raises(PrepError, match="holds no Orbax checkpoint"):
+    with RunFolder(run, init, name="tuned") as store, pytest.raises(PrepError, match="holds no Orbax checkpoint"):
         store.open(11)
 
 
 def test_run_folder_is_locked_by_one_process(init: Path, run: Path):
-    with RunFolder(run, init, "tuned"), pytest.raises(PrepError, match="tuned is locked"):
-        RunFolder(run, init, "tuned")
-    RunFolder(run, init, "tuned").close()
+    with RunFolder(run, init, name="tuned"), pytest.raises(PrepError, match="tuned is locked"):
+        RunFolder(run, init, name="tuned")
+    RunFolder(run, init, name="tuned").close()
 
 
 def test_run_folder_names_an_unwritable_path(init: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(PrepError, match="cannot read or write"):
-        RunFolder(tmp_path / "file/run", init, "tuned")
+        RunFolder(tmp_path / "file/run", init, name="tuned")
     with pytest.raises(PrepError, match="holds no Orbax checkpoint"):
-        RunFolder(tmp_path / "run", tmp_path / "nothing", "tuned")
+        RunFolder(tmp_path / "run", tmp_path / "nothing", name="tuned")
     assert not (tmp_path / "run").exists()
 
 
@@ -282,7 +282,7 @@ def test_save_names_a_step_it_cannot_remove(init: Path, params: TrainingState, r
             raise OSError(errno.EACCES, "Permission denied")
         os.rename(path, target)
 
-    with RunFolder(run, init, "tuned", keep=1) as store:
+    with RunFolder(run, init, name="tuned", keep=1) as store:
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", rename)
             with pytest.raises(PrepError, match="Permission denied"):
@@ -292,7 +292,7 @@ def test_save_names_a_step_it_cannot_remove(init: Path, params: TrainingState, r
 
 def test_clear_removes_all_steps(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {1: params, 2: params})
-    with RunFolder(run, init, "tuned") as store:
+    with RunFolder(run, init, name="tuned") as store:
         store.clear()
         assert store.steps() == []
     assert [path.name for path in run.iterdir()] == [".lock"]

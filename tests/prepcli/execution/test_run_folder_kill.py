@@ -24,7 +24,7 @@ KEEP = 2
 def save_until_killed(run: Path, start: Path) -> None:
     """Save step after step, from the one after the last saved step, until killed."""
     params = read_params(start)
-    with RunFolder(run, start, "tuned", keep=KEEP) as store:
+    with RunFolder(run, start, name="tuned", keep=KEEP) as store:
         print("begins", flush=True)
         for step in itertools.count(max(store.steps(), default=0) + 1):
             store.save(step, host_leaves(make_state(params, step)), {"recipe": "r"})
@@ -45,7 +45,7 @@ def check_killed(folder: Path, kills: int, seed: int) -> None:
     assert main(["save-init", str(folder / "m"), "--out", str(folder / "init"), "-q", "--mesh", "1,2,1"]) == 0
     run, start, rng = folder / "run", folder / "init", random.Random(seed)
     params, last_step, started_s = read_params(start), 1, time.monotonic()
-    with RunFolder(run, start, "tuned", keep=KEEP) as store:
+    with RunFolder(run, start, name="tuned", keep=KEEP) as store:
         store.save(1, host_leaves(make_state(params, 1)), {"recipe": "r"})
     took_s = time.monotonic() - started_s
     for _ in range(kills):
@@ -58,7 +58,7 @@ def check_killed(folder: Path, kills: int, seed: int) -> None:
             with open_reader(run / str(step)) as reader:
                 assert same_state(read_leaves(reader), make_state(params, step))
     assert last_step > 1
-    with RunFolder(run, run / str(last_step), "tuned", keep=KEEP) as store:
+    with RunFolder(run, run / str(last_step), name="tuned", keep=KEEP) as store:
         assert not [path for path in run.iterdir() if path.name.endswith(".partial")]
         store.save(last_step + 1, host_leaves(make_state(params, last_step + 1)), {})
         assert store.steps()[-1] == last_step + 1

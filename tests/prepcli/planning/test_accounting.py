@@ -40,10 +40,16 @@ def match_model(
     config: Mapping[str, Any], tensors: Tensors, options: MatchOptions = DEFAULT_MATCH_OPTIONS, scan: bool = True
 ) -> Accounting:
     family = family_of(config)
-    names = detect_names(family, config, tensors)
+    names = detect_names(family, config, full_names=tensors)
     bare = {names.bare_name(name): tensor for name, tensor in tensors.items()}
     return match_tensors(
-        names, config, family.sizes(config), parameter_rows(family, config, scan), bare, options, "the model"
+        names,
+        config,
+        sizes=family.sizes(config),
+        rows=parameter_rows(family, config, scan),
+        tensors=bare,
+        options=options,
+        source_name="the model",
     )
 
 
@@ -60,7 +66,7 @@ def match_model_error(
 def test_match_uses_every_tensor_of_a_model(config: dict[str, Any], scan: bool):
     tensors = stored_tensors(config)
     accounting = match_model(config, tensors, scan=scan)
-    names = detect_names(family_of(config), config, tensors)
+    names = detect_names(family_of(config), config, full_names=tensors)
     assert {names.full_name(name) for name in accounting.uses} == set(tensors)
     assert not accounting.dropped
     assert not accounting.checks
@@ -79,7 +85,7 @@ def test_match_uses_every_tensor_of_a_model(config: dict[str, Any], scan: bool):
 def test_match_accepts_names_without_base_prefix(config: dict[str, Any]):
     family, tensors = family_of(config), stored_tensors(config)
     bare = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
-    assert not detect_names(family, config, bare).is_prefixed
+    assert not detect_names(family, config, full_names=bare).is_prefixed
     assert match_model(config, bare).uses == match_model(config, tensors).uses
 
 
@@ -97,7 +103,7 @@ def test_match_accepts_names_with_and_without_prefix():
 def test_detect_names_rejects_tensor_stored_twice(name: str, bare: str):
     tensors = stored_tensors(UNTIED)
     with pytest.raises(PrepError, match="twice, with and without") as raised:
-        detect_names(family_of(UNTIED), UNTIED, [*tensors, name])
+        detect_names(family_of(UNTIED), UNTIED, full_names=[*tensors, name])
     assert raised.value.why == f"transformer.{bare} and {bare}"
 
 

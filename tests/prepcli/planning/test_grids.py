@@ -49,7 +49,7 @@ def test_split_dim_puts_each_element_in_its_chunk(extents: list[int], data):
         index: divmod(sum(i * step for i, step in zip(index, strides(extents))), chunk)
         for index in itertools.product(*(range(*span) for span in spans))
     }
-    pieces = list(split_dim(factors, chunk, ranges))
+    pieces = list(split_dim(factors, chunk, atom_ranges=ranges))
     elements_found = [
         (tuple(index[f.atom] for f in factors), (chunk, offset))
         for piece in pieces
@@ -83,7 +83,7 @@ def test_find_split_atom(extents: list[int], chunk: int, at: int | None):
 
 
 def test_split_dim_without_atoms_is_one_empty_piece():
-    assert list(split_dim([], 1, {})) == [DimPiece((), 0, 0, ())]
+    assert list(split_dim([], 1, atom_ranges={})) == [DimPiece((), 0, 0, ())]
 
 
 @given(EXTENTS, st.data())

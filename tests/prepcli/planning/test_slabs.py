@@ -52,9 +52,9 @@ def test_slabs_tile_their_stream_within_the_limit(rows: tuple[AxisMap, ...], dat
     limit = data.draw(st.integers(4, 200))
     streams = data.draw(st.sampled_from([save_plan.plan.streams, reverse_streams(save_plan.plan.streams)]))
     for number, stream in enumerate(streams):
-        check_tiling(list(split_stream(number, stream, limit)), stream, limit)
-        check_tiling(list(split_stream_evenly(number, stream, limit)), stream, limit)
-    assert [s.stream_number for s in split_streams(streams, limit, 1)] == [
+        check_tiling(list(split_stream(number, stream, max_nbytes=limit)), stream, limit)
+        check_tiling(list(split_stream_evenly(number, stream, max_nbytes=limit)), stream, limit)
+    assert [s.stream_number for s in split_streams(streams, limit, first=1)] == [
         s.stream_number for s in split_streams(streams, limit) if s.stream_number
     ]
 
@@ -102,18 +102,20 @@ def test_slabs_keep_chunk_bands_whole_where_they_fit(case: str, direction: str):
     stream = stream_into(region_part) if direction == "writes" else reverse_streams([stream_into(region_part)])[0]
     band_nbytes, chunk_nbytes = band * stream.row_nbytes, math.prod(chunk) * 4
     for limit in (band_nbytes, band_nbytes + 4, 2 * band_nbytes + stream.row_nbytes, 10**6):
-        slabs = list(split_stream(0, stream, limit))
+        slabs = list(split_stream(0, stream, max_nbytes=limit))
         check_tiling(slabs, stream, limit)
         assert not split_chunk_count(slabs, direction, chunk_nbytes)
         assert len(slabs) == math.ceil(math.ceil(stream.shape[0] / band) / (limit // band_nbytes))
-    assert split_chunk_count(split_stream(0, stream, band_nbytes - stream.row_nbytes), direction, chunk_nbytes)
+    assert split_chunk_count(
+        split_stream(0, stream, max_nbytes=band_nbytes - stream.row_nbytes), direction, chunk_nbytes
+    )
 
 
 @pytest.mark.parametrize(("written", "read"), [(4, 6), (6, 4), (4, 60), (10, 4), (12, 5)])
 def test_slabs_prefer_written_bands_to_read_bands(written: int, read: int):
     text, sizes = "mlp embed <- w: mlp embed", {"mlp": 60, "embed": 8}
     stream = stream_into(region(text, sizes, (written, 4)), reads=(region(text, sizes, (read, 2)),))
-    slabs = list(split_stream(0, stream, 13 * stream.row_nbytes))
+    slabs = list(split_stream(0, stream, max_nbytes=13 * stream.row_nbytes))
     check_tiling(slabs, stream, 13 * stream.row_nbytes)
     assert not split_chunk_count(slabs, "writes", written * 4 * 4)
 
@@ -125,7 +127,7 @@ def test_slabs_follow_bands_of_each_fused_part():
         region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
     ]
     stream = stream_into(region_parts[0], replace(region_parts[1], placement=StridedPlacement(1, 0, (0, 0), (80, 40))))
-    slabs = list(split_stream(0, stream, 11 * stream.row_nbytes))
+    slabs = list(split_stream(0, stream, max_nbytes=11 * stream.row_nbytes))
     check_tiling(slabs, stream, 11 * stream.row_nbytes)
     assert [slab.nbytes // stream.row_nbytes for slab in slabs] == [8, 8, 8, 10]
 
@@ -137,7 +139,7 @@ def test_slabs_keep_written_bands_with_shifted_reads():
         region("kv embed <- w: (q | >kv) embed", sizes, (5, 2)),
     ]
     stream = stream_into(*region_parts, reads=(region("all embed <- w: all embed", sizes, (2, 2)),))
-    slabs = list(split_stream(0, stream, 7 * stream.row_nbytes))
+    slabs = list(split_stream(0, stream, max_nbytes=7 * stream.row_nbytes))
     check_tiling(slabs, stream, 7 * stream.row_nbytes)
     assert [slab.nbytes // stream.row_nbytes for slab in slabs] == [6, 6, 6, 6, 5, 5]
 
@@ -149,7 +151,7 @@ def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
     layout = place_chunks([LeafPiece("w", row, (), ChunkGrid(row.leaf_shape, (rows, columns)), 4)])
     (stream,) = [stream_into(region_part) for region_part in layout.regions]
     limit = 64 * 2 * columns * 4
-    slabs = list(split_stream(0, stream, limit))
+    slabs = list(split_stream(0, stream, max_nbytes=limit))
     check_tiling(slabs, stream, limit)
     ends = {layout.regions[0].placement.find(index)[1] + rows * columns * 4 for index in np.ndindex(2, 2)}
     for copy in (copy for slab in slabs for copy in slab.writes):
@@ -160,12 +162,12 @@ def test_slabs_split_large_chunks_at_pages(columns: int, rows: int):
 
 def test_slabs_split_contiguous_bytes_at_written_pages():
     stream = Stream("w", "uint8", (20_000,), (0, 20_000), (Contiguous(0, 5),), (Contiguous(0, 123),))
-    slabs = list(split_stream(0, stream, 2 * PAGE))
+    slabs = list(split_stream(0, stream, max_nbytes=2 * PAGE))
     check_tiling(slabs, stream, 2 * PAGE)
     assert all(slab.is_contiguous for slab in slabs)
     assert [slab.writes[0].file_offset for slab in slabs] == [123, 2 * PAGE, 4 * PAGE]
     assert [slab.reads[0].file_offset - slab.writes[0].file_offset for slab in slabs] == [-118] * 3
-    assert [slab.nbytes for slab in split_stream(0, stream, 9_999)] == [
+    assert [slab.nbytes for slab in split_stream(0, stream, max_nbytes=9_999)] == [
         2 * PAGE - 123,
         2 * PAGE,
         20_000 - 4 * PAGE + 123,
@@ -174,12 +176,12 @@ def test_slabs_split_contiguous_bytes_at_written_pages():
 
 def test_slabs_smaller_than_a_page():
     stream = Stream("w", "uint8", (10_000,), (0, 10_000), (Contiguous(0, 0),), (Contiguous(0, 10),))
-    assert [slab.nbytes for slab in split_stream(0, stream, 3000)] == [3000, 1086, 3000, 1096, 1818]
+    assert [slab.nbytes for slab in split_stream(0, stream, max_nbytes=3000)] == [3000, 1086, 3000, 1096, 1818]
 
 
 def test_slabs_of_filled_rows_have_no_reads():
     stream = Stream("w", "float32", (12, 5), (9, 12), (), (Contiguous(0, 40),), Fill("zeros"))
-    slabs = list(split_stream(0, stream, 24))
+    slabs = list(split_stream(0, stream, max_nbytes=24))
     check_tiling(slabs, stream, 24)
     assert [copy.file_offset for slab in slabs for copy in slab.writes] == [40 + slab.start for slab in slabs]
 
@@ -187,15 +189,15 @@ def test_slabs_of_filled_rows_have_no_reads():
 @pytest.mark.parametrize(("shape", "rows"), [((0, 5), (0, 0)), ((5, 0), (0, 5)), ((0,), (0, 0)), ((7, 5), (3, 3))])
 def test_slabs_of_empty_stream(shape: tuple[int, ...], rows: tuple[int, int]):
     stream = Stream("w", "float32", shape, rows, (Contiguous(0, 8),), (Contiguous(0, 16),))
-    assert list(split_stream(0, stream, 64)) == list(split_stream_evenly(0, stream, 64)) == []
+    assert list(split_stream(0, stream, max_nbytes=64)) == list(split_stream_evenly(0, stream, max_nbytes=64)) == []
 
 
 def test_slabs_of_0d_tensor():
     region_part = region("layers <- s.{layers}:", {"layers": 3}, (1,), layers=2)
     stream = Stream("s.2", "float32", (), (0, 1), (Contiguous(0, 4),), (region_part,))
-    (slab,) = split_stream(0, stream, 64)
+    (slab,) = split_stream(0, stream, max_nbytes=64)
     assert (slab.start, slab.nbytes, slab.writes[0].file_offset) == (0, 4, 8)
-    (even,) = split_stream_evenly(0, stream, 64)
+    (even,) = split_stream_evenly(0, stream, max_nbytes=64)
     assert (even.start, even.nbytes) == (0, 4)
 
 
@@ -205,11 +207,13 @@ def test_even_slabs_do_not_depend_on_locations(limit: int, data):
     text, sizes = "heads dim embed <- w: (heads dim) embed", {"heads": 6, "dim": 4, "embed": 7}
     region_a, region_b = (region(text, sizes, data.draw(dividing_chunks((6, 4, 7)))) for _ in range(2))
     boundaries = [
-        [(s.start, s.nbytes) for s in split_stream_evenly(0, stream_into(region_part), limit)]
+        [(s.start, s.nbytes) for s in split_stream_evenly(0, stream_into(region_part), max_nbytes=limit)]
         for region_part in (region_a, region_b)
     ]
     flat = Stream("w", "float32", (24, 7), (0, 24), (Contiguous(0, 0),), (Contiguous(3, 77),))
-    assert boundaries[0] == boundaries[1] == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, limit)]
+    assert (
+        boundaries[0] == boundaries[1] == [(s.start, s.nbytes) for s in split_stream_evenly(0, flat, max_nbytes=limit)]
+    )
 
 
 SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of whole chunks
@@ -238,7 +242,7 @@ def test_min_buffer_gives_long_runs(case: str):
     stream = Stream("w", "float32", shape, (0, shape[0] if shape else 1), (Contiguous(0, 0),), (region_part,))
     assert min_buffer_nbytes([stream]) == min_buffer_nbytes(reverse_streams([stream])) == nbytes
     assert min_buffer_nbytes([]) == 0
-    for slab in split_stream(0, stream, nbytes) if nbytes else ():
+    for slab in split_stream(0, stream, max_nbytes=nbytes) if nbytes else ():
         assert slab.nbytes <= nbytes
         assert all(
             copy.run_nbytes >= min(LONG_RUN_NBYTES, math.prod(region_part.grid.chunk_shape[1:]) * 4)
@@ -251,7 +255,7 @@ def test_min_buffer_fits_either_dtype():
     stream = replace(stream_into(region_part), dtype="float32", cast_to="bfloat16")
     assert min_buffer_nbytes([stream]) == 60 * 8 * 4
     assert min_buffer_nbytes([replace(reverse_streams([stream])[0], dtype="bfloat16", cast_to="float32")]) == 60 * 8 * 4
-    (slab,) = split_stream(0, stream, 60 * 8 * 4)
+    (slab,) = split_stream(0, stream, max_nbytes=60 * 8 * 4)
     assert slab.written_nbytes == 60 * 8 * 2
 
 
@@ -263,7 +267,7 @@ def test_slabs_of_casts_fit_in_either_dtype(pair: tuple[str, str], data):
     shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(1, 30)))
     stream = Stream("w", dtype, shape, (0, shape[0]), (Contiguous(0, 3),), (Contiguous(0, 5),), cast_to=cast)
     limit = data.draw(st.integers(max(items), 2000))
-    slabs = list(split_stream(0, stream, limit))
+    slabs = list(split_stream(0, stream, max_nbytes=limit))
     assert [slab.start for slab in slabs] == [0, *itertools.accumulate(slab.nbytes for slab in slabs)][:-1]
     assert sum(slab.nbytes for slab in slabs) == stream.nbytes
     for slab in slabs:

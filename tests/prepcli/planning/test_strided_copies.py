@@ -41,7 +41,7 @@ def test_leaf_box_copies_match_numpy(row: AxisMap, data):
     tensors, box = random_tensors(row), data.draw(boxes(row.leaf_shape))
     expected = leaf_by_numpy(row, tensors)[tuple(slice(*r) for r in box)]
     out = np.zeros(expected.size * ITEM, np.uint8)
-    for name, copy in leaf_box_copies(row, box, ITEM):
+    for name, copy in leaf_box_copies(row, box, itemsize=ITEM):
         move(copy, as_bytes(tensors[name]), out)
     assert np.array_equal(out, as_bytes(expected))
 
@@ -136,7 +136,7 @@ def test_leaf_box_copies_match_forms_of_families(case: str):
     row = bind_row(parse_row(text), SIZES | {"local": (1, 4, 5)})
     tensors = random_tensors(row)
     out = np.zeros(math.prod(row.leaf_shape) * ITEM, np.uint8)
-    for name, copy in leaf_box_copies(row, full_box(row.leaf_shape), ITEM):
+    for name, copy in leaf_box_copies(row, full_box(row.leaf_shape), itemsize=ITEM):
         move(copy, as_bytes(tensors[name]), out)
     assert np.array_equal(out.view(np.int32).reshape(row.leaf_shape), by_hand(tensors))
 
@@ -147,7 +147,9 @@ def test_leaf_box_copies_of_unscanned_leaves():
     tensors = random_tensors(row)
     for layer in range(3):
         out = np.zeros(2 * 6 * 4 * ITEM, np.uint8)
-        for name, copy in leaf_box_copies(row, full_box(row.leaf_shape), ITEM, {"layers": layer}):
+        for name, copy in leaf_box_copies(
+            row, full_box(row.leaf_shape), itemsize=ITEM, unscanned_indices={"layers": layer}
+        ):
             move(copy, as_bytes(tensors[name]), out)
         assert np.array_equal(out, as_bytes(tensors[f"h.{layer}.q"]))
 

@@ -26,7 +26,7 @@ from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabu
     ],
 )
 def test_read_vocabulary_from_config_and_option(config: dict[str, Any], true: int | None, expected: tuple[int, int]):
-    vocabulary = read_vocabulary(config, 50, true)
+    vocabulary = read_vocabulary(config, 50, true_size=true)
     assert (vocabulary.true_size, vocabulary.stored_size) == expected
 
 
@@ -42,7 +42,7 @@ def test_read_vocabulary_rejects_invalid_sizes(key: str, value: object):
 @pytest.mark.parametrize("true", [0, -1, 137])
 def test_read_vocabulary_rejects_true_size_out_of_range(true: int):
     with pytest.raises(PrepError, match=f"--true-vocab {true} is out of range") as raised:
-        read_vocabulary({"vocab_size": 136}, 50, true)
+        read_vocabulary({"vocab_size": 136}, 50, true_size=true)
     assert "136 rows" in raised.value.why
     assert raised.value.code == USAGE
 

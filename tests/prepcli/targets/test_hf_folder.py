@@ -36,10 +36,10 @@ def test_resized_shape_changes_the_rows(shape: tuple[int, ...], rows: int, expec
 
 def test_output_rows_change_for_vocabulary_tensors_only():
     tensors = [tensor("wte.weight", 131, 4), tensor("lm_head.weight", 131, 4), tensor("ln_f.bias", 131), tensor("s")]
-    rows = output_rows(tensors, {"wte.weight", "lm_head.weight"}, 136)
+    rows = output_rows(tensors, {"wte.weight", "lm_head.weight"}, vocab_size=136)
     assert rows == {"wte.weight": 136, "lm_head.weight": 136, "ln_f.bias": 131, "s": 1}
     source = Source("m", Path("m"), FAMILY, {}, TensorNames(FAMILY), tuple(tensors), (), (), (), None)
-    assert header_entries(source, tensors[:2], rows) == [
+    assert header_entries(source, tensors[:2], rows=rows) == [
         ("transformer.wte.weight", "float32", (136, 4), 136 * 16),
         ("lm_head.weight", "float32", (136, 4), 136 * 16),
     ]
@@ -62,7 +62,12 @@ def test_settings_have_an_index_for_several_files(tmp_path: Path, count: int):
     names = ["model.safetensors"] if count == 1 else ["0.safetensors", "1.safetensors"]
     _, _, layouts = lay_out_weight_files([(name, [(f"t{i}", "float32", (3,), 12)], 0) for i, name in enumerate(names)])
     below = "hf/" if count == 1 else ""
-    files = settings_files({"vocab_size": 3, "é": "ü"}, layouts, copied_files([tokenizer], tmp_path, below), below)
+    files = settings_files(
+        {"vocab_size": 3, "é": "ü"},
+        layouts,
+        extra_files=copied_files([tokenizer], tmp_path, path_prefix=below),
+        path_prefix=below,
+    )
     by_path = {file.path: file for file in files}
     if count == 1:
         assert by_path.keys() == {"hf/config.json", "hf/tokenizer.json"}

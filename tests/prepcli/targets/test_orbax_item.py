@@ -25,7 +25,7 @@ def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> S
     """Return a source with the tensors of a model, one after another in a file; `dtypes` replaces some dtypes."""
     family = family_of(config)
     arrays = checkpoint_tensors(config, "float32", family.is_tied(config), legacy=False)
-    names = detect_names(family, config, arrays)
+    names = detect_names(family, config, full_names=arrays)
     tensors, offset = [], 8
     for name, array in arrays.items():
         dtype = (dtypes or {}).get(name, "float32")
@@ -38,9 +38,21 @@ def item_of(source: Source, mesh: str = "", scan: bool = True, vocab: int = 131,
     table = parameter_rows(source.family, source.config, scan, axis)
     sizes = source.family.sizes(source.config)
     counted = match_tensors(
-        source.names, source.config, sizes, table, source.tensor_specs(), DEFAULT_MATCH_OPTIONS, "m"
+        source.names,
+        source.config,
+        sizes=sizes,
+        rows=table,
+        tensors=source.tensor_specs(),
+        options=DEFAULT_MATCH_OPTIONS,
+        source_name="m",
     )
-    return make_item(source, counted, table, vocab, Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES))
+    return make_item(
+        source,
+        counted,
+        table=table,
+        vocab_size=vocab,
+        partitioning=Partitioning(parse_mesh(mesh) if mesh else None, DEFAULT_RULES),
+    )
 
 
 @pytest.mark.parametrize("mesh", ["", "1,2,4", "1,1,1"])

@@ -44,7 +44,7 @@ def to(rows: int) -> TensorTarget:
 
 def test_build_streams_follows_the_order_of_the_source():
     source = source_of(tensor("b", 3, 2), tensor("mask", 1, 1), tensor("a", 4), tensor("scalar"))
-    streams = build_streams(source, {"scalar": to(1), "a": to(4), "b": to(3)}, cut(9, 9))
+    streams = build_streams(source, {"scalar": to(1), "a": to(4), "b": to(3)}, resize=cut(9, 9))
     assert rows_of(streams) == [("b", (0, 3), "read"), ("a", (0, 4), "read"), ("scalar", (0, 1), "read")]
     assert [stream.nbytes for stream in streams] == [24, 16, 4]
 
@@ -62,28 +62,28 @@ def test_build_streams_follows_the_order_of_the_source():
 )
 def test_build_streams_splits_true_padding_and_filled_rows(true: int, stored: int, rows: int, expected: list):
     source = source_of(tensor("wte", stored, 4))
-    streams = build_streams(source, {"wte": to(rows)}, cut(true, stored))
+    streams = build_streams(source, {"wte": to(rows)}, resize=cut(true, stored))
     assert rows_of(streams) == [("wte", *row_range) for row_range in expected]
     assert {stream.shape for stream in streams} == {(max(stored, rows), 4)}
 
 
 def test_build_streams_pads_a_bias_with_zeros():
-    streams = build_streams(source_of(tensor("bias", 9)), {"bias": to(12)}, cut(9, 9))
+    streams = build_streams(source_of(tensor("bias", 9)), {"bias": to(12)}, resize=cut(9, 9))
     assert rows_of(streams) == [("bias", (0, 9), "read"), ("bias", (9, 12), "zeros")]
 
 
 def test_build_streams_splits_padding_by_digest():
     pieces = ((0, 9, "a"), (9, 12, "b"), (12, 16, "c"))
     source = source_of(tensor("wte", 16, 4, digests=pieces))
-    streams = build_streams(source, {"wte": to(16)}, cut(9, 16))
+    streams = build_streams(source, {"wte": to(16)}, resize=cut(9, 16))
     assert [stream.rows for stream in streams] == [(0, 9), (9, 12), (12, 16)]
-    fewer = build_streams(source, {"wte": to(14)}, cut(9, 16))
+    fewer = build_streams(source, {"wte": to(14)}, resize=cut(9, 16))
     assert [stream.rows for stream in fewer] == [(0, 9), (9, 12), (12, 14)]
 
 
 def test_build_streams_splits_compared_tensors_alike():
     source = source_of(tensor("wte", 12, 4), tensor("head", 12, 4))
-    streams = build_streams(source, {"wte": to(9)}, cut(9, 12), {"head"})
+    streams = build_streams(source, {"wte": to(9)}, resize=cut(9, 12), compared={"head"})
     assert [(stream.name, stream.rows, bool(stream.writes)) for stream in streams] == [
         ("wte", (0, 9), True),
         ("head", (0, 9), False),
@@ -95,7 +95,9 @@ def test_build_streams_splits_compared_tensors_alike():
 def test_build_streams_covers_all_rows_without_gaps(true: int, padding: int, more: int, edges: list[int]):
     stored, rows = true + padding, true + more
     pieces = tuple((low, low, "") for low in edges)
-    streams = build_streams(source_of(tensor("wte", stored, 4, digests=pieces)), {"wte": to(rows)}, cut(true, stored))
+    streams = build_streams(
+        source_of(tensor("wte", stored, 4, digests=pieces)), {"wte": to(rows)}, resize=cut(true, stored)
+    )
     assert [streams[0].rows, streams[-1].rows[1]] == [(0, true), rows]
     assert all(a.rows[1] == b.rows[0] for a, b in itertools.pairwise(streams))
     assert all(low < high for low, high in (stream.rows for stream in streams))
@@ -105,9 +107,9 @@ def test_build_streams_covers_all_rows_without_gaps(true: int, padding: int, mor
 def test_dropped_padding_names_the_rows():
     source = source_of(tensor("wte", 12, 4), tensor("other", 12, 4), tensor("bias", 12))
     targets = {"wte": to(9), "other": to(12), "bias": to(9)}
-    dropped = list(dropped_padding(source, targets, cut(9, 12)))
+    dropped = list(dropped_padding(source, targets, resize=cut(9, 12)))
     assert [(d.name, d.rows, d.nbytes) for d in dropped] == [("wte", (9, 12), 48), ("bias", (9, 12), 12)]
-    assert list(dropped_padding(source, {name: to(12) for name in targets}, cut(9, 12))) == []
+    assert list(dropped_padding(source, {name: to(12) for name in targets}, resize=cut(9, 12))) == []
 
 
 def test_stream_counts_its_bytes():
