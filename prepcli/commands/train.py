@@ -32,7 +32,7 @@ from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
-from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.tables import keys_of, value_of
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
@@ -250,7 +250,8 @@ def _resume_step(folder: Path, reader: ItemReader) -> int:
 def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the recipe keys whose values have changed since the run began, as (value then, value now)."""
     earlier_recipe = load_recipe(folder / RECIPE_FILE).recipe
-    pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in KEY_SCHEMAS}
+    shared_keys = sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)})
+    pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in shared_keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

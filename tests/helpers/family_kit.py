@@ -56,7 +56,8 @@ from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
 from trainer.nn import transformer as models
 from trainer.nn.model_spec import ForwardConfig
-from trainer.training.optimizers import AdamW, LRSchedule
+from trainer.training.optimizers.adamw import AdamW
+from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.step import StepSetup, init_train_state, train_step
 
 LOGITS_ATOL = 2e-5

@@ -9,7 +9,7 @@ from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
-from trainer.recipe.tables import KEY_SCHEMAS, Recipe, value_of
+from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 from trainer.recipe.text_fields import parse_fields
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
@@ -49,7 +49,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield numbers that int32 or float32 cannot hold."""
-    for key in KEY_SCHEMAS:
+    for key in keys_of(recipe):
         value = value_of(recipe, key)
         if not isinstance(value, int | float) or not (key in INT32_KEYS or key.startswith(("batch.", "optimizer."))):
             continue

@@ -18,11 +18,11 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
-from trainer.recipe import Recipe, batch_shape, warmup_decay
+from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
-from trainer.recipe.tables import Data, Optimizer
+from trainer.recipe.tables import Data
 from trainer.training.loop import Job
-from trainer.training.optimizers import AdamW, LRSchedule
+from trainer.training.optimizers import build_optimizer
 from trainer.training.step import StepSetup
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
@@ -287,27 +287,6 @@ def build_job(
             "rate": dataclasses.asdict(optimizer.lr_schedule),
         },
         stop_after=stop_after,
-    )
-
-
-def build_optimizer(config: Optimizer, steps: int) -> AdamW:
-    """Build the optimizer of a run of `steps` steps."""
-    schedule = warmup_decay(config, steps)
-    lr_schedule = LRSchedule(
-        peak=config.lr,
-        end=config.end_lr,
-        kind=config.schedule,
-        warmup=schedule.warmup_steps,
-        decay=schedule.decay_steps,
-    )
-    return AdamW(
-        lr_schedule=lr_schedule,
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        decay_embeddings=config.decay_embeddings,
-        clip_norm=config.clip_norm,
     )
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.training.optimizers import AdamW
+from trainer.training.optimizers.optimizer import Optimizer
 
 TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
 TokenBatch = Mapping[str, Array]
@@ -39,7 +39,7 @@ class StepSetup:
 
     model: ModelSpec
     forward_config: ForwardConfig
-    optimizer: AdamW
+    optimizer: Optimizer
     accumulate: int = 1
 
     @property

@@ -152,7 +152,7 @@ def test_schema_is_strict_json_schema():
     json_schema = json.loads(json.dumps(schema()))
     assert json_schema["required"] == ["model", "data", "batch", "optimizer", "train"]
     assert not json_schema["additionalProperties"]
-    assert json_schema["$defs"]["Optimizer"]["properties"]["lr"]["exclusiveMinimum"] == 0
+    assert json_schema["$defs"]["AdamWTable"]["properties"]["lr"]["exclusiveMinimum"] == 0
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)

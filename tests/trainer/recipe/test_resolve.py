@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from trainer.models.errors import USAGE, PrepError
 from trainer.recipe import BatchShape, WarmupDecay, batch_shape, warmup_decay
-from trainer.recipe.tables import Batch, Optimizer
+from trainer.recipe.optimizer_tables import AdamWTable
+from trainer.recipe.tables import Batch
 
 
 def batch(**keys: int) -> Batch:
@@ -102,9 +103,9 @@ def test_batch_shape_hint_is_valid(size: int, accumulate: int, replicas: int):
     ],
 )
 def test_warmup_decay(keys: dict[str, Any], schedule: WarmupDecay):
-    assert warmup_decay(Optimizer.model_validate({"lr": 1.0, **keys}), 1000) == schedule
+    assert warmup_decay(AdamWTable.model_validate({"lr": 1.0, **keys}), 1000) == schedule
 
 
 def test_warmup_decay_rejects_warmup_as_long_as_run():
     with pytest.raises(PrepError, match="warm-up takes 1000 steps, and the run has 1000 steps"):
-        warmup_decay(Optimizer.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)
+        warmup_decay(AdamWTable.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)
