@@ -19,6 +19,7 @@ from trainer.recipe.formatting import alternatives, describe_type, example_value
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe
+from trainer.recipe.text_fields import DEFAULT_FIELDS
 from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, unknown_key_hint
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -136,8 +137,9 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
         **{name: {} for name in TABLE_NAMES},
         **_drop_unknown_keys(raw.tables),
     }
-    if raw.has("data.type") and raw.get("data.type") == "json":
-        tables["data"] = {"fields": "text"} | tables["data"]
+    data_type = raw.get("data.type") if raw.has("data.type") else None
+    if isinstance(data_type, str) and data_type in DEFAULT_FIELDS:
+        tables["data"] = {"fields": DEFAULT_FIELDS[data_type]} | tables["data"]
     return tables
 
 

@@ -21,6 +21,7 @@ from trainer.recipe.key_types import (
     if_absent,
 )
 from trainer.recipe.optimizer_tables import AnyOptimizerTable
+from trainer.recipe.text_fields import DataType
 
 
 class Model(BaseModel):
@@ -63,7 +64,7 @@ class Data(BaseModel):
 
     model_config = STRICT
 
-    type: Literal["text", "json"] = Field(
+    type: DataType = Field(
         description="text: each file is a document; json: each line is an object with a document", examples=["text"]
     )
     path: Paths = Field(description="files, folders or globs", examples=["data/train.txt"])

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.corpus import EOS, TEXT, encode, make_config, make_tokenizer, tokenize_quietly, write_json
-from trainer.data import documents, tokenize
-from trainer.data.documents import TextChunk
+from trainer.data import tokenize
 from trainer.data.packing import PackedDataset
+from trainer.data.readers import text_file
+from trainer.data.readers.reader import TextChunk
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.models.errors import PrepError
 
@@ -25,9 +26,10 @@ KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from tests.helpers.corpus import make_config
-from trainer.data import documents, store, tokenize
+from trainer.data import store, tokenize
+from trainer.data.readers import text_file
 
-documents.TEXT_CHUNK_NBYTES, tokenize.ENCODE_BATCH_NBYTES = 1000, 2000
+text_file.TEXT_CHUNK_NBYTES, tokenize.ENCODE_BATCH_NBYTES = 1000, 2000
 moment, folder = sys.argv[1], Path(sys.argv[2])
 
 def kill(*_):
@@ -91,7 +93,7 @@ def test_tokenize_files_reads_files_in_order(tmp_path: Path):
 
 
 def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(documents, "TEXT_CHUNK_NBYTES", 300)
+    monkeypatch.setattr(text_file, "TEXT_CHUNK_NBYTES", 300)
     monkeypatch.setattr(tokenize, "ENCODE_BATCH_NBYTES", 1000)
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")
