@@ -266,7 +266,12 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     tensors = make_greedy.with_small_embeddings(config, subject.tensors)
     entry = make_greedy.generate_entry(torch_model(config, tensors), subject.sizes["vocab"])
     prompts, generation_config = entry["prompts"], GenerationConfig(make_greedy.MAX_NEW_TOKENS)
-    generator = Generator(decoder.params_from_tensors(tensors), decoder.model, ForwardConfig(), generation_config)
+    generator = Generator(
+        decoder.params_from_tensors(tensors),
+        decoder.model,
+        forward_config=ForwardConfig(),
+        generation_config=generation_config,
+    )
     if has_encoder(config):
         generated = generator.generate([[0]] * len(prompts), prompts)
     else:

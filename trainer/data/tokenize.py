@@ -65,7 +65,7 @@ class TokenizeConfig:
         return parse_fields(self.fields) if self.type in DEFAULT_FIELDS else TextFields(())
 
 
-def tokenize_files(config: TokenizeConfig, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
+def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
     """Return the tokens of the configured files, from the cache or freshly tokenized in bounded memory.
 
     All files are read once for their digests. Tokens in the cache are read once for theirs; damaged ones are made

@@ -27,7 +27,7 @@ class BatchShape:
         return self.size // self.accumulate
 
 
-def batch_shape(batch: Batch, n_devices: int, n_replicas: int) -> BatchShape:
+def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
     """Return the batch shape on a mesh.
 
     Args:

@@ -70,7 +70,7 @@ def evaluate(
         PrepError: The mesh does not divide the batch (a usage error).
     """
     totals = np.zeros(3)
-    for rows in eval_batches(dataset.n_rows, batch_size, limit):
+    for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
         sums = eval_step(params, load_batch(dataset, rows, sharding))
         totals += [float(sums[name]) for name in ("loss", "weight", "correct")]
     loss_sum, weight, correct = totals.tolist()

@@ -116,6 +116,7 @@ class Loop:
         self,
         job: Job,
         state: TrainState,
+        *,
         store: CheckpointStore,
         metrics: MetricsWriter,
         callbacks: Callbacks,

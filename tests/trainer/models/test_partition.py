@@ -213,7 +213,7 @@ def test_device_box_rejects_unknown_device(device):
 @given(split_leaves())
 def test_chunk_shape_is_shard_on_mesh(leaf):
     mesh, rules, dims, shape = leaf
-    chunk = chunk_shape(dims, shape, mesh, rules, itemsize=2, min_split_bytes=0)
+    chunk = chunk_shape(dims, shape, mesh=mesh, rules=rules, itemsize=2, min_split_bytes=0)
     shard = shard_shape(partition_spec(dims, shape, mesh, rules), shape)
     stacked = (("layers",), ("encoder_layers",), ("experts",))  # one source tensor per index
     assert chunk == tuple(1 if dim in stacked else extent for dim, extent in zip(dims, shard))
@@ -221,12 +221,13 @@ def test_chunk_shape_is_shard_on_mesh(leaf):
 
 def test_chunk_shape_does_not_split_small_leaf():
     mesh, dims = parse_mesh("1,8,4"), [("layers",), ("mlp",), ("embed",)]
-    assert chunk_shape(dims, (24, 512, 504), mesh, DEFAULT_RULES, itemsize=4) == (1, 512, 504)
-    assert chunk_shape(dims, (24, 512, 512), mesh, DEFAULT_RULES, itemsize=4) == (1, 128, 64)
+    assert chunk_shape(dims, (24, 512, 504), mesh=mesh, rules=DEFAULT_RULES, itemsize=4) == (1, 512, 504)
+    assert chunk_shape(dims, (24, 512, 512), mesh=mesh, rules=DEFAULT_RULES, itemsize=4) == (1, 128, 64)
 
 
 def test_chunk_shape_rejects_indivisible_small_leaf():
-    assert error_of(chunk_shape, EMBEDDING, (257, 64), parse_mesh("1,1,8"), DEFAULT_RULES, 4).why == "257 mod 8 = 1"
+    options = {"mesh": parse_mesh("1,1,8"), "rules": DEFAULT_RULES, "itemsize": 4}
+    assert error_of(chunk_shape, EMBEDDING, (257, 64), **options).why == "257 mod 8 = 1"
 
 
 @pytest.mark.parametrize(
@@ -243,12 +244,12 @@ def test_chunk_shape_rejects_indivisible_small_leaf():
     ],
 )
 def test_chunk_shape_without_mesh_has_whole_rows(dims, shape, chunk):
-    assert chunk_shape([(name,) for name in dims.split()], shape, None, DEFAULT_RULES, itemsize=4) == chunk
+    assert chunk_shape([(name,) for name in dims.split()], shape, mesh=None, rules=DEFAULT_RULES, itemsize=4) == chunk
 
 
 @given(st.lists(st.integers(1, 5000), max_size=4), st.sampled_from([1, 2, 4, 8]))
 def test_chunk_shape_without_mesh_is_contiguous(shape, itemsize):
-    chunk = chunk_shape([("mlp",)] * len(shape), shape, None, DEFAULT_RULES, itemsize)
+    chunk = chunk_shape([("mlp",)] * len(shape), shape, mesh=None, rules=DEFAULT_RULES, itemsize=itemsize)
     assert math.prod(chunk) * itemsize <= 4 << 20
     assert all(extent % part == 0 for extent, part in zip(shape, chunk))
     cut = [i for i, (extent, part) in enumerate(zip(shape, chunk)) if part != extent]
@@ -257,16 +258,15 @@ def test_chunk_shape_without_mesh_is_contiguous(shape, itemsize):
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_chunk_shape_without_mesh_is_largest_that_fits(rows, columns):
-    chunk = chunk_shape([("vocab",), ("embed",)], (rows, columns * 64), None, DEFAULT_RULES, 8)
+    chunk = chunk_shape([("vocab",), ("embed",)], (rows, columns * 64), mesh=None, rules=DEFAULT_RULES, itemsize=8)
     fitting = [k for k in range(1, rows + 1) if rows % k == 0 and k * columns * 512 <= 4 << 20]
     assert chunk == (max(fitting), columns * 64)
 
 
 def test_chunk_shape_takes_stacked_dims():
     dims_and_shape = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
-    assert chunk_shape(*dims_and_shape, parse_mesh("1,1,4"), DEFAULT_RULES, 4, stacked_dims=("blocks",)) == (
-        1,
-        8,
-        1 << 18,
-    )
-    assert chunk_shape(*dims_and_shape, None, DEFAULT_RULES, 4, stacked_dims=("blocks", "experts")) == (1, 1, 1 << 20)
+    options = {"rules": DEFAULT_RULES, "itemsize": 4}
+    on_mesh = chunk_shape(*dims_and_shape, mesh=parse_mesh("1,1,4"), **options, stacked_dims=("blocks",))
+    assert on_mesh == (1, 8, 1 << 18)
+    without_mesh = chunk_shape(*dims_and_shape, mesh=None, **options, stacked_dims=("blocks", "experts"))
+    assert without_mesh == (1, 1, 1 << 20)

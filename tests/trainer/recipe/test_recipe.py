@@ -137,7 +137,7 @@ def test_shipped_recipes_are_valid(path: Path):
     assert recipe.name == path.stem
     recipe_mesh = mesh.parse_mesh(recipe.mesh)
     n_replicas = recipe_mesh.n_devices // recipe_mesh.size("mp")
-    assert batch_shape(recipe.batch, recipe_mesh.n_devices, n_replicas).accumulate in (1, 8)
+    assert batch_shape(recipe.batch, n_devices=recipe_mesh.n_devices, n_replicas=n_replicas).accumulate in (1, 8)
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     assert f"prep train recipes/{path.name}" in header
 

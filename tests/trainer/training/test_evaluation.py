@@ -74,7 +74,9 @@ def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
     job = runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1)
     metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
     state, callbacks = runs.make_state(setup), runs.RecordingCallbacks()
-    Loop(job, state, runs.MemoryStore(), metrics, callbacks, runs.never_stop).run()
+    Loop(
+        job, state, store=runs.MemoryStore(), metrics=metrics, callbacks=callbacks, poll_stop_reason=runs.never_stop
+    ).run()
     result = run_evaluate(setup)
     expected = {
         "step": 0,

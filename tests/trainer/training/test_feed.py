@@ -40,7 +40,7 @@ def test_load_batch_returns_source_and_target_of_step(mesh: str):
     }
     for name, array in batch.items():
         np.testing.assert_array_equal(array, expected[name])
-    last = feed.load_batch(dataset, [*eval_batches(20, 8, 0)][-1], setup.sharding)
+    last = feed.load_batch(dataset, [*eval_batches(20, 8, limit=0)][-1], setup.sharding)
     assert not np.asarray(last["weights"])[4:].any()
     assert not np.asarray(last["present"])[4:].any()
 

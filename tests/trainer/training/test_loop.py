@@ -38,10 +38,10 @@ class FinishedRun:
         self.loop = Loop(
             job,
             state,
-            self.store,
-            MetricsWriter(self.metrics_path, int(state["step"])),
-            self.callbacks,
-            runs.never_stop,
+            store=self.store,
+            metrics=MetricsWriter(self.metrics_path, int(state["step"])),
+            callbacks=self.callbacks,
+            poll_stop_reason=runs.never_stop,
         )
         self.result = self.loop.run()
 
@@ -140,7 +140,12 @@ def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp
     store = runs.MemoryStore()
     metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
     result = Loop(
-        runs.make_job(setup), runs.make_state(setup), store, metrics, runs.RecordingCallbacks(), lambda: "SIGTERM"
+        runs.make_job(setup),
+        runs.make_state(setup),
+        store=store,
+        metrics=metrics,
+        callbacks=runs.RecordingCallbacks(),
+        poll_stop_reason=lambda: "SIGTERM",
     ).run()
     assert (result.step, result.stop_reason, store.steps()) == (0, "SIGTERM", [])
 
@@ -217,10 +222,10 @@ def test_loop_logs_the_time_of_every_step(setup: runs.StepSetup, tmp_path: Path)
     loop_run = Loop(
         job,
         runs.make_state(setup),
-        runs.MemoryStore(),
-        MetricsWriter(tmp_path / METRICS_FILE, 0),
-        runs.RecordingCallbacks(),
-        runs.never_stop,
+        store=runs.MemoryStore(),
+        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
+        callbacks=runs.RecordingCallbacks(),
+        poll_stop_reason=runs.never_stop,
     )
     device = Device(loop_run._compile_step())
     loop_run.timer.clock = lambda: device.steps_done
