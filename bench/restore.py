@@ -100,13 +100,14 @@ def _setup(reader: Any, mesh: str) -> Any:
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.nn.model_spec import ForwardConfig
-    from trainer.recipe.tables import Optimizer
-    from trainer.training.setup import build_optimizer, model_from_manifest, rules_from_manifest
+    from trainer.recipe.optimizer_tables import AdamWTable
+    from trainer.training.optimizers import build_optimizer
+    from trainer.training.setup import model_from_manifest, rules_from_manifest
     from trainer.training.step import StepSetup
 
     sharding = make_sharding_context(parse_mesh(mesh), rules_from_manifest(reader.manifest))
     return StepSetup(
-        model_from_manifest(reader.manifest), ForwardConfig(sharding=sharding), build_optimizer(Optimizer(lr=1e-3), 10)
+        model_from_manifest(reader.manifest), ForwardConfig(sharding=sharding), build_optimizer(AdamWTable(lr=1e-3), 10)
     )
 
 

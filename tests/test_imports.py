@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 
-from tools.import_graph import ROOTS, imported_names, package_of, read_graph
+from tools.import_graph import ROOT, ROOTS, imported_names, package_of, read_graph
 
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
 
@@ -54,6 +56,12 @@ def reachable(module: str, *, without: Collection[str] = ()) -> set[str]:
         reached |= new
         queue += new
     return reached
+
+
+def path_of(module: str) -> Path:
+    """Return the file of a module."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def modules_in(package: str) -> list[str]:
@@ -132,3 +140,33 @@ def test_only_api_and_cli_import_commands():
     users = {name for name in GRAPH for other in GRAPH[name] if other.startswith("prepcli.commands.")}
     outside = {name for name in users if not name.startswith("prepcli.commands.")}
     assert {package_of(name) for name in outside} == {"prepcli.api", "prepcli.cli"}
+
+
+PROCESS_QUERIES = {
+    *("process_count", "process_index", "process_indices", "process_id", "num_processes"),
+    *("host_count", "host_id", "local_device_count", "local_devices", "addressable_devices", "is_initialized"),
+}
+ENVIRONMENT = {"environ", "getenv"}
+READS_ENVIRONMENT = {"trainer.recipe.loading"}  # `${NAME}` in paths
+
+
+def attributes_used(text: str) -> set[str]:
+    """Return every attribute that a module gets and every name that it imports from another."""
+    nodes = list(ast.walk(ast.parse(text)))
+    imports = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return {*imports, *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
+
+
+def test_uses_within_functions_are_seen():
+    assert {"process_count", "environ"} <= attributes_used("def f():\n    return jax.process_count(), os.environ\n")
+    assert "process_index" in attributes_used("from jax import process_index as index\n")
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in modules_in("trainer") if package_of(module) != "trainer.distributed"]
+)
+def test_only_distributed_asks_for_processes(module: str):
+    used = attributes_used(path_of(module).read_text())
+    assert not PROCESS_QUERIES & used
+    assert module in READS_ENVIRONMENT or not ENVIRONMENT & used
+    assert "trainer.models.launchers" not in GRAPH[module]

@@ -117,7 +117,7 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
                 _eos_token_ids(source, model.true_vocab_size),
                 sampling,
             )
-            check_prompts(*generator_inputs, model, generation_config)
+            check_prompts(*generator_inputs, model=model, generation_config=generation_config)
             generator = _build_generator(request, opened, generation_config)
         return _generate_batches(request, generator, prompts, tokenizer, ui)
 
@@ -223,7 +223,7 @@ def _build_generator(request: GenerateRequest, opened: OpenedModel, generation_c
     scan_layers = opened.model.has_stacked_layers
     forward_config = ForwardConfig(dtype, scan_layers=scan_layers, sharding=opened.sharding)
     params = opened.load(lambda path: inference_dtype(path, dtype))
-    return Generator(params, opened.model, forward_config, generation_config)
+    return Generator(params, opened.model, forward_config=forward_config, generation_config=generation_config)
 
 
 def _generate_batches(
@@ -234,7 +234,8 @@ def _generate_batches(
     batch_size = min(request.batch_size, count)
     output_ids: list[list[int]] = []
     for start in range(0, count, batch_size):
-        output_ids += generator.generate(*prompts.batch(start, start + batch_size), start, batch_size)
+        batch = prompts.batch(start, start + batch_size)
+        output_ids += generator.generate(*batch, first_row=start, min_rows=batch_size)
         if count > batch_size:
             ui.note(f"{len(output_ids):,} of {count:,} prompts done")
     seconds = ui.clock() - start_s - generator.compile_s

@@ -32,7 +32,7 @@ from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
-from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.tables import keys_of, value_of
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
@@ -230,12 +230,21 @@ def _prepare_run(
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:
         folders["spare"] = scratch_dir
-    datasets = setup.build_datasets(recipe, model, manifest, folders, _tokenize_progress(ui), ui.note)
+    datasets = setup.build_datasets(
+        recipe, model, manifest=manifest, folders=folders, progress=_tokenize_progress(ui), note=ui.note
+    )
     manifest_fields = {"recipe": recipe_to_toml(recipe, loaded.origins)}
-    job = setup.build_job(recipe, model, sharding, datasets, manifest_fields, request.stop_after)
+    job = setup.build_job(
+        recipe,
+        model,
+        sharding=sharding,
+        datasets=datasets,
+        manifest_fields=manifest_fields,
+        stop_after=request.stop_after,
+    )
     step = _resume_step(folder, reader)
     if step:
-        setup.check_resumable(manifest, job, _changed_keys(folder, recipe), step)
+        setup.check_resumable(manifest, job, changed=_changed_keys(folder, recipe), step=step)
     for warning in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
         ui.warn(warning)
     return _Run(loaded, folder, start_checkpoint=reader.folder, step=step, job=job, memory=memory)
@@ -250,7 +259,8 @@ def _resume_step(folder: Path, reader: ItemReader) -> int:
 def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the recipe keys whose values have changed since the run began, as (value then, value now)."""
     earlier_recipe = load_recipe(folder / RECIPE_FILE).recipe
-    pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in KEY_SCHEMAS}
+    shared_keys = sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)})
+    pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in shared_keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -300,7 +310,9 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
         _write_recipe(run)
         metrics = MetricsWriter(run.folder / METRICS_FILE, run.step)
         with remember_signal() as stop_signal:
-            result = Loop(run.job, state, store, metrics, reporter, stop_signal).run()
+            result = Loop(
+                run.job, state, store=store, metrics=metrics, callbacks=reporter, poll_stop_reason=stop_signal
+            ).run()
     fields = _run_fields(run, result.step) | reporter.fields
     if result.stop_reason:
         has_saved_step = bool(saved_steps(run.folder))

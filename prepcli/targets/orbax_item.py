@@ -56,10 +56,10 @@ class OrbaxItemLayout:
             reads_per_host(
                 leaf.grid.shape,
                 leaf.grid.chunk_shape,
-                itemsize(leaf.dtype),
-                self.specs[leaf.name],
-                mesh,
-                devices_per_host,
+                itemsize=itemsize(leaf.dtype),
+                spec=self.specs[leaf.name],
+                mesh=mesh,
+                devices_per_host=devices_per_host,
             )
             for leaf in self.leaves
         )
@@ -178,7 +178,10 @@ def _leaf_layout(source: Source, row: AxisMap, tensor: SourceTensor, partitionin
         raise PrepError(f"{source.names.display_name(tensor.name)} is {tensor.dtype}", why)
     dims, shape, mesh = [tuple(f.atom for f in dim) for dim in row.leaf_dims], row.leaf_shape, partitioning.mesh
     spec = partition_spec(dims, shape, mesh, partitioning.rules, source.display_name) if mesh else None
-    chunk = tuple(max(1, n) for n in chunk_shape(dims, shape, mesh, partitioning.rules, itemsize(tensor.dtype)))
+    chunk = tuple(
+        max(1, n)
+        for n in chunk_shape(dims, shape, mesh=mesh, rules=partitioning.rules, itemsize=itemsize(tensor.dtype))
+    )
     return _LeafLayout(tensor.dtype, ChunkGrid(shape, chunk), spec)
 
 

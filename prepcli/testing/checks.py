@@ -46,7 +46,8 @@ from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.models.registry import family_of
 from trainer.nn import transformer as models
 from trainer.nn.model_spec import ForwardConfig
-from trainer.training.optimizers import AdamW, LRSchedule
+from trainer.training.optimizers.adamw import AdamW
+from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.step import StepSetup, init_train_state, train_step
 
 LOGITS_ATOL = 2e-5
@@ -243,7 +244,12 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     tensors = with_small_embeddings(config, subject.tensors)
     entry = greedy_samples(torch_model(config, tensors), subject.sizes["vocab"])
     prompts, generation_config = entry["prompts"], GenerationConfig(MAX_NEW_TOKENS)
-    generator = Generator(decoder.params_from_tensors(tensors), decoder.model, ForwardConfig(), generation_config)
+    generator = Generator(
+        decoder.params_from_tensors(tensors),
+        decoder.model,
+        forward_config=ForwardConfig(),
+        generation_config=generation_config,
+    )
     if has_encoder(config):
         generated = generator.generate([[0]] * len(prompts), prompts)
     else:

@@ -87,7 +87,7 @@ def tiny_transformer(
     """
     family = family_of(config)
     is_tied = family.is_tied(config, (family.tying.head_tensor,) if has_stored_head else ())
-    model = build_model(family, config, is_tied, scan, scan_axis)
+    model = build_model(family, config, is_tied, scan=scan, scan_axis=scan_axis)
     return TinyTransformer(model, tuple(_tensor_locations(model, config, scan, scan_axis)))
 
 

@@ -60,4 +60,4 @@ def make_config(folder: Path, *paths: Path | str, **changes: Any) -> TokenizeCon
 
 def tokenize_quietly(config: TokenizeConfig) -> MappedTokens:
     """Tokenize without progress and notes."""
-    return tokenize_files(config, lambda done, total: None, lambda text: None)
+    return tokenize_files(config, progress=lambda done, total: None, note=lambda text: None)

@@ -23,7 +23,8 @@ from trainer.models.registry import FAMILIES
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.training.loop import Job
-from trainer.training.optimizers import AdamW, LRSchedule
+from trainer.training.optimizers.adamw import AdamW
+from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50

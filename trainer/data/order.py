@@ -97,7 +97,7 @@ def _splitmix64(values: UInt64Array) -> UInt64Array:
     return values ^ (values >> np.uint64(31))
 
 
-def eval_batches(n_rows: int, batch_size: int, limit: int) -> Iterator[Int64Array]:
+def eval_batches(n_rows: int, batch_size: int, *, limit: int) -> Iterator[Int64Array]:
     """Yield the first `limit` rows (0: all) in order, `batch_size` at a time; -1 pads the last batch."""
     count = min(n_rows, limit) if limit else n_rows
     for low in range(0, count, batch_size):

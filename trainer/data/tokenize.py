@@ -12,12 +12,14 @@ import numpy as np
 import xxhash
 
 from trainer.data import store
-from trainer.data.documents import TEXT_CHUNK_NBYTES, TextChunk, read_text_chunks
-from trainer.data.files import DataFile, FileType, find_files, hash_file
+from trainer.data.documents import read_text_chunks
+from trainer.data.files import DataFile, find_files, hash_file
+from trainer.data.readers.reader import TextChunk
+from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
 from trainer.data.seq2seq import count_truncated
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import TextFields, parse_fields
+from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType, TextFields, parse_fields
 
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
 # Bytes of text that are encoded at once: a chunk for every core. Encoding takes about 100 times as much memory.
@@ -34,7 +36,7 @@ class TokenizeConfig:
     Attributes:
         type: Type of the data files.
         paths: Files, folders and globs, as `files.find_files` takes them.
-        fields: For `json`: the columns of the text, or of a source and a target, as `parse_fields` takes them.
+        fields: For types with columns: those of the text, or of a source and a target, as `parse_fields` takes them.
         seq_length: Tokens of a block, or maximum tokens of a target.
         tokenizer: A tokenizer.json, or a folder that contains one.
         eos_id: Token appended to each document; None for none.
@@ -45,7 +47,7 @@ class TokenizeConfig:
         prefix: Text put before each source.
     """
 
-    type: FileType
+    type: DataType
     paths: tuple[str, ...]
     fields: str
     seq_length: int
@@ -59,11 +61,11 @@ class TokenizeConfig:
 
     @property
     def parsed_fields(self) -> TextFields:
-        """The columns to read from each object; empty for `text`."""
-        return parse_fields(self.fields) if self.type == "json" else TextFields(())
+        """The columns to read from each object; empty for types without columns."""
+        return parse_fields(self.fields) if self.type in DEFAULT_FIELDS else TextFields(())
 
 
-def tokenize_files(config: TokenizeConfig, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
+def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
     """Return the tokens of the configured files, from the cache or freshly tokenized in bounded memory.
 
     All files are read once for their digests. Tokens in the cache are read once for theirs; damaged ones are made
@@ -108,7 +110,7 @@ def _store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer
     inputs = {
         "version": TOKENS_VERSION,
         "type": config.type,
-        "fields": config.fields if config.type == "json" else None,
+        "fields": config.fields if config.type in DEFAULT_FIELDS else None,
         "eos_id": config.eos_id,
         "tokenizer": tokenizer.digest,
         "files": [[file.nbytes, file.digest] for file in files],
@@ -152,7 +154,9 @@ def _write_tokens(
 ) -> None:
     done_nbytes, total_nbytes = 0, sum(file.nbytes for file in files)
     chunks = (
-        chunk for file in files for chunk in read_text_chunks(file, config.type, config.parsed_fields, config.prefix)
+        chunk
+        for file in files
+        for chunk in read_text_chunks(file, config.type, fields=config.parsed_fields, prefix=config.prefix)
     )
     for batch in batch_chunks(chunks):
         for chunk, ids in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):

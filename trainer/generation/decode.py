@@ -111,6 +111,7 @@ def encode_sources(
 def prefill(
     params: Tree,
     batch: PromptBatch,
+    *,
     count: int,
     model: ModelSpec,
     forward_config: ForwardConfig,
@@ -151,6 +152,7 @@ def decode_loop(
     params: Tree,
     state: DecodeState,
     end_slot: Array,
+    *,
     model: ModelSpec,
     forward_config: ForwardConfig,
     generation_config: GenerationConfig,
@@ -187,7 +189,13 @@ def _decode_and_sample(
     """Append the tokens [B, T] to the cache, from slot `kv_cache.length` on, and sample the tokens that follow."""
     batch, start_slots = state.batch, state.batch.start_slots
     logits, kv_cache = decode_step(
-        params, state.kv_cache, new_tokens, start_slots, model, forward_config, batch.encoder_output
+        params,
+        state.kv_cache,
+        new_tokens,
+        start_slots,
+        model=model,
+        forward_config=forward_config,
+        encoder_output=batch.encoder_output,
     )
     step = kv_cache.length - batch.first_new_slot
     sampled = sample_tokens(logits, batch.row_numbers, step, generation_config.sampling)
@@ -201,6 +209,7 @@ def decode_step(
     kv_cache: KVCache,
     new_tokens: Array,
     start_slots: Array,
+    *,
     model: ModelSpec,
     forward_config: ForwardConfig,
     encoder_output: EncoderOutput | None = None,
@@ -228,7 +237,14 @@ def decode_step(
     mask = AttentionMask(q_positions=q_positions, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
     x = transformer.embed_tokens(params, new_tokens, model, forward_config, jnp.maximum(q_positions, 0))
     x, updated_cache = transformer.run_decoder(
-        params, x, model, forward_config, mask, cos_sin, kv_cache=kv_cache, encoder_output=encoder_output
+        params,
+        x,
+        model=model,
+        forward_config=forward_config,
+        mask=mask,
+        cos_sin_by_rope=cos_sin,
+        kv_cache=kv_cache,
+        encoder_output=encoder_output,
     )
     assert updated_cache is not None
     logits = transformer.logits_from_hidden(params, x[:, -1:], model, forward_config)  # [B, 1, padded vocabulary]

@@ -53,7 +53,7 @@ class Generator:
     """
 
     def __init__(
-        self, params: Tree, model: ModelSpec, forward_config: ForwardConfig, generation_config: GenerationConfig
+        self, params: Tree, model: ModelSpec, *, forward_config: ForwardConfig, generation_config: GenerationConfig
     ) -> None:
         """Cast the parameters and prepare the compiled functions.
 
@@ -84,6 +84,7 @@ class Generator:
         self,
         prompts: Sequence[TokenSequence],
         sources: Sequence[TokenSequence] | None = None,
+        *,
         first_row: int = 0,
         min_rows: int = 0,
         on_progress: Callable[[int], None] = lambda tokens: None,
@@ -104,7 +105,7 @@ class Generator:
             PrepError: A prompt is empty or has an unknown token, or the new tokens exceed the model's positions (usage
                 errors).
         """
-        check_prompts(prompts, sources, self.model, self.generation_config)
+        check_prompts(prompts, sources, model=self.model, generation_config=self.generation_config)
         max_new_tokens = self.generation_config.max_new_tokens
         slots = _round_up(max(map(len, prompts)), SLOT_MULTIPLE)
         rows = _round_up(max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size)
@@ -140,6 +141,7 @@ class Generator:
 def check_prompts(
     prompts: Sequence[TokenSequence],
     sources: Sequence[TokenSequence] | None,
+    *,
     model: ModelSpec,
     generation_config: GenerationConfig,
 ) -> None:

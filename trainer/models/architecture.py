@@ -247,7 +247,7 @@ def read_sliding_windows(
         layer_types = [LAYER_TYPES[window is not None and is_sliding(layer)] for layer in range(layers)]
     elif window is None and isinstance(layer_types, list) and LAYER_TYPES[1] in layer_types:
         raise PrepError("config.json is invalid", f"layer_types has {LAYER_TYPES[1]}, but there is no sliding_window")
-    return windows_by_layer_type(layer_types, LAYER_TYPES, layers, width, "layer_types")
+    return windows_by_layer_type(layer_types, LAYER_TYPES, layers=layers, window=width, field="layer_types")
 
 
 def uniform_windows(layers: int, window: int | None) -> tuple[int, ...]:
@@ -270,7 +270,7 @@ def _read_window(window: Any) -> int:
 
 
 def windows_by_layer_type(
-    layer_types: Any, type_names: tuple[str, str], layers: int, window: int, field: str
+    layer_types: Any, type_names: tuple[str, str], *, layers: int, window: int, field: str
 ) -> tuple[int, ...]:
     """Return the sliding window of each layer from a list of layer types.
 

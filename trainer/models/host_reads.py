@@ -20,7 +20,7 @@ class HostReads:
 
 
 def reads_per_host(
-    shape: Sequence[int], chunk: Sequence[int], itemsize: int, spec: Spec, mesh: Mesh, devices_per_host: int
+    shape: Sequence[int], chunk: Sequence[int], *, itemsize: int, spec: Spec, mesh: Mesh, devices_per_host: int
 ) -> list[HostReads]:
     """Return the bytes of a leaf that each host needs and reads.
 

@@ -15,6 +15,7 @@ NO_OVERRIDES: Mapping[Condition, bool] = MappingProxyType({})
 
 def hf_flax_layout(
     parameters: Mapping[str, Parameter],
+    *,
     prefix: str,
     norm_name: Literal["scale", "weight"] = "scale",
     allows_tied_head: bool = False,

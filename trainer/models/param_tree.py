@@ -47,7 +47,7 @@ class ParamLeaf:
 
 
 def param_leaves(
-    family: Family, config: HFConfig, tied: bool, scan: bool = True, scan_axis: int = 0
+    family: Family, config: HFConfig, tied: bool, *, scan: bool = True, scan_axis: int = 0
 ) -> dict[str, ParamLeaf]:
     """Return the leaves of a model's parameter tree.
 

@@ -239,6 +239,7 @@ def shard_shape(spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
 def chunk_shape(
     dims: LeafDims,
     shape: Sequence[int],
+    *,
     mesh: Mesh | None,
     rules: Rules,
     itemsize: int,

@@ -69,6 +69,7 @@ class Rope:
 def read_rope(
     config: Mapping[str, Any],
     head_dim: int,
+    *,
     max_positions: int,
     default_theta: float = 10_000.0,
     allow_partial: bool = False,
@@ -151,6 +152,7 @@ def read_rope(
 def read_layer_rope(
     config: Mapping[str, Any],
     layer_type: str,
+    *,
     layer_types: Sequence[str],
     theta: Any,
     head_dim: int,
@@ -185,7 +187,7 @@ def read_layer_rope(
         raise PrepError("config.json is invalid", f"{why}; rope_scaling is {scaling!r:.60}, it must be an object")
     merged = {**layer_parameters, **scaling} if layer_type == layer_types[0] else layer_parameters
     truncate = {"truncate": parameters.get("truncate", True)}  # transformers reads it from the outer object only
-    return read_rope({"rope_theta": theta, "rope_parameters": merged | truncate}, head_dim, max_positions)
+    return read_rope({"rope_theta": theta, "rope_parameters": merged | truncate}, head_dim, max_positions=max_positions)
 
 
 def check_rotary_dim(rotary_dim: int, head_dim: int, source: str) -> int:

@@ -77,7 +77,7 @@ class ForwardConfig:
             raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
 
 
-def build_model(family: Family, config: HFConfig, is_tied: bool, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
+def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
     """Build the description of a Hugging Face config's model.
 
     Args:
@@ -94,7 +94,7 @@ def build_model(family: Family, config: HFConfig, is_tied: bool, scan: bool = Tr
         PrepError: The config is invalid or needs an unsupported feature.
     """
     arch_config = family.arch_config(config)
-    leaves = param_leaves(family, config, is_tied, scan, scan_axis)
+    leaves = param_leaves(family, config, is_tied, scan=scan, scan_axis=scan_axis)
     padded_size = family.sizes(config)["vocab"]
     true_size = config.get("true_vocab_size", padded_size)
     if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:

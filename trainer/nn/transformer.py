@@ -125,7 +125,15 @@ def hidden_states(
     cos_sin = {rope: rotary_cos_sin(rope, length) for rope in arch_config.ropes}
     x = embed_tokens(params, tokens, model, forward_config)
     mask = causal_mask(length)
-    return run_decoder(params, x, model, forward_config, mask, cos_sin, encoder_output=encoder_output)[0]
+    return run_decoder(
+        params,
+        x,
+        model=model,
+        forward_config=forward_config,
+        mask=mask,
+        cos_sin_by_rope=cos_sin,
+        encoder_output=encoder_output,
+    )[0]
 
 
 def cast_params(params: Tree, dtype: str) -> Tree:
@@ -162,6 +170,7 @@ def embed_tokens(
 def run_decoder(
     params: Tree,
     x: Array,
+    *,
     model: ModelSpec,
     forward_config: ForwardConfig,
     mask: AttentionMask,

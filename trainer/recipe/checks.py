@@ -9,8 +9,8 @@ from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
-from trainer.recipe.tables import KEY_SCHEMAS, Recipe, value_of
-from trainer.recipe.text_fields import parse_fields
+from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
+from trainer.recipe.text_fields import DEFAULT_FIELDS, parse_fields
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
 MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3.4e38
@@ -49,7 +49,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield numbers that int32 or float32 cannot hold."""
-    for key in KEY_SCHEMAS:
+    for key in keys_of(recipe):
         value = value_of(recipe, key)
         if not isinstance(value, int | float) or not (key in INT32_KEYS or key.startswith(("batch.", "optimizer."))):
             continue
@@ -67,10 +67,10 @@ def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Prob
 
 
 def _field_problems(recipe: Recipe) -> Iterator[Problem]:
-    key = "data.fields"
-    if recipe.data.type == "text" and recipe.data.fields is not None:
+    key, data_type = "data.fields", recipe.data.type
+    if data_type not in DEFAULT_FIELDS and recipe.data.fields is not None:
         what = f"`{key}` is {format_value(recipe.data.fields)}"
-        why = "it names a column of json objects, but `data.type` is text"
+        why = f"it names a column of json objects, but `data.type` is {data_type}"
         yield Problem((key,), what, why, '`type = "json"`')
         return
     yield from _problem_if_raised(lambda: parse_fields(recipe.data.fields or ""), key)
@@ -80,7 +80,7 @@ def _source_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield a source without a length, and source keys without a source."""
     data = recipe.data
     try:
-        has_source = data.type == "json" and bool(parse_fields(data.fields or "").source)
+        has_source = data.type in DEFAULT_FIELDS and bool(parse_fields(data.fields or "").source)
     except PrepError:
         return  # reported by _field_problems
     if has_source:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainer.recipe.formatting import describe_type, to_toml
 from trainer.recipe.synonyms import SYNONYMS
-from trainer.recipe.tables import KEY_SCHEMAS, schema
+from trainer.recipe.tables import KEY_SCHEMAS, schema, table_members
 
 INTRO = """\
 # Recipes
@@ -55,18 +58,22 @@ An unknown key or option that another trainer uses is an error whose hint names 
 def render_page() -> str:
     """Return the page as Markdown."""
     recipe_schema = schema()
-    table_schemas = recipe_schema["$defs"]
     parts = [INTRO]
     current_table = None
     for key in KEY_SCHEMAS:
         table, _, name = key.rpartition(".")
         if table != current_table:
             title = f"`[{table}]`" if table else "Above the first table"
-            description = (table_schemas[table.title()] if table else recipe_schema)["description"]
+            description = _table_description(recipe_schema, table) if table else recipe_schema["description"]
             parts.append(f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
             current_table = table
         parts.append(_key_row(key, name))
     return "".join([*parts, OUTRO, *map(_synonym_row, SYNONYMS.items())])
+
+
+def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
+    property_schema = recipe_schema["properties"][table]
+    return property_schema.get("description") or table_members(recipe_schema, table)[0]["description"]
 
 
 def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:

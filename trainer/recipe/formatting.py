@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
@@ -42,14 +41,18 @@ def _scientific(value: float) -> str:
     return f"{'-' * sign}{first}{fraction}e{int(exponent) + len(rest)}"
 
 
-def unquote(text: str) -> str:
-    """Remove the quotes of a TOML string that is safe in a shell command and in `--set` without quotes."""
-    return text[1:-1] if re.fullmatch(r'"[\w./,:+-]+"', text) else text
-
-
 def format_value(value: object) -> str:
     """Return a value for a message, cut to MAX_VALUE_CHARS."""
-    text = to_toml(value).encode("utf-8", "backslashreplace").decode()  # an argument may not be UTF-8
+    return _cut(to_toml(value))
+
+
+def format_text(text: str) -> str:
+    """Return a text for a message, without quotes, cut to MAX_VALUE_CHARS."""
+    return _cut(to_toml(text)[1:-1])
+
+
+def _cut(text: str) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()  # an argument may not be UTF-8
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 

@@ -16,8 +16,10 @@ from trainer.recipe.checks import Problem, find_problems
 from trainer.recipe.corrections import correct_value
 from trainer.recipe.diagnostics import Diagnostic, diagnostics_error
 from trainer.recipe.formatting import alternatives, describe_type, example_value, format_value, suggest
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe
+from trainer.recipe.text_fields import DEFAULT_FIELDS
 from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, unknown_key_hint
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -118,8 +120,10 @@ def _validate(raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[s
 
 
 def _schema_key(location: tuple[int | str, ...]) -> str:
-    """Return the key that contains a location of a pydantic error."""
-    path = ".".join(map(str, location))
+    """Return the key that contains a location of a pydantic error, which includes the tag of a union's member."""
+    table, *rest = location
+    is_tagged = table == "optimizer" and rest[:1] and rest[0] in OPTIMIZER_TABLES
+    path = ".".join(map(str, (table, *rest[1:]) if is_tagged else location))
     return next((key for key in KEY_SCHEMAS if path == key or path.startswith(f"{key}.")), path)
 
 
@@ -133,8 +137,9 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
         **{name: {} for name in TABLE_NAMES},
         **_drop_unknown_keys(raw.tables),
     }
-    if raw.has("data.type") and raw.get("data.type") == "json":
-        tables["data"] = {"fields": "text"} | tables["data"]
+    data_type = raw.get("data.type") if raw.has("data.type") else None
+    if isinstance(data_type, str) and data_type in DEFAULT_FIELDS:
+        tables["data"] = {"fields": DEFAULT_FIELDS[data_type]} | tables["data"]
     return tables
 
 

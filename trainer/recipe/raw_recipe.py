@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.diagnostics import Diagnostic
-from trainer.recipe.formatting import alternatives, format_value, suggest
+from trainer.recipe.formatting import format_text, suggest
 from trainer.recipe.line_numbers import KeyPath, key_line_numbers
+from trainer.recipe.override_values import parse_override_value
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
 
@@ -187,23 +188,14 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
 
 def _parse_override(text: str) -> tuple[str, Any] | Diagnostic:
     key, equals, value_text = (part.strip(" \t") for part in text.partition("="))
-    option = f"--set {format_value(text)[1:-1]}"
+    option = f"--set {format_text(text)}"
     if not equals:
         return Diagnostic(option, "no value", "it takes KEY=VALUE", "`--set optimizer.lr=1e-4`")
     if key in TABLE_NAMES:
         return Diagnostic(option, "a whole table", "it sets one key", f"`--set {key}.KEY=VALUE`")
     if key not in KEY_SCHEMAS:
-        hint = unknown_key_hint(key, _parse_value(value_text, ()), is_override=True)
+        hint = unknown_key_hint(key, parse_override_value(value_text, None), is_override=True)
         return Diagnostic("--set", f"unknown key `{key}`", hint=hint)
     if INVALID_VALUE_CHARS.search(value_text):
         return Diagnostic(option, "invalid value", "a value is one line of UTF-8 text without control characters")
-    return key, _parse_value(value_text, {alternative["type"] for alternative in alternatives(KEY_SCHEMAS[key])})
-
-
-def _parse_value(text: str, types: Collection[str]) -> Any:
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
-    takes_text = bool(types) and {*types} <= {"string", "array"}
-    return text if takes_text and not isinstance(value, str | list) else value  # mesh=8 is text
+    return key, parse_override_value(value_text, KEY_SCHEMAS[key])

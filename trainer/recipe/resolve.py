@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.models.errors import usage_error
-from trainer.recipe.tables import Batch, Optimizer
+from trainer.recipe.optimizer_tables import OptimizerTable
+from trainer.recipe.tables import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class BatchShape:
         return self.size // self.accumulate
 
 
-def batch_shape(batch: Batch, n_devices: int, n_replicas: int) -> BatchShape:
+def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
     """Return the batch shape on a mesh.
 
     Args:
@@ -91,7 +92,7 @@ class WarmupDecay:
     decay_steps: int
 
 
-def warmup_decay(optimizer: Optimizer, n_steps: int) -> WarmupDecay:
+def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
     """Return the learning rate schedule of a run.
 
     Args:

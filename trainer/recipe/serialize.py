@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trainer.recipe.formatting import to_toml
-from trainer.recipe.tables import KEY_SCHEMAS, Recipe, value_of
+from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
 COMMENT_COLUMN = 48  # column of the comments, unless a value is longer
 
@@ -22,7 +22,7 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
     current_table = ""
-    for key in KEY_SCHEMAS:
+    for key in keys_of(recipe):
         table, _, name = key.rpartition(".")
         if table != current_table:
             yield from ("", f"[{table}]")

@@ -5,37 +5,23 @@ Error messages, docs/reference/recipes.md and the JSON schema are generated from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field
 
-STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-PATH_PATTERN = r"^[^\x00]+$"
-PATH_SCHEMA = {"type": "string", "format": "path", "pattern": PATH_PATTERN}
-
-
-def _as_tuple(value: object) -> object:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-UnitInterval = Annotated[float, Field(ge=0, lt=1)]
-PathText = Annotated[str, Field(pattern=PATH_PATTERN, json_schema_extra={"format": "path"})]
-Paths = Annotated[
-    tuple[PathText, ...],
-    Field(min_length=1),
-    BeforeValidator(_as_tuple),
-    WithJsonSchema({"anyOf": [PATH_SCHEMA, {"type": "array", "items": PATH_SCHEMA, "minItems": 1}]}),
-]
-
-
-def _if_absent(meaning: str) -> dict[str, Any]:
-    """Return JSON schema extras that describe the value of an absent key."""
-    return {"absent": meaning}
+from trainer.recipe.key_types import (
+    STRICT,
+    NonNegativeInt,
+    Paths,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+    if_absent,
+)
+from trainer.recipe.optimizer_tables import AnyOptimizerTable
+from trainer.recipe.text_fields import DataType
 
 
 class Model(BaseModel):
@@ -78,7 +64,7 @@ class Data(BaseModel):
 
     model_config = STRICT
 
-    type: Literal["text", "json"] = Field(
+    type: DataType = Field(
         description="text: each file is a document; json: each line is an object with a document", examples=["text"]
     )
     path: Paths = Field(description="files, folders or globs", examples=["data/train.txt"])
@@ -88,25 +74,25 @@ class Data(BaseModel):
         description="column of the text in each json object; for a model with an encoder, a list of columns with the "
         "source columns in brackets: `[title], [article], summary`",
         examples=["text"],
-        json_schema_extra=_if_absent('"text" for json'),
+        json_schema_extra=if_absent('"text" for json'),
     )
     source_length: Annotated[int, Field(ge=2)] | None = Field(
         default=None,
         description="maximum tokens of an encoder source; longer sources are truncated",
         examples=[512],
-        json_schema_extra=_if_absent("no sources"),
+        json_schema_extra=if_absent("no sources"),
     )
     source_prefix: str | None = Field(
         default=None,
         description="text put before each source",
         examples=["summarize: "],
-        json_schema_extra=_if_absent("no prefix"),
+        json_schema_extra=if_absent("no prefix"),
     )
     tokenizer: PathText | None = Field(
         default=None,
         description="a tokenizer.json, or a folder that contains one",
         examples=["gpt-neo-1.3B"],
-        json_schema_extra=_if_absent("the model's tokenizer"),
+        json_schema_extra=if_absent("the model's tokenizer"),
     )
     seq_length: Annotated[int, Field(ge=2)] = Field(
         description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
@@ -126,13 +112,13 @@ class Data(BaseModel):
         default=None,
         description="files, folders or globs to evaluate on",
         examples=["data/validation.txt"],
-        json_schema_extra=_if_absent("the sequences of `holdout`"),
+        json_schema_extra=if_absent("the sequences of `holdout`"),
     )
     cache: PathText | None = Field(
         default=None,
         description="folder of the tokenized data",
         examples=["~/tokens"],
-        json_schema_extra=_if_absent("`data` in the run's folder"),
+        json_schema_extra=if_absent("`data` in the run's folder"),
     )
     shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
 
@@ -150,74 +136,25 @@ class Batch(BaseModel):
         default=None,
         description="sequences per step",
         examples=[32],
-        json_schema_extra=_if_absent("micro-batch x `accumulate`"),
+        json_schema_extra=if_absent("micro-batch x `accumulate`"),
     )
     per_device: PositiveInt | None = Field(
         default=None,
         description="sequences of a micro-batch per device of the mesh",
         examples=[4],
-        json_schema_extra=_if_absent("from `size`"),
+        json_schema_extra=if_absent("from `size`"),
     )
     per_replica: PositiveInt | None = Field(
         default=None,
         description="sequences of a micro-batch per replica of the model (dp x fsdp)",
         examples=[4],
-        json_schema_extra=_if_absent("from `size`"),
+        json_schema_extra=if_absent("from `size`"),
     )
     accumulate: PositiveInt | None = Field(
         default=None,
         description="micro-batches per step",
         examples=[1],
-        json_schema_extra=_if_absent("`size` / micro-batch, or 1"),
-    )
-
-
-class Optimizer(BaseModel):
-    """The optimizer and its learning rate schedule."""
-
-    model_config = STRICT
-
-    type: Literal["adamw"] = Field(default="adamw", description="Adam with decoupled weight decay")
-    lr: PositiveFloat = Field(description="peak learning rate, reached after warm-up", examples=[2e-5])
-    end_lr: NonNegativeFloat = Field(
-        default=0.0, description="learning rate at the end of the decay; not used by constant", examples=[2e-6]
-    )
-    schedule: Literal["linear", "cosine", "constant"] = Field(
-        default="linear", description="shape of the learning rate decay", examples=["cosine"]
-    )
-    warmup_steps: NonNegativeInt | None = Field(
-        default=None,
-        description="steps in which the learning rate rises from 0",
-        examples=[100],
-        json_schema_extra=_if_absent("from `warmup_ratio`, or 0"),
-    )
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="warm-up as a fraction of the run's steps, rounded to whole steps",
-        examples=[0.03],
-        json_schema_extra=_if_absent("from `warmup_steps`, or 0"),
-    )
-    decay_steps: PositiveInt | None = Field(
-        default=None,
-        description="step at which `end_lr` is reached, counted from 0, warm-up included",
-        examples=[10000],
-        json_schema_extra=_if_absent("the run's steps"),
-    )
-    weight_decay: NonNegativeFloat = Field(
-        default=0.0,
-        description="weight decay, multiplied by the learning rate; not applied to biases and norms",
-        examples=[0.01],
-    )
-    decay_embeddings: bool = Field(
-        default=True, description="apply weight decay to embeddings as well", examples=[False]
-    )
-    b1: UnitInterval = Field(default=0.9, description="decay rate of the first moment", examples=[0.9])
-    b2: UnitInterval = Field(default=0.999, description="decay rate of the second moment", examples=[0.95])
-    eps: PositiveFloat = Field(
-        default=1e-8, description="added to the square root of the second moment", examples=[1e-8]
-    )
-    clip_norm: NonNegativeFloat = Field(
-        default=1.0, description="maximum global norm of the gradients; 0: no clipping", examples=[1.0]
+        json_schema_extra=if_absent("`size` / micro-batch, or 1"),
     )
 
 
@@ -230,13 +167,13 @@ class Train(BaseModel):
         default=None,
         description="optimizer steps of the run",
         examples=[1000],
-        json_schema_extra=_if_absent("from `epochs`"),
+        json_schema_extra=if_absent("from `epochs`"),
     )
     epochs: PositiveFloat | None = Field(
         default=None,
         description="passes over the sequences",
         examples=[3],
-        json_schema_extra=_if_absent("from `steps`"),
+        json_schema_extra=if_absent("from `steps`"),
     )
     log_every: PositiveInt = Field(default=10, description="steps between two log lines", examples=[10])
     eval_every: NonNegativeInt = Field(
@@ -288,7 +225,7 @@ class Recipe(BaseModel):
         pattern=r"^[^\s./\\-][^/\\\x00-\x1f\x7f]*$",
         description="name of the run, a plain folder name",
         examples=["first-run"],
-        json_schema_extra=_if_absent("the recipe's file name"),
+        json_schema_extra=if_absent("the recipe's file name"),
     )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
         default=0, description="seed of the order of sequences and of all other random numbers", examples=[42]
@@ -301,7 +238,7 @@ class Recipe(BaseModel):
     model: Model
     data: Data
     batch: Batch
-    optimizer: Optimizer
+    optimizer: AnyOptimizerTable = Field(description="The optimizer and its learning rate schedule.")
     train: Train
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -314,19 +251,51 @@ def schema() -> dict[str, Any]:
     return recipe_schema | {"title": "Recipe of prep train"}
 
 
+def table_members(recipe_schema: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Return the JSON schemas of a table: one, or those of each member of a tagged union; empty for a key."""
+    property_schema = recipe_schema["properties"][name]
+    references = [member["$ref"] for member in (property_schema, *property_schema.get("oneOf", ())) if "$ref" in member]
+    return [recipe_schema["$defs"][reference.rpartition("/")[2]] for reference in references]
+
+
 def _leaf_schemas(recipe_schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield dotted key and JSON schema of every key; tables are not keys."""
-    for name, key_schema in recipe_schema["properties"].items():
-        if "$ref" not in key_schema:
-            yield name, key_schema
-            continue
-        table_schema = recipe_schema["$defs"][key_schema["$ref"].rpartition("/")[2]]
-        for key, leaf_schema in table_schema["properties"].items():
-            yield f"{name}.{key}", leaf_schema
+    for name, property_schema in recipe_schema["properties"].items():
+        members = [member["properties"] for member in table_members(recipe_schema, name)]
+        if not members:
+            yield name, property_schema
+        elif "oneOf" in property_schema:
+            yield from ((f"{name}.{key}", leaf_schema) for key, leaf_schema in merge_members(members).items())
+        else:
+            yield from ((f"{name}.{key}", leaf_schema) for key, leaf_schema in members[0].items())
+
+
+def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the key schemas of a union's members by name: first `type`, with all alternatives, then all other keys.
+
+    A key that several members have is described by the first of them.
+    """
+    types = [member["type"] for member in members]
+    description = "; ".join(type_schema["description"] for type_schema in types)
+    merged: dict[str, Any] = {
+        "type": {"anyOf": types, "default": types[0]["default"], "description": description},
+    }
+    for member in members:
+        merged |= {key: leaf_schema for key, leaf_schema in member.items() if key not in merged}
+    return merged
 
 
 KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))  # dotted key -> JSON schema
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
+
+
+def keys_of(recipe: Recipe) -> Iterator[str]:
+    """Yield the dotted keys of a recipe, without keys that only other optimizers have."""
+    optimizer_keys = type(recipe.optimizer).model_fields
+    for key in KEY_SCHEMAS:
+        table, _, name = key.rpartition(".")
+        if table != "optimizer" or name in optimizer_keys:
+            yield key
 
 
 def value_of(recipe: Recipe, key: str) -> Any:

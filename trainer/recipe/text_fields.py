@@ -1,11 +1,16 @@
-"""The recipe key `data.fields`: JSON columns that form a text, or a source and a target."""
+"""The recipe keys `data.type` and `data.fields`: columns that form a text, or a source and a target."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from trainer.models.errors import usage_error
+
+DataType = Literal["text", "json"]
+DEFAULT_FIELDS: Mapping[str, str] = {"json": "text"}  # default of `data.fields` of each type that has columns
 
 
 @dataclass(frozen=True, slots=True)

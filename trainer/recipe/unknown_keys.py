@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.recipe.corrections import suggest_value
-from trainer.recipe.formatting import suggest, unquote
+from trainer.recipe.formatting import suggest
+from trainer.recipe.override_values import override_argument
 from trainer.recipe.synonyms import advice_for, key_for_synonym, translate_value
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
 
@@ -103,7 +104,7 @@ def option_hint(option: str, text: str) -> str:
 
 def set_option_text(key: str, text: str) -> str:
     """Return the `--set` option that sets a key to a TOML value, in backticks."""
-    return f"`--set {key}={unquote(text)}`"
+    return f"`--set {override_argument(key, text, KEY_SCHEMAS[key])}`"
 
 
 def _assignment_text(key: str, text: str, current: str) -> str:

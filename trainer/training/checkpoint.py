@@ -57,11 +57,11 @@ def _without_params(state: TrainState) -> TrainState:
 
 def load_float32_params(reader: CheckpointReader, setup: StepSetup) -> Tree:
     """Load the parameters in float32; each shard is read once for all devices that hold it."""
-    return load_params(reader, setup.model, setup.forward_config.sharding, lambda path: "float32")
+    return load_params(reader, setup.model, sharding=setup.sharding, dtype_of=lambda path: "float32")
 
 
 def load_params(
-    reader: CheckpointReader, model: ModelSpec, sharding: ShardingContext, dtype_of: Callable[[str], str]
+    reader: CheckpointReader, model: ModelSpec, *, sharding: ShardingContext, dtype_of: Callable[[str], str]
 ) -> Tree:
     """Load the parameters of a model.
 

@@ -2,60 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import lru_cache
 
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from trainer.data.order import Int64Array, SampleOrder, eval_batches
+from trainer.data.order import Int64Array
 from trainer.data.packing import Dataset
-from trainer.training.step import StepSetup, batch_sharding
+from trainer.distributed.sharding import ShardingContext
 
+TokenBatch = Mapping[str, Array]
 Index = tuple[slice, ...]
 
 
-def batch_shapes(setup: StepSetup, dataset: Dataset, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape, dtype and sharding of each array of a batch.
+def batch_shapes(dataset: Dataset, batch_size: int, sharding: ShardingContext) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape, dtype and sharding of each array of a batch; without a mesh, on the first device.
 
     Raises:
         PrepError: The mesh does not divide the batch (a usage error).
     """
+    first_device = SingleDeviceSharding(jax.devices()[0])
+    shapes = {name: ((batch_size, length), dtype) for name, (length, dtype) in dataset.columns.items()}
     return {
         name: jax.ShapeDtypeStruct(
-            (batch_size, length), dtype, sharding=_sharding_or_first_device(setup, batch_size, length)
+            shape, dtype, sharding=sharding.activation_sharding(shape, "batch", "seq") or first_device
         )
-        for name, (length, dtype) in dataset.columns.items()
+        for name, (shape, dtype) in shapes.items()
     }
 
 
-def load_batch(setup: StepSetup, dataset: Dataset, order: SampleOrder, step: int) -> dict[str, Array]:
-    """Load the batch of a step, counted from 0; it depends on the step only."""
-    return _load_rows(setup, dataset, order.rows(step))
-
-
-def load_eval_batches(setup: StepSetup, dataset: Dataset, batch_size: int, limit: int) -> Iterator[dict[str, Array]]:
-    """Yield the dataset in batches; padding rows of the last batch have weight 0.
+def load_batch(dataset: Dataset, rows: Int64Array, sharding: ShardingContext) -> dict[str, Array]:
+    """Load rows of a dataset as sharded arrays; devices that hold the same rows share one read.
 
     Args:
-        setup: The static parts of a step.
-        dataset: The rows to evaluate on.
-        batch_size: Rows per batch.
-        limit: Number of rows to load, from the first; 0 for all.
+        dataset: The dataset.
+        rows: Indices of the rows; -1 for padding.
+        sharding: The device mesh of the batch.
+
+    Raises:
+        PrepError: The mesh does not divide the batch (a usage error).
     """
-    for rows in eval_batches(dataset.n_rows, batch_size, limit):
-        yield _load_rows(setup, dataset, rows)
-
-
-def _sharding_or_first_device(setup: StepSetup, batch_size: int, seq_length: int) -> Sharding:
-    """Return the sharding of a batch; the first device without a mesh."""
-    return batch_sharding(setup, batch_size, seq_length) or SingleDeviceSharding(jax.devices()[0])
-
-
-def _load_rows(setup: StepSetup, dataset: Dataset, rows: Int64Array) -> dict[str, Array]:
-    """Load rows as sharded arrays; devices that hold the same rows share one read."""
     read_rows = lru_cache(maxsize=None)(lambda start, stop: dataset.get_batch(rows[start:stop]))
 
     def read_shard(name: str, index: Index | None) -> np.ndarray:
@@ -67,5 +56,5 @@ def _load_rows(setup: StepSetup, dataset: Dataset, rows: Int64Array) -> dict[str
         name: jax.make_array_from_callback(
             target.shape, target.sharding, lambda index, name=name: read_shard(name, index)
         )
-        for name, target in batch_shapes(setup, dataset, len(rows)).items()
+        for name, target in batch_shapes(dataset, len(rows), sharding).items()
     }

@@ -17,10 +17,11 @@ from trainer.data.order import SampleOrder
 from trainer.data.packing import Dataset
 from trainer.models.checkpoint_store import CheckpointStore
 from trainer.models.errors import PrepError
-from trainer.training import feed
 from trainer.training.checkpoint import host_leaves
+from trainer.training.evaluation import evaluate, jit_eval_step
+from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsWriter, StepTimer
-from trainer.training.step import StepSetup, TrainState, eval_step, state_shapes, train_step
+from trainer.training.step import StepSetup, TrainState, state_shapes, train_step
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
 METRICS_LAG = 2
@@ -115,6 +116,7 @@ class Loop:
         self,
         job: Job,
         state: TrainState,
+        *,
         store: CheckpointStore,
         metrics: MetricsWriter,
         callbacks: Callbacks,
@@ -137,7 +139,7 @@ class Loop:
         self.start_step = self.last_saved_step = self.step
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
         self.timer = StepTimer()
-        self.evaluate_batch = jax.jit(partial(eval_step, setup=job.setup))
+        self.eval_step = jit_eval_step(job.setup.model, job.setup.forward_config)
 
     def run(self) -> RunResult:
         """Take the remaining steps, or stop early for a stop reason; save the last step in both cases.
@@ -152,7 +154,7 @@ class Loop:
         self.timer.resume()
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
-            batch = feed.load_batch(self.job.setup, self.job.train, self.job.order, self.step)
+            batch = load_batch(self.job.train, self.job.order.rows(self.step), self.job.setup.sharding)
             self.state, metrics = compiled_step(self.state, batch)
             self.step += 1
             self.pending_metrics.append((self.step, metrics))
@@ -178,7 +180,7 @@ class Loop:
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.state
         )
-        compiled = step.lower(shapes, feed.batch_shapes(setup, self.job.train, self.job.order.batch_size)).compile()
+        compiled = step.lower(shapes, batch_shapes(self.job.train, self.job.order.batch_size, setup.sharding)).compile()
         self.callbacks.on_compile(self.timer.clock() - start_s)
         return compiled
 
@@ -225,25 +227,26 @@ class Loop:
         self.callbacks.on_log(line, step_s * (self.job.steps - step) if step_s else None)
 
     def _evaluate(self) -> None:
-        """Log the loss over the evaluation rows; sums are float64, so the batch size hardly changes it."""
+        """Log the loss over the evaluation rows."""
         job, dataset = self.job, self.job.evaluation
         if dataset is None:
             return
         self._drain_metrics(0)
         self.timer.pause()
-        batches = feed.load_eval_batches(job.setup, dataset, job.eval_batch_size, job.eval_limit)
-        totals = np.zeros(3)
-        for batch in batches:
-            sums = self.evaluate_batch(self.state["params"], batch)
-            totals += [float(sums[name]) for name in ("loss", "weight", "correct")]
-        loss_sum, weight, correct = totals
-        loss = loss_sum / weight
+        result = evaluate(
+            self.state["params"],
+            dataset,
+            eval_step=self.eval_step,
+            sharding=job.setup.sharding,
+            batch_size=job.eval_batch_size,
+            limit=job.eval_limit,
+        )
         line = {
             "step": self.step,
-            "eval_loss": finite_or_none(loss),
-            "eval_perplexity": finite_or_none(math.exp(min(loss, 700.0))),
-            "eval_accuracy": finite_or_none(correct / weight),
-            "eval_tokens": int(weight),
+            "eval_loss": finite_or_none(result.mean_loss),
+            "eval_perplexity": finite_or_none(result.perplexity),
+            "eval_accuracy": finite_or_none(result.accuracy),
+            "eval_tokens": result.num_tokens,
         }
         self.metrics.write(line)
         self.callbacks.on_evaluate(line)

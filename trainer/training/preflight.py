@@ -24,7 +24,7 @@ def check_inputs(recipe: Recipe, sharding: ShardingContext) -> None:
             or empty.
     """
     assert sharding.mesh is not None
-    batch_shape(recipe.batch, sharding.mesh.n_devices, sharding.data_parallel_size)
+    batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     for paths in (recipe.data.path, recipe.data.eval_path or ()):
         for path in files.find_files(paths, recipe.data.type):
             files.check_readable(path)
@@ -42,7 +42,7 @@ def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, w
         widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
     """
     assert sharding.mesh is not None
-    shape = batch_shape(recipe.batch, sharding.mesh.n_devices, sharding.data_parallel_size)
+    shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     return MemoryInputs(
         arch_config=model.arch_config,
         leaves=model.leaves,

@@ -18,11 +18,11 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
-from trainer.recipe import Recipe, batch_shape, warmup_decay
+from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
-from trainer.recipe.tables import Data, Optimizer
+from trainer.recipe.tables import Data
 from trainer.training.loop import Job
-from trainer.training.optimizers import AdamW, LRSchedule
+from trainer.training.optimizers import build_optimizer
 from trainer.training.step import StepSetup
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
@@ -77,7 +77,9 @@ class Datasets:
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
     """Build the ModelSpec that a checkpoint's manifest describes; layers are stacked as in the checkpoint."""
     config = manifest["config"]
-    return build_model(family_of(config), config, manifest["tied"], manifest["scan"], manifest["scan_axis"])
+    return build_model(
+        family_of(config), config, manifest["tied"], scan=manifest["scan"], scan_axis=manifest["scan_axis"]
+    )
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
@@ -115,6 +117,7 @@ def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
 def build_datasets(
     recipe: Recipe,
     model: ModelSpec,
+    *,
     manifest: Mapping[str, Any],
     folders: Mapping[str, Path],
     progress: Callable[[int, int], None],
@@ -157,12 +160,12 @@ def build_datasets(
         if config.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_path is None:
-        tokens = tokenize_files(config, progress, note)
+        tokens = tokenize_files(config, progress=progress, note=note)
         train, evaluation = split_holdout(_build_dataset(tokens, config, model_config), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_tokens = tokenize_files(dataclasses.replace(config, paths=data.eval_path), progress, note)
-    train_tokens = tokenize_files(config, progress, note)
+    eval_tokens = tokenize_files(dataclasses.replace(config, paths=data.eval_path), progress=progress, note=note)
+    train_tokens = tokenize_files(config, progress=progress, note=note)
     return Datasets(
         train=_build_dataset(train_tokens, config, model_config),
         evaluation=_build_dataset(eval_tokens, config, model_config),
@@ -233,6 +236,7 @@ def _eos_token_id(config: Mapping[str, Any]) -> int | None:
 def build_job(
     recipe: Recipe,
     model: ModelSpec,
+    *,
     sharding: ShardingContext,
     datasets: Datasets,
     manifest_fields: Mapping[str, Any],
@@ -253,7 +257,7 @@ def build_job(
             errors).
     """
     assert sharding.mesh is not None
-    shape = batch_shape(recipe.batch, sharding.mesh.n_devices, sharding.data_parallel_size)
+    shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     n_rows = datasets.train.n_rows
     order = SampleOrder(n_rows=n_rows, batch_size=shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
@@ -290,28 +294,9 @@ def build_job(
     )
 
 
-def build_optimizer(config: Optimizer, steps: int) -> AdamW:
-    """Build the optimizer of a run of `steps` steps."""
-    schedule = warmup_decay(config, steps)
-    lr_schedule = LRSchedule(
-        peak=config.lr,
-        end=config.end_lr,
-        kind=config.schedule,
-        warmup=schedule.warmup_steps,
-        decay=schedule.decay_steps,
-    )
-    return AdamW(
-        lr_schedule=lr_schedule,
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        decay_embeddings=config.decay_embeddings,
-        clip_norm=config.clip_norm,
-    )
-
-
-def check_resumable(manifest: Mapping[str, Any], job: Job, changed: Mapping[str, tuple[Any, Any]], step: int) -> None:
+def check_resumable(
+    manifest: Mapping[str, Any], job: Job, *, changed: Mapping[str, tuple[Any, Any]], step: int
+) -> None:
     """Check whether a job may resume from a checkpoint.
 
     Args:

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.sharding import NamedSharding
 
+from trainer.distributed.sharding import ShardingContext
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.training.optimizers import AdamW
+from trainer.training.feed import TokenBatch
+from trainer.training.optimizers.optimizer import Optimizer
 
 TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
-TokenBatch = Mapping[str, Array]
 LOSS_SUM_NAMES = ("loss", "weight", "correct")
 
 
@@ -39,8 +39,13 @@ class StepSetup:
 
     model: ModelSpec
     forward_config: ForwardConfig
-    optimizer: AdamW
+    optimizer: Optimizer
     accumulate: int = 1
+
+    @property
+    def sharding(self) -> ShardingContext:
+        """The device mesh and its rules."""
+        return self.forward_config.sharding
 
     @property
     def transformation(self) -> optax.GradientTransformation:
@@ -60,7 +65,7 @@ def _zero_counters() -> dict[str, Array]:
 
 def state_shapes(setup: StepSetup) -> TrainState:
     """Return shape, dtype and sharding of each leaf of the state; moments are sharded like their parameters."""
-    leaves, sharding = setup.model.leaves, setup.forward_config.sharding
+    leaves, sharding = setup.model.leaves, setup.sharding
     param_shardings = {path: sharding.param_sharding(leaf) for path, leaf in leaves.items()}
     params = unflatten_tree(
         {
@@ -88,15 +93,6 @@ def find_param_path(name: str, param_paths: Mapping[str, object]) -> str | None:
     parts = name.split(".")
     suffixes = (".".join(parts[i:]) for i in range(1, len(parts)))
     return next((suffix for suffix in suffixes if suffix in param_paths), None)
-
-
-def batch_sharding(setup: StepSetup, batch_size: int, seq_length: int) -> NamedSharding | None:
-    """Return the sharding of a batch of sequences; None without devices.
-
-    Raises:
-        PrepError: The mesh does not divide the batch (a usage error).
-    """
-    return setup.forward_config.sharding.activation_sharding((batch_size, seq_length), "batch", "seq")
 
 
 def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[TrainState, dict[str, Array]]:
@@ -143,11 +139,6 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
     }
 
 
-def eval_step(params: Tree, batch: TokenBatch, setup: StepSetup) -> dict[str, Array]:
-    """Compute the sums `loss`, `weight` and `correct` of a batch."""
-    return transformer.loss_sums(params, batch, setup.model, setup.forward_config)._asdict()
-
-
 def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
     """Select one of two trees by a scalar condition."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
@@ -157,7 +148,7 @@ def _accumulate_gradients(params: Tree, batch: TokenBatch, setup: StepSetup) -> 
     """Compute the float32 sums of gradients and of loss, weights and correct tokens over all micro-batches."""
 
     def summed_loss(params: Tree, micro_batch: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        sums = eval_step(params, micro_batch, setup)
+        sums = transformer.loss_sums(params, micro_batch, setup.model, setup.forward_config)._asdict()
         return sums["loss"], sums
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
@@ -180,7 +171,7 @@ def _accumulate_gradients(params: Tree, batch: TokenBatch, setup: StepSetup) -> 
 
 def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
     """Constrain gradients to the shardings of their parameters, so that they are reduced to these shards."""
-    leaves, sharding = setup.model.leaves, setup.forward_config.sharding
+    leaves, sharding = setup.model.leaves, setup.sharding
     if sharding.device_mesh is None:
         return gradients
     return unflatten_tree(
@@ -198,7 +189,7 @@ def _split_micro_batches(batch: TokenBatch, setup: StepSetup) -> dict[str, Array
     def split(array: Array) -> Array:
         micro_batch_size = array.shape[0] // num_micro_batches
         stacked = array.reshape(micro_batch_size, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
-        sharding = setup.forward_config.sharding.activation_sharding(stacked.shape, "part", "batch", "seq")
+        sharding = setup.sharding.activation_sharding(stacked.shape, "part", "batch", "seq")
         return stacked if sharding is None else lax.with_sharding_constraint(stacked, sharding)
 
     return {name: split(array) for name, array in batch.items()}

@@ -14,7 +14,7 @@ from prepcli.errors import FAILED, OK, USAGE
 from prepcli.execution import run_folder
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.prepcli.commands.test_train import RECIPE, WORDS, train_error, train_json, write_tokenizer
-from trainer.data import documents, tokenize
+from trainer.data import tokenize
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("data or weights were read")
 
     monkeypatch.setattr(tokenize, "hash_file", refuse)
-    monkeypatch.setattr(documents, "read_text_chunks", refuse)
+    monkeypatch.setattr(tokenize, "read_text_chunks", refuse)
     monkeypatch.setattr("prepcli.commands.train_start.save_init", refuse)
 
 

@@ -1,178 +1,28 @@
-"""Reading documents: no text is lost, cuts keep the tokens, and errors name the location."""
+"""Reading documents: the file is the one that was hashed."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers
 
-from trainer.data import documents
-from trainer.data.documents import TextChunk, read_text_chunks, split_text
-from trainer.data.files import DataFile, FileType, hash_file
+from trainer.data.documents import read_text_chunks
+from trainer.data.files import DataFile, hash_file
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import TextFields
-
-GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-LLAMA3 = pre_tokenizers.Split(
-    Regex(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    "isolated",
-)
-LINES = st.lists(st.text(st.sampled_from("ab1.'\n\n  \r\t\u3000\u00a0\u2028\u0301é日😀"), max_size=12), min_size=4)
+from trainer.recipe.text_fields import DataType, TextFields
 
 
-def chunks_of_text(text: bytes, block_nbytes: int = 7) -> list[TextChunk]:
-    """Split a text, read in blocks of `block_nbytes`."""
-    blocks = (text[low : low + block_nbytes] for low in range(0, len(text), block_nbytes))
-    return list(split_text(Path("t.txt"), blocks))
-
-
-def chunks_of_file(path: Path, file_type: FileType = "json", column: str = "text") -> list[TextChunk]:
-    """Read a file whose text is in one column."""
-    return list(read_text_chunks(hash_file(path), file_type, TextFields((column,))))
-
-
-@pytest.fixture(scope="module")
-def small_chunks():
-    """Set the chunk size to 40 bytes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "TEXT_CHUNK_NBYTES", 40)
-        yield
-
-
-@given(st.text(max_size=400), st.integers(1, 100))
-@pytest.mark.usefixtures("small_chunks")
-def test_split_text_keeps_text_in_bounded_chunks(text: str, block_nbytes: int):
-    chunks = chunks_of_text(text.encode(), block_nbytes)
-    assert "".join(chunk.text for chunk in chunks) == text.removeprefix("\ufeff")
-    assert sum(chunk.nbytes for chunk in chunks) == len(text.encode())
-    assert max(chunk.nbytes for chunk in chunks) <= 40
-    assert [chunk.ends_document for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-
-
-@pytest.mark.usefixtures("small_chunks")
-@given(st.text(max_size=400), st.integers(1, 100), st.integers(1, 100))
-def test_split_text_does_not_depend_on_block_size(text: str, first_nbytes: int, second_nbytes: int):
-    assert chunks_of_text(text.encode(), first_nbytes) == chunks_of_text(text.encode(), second_nbytes)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("splitter", [GPT2, LLAMA3], ids=["gpt2", "llama3"])
-@given(lines=LINES)
-def test_best_cuts_agree_with_pre_tokenizers(splitter: pre_tokenizers.PreTokenizer, lines: list[str]):
-    text = "\n".join(lines)
-    data = text.encode()
-    words = [word for word, _ in splitter.pre_tokenize_str(text)]
-    for match in documents.CUT_PATTERNS[0].finditer(data):
-        parts = data[: match.end()].decode(), data[match.end() :].decode()
-        assert [word for part in parts for word, _ in splitter.pre_tokenize_str(part)] == words
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [
-        ("a" * 25 + "\nbb\n\n  " + "b" * 30, "a" * 25 + "\n"),  # the better newline wins over a later one
-        (" \n = Title = \n \n The game", " \n = Title = \n \n The game"),
-        (" = A title = \n \n The game is long \n It was on and on", " = A title = \n \n The game is long \n"),
-        ("a" * 25 + "\n\n\n\n" + "b" * 30, "a" * 25 + "\n\n\n\n"),  # no newline is between visible characters
-        ("a" * 25 + "\n\u3000\u3000" + "b" * 30, "a" * 25 + "\n"),
-        ("a\n" + "b" * 30 + " c" + "d" * 30, "a\n" + "b" * 30),  # newlines in the first half of a chunk are ignored
-        ("é" * 19 + "a" + "é" * 30, "é" * 19 + "a"),
-    ],
-)
-def test_split_text_cuts_at_best_place(text: str, first: str):
-    assert chunks_of_text(text.encode())[0].text == first
-
-
-def test_text_file_is_one_document(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\n")
-    assert chunks_of_file(tmp_path / "a.txt", "text") == [TextChunk("one\r\n\r\ntwo\n", 14, True)]
-
-
-@pytest.mark.parametrize("good", [b"abc\n", b"abc\n" * 200_000])
-@pytest.mark.parametrize("bad", [b"\xff", b"\xe9 ", b"\xe2\x82"])
-def test_text_file_that_is_not_utf8_fails(tmp_path: Path, good: bytes, bad: bytes):
-    path = tmp_path / "a.txt"
-    path.write_bytes(good + bad)
-    with pytest.raises(PrepError) as caught:
-        chunks_of_file(path, "text")
-    assert caught.value.what == f"{path} is not UTF-8"
-    assert caught.value.why.startswith(f"byte {len(good):,} is 0x{bad[0]:02x}: ")
-
-
-def test_json_file_that_is_not_utf8_fails(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(PrepError) as caught:
-        chunks_of_file(tmp_path / "a.jsonl")
-    assert caught.value.why == "byte 24 is 0xff: invalid start byte"
-
-
-def test_json_lines_are_documents(tmp_path: Path):
-    lines = ['\ufeff{"body": "one\\n"}', '{"body": "", "text": 3}', "", "  \r", '{"body": "\\ud83d\\ude00"}']
-    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode())
-    chunks = chunks_of_file(tmp_path / "a.jsonl", column="body")
-    assert [(chunk.text, chunk.ends_document) for chunk in chunks] == [("one\n", True), ("", True), ("😀", True)]
-    assert sum(chunk.nbytes for chunk in chunks) == (tmp_path / "a.jsonl").stat().st_size
-
-
-def test_json_line_is_never_cut(tmp_path: Path):
-    text = "word\n" * 300_000
-    (tmp_path / "a.jsonl").write_text(f'{{"text": "{text}"}}'.replace("\n", "\\n"))
-    assert [chunk.text for chunk in chunks_of_file(tmp_path / "a.jsonl")] == [text]
-
-
-@pytest.mark.parametrize(
-    ("line", "what", "why"),
-    [
-        ('{"text": "a"', "not JSON", "Expecting ',' delimiter at character 13"),
-        ("{", "not JSON", "Expecting property name enclosed in double quotes at character 2"),
-        ("[" * 100_000, "not JSON", "it is nested too deep"),
-        ('{"text": ' + "1" * 5000 + "}", "not JSON", "Exceeds the limit"),
-        ('["a"]', "not an object but a list", "type `json` needs one object per line"),
-        ('"a"', "not an object but a string", "type `json` needs one object per line"),
-        ('{"body": "a", "id": 1}', "no column `text`", "its columns: `body`, `id`"),
-        ("{}", "no column `text`", "its columns: none"),
-        ('{"text": null}', "column `text` is not text", "it is null"),
-        ('{"text": ["a"]}', "column `text` is not text", "it is a list"),
-        ('{"text": {}}', "column `text` is not text", "it is an object"),
-        ('{"text": true}', "column `text` is not text", "it is a boolean"),
-        ('{"text": 1.5}', "column `text` is not text", "it is a number"),
-        ('{"text": "\\ud83d"}', "column `text` is not text", "it has an unpaired surrogate"),
-    ],
-)
-def test_invalid_json_line_is_named(tmp_path: Path, line: str, what: str, why: str):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "good"}\n\n' + line + "\n")
-    with pytest.raises(PrepError) as caught:
-        chunks_of_file(path)
-    assert caught.value.what == f"{path}:3: {what}"
-    assert caught.value.why.startswith(why)
-
-
-@pytest.mark.parametrize("file_type", ["text", "json"])
-def test_file_changed_after_hashing_fails(tmp_path: Path, file_type: FileType):
+@pytest.mark.parametrize("data_type", ["text", "json"])
+def test_file_changed_after_hashing_fails(tmp_path: Path, data_type: DataType):
     path = tmp_path / "a"
     path.write_text('{"text": "a"}\n')
     before = hash_file(path)
     path.write_text('{"text": "b"}\n')
     with pytest.raises(PrepError, match="a changed while it was read"):
-        list(read_text_chunks(before, file_type, TextFields(("text",))))
+        list(read_text_chunks(before, data_type, fields=TextFields(("text",))))
 
 
 def test_file_removed_after_hashing_fails(tmp_path: Path):
     removed = DataFile(tmp_path / "a.txt", 1, "x")
     with pytest.raises(PrepError, match=r"cannot read or write .*a.txt - No such file"):
-        list(read_text_chunks(removed, "text", TextFields(())))
-
-
-def test_split_text_reads_lazily():
-    endless = itertools.repeat(b"a line of text\n" * 1000)
-    chunks = split_text(Path("t.txt"), endless)
-    assert all(next(chunks).nbytes <= documents.TEXT_CHUNK_NBYTES for _ in range(50))
+        list(read_text_chunks(removed, "text", fields=TextFields(())))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from trainer.data.files import FileType, find_files, hash_file
+from trainer.data.files import find_files, hash_file
 from trainer.models.errors import PrepError
+from trainer.recipe.text_fields import DataType
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("file_type", "paths", "names"),
+    ("data_type", "paths", "names"),
     [
         ("text", [""], ["a.txt", "b.txt", "sub/c.txt", "x[1].txt"]),
         ("json", [""], ["a.jsonl"]),
@@ -38,8 +39,8 @@ def folder(tmp_path: Path) -> Path:
         ("text", ["x[1].txt"], ["x[1].txt"]),
     ],
 )
-def test_find_files_returns_files_in_order(folder: Path, file_type: FileType, paths: list[str], names: list[str]):
-    files = find_files([str(folder / path) for path in paths], file_type)
+def test_find_files_returns_files_in_order(folder: Path, data_type: DataType, paths: list[str], names: list[str]):
+    files = find_files([str(folder / path) for path in paths], data_type)
     assert [str(path.relative_to(folder)) for path in files] == names
 
 
@@ -50,7 +51,7 @@ def test_find_files_counts_linked_file_once(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("path", "file_type", "why"),
+    ("path", "data_type", "why"),
     [
         ("none", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
         ("*.csv", "text", "looked for a file of that name, *.txt in a folder of that name, or matches of it as a glob"),
@@ -59,13 +60,13 @@ def test_find_files_counts_linked_file_once(folder: Path):
         ("empty", "text", "looked for *.txt; found nothing"),
     ],
 )
-def test_find_files_fails_without_files(folder: Path, path: str, file_type: FileType, why: str):
+def test_find_files_fails_without_files(folder: Path, path: str, data_type: DataType, why: str):
     (folder / "empty").mkdir()
     (folder / "many").mkdir()
     for number in range(4):
         (folder / "many" / f"{number}.md").touch()
     with pytest.raises(PrepError) as caught:
-        find_files([str(folder / "a.txt"), str(folder / path)], file_type)
+        find_files([str(folder / "a.txt"), str(folder / path)], data_type)
     assert caught.value.what == f"no data in `{folder / path}`"
     assert caught.value.why == why
 

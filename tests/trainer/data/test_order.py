@@ -113,7 +113,7 @@ def test_steps_per_epoch():
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(0, 60))
 def test_eval_batches_cover_each_row_once(n_rows: int, batch_size: int, limit: int):
-    batches = [rows.tolist() for rows in eval_batches(n_rows, batch_size, limit)]
+    batches = [rows.tolist() for rows in eval_batches(n_rows, batch_size, limit=limit)]
     rows = [row for batch in batches for row in batch]
     count = min(n_rows, limit or n_rows)
     assert all(len(batch) == batch_size for batch in batches)

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.corpus import EOS, TEXT, encode, make_config, make_tokenizer, tokenize_quietly, write_json
-from trainer.data import documents, tokenize
-from trainer.data.documents import TextChunk
+from trainer.data import tokenize
 from trainer.data.packing import PackedDataset
+from trainer.data.readers import text_file
+from trainer.data.readers.reader import TextChunk
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.models.errors import PrepError
 
@@ -25,9 +26,10 @@ KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from tests.helpers.corpus import make_config
-from trainer.data import documents, store, tokenize
+from trainer.data import store, tokenize
+from trainer.data.readers import text_file
 
-documents.TEXT_CHUNK_NBYTES, tokenize.ENCODE_BATCH_NBYTES = 1000, 2000
+text_file.TEXT_CHUNK_NBYTES, tokenize.ENCODE_BATCH_NBYTES = 1000, 2000
 moment, folder = sys.argv[1], Path(sys.argv[2])
 
 def kill(*_):
@@ -39,7 +41,7 @@ def progress(done, total):
 
 if moment == "synced":
     store.Path.rename = kill
-tokenize.tokenize_files(make_config(folder, folder / "a.txt"), progress, print)
+tokenize.tokenize_files(make_config(folder, folder / "a.txt"), progress=progress, note=print)
 """
 
 
@@ -91,12 +93,12 @@ def test_tokenize_files_reads_files_in_order(tmp_path: Path):
 
 
 def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(documents, "TEXT_CHUNK_NBYTES", 300)
+    monkeypatch.setattr(text_file, "TEXT_CHUNK_NBYTES", 300)
     monkeypatch.setattr(tokenize, "ENCODE_BATCH_NBYTES", 1000)
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")
     reports: list[tuple[int, int]] = []
-    tokens = tokenize_files(config, lambda done, total: reports.append((done, total)), lambda text: None)
+    tokens = tokenize_files(config, progress=lambda done, total: reports.append((done, total)), note=lambda text: None)
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
     assert tokens.ends.tolist() == [tokens.n_tokens]
     assert len(reports) > 5
@@ -109,7 +111,9 @@ def test_second_run_uses_the_cache(tmp_path: Path):
     config = make_config(tmp_path, tmp_path / "a.txt")
     first = tokenize_quietly(config)
     notes, calls = [], []
-    again = tokenize_files(replace(config, seq_length=5), lambda *sizes: calls.append(sizes), notes.append)
+    again = tokenize_files(
+        replace(config, seq_length=5), progress=lambda *sizes: calls.append(sizes), note=notes.append
+    )
     n = first.n_tokens
     assert again.ids.tolist() == first.ids.tolist()
     assert calls == []
@@ -128,7 +132,7 @@ def test_damaged_store_is_built_again(tmp_path: Path, name: str):
     before = read_files(folder)
     (folder / name).write_bytes(bytes([before[name][0] ^ 1]) + before[name][1:])
     notes: list[str] = []
-    assert tokenize_files(config, lambda *sizes: None, notes.append).ids.tolist() == ids
+    assert tokenize_files(config, progress=lambda *sizes: None, note=notes.append).ids.tolist() == ids
     assert read_files(folder) == before
     assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [folder.name]
     assert notes[0].startswith(f"the tokens in {folder} are damaged ({name} ")

@@ -67,7 +67,13 @@ def stepwise_logits(tiny: TinyTransformer, params: Tree, batch: Mapping[str, Arr
 
     def step(kv_cache: KVCache, new_tokens: Array) -> tuple[KVCache, Array]:
         logits, kv_cache = decode.decode_step(
-            params, kv_cache, new_tokens[:, None], start_slots, model, forward_config, encoder_output
+            params,
+            kv_cache,
+            new_tokens[:, None],
+            start_slots,
+            model=model,
+            forward_config=forward_config,
+            encoder_output=encoder_output,
         )
         return kv_cache, logits
 
@@ -138,14 +144,14 @@ def make_generator(
     tiny: TinyTransformer, params: Tree, config: GenerationConfig, forward_config: ForwardConfig | None = None
 ) -> Generator:
     """Create a generator of a tiny model."""
-    return Generator(params, tiny.model, forward_config or ForwardConfig(), config)
+    return Generator(params, tiny.model, forward_config=forward_config or ForwardConfig(), generation_config=config)
 
 
 def generate(model_generator: Generator, prompts: Rows, first_row: int = 0, min_rows: int = 0) -> Rows:
     """Generate tokens; with an encoder the prompts are sources, and the decoder starts with token 0."""
     if model_generator.model.arch_config.encoder is None:
         return model_generator.generate(prompts, first_row=first_row, min_rows=min_rows)
-    return model_generator.generate([[0]] * len(prompts), prompts, first_row, min_rows)
+    return model_generator.generate([[0]] * len(prompts), prompts, first_row=first_row, min_rows=min_rows)
 
 
 @pytest.mark.parametrize("name", [name if name in FAST_MODELS else pytest.param(name, marks=SLOW) for name in GOLDEN])
@@ -291,16 +297,16 @@ def test_check_prompts_rejects_invalid_prompts(case: str):
     name, prompts, sources, max_new_tokens, message = INVALID[case]
     model = tiny_transformer(UNPADDED_CONFIGS[name] | {"vocab_size": 32, "true_vocab_size": 29}).model
     with pytest.raises(PrepError) as caught:
-        generator.check_prompts(prompts, sources, model, GenerationConfig(max_new_tokens))
+        generator.check_prompts(prompts, sources, model=model, generation_config=GenerationConfig(max_new_tokens))
     assert message in str(caught.value)
     assert caught.value.code == USAGE
 
 
 def test_check_prompts_allows_all_positions():
     gpt_neo = tiny_transformer(UNPADDED_CONFIGS["gpt_neo"] | {"vocab_size": 29}).model
-    generator.check_prompts([[1] * 10], None, gpt_neo, GenerationConfig(MAX_POSITIONS - 9))
+    generator.check_prompts([[1] * 10], None, model=gpt_neo, generation_config=GenerationConfig(MAX_POSITIONS - 9))
     llama = tiny_transformer(UNPADDED_CONFIGS["llama"] | {"vocab_size": 29}).model
-    generator.check_prompts([[1] * 1000], None, llama, GenerationConfig(1000))
+    generator.check_prompts([[1] * 1000], None, model=llama, generation_config=GenerationConfig(1000))
 
 
 def test_generation_config_rejects_zero_new_tokens():

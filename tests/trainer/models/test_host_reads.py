@@ -36,7 +36,7 @@ def test_reads_per_host_equal_element_count(data):
     chunk = tuple(data.draw(st.integers(1, extent + 1)) for extent in shape)
     devices_per_host = data.draw(st.integers(1, 9))
     spec = partition_spec(DIMS, shape, mesh, DEFAULT_RULES)
-    reads = reads_per_host(shape, chunk, 2, spec, mesh, devices_per_host)
+    reads = reads_per_host(shape, chunk, itemsize=2, spec=spec, mesh=mesh, devices_per_host=devices_per_host)
     expected = count_elements(shape, chunk, spec, mesh, devices_per_host)
     assert [(r.needed_bytes, r.read_bytes) for r in reads] == [(2 * needed, 2 * read) for needed, read in expected]
 
@@ -45,8 +45,17 @@ def test_checkpoint_is_read_once_on_its_own_mesh():
     mesh, leaves = parse_mesh("1,64,4"), []
     for dims, shape in [("vocab embed", (32000, 5120)), ("layers heads head_dim embed", (40, 40, 128, 5120))]:
         leaf_dims = [(name,) for name in dims.split()]
-        chunk = chunk_shape(leaf_dims, shape, mesh, DEFAULT_RULES, itemsize=2)
-        leaves.append(reads_per_host(shape, chunk, 2, partition_spec(leaf_dims, shape, mesh, DEFAULT_RULES), mesh, 4))
+        chunk = chunk_shape(leaf_dims, shape, mesh=mesh, rules=DEFAULT_RULES, itemsize=2)
+        leaves.append(
+            reads_per_host(
+                shape,
+                chunk,
+                itemsize=2,
+                spec=partition_spec(leaf_dims, shape, mesh, DEFAULT_RULES),
+                mesh=mesh,
+                devices_per_host=4,
+            )
+        )
     assert len(leaves[0]) == 64
     assert sum(host.needed_bytes for host in leaves[0]) == 32000 * 5120 * 2
     assert read_amplification(leaves) == 1.0
@@ -55,9 +64,18 @@ def test_checkpoint_is_read_once_on_its_own_mesh():
 def test_unsharded_chunks_amplify_reads():
     mesh, shape = parse_mesh("1,1,4"), (8, 2, 64)
     spec = partition_spec([("embed",), ("head_dim",), ("mlp",)], shape, mesh, DEFAULT_RULES)
-    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, spec, mesh, 1)]) == 4.0
-    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, spec, mesh, 2)]) == 2.0
-    assert read_amplification([reads_per_host(shape, (1, 2, 64), 2, spec, mesh, 4)]) == 1.0
+    assert (
+        read_amplification([reads_per_host(shape, (1, 2, 64), itemsize=2, spec=spec, mesh=mesh, devices_per_host=1)])
+        == 4.0
+    )
+    assert (
+        read_amplification([reads_per_host(shape, (1, 2, 64), itemsize=2, spec=spec, mesh=mesh, devices_per_host=2)])
+        == 2.0
+    )
+    assert (
+        read_amplification([reads_per_host(shape, (1, 2, 64), itemsize=2, spec=spec, mesh=mesh, devices_per_host=4)])
+        == 1.0
+    )
 
 
 def test_read_amplification_is_that_of_worst_host():
@@ -67,4 +85,9 @@ def test_read_amplification_is_that_of_worst_host():
 
 def test_scalar_leaf_is_read_by_every_host():
     mesh = parse_mesh("1,2,4")
-    assert reads_per_host((), (), 4, partition_spec([], (), mesh, DEFAULT_RULES), mesh, 4) == [HostReads(4, 4)] * 2
+    assert (
+        reads_per_host(
+            (), (), itemsize=4, spec=partition_spec([], (), mesh, DEFAULT_RULES), mesh=mesh, devices_per_host=4
+        )
+        == [HostReads(4, 4)] * 2
+    )

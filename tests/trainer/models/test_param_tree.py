@@ -24,7 +24,7 @@ def test_flatten_tree_inverts_unflatten_tree(values: dict[str, int]):
 
 
 def shapes(config: dict[str, Any], tied: bool, scan: bool = True, axis: int = 0) -> dict[str, tuple[int, ...]]:
-    leaves = param_leaves(FAMILIES[config["model_type"]], config, tied, scan, axis)
+    leaves = param_leaves(FAMILIES[config["model_type"]], config, tied, scan=scan, scan_axis=axis)
     assert [*leaves] == [leaf.path for leaf in leaves.values()]
     assert all(len(leaf.dims) == len(leaf.shape) for leaf in leaves.values())
     return {path: leaf.shape for path, leaf in leaves.items()}
@@ -51,7 +51,7 @@ def test_param_leaves_stack_on_second_axis(name: str):
     for path, shape in first.items():
         moved = (shape[1], shape[0], *shape[2:]) if path.startswith("layers.") else shape
         assert second[path] == moved
-    leaves = param_leaves(FAMILIES[CONFIGS[name]["model_type"]], CONFIGS[name], False, True, 1)
+    leaves = param_leaves(FAMILIES[CONFIGS[name]["model_type"]], CONFIGS[name], False, scan=True, scan_axis=1)
     axes = {leaf.stack_axis for path, leaf in leaves.items() if path.startswith("layers.")}
     assert axes == {1}
     assert leaves["embed.tokens"].stack_axis is None
@@ -63,7 +63,7 @@ def test_tied_head_has_no_leaf():
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_param_leaf_roles(scan: bool):
-    leaves = param_leaves(FAMILIES["gpt_neo"], GPT_NEO, False, scan)
+    leaves = param_leaves(FAMILIES["gpt_neo"], GPT_NEO, False, scan=scan)
     roles = {path.rpartition("layers.")[2].lstrip("012."): leaf.role for path, leaf in leaves.items()}
     assert {path for path, role in roles.items() if role == "embedding"} == {"embed.tokens", "embed.positions"}
     scales = {"attn_norm.scale", "mlp_norm.scale", "final_norm.scale"}
@@ -74,7 +74,7 @@ def test_param_leaf_roles(scan: bool):
 
 
 def test_separate_leaf_has_layer_index():
-    leaves = param_leaves(FAMILIES["llama"], LLAMA, False, False)
+    leaves = param_leaves(FAMILIES["llama"], LLAMA, False, scan=False)
     leaf = leaves["layers.1.attn.q.weight"]
     assert (leaf.layer_index, leaf.path_pattern, leaf.shape) == (1, "layers.{layers}.attn.q.weight", (2, 16, 16))
     assert leaf.dims == (("heads",), ("head_dim",), ("embed",))

@@ -17,8 +17,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def test_read_rope_defaults():
-    assert read_rope({}, DIM, POSITIONS) == Rope(DIM, 10_000.0, POSITIONS)
-    assert read_rope({"rope_theta": 5e5, "rope_scaling": None}, DIM, POSITIONS).theta == 5e5
+    assert read_rope({}, DIM, max_positions=POSITIONS) == Rope(DIM, 10_000.0, POSITIONS)
+    assert read_rope({"rope_theta": 5e5, "rope_scaling": None}, DIM, max_positions=POSITIONS).theta == 5e5
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn"])
@@ -30,17 +30,17 @@ def test_read_rope_accepts_fields_of_both_versions(kind: str):
     version_4_type = {"rope_theta": 9e4, "rope_scaling": {"type": kind, **fields}}
     version_4 = {"rope_theta": 9e4, "rope_scaling": {"rope_type": kind, **fields}}
     version_5 = {"rope_parameters": {"rope_type": kind, "rope_theta": 9e4, **fields}}
-    ropes = [read_rope(config, DIM, POSITIONS) for config in (version_4_type, version_4, version_5)]
+    ropes = [read_rope(config, DIM, max_positions=POSITIONS) for config in (version_4_type, version_4, version_5)]
     assert ropes[0] == ropes[1] == ropes[2]
     assert (ropes[0].rope_type, ropes[0].theta) == (kind, 9e4)
 
 
 def test_read_rope_prefers_outer_original_positions():
     inside = {**LLAMA3, "original_max_position_embeddings": 32}
-    assert read_rope({"rope_scaling": LLAMA3}, DIM, POSITIONS).original_max_positions == POSITIONS
-    assert read_rope({"rope_scaling": inside}, DIM, POSITIONS).original_max_positions == 32
+    assert read_rope({"rope_scaling": LLAMA3}, DIM, max_positions=POSITIONS).original_max_positions == POSITIONS
+    assert read_rope({"rope_scaling": inside}, DIM, max_positions=POSITIONS).original_max_positions == 32
     outside = {"rope_scaling": inside, "original_max_position_embeddings": 16}
-    assert read_rope(outside, DIM, POSITIONS).original_max_positions == 16
+    assert read_rope(outside, DIM, max_positions=POSITIONS).original_max_positions == 16
 
 
 INVALID_CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -86,7 +86,7 @@ INVALID_CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("config", "reason"), INVALID_CONFIGS)
 def test_read_rope_rejects_invalid_config(config: dict[str, Any], reason: str):
     with pytest.raises(PrepError, match=reason):
-        read_rope(config, DIM, POSITIONS)
+        read_rope(config, DIM, max_positions=POSITIONS)
 
 
 @pytest.mark.parametrize(("dim", "kind"), [(3, "default"), (0, "default"), (2, "dynamic")])
@@ -109,7 +109,9 @@ def test_dynamic_frequencies_change_in_long_sequences(length: int):
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
 def test_scaling_keeps_high_frequencies_stretches_low_ones(kind: str):
     plain = inverse_frequencies(Rope(64, 1e4, 2048), 5)
-    scaled = inverse_frequencies(read_rope({"rope_scaling": {**LLAMA3, "type": kind, "rope_type": kind}}, 64, 2048), 5)
+    scaled = inverse_frequencies(
+        read_rope({"rope_scaling": {**LLAMA3, "type": kind, "rope_type": kind}}, 64, max_positions=2048), 5
+    )
     assert scaled[0] == plain[0]
     np.testing.assert_allclose(scaled[-1], plain[-1] / 8, rtol=1e-6)
     assert (np.diff(scaled) < 0).all()

@@ -89,7 +89,7 @@ def test_init_does_not_depend_on_how_layers_are_stored():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_stacked_leaves_have_depth_of_their_stack(axis: int):
-    leaves = param_leaves(FAMILY, T5, True, True, axis)
+    leaves = param_leaves(FAMILY, T5, True, scan=True, scan_axis=axis)
     for path, leaf in leaves.items():
         assert leaf.stack_axis == (min(axis, len(leaf.shape) - 1) if ".layers." in path else None)
         if leaf.stack_axis is not None:
@@ -98,7 +98,7 @@ def test_stacked_leaves_have_depth_of_their_stack(axis: int):
 
 
 def test_unstacked_leaves_are_numbered_per_stack():
-    leaves = param_leaves(FAMILY, T5_GATED, False, False)
+    leaves = param_leaves(FAMILY, T5_GATED, False, scan=False)
     numbers = {path.split(".", 3)[2] for path in leaves if path.startswith("decoder.layers.")}
     assert numbers == {"0", "1", "2"}
     leaf = leaves["encoder.layers.1.attn.q.weight"]

@@ -287,6 +287,7 @@ SETS = {
         " - `--set data.shuffle=true`",
     ),
     "no value": ("optimizer.lr", "--set optimizer.lr: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`"),
+    "long text": ("a" * 99, f"--set {'a' * 57}...: no value - it takes KEY=VALUE - `--set optimizer.lr=1e-4`"),
     "whole table": (
         "optimizer={lr=1}",
         "--set optimizer={lr=1}: a whole table - it sets one key - `--set optimizer.KEY=VALUE`",

@@ -137,7 +137,7 @@ def test_shipped_recipes_are_valid(path: Path):
     assert recipe.name == path.stem
     recipe_mesh = mesh.parse_mesh(recipe.mesh)
     n_replicas = recipe_mesh.n_devices // recipe_mesh.size("mp")
-    assert batch_shape(recipe.batch, recipe_mesh.n_devices, n_replicas).accumulate in (1, 8)
+    assert batch_shape(recipe.batch, n_devices=recipe_mesh.n_devices, n_replicas=n_replicas).accumulate in (1, 8)
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
     assert f"prep train recipes/{path.name}" in header
 
@@ -152,7 +152,7 @@ def test_schema_is_strict_json_schema():
     json_schema = json.loads(json.dumps(schema()))
     assert json_schema["required"] == ["model", "data", "batch", "optimizer", "train"]
     assert not json_schema["additionalProperties"]
-    assert json_schema["$defs"]["Optimizer"]["properties"]["lr"]["exclusiveMinimum"] == 0
+    assert json_schema["$defs"]["AdamWTable"]["properties"]["lr"]["exclusiveMinimum"] == 0
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from trainer.models.errors import USAGE, PrepError
 from trainer.recipe import BatchShape, WarmupDecay, batch_shape, warmup_decay
-from trainer.recipe.tables import Batch, Optimizer
+from trainer.recipe.optimizer_tables import AdamWTable
+from trainer.recipe.tables import Batch
 
 
 def batch(**keys: int) -> Batch:
@@ -32,7 +33,7 @@ def batch(**keys: int) -> Batch:
     ],
 )
 def test_batch_shape(keys: dict[str, int], n_devices: int, n_replicas: int, shape: tuple[int, int]):
-    resolved = batch_shape(batch(**keys), n_devices, n_replicas)
+    resolved = batch_shape(batch(**keys), n_devices=n_devices, n_replicas=n_replicas)
     assert (resolved.size, resolved.accumulate, resolved.micro_batch_size) == (*shape, shape[0] // shape[1])
 
 
@@ -63,7 +64,7 @@ def test_batch_shape(keys: dict[str, int], n_devices: int, n_replicas: int, shap
 )
 def test_batch_shape_rejects_indivisible_batch(keys: dict[str, int], text: str):
     with pytest.raises(PrepError, match=re.escape(text)) as caught:
-        batch_shape(batch(**keys), 8, 4)
+        batch_shape(batch(**keys), n_devices=8, n_replicas=4)
     assert caught.value.code == USAGE
 
 
@@ -75,18 +76,24 @@ def test_batch_shape_computes_the_third_key(mp: int, replicas: int, micro: int, 
     size = micro * mp * replicas * accumulate
     second_key = {"accumulate": accumulate} if third == "size" else {"size": size}
     expected = BatchShape(size, accumulate)
-    assert batch_shape(batch(per_device=micro, **second_key), mp * replicas, replicas) == expected
-    assert batch_shape(batch(per_replica=micro * mp, **second_key), mp * replicas, replicas) == expected
+    assert batch_shape(batch(per_device=micro, **second_key), n_devices=mp * replicas, n_replicas=replicas) == expected
+    assert (
+        batch_shape(batch(per_replica=micro * mp, **second_key), n_devices=mp * replicas, n_replicas=replicas)
+        == expected
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 6))
 def test_batch_shape_hint_is_valid(size: int, accumulate: int, replicas: int):
     try:
-        batch_shape(batch(size=size, accumulate=accumulate), replicas, replicas)
+        batch_shape(batch(size=size, accumulate=accumulate), n_devices=replicas, n_replicas=replicas)
     except PrepError as error:
         (better,) = map(int, re.findall(r"size=(\d+)`", error.hint))
         assert better > size
-        assert batch_shape(batch(size=better, accumulate=accumulate), replicas, replicas).size == better
+        assert (
+            batch_shape(batch(size=better, accumulate=accumulate), n_devices=replicas, n_replicas=replicas).size
+            == better
+        )
     else:
         assert size % (accumulate * replicas) == 0
 
@@ -102,9 +109,9 @@ def test_batch_shape_hint_is_valid(size: int, accumulate: int, replicas: int):
     ],
 )
 def test_warmup_decay(keys: dict[str, Any], schedule: WarmupDecay):
-    assert warmup_decay(Optimizer.model_validate({"lr": 1.0, **keys}), 1000) == schedule
+    assert warmup_decay(AdamWTable.model_validate({"lr": 1.0, **keys}), 1000) == schedule
 
 
 def test_warmup_decay_rejects_warmup_as_long_as_run():
     with pytest.raises(PrepError, match="warm-up takes 1000 steps, and the run has 1000 steps"):
-        warmup_decay(Optimizer.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)
+        warmup_decay(AdamWTable.model_validate({"lr": 1.0, "warmup_ratio": 1.0}), 1000)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tests.helpers import runs
-from trainer.data.order import SampleOrder
+from trainer.data.order import SampleOrder, eval_batches
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
 from trainer.distributed import sharding
+from trainer.models.errors import PrepError
 from trainer.training import feed
 
 
@@ -17,7 +18,7 @@ from trainer.training import feed
 def test_load_batch_returns_rows_of_step(mesh: str):
     job = runs.make_job(runs.make_setup(mesh=mesh))
     expected = job.train.get_batch(job.order.rows(3))
-    batch = feed.load_batch(job.setup, job.train, job.order, 3)
+    batch = feed.load_batch(job.train, job.order.rows(3), job.setup.sharding)
     assert batch.keys() == expected.keys()
     for name, array in batch.items():
         np.testing.assert_array_equal(array, expected[name])
@@ -26,10 +27,10 @@ def test_load_batch_returns_rows_of_step(mesh: str):
 @pytest.mark.parametrize("mesh", ["", "2,2,2"])
 def test_load_batch_returns_source_and_target_of_step(mesh: str):
     """Sources and targets have different lengths."""
-    setup, order = runs.make_setup(mesh=mesh), SampleOrder(20, 8, 1, True)
+    setup, rows = runs.make_setup(mesh=mesh), SampleOrder(20, 8, 1, True).rows(2)
     ids, ends = np.arange(200, dtype="<u2") % 131, np.arange(5, 201, 5, dtype="<u8")
     dataset = seq2seq_dataset(MappedTokens(ids, ends, "x", 4), 7, decoder_start_id=0, eos_id=1)
-    expected, batch = dataset.get_batch(order.rows(2)), feed.load_batch(setup, dataset, order, 2)
+    expected, batch = dataset.get_batch(rows), feed.load_batch(dataset, rows, setup.sharding)
     assert {name: array.shape for name, array in batch.items()} == {
         "source": (8, 7),
         "present": (8, 7),
@@ -39,7 +40,7 @@ def test_load_batch_returns_source_and_target_of_step(mesh: str):
     }
     for name, array in batch.items():
         np.testing.assert_array_equal(array, expected[name])
-    last = [*feed.load_eval_batches(setup, dataset, 8, 0)][-1]
+    last = feed.load_batch(dataset, [*eval_batches(20, 8, limit=0)][-1], setup.sharding)
     assert not np.asarray(last["weights"])[4:].any()
     assert not np.asarray(last["present"])[4:].any()
 
@@ -49,6 +50,12 @@ def test_load_batch_splits_tokens_over_sp(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharding, "ACTIVATION_RULES", rules)
     job = runs.make_job(runs.make_setup(mesh="fsdp:2,sp:4"))
     expected = job.train.get_batch(job.order.rows(0))
-    for name, array in feed.load_batch(job.setup, job.train, job.order, 0).items():
+    for name, array in feed.load_batch(job.train, job.order.rows(0), job.setup.sharding).items():
         assert array.addressable_shards[0].data.shape == (4, runs.LENGTH // 4)
         np.testing.assert_array_equal(array, expected[name])
+
+
+def test_batch_shapes_reject_indivisible_batch():
+    setup = runs.make_setup(mesh="8,1,1")
+    with pytest.raises(PrepError, match="batch 6 cannot be split over dp 8"):
+        feed.batch_shapes(runs.make_job(setup).train, 6, setup.sharding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 from tests.helpers import runs
 from trainer.models.errors import PrepError
-from trainer.training import loop
 from trainer.training.checkpoint import restore_state
 from trainer.training.loop import Job, Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
@@ -40,10 +38,10 @@ class FinishedRun:
         self.loop = Loop(
             job,
             state,
-            self.store,
-            MetricsWriter(self.metrics_path, int(state["step"])),
-            self.callbacks,
-            runs.never_stop,
+            store=self.store,
+            metrics=MetricsWriter(self.metrics_path, int(state["step"])),
+            callbacks=self.callbacks,
+            poll_stop_reason=runs.never_stop,
         )
         self.result = self.loop.run()
 
@@ -142,24 +140,14 @@ def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp
     store = runs.MemoryStore()
     metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
     result = Loop(
-        runs.make_job(setup), runs.make_state(setup), store, metrics, runs.RecordingCallbacks(), lambda: "SIGTERM"
+        runs.make_job(setup),
+        runs.make_state(setup),
+        store=store,
+        metrics=metrics,
+        callbacks=runs.RecordingCallbacks(),
+        poll_stop_reason=lambda: "SIGTERM",
     ).run()
     assert (result.step, result.stop_reason, store.steps()) == (0, "SIGTERM", [])
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_evaluation_does_not_depend_on_batch_size(batch_size: int, tmp_path: Path):
-    setup = runs.make_setup()
-    job = runs.make_job(setup, batch_size=batch_size, steps=1, eval_every=1)
-    state = runs.make_state(setup)
-    first = FinishedRun(tmp_path, job, state=state).callbacks.evaluations[0]
-    blocks = job.evaluation
-    assert blocks is not None
-    batch = {name: jax.numpy.asarray(array) for name, array in blocks.get_batch(range(blocks.n_rows)).items()}
-    sums = loop.eval_step(runs.make_state(setup)["params"], batch, setup)
-    assert first["eval_tokens"] == 5 * (runs.LENGTH - 1)
-    assert first["eval_loss"] == pytest.approx(float(sums["loss"]) / float(sums["weight"]), rel=1e-6)
-    assert first["eval_perplexity"] == pytest.approx(math.exp(first["eval_loss"]))
 
 
 def test_eval_limit_takes_the_first_sequences(tmp_path: Path):
@@ -234,10 +222,10 @@ def test_loop_logs_the_time_of_every_step(setup: runs.StepSetup, tmp_path: Path)
     loop_run = Loop(
         job,
         runs.make_state(setup),
-        runs.MemoryStore(),
-        MetricsWriter(tmp_path / METRICS_FILE, 0),
-        runs.RecordingCallbacks(),
-        runs.never_stop,
+        store=runs.MemoryStore(),
+        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
+        callbacks=runs.RecordingCallbacks(),
+        poll_stop_reason=runs.never_stop,
     )
     device = Device(loop_run._compile_step())
     loop_run.timer.clock = lambda: device.steps_done

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import runs
-from trainer.models.errors import PrepError
 from trainer.training import feed
-from trainer.training.step import StepSetup, TrainState, batch_sharding, find_param_path, state_shapes, train_step
+from trainer.training.step import StepSetup, TrainState, find_param_path, state_shapes, train_step
 
 STEPS = 20
 
@@ -26,7 +25,7 @@ def train_losses(setup: StepSetup, steps: int = STEPS) -> tuple[np.ndarray, Trai
     job = runs.make_job(setup)
     losses = []
     for number in range(steps):
-        state, metrics = step(state, feed.load_batch(setup, job.train, job.order, number))
+        state, metrics = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))
         losses.append(float(metrics["loss"]) / float(metrics["weight"]))
     return np.array(losses), state
 
@@ -76,7 +75,7 @@ def test_micro_batches_count_by_their_token_weights():
     for accumulate in (1, 2, 8):
         setup = runs.make_setup(accumulate=accumulate)
         job = runs.make_job(setup)
-        batch = {**feed.load_batch(setup, job.train, job.order, 0), "weights": jnp.asarray(weights)}
+        batch = {**feed.load_batch(job.train, job.order.rows(0), setup.sharding), "weights": jnp.asarray(weights)}
         state, metrics = jax.jit(partial(train_step, setup=setup))(runs.make_state(setup), batch)
         assert float(metrics["weight"]) == weights.sum()
         updated.append(state["params"]["layers"]["mlp"]["up"]["weight"])
@@ -89,8 +88,8 @@ def test_skipped_step_changes_only_counters(cause: str):
     setup = runs.make_setup(mesh="1,2,4")
     job = runs.make_job(setup)
     step = jax.jit(partial(train_step, setup=setup))
-    state, _ = step(runs.make_state(setup), feed.load_batch(setup, job.train, job.order, 0))
-    batch = feed.load_batch(setup, job.train, job.order, 1)
+    state, _ = step(runs.make_state(setup), feed.load_batch(job.train, job.order.rows(0), setup.sharding))
+    batch = feed.load_batch(job.train, job.order.rows(1), setup.sharding)
     if cause == "infinite loss":
         batch["weights"] = batch["weights"].at[3, 2].set(jnp.inf)
     else:
@@ -99,7 +98,7 @@ def test_skipped_step_changes_only_counters(cause: str):
     before, after = runs.state_bytes(state), runs.state_bytes(skipped_state)
     assert {name for name in before if before[name] != after[name]} == {"step", "skipped", "skipped_in_row"}
     assert (int(skipped_state["step"]), int(skipped_state["skipped"]), int(metrics["in_row"])) == (2, 1, 1)
-    next_state, _ = step(skipped_state, feed.load_batch(setup, job.train, job.order, 2))
+    next_state, _ = step(skipped_state, feed.load_batch(job.train, job.order.rows(2), setup.sharding))
     assert (int(next_state["skipped"]), int(next_state["skipped_in_row"])) == (1, 0)
     assert runs.state_bytes(next_state)["params.embed.tokens"] != after["params.embed.tokens"]
 
@@ -108,7 +107,7 @@ def test_skipped_step_does_not_advance_learning_rate():
     setup = runs.make_setup()
     job = runs.make_job(setup)
     step = jax.jit(partial(train_step, setup=setup))
-    batch = feed.load_batch(setup, job.train, job.order, 0)
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
     state, first = step(runs.make_state(setup), batch)
     state, _ = step(state, {**batch, "weights": jnp.zeros_like(batch["weights"])})
     _, third = step(state, batch)
@@ -122,7 +121,7 @@ def test_train_step_updates_state_in_place():
     shapes = state_shapes(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     step = jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
-    batch = feed.batch_shapes(setup, runs.make_job(setup).train, 8)
+    batch = feed.batch_shapes(runs.make_job(setup).train, 8, setup.sharding)
     memory = step.lower(shapes, batch).compile().memory_analysis()
     state_nbytes = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in jax.tree.leaves(shapes))
     assert memory is not None
@@ -142,8 +141,3 @@ def test_find_param_path_returns_longest_suffix():
     assert find_param_path("opt_state.adam.mu.head.weight", paths) == "head.weight"
     assert find_param_path("opt_state.adam.mu.tail.weight", paths) == "weight"
     assert find_param_path("opt_state.adam.count", paths) is None
-
-
-def test_batch_sharding_rejects_indivisible_batch():
-    with pytest.raises(PrepError, match="batch 6 cannot be split over dp 8"):
-        batch_sharding(runs.make_setup(mesh="8,1,1"), 6, runs.LENGTH)

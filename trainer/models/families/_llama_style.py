@@ -128,7 +128,7 @@ def arch_config(
         has_gated_mlp=True,
         attn_scale=axis_sizes["head_dim"] ** -0.5,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["layers"],
-        rope=rope or read_rope(config, axis_sizes["head_dim"], max_positions, rope_theta),
+        rope=rope or read_rope(config, axis_sizes["head_dim"], max_positions=max_positions, default_theta=rope_theta),
         max_positions=max_positions,
         init_std=read_positive(config, "initializer_range", 0.02),
     )

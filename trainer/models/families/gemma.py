@@ -43,6 +43,6 @@ FAMILY = _llama_style.build_family(
         **_llama_style.gated_mlp(),
     },
     layouts=lambda parameters: hf_flax_layout(
-        parameters, _llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True
+        parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight", allows_tied_head=True
     ),
 )

@@ -61,7 +61,12 @@ def arch_config(config: HFConfig) -> ArchConfig:
 def _read_rope(config: HFConfig, layer_type: str, theta: Any) -> Rope:
     max_positions = read_size(config, "max_position_embeddings", 131072)
     return read_layer_rope(
-        config, layer_type, LAYER_TYPES, theta=theta, head_dim=sizes(config)["head_dim"], max_positions=max_positions
+        config,
+        layer_type,
+        layer_types=LAYER_TYPES,
+        theta=theta,
+        head_dim=sizes(config)["head_dim"],
+        max_positions=max_positions,
     )
 
 

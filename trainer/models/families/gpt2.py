@@ -46,7 +46,9 @@ PARAMETERS = {
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
 LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn")
-LAYOUTS = hf_flax_layout(PARAMETERS, "transformer.", allows_tied_head=True, ignored_fields=(INVERSE_LAYER_SCALE_FIELD,))
+LAYOUTS = hf_flax_layout(
+    PARAMETERS, prefix="transformer.", allows_tied_head=True, ignored_fields=(INVERSE_LAYER_SCALE_FIELD,)
+)
 FAMILY = build_family(
     name="gpt2",
     prefix="transformer.",

@@ -28,7 +28,11 @@ def arch_config(config: HFConfig) -> ArchConfig:
     reject_unsupported_fields(config, "attention_layers", "attention_types")
     window, axis_sizes = read_size(config, "window_size", 256), sizes(config)
     windows = windows_by_layer_type(
-        _attention_kinds(config), ("global", "local"), axis_sizes["layers"], window, "attention_types"
+        _attention_kinds(config),
+        ("global", "local"),
+        layers=axis_sizes["layers"],
+        window=window,
+        field="attention_types",
     )
     return dataclasses.replace(_gpt_style.arch_config(config, axis_sizes), attn_scale=1.0, sliding_windows=windows)
 
@@ -59,7 +63,7 @@ PARAMETERS = {
     **matrix("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
 LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn.attention")
-LAYOUTS = hf_flax_layout(PARAMETERS, "transformer.", allows_tied_head=True)
+LAYOUTS = hf_flax_layout(PARAMETERS, prefix="transformer.", allows_tied_head=True)
 FAMILY = build_family(
     name="gpt_neo",
     prefix="transformer.",

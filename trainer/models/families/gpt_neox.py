@@ -36,7 +36,9 @@ def arch_config(config: HFConfig) -> ArchConfig:
         _gpt_style.arch_config(config, axis_sizes, activation=("hidden_act", "gelu")),
         norm_eps=read_positive(config, "layer_norm_eps", 1e-5),
         block_type="parallel" if config.get("use_parallel_residual", True) else "pre",
-        rope=read_rope({**config, **rotary}, axis_sizes["head_dim"], axis_sizes["positions"], allow_partial=True),
+        rope=read_rope(
+            {**config, **rotary}, axis_sizes["head_dim"], max_positions=axis_sizes["positions"], allow_partial=True
+        ),
     )
 
 

@@ -42,7 +42,7 @@ PARAMETERS = {
     **linear("head", "vocab embed <- lm_head.weight: vocab embed"),
 }  # fmt: skip
 LEGACY_BUFFERS = _gpt_style.mask_buffers("h.{i}.attn")
-LAYOUTS = hf_flax_layout(PARAMETERS, "transformer.")
+LAYOUTS = hf_flax_layout(PARAMETERS, prefix="transformer.")
 FAMILY = build_family(
     name="gptj",
     prefix="transformer.",

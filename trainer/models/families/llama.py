@@ -38,7 +38,7 @@ FAMILY = _llama_style.build_family(
     },
     layouts=lambda parameters: {
         **hf_flax_layout(
-            parameters, TENSOR_PREFIX, norm_name="weight", condition_overrides={if_set("mlp_bias"): False}
+            parameters, prefix=TENSOR_PREFIX, norm_name="weight", condition_overrides={if_set("mlp_bias"): False}
         ),
         "easylm": EASYLM_LAYOUT,
     },

@@ -34,5 +34,5 @@ FAMILY = _llama_style.build_family(
     arch_config=arch_config,
     tied_by_default=False,
     layer={**_llama_style.PRE_NORMS, **_llama_style.attention(), **_llama_style.gated_mlp()},
-    layouts=lambda parameters: hf_flax_layout(parameters, _llama_style.TENSOR_PREFIX, norm_name="weight"),
+    layouts=lambda parameters: hf_flax_layout(parameters, prefix=_llama_style.TENSOR_PREFIX, norm_name="weight"),
 )

@@ -88,7 +88,7 @@ PARAMETERS = {
 }  # fmt: skip
 LEGACY_BUFFERS = {"decoder.version": "version of the format"}
 LAYOUTS = hf_flax_layout(
-    PARAMETERS, "model.", allows_tied_head=True, condition_overrides={HAS_BIAS: True, HAS_NORM_WEIGHTS: True}
+    PARAMETERS, prefix="model.", allows_tied_head=True, condition_overrides={HAS_BIAS: True, HAS_NORM_WEIGHTS: True}
 )
 FAMILY = build_family(
     name="opt",

@@ -39,7 +39,11 @@ def arch_config(config: HFConfig) -> ArchConfig:
     original = read_size(config, "original_max_position_embeddings", 4096)
     with_original = {**config, "original_max_position_embeddings": original}
     rope = read_rope(
-        with_original, axis_sizes["head_dim"], max_positions, allow_partial=True, rope_types=ROPE_TYPE_ALIASES
+        with_original,
+        axis_sizes["head_dim"],
+        max_positions=max_positions,
+        allow_partial=True,
+        rope_types=ROPE_TYPE_ALIASES,
     )
     return dataclasses.replace(
         _llama_style.arch_config(config, axis_sizes, max_positions, rope=rope),

@@ -1,4 +1,4 @@
-"""Tests of AdamW and its learning rate schedule against optax, and of weight decay by role."""
+"""Tests of AdamW against optax, and of weight decay by role."""
 
 from __future__ import annotations
 
@@ -6,39 +6,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from tests.helpers import runs
 from trainer.models.param_tree import flatten_tree
-from trainer.training.optimizers import LRSchedule
-
-
-def learning_rates(schedule: LRSchedule, *steps: int) -> list[float]:
-    """Return the learning rate of each step."""
-    return [float(schedule.learning_rate(jnp.int32(step))) for step in steps]
-
-
-def test_cosine_schedule_matches_optax():
-    schedule = LRSchedule(1e-2, 1e-3, "cosine", 2000, 500_000)
-    optax_schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2000, 500_000, 1e-3)
-    steps = (0, 1, 1000, 2000, 251_000, 500_000, 600_000)
-    expected = [float(np.asarray(optax_schedule(step))) for step in steps]
-    assert learning_rates(schedule, *steps) == pytest.approx(expected, rel=1e-4)
-    expected = [0.0, 5e-6, 5e-3, 1e-2, 5.5e-3]
-    assert learning_rates(schedule, 0, 1, 1000, 2000, 251_000) == pytest.approx(expected, rel=1e-3)
-
-
-def test_linear_schedule_stays_at_its_end():
-    schedule = LRSchedule(1.0, 0.2, "linear", 0, 10)
-    assert learning_rates(schedule, 0, 5, 10, 11) == pytest.approx([1.0, 0.6, 0.2, 0.2])
-
-
-def test_constant_schedule_stays_at_its_peak_after_warmup():
-    schedule = LRSchedule(1.0, 0.5, "constant", 4, 8)
-    assert learning_rates(schedule, 0, 2, 4, 8, 100) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("decay_embeddings", [True, False])

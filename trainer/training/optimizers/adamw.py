@@ -1,48 +1,15 @@
-"""AdamW and its learning rate schedule."""
+"""AdamW."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-import jax.numpy as jnp
 import optax
-from jax import Array
 
 from trainer.models.param_tree import ParamLeaf, unflatten_tree
-
-
-@dataclass(frozen=True, slots=True)
-class LRSchedule:
-    """A learning rate schedule: linear warmup from 0 to `peak`, then decay to `end`.
-
-    Attributes:
-        peak: Learning rate after warmup.
-        end: Learning rate from step `decay` on.
-        kind: Shape of the decay; `constant` keeps `peak`.
-        warmup: Steps of warmup.
-        decay: Step at which the decay ends, counted from 0 with warmup included.
-    """
-
-    peak: float
-    end: float
-    kind: Literal["linear", "cosine", "constant"]
-    warmup: int
-    decay: int
-
-    def learning_rate(self, step: Array) -> Array:
-        """Compute the float32 learning rate of an update, counted from 0."""
-        step = jnp.asarray(step, jnp.float32)
-        progress = jnp.clip((step - self.warmup) / max(self.decay - self.warmup, 1), 0.0, 1.0)
-        remaining = {
-            "linear": 1.0 - progress,
-            "cosine": 0.5 * (1.0 + jnp.cos(math.pi * progress)),
-            "constant": jnp.ones_like(progress),
-        }
-        decayed = self.end + (self.peak - self.end) * remaining[self.kind]
-        return jnp.where(step < self.warmup, self.peak * step / max(self.warmup, 1), decayed)
+from trainer.recipe.optimizer_tables import AdamWTable
+from trainer.training.optimizers.lr_schedule import LRSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +52,16 @@ class AdamW:
     def _is_decayed(self, leaf: ParamLeaf) -> bool:
         """Return whether weight decay applies to a parameter."""
         return leaf.role == "matrix" or (leaf.role == "embedding" and self.decay_embeddings)
+
+
+def build_adamw(table: AdamWTable, lr_schedule: LRSchedule) -> AdamW:
+    """Build AdamW from its recipe table."""
+    return AdamW(
+        lr_schedule=lr_schedule,
+        b1=table.b1,
+        b2=table.b2,
+        eps=table.eps,
+        weight_decay=table.weight_decay,
+        decay_embeddings=table.decay_embeddings,
+        clip_norm=table.clip_norm,
+    )

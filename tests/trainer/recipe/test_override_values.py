@@ -1,0 +1,61 @@
+"""Values of `--set`: a hint reads back as the value it is about, after a shell has removed its quotes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.recipe.corrections import is_accepted
+from trainer.recipe.formatting import to_toml
+from trainer.recipe.override_values import override_argument, parse_override_value
+from trainer.recipe.raw_recipe import RawRecipe, apply_overrides
+from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
+from trainer.recipe.unknown_keys import set_option_text
+
+TEXTS = (
+    *("true", "8", "1e5", "nan", "2024-01-01", "1,8,1", "all", "a/b.txt", "a b", " a ", "a=b", "a;b", "#a", "{}"),
+    *("[1]", "[a]", "[a], b", "'x'", '"x"', "''", 'a"b', "a'b", "a\\b", "$HOME", "${A}/b", "!x", "~/x", "*.txt", "é"),
+)
+VALUES: tuple[Any, ...] = (*TEXTS, 8, 0.5, 1e-8, True, False, ["a", "b"], ["1"], ["a b"])
+TEXT_OR_BOOLEAN = {"anyOf": [{"type": "boolean"}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize("key", KEY_SCHEMAS)
+def test_set_option_reads_back_equal(key: str):
+    for value in VALUES:
+        if is_accepted(value, KEY_SCHEMAS[key]):
+            argument = shlex.split(set_option_text(key, to_toml(value))[1:-1])
+            assert (argument[0], len(argument)) == ("--set", 2), argument
+            raw = RawRecipe(Path("x.toml"), {name: {} for name in TABLE_NAMES})
+            overridden, diagnostics = apply_overrides(raw, argument[1:])
+            assert not diagnostics
+            assert overridden.get(key) == value
+
+
+@pytest.mark.parametrize("text", ["true", "false"])
+def test_text_that_looks_like_a_boolean_keeps_its_quotes(text: str):
+    """A key that takes both needs the quotes of a text."""
+    argument = override_argument("key", f'"{text}"', TEXT_OR_BOOLEAN)
+    assert argument == f"key='\"{text}\"'"
+    assert parse_override_value(shlex.split(argument)[0].partition("=")[2], TEXT_OR_BOOLEAN) == text
+    assert override_argument("key", text, TEXT_OR_BOOLEAN) == f"key={text}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "argument"),
+    [
+        ("name", "true", "name=true"),
+        ("mesh", "1,8,1", "mesh=1,8,1"),
+        ("checkpoint.keep", "all", "checkpoint.keep=all"),
+        ("data.source_prefix", "summarize: it", 'data.source_prefix="summarize: it"'),
+        ("data.source_prefix", "summarize: ", "data.source_prefix='\"summarize: \"'"),
+        ("data.path", ["a", "b"], """data.path='["a", "b"]'"""),
+        ("data.path", "$HOME/x", "data.path='\"$HOME/x\"'"),
+        ("optimizer.lr", 2e-5, "optimizer.lr=2e-5"),
+    ],
+)
+def test_override_argument_has_only_needed_quotes(key: str, value: Any, argument: str):
+    assert override_argument(key, to_toml(value), KEY_SCHEMAS[key]) == argument

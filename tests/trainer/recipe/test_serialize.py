@@ -1,0 +1,94 @@
+"""The form in which runs keep their recipes: runs resume only if it stays readable and equal."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from trainer.recipe import load_recipe, recipe_to_toml
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+DIGESTS = {  # SHA-256 of the complete recipes
+    "flan-t5-base.toml": "125f3c8ca78a6e240286a2962c90124bd555cac525cd64b7adc243f1cc370abc",
+    "gpt-neo-1.3b.toml": "9f23b87a348e23f813824c3dfad897fad01b4b578805ff05a6767f305ddf69cd",
+    "llama-7b.toml": "6a7d2c054fb164929d38972474487ef1eeb9de7f46d1a051af1aefff09836bd0",
+}
+STORED = """\
+name = "flan-t5-base"
+seed = 32
+mesh = "4,1,2"
+
+[model]
+path = "flan-t5-base-init"
+dtype = "float32"                               # default
+scan_layers = true                              # default
+remat_policy = "nothing_saveable"
+head_chunk_size = 512                           # default
+
+[data]
+type = "json"
+path = "data/train.jsonl"
+fields = "[article], highlights"
+source_length = 1024
+source_prefix = "summarize: "
+# tokenizer: the model's tokenizer              # default
+seq_length = 128
+packing = "concatenate"                         # default
+holdout = 0.0                                   # default
+eval_path = "data/validation.jsonl"
+# cache: `data` in the run's folder             # default
+shuffle = true                                  # default
+
+[batch]
+# size: micro-batch x `accumulate`              # default
+# per_device: from `size`                       # default
+per_replica = 2
+# accumulate: `size` / micro-batch, or 1        # default
+
+[optimizer]
+type = "adamw"                                  # default
+lr = 3e-4
+end_lr = 0.0                                    # default
+schedule = "linear"                             # default
+warmup_steps = 100
+# warmup_ratio: from `warmup_steps`, or 0       # default
+# decay_steps: the run's steps                  # default
+weight_decay = 0.0                              # default
+decay_embeddings = true                         # default
+b1 = 0.9                                        # default
+b2 = 0.999                                      # default
+eps = 1e-8                                      # default
+clip_norm = 1.0                                 # default
+
+[train]
+# steps: from `epochs`                          # default
+epochs = 1.0
+log_every = 10                                  # default
+eval_every = 1000
+max_skipped = 10                                # default
+
+[eval]
+limit = 1000
+
+[checkpoint]
+every = 1000
+keep = 2                                        # default
+optimizer_state = true                          # default
+"""
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_complete_recipe_keeps_its_digest(name: str):
+    loaded = load_recipe(RECIPES / name)
+    text = recipe_to_toml(loaded.recipe, loaded.origins)
+    assert hashlib.sha256(text.encode()).hexdigest() == DIGESTS[name]
+
+
+def test_complete_recipe_keeps_its_text(tmp_path: Path):
+    loaded = load_recipe(RECIPES / "flan-t5-base.toml")
+    assert recipe_to_toml(loaded.recipe, loaded.origins) == STORED
+    stored_path = tmp_path / "recipe.toml"
+    stored_path.write_text(STORED)
+    assert load_recipe(stored_path).recipe == loaded.recipe

@@ -1,0 +1,89 @@
+"""Evaluation without a loop: against the sums of one batch, for any batch size, limit and mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.helpers import runs
+from trainer.data.packing import Dataset
+from trainer.nn import transformer
+from trainer.training.evaluation import EvaluationResult, evaluate, jit_eval_step
+from trainer.training.loop import Loop
+from trainer.training.metrics import METRICS_FILE, MetricsWriter
+from trainer.training.step import StepSetup
+
+
+def evaluation_data(setup: StepSetup) -> Dataset:
+    """Return the five evaluation rows of a job."""
+    dataset = runs.make_job(setup).evaluation
+    assert dataset is not None
+    return dataset
+
+
+def run_evaluate(setup: StepSetup, batch_size: int = 4, limit: int = 0) -> EvaluationResult:
+    """Evaluate random parameters."""
+    return evaluate(
+        runs.make_state(setup)["params"],
+        evaluation_data(setup),
+        eval_step=jit_eval_step(setup.model, setup.forward_config),
+        sharding=setup.sharding,
+        batch_size=batch_size,
+        limit=limit,
+    )
+
+
+@pytest.mark.parametrize(("mesh", "batch_size"), [("", 1), ("", 3), ("", 8), ("2,2,2", 4)])
+def test_evaluate_returns_mean_over_all_tokens(mesh: str, batch_size: int):
+    setup = runs.make_setup()
+    dataset = evaluation_data(setup)
+    batch = {name: jax.numpy.asarray(array) for name, array in dataset.get_batch(range(dataset.n_rows)).items()}
+    sums = transformer.loss_sums(runs.make_state(setup)["params"], batch, setup.model, setup.forward_config)
+    result = run_evaluate(runs.make_setup(mesh=mesh), batch_size)
+    assert result.num_tokens == 5 * (runs.LENGTH - 1)
+    assert result.mean_loss == pytest.approx(float(sums.loss) / float(sums.weight), rel=1e-6)
+    assert result.accuracy == pytest.approx(float(sums.correct) / float(sums.weight))
+    assert result.perplexity == pytest.approx(math.exp(result.mean_loss))
+
+
+def test_evaluate_takes_the_first_rows():
+    assert run_evaluate(runs.make_setup(), limit=2).num_tokens == 2 * (runs.LENGTH - 1)
+
+
+def test_evaluate_without_tokens_is_nan():
+    zeros = dict.fromkeys(("loss", "weight", "correct"), jax.numpy.float32(0))
+    setup = runs.make_setup()
+    data, sharding = evaluation_data(setup), setup.sharding
+    result = evaluate({}, data, eval_step=lambda params, batch: zeros, sharding=sharding, batch_size=4)
+    assert math.isnan(result.mean_loss)
+    assert math.isnan(result.accuracy)
+    assert math.isnan(result.perplexity)
+    assert result.num_tokens == 0
+
+
+def test_perplexity_of_a_huge_loss_is_finite():
+    assert EvaluationResult(mean_loss=1e6, accuracy=0.0, num_tokens=1).perplexity == math.exp(700)
+
+
+def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
+    setup = runs.make_setup()
+    job = runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1)
+    metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
+    state, callbacks = runs.make_state(setup), runs.RecordingCallbacks()
+    Loop(
+        job, state, store=runs.MemoryStore(), metrics=metrics, callbacks=callbacks, poll_stop_reason=runs.never_stop
+    ).run()
+    result = run_evaluate(setup)
+    expected = {
+        "step": 0,
+        "eval_loss": result.mean_loss,
+        "eval_perplexity": result.perplexity,
+        "eval_accuracy": result.accuracy,
+        "eval_tokens": result.num_tokens,
+    }
+    assert callbacks.evaluations[0] == expected
+    assert (tmp_path / METRICS_FILE).read_text().splitlines()[0] == json.dumps(expected)

@@ -1,0 +1,34 @@
+"""Types of recipe keys, and the configuration that all tables share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+PATH_PATTERN = r"^[^\x00]+$"
+PATH_SCHEMA = {"type": "string", "format": "path", "pattern": PATH_PATTERN}
+
+
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+UnitInterval = Annotated[float, Field(ge=0, lt=1)]
+PathText = Annotated[str, Field(pattern=PATH_PATTERN, json_schema_extra={"format": "path"})]
+Paths = Annotated[
+    tuple[PathText, ...],
+    Field(min_length=1),
+    BeforeValidator(_as_tuple),
+    WithJsonSchema({"anyOf": [PATH_SCHEMA, {"type": "array", "items": PATH_SCHEMA, "minItems": 1}]}),
+]
+
+
+def if_absent(meaning: str) -> dict[str, Any]:
+    """Return JSON schema extras that describe the value of an absent key."""
+    return {"absent": meaning}

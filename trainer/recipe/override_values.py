@@ -1,0 +1,56 @@
+"""The VALUE of `--set KEY=VALUE`: TOML, or text without quotes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.recipe.formatting import alternatives
+
+SHELL_EXPANDS = re.compile(r"[$`\\!]")  # within double quotes too
+BARE_TEXT = re.compile(r"[\w./,:+-]+")
+
+
+def parse_override_value(text: str, key_schema: Mapping[str, Any] | None) -> Any:
+    """Return the value that VALUE stands for.
+
+    VALUE is text if it is not valid TOML, or if the key takes text and VALUE is TOML of another type: `mesh=8`.
+
+    Args:
+        text: VALUE.
+        key_schema: JSON schema of the key; None for an unknown key.
+    """
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+    types = {alternative["type"] for alternative in alternatives(key_schema)} if key_schema else set()
+    takes_text = bool(types) and types <= {"string", "array"}
+    return text if takes_text and not isinstance(value, str | list) else value
+
+
+def override_argument(key: str, toml_value: str, key_schema: Mapping[str, Any]) -> str:
+    """Return KEY=VALUE for a shell command, with as few quotes as the value needs.
+
+    Args:
+        key: The key.
+        toml_value: Its value as TOML.
+        key_schema: JSON schema of the key.
+    """
+    value = tomllib.loads(f"value = {toml_value}")["value"]
+    texts = [value, toml_value] if isinstance(value, str) and BARE_TEXT.fullmatch(value) else [toml_value]
+    arguments = (f"{key}={text}" for text in texts)
+    shortest = (argument for argument in arguments if _reads_back(argument, value, key_schema))
+    return next(shortest, f"{key}={shlex.quote(toml_value)}")
+
+
+def _reads_back(argument: str, value: Any, key_schema: Mapping[str, Any]) -> bool:
+    """Return whether `--set` gets the value from an argument whose quotes a shell has removed."""
+    words = shlex.split(argument)
+    if len(words) != 1 or SHELL_EXPANDS.search(argument):
+        return False
+    read = parse_override_value(words[0].partition("=")[2].strip(" \t"), key_schema)
+    return type(read) is type(value) and read == value

@@ -1,0 +1,81 @@
+"""Evaluation of a model on a dataset, with or without a training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax import Array
+
+from trainer.data.order import eval_batches
+from trainer.data.packing import Dataset
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.param_tree import Tree
+from trainer.nn import transformer
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.training.feed import TokenBatch, load_batch
+
+MAX_EXPONENT = 700.0  # exp of it is finite in float64
+EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Loss and accuracy over the predicted tokens of a dataset.
+
+    Attributes:
+        mean_loss: Mean cross-entropy of a token; NaN without tokens.
+        accuracy: Fraction of the tokens that are predicted correctly; NaN without tokens.
+        num_tokens: Number of predicted tokens.
+    """
+
+    mean_loss: float
+    accuracy: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean loss, limited to stay finite."""
+        return math.exp(min(self.mean_loss, MAX_EXPONENT))
+
+
+def jit_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
+    """Return a function that computes the sums `loss`, `weight` and `correct` of a batch, compiled once per shape."""
+    return jax.jit(lambda params, batch: transformer.loss_sums(params, batch, model, forward_config)._asdict())
+
+
+def evaluate(
+    params: Tree,
+    dataset: Dataset,
+    *,
+    eval_step: EvalStep,
+    sharding: ShardingContext,
+    batch_size: int,
+    limit: int = 0,
+) -> EvaluationResult:
+    """Evaluate parameters on a dataset; sums are float64, so the batch size hardly changes the result.
+
+    Args:
+        params: Parameters in float32, sharded like those of `sharding`.
+        dataset: The rows to evaluate on.
+        eval_step: Computes the sums of a batch, from `jit_eval_step`.
+        sharding: The device mesh of the batches.
+        batch_size: Rows per batch.
+        limit: Number of rows to evaluate on, from the first; 0 for all.
+
+    Raises:
+        PrepError: The mesh does not divide the batch (a usage error).
+    """
+    totals = np.zeros(3)
+    for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
+        sums = eval_step(params, load_batch(dataset, rows, sharding))
+        totals += [float(sums[name]) for name in ("loss", "weight", "correct")]
+    loss_sum, weight, correct = totals.tolist()
+    return EvaluationResult(
+        mean_loss=loss_sum / weight if weight else math.nan,
+        accuracy=correct / weight if weight else math.nan,
+        num_tokens=int(weight),
+    )

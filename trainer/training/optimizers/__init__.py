@@ -1,0 +1,26 @@
+"""Optimizers by name, the `optimizer.type` of a recipe. A step applies their updates, scaled by the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.recipe.optimizer_tables import AnyOptimizerTable
+from trainer.training.optimizers.adamw import build_adamw
+from trainer.training.optimizers.lr_schedule import LRSchedule, build_lr_schedule
+from trainer.training.optimizers.optimizer import Optimizer
+
+OPTIMIZERS: Mapping[str, Callable[[Any, LRSchedule], Optimizer]] = {"adamw": build_adamw}  # from table and schedule
+
+
+def build_optimizer(table: AnyOptimizerTable, steps: int) -> Optimizer:
+    """Build the optimizer of a run.
+
+    Args:
+        table: The recipe's `[optimizer]`.
+        steps: Steps of the run.
+
+    Raises:
+        PrepError: The decay would end before the warm-up does (usage error).
+    """
+    return OPTIMIZERS[table.type](table, build_lr_schedule(table, steps))
