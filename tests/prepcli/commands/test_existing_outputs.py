@@ -69,8 +69,8 @@ def test_foreign_output_created_late_is_not_replaced(capsys, monkeypatch):
     assert main(["save-init", "./m", "--out", "whole", "-q"]) == 0
     original = execute.finalize_output
 
-    def finalize_and_create_output(*args: Any) -> None:
-        original(*args)
+    def finalize_and_create_output(*args: Any, **options: Any) -> None:
+        original(*args, **options)
         Path("out").mkdir()
         Path("out/thesis.tex").write_text("years of work")
 

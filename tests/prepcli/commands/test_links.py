@@ -79,10 +79,10 @@ def test_link_created_after_planning_is_rejected(monkeypatch: pytest.MonkeyPatch
 
     original = execute.finalize_output
 
-    def replace_file_by_link(*args: Any) -> None:
+    def replace_file_by_link(*args: Any, **options: Any) -> None:
         Path("m/tokenizer_config.json").unlink()
         Path("m/tokenizer_config.json").symlink_to("../secret")
-        original(*args)
+        original(*args, **options)
 
     monkeypatch.setattr(execute, "finalize_output", replace_file_by_link)
     err = run_failing(capsys, 1, "pad-vocab", "./m", "--multiple", "8", "--out", "out")

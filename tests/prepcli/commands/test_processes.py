@@ -213,13 +213,13 @@ def test_source_change_while_waiting_is_an_error(
     def together(
         task: ConversionTask,
         move: Callable[[], PipelineResult],
-        finish: Callable[[PipelineResult], None],
+        publish: Callable[[PipelineResult], None],
         wait_options: WaitOptions,
     ) -> PipelineResult:
         outcome = move()
         for path in Path("changing").glob("*.safetensors"):
             os.utime(path, ns=(0, 0))
-        finish(outcome)
+        publish(outcome)
         return outcome
 
     monkeypatch.setattr(execute, "work_together", together)
