@@ -55,7 +55,7 @@ def test_evaluate_takes_the_first_rows():
 
 
 def test_evaluate_without_tokens_is_nan():
-    zeros = dict.fromkeys(("loss", "weight", "correct"), jax.numpy.float32(0))
+    zeros = {name: jax.numpy.zeros(()) for name in ("loss", "weight", "correct")}
     setup = runs.make_setup()
     data, sharding = evaluation_data(setup), setup.sharding
     result = evaluate({}, data, eval_step=lambda params, batch: zeros, sharding=sharding, batch_size=4)
