@@ -1,7 +1,7 @@
 """Set environment variables before jax is imported; jax reads them once. Commands started by tests inherit them.
 
-Tests spend more time on compilation than on computation, so XLA compiles with few optimizations, and all processes share
-one compilation cache. Tests of the demo reset these variables.
+Tests spend more time on compilation than on computation, so XLA compiles with few optimizations, and all processes
+share one compilation cache. Tests of the demo reset these variables.
 """
 
 from __future__ import annotations

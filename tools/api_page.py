@@ -42,6 +42,8 @@ def api_page() -> str:
     parts += ["## Options\n", "Options are keyword arguments. An unknown name or a wrong type is a `UsageError`.\n"]
     parts += [_options_class(value) for value in vars(options).values() if is_typeddict(value)]
     parts += ["## Results\n", *(_result_class(value) for value in _classes_of(results))]
+    types = [value for value in public if isinstance(value, type) and _is_other_type(value)]
+    parts += ["## Types\n", *(f"### `{value.__name__}`\n\n{_docstring(value)}" for value in types)]
     errors = [value for value in public if isinstance(value, type) and issubclass(value, Exception)]
     parts += ["## Errors\n", *(_error_class(value) for value in errors)]
     parts += [
@@ -50,6 +52,11 @@ def api_page() -> str:
     ]
     parts += [_function(testing.check_family), _function(testing.scale_down), _result_class(testing.CheckResult)]
     return "\n".join(parts)
+
+
+def _is_other_type(value: type) -> bool:
+    """Return whether a public type is neither a group of options, a result nor an error."""
+    return value.__module__ not in (options.__name__, results.__name__) and not issubclass(value, Exception)
 
 
 def _classes_of(module: Any) -> Iterator[type]:

@@ -53,7 +53,7 @@ def pad_vocab(
         **options: See `PadVocabOptions`.
 
     Returns:
-        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
 
     Raises:
         UsageError: An argument is invalid, or the request does not fit the source.
@@ -71,7 +71,7 @@ def plan_pad_vocab(checkpoint: PathLike, **options: Unpack[PadVocabOptions]) -> 
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        **options: See `PadVocabOptions`. Those about the output's folder have no effect.
+        **options: See `PadVocabOptions`. Options of the output folder have no effect.
 
     Returns:
         The files, tensors and checks of the conversion. `print(plan)` lists them.
@@ -102,7 +102,7 @@ def save_init(
         **options: See `SaveInitOptions`.
 
     Returns:
-        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
 
     Raises:
         UsageError: An argument is invalid, or the request does not fit the source.
@@ -120,7 +120,7 @@ def plan_save_init(checkpoint: PathLike, **options: Unpack[SaveInitOptions]) -> 
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        **options: See `SaveInitOptions`. Those about the output's folder have no effect.
+        **options: See `SaveInitOptions`. Options of the output folder have no effect.
 
     Returns:
         The files, tensors and checks of the conversion. `print(plan)` lists them.
@@ -151,7 +151,7 @@ def reshard(
         **options: See `ReshardOptions`.
 
     Returns:
-        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
 
     Raises:
         UsageError: An argument is invalid, or the request does not fit the source.
@@ -169,7 +169,7 @@ def plan_reshard(checkpoint: PathLike, **options: Unpack[ReshardOptions]) -> Pla
 
     Args:
         checkpoint: Folder or URL of an init checkpoint, a training run or a step of one.
-        **options: See `ReshardOptions`. Those about the output's folder have no effect.
+        **options: See `ReshardOptions`. Options of the output folder have no effect.
 
     Returns:
         The files, tensors and checks of the conversion. `print(plan)` lists them.
@@ -201,7 +201,7 @@ def export(
         **options: See `ExportOptions`.
 
     Returns:
-        The output's path and counts. If an equal output exists, nothing is written: `already_done` is True.
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
 
     Raises:
         UsageError: An argument is invalid, or the request does not fit the source.
@@ -219,7 +219,7 @@ def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
-        **options: See `ExportOptions`. Those about the output's folder have no effect.
+        **options: See `ExportOptions`. Options of the output folder have no effect.
 
     Returns:
         The files, tensors and checks of the conversion. `print(plan)` lists them.

@@ -44,6 +44,6 @@ def test_sections_of_docstrings_are_lists():
     text = section("load_params")
     assert "\n**Args:**\n\n- `checkpoint`: Folder, alias" in text
     assert "\n**Returns:** Nested dict of arrays, " in text
-    assert "\n**Raises:**\n\n- `PrepError`: The checkpoint lacks a parameter" in text
+    assert "\n**Raises:**\n\n- `UsageError`: An argument is invalid" in text
     for heading in ("Args:", "Returns:", "Raises:", "Attributes:"):
         assert f"\n{heading}\n" not in PAGE.read_text()
