@@ -199,7 +199,7 @@ def test_verify_reports_different_dtypes(capsys: pytest.CaptureFixture[str]):
     run_ok("save-init", "./m", "--dtype", "bfloat16")
     assert main(["verify", "m-init", "./m", "-v"]) == 1
     stderr = capsys.readouterr().err
-    assert "model.norm.weight  is bfloat16 and float32" in stderr
+    assert "params.final_norm.scale (model.norm.weight)  is bfloat16 and float32" in stderr
 
 
 def test_damaged_source_is_found_during_a_cast(capsys: pytest.CaptureFixture[str]):
