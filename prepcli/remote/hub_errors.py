@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from prepcli.errors import PrepError
 from prepcli.remote.hub_client import (
@@ -17,18 +16,27 @@ from prepcli.remote.hub_client import (
 from prepcli.remote.hub_ranges import HTTP_LIBRARIES
 from prepcli.remote.retries import TIMEOUT_VARIABLE
 
-if TYPE_CHECKING:
-    pass
-
 
 @contextmanager
-def translate_errors(hub_id: str, revision: str | None, offline: bool) -> Iterator[None]:
-    """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass."""
+def translate_errors(
+    hub_id: str, revision: str | None, *, offline: bool = False, is_streamed: bool = False
+) -> Iterator[None]:
+    """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass.
+
+    Args:
+        hub_id: `OWNER/NAME`.
+        revision: The requested revision.
+        offline: Whether only the cache is used.
+        is_streamed: Whether the model is read remotely, so that the cache cannot replace the hub.
+    """
     try:
         yield
     except PrepError:
         raise
     except Exception as error:
+        if is_streamed and is_unreachable(error) and not isinstance(error, NoAnswerError):
+            why = f"the hub cannot be reached{at_endpoint()}"
+            raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
         translated = _to_prep_error(error, hub_id, revision, offline=offline)
         if translated is None:
             raise

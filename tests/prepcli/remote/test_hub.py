@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from prepcli.remote.hub import files_to_download
+from prepcli.sources.hub_folders import files_to_download
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
 
 WEIGHTS = save({"a": np.arange(3000, dtype=np.float32)})
@@ -43,8 +43,10 @@ REPOS = {
     "o/private": FakeRepo(status=401),
     "o/ill": FakeRepo(status=503),
 }
+LOOKED_FOR = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream"
 SCRIPT = """
 import io, json, os, sys
+from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.errors import PrepError
 from prepcli.console.progress import JsonProgress
@@ -54,8 +56,9 @@ answer = {"warnings": warnings}
 try:
     policy = retry_policy_from_env(os.environ, str)
     options = {"offline": "--offline" in sys.argv, "progress": JsonProgress(events), "retry_policy": policy}
-    located = locate(sys.argv[1], warn=warnings.append, **options)
-    answer |= {"path": str(located.path), "revision": located.revision, "kind": located.kind}
+    located = locate(sys.argv[1], access=Access(warn=warnings.append, **options))
+    headers = located.headers
+    answer |= {"path": str(headers.path), "revision": headers.commit, "kind": located.kind}
 except PrepError as error:
     answer |= {"error": [error.what, error.why, error.hint, error.code]}
 answer["events"] = [json.loads(line) for line in events.getvalue().splitlines()]
@@ -170,7 +173,7 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
                        "check the spelling", 1]),
         ("o/ill", ["cannot read o/ill", "the hub says 503",
                    "try again later; a download continues where it stopped", 1]),
-        ("o/empty", ["o/empty holds no checkpoint", "its files are README.md", "", 1]),
+        ("o/empty", ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1]),
     ],
 )  # fmt: skip
 def test_download_explains_http_errors(run_locate: LocateRunner, name: str, error: list[object]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import FAILED, PrepError
-from prepcli.formats.detect import detect
+from prepcli.sources.detect import detect, detect_file
+from prepcli.sources.folders import Kind, LocalFolder
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:
@@ -23,9 +24,13 @@ def fill(folder: Path, *names: str, config: object = None) -> Path:
     return folder
 
 
-def detect_error(folder: Path, display_name: str = "./m") -> PrepError:
+def detect_folder(folder: Path) -> Kind:
+    return detect(LocalFolder("./m", folder))
+
+
+def detect_error(path: Path, display_name: str = "./m") -> PrepError:
     with pytest.raises(PrepError) as caught:
-        detect(folder, display_name)
+        _ = detect_file(path, display_name) if path.is_file() else detect(LocalFolder(display_name, path))
     assert caught.value.code == FAILED
     return caught.value
 
@@ -40,7 +45,7 @@ def detect_error(folder: Path, display_name: str = "./m") -> PrepError:
     ],
 )
 def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
-    assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == "safetensors"
+    assert detect_folder(fill(tmp_path, *names, config={"model_type": "llama"})) == "safetensors"
 
 
 @pytest.mark.parametrize(
@@ -55,16 +60,16 @@ def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
     ],
 )
 def test_detect_torch_and_meta(tmp_path: Path, names: list[str], kind: str) -> None:
-    assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
+    assert detect_folder(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
 
 
 def test_detect_safetensors_without_config(tmp_path: Path) -> None:
-    assert detect(fill(tmp_path, "model.safetensors")) == "safetensors"
+    assert detect_folder(fill(tmp_path, "model.safetensors")) == "safetensors"
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "state/_METADATA", "100/state/_METADATA"])
 def test_detect_orbax_item_step_or_run(tmp_path: Path, name: str) -> None:
-    assert detect(fill(tmp_path, name, "manifest.ocdbt")) == "orbax"
+    assert detect_folder(fill(tmp_path, name, "manifest.ocdbt")) == "orbax"
 
 
 def test_folder_without_checkpoint_lists_its_files(tmp_path: Path) -> None:
@@ -124,7 +129,7 @@ def test_quantised_config_is_an_error(tmp_path: Path, config: object, method: st
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"text_config": {}}, []])
 def test_config_without_quantisation_is_accepted(tmp_path: Path, config: object) -> None:
-    assert detect(fill(tmp_path, "model.safetensors", config=config)) == "safetensors"
+    assert detect_folder(fill(tmp_path, "model.safetensors", config=config)) == "safetensors"
 
 
 def test_broken_config_is_an_error(tmp_path: Path) -> None:
