@@ -74,7 +74,9 @@ class HubListing:
         with _report_progress(blobs, needed_bytes, progress):
             # Not in the library's own threads: Ctrl-C would wait for them
             map_in_daemon_threads(
-                lambda name: hf_hub_download(self.hub_id, name, revision=self.commit), missing, MAX_DOWNLOADS
+                lambda name: hf_hub_download(self.hub_id, name, revision=self.commit),
+                missing,
+                num_threads=MAX_DOWNLOADS,
             )
             return Path(snapshot_download(self.hub_id, revision=self.revision, allow_patterns=[*names]))
 
@@ -126,7 +128,7 @@ def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:
     return offline or HF_HUB_OFFLINE
 
 
-def list_repository(hub_id: str, revision: str | None, retry_policy: RetryPolicy) -> HubListing:
+def list_repository(hub_id: str, revision: str | None, *, retry_policy: RetryPolicy) -> HubListing:
     """List the files of a repository; a failed request raises an error of huggingface_hub.
 
     Raises:

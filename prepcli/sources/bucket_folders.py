@@ -129,7 +129,7 @@ class BucketFolder:
             content = read_all(self._bucket, file) if content is None else content
             write_small_file(remote.placeholder_folder, file, content)
 
-        map_in_daemon_threads(fetch, files, 2 * MAX_IN_FLIGHT)
+        map_in_daemon_threads(fetch, files, num_threads=2 * MAX_IN_FLIGHT)
 
 
 def _no_index_error(remote: RemoteCheckpoint) -> PrepError:
@@ -156,7 +156,7 @@ def _fetch_index(remote: RemoteCheckpoint, item: Path) -> None:
         path = item / location.path
         if path in files:
             ranges = [(location.offset, location.nbytes)]
-            write_sparse_file(remote.placeholder_folder, remote.reader, files[path], ranges)
+            write_sparse_file(remote.placeholder_folder, remote.reader, files[path], ranges=ranges)
 
     for key, value in read_ocdbt_index(item, fetch):
         if not isinstance(value, ValueLocation) or value.nbytes > MAX_METADATA_NBYTES:

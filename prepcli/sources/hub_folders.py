@@ -51,7 +51,7 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
         if is_offline:
             return _cached_folder(repo)
         try:
-            listing = list_repository(hub_id, revision, access.retry_policy)
+            listing = list_repository(hub_id, revision, retry_policy=access.retry_policy)
         except Exception as error:
             if access.stream or not is_hub_down(error):
                 raise

@@ -154,7 +154,7 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
     assert run_locate(f"o/good@{COMMIT}")["revision"] == COMMIT
     assert run_locate("o/good@v9")["error"] == [
         "o/good has no revision `v9`",
-        "the hub says 404",
+        "HTTP 404 from the hub",
         "see its page for revisions",
         1,
     ]
@@ -163,15 +163,15 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("o/gated", ["cannot read o/gated", "the hub says 401: access must be granted to your account",
+        ("o/gated", ["cannot read o/gated", "HTTP 401 from the hub: access must be granted to your account",
                      "open its page, then `hf auth login`", 1]),
-        ("o/refused", ["cannot read o/refused", "the hub says 403: access must be granted to your account",
+        ("o/refused", ["cannot read o/refused", "HTTP 403 from the hub: access must be granted to your account",
                        "open its page, then `hf auth login`", 1]),
-        ("o/private", ["cannot read o/private", "the hub says 401: it is private, or there is no such model",
+        ("o/private", ["cannot read o/private", "HTTP 401 from the hub: it is private, or there is no such model",
                        "open its page, then `hf auth login`", 1]),
-        ("o/nothing", ["cannot read o/nothing", "not a folder here, and the hub says 404: there is no such model",
+        ("o/nothing", ["cannot read o/nothing", "not a folder here, and HTTP 404 from the hub: there is no such model",
                        "check the spelling", 1]),
-        ("o/ill", ["cannot read o/ill", "the hub says 503",
+        ("o/ill", ["cannot read o/ill", "HTTP 503 from the hub",
                    "try again later; a download continues where it stopped", 1]),
         ("o/empty", ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1]),
     ],
