@@ -41,10 +41,6 @@ class HubListing:
     siblings: Mapping[str, RepoSibling]
     retry_policy: RetryPolicy
 
-    def names(self) -> list[str]:
-        """Return the names of all files."""
-        return [*self.siblings]
-
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Download a small file into the hub's cache, and return bytes of it."""
         from huggingface_hub import hf_hub_download

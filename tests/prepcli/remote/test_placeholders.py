@@ -209,6 +209,13 @@ def test_bucket_fetches_nothing_without_an_index(item: Path, monkeypatch: pytest
         open_remote_checkpoint(files)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "__0_0.distcp"])
+def test_bucket_is_rejected_before_any_header_is_fetched(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bucket_folders, "create_placeholder_folder", lambda: pytest.fail("placeholders were made"))
+    with pytest.raises(PrepError, match=r"gs://bucket/at (is|cannot be read remotely)"):
+        open_remote_checkpoint({name: b"x", "tokenizer.json": b"{}"})
+
+
 def folder_of_killed_process(environment: dict[str, str]) -> Path:
     program = (
         "import os; from prepcli.remote.placeholders import create_placeholder_folder;"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from prepcli.errors import FAILED, PrepError
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.detect import detect, detect_file
-from prepcli.sources.folders import Kind, LocalFolder
+from prepcli.sources.folders import Headers, Kind, LocalFolder
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:
@@ -157,3 +159,45 @@ def test_adapter_is_an_error(tmp_path: Path) -> None:
     error = detect_error(fill(tmp_path, "adapter_config.json", "adapter_model.safetensors"))
     assert error.what == "./m is an adapter, not a model"
     assert "merge" in error.hint
+
+
+class ListedFolder:
+    """A `Folder` of names only: reading any file fails the test."""
+
+    display_name = "./m"
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        raise AssertionError(f"{name} was read")
+
+    def fetch_headers(self, kind: Kind) -> Headers:
+        raise AssertionError(f"headers of {kind} were fetched")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["b/model.safetensors", "a.safetensors"], "safetensors"),
+        (["100/state/_METADATA", "config.json"], "orbax"),
+        (["a/b/c/_METADATA", "flax_model.msgpack"], "flax"),
+        (["streaming_params_7"], "easylm"),
+    ],
+)
+def test_detect_reads_no_file_without_a_config(names: list[str], kind: str) -> None:
+    assert detect(ListedFolder(*names)) == kind
+
+
+def test_config_with_braces_is_quoted_in_the_error(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "{found}{0}"}}
+    assert "{0}" in detect_error(fill(tmp_path, "model.safetensors", config=config)).why
+
+
+def test_config_that_is_too_large_is_an_error(tmp_path: Path) -> None:
+    fill(tmp_path, "model.safetensors")
+    (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_NBYTES + 1))
+    assert detect_error(tmp_path).what == "./m has a broken config.json"
