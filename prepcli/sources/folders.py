@@ -1,4 +1,4 @@
-"""The files of a checkpoint, in a local folder or far away, as one protocol."""
+"""The files of a checkpoint, local or remote, as one protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm"]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How checkpoints that are not local may be read.
+    """Settings for reading checkpoints that are not local.
 
     Attributes:
         offline: Use only local files and the hub's cache.
@@ -63,7 +63,7 @@ class Headers:
 
 
 class Folder(Protocol):
-    """The files of a checkpoint, wherever they are stored."""
+    """Files of a checkpoint: a local folder, a repository on the hub, or objects in a bucket."""
 
     @property
     def display_name(self) -> str:
