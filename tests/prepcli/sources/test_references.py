@@ -36,14 +36,14 @@ def usage_what(name: str, revision: str | None = None, step: int | None = None) 
         ("params::m", LocalPath("params::m", Path("m"), "params")),
         ("llama-13b@v1", HubRepo("huggyllama/llama-13b", "llama-13b", "v1")),
         ("owner/name", HubRepo("owner/name", "name")),
-        ("gs://b/x/y/", BucketUrl("gs://b/x/y/", ObjectStoreUrl("gs", "b", "x/y"))),
+        ("gs://bucket/x/y/", BucketUrl("gs://bucket/x/y/", ObjectStoreUrl("gs", "bucket", "x/y"))),
     ],
 )
 def test_parse_reference_gives_one_type_per_spelling(cwd: Path, name: str, reference: Reference) -> None:
     assert parse_reference(name) == reference
 
 
-@pytest.mark.parametrize(("name", "model_name"), [("m", "m"), ("gs://b/x/y/", "y"), ("s3://bucket", "bucket")])
+@pytest.mark.parametrize(("name", "model_name"), [("m", "m"), ("gs://bucket/x/y/", "y"), ("s3://bucket", "bucket")])
 def test_reference_names_its_model(cwd: Path, name: str, model_name: str) -> None:
     assert parse_reference(name).model_name == model_name
 
@@ -64,4 +64,4 @@ def test_parse_reference_rejects_an_unknown_step(cwd: Path) -> None:
 def test_only_hub_names_have_a_revision(cwd: Path) -> None:
     assert usage_what("m", "v1") == "`m` is a folder and has no revision v1"
     assert usage_what("runs/a", "v1", 9) == "`runs/a/9` is a folder and has no revision v1"
-    assert usage_what("gs://b/x", "v1") == "`gs://b/x` has no revision v1"
+    assert usage_what("gs://bucket/x", "v1") == "`gs://bucket/x` has no revision v1"
