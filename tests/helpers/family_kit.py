@@ -265,17 +265,11 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     config, decoder = subject.config, subject.decoder
     tensors = make_greedy.with_small_embeddings(config, subject.tensors)
     entry = make_greedy.generate_entry(torch_model(config, tensors), subject.sizes["vocab"])
-    prompts, generation_config = entry["prompts"], GenerationConfig(make_greedy.MAX_NEW_TOKENS)
-    generator = Generator(
-        decoder.params_from_tensors(tensors),
-        decoder.model,
-        forward_config=ForwardConfig(),
-        generation_config=generation_config,
-    )
-    if has_encoder(config):
-        generated = generator.generate([[0]] * len(prompts), prompts)
-    else:
-        generated = generator.generate(prompts)
+    prompts, params = entry["prompts"], decoder.params_from_tensors(tensors)
+    generation_config = GenerationConfig(make_greedy.MAX_NEW_TOKENS)
+    generator = Generator(params, decoder.model, forward_config=ForwardConfig(), generation_config=generation_config)
+    first_tokens = [[0]] * len(prompts)
+    generated = generator.generate(first_tokens, prompts) if has_encoder(config) else generator.generate(prompts)
     for prompt, tokens, expected in zip(prompts, generated, entry["tokens"]):
         assert tokens == expected, f"after {len(prompt)} tokens {tokens}, of transformers {expected}"
     return f"{len(generated)} x {make_greedy.MAX_NEW_TOKENS}"
