@@ -5,6 +5,8 @@ The default suite converts each pair in one dtype, and each format in every dtyp
 
 from __future__ import annotations
 
+from contextlib import chdir
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,13 +48,10 @@ def is_fast(case: tuple[str, str, str]) -> bool:
     return dtype == DTYPES[(SOURCES.index(source) + list(SINKS).index(sink)) % len(DTYPES)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Make the same LLaMA, in the dtype of a test's parameter, in every format that needs no PyTorch."""
-    root = tmp_path_factory.mktemp("matrix")
-    tensors = make_checkpoint(root / "hf", CONFIG, request.param, tied=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
+def make_formats(root: Path, dtype: str) -> Path:
+    """Make the same LLaMA in every format that needs no PyTorch."""
+    tensors = make_checkpoint(root / "hf", CONFIG, dtype, tied=False)
+    with chdir(root):
         for name, (command, source, *options) in CONVERTED.items():
             run_ok(command, source, *options, "--out", name)
     leaves = expected_leaves(CONFIG, tensors, True, 0)
@@ -65,9 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return root
 
 
-@pytest.fixture(scope="module")
-def of_torch(folder: Path) -> Path:
-    pytest.importorskip("torch")
+def make_torch_formats(folder: Path) -> Path:
+    """Add the formats that need PyTorch."""
     tensors = {name: to_torch(value) for name, value in read_tensors(folder / "hf").items()}
     write_bin_folder(folder / "hf", folder / "bin", tensors, num_files=2)
     write_bin_folder(folder / "hf", folder / "bin-legacy", tensors, legacy=True)
@@ -75,13 +73,26 @@ def of_torch(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("folder", "source", "sink"), slow_except(CASES, is_fast), indirect=["folder"])
+class FormatFolders:
+    """Folders with the same LLaMA in every format, one per dtype, made when a test needs them."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.folder = cache(lambda dtype: make_formats(factory.mktemp(dtype), dtype))
+        self.folder_with_torch = cache(lambda dtype: make_torch_formats(self.folder(dtype)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> FormatFolders:
+    return FormatFolders(tmp_path_factory)
+
+
+@pytest.mark.parametrize(("dtype", "source", "sink"), slow_except(CASES, is_fast))
 def test_conversion_is_bit_exact(
-    folder: Path, source: str, sink: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    folders: FormatFolders, dtype: str, source: str, sink: str, monkeypatch: pytest.MonkeyPatch
 ):
     if source in TORCH:
-        request.getfixturevalue("of_torch")
-    monkeypatch.chdir(folder)
+        pytest.importorskip("torch")
+    monkeypatch.chdir(folders.folder_with_torch(dtype) if source in TORCH else folders.folder(dtype))
     command, *options = SINKS[sink]
     if command == "save-init" and source in ORBAX_SOURCES:
         command = "reshard"
