@@ -45,7 +45,8 @@ class StoreSite:
         """Run a command in this process, and return its JSON."""
         self.capsys.readouterr()
         main([*arguments, "--json"])
-        return self._parse(*self.capsys.readouterr())
+        captured = self.capsys.readouterr()
+        return self._parse(captured.out, captured.err)
 
     def start_prep(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command in its own process."""
