@@ -1,19 +1,23 @@
 """Set environment variables before jax is imported; jax reads them once. Commands started by tests inherit them.
 
 Tests spend more time on compilation than on computation, so XLA compiles with few optimizations, and all processes
-share one compilation cache. Tests of the demo reset these variables.
+share one compilation cache. Tests of the demo reset these variables. Tests start hundreds of processes: Python writes
+bytecode even if PYTHONDONTWRITEBYTECODE is set, so that not every process compiles the packages.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from importlib.metadata import version
 
 FAST_COMPILE_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 FLAGS, CACHE = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 if version("jaxlib").startswith("0.10."):  # an unknown flag ends the process; other versions were not tried
     user_flags = os.environ.get(FLAGS, "").split()
