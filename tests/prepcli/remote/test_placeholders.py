@@ -40,6 +40,7 @@ from prepcli.sources import bucket_folders
 from prepcli.sources.bucket_folders import open_bucket
 from prepcli.sources.locate import LocatedCheckpoint, _detect_remote
 from prepcli.sources.opening import open_located
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
@@ -281,7 +282,7 @@ def count_rejected(files: dict[str, bytes], count: int, seed: int) -> int:
     return rejected
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except(range(12), (0,)))
 def test_fuzzed_checkpoint_opens_or_raises_prep_error(folder: Path, item: Path, seed: int):
-    assert count_rejected(contents(folder), 300, seed) > 100
-    assert count_rejected(contents(item), 200, seed) > 50
+    assert count_rejected(contents(folder), 75, seed) > 25
+    assert count_rejected(contents(item), 50, seed) > 12
