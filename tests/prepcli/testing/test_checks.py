@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.testing import kit
-from prepcli.testing.checks import CHECKS, check_coverage, check_step_on_mesh
+from prepcli.testing.checks import CHECKS, check_bfloat16_storage, check_coverage, check_forward, check_step_on_mesh
 from prepcli.testing.kit import CheckResult, run_checks
 from prepcli.testing.subject import FamilyUnderTest
 from tests.helpers.slow_cases import slow_except
@@ -39,10 +39,12 @@ FAST_FAMILIES = ("gpt2", "opt", "gemma3_text", "qwen3_moe", "t5")
 def is_fast(case: tuple[str, str]) -> bool:
     """Return whether the default suite makes a check: golden files do not make it, and no similar family is fast."""
     check, family = BY_NAME[case[0]], case[1]
-    if check.in_golden_files:
+    if check.in_golden_files or check.run is check_forward:
         return False
     if check.run is check_step_on_mesh:
         return family in ("mixtral", "t5")
+    if check.run is check_bfloat16_storage:
+        return family in ("gpt2", "gemma3_text")
     return check.run is check_coverage or family in FAST_FAMILIES
 
 
