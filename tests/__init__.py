@@ -25,6 +25,8 @@ if version("jaxlib").startswith("0.10."):  # an unknown flag ends the process; o
     os.environ[FLAGS] = " ".join(flags)
 if CACHE not in os.environ:
     cache_folder = tempfile.TemporaryDirectory(prefix="prep-tests-")  # deleted when this process exits
-    os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    # of an entry that another process is still writing, which is compiled again; commands must not print it
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry:UserWarning")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # background job of a shell: commands would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
