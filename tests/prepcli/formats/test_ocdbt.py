@@ -14,7 +14,7 @@ PATHS = ["d/" + "0" * 32, "d/" + "1" * 32, "other/d/x", "é"]
 KEYS = st.one_of(
     st.binary(max_size=6), st.tuples(st.integers(0, 12), st.integers(0, 300)).map(lambda i: b"layers.w/%d.%d" % i)
 )
-PLACES = st.builds(ValueLocation, st.sampled_from(PATHS), st.integers(0, 1 << 62), st.integers(0, 1 << 62))
+PLACES = st.builds(ValueLocation, st.sampled_from(PATHS), st.integers(0, 1 << 62), st.integers(0, (1 << 62) - 1))
 ENTRIES = st.dictionaries(KEYS, st.one_of(st.binary(max_size=20), PLACES), min_size=1, max_size=40)
 
 
