@@ -10,6 +10,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
+from trainer.nn.kernels.options import AttentionOptions
 
 REMAT_NONE = "none"
 REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
@@ -56,7 +57,8 @@ class ForwardConfig:
         remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
-        attention_kernel: Name of the attention kernel, a key of `trainer.nn.kernels.KERNELS`.
+        attention_options: The attention kernel and its tiles.
+        ffn_chunk_size: Tokens per row whose hidden units of the MLP exist at the same time; -1 for all.
 
     Raises:
         PrepError: `remat_policy` is unknown (a usage error).
@@ -67,7 +69,8 @@ class ForwardConfig:
     remat_policy: str = REMAT_NONE
     head_chunk_size: int = 512
     sharding: ShardingContext = field(default_factory=ShardingContext)
-    attention_kernel: str = "reference"
+    attention_options: AttentionOptions = field(default_factory=AttentionOptions)
+    ffn_chunk_size: int = -1
 
     def __post_init__(self) -> None:
         """Check the rematerialization policy."""
