@@ -122,7 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             compiled = compile_step(model, forward_config, rows, seq_length)
             run = MemoryInputs(
-                model.arch_config, model.leaves, sharding.mesh, sharding.rules, rows, seq_length, remat_policy=remat
+                model.arch_config,
+                model.leaves,
+                sharding.mesh,
+                sharding.rules,
+                rows,
+                seq_length,
+                remat_policy=remat,
+                ffn_chunk_size=options.ffn_chunk,
+                attention_tile=None if options.kernel == "reference" else (options.q_chunk, options.k_chunk),
             )
             expected = estimate_memory(run).activations
             sizes = f"{compiled.temp_nbytes >> 20:>10,}{expected >> 20:>11,}{compiled.argument_nbytes >> 20:>26,}"

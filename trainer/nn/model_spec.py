@@ -21,6 +21,7 @@ REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; 
     "dots_with_no_batch_dims_saveable",
     "checkpoint_dots_with_no_batch_dims",
 )
+SAVES_SCORES = ("everything_saveable", "dots_saveable", "checkpoint_dots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class ForwardConfig:
         ffn_chunk_size: Tokens per row whose hidden units of the MLP exist at the same time; -1 for all.
 
     Raises:
-        PrepError: `remat_policy` is unknown (a usage error).
+        PrepError: `remat_policy` is unknown, or does not go with the attention kernel (usage errors).
     """
 
     dtype: str = "float32"
@@ -73,11 +74,15 @@ class ForwardConfig:
     ffn_chunk_size: int = -1
 
     def __post_init__(self) -> None:
-        """Check the rematerialization policy."""
+        """Check the rematerialization policy, alone and with the attention kernel."""
         if self.remat_policy not in (REMAT_NONE, *REMAT_POLICIES):
             supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
             what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
             raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
+        if self.attention_options.kernel != "reference" and self.remat_policy in SAVES_SCORES:
+            what = f"`model.remat_policy = {self.remat_policy}` does not go with blockwise attention"
+            why = "the policy saves the scores of all tiles"
+            raise usage_error(what, why, '`model.remat_policy = "nothing_saveable"`')
 
 
 def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
