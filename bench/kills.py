@@ -30,7 +30,7 @@ from prepcli.cli.main import main as prep
 from prepcli.console.ui import format_table
 from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.execution.locks import is_locked
-from prepcli.execution.run_folder import saved_steps
+from prepcli.formats.run_steps import saved_steps
 
 INIT_COMMAND = ("save-init", "./model", "--pad-vocab", "8")
 COMMANDS = {

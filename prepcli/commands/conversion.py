@@ -26,7 +26,6 @@ from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import PrepError, usage_error
 from prepcli.execution.execute import ConversionResult, ExecuteOptions, execute_plan
-from prepcli.execution.run_folder import saved_steps, step_folder
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
 from prepcli.execution.workers import (
     ONE_PROCESS,
@@ -41,8 +40,10 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.remote.retries import retry_policy_from_env
-from prepcli.sources.locate import LocatedCheckpoint, default_checkpoint, locate
-from prepcli.sources.opening import open_located
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import LocatedCheckpoint, locate
+from prepcli.sources.opening import open_source
+from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source
 from prepcli.targets.streams import optimizer_nbytes
 
@@ -98,19 +99,15 @@ def open_checkpoint(
     if checkpoint is None:
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         ui.note(f"using {checkpoint} (the only prep checkpoint here)")
-    if common.step is not None:
-        checkpoint = _step_checkpoint(checkpoint, common.step)
-    located = locate(
-        checkpoint,
-        common.revision,
-        common.offline,
-        progress=ui.progress(),
-        warn=ui.warn,
-        stream=common.stream,
-        allow_remote=True,
-        retry_policy=retry_policy_from_env(os.environ, ui.note),
-    )
-    return located, open_located(located, located.hub_id or checkpoint, common.config)
+    access = make_access(ui, offline=common.offline, stream=common.stream, allow_urls=True)
+    located = locate(checkpoint, common.revision, step=common.step, access=access)
+    return located, open_source(located, common.config)
+
+
+def make_access(ui: Ui, *, offline: bool, stream: bool = False, allow_urls: bool = False) -> Access:
+    """Return the access to remote checkpoints, with progress and warnings on `ui` and time-outs of the environment."""
+    policy = retry_policy_from_env(os.environ, ui.note)
+    return Access(offline, stream, allow_urls, progress=ui.progress(), warn=ui.warn, retry_policy=policy)
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
@@ -125,15 +122,6 @@ def check_allow_overflow(common: CommonOptions, dtype: str | None) -> None:
     """Raise a usage PrepError for `--allow-overflow` without a cast."""
     if dtype is None:
         check_needs("--allow-overflow", common.allow_overflow, "--dtype", "without a cast no value overflows")
-
-
-def _step_checkpoint(run: str, step: int) -> str:
-    """Return the path of a run's step; raise a usage PrepError if the run does not have it."""
-    steps = saved_steps(Path(run).expanduser())
-    if step in steps:
-        return str(step_folder(Path(run), step))
-    why = f"its steps are {', '.join(map(str, steps))}" if steps else "it is not the folder of a run"
-    raise usage_error(f"{run} has no step {step}", why)
 
 
 def run_conversion(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from prepcli.commands.conflicts import check_stream
+from prepcli.commands.conversion import make_access
 from prepcli.commands.inspect_report import (
     ShapeAndDtype,
     count_line,
@@ -31,7 +31,6 @@ from prepcli.inspection.shard_map import MAX_DRAWN_DEVICES, draw_shard_map, summ
 from prepcli.inspection.tensor_stats import TensorStats, compute_stats, stored_nbytes
 from prepcli.planning.state_names import OPT_STATE
 from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabulary
-from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.opening import open_source
 from trainer.models.mesh import parse_mesh
@@ -113,17 +112,9 @@ def read_checkpoint(
     request: InspectRequest, checkpoint: str, revision: str | None, ui: Ui
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     """Locate a checkpoint, and read its headers or index."""
-    located = locate(
-        checkpoint,
-        revision,
-        request.offline,
-        progress=ui.progress(),
-        warn=ui.warn,
-        stream=request.stream,
-        allow_remote=True,
-        retry_policy=retry_policy_from_env(os.environ, ui.note),
-    )
-    return located, read_contents(located, located.hub_id or checkpoint)
+    access = make_access(ui, offline=request.offline, stream=request.stream, allow_urls=True)
+    located = locate(checkpoint, revision, access=access)
+    return located, read_contents(located)
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:
@@ -157,7 +148,7 @@ def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
     return {
         "name": contents.display_name,
-        "revision": located.revision,
+        "revision": located.headers.commit,
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": contents.kind,
@@ -344,5 +335,6 @@ def _shapes_by_name(contents: CheckpointContents, as_hf_tensors: bool) -> dict[s
     """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
     if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
-    source = open_source(contents.folder, contents.display_name)
+    located = replace(locate(str(contents.folder)), display_name=contents.display_name)
+    source = open_source(located)
     return {source.names.full_name(tensor.name): (tensor.shape, tensor.dtype) for tensor in source.tensors}

@@ -25,10 +25,12 @@ from prepcli.commands.train_start import (
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage_error
-from prepcli.execution.run_folder import LOCK, RunFolder, saved_steps, step_folder
+from prepcli.execution.run_folder import LOCK, RunFolder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
+from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.shares import launcher_share
 from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
@@ -116,7 +118,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
             if run.step == run.job.steps:
                 return _finished_report(run, fields)
             if request.verify and not reader.is_checked:
-                source = open_source(reader.folder, str(reader.folder))
+                source = open_source(locate(str(reader.folder)))
                 tensors = source.all_tensors if run.step else source.tensors
                 check_without_checksums(source, tensors, ui, hint=damage_hint(folder, run.start_checkpoint))
             state = _load_train_state(run, reader)

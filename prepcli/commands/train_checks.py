@@ -13,7 +13,7 @@ from prepcli.commands.machine import cgroup_memory_limit, system_memory
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui, format_table
 from prepcli.errors import PrepError
-from prepcli.execution.run_folder import saved_steps
+from prepcli.formats.run_steps import saved_steps
 from trainer.models.memory_estimate import FLOAT32, STATE_COPIES, MemoryEstimate, MemoryInputs, estimate_memory
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.commands.conversion import CommonOptions
+from prepcli.commands.conversion import CommonOptions, make_access
 from prepcli.commands.save_init import SaveInitRequest, save_init
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import usage_error
-from prepcli.execution.run_folder import saved_steps, step_folder
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import read_manifest
-from prepcli.remote.retries import retry_policy_from_env
+from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.locate import locate
@@ -76,15 +74,9 @@ def check_restart_source(reader: ItemReader, folder: Path) -> None:
 
 def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_run: bool, ui: Ui) -> Path:
     """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint."""
-    located = locate(
-        recipe.model.path,
-        offline=offline,
-        progress=ui.progress(),
-        warn=ui.warn,
-        retry_policy=retry_policy_from_env(os.environ, ui.note),
-    )
+    located = locate(recipe.model.path, access=make_access(ui, offline=offline))
     if located.kind == "orbax":
-        return located.path
+        return located.headers.path
     out = folder / INIT_FOLDER / f"{located.model_name}-init"
     if dry_run:
         return _existing_init(out, recipe.model.path, mesh)

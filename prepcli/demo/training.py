@@ -22,7 +22,7 @@ from prepcli.demo.steps import (
 )
 from prepcli.demo.tiny_model import VOCABULARY, WORDS
 from prepcli.errors import PrepError
-from prepcli.execution.run_folder import saved_steps, step_folder
+from prepcli.formats.run_steps import saved_steps, step_folder
 
 TEXT, RECIPE, UNBROKEN, KILLED, LEARNED = "tiny.txt", "tiny.toml", "runs/unbroken", "runs/tiny", "tiny-learned"
 OUTPUTS = (TEXT, RECIPE, "runs", LEARNED)

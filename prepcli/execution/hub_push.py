@@ -220,13 +220,13 @@ def _explain(error: BaseException | None, what: str) -> PrepError | None:
 def _status_error(what: str, status: int) -> PrepError:
     """Return the error for an HTTP status."""
     if status == 401:
-        return PrepError(what, "the hub answered 401: the token is invalid", "`hf auth login`, or set HF_TOKEN")
+        return PrepError(what, "HTTP 401 from the hub: the token is invalid", "`hf auth login`, or set HF_TOKEN")
     if status == 403:
-        return PrepError(what, "the hub answered 403: the token has no write access", "use a token with write access")
+        return PrepError(what, "HTTP 403 from the hub: the token has no write access", "use a token with write access")
     if status == 404:
-        return PrepError(what, "the hub answered 404: unknown owner, repository or branch", "check the spelling")
+        return PrepError(what, "HTTP 404 from the hub: unknown owner, repository or branch", "check the spelling")
     if status == 409:
-        return PrepError(what, "the hub answered 409: the branch changed meanwhile", _RETRY_HINT)
+        return PrepError(what, "HTTP 409 from the hub: the branch changed meanwhile", _RETRY_HINT)
     if status == 413:
-        return PrepError(what, "the hub answered 413: a file is too large", "`prep export --shard-size 5GB`")
-    return PrepError(what, f"the hub answered {status}", _RETRY_HINT)
+        return PrepError(what, "HTTP 413 from the hub: a file is too large", "`prep export --shard-size 5GB`")
+    return PrepError(what, f"HTTP {status} from the hub", _RETRY_HINT)

@@ -28,8 +28,8 @@ from prepcli.execution.finalize import finalize_output
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import fsync_path, remove_path
 from prepcli.execution.staging import open_staging, remove_work_folder
-from prepcli.formats.manifest import MANIFEST_FILE, PREP_KEYS, STATE_ITEM
-from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.manifest import PREP_KEYS, STATE_ITEM
+from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.source import HF_FOLDER, small_files
@@ -40,26 +40,6 @@ from trainer.models.checkpoint_store import HostLeaf, LeafSpec
 LOCK = ".lock"
 MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf that is fetched
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
-
-
-def step_folder(run: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint."""
-    return run / str(step)
-
-
-def saved_steps(run: Path) -> list[int]:
-    """Return the steps with complete checkpoints, ascending; an empty list if the run does not exist."""
-    try:
-        names = [name for name in os.listdir(run) if re.fullmatch("0|[1-9][0-9]{0,17}", name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise io_error(run, error) from error
-    return sorted(int(name) for name in names if _is_step(run / name))
-
-
-def _is_step(folder: Path) -> bool:
-    return (folder / MANIFEST_FILE).is_file() and (folder / STATE_ITEM / METADATA_FILE).is_file()
 
 
 class RunFolder:

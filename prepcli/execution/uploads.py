@@ -180,6 +180,12 @@ def _upload_folder(
         if _has_begun(request)
         else _create_marks(request)
     )
+
+    def write(name: str) -> RemoteFile:
+        return bucket.write(
+            name, names[name], part_nbytes=PART_NBYTES, max_parts=MAX_PARTS, on_written=progress.advance
+        )
+
     for file in remote_files:
         if file.path in (COMMIT_MARKER, MANIFEST_FILE):
             bucket.delete(file.path)
@@ -190,14 +196,12 @@ def _upload_folder(
                 if name in uploaded:
                     progress.advance(names[name].stat().st_size)
                 else:
-                    _write_mark(
-                        marks, plan_digest, bucket.write(name, names[name], PART_NBYTES, MAX_PARTS, progress.advance)
-                    )
+                    _write_mark(marks, plan_digest, write(name))
             for file in remote_files:
                 if file.path not in names:
                     bucket.delete(file.path)
             for name in last_names:
-                bucket.write(name, names[name], PART_NBYTES, MAX_PARTS, progress.advance)
+                write(name)
     finally:
         progress.end()
 

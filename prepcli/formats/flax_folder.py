@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from prepcli.errors import PrepError
@@ -26,7 +26,7 @@ _SHARD_FILE = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.{SUFFIX}")
 _NUMBERED_STREAM = re.compile(rf"({'|'.join(STREAM_FILES)})_\d+")
 
 
-def detect_msgpack_kind(names: list[str]) -> MsgpackKind | None:
+def detect_msgpack_kind(names: Collection[str]) -> MsgpackKind | None:
     """Return the kind of checkpoint that a folder with these file names holds; None if neither."""
     if any(name in names for name in FLAX_FILES):
         return "flax"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,9 +127,10 @@ def read_safetensors_header(path: Path, file_number: int) -> SafetensorsHeader:
     return SafetensorsHeader(path.name, end, len(header_bytes), tuple(tensors), metadata, digest, file_stat.st_mtime_ns)
 
 
-def has_safetensors(folder: Path) -> bool:
-    """Return whether a folder holds safetensors files or an index, valid or not."""
-    return folder.is_dir() and (INDEX_FILE in list_folder(folder) or bool(_files_without_index(folder)))
+def select_safetensors_files(names: Iterable[str]) -> list[str]:
+    """Return the file names that hold a model's tensors: the index, else model.safetensors, else all *.safetensors."""
+    visible = [name for name in names if name == INDEX_FILE or (name.endswith(f".{SUFFIX}") and name[0] != ".")]
+    return next(([name] for name in (INDEX_FILE, SINGLE_FILE) if name in visible), visible)
 
 
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
@@ -140,19 +141,17 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
     Raises:
         PrepError: The folder is unreadable, a file is missing, or index and files disagree.
     """
-    has_index = INDEX_FILE in list_folder(folder)
-    if has_index:
-        weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX)
-        names = list_indexed_files(folder, weight_map)
-    else:
-        weight_map, names = None, _files_without_index(folder)
+    candidates = select_safetensors_files(list_folder(folder))
+    weight_map = read_weight_map(folder / INDEX_FILE, SUFFIX) if candidates == [INDEX_FILE] else None
+    names = list_indexed_files(folder, weight_map) if weight_map is not None else candidates
+    if weight_map is None:
         _check_model(folder, names)
     headers = tuple(read_safetensors_header(folder / name, file_number) for file_number, name in enumerate(names))
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     file_by_tensor = map_tensors_to_files(folder, ((tensor.name, names[tensor.file]) for tensor in tensors))
     if weight_map is not None:
         check_index_matches_files(folder, weight_map, file_by_tensor)
-    return SafetensorsFolder(folder, headers, tensors, has_index)
+    return SafetensorsFolder(folder, headers, tensors, weight_map is not None)
 
 
 # One file
@@ -285,12 +284,6 @@ def _check_contiguous(tensors: Sequence[FileTensor], data_start: int) -> int:
 
 
 # A folder
-
-
-def _files_without_index(folder: Path) -> list[str]:
-    """Return the file names of a model without an index."""
-    names = [name for name in list_folder(folder) if name.endswith(f".{SUFFIX}") and not name.startswith(".")]
-    return [SINGLE_FILE] if SINGLE_FILE in names else names
 
 
 def _check_model(folder: Path, names: Sequence[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from prepcli.engine.blobs import Blob
 from prepcli.errors import PrepError
 from prepcli.formats import msgpack
 from prepcli.formats.codecs import CRC32C
-from prepcli.formats.detect import Kind
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import OrbaxNonArray, dotted_name, find_item, unravel_chunk_index
 from prepcli.formats.orbax_read import OrbaxItem, read_item
@@ -24,8 +24,8 @@ from prepcli.formats.zarr import ChunkIndex
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
-from prepcli.remote.placeholders import rename_in_errors
 from prepcli.sources.decoded_arrays import DecodedArray
+from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.openers.meta_folder import open_meta
@@ -122,30 +122,18 @@ class CheckpointContents:
         return sum(len(entry.chunks) for entry in self.entries)
 
 
-def read_contents(located: LocatedCheckpoint, display_name: str) -> CheckpointContents:
+def read_contents(located: LocatedCheckpoint) -> CheckpointContents:
     """Read the headers or the index of a located checkpoint.
 
     Raises:
         PrepError: The checkpoint is broken or not supported.
     """
-    remote = located.remote
-    if remote is None:
-        return _read_local(located, display_name)
-    with rename_in_errors(remote.placeholder_folder, display_name):
-        contents = _read_local(located, display_name)
-        return replace(contents, blobs=remote.blobs(contents.files, contents.blobs))
-
-
-def _read_local(located: LocatedCheckpoint, display_name: str) -> CheckpointContents:
-    if located.kind == "torch":
-        return _read_torch(located.path, display_name)
-    if located.kind == "meta":
-        return _read_meta(located.path, display_name)
-    if located.kind in ("flax", "easylm"):
-        return _read_flax(located.path, display_name, located.kind)
-    if located.kind == "orbax":
-        return _read_orbax(located.path, display_name)
-    return _read_safetensors(located.path, display_name)
+    headers, display_name = located.headers, located.display_name
+    with headers.naming(display_name):
+        contents = READERS[located.kind](headers.path, display_name)
+        if headers.remote is None:
+            return contents
+        return replace(contents, blobs=headers.remote.blobs(contents.files, contents.blobs))
 
 
 def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
@@ -243,7 +231,7 @@ def _placed_entry(
     return TensorEntry(name, path, dtype, shape, shape, {}, stored, placement)
 
 
-def _read_flax(path: Path, display_name: str, kind: msgpack.MsgpackKind) -> CheckpointContents:
+def _read_flax(kind: msgpack.MsgpackKind, path: Path, display_name: str) -> CheckpointContents:
     flax_files = read_flax_files(path, kind)
     return CheckpointContents(
         display_name=display_name,
@@ -314,6 +302,16 @@ def _orbax_entry(item: OrbaxItem, array_number: int, blob: int | None) -> Tensor
 def _describe_non_array(entry: OrbaxNonArray) -> str:
     value = f"the text {entry.text!r}" if entry.value_type == "string" else f"an empty {entry.value_type}"
     return f"{dotted_name(entry.path)} is {value}"
+
+
+READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
+    "safetensors": _read_safetensors,
+    "flax": partial(_read_flax, "flax"),
+    "easylm": partial(_read_flax, "easylm"),
+    "torch": _read_torch,
+    "meta": _read_meta,
+    "orbax": _read_orbax,
+}
 
 
 def nbytes_below(contents: CheckpointContents, root: str) -> int:

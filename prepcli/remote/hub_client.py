@@ -96,7 +96,7 @@ class _RetryingSender:
                 continue
             if response.status_code not in RETRYABLE_STATUSES or _is_commit(request):
                 return response
-            self._record_failure(request, f"{_host(request)} says {response.status_code}", None, response)
+            self._record_failure(request, f"HTTP {response.status_code} from {_host(request)}", None, response)
             if not self._can_resend(request):
                 return response
             response.close()
@@ -179,7 +179,7 @@ class _RetryingSender:
             response.headers.pop("retry-after", None)  # the library would wait a second time
             response.headers.pop("ratelimit", None)
         wait_s = max(self.retry_policy.backoff_s(tries), server_wait_s)
-        self.retry_policy.report_retry(failure, wait_s, tries)
+        self.retry_policy.report_retry(failure, wait_s, tries=tries)
         time.sleep(wait_s)
 
     def _failure_text(self, request: Any, error: Exception) -> str:

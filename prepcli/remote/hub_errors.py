@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from prepcli.errors import PrepError
 from prepcli.remote.hub_client import (
@@ -17,18 +16,27 @@ from prepcli.remote.hub_client import (
 from prepcli.remote.hub_ranges import HTTP_LIBRARIES
 from prepcli.remote.retries import TIMEOUT_VARIABLE
 
-if TYPE_CHECKING:
-    pass
-
 
 @contextmanager
-def translate_errors(hub_id: str, revision: str | None, offline: bool) -> Iterator[None]:
-    """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass."""
+def translate_errors(
+    hub_id: str, revision: str | None, *, offline: bool = False, is_streamed: bool = False
+) -> Iterator[None]:
+    """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass.
+
+    Args:
+        hub_id: `OWNER/NAME`.
+        revision: The requested revision.
+        offline: Whether only the cache is used.
+        is_streamed: Whether the model is read remotely, so that the cache cannot replace the hub.
+    """
     try:
         yield
     except PrepError:
         raise
     except Exception as error:
+        if is_streamed and is_unreachable(error) and not isinstance(error, NoAnswerError):
+            why = f"the hub cannot be reached{at_endpoint()}"
+            raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
         translated = _to_prep_error(error, hub_id, revision, offline=offline)
         if translated is None:
             raise
@@ -44,10 +52,10 @@ def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offli
         return _no_answer_error(what, error)
     if isinstance(error, RevisionNotFoundError):
         return PrepError(
-            f"{hub_id} has no revision `{revision or 'main'}`", "the hub says 404", "see its page for revisions"
+            f"{hub_id} has no revision `{revision or 'main'}`", "HTTP 404 from the hub", "see its page for revisions"
         )
     if isinstance(error, HfHubHTTPError):
-        return _status_error(what, error.response.status_code, isinstance(error, GatedRepoError))
+        return _status_error(what, error.response.status_code, is_gated=isinstance(error, GatedRepoError))
     if isinstance(error, HFValidationError):
         return PrepError(what, str(error))
     if is_malformed_answer(error):
@@ -66,7 +74,7 @@ def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offli
 
 def _no_answer_error(what: str, error: NoAnswerError) -> PrepError:
     if error.status:
-        return _status_error(what, error.status, False)
+        return _status_error(what, error.status, is_gated=False)
     why = f"{error}, and the model is not in the cache"
     return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer")
 
@@ -77,18 +85,20 @@ def at_endpoint() -> str:
     return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
 
 
-def _status_error(what: str, status: int, is_gated: bool) -> PrepError:
+def _status_error(what: str, status: int, *, is_gated: bool) -> PrepError:
     """Return the PrepError for an HTTP status of the hub."""
     page = "open its page, then `hf auth login`"
     if is_gated:
-        return PrepError(what, f"the hub says {status}: access must be granted to your account", page)
+        return PrepError(what, f"HTTP {status} from the hub: access must be granted to your account", page)
     if status in (401, 403):
-        return PrepError(what, f"the hub says {status}: it is private, or there is no such model", page)
+        return PrepError(what, f"HTTP {status} from the hub: it is private, or there is no such model", page)
     if status == 404:
-        return PrepError(what, "not a folder here, and the hub says 404: there is no such model", "check the spelling")
+        return PrepError(
+            what, "not a folder here, and HTTP 404 from the hub: there is no such model", "check the spelling"
+        )
     if _is_server_trouble(status):
-        return PrepError(what, f"the hub says {status}", "try again later; a download continues where it stopped")
-    return PrepError(what, f"the hub says {status}")
+        return PrepError(what, f"HTTP {status} from the hub", "try again later; a download continues where it stopped")
+    return PrepError(what, f"HTTP {status} from the hub")
 
 
 def is_unreachable(error: Exception) -> bool:

@@ -117,14 +117,14 @@ class HubRangeReader:
     def _check_status(self, file_url: _FileUrl, file: RemoteFile, status: int, headers: Mapping[str, str]) -> None:
         """Raise unless the answer has bytes of the listed file."""
         if status in RETRYABLE_STATUSES:
-            raise RetryableError(f"the server says {status}", retry_after_s(headers))
+            raise RetryableError(f"HTTP {status} from the server", retry_after_s(headers))
         if file_url.is_external and status in EXPIRED_URL_STATUSES:
             self.file_urls.pop(file.path, None)
-            raise RetryableError(f"the server that the hub names says {status}")
+            raise RetryableError(f"HTTP {status} from the URL that the hub redirects to")
         if status in (412, 416):
-            raise file_changed_error(self, file, f"the server says {status}")
+            raise file_changed_error(self, file, f"HTTP {status} from the server")
         if status not in (200, 206):
-            why = f"the hub says {status}" + (": access is not granted any more" if status in (401, 403) else "")
+            why = f"HTTP {status} from the hub" + (": access is not granted any more" if status in (401, 403) else "")
             raise PrepError(f"cannot read {file.path} of {self.name}", why)
         if not file_url.is_external:
             self._check_digest(file, headers)

@@ -150,7 +150,7 @@ class Bucket:
                 is_last_try = tries == MAX_TRIES or spent_s >= MAX_TRIES * policy.timeout_s
                 if is_last_try or _status(error) in PERMANENT_STATUSES:
                     raise
-                policy.report_retry(self._failure_text(error), policy.backoff_s(tries), tries)
+                policy.report_retry(self._failure_text(error), policy.backoff_s(tries), tries=tries)
             time.sleep(policy.backoff_s(tries))
 
     def _failure_text(self, error: BaseException) -> str:
@@ -158,7 +158,7 @@ class Bucket:
         if _is_timeout(error):
             return f"no answer from {self.name} for {self.retry_policy.timeout_s:g} s"
         status = _status(error)
-        return f"{self.name}: the store says {status}" if status else redacted_error_text(error)
+        return f"HTTP {status} from {self.name}" if status else redacted_error_text(error)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
         """Make one request; see `RangeReader.read`."""
@@ -189,7 +189,7 @@ class Bucket:
         return _receive(result.stream(min_chunk_size=64 << 10), into)
 
     def write(
-        self, path: str, file: Path, part_nbytes: int, max_parts: int, on_written: Callable[[int], object]
+        self, path: str, file: Path, *, part_nbytes: int, max_parts: int, on_written: Callable[[int], object]
     ) -> RemoteFile:
         """Upload a file; the object appears under its name only when it is complete.
 

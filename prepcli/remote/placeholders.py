@@ -129,7 +129,7 @@ def write_small_file(folder: Path, file: RemoteFile, content: bytes) -> None:
 
 
 def write_sparse_file(
-    folder: Path, reader: RangeReader, file: RemoteFile, ranges: Sequence[tuple[int, int]] = ()
+    folder: Path, reader: RangeReader, file: RemoteFile, *, ranges: Sequence[tuple[int, int]] = ()
 ) -> Path:
     """Write, or extend, a sparse placeholder of the file's size.
 
@@ -167,22 +167,23 @@ def _copy_range(reader: RangeReader, file: RemoteFile, offset: int, *, nbytes: i
     done, memory = 0, allocate_buffer(max(1, min(nbytes, MAX_READ_AHEAD_NBYTES)))
     while done < nbytes:
         part = memory[: min(nbytes - done, memory.size)]
-        read_range(reader, file, offset + done, part)
+        read_range(reader, file, offset=offset + done, into=part)
         done += os.pwrite(fd, part.data, offset + done)
 
 
 def write_header(folder: Path, reader: RangeReader, file: RemoteFile) -> None:
     """Write a sparse placeholder of a safetensors file with its header, or its first bytes if the length is invalid."""
-    path = write_sparse_file(folder, reader, file, [(0, HEADER_READ_NBYTES)])
+    path = write_sparse_file(folder, reader, file, ranges=[(0, HEADER_READ_NBYTES)])
     with path.open("rb") as stream:
         nbytes = LENGTH_NBYTES + int.from_bytes(stream.read(LENGTH_NBYTES), "little")
     if HEADER_READ_NBYTES < nbytes <= LENGTH_NBYTES + MAX_HEADER_NBYTES:
-        write_sparse_file(folder, reader, file, [(HEADER_READ_NBYTES, nbytes - HEADER_READ_NBYTES)])
+        rest = (HEADER_READ_NBYTES, nbytes - HEADER_READ_NBYTES)
+        write_sparse_file(folder, reader, file, ranges=[rest])
 
 
 def write_headers(folder: Path, reader: RangeReader, files: Sequence[RemoteFile]) -> None:
     """Write the placeholders of safetensors files with their headers, several at a time."""
-    map_in_daemon_threads(lambda file: write_header(folder, reader, file), files, 2 * MAX_IN_FLIGHT)
+    map_in_daemon_threads(lambda file: write_header(folder, reader, file), files, num_threads=2 * MAX_IN_FLIGHT)
 
 
 def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
@@ -195,7 +196,7 @@ def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
         why = f"it has {format_bytes(file.size)}, the limit for settings and tokenizers is {format_bytes(SMALL_NBYTES)}"
         raise PrepError(f"{file.path} of {reader.name} is too large", why)
     content = np.empty(file.size, np.uint8)
-    read_range(reader, file, 0, content)
+    read_range(reader, file, offset=0, into=content)
     return content.tobytes()
 
 

@@ -86,7 +86,7 @@ def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepE
 
 
 def read_range(
-    reader: RangeReader, file: RemoteFile, offset: int, into: ByteArray, stop: threading.Event | None = None
+    reader: RangeReader, file: RemoteFile, *, offset: int, into: ByteArray, stop: threading.Event | None = None
 ) -> None:
     """Fill `into` with the bytes from `offset` on, with as many requests as necessary.
 
@@ -119,7 +119,8 @@ def read_range(
         if tries == MAX_STALLED_TRIES or is_too_late or stop.is_set():
             raise _gave_up_error(reader, file, failure, tries)
         wait_s = _backoff_s(tries, failure)
-        policy.report_retry(f"{file.path}: {failure}", wait_s, tries, _expected_tries(tries, spent_s, policy))
+        max_tries = _expected_tries(tries, spent_s, policy)
+        policy.report_retry(f"{file.path}: {failure}", wait_s, tries=tries, max_tries=max_tries)
         if stop.wait(wait_s):
             raise _gave_up_error(reader, file, failure, tries)
 
@@ -141,7 +142,7 @@ def _gave_up_error(reader: RangeReader, file: RemoteFile, failure: RetryableErro
     return PrepError(f"cannot read {file.path} of {reader.name}", f"{tries} tries in a row failed: {failure}", hint)
 
 
-def read_range_in_parallel(reader: RangeReader, file: RemoteFile, offset: int, into: ByteArray) -> None:
+def read_range_in_parallel(reader: RangeReader, file: RemoteFile, *, offset: int, into: ByteArray) -> None:
     """Fill `into` with the bytes from `offset` on, with concurrent requests if it is large.
 
     Raises:
@@ -149,16 +150,16 @@ def read_range_in_parallel(reader: RangeReader, file: RemoteFile, offset: int, i
     """
     count = max(1, min(MAX_IN_FLIGHT, into.size // PART_NBYTES))
     if count == 1:
-        read_range(reader, file, offset, into)
+        read_range(reader, file, offset=offset, into=into)
         return
     cuts = [into.size * number // count for number in range(count + 1)]
     stop = threading.Event()
 
     def read(part: tuple[int, int]) -> None:
-        read_range(reader, file, offset + part[0], into[part[0] : part[1]], stop)
+        read_range(reader, file, offset=offset + part[0], into=into[part[0] : part[1]], stop=stop)
 
     try:
-        map_in_daemon_threads(read, itertools.pairwise(cuts), count)
+        map_in_daemon_threads(read, itertools.pairwise(cuts), num_threads=count)
     finally:
         stop.set()  # after an error, the other requests are not repeated
 
@@ -204,7 +205,7 @@ class ReadAheadCache:
             why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
             raise DamagedError(f"{file.path} of {self._reader.name} is cut short", why)
         if into.size >= DIRECT_READ_NBYTES:
-            read_range_in_parallel(self._reader, file, offset, into)
+            read_range_in_parallel(self._reader, file, offset=offset, into=into)
             return
         with self._lock:
             for start, stop, cached in self._ranges_covering(file, offset, offset + into.size):
@@ -230,7 +231,7 @@ class ReadAheadCache:
         while sum(cached.data.size for cached in self._cached_ranges) + size > READ_AHEAD_CACHE_NBYTES:
             self._cached_ranges.pop(0)
         cached = _CachedRange(file.path, offset, allocate_buffer(size)[:size])
-        read_range(self._reader, file, offset, cached.data)
+        read_range(self._reader, file, offset=offset, into=cached.data)
         self._cached_ranges.append(cached)
         return cached
 

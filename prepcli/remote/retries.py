@@ -71,7 +71,7 @@ class RetryPolicy:
         """Return the seconds between try number `tries` and the next one: 1, 2, 4 by default."""
         return self.timeout_s / TIMEOUT_S * 2 ** (tries - 1)
 
-    def report_retry(self, failure: str, wait_s: float, tries: int, max_tries: int = MAX_TRIES) -> None:
+    def report_retry(self, failure: str, wait_s: float, *, tries: int, max_tries: int = MAX_TRIES) -> None:
         """Note a failed try and the time of the next one."""
         delay = f" in {wait_s:.0f} s" if wait_s >= 1 else ""
         self.note(f"{failure}; trying again{delay} ({tries + 1} of {max_tries})")
@@ -100,7 +100,11 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
 
 
 def call_with_timeout(
-    call: Callable[[], T], limit_s: float | None, on_late: Callable[[], object] | None = None, late_s: float = TIMEOUT_S
+    call: Callable[[], T],
+    limit_s: float | None,
+    *,
+    on_late: Callable[[], object] | None = None,
+    late_s: float = TIMEOUT_S,
 ) -> T:
     """Run a function in a daemon thread and return its result.
 
@@ -134,7 +138,7 @@ def _wait_for_result(results: queue.SimpleQueue[_CallResult[T]], wait_s: float |
         return None
 
 
-def map_in_daemon_threads(function: Callable[[T], U], items: Iterable[T], num_threads: int) -> list[U]:
+def map_in_daemon_threads(function: Callable[[T], U], items: Iterable[T], *, num_threads: int) -> list[U]:
     """Apply a function to all items in `num_threads` daemon threads and return the results in order.
 
     The first error, or Ctrl-C, is raised at once: items that were not started are dropped, running ones are abandoned.

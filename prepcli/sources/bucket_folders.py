@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prepcli.console.formatting import format_bytes
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
-from prepcli.formats.orbax import METADATA_FILE, find_item
-from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.formats.orbax import find_item
+from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import (
     SMALL_NBYTES,
     RemoteCheckpoint,
@@ -23,7 +23,9 @@ from prepcli.remote.placeholders import (
     write_sparse_file,
 )
 from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy, map_in_daemon_threads
+from prepcli.remote.retries import map_in_daemon_threads
+from prepcli.sources.folders import Access, Headers, Kind
+from prepcli.sources.references import BucketUrl
 from prepcli.sources.source import WEIGHT_SUFFIXES
 
 MAX_INDEX_NBYTES = 1 << 30  # of all nodes of an OCDBT index
@@ -33,66 +35,106 @@ _DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})  # names that Tenso
 _ARRAY_METADATA_KEYS = (b".zarray", b"zarr.json")
 
 
-def open_url(url: str, retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY) -> RemoteCheckpoint:
-    """Open the checkpoint at `gs://BUCKET/PATH` or `s3://BUCKET/PATH`.
+COPY_HINT = "copy it to a local folder first"
+
+
+def open_bucket_folder(reference: BucketUrl, access: Access) -> BucketFolder:
+    """List the files of a checkpoint in an object store.
 
     Raises:
-        PrepError: The URL is invalid, unreachable or no checkpoint.
+        PrepError: The store is unreachable or has nothing there; or `access` excludes URLs (usage).
     """
-    return open_bucket(Bucket(parse_url(url), retry_policy=retry_policy))
+    name = reference.display_name
+    if access.offline:
+        raise usage_error(f"`--offline` with `{name}`", "an object store needs the network", COPY_HINT)
+    if not access.allow_urls:
+        raise usage_error(f"`{name}` is a URL", "this command reads local folders", COPY_HINT)
+    return BucketFolder(name, Bucket(reference.url, retry_policy=access.retry_policy))
 
 
-def open_bucket(bucket: Bucket) -> RemoteCheckpoint:
-    """Fetch headers, indexes and small files of a checkpoint into a folder of placeholder files.
+class BucketFolder:
+    """The objects below a URL as a `Folder`; `fetch_headers` writes placeholder files."""
 
-    Raises:
-        PrepError: The store is unreachable or has no checkpoint there.
-    """
-    files = bucket.list_files()
-    if not files:
-        raise PrepError(f"{bucket.name} holds no checkpoint", "no object has this prefix", "check the spelling")
-    remote = RemoteCheckpoint(files, bucket, create_placeholder_folder())
-    for file in files:
-        placeholder_path(remote.placeholder_folder, file)
-    with rename_in_errors(remote.placeholder_folder, bucket.name):
-        (_fetch_orbax_item if _is_orbax(files) else _fetch_hf_folder)(remote)
-    return remote
+    def __init__(self, display_name: str, bucket: Bucket) -> None:
+        """List the objects.
 
+        Raises:
+            PrepError: The store is unreachable or has nothing there.
+        """
+        self.display_name, self._bucket = display_name, bucket
+        self._files = {file.path: file for file in bucket.list_files()}
+        self._contents: dict[str, bytes] = {}  # of the small files that were read, by name
+        if not self._files:
+            raise PrepError(f"{bucket.name} holds no checkpoint", "no object has this prefix", "check the spelling")
 
-def _is_orbax(files: Sequence[RemoteFile]) -> bool:
-    """Return whether these are the files of an Orbax item, of a step or of a run."""
-    return any(file.path.rpartition("/")[2] == METADATA_FILE and file.path.count("/") <= 2 for file in files)
+    def names(self) -> Sequence[str]:
+        """List all objects."""
+        return [*self._files]
 
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a small object, which is fetched whole and kept."""
+        if name not in self._contents:
+            self._contents[name] = read_all(self._bucket, self._files[name])
+        return self._contents[name][start:stop]
 
-def _fetch_hf_folder(remote: RemoteCheckpoint) -> None:
-    """Fetch the small files and the safetensors headers at the top of a Hugging Face folder."""
-    top = [file for file in remote.files if "/" not in file.path]
-    weights = [file for file in top if Path(file.path).suffix in WEIGHT_SUFFIXES]
-    _fetch_small_files(remote, [file for file in top if file not in weights and file.size <= SMALL_NBYTES])
-    for file in weights:
-        write_sparse_file(remote.placeholder_folder, remote.reader, file)
-    safetensors_files = [file for file in weights if file.path.endswith(".safetensors")]
-    write_headers(remote.placeholder_folder, remote.reader, safetensors_files)
+    def fetch_headers(self, kind: Kind) -> Headers:
+        """Fetch headers, indexes and small files into a folder of placeholder files.
 
+        Raises:
+            PrepError: This format cannot be read remotely, or a file cannot be fetched.
+        """
+        fetch = {"safetensors": self._fetch_hf_folder, "orbax": self._fetch_orbax_item}
+        if kind not in fetch:
+            why = f"its format is {kind}; only {' and '.join(fetch)} are read remotely"
+            raise PrepError(f"{self.display_name} cannot be read remotely", why, COPY_HINT)
+        remote = RemoteCheckpoint(tuple(self._files.values()), self._bucket, create_placeholder_folder())
+        for file in remote.files:
+            placeholder_path(remote.placeholder_folder, file)
+        with rename_in_errors(remote.placeholder_folder, self.display_name):
+            fetch[kind](remote)
+        return Headers(remote.placeholder_folder, remote)
 
-def _fetch_orbax_item(remote: RemoteCheckpoint) -> None:
-    """Fetch all files except data files, then the OCDBT index of the item."""
-    if not any(file.path.rpartition("/")[2] == OCDBT_MANIFEST for file in remote.files):
-        raise _no_index_error(remote)
-    data_files = [file for file in remote.files if _is_data_file(file)]
-    _fetch_small_files(remote, [file for file in remote.files if not _is_data_file(file)])
-    item = find_item(remote.placeholder_folder)
-    if item is None or not (item / OCDBT_MANIFEST).is_file():
-        raise _no_index_error(remote)
-    for file in data_files:
-        if placeholder_path(remote.placeholder_folder, file).is_relative_to(item):
+    def _fetch_hf_folder(self, remote: RemoteCheckpoint) -> None:
+        """Fetch the small files and the safetensors headers at the top of a Hugging Face folder."""
+        top = [file for file in remote.files if "/" not in file.path]
+        weights = [file for file in top if Path(file.path).suffix in WEIGHT_SUFFIXES]
+        self._fetch_small_files(remote, [file for file in top if file not in weights and file.size <= SMALL_NBYTES])
+        for file in weights:
             write_sparse_file(remote.placeholder_folder, remote.reader, file)
-    _fetch_index(remote, item)
+        safetensors_files = [file for file in weights if file.path.endswith(".safetensors")]
+        write_headers(remote.placeholder_folder, remote.reader, safetensors_files)
+
+    def _fetch_orbax_item(self, remote: RemoteCheckpoint) -> None:
+        """Fetch all files except data files, then the OCDBT index of the item."""
+        if not any(file.path.rpartition("/")[2] == OCDBT_MANIFEST for file in remote.files):
+            raise _no_index_error(remote)
+        data_files = [file for file in remote.files if _is_data_file(file)]
+        self._fetch_small_files(remote, [file for file in remote.files if not _is_data_file(file)])
+        item = find_item(remote.placeholder_folder)
+        if item is None or not (item / OCDBT_MANIFEST).is_file():
+            raise _no_index_error(remote)
+        for file in data_files:
+            if placeholder_path(remote.placeholder_folder, file).is_relative_to(item):
+                write_sparse_file(remote.placeholder_folder, remote.reader, file)
+        _fetch_index(remote, item)
+
+    def _fetch_small_files(self, remote: RemoteCheckpoint, files: Sequence[RemoteFile]) -> None:
+        total_nbytes = sum(file.size for file in files)
+        if total_nbytes > MAX_SMALL_FILES_NBYTES:
+            why = f"{len(files):,} small files have {format_bytes(total_nbytes)} together"
+            raise PrepError(f"{self.display_name} is not a checkpoint", why, "name the folder of a checkpoint")
+
+        def fetch(file: RemoteFile) -> None:
+            content = self._contents.get(file.path)
+            content = read_all(self._bucket, file) if content is None else content
+            write_small_file(remote.placeholder_folder, file, content)
+
+        map_in_daemon_threads(fetch, files, num_threads=2 * MAX_IN_FLIGHT)
 
 
 def _no_index_error(remote: RemoteCheckpoint) -> PrepError:
     why = "it has no OCDBT index: its arrays are folders of files, or it was not finished"
-    return PrepError(f"{remote.reader.name} cannot be read remotely", why, "copy it to a local folder first")
+    return PrepError(f"{remote.reader.name} cannot be read remotely", why, COPY_HINT)
 
 
 def _is_data_file(file: RemoteFile) -> bool:
@@ -114,22 +156,10 @@ def _fetch_index(remote: RemoteCheckpoint, item: Path) -> None:
         path = item / location.path
         if path in files:
             ranges = [(location.offset, location.nbytes)]
-            write_sparse_file(remote.placeholder_folder, remote.reader, files[path], ranges)
+            write_sparse_file(remote.placeholder_folder, remote.reader, files[path], ranges=ranges)
 
     for key, value in read_ocdbt_index(item, fetch):
         if not isinstance(value, ValueLocation) or value.nbytes > MAX_METADATA_NBYTES:
             continue
         if key.endswith(_ARRAY_METADATA_KEYS):
             fetch(value)
-
-
-def _fetch_small_files(remote: RemoteCheckpoint, files: Sequence[RemoteFile]) -> None:
-    total_nbytes = sum(file.size for file in files)
-    if total_nbytes > MAX_SMALL_FILES_NBYTES:
-        why = f"{len(files):,} small files have {format_bytes(total_nbytes)} together"
-        raise PrepError(f"{remote.reader.name} is not a checkpoint", why, "name the folder of a checkpoint")
-
-    def fetch(file: RemoteFile) -> None:
-        write_small_file(remote.placeholder_folder, file, read_all(remote.reader, file))
-
-    map_in_daemon_threads(fetch, files, 2 * MAX_IN_FLIGHT)

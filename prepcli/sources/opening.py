@@ -1,4 +1,4 @@
-"""Opening of a checkpoint folder, by the opener for its format."""
+"""Opening of a located checkpoint, by the opener for its format."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from prepcli.formats.detect import Kind, detect
 from prepcli.planning.plan import SourceFile
-from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
+from prepcli.remote.placeholders import RemoteCheckpoint
+from prepcli.sources.folders import Kind
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
 from prepcli.sources.openers.meta_folder import open_meta
@@ -16,7 +16,7 @@ from prepcli.sources.openers.orbax_item import open_orbax
 from prepcli.sources.openers.safetensors_folder import open_safetensors
 from prepcli.sources.openers.torch_folder import open_torch
 from prepcli.sources.source import Source
-from prepcli.sources.source_hints import NO_HINTS, SourceHints
+from prepcli.sources.source_hints import SourceHints
 
 OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
     "safetensors": open_safetensors,
@@ -28,36 +28,20 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
 }
 
 
-def open_source(path: Path, display_name: str, hints: SourceHints = NO_HINTS) -> Source:
-    """Read the headers and settings of a checkpoint, but no weights.
-
-    Args:
-        path: Folder or file of the checkpoint.
-        display_name: Name of the checkpoint in messages.
-        hints: User-supplied facts about the checkpoint.
-
-    Raises:
-        PrepError: The checkpoint is broken, or its format is not supported.
-    """
-    return OPENERS[detect(path, display_name)](path, display_name, hints)
-
-
-def open_located(located: LocatedCheckpoint, display_name: str, config_path: Path | None = None) -> Source:
-    """Read the headers and settings of a located checkpoint, local or remote.
+def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> Source:
+    """Read the headers and settings of a located checkpoint, but no weights.
 
     Args:
         located: Result of `locate`.
-        display_name: Name of the checkpoint in messages.
         config_path: The user's config.json, or a folder with one, if any.
 
     Raises:
-        PrepError: The checkpoint is broken, or its format is not supported.
+        PrepError: The checkpoint is broken.
     """
-    remote, hints = located.remote, SourceHints(config_path, located.part)
-    if remote is None:
-        return open_source(located.path, display_name, hints)
-    with rename_in_errors(remote.placeholder_folder, display_name):
-        return _with_remote_blobs(open_source(located.path, display_name, hints), remote)
+    headers, display_name = located.headers, located.display_name
+    with headers.naming(display_name):
+        source = OPENERS[located.kind](headers.path, display_name, SourceHints(config_path, located.part))
+        return source if headers.remote is None else _with_remote_blobs(source, headers.remote)
 
 
 def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:

@@ -15,6 +15,7 @@ from bench.models import BLOCK_NBYTES, FREE_BITS, main, tensor_entries, write_mo
 from bench.published import PUBLISHED, published_config
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.aliases import ALIASES, ALIASES_BY_NAME
+from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.tiny_checkpoints import read_tensors
 from trainer.models.axis_map import bind_row
@@ -59,7 +60,7 @@ def test_gpt_neo_attention_types_follow_the_depth(layers: int, attention: list[o
 def test_write_model_names_and_shapes(config: dict[str, Any], tmp_path: Path) -> None:
     write_model(tmp_path / "model", config, shard_nbytes=30_000)
     assert {name: value.shape for name, value in read_tensors(tmp_path / "model").items()} == shapes_of(config)
-    source = open_source(tmp_path / "model", "model")
+    source = open_source(locate(str(tmp_path / "model")))
     assert len(source.files) > 1
     assert source.vocabulary().true_size == 131
 
@@ -96,7 +97,7 @@ def test_write_model_is_deterministic(tmp_path: Path) -> None:
 
 def test_sparse_model_takes_no_disk_space(tmp_path: Path) -> None:
     main(["llama-13b", str(tmp_path / "model"), "--sparse"])
-    source = open_source(tmp_path / "model", "model")
+    source = open_source(locate(str(tmp_path / "model")))
     assert sum(tensor.nbytes for tensor in source.tensors) == ALIASES_BY_NAME["llama-13b"].nbytes
     files = [path.stat() for path in (tmp_path / "model").glob("*.safetensors")]
     assert len(files) == 6

@@ -9,7 +9,7 @@ import pytest
 from prepcli.cli.options import DEFAULT_MEMORY, complete_checkpoint, complete_family
 from prepcli.console.formatting import parse_bytes
 from prepcli.formats.manifest import MANIFEST_FILE
-from tests.prepcli.formats.test_detect import fill
+from tests.prepcli.sources.test_detect import fill
 from trainer.models.suggest import suggest
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED
-from prepcli.execution.run_folder import saved_steps
 from prepcli.formats.checksums import CHECKSUMS_FILE
+from prepcli.formats.run_steps import saved_steps
 from tests.helpers.run_cli import run_ok
 from tests.prepcli.commands.test_train import make_training_folder
 from tests.prepcli.restore.test_checked_reads import chunk_locations

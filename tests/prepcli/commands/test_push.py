@@ -114,7 +114,7 @@ def test_failed_push_can_be_repeated(init: Path, tmp_path: Path, broken: str):
         prep, hub.failing_requests = Runner(hub, tmp_path), broken
         error = prep(*arguments)["error"]
         assert error["what"] == "cannot push to o/m"
-        assert error["why"] == "the hub answered 400; the export in hf is complete"
+        assert error["why"] == "HTTP 400 from the hub; the export in hf is complete"
         assert error["hint"].startswith("run the same command again")
         assert prep("verify", "hf")["ok"]
         assert not hub.repos.get("o/m", PushedRepo(False)).branches["main"]
@@ -126,9 +126,9 @@ def test_failed_push_can_be_repeated(init: Path, tmp_path: Path, broken: str):
 @pytest.mark.parametrize(
     ("status", "why"),
     [
-        (401, "the hub answered 401: the token is invalid"),
-        (403, "the hub answered 403: the token has no write access"),
-        (404, "the hub answered 404: unknown owner, repository or branch"),
+        (401, "HTTP 401 from the hub: the token is invalid"),
+        (403, "HTTP 403 from the hub: the token has no write access"),
+        (404, "HTTP 404 from the hub: unknown owner, repository or branch"),
     ],
 )
 def test_push_reports_refusals_of_the_hub(init: Path, tmp_path: Path, status: int, why: str):
@@ -143,7 +143,7 @@ def test_push_checks_requirements_before_the_export(init: Path, tmp_path: Path):
         prep = Runner(hub, tmp_path)
         arguments = ("export", str(init), "--out", "hf", "--push")
         assert prep(*arguments, "o/m", token="")["error"]["why"] == "no token is configured"
-        assert prep(*arguments, "o/m", token="another")["error"]["why"] == "the hub answered 401: the token is invalid"
+        assert prep(*arguments, "o/m", token="another")["error"]["why"] == "HTTP 401 from the hub: the token is invalid"
         assert prep(*arguments, "o/open", "--private")["error"]["what"] == "o/open is public"
         assert prep(*arguments, "nobody")["error"]["code"] == 2
         assert prep(*arguments, "o/m", HF_HUB_OFFLINE="1")["error"]["why"] == "HF_HUB_OFFLINE is set"

@@ -21,7 +21,8 @@ from prepcli.commands.train import _kept_note, _tokenize_progress
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.run_folder import RunFolder, saved_steps
+from prepcli.execution.run_folder import RunFolder
+from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
 from trainer.training.metrics import METRICS_FILE, read_metrics
 

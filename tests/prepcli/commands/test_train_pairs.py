@@ -11,7 +11,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.execution.run_folder import saved_steps
+from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
 from tests.prepcli.commands.test_train import (
     WORDS,

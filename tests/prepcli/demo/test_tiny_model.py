@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.demo.tiny_model import CONFIG, VOCABULARY, write_tiny_model
+from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 
 SENTENCE = "ba zul mou fen"
@@ -20,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tiny_model_is_a_valid_source(model: Path) -> None:
-    source = open_source(model, "tiny")
+    source = open_source(locate(str(model)))
     assert source.family.name == "gpt_neo"
     assert len(source.files) == 3
     assert source.vocabulary().true_size == len(set(VOCABULARY)) == 257
@@ -33,7 +34,7 @@ def test_tiny_model_is_a_valid_source(model: Path) -> None:
 
 def test_tiny_model_has_deterministic_bytes(model: Path, tmp_path: Path) -> None:
     nbytes = write_tiny_model(tmp_path / "again")
-    assert nbytes == sum(tensor.nbytes for tensor in open_source(model, "tiny").tensors)
+    assert nbytes == sum(tensor.nbytes for tensor in open_source(locate(str(model))).tensors)
     for path in model.iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 

@@ -10,6 +10,7 @@ from prepcli.cli.main import main
 from prepcli.engine.files import Files
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
 from prepcli.planning.plan import Stream
+from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 
@@ -19,7 +20,7 @@ def test_read_values_returns_tensors_in_c_order(tmp_path: Path, run_nbytes: int)
     tensors = make_checkpoint(tmp_path / "llama", LLAMA, "float16", vocab_size=12)
     assert main(["save-init", str(tmp_path / "llama"), "--out", str(tmp_path / "init"), "--mesh", "1,2,2", "-q"]) == 0
     for folder in ("llama", "init"):
-        source = open_source(tmp_path / folder, folder)
+        source = open_source(locate(str(tmp_path / folder)))
         assert len(source.tensors) == len(tensors)
         with Files(source.files) as files:
             for tensor in source.tensors:

@@ -92,7 +92,7 @@ def test_push_reports_the_status_of_a_refusal(hub: FakePushHub, folder: Path, st
     with pytest.raises(PrepError) as caught:
         check_and_push(folder, [], 0.5)
     assert caught.value.what == "cannot push to o/m"
-    assert caught.value.why.startswith(f"the hub answered {status}")
+    assert caught.value.why.startswith(f"HTTP {status} from the hub")
 
 
 def test_push_detects_a_commit_without_the_files(hub: FakePushHub, folder: Path):

@@ -17,7 +17,8 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
-from prepcli.execution.run_folder import RunFolder, saved_steps
+from prepcli.execution.run_folder import RunFolder
+from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_states import (
     TrainingState,

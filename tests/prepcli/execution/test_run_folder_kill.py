@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.execution.run_folder import RunFolder, saved_steps
+from prepcli.execution.run_folder import RunFolder
+from prepcli.formats.run_steps import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from tests.helpers.training_states import host_leaves, make_state, read_leaves, read_params, same_state

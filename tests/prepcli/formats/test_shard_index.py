@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from prepcli.errors import PrepError
-from prepcli.formats.safetensors import has_safetensors, read_safetensors_folder
+from prepcli.formats.safetensors import read_safetensors_folder, select_safetensors_files
 from prepcli.formats.shard_index import check_numbered_files, read_weight_map, shard_name
 
 INDEX = "model.safetensors.index.json"
@@ -89,17 +89,18 @@ def test_file_of_any_name_is_read_without_index(tmp_path: Path) -> None:
     assert read_safetensors_folder(tmp_path).headers[0].file_name == "weights.safetensors"
 
 
-def test_has_safetensors_agrees_with_read_folder(tmp_path: Path) -> None:
-    assert not has_safetensors(tmp_path)
-    assert not has_safetensors(tmp_path / "absent")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    (tmp_path / ".hidden.safetensors").write_bytes(b"")
-    assert not has_safetensors(tmp_path)
-    assert not has_safetensors(tmp_path / "pytorch_model.bin")
-    write(tmp_path, "model.safetensors", "a")
-    assert has_safetensors(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / INDEX)
-    assert has_safetensors(tmp_path)
+@pytest.mark.parametrize(
+    ("names", "selected"),
+    [
+        ([], []),
+        (["pytorch_model.bin", ".hidden.safetensors"], []),
+        (["b.safetensors", "a.safetensors"], ["b.safetensors", "a.safetensors"]),
+        (["a.safetensors", "model.safetensors"], ["model.safetensors"]),
+        (["model.safetensors", INDEX], [INDEX]),
+    ],
+)
+def test_select_safetensors_files_prefers_the_index(names: list[str], selected: list[str]) -> None:
+    assert select_safetensors_files(names) == selected
 
 
 def test_folder_without_safetensors_is_rejected(tmp_path: Path) -> None:

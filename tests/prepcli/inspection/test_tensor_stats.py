@@ -24,7 +24,7 @@ from tests.helpers.orbax_items import random_array, write_item
 
 
 def contents_of(folder: Path) -> CheckpointContents:
-    return read_contents(locate(str(folder)), "it")
+    return read_contents(locate(str(folder)))
 
 
 def measure(contents: CheckpointContents, entry: TensorEntry) -> tuple[TensorStats | None, int]:

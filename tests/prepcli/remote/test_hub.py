@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from prepcli.remote.hub import files_to_download
+from prepcli.sources.hub_folders import files_to_download
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
 
 WEIGHTS = save({"a": np.arange(3000, dtype=np.float32)})
@@ -43,8 +43,10 @@ REPOS = {
     "o/private": FakeRepo(status=401),
     "o/ill": FakeRepo(status=503),
 }
+LOOKED_FOR = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream"
 SCRIPT = """
 import io, json, os, sys
+from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.errors import PrepError
 from prepcli.console.progress import JsonProgress
@@ -54,8 +56,9 @@ answer = {"warnings": warnings}
 try:
     policy = retry_policy_from_env(os.environ, str)
     options = {"offline": "--offline" in sys.argv, "progress": JsonProgress(events), "retry_policy": policy}
-    located = locate(sys.argv[1], warn=warnings.append, **options)
-    answer |= {"path": str(located.path), "revision": located.revision, "kind": located.kind}
+    located = locate(sys.argv[1], access=Access(warn=warnings.append, **options))
+    headers = located.headers
+    answer |= {"path": str(headers.path), "revision": headers.commit, "kind": located.kind}
 except PrepError as error:
     answer |= {"error": [error.what, error.why, error.hint, error.code]}
 answer["events"] = [json.loads(line) for line in events.getvalue().splitlines()]
@@ -151,7 +154,7 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
     assert run_locate(f"o/good@{COMMIT}")["revision"] == COMMIT
     assert run_locate("o/good@v9")["error"] == [
         "o/good has no revision `v9`",
-        "the hub says 404",
+        "HTTP 404 from the hub",
         "see its page for revisions",
         1,
     ]
@@ -160,17 +163,17 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("o/gated", ["cannot read o/gated", "the hub says 401: access must be granted to your account",
+        ("o/gated", ["cannot read o/gated", "HTTP 401 from the hub: access must be granted to your account",
                      "open its page, then `hf auth login`", 1]),
-        ("o/refused", ["cannot read o/refused", "the hub says 403: access must be granted to your account",
+        ("o/refused", ["cannot read o/refused", "HTTP 403 from the hub: access must be granted to your account",
                        "open its page, then `hf auth login`", 1]),
-        ("o/private", ["cannot read o/private", "the hub says 401: it is private, or there is no such model",
+        ("o/private", ["cannot read o/private", "HTTP 401 from the hub: it is private, or there is no such model",
                        "open its page, then `hf auth login`", 1]),
-        ("o/nothing", ["cannot read o/nothing", "not a folder here, and the hub says 404: there is no such model",
+        ("o/nothing", ["cannot read o/nothing", "not a folder here, and HTTP 404 from the hub: there is no such model",
                        "check the spelling", 1]),
-        ("o/ill", ["cannot read o/ill", "the hub says 503",
+        ("o/ill", ["cannot read o/ill", "HTTP 503 from the hub",
                    "try again later; a download continues where it stopped", 1]),
-        ("o/empty", ["o/empty holds no checkpoint", "its files are README.md", "", 1]),
+        ("o/empty", ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1]),
     ],
 )  # fmt: skip
 def test_download_explains_http_errors(run_locate: LocateRunner, name: str, error: list[object]) -> None:

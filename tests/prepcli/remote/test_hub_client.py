@@ -16,11 +16,11 @@ from huggingface_hub import HfApi, constants, file_download, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import _http
 
-from prepcli.console.progress import NullProgress
 from prepcli.errors import PrepError
-from prepcli.remote.hub import download, open_remote
 from prepcli.remote.hub_client import NoAnswerError, install_retrying_client
 from prepcli.remote.retries import RetryPolicy
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import locate
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.loopback import STALL_KINDS
 
@@ -101,19 +101,19 @@ def test_malformed_model_info_is_one_error(notes: list[str], monkeypatch: pytest
     with serve_hub({"o/m": FakeRepo(model_info=MALFORMED_ANSWERS[listing])}) as hub:
         use_hub(hub, monkeypatch)
         for open_model in (
-            lambda: download("o/m", None, False, NullProgress(), str),
-            lambda: open_remote("o/m", None, False),
+            lambda: locate("o/m"),
+            lambda: locate("o/m", access=Access(stream=True)),
         ):
             with pytest.raises(PrepError) as caught:
                 open_model()
-            assert caught.value.what in ("cannot read o/m", "cannot stream o/m", "o/m holds no checkpoint")
+            assert caught.value.what in ("cannot read o/m", "cannot stream o/m", "`o/m` holds no checkpoint")
 
 
 def test_download_error_names_the_silent_host(notes: list[str], monkeypatch: pytest.MonkeyPatch):
     with serve_hub({"o/m": FakeRepo(stalls={"/api/": "silent"})}) as hub:
         use_hub(hub, monkeypatch)
         with pytest.raises(PrepError) as caught:
-            download("o/m", None, False, NullProgress(), str, RetryPolicy(0.05, notes.append))
+            locate("o/m", access=Access(retry_policy=RetryPolicy(0.05, notes.append)))
     assert caught.value.what == "cannot read o/m"
     host = hub.url.removeprefix("http://")
     assert caught.value.why == f"no answer from {host} for 0.05 s (4 tries), and the model is not in the cache"
@@ -127,7 +127,7 @@ def test_open_remote_limits_the_time_of_ranges(notes: list[str], monkeypatch: py
     with serve_hub({"o/m": repo}) as hub:
         use_hub(hub, monkeypatch)
         with pytest.raises(PrepError) as caught:
-            open_remote("o/m", None, False, RetryPolicy(0.1, notes.append))
+            locate("o/m", access=Access(stream=True, retry_policy=RetryPolicy(0.1, notes.append)))
     assert caught.value.what == "cannot read model.safetensors of o/m"
     assert notes
     assert all(note.startswith("model.safetensors: ") for note in notes)

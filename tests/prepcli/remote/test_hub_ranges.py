@@ -44,7 +44,7 @@ def serve_large_file(
 
 def read(ranges: HubRangeReader, offset: int, size: int, file: RemoteFile = FILE) -> bytes:
     into = np.zeros(size, np.uint8)
-    read_range(ranges, file, offset, into)
+    read_range(ranges, file, offset=offset, into=into)
     return into.tobytes()
 
 
@@ -126,12 +126,12 @@ def test_missing_file_is_requested_again_then_an_error():
         store.files.clear()
         with pytest.raises(PrepError) as caught:
             read(ranges, 0, 10)
-    assert caught.value.why == "8 tries in a row failed: the server that the hub names says 404"
+    assert caught.value.why == "8 tries in a row failed: HTTP 404 from the URL that the hub redirects to"
     assert len(hub.requests) == 8
 
 
 @pytest.mark.parametrize(
-    ("status", "why"), [(401, "the hub says 401: access is not granted any more"), (404, "the hub says 404")]
+    ("status", "why"), [(401, "HTTP 401 from the hub: access is not granted any more"), (404, "HTTP 404 from the hub")]
 )
 def test_http_4xx_of_the_hub_is_not_retried(status: int, why: str):
     with serve_hub({"o/m": FakeRepo(status=status)}) as hub:
@@ -228,4 +228,9 @@ def test_arbitrary_answers_give_bytes_or_a_prep_error(monkeypatch, answers: list
     monkeypatch.setattr(remote_files, "MAX_STALLED_TRIES", 3)
     into = np.zeros(10, np.uint8)
     with suppress(PrepError):
-        read_range(HubRangeReader("o/m", COMMIT, "http://hub"), RemoteFile("f", 40, "sha256:" + "1" * 64), offset, into)
+        read_range(
+            HubRangeReader("o/m", COMMIT, "http://hub"),
+            RemoteFile("f", 40, "sha256:" + "1" * 64),
+            offset=offset,
+            into=into,
+        )

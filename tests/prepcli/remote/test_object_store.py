@@ -35,7 +35,7 @@ def connect_bucket(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, url:
 
 def read(bucket: Bucket, file: RemoteFile, offset: int, size: int) -> bytes:
     into = np.zeros(size, np.uint8)
-    read_range(bucket, file, offset, into)
+    read_range(bucket, file, offset=offset, into=into)
     return into.tobytes()
 
 
@@ -124,7 +124,9 @@ def test_write_list_and_delete(monkeypatch, tmp_path: Path, size: int):
     with serve_objects() as store:
         for scheme in ("gs", "s3"):
             bucket = connect_bucket(store, monkeypatch, f"{scheme}://bucket/{scheme}")
-            written = bucket.write("d/f", tmp_path / "f", 100_000, 10, written_nbytes.append)
+            written = bucket.write(
+                "d/f", tmp_path / "f", part_nbytes=100_000, max_parts=10, on_written=written_nbytes.append
+            )
             assert written in bucket.list_files()
             assert store.objects[f"bucket/{scheme}/d/f"] == CONTENT[:size]
             bucket.delete("d/f")
@@ -135,7 +137,9 @@ def test_write_list_and_delete(monkeypatch, tmp_path: Path, size: int):
 def test_write_limits_the_number_of_parts(monkeypatch, tmp_path: Path):
     (tmp_path / "f").write_bytes(CONTENT)
     with serve_objects() as store:
-        connect_bucket(store, monkeypatch, "s3://bucket/m").write("f", tmp_path / "f", 10_000, 3, lambda _: None)
+        connect_bucket(store, monkeypatch, "s3://bucket/m").write(
+            "f", tmp_path / "f", part_nbytes=10_000, max_parts=3, on_written=lambda _: None
+        )
         assert sum(line.startswith("PUT") for line in store.requests) == 3
 
 
@@ -145,7 +149,7 @@ def test_failed_write_creates_no_object(monkeypatch, tmp_path: Path):
         bucket = connect_bucket(store, monkeypatch, "s3://bucket/m")
         store.failing_requests = "PUT bucket"
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
-            bucket.write("f", tmp_path / "f", 50_000, 9, lambda _: None)
+            bucket.write("f", tmp_path / "f", part_nbytes=50_000, max_parts=9, on_written=lambda _: None)
         assert store.objects == {}
 
 
@@ -184,7 +188,7 @@ def test_write_limits_the_time(monkeypatch, tmp_path: Path, stall: str):
         bucket.retry_policy = RetryPolicy(0.1, notes.append)
         store.failing_requests, store.stall = "PUT bucket", stall
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
-            bucket.write("f", tmp_path / "f", 50_000, 9, lambda _: None)
+            bucket.write("f", tmp_path / "f", part_nbytes=50_000, max_parts=9, on_written=lambda _: None)
         assert store.objects == {}
     assert notes[:1] == ["no answer from s3://bucket/m for 0.1 s; waiting"]
 

@@ -37,9 +37,10 @@ from prepcli.remote.placeholders import (
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY
 from prepcli.sources import bucket_folders
-from prepcli.sources.bucket_folders import open_bucket
-from prepcli.sources.locate import LocatedCheckpoint, _detect_remote
-from prepcli.sources.opening import open_located
+from prepcli.sources.bucket_folders import BucketFolder
+from prepcli.sources.detect import detect
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.opening import open_source
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
@@ -95,15 +96,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def open_remote_checkpoint(files: dict[str, bytes]) -> None:
     """Do everything with a remote checkpoint that precedes reads of its tensors."""
-    remote = open_bucket(memory_bucket(files))
+    folder = BucketFolder("gs://bucket/at", memory_bucket(files))
+    kind = detect(folder)
+    located = LocatedCheckpoint("gs://bucket/at", "m", kind, folder.fetch_headers(kind))
     try:
-        located = LocatedCheckpoint(
-            "m", remote.placeholder_folder, _detect_remote(remote, "gs://bucket/at"), remote=remote
-        )
-        open_located(located, "gs://bucket/at")
-        read_contents(located, "gs://bucket/at")
+        open_source(located)
+        read_contents(located)
     finally:
-        shutil.rmtree(remote.placeholder_folder)
+        shutil.rmtree(located.headers.path)
 
 
 @pytest.mark.parametrize("padding", [0, 100, 200_000])
@@ -175,18 +175,18 @@ def test_rename_in_errors_names_the_checkpoint():
     placeholder_folder.rmdir()
 
 
-def test_open_bucket_opens_both_kinds(folder: Path, item: Path):
+def test_bucket_opens_both_kinds(folder: Path, item: Path):
     open_remote_checkpoint(contents(folder))
     open_remote_checkpoint(contents(item))
 
 
-def test_open_bucket_opens_the_last_step_of_a_run(item: Path):
+def test_bucket_opens_the_last_step_of_a_run(item: Path):
     files = {f"100/state/{name}": data for name, data in contents(item).items() if name != "prep-manifest.json"}
     files["100/prep-manifest.json"] = contents(item)["prep-manifest.json"]
     open_remote_checkpoint(files)
 
 
-def test_open_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item: Path, monkeypatch):
+def test_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item: Path, monkeypatch):
     """Orbax can store values in another folder than the index."""
     files, index = {}, {}
     for key, value in read_ocdbt_index(item):
@@ -201,12 +201,19 @@ def test_open_bucket_leaves_values_outside_the_index_remote(tmp_path: Path, item
     open_remote_checkpoint(other_files | files | contents(tmp_path))
 
 
-def test_open_bucket_fetches_nothing_without_an_index(item: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bucket_fetches_nothing_without_an_index(item: Path, monkeypatch: pytest.MonkeyPatch):
     """A checkpoint with one file per chunk must not be fetched completely before it is rejected."""
     monkeypatch.setattr(bucket_folders, "write_small_file", lambda *_: pytest.fail("a file was fetched"))
     files = {name: data for name, data in contents(item).items() if name != "manifest.ocdbt"}
     with pytest.raises(PrepError, match="has no OCDBT index"):
         open_remote_checkpoint(files)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "__0_0.distcp"])
+def test_bucket_is_rejected_before_any_header_is_fetched(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bucket_folders, "create_placeholder_folder", lambda: pytest.fail("placeholders were made"))
+    with pytest.raises(PrepError, match=r"gs://bucket/at (is|cannot be read remotely)"):
+        open_remote_checkpoint({name: b"x", "tokenizer.json": b"{}"})
 
 
 def folder_of_killed_process(environment: dict[str, str]) -> Path:
@@ -237,7 +244,7 @@ def test_folder_of_a_killed_process_is_removed(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "flax_model.msgpack", "model.gguf", "_METADATA", "notes.txt"])
-def test_open_bucket_rejects_local_only_formats(folder: Path, name: str):
+def test_bucket_rejects_local_only_formats(folder: Path, name: str):
     with pytest.raises(PrepError):
         open_remote_checkpoint({"config.json": (folder / "config.json").read_bytes(), name: b"x" * 100})
 

@@ -64,13 +64,13 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_read_range_fills_the_buffer_from_partial_answers(answers, offset, size):
     size = min(size, CONTENT.size - offset)
     into = np.zeros(size, np.uint8)
-    read_range(ScriptedReader(list(answers)), FILE, offset, into)
+    read_range(ScriptedReader(list(answers)), FILE, offset=offset, into=into)
     assert (into == CONTENT[offset : offset + size]).all()
 
 
 def test_read_range_requests_only_missing_bytes():
     reader = ScriptedReader([100_000, RetryableError("reset"), 70_000])
-    read_range(reader, FILE, 5, np.zeros(200_000, np.uint8))
+    read_range(reader, FILE, offset=5, into=np.zeros(200_000, np.uint8))
     assert reader.requests == [
         ("w", 5, 200_000),
         ("w", 100_005, 100_000),
@@ -80,19 +80,19 @@ def test_read_range_requests_only_missing_bytes():
 
 
 def test_read_range_gives_up_after_eight_tries():
-    reader = ScriptedReader([RetryableError("the server says 503")] * 8)
+    reader = ScriptedReader([RetryableError("HTTP 503 from the server")] * 8)
     with pytest.raises(PrepError) as caught:
-        read_range(reader, FILE, 0, np.zeros(10, np.uint8))
+        read_range(reader, FILE, offset=0, into=np.zeros(10, np.uint8))
     assert (caught.value.what, caught.value.why) == (
         "cannot read w of o/model",
-        "8 tries in a row failed: the server says 503",
+        "8 tries in a row failed: HTTP 503 from the server",
     )
     assert len(reader.requests) == 8
 
 
 def test_read_range_gives_up_on_tiny_answers():
     with pytest.raises(PrepError, match="8 tries in a row failed: the answers are cut short"):
-        read_range(ScriptedReader([1] * 50), FILE, 0, np.zeros(1 << 20, np.uint8))
+        read_range(ScriptedReader([1] * 50), FILE, offset=0, into=np.zeros(1 << 20, np.uint8))
 
 
 def test_read_range_resets_tries_after_progress():
@@ -100,7 +100,7 @@ def test_read_range_resets_tries_after_progress():
     for _ in range(5):
         answers += [*[RetryableError("reset")] * 7, 100_000]
     into = np.zeros(500_000, np.uint8)
-    read_range(ScriptedReader(answers), FILE, 0, into)
+    read_range(ScriptedReader(answers), FILE, offset=0, into=into)
     assert (into == CONTENT[:500_000]).all()
 
 
@@ -115,7 +115,7 @@ def test_backoff_grows_and_respects_retry_after(monkeypatch):
 
 def test_read_range_in_parallel_splits_large_reads():
     reader, into = ScriptedReader(), np.zeros(CONTENT.size, np.uint8)
-    read_range_in_parallel(reader, FILE, 0, into)
+    read_range_in_parallel(reader, FILE, offset=0, into=into)
     assert len(reader.requests) == 2
     assert (into == CONTENT).all()
 
@@ -123,7 +123,10 @@ def test_read_range_in_parallel_splits_large_reads():
 def test_read_range_in_parallel_raises_errors_of_a_part():
     with pytest.raises(PrepError, match="gone"):
         read_range_in_parallel(
-            ScriptedReader([PrepError("gone"), PrepError("gone")]), FILE, 0, np.zeros(CONTENT.size, np.uint8)
+            ScriptedReader([PrepError("gone"), PrepError("gone")]),
+            FILE,
+            offset=0,
+            into=np.zeros(CONTENT.size, np.uint8),
         )
 
 

@@ -37,7 +37,7 @@ def test_retry_policy_notes_each_retry():
     notes: list[str] = []
     policy = RetryPolicy(10.0, notes.append)
     for tries in (1, 2, 3):
-        policy.report_retry("no answer from h for 10 s", policy.backoff_s(tries), tries)
+        policy.report_retry("no answer from h for 10 s", policy.backoff_s(tries), tries=tries)
     assert notes == [
         "no answer from h for 10 s; trying again in 1 s (2 of 4)",
         "no answer from h for 10 s; trying again in 2 s (3 of 4)",
@@ -64,8 +64,8 @@ def test_call_with_timeout_returns_or_raises_like_the_call():
 
 
 def test_map_in_daemon_threads_keeps_the_order():
-    assert map_in_daemon_threads(lambda n: n * n, range(100), 4) == [n * n for n in range(100)]
-    assert map_in_daemon_threads(str, [], 4) == []
+    assert map_in_daemon_threads(lambda n: n * n, range(100), num_threads=4) == [n * n for n in range(100)]
+    assert map_in_daemon_threads(str, [], num_threads=4) == []
 
 
 def test_map_in_daemon_threads_raises_immediately():
@@ -78,7 +78,7 @@ def test_map_in_daemon_threads_raises_immediately():
         release.wait(30)
 
     with pytest.raises(PrepError, match="gone"):
-        map_in_daemon_threads(work, range(10), 2)
+        map_in_daemon_threads(work, range(10), num_threads=2)
     assert sorted(started) == [0, 1]
     release.set()
 

@@ -11,6 +11,7 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.testing.tiny_transformers import tiny_transformer
 from tests.helpers.pickle_builder import make_torch_file
@@ -29,7 +30,7 @@ def read_leaf(reader: WeightsReader, name: str, dtype: str = "float32") -> np.nd
 
 
 def open_weights(folder: Path, vocab_multiple: int = 1) -> WeightsReader:
-    return WeightsReader(open_source(folder, folder.name), vocab_multiple)
+    return WeightsReader(open_source(locate(str(folder))), vocab_multiple)
 
 
 @pytest.mark.parametrize("base", ALL_CONFIGS, ids=lambda base: base["model_type"])

@@ -14,9 +14,10 @@ import pytest
 from prepcli.engine.blobs import ConcatenatedBlob
 from prepcli.errors import PrepError
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
+from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import match_source_tensors, source_rows
-from prepcli.sources.source_hints import EASYLM_PARTS, SourceHints, split_part
+from prepcli.sources.source_hints import EASYLM_PARTS, split_part
 from tests.helpers.golden_flax import FILES, FOLDER, LLAMA
 from tests.prepcli.formats.test_msgpack import fuzzed_file
 
@@ -37,7 +38,8 @@ def opens_fuzzed_file(folder: Path, seed: int) -> bool:
     path = folder / ("streaming_params" if kind == "easylm" else "params.msgpack")
     path.write_bytes(data)
     try:
-        source = open_source(path if seed % 2 else folder, "m", SourceHints(None, rng.choice(["", *EASYLM_PARTS])))
+        prefix = rng.choice(["", *(f"{part}::" for part in EASYLM_PARTS)])
+        source = open_source(locate(f"{prefix}{path if seed % 2 else folder}"))
         match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
     except PrepError:
         return False
@@ -53,7 +55,7 @@ def test_fuzzed_file_opens_or_raises_prep_error(tmp_path: Path, part: int):
 
 
 def match_file(path: Path) -> Accounting:
-    source = open_source(path, "m")
+    source = open_source(locate(str(path)))
     return match_source_tensors(source, source_rows(source), DEFAULT_MATCH_OPTIONS)
 
 
@@ -69,7 +71,7 @@ def test_truncated_stream_is_rejected(tmp_path: Path):
 
 
 def test_arrays_in_pieces_are_concatenated():
-    source = open_source(LLAMA / "pieces.msgpack", "m", SourceHints(LLAMA / "hf"))
+    source = open_source(locate(str(LLAMA / "pieces.msgpack")), LLAMA / "hf")
     file, pieces = source.byte_sources
     assert source.files == (file,)
     assert isinstance(pieces, ConcatenatedBlob)

@@ -8,9 +8,10 @@ import pytest
 
 from prepcli.errors import USAGE, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
-from prepcli.remote import hub
-from prepcli.sources.locate import LocatedCheckpoint, default_checkpoint, locate
-from tests.prepcli.formats.test_detect import fill
+from prepcli.sources.folders import Access, Headers, LocalFolder
+from prepcli.sources.locate import LocatedCheckpoint, locate
+from prepcli.sources.references import HubRepo, default_checkpoint
+from tests.prepcli.sources.test_detect import fill
 
 
 @pytest.fixture
@@ -25,11 +26,11 @@ def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str
     """Replace downloads by a folder named like a commit; return the list of (hub id, revision, offline)."""
     requests = []
 
-    def download(hub_id: str, revision: str | None, offline: bool, *_: object) -> Path:
-        requests.append((hub_id, revision, offline))
-        return fill(tmp_path / "abc123", "model.safetensors")
+    def open_hub_folder(repo: HubRepo, access: Access) -> LocalFolder:
+        requests.append((repo.display_name, repo.revision, access.offline))
+        return LocalFolder(repo.display_name, fill(tmp_path / "abc123", "model.safetensors"), commit="abc123")
 
-    monkeypatch.setattr(hub, "download", download)
+    monkeypatch.setattr("prepcli.sources.locate.open_hub_folder", open_hub_folder)
     return requests
 
 
@@ -53,13 +54,9 @@ def test_locate_accepts_any_spelling_of_a_path(cwd: Path) -> None:
         "../" + cwd.name + "/llama-13b",
     ):
         located = locate(spelling)
-        assert (located.model_name, located.kind, located.hub_id, located.revision) == (
-            "llama-13b",
-            "safetensors",
-            None,
-            None,
-        )
-        assert located.path.samefile(cwd / "llama-13b")
+        assert (located.display_name, located.model_name, located.kind) == (spelling, "llama-13b", "safetensors")
+        assert located.headers.commit is None
+        assert located.headers.path.samefile(cwd / "llama-13b")
 
 
 def test_locate_names_the_working_directory(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +67,12 @@ def test_locate_names_the_working_directory(cwd: Path, monkeypatch: pytest.Monke
 def test_locate_expands_home(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(cwd))
     fill(cwd / "m", "model.safetensors")
-    assert locate("~/m").path == cwd / "m"
+    assert locate("~/m").headers.path == cwd / "m"
 
 
 def test_locate_resolves_paths_from_cwd(tmp_path: Path) -> None:
     fill(tmp_path / "m", "model.safetensors")
-    assert locate("m", cwd=tmp_path).path == tmp_path / "m"
+    assert locate("m", cwd=tmp_path).headers.path == tmp_path / "m"
 
 
 def test_model_name_comes_from_the_manifest(cwd: Path) -> None:
@@ -94,21 +91,20 @@ def test_broken_manifest_is_an_error(cwd: Path) -> None:
 def test_path_takes_precedence_over_alias_and_hub_id(cwd: Path, downloads: list[object]) -> None:
     fill(cwd / "llama-13b", "model.safetensors")
     fill(cwd / "owner", "name/model.safetensors")
-    assert locate("llama-13b").hub_id is None
-    assert locate("owner/name").hub_id is None
+    assert locate("llama-13b").headers.commit is None
+    assert locate("owner/name").headers.commit is None
     assert downloads == []
 
 
 def test_alias_resolves_to_its_hub_id(cwd: Path, downloads: list[object]) -> None:
     located = locate("llama-3-8b")
-    assert located == LocatedCheckpoint(
-        "llama-3-8b", cwd / "abc123", "safetensors", "meta-llama/Meta-Llama-3-8B", "abc123"
-    )
+    headers = Headers(cwd / "abc123", commit="abc123")
+    assert located == LocatedCheckpoint("meta-llama/Meta-Llama-3-8B", "llama-3-8b", "safetensors", headers)
     assert downloads == [("meta-llama/Meta-Llama-3-8B", None, False)]
 
 
 def test_model_name_is_the_last_part_of_a_hub_id(cwd: Path, downloads: list[object]) -> None:
-    assert locate("huggyllama/llama-13b", offline=True).model_name == "llama-13b"
+    assert locate("huggyllama/llama-13b", access=Access(offline=True)).model_name == "llama-13b"
     assert downloads == [("huggyllama/llama-13b", None, True)]
 
 

@@ -1,4 +1,4 @@
-"""Tests of `open_source` with hints of the user."""
+"""Tests of `open_source` with a config of the user."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from prepcli.errors import PrepError
+from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.sources.source_hints import SourceHints
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
@@ -19,16 +19,16 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_open_source_uses_the_config_of_the_user(model: Path, tmp_path: Path):
-    expected = open_source(model, "m")
+    expected = open_source(locate(str(model)))
     config = (model / "config.json").rename(tmp_path / "config.json")
     with pytest.raises(PrepError, match=r"has no config\.json"):
-        open_source(model, "m")
+        open_source(locate(str(model)))
     for config_path in (config, tmp_path):
-        source = open_source(model, "m", SourceHints(config_path))
+        source = open_source(locate(str(model)), config_path)
         assert (source.config, source.tensors) == (expected.config, expected.tensors)
 
 
 def test_config_of_the_user_overrides_the_folder(model: Path, tmp_path: Path):
     text = (model / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"model_type"', '"extra": 1, "model_type"'))
-    assert open_source(model, "m", SourceHints(tmp_path)).config["extra"] == 1
+    assert open_source(locate(str(model)), tmp_path).config["extra"] == 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from prepcli.errors import FAILED, PrepError
-from prepcli.formats.detect import detect
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
+from prepcli.sources.detect import detect, detect_file
+from prepcli.sources.folders import Headers, Kind, LocalFolder
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:
@@ -23,9 +26,13 @@ def fill(folder: Path, *names: str, config: object = None) -> Path:
     return folder
 
 
-def detect_error(folder: Path, display_name: str = "./m") -> PrepError:
+def detect_folder(folder: Path) -> Kind:
+    return detect(LocalFolder("./m", folder))
+
+
+def detect_error(path: Path, display_name: str = "./m") -> PrepError:
     with pytest.raises(PrepError) as caught:
-        detect(folder, display_name)
+        _ = detect_file(path, display_name) if path.is_file() else detect(LocalFolder(display_name, path))
     assert caught.value.code == FAILED
     return caught.value
 
@@ -40,7 +47,7 @@ def detect_error(folder: Path, display_name: str = "./m") -> PrepError:
     ],
 )
 def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
-    assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == "safetensors"
+    assert detect_folder(fill(tmp_path, *names, config={"model_type": "llama"})) == "safetensors"
 
 
 @pytest.mark.parametrize(
@@ -55,16 +62,16 @@ def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
     ],
 )
 def test_detect_torch_and_meta(tmp_path: Path, names: list[str], kind: str) -> None:
-    assert detect(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
+    assert detect_folder(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
 
 
 def test_detect_safetensors_without_config(tmp_path: Path) -> None:
-    assert detect(fill(tmp_path, "model.safetensors")) == "safetensors"
+    assert detect_folder(fill(tmp_path, "model.safetensors")) == "safetensors"
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "state/_METADATA", "100/state/_METADATA"])
 def test_detect_orbax_item_step_or_run(tmp_path: Path, name: str) -> None:
-    assert detect(fill(tmp_path, name, "manifest.ocdbt")) == "orbax"
+    assert detect_folder(fill(tmp_path, name, "manifest.ocdbt")) == "orbax"
 
 
 def test_folder_without_checkpoint_lists_its_files(tmp_path: Path) -> None:
@@ -124,7 +131,7 @@ def test_quantised_config_is_an_error(tmp_path: Path, config: object, method: st
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"text_config": {}}, []])
 def test_config_without_quantisation_is_accepted(tmp_path: Path, config: object) -> None:
-    assert detect(fill(tmp_path, "model.safetensors", config=config)) == "safetensors"
+    assert detect_folder(fill(tmp_path, "model.safetensors", config=config)) == "safetensors"
 
 
 def test_broken_config_is_an_error(tmp_path: Path) -> None:
@@ -152,3 +159,45 @@ def test_adapter_is_an_error(tmp_path: Path) -> None:
     error = detect_error(fill(tmp_path, "adapter_config.json", "adapter_model.safetensors"))
     assert error.what == "./m is an adapter, not a model"
     assert "merge" in error.hint
+
+
+class ListedFolder:
+    """A `Folder` of names only: reading any file fails the test."""
+
+    display_name = "./m"
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        raise AssertionError(f"{name} was read")
+
+    def fetch_headers(self, kind: Kind) -> Headers:
+        raise AssertionError(f"headers of {kind} were fetched")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["b/model.safetensors", "a.safetensors"], "safetensors"),
+        (["100/state/_METADATA", "config.json"], "orbax"),
+        (["a/b/c/_METADATA", "flax_model.msgpack"], "flax"),
+        (["streaming_params_7"], "easylm"),
+    ],
+)
+def test_detect_reads_no_file_without_a_config(names: list[str], kind: str) -> None:
+    assert detect(ListedFolder(*names)) == kind
+
+
+def test_config_with_braces_is_quoted_in_the_error(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "{found}{0}"}}
+    assert "{0}" in detect_error(fill(tmp_path, "model.safetensors", config=config)).why
+
+
+def test_config_that_is_too_large_is_an_error(tmp_path: Path) -> None:
+    fill(tmp_path, "model.safetensors")
+    (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_NBYTES + 1))
+    assert detect_error(tmp_path).what == "./m has a broken config.json"

@@ -1,0 +1,193 @@
+"""Detection of a checkpoint's format from the names of its files, with an error for each known other format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from prepcli.console.lists import join_names
+from prepcli.errors import DamagedError, PrepError
+from prepcli.formats.flax_folder import detect_msgpack_kind
+from prepcli.formats.msgpack import sniff_msgpack_kind
+from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.safetensors import select_safetensors_files
+from prepcli.formats.torch_files import SUFFIXES, TRAINING_FILE_PATTERNS, detect_torch_kind, select_model_files
+from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, parse_json
+from prepcli.sources.folders import Folder, Kind
+from prepcli.sources.source_hints import CONFIG
+
+ADAPTER_CONFIG = "adapter_config.json"
+MAX_LISTED = 6
+MAX_ITEM_DEPTH = 2  # folders above the metadata file of an Orbax item: its step and the item itself
+_QUANTISATION_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Error for a format that is known but not supported.
+
+    Attributes:
+        what: First part of the error, after the checkpoint's name.
+        why: Reason, with `{found}` for the names of the files.
+        hint: How to convert it, with `{folder}` for the checkpoint's name.
+    """
+
+    what: str
+    why: str
+    hint: str
+
+    def error(self, found: Sequence[str], display_name: str) -> PrepError:
+        """Return the error for a checkpoint with these files."""
+        why = self.why.replace("{found}", join_names(found, max_names=MAX_LISTED))
+        return PrepError(f"{display_name} {self.what}", why, self.hint.replace("{folder}", display_name))
+
+
+def _quantised(why: str) -> Refusal:
+    return Refusal(
+        "is quantised",
+        f"{why}; its weights are not the model's own values",
+        "use the model that it was quantised from, or dequantise it with its own tool and save it in bfloat16",
+    )
+
+
+ADAPTER = Refusal(
+    "is an adapter, not a model",
+    "it has {found}: adapters hold only changes to a base model",
+    "merge it first: PEFT's merge_and_unload(), then save_pretrained(OUT)",
+)
+GPTQ, AWQ = (_quantised(f"found {{found}}, which {tool} writes") for tool in ("GPTQ", "AWQ"))
+GGUF = Refusal(
+    "is in GGUF format",
+    "found {found}; GGUF is an inference format: its weights are quantised or reordered",
+    "use the model that it was converted from: a folder with config.json and *.safetensors",
+)
+DISTRIBUTED = Refusal(
+    "is a torch distributed checkpoint",
+    "found {found}; each rank wrote its part in PyTorch's own format",
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pth, then load it into the"
+    " model and call its save_pretrained(OUT)",
+)
+TRAINING_FILES = Refusal(
+    "holds no model",
+    "found {found}; these files belong to a PyTorch training run, but are not the model",
+    "name the folder that the model itself was saved to",
+)
+
+Select = Callable[[Sequence[str]], Sequence[str]]  # from the names at the top to those of one format
+
+
+def _matching(*patterns: str) -> Select:
+    """Return a selection of the names that match a lower-case pattern."""
+    return lambda names: [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)]
+
+
+def _if(matches: Callable[[Sequence[str]], bool]) -> Select:
+    """Return a selection of all names if they match together, else of none."""
+    return lambda names: names if matches(names) else ()
+
+
+RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
+    (lambda names: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names and CONFIG not in names else [], ADAPTER),
+    (_matching("quantize_config.json"), GPTQ),
+    (_matching("quant_config.json"), AWQ),
+    (select_safetensors_files, "safetensors"),
+    (_if(lambda names: detect_torch_kind(names) == "torch"), "torch"),
+    (_if(lambda names: detect_torch_kind(names) == "meta"), "meta"),
+    (_if(lambda names: detect_msgpack_kind(names) == "flax"), "flax"),
+    (_if(lambda names: detect_msgpack_kind(names) == "easylm"), "easylm"),
+    (_matching("*.gguf"), GGUF),
+    (_matching("*.distcp"), DISTRIBUTED),
+    (select_model_files, "torch"),
+    (
+        lambda names: [n for n in _matching(*TRAINING_FILE_PATTERNS)(names) if n.lower().endswith(SUFFIXES)],
+        TRAINING_FILES,
+    ),
+)  # the first rule that selects a name decides
+
+
+def detect(folder: Folder) -> Kind:
+    """Detect the format of a checkpoint; of its contents, only the config is read.
+
+    An Orbax checkpoint may be an item, a step folder or a run folder with steps.
+
+    Raises:
+        PrepError: The format is not supported, the model is quantised or an adapter, or there is no checkpoint.
+    """
+    names = folder.names()
+    if any(_is_item_metadata(name) for name in names):
+        return "orbax"
+    top_names = sorted(name for name in names if "/" not in name)
+    verdict, found = apply_rules(top_names)
+    if verdict is None:
+        raise no_checkpoint_error(top_names, folder.display_name)
+    if isinstance(verdict, Refusal):
+        raise verdict.error(found, folder.display_name)
+    if CONFIG in top_names:
+        _check_config(folder)
+    return verdict
+
+
+def detect_file(path: Path, display_name: str) -> Kind:
+    """Detect the format of a single local file: Flax or EasyLM, by its first bytes.
+
+    Raises:
+        PrepError: The format is another one.
+    """
+    if (kind := sniff_msgpack_kind(path)) is not None:
+        return kind
+    verdict, found = apply_rules([path.name])
+    if isinstance(verdict, Refusal) and verdict in (GGUF, DISTRIBUTED):
+        raise verdict.error(found, display_name)
+    raise PrepError(f"{display_name} is a file", "a checkpoint is a folder", f"name its folder: `{path.parent}`")
+
+
+def apply_rules(names: Sequence[str]) -> tuple[Kind | Refusal | None, Sequence[str]]:
+    """Return the verdict of the first rule that selects any of the names, with the selected names."""
+    for select, verdict in RULES:
+        if found := select(names):
+            return verdict, found
+    return None, ()
+
+
+def _is_item_metadata(name: str) -> bool:
+    """Return whether a file is the metadata of an Orbax item, of a step or of a run's step."""
+    return name.rpartition("/")[2] == METADATA_FILE and name.count("/") <= MAX_ITEM_DEPTH
+
+
+def _check_config(folder: Folder) -> None:
+    """Raise PrepError if config.json cannot be parsed or describes quantised weights."""
+    text = folder.read(CONFIG, 0, MAX_CONFIG_NBYTES + 1)
+    try:
+        if len(text) > MAX_CONFIG_NBYTES:
+            raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
+        config = parse_json(text)
+    except ValueError as error:
+        raise DamagedError(f"{folder.display_name} has a broken {CONFIG}", str(error)) from error
+    if method := _quantisation_method(config):
+        raise _quantised(f"{CONFIG} has a quantization_config: {method}").error((), folder.display_name)
+
+
+def _quantisation_method(config: Any) -> str:
+    """Return `gptq`, `fp8`, ...; empty if not quantised. Multimodal models have the keys under text_config."""
+    if not isinstance(config, Mapping):
+        return ""
+    text_config = config.get("text_config")
+    sections = [config, text_config] if isinstance(text_config, Mapping) else [config]
+    values = (section.get(key) for section in sections for key in _QUANTISATION_KEYS)
+    quantisation = next((value for value in values if value), None)
+    if not quantisation:
+        return ""
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    return str(method or "of an unnamed method")
+
+
+def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:
+    """Return the error for a folder with no file of a known format."""
+    return PrepError(
+        f"`{display_name}` holds no checkpoint",
+        "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; "
+        f"found {join_names(names, max_names=MAX_LISTED) if names else 'nothing'}",
+    )

@@ -1,0 +1,110 @@
+"""The files of a checkpoint, local or remote, as one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from prepcli.console.progress import NullProgress, Progress
+from prepcli.formats.orbax import METADATA_FILE, find_item
+from prepcli.formats.untrusted import list_folder, read_bytes
+from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
+
+Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Settings for reading checkpoints that are not local.
+
+    Attributes:
+        offline: Use only local files and the hub's cache.
+        stream: Read tensors of a hub model remotely instead of downloading it.
+        allow_urls: Accept object store URLs; their tensors are read remotely.
+        progress: Receives the progress of a download.
+        warn: Called with a warning if the hub is unreachable and a cached model is used.
+        retry_policy: Time-out and retries of each request.
+    """
+
+    offline: bool = False
+    stream: bool = False
+    allow_urls: bool = False
+    progress: Progress = field(default_factory=NullProgress)
+    warn: Callable[[str], object] = str
+    retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY
+
+
+DEFAULT_ACCESS = Access()
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Local files from which a checkpoint is opened.
+
+    Attributes:
+        path: Folder or file of the checkpoint; the folder of placeholder files if it is read remotely.
+        remote: Remote files that the tensors are read from; None if they are in `path`.
+        commit: Commit on the hub.
+    """
+
+    path: Path
+    remote: RemoteCheckpoint | None = None
+    commit: str | None = None
+
+    def naming(self, display_name: str) -> AbstractContextManager[None]:
+        """Replace the folder of placeholder files by the checkpoint's name in the PrepErrors of the block."""
+        if self.remote is None:
+            return nullcontext()
+        return rename_in_errors(self.remote.placeholder_folder, display_name)
+
+
+class Folder(Protocol):
+    """Files of a checkpoint: a local folder, a repository on the hub, or objects in a bucket."""
+
+    @property
+    def display_name(self) -> str:
+        """Name of the checkpoint in messages."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """List the files at the top, and the metadata file of each Orbax item with its path."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a listed file; fewer if the file is shorter."""
+        ...
+
+    def fetch_headers(self, kind: Kind) -> Headers:
+        """Fetch the headers and small files of a checkpoint of this format, or all of it.
+
+        Raises:
+            PrepError: This format cannot be read from here, or a file cannot be fetched.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFolder:
+    """A local folder or a single file; `commit` is set for a snapshot in the hub's cache."""
+
+    display_name: str
+    path: Path
+    commit: str | None = None
+
+    def names(self) -> list[str]:
+        """List the names in the folder, and the metadata file of its Orbax item."""
+        item = find_item(self.path)
+        metadata = [] if item is None else [(item.relative_to(self.path) / METADATA_FILE).as_posix()]
+        return [*metadata, *(name for name in list_folder(self.path) if name != METADATA_FILE)]
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a file; fewer if the file is shorter."""
+        return read_bytes(self.path / name, start, stop - start)
+
+    def fetch_headers(self, kind: Kind) -> Headers:
+        """Return the folder itself: local files are read where they are."""
+        return Headers(self.path, commit=self.commit)

@@ -1,0 +1,147 @@
+"""Checkpoints on the hub: downloaded into the hub's cache, or read remotely."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from prepcli.errors import PrepError
+from prepcli.formats import safetensors
+from prepcli.formats.flax_folder import select_flax_files
+from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.torch_files import select_torch_files
+from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
+from prepcli.remote.hub_errors import is_hub_down, translate_errors
+from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
+from prepcli.sources.folders import Access, Folder, Headers, Kind, LocalFolder
+from prepcli.sources.references import HubRepo
+from prepcli.sources.source_hints import CONFIG
+
+SMALL_FILE_PATTERNS = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "spiece.model",
+)
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
+    """List the files of a model on the hub, or in the hub's cache if there is no network.
+
+    Raises:
+        PrepError: The model is gated or missing; or it is not cached and the hub is unreachable.
+    """
+    hub_id, revision = repo.display_name, repo.revision
+    is_offline = prepare_hub(access.offline, access.retry_policy)
+    if is_offline and access.stream:
+        why = "--offline" if access.offline else f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
+        raise PrepError(f"cannot stream {hub_id}", f"{why} asks for no network", "without `--stream` the cache is used")
+    with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
+        if is_offline:
+            return _cached_folder(repo)
+        try:
+            listing = list_repository(hub_id, revision, retry_policy=access.retry_policy)
+        except Exception as error:
+            if access.stream or not is_hub_down(error):
+                raise
+            return _fall_back_to_cache(error, repo, access)
+    return HubFolder(listing, access)
+
+
+def _cached_folder(repo: HubRepo) -> LocalFolder:
+    """Return the snapshot of a completely cached model; raise FileNotFoundError if a file is missing."""
+    path = cached_snapshot(repo.display_name, repo.revision)
+    folder = LocalFolder(repo.display_name, path, commit=path.name)
+    names = folder.names()
+    if not _select_weights(names) and not isinstance(apply_rules(names)[0], Refusal):
+        raise FileNotFoundError(f"{path} has no weights")
+    return folder
+
+
+def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> LocalFolder:
+    """Return the cached snapshot after an error of the hub; raise that error if there is none."""
+    try:
+        folder = _cached_folder(repo)
+    except FileNotFoundError:
+        raise error from None
+    access.warn(f"the hub cannot be reached: using {repo.display_name} as it is in the cache, commit {folder.commit}")
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class HubFolder:
+    """The files of a repository as a `Folder`; `fetch_headers` downloads the model, unless it is to be streamed."""
+
+    listing: HubListing
+    access: Access
+
+    @property
+    def display_name(self) -> str:
+        """The hub id."""
+        return self.listing.hub_id
+
+    def names(self) -> list[str]:
+        """List the files at the top, without an Orbax item: those are not read from the hub."""
+        return [name for name in self.listing.siblings if "/" not in name and name != METADATA_FILE]
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a small file, which is downloaded whole."""
+        with self._translate_errors():
+            return self.listing.read(name, start, stop)
+
+    def fetch_headers(self, kind: Kind) -> Headers:
+        """Fetch the files of one weight format with config and tokenizer: whole, or only headers to stream."""
+        names = files_to_download(self.names())
+        if not _select_weights(names):
+            raise no_checkpoint_error(sorted(self.names()), self.display_name)
+        with self._translate_errors():
+            if self.access.stream:
+                return self._fetch_streamed(kind, names)
+            path = self.listing.download(names, self.access.progress)
+        return Headers(path, commit=path.name)
+
+    def _fetch_streamed(self, kind: Kind, names: Sequence[str]) -> Headers:
+        """Fetch the small files, and the headers of the safetensors files."""
+        if kind != "safetensors" or self.listing.commit is None:
+            why = "`--stream` reads safetensors, and the model has none"
+            raise PrepError(f"cannot stream {self.display_name}", why, "without `--stream` it is downloaded first")
+        weights = [name for name in names if name.endswith(".safetensors")]
+        remote = self.listing.open_remote(weights, sorted({*names} - {*weights}))
+        return Headers(remote.placeholder_folder, remote, self.listing.commit)
+
+    def _translate_errors(self) -> AbstractContextManager[None]:
+        return translate_errors(self.display_name, self.listing.revision, is_streamed=self.access.stream)
+
+
+def files_to_download(names: Sequence[str]) -> list[str]:
+    """Select the top-level files of a repository to read or copy in a conversion.
+
+    Weights are the numbered shards if there is an index, else model.safetensors, else all *.safetensors. PyTorch files
+    are selected if there are no safetensors, Flax files if there is neither.
+    """
+    top = [name for name in names if "/" not in name]
+    if safetensors.INDEX_FILE in top:
+        weights = [safetensors.INDEX_FILE, *(name for name in top if _SHARD.fullmatch(name))]
+    elif safetensors.SINGLE_FILE in top:
+        weights = [safetensors.SINGLE_FILE]
+    else:
+        weights = _select_weights(top)
+    small_names = [name for name in top if any(fnmatchcase(name, pattern) for pattern in SMALL_FILE_PATTERNS)]
+    return sorted({*weights, *small_names})
+
+
+def _select_weights(names: Sequence[str]) -> list[str]:
+    """Select the files of the preferred weight format."""
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return weights or select_torch_files(names) or select_flax_files(names)

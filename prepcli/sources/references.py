@@ -1,0 +1,228 @@
+"""Checkpoint names: a path, an object store URL, an alias or a hub id, parsed into one typed reference."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prepcli.errors import PrepError, usage_error
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
+from prepcli.sources.aliases import ALIASES_BY_NAME
+from prepcli.sources.source_hints import split_part
+from trainer.models.suggest import suggest
+
+PARTIAL_SUFFIX = ".partial"
+MAX_LISTED_FOLDERS = 8
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+_PATH_STARTS = ("./", "../", "/", "~")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPath:
+    """An existing folder or file.
+
+    Attributes:
+        display_name: Text that named it.
+        path: Path of the folder or file.
+        part: EasyLM part in the text, as `params` in `params::PATH`.
+    """
+
+    display_name: str
+    path: Path
+    part: str = ""
+
+    @property
+    def model_name(self) -> str:
+        """Name of the folder or file."""
+        return Path(os.path.abspath(self.path)).name
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A saved step of a training run, whose folder the user named as `run`."""
+
+    run: Path
+    step: int
+
+    @property
+    def display_name(self) -> str:
+        """Path of the step, as the user spelled that of the run."""
+        return str(step_folder(self.run, self.step))
+
+    @property
+    def path(self) -> Path:
+        """Folder of the step."""
+        return step_folder(self.run.expanduser(), self.step)
+
+    @property
+    def model_name(self) -> str:
+        """Number of the step."""
+        return str(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class HubRepo:
+    """A revision of a repository on the hub; `model_name` is its alias, or the last part of its id."""
+
+    display_name: str  # the hub id
+    model_name: str
+    revision: str | None = None  # None: `main`
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUrl:
+    """A folder in an object store; `display_name` is the URL as the user spelled it."""
+
+    display_name: str
+    url: ObjectStoreUrl
+
+    @property
+    def model_name(self) -> str:
+        """Last part of the URL."""
+        return (self.url.path or self.url.bucket).rpartition("/")[2]
+
+
+Reference = LocalPath | RunStep | HubRepo | BucketUrl
+
+
+def parse_reference(
+    name: str, revision: str | None = None, *, step: int | None = None, cwd: Path | None = None
+) -> Reference:
+    """Parse the name of a checkpoint; existing paths take precedence, then URLs, aliases and hub ids.
+
+    Args:
+        name: A path, an object store URL, an alias or a hub id. An alias or hub id may be followed by `@REVISION`, a
+            path may follow an EasyLM part, as in `params::PATH`.
+        revision: Revision on the hub.
+        step: Step of the training run `name`.
+        cwd: Folder that relative paths start from; the working directory by default.
+
+    Raises:
+        PrepError: It is no known name or path, or has no such revision or step (usage).
+    """
+    if step is not None:
+        return _without_revision(_parse_step(name, step), revision)
+    cwd = cwd or Path()
+    part, path = split_part(name)
+    folder = cwd / os.path.expanduser(path)
+    if path and os.path.exists(folder):  # Path.exists raises for some texts, os.path.exists returns False
+        return _without_revision(LocalPath(name, folder, part), revision)
+    if is_url(name):
+        return _without_revision(BucketUrl(name, parse_url(name)), revision)
+    if part:
+        raise _missing_path_error(path, f"follows `{part}::`", cwd)
+    return _parse_hub_name(name, revision, cwd)
+
+
+def default_checkpoint(cwd: Path, accept: Callable[[Path], bool] = Path.is_dir) -> Path:
+    """Return the only folder in `cwd` that prep wrote and that `accept` accepts.
+
+    Raises:
+        PrepError: There is none, or more than one (usage).
+    """
+    candidates = sorted(folder for folder in _visible_folders(cwd) if _has_manifest(folder) and accept(folder))
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        raise usage_error(
+            "no checkpoint was named", f"no folder here holds a {MANIFEST_FILE}", "name a folder, alias or hub id"
+        )
+    names = ", ".join(f"./{path.name}" for path in candidates)
+    raise usage_error("no checkpoint was named", f"{len(candidates)} folders here could be meant", f"one of: {names}")
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Return whether a folder, or a step in a run folder, has a manifest."""
+    try:
+        steps = (child for child in folder.iterdir() if child.name.isdecimal())
+        return (folder / MANIFEST_FILE).is_file() or any((step / MANIFEST_FILE).is_file() for step in steps)
+    except OSError:
+        return False
+
+
+def _parse_step(run: str, step: int) -> RunStep:
+    """Return the reference to a run's step; raise a usage PrepError if the run does not have it."""
+    reference = RunStep(Path(run), step)
+    steps = saved_steps(reference.path.parent)
+    if step in steps:
+        return reference
+    why = f"its steps are {', '.join(map(str, steps))}" if steps else "it is not the folder of a run"
+    raise usage_error(f"{run} has no step {step}", why)
+
+
+def _without_revision(reference: LocalPath | RunStep | BucketUrl, revision: str | None) -> Reference:
+    """Return the reference; raise a usage PrepError for a revision, which only models on the hub have."""
+    if revision is None:
+        return reference
+    what = "" if isinstance(reference, BucketUrl) else " is a folder and"
+    raise usage_error(
+        f"`{reference.display_name}`{what} has no revision {revision}", "only models on the hub have revisions"
+    )
+
+
+def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
+    """Parse `ALIAS`, `OWNER/NAME` or either with `@REVISION`; raise a usage PrepError for other texts."""
+    name, revision = _split_revision(name, revision)
+    if reason := _path_reason(name):
+        raise _missing_path_error(name, reason, cwd)
+    alias = ALIASES_BY_NAME.get(name)
+    hub_id = alias.hub_id if alias is not None else name
+    if not _HUB_ID.fullmatch(hub_id):
+        raise _unknown_name_error(name, cwd)
+    return HubRepo(hub_id, name.rpartition("/")[2], revision)
+
+
+def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
+    """Split `NAME@REVISION`; raise PrepError if it contradicts `--revision`."""
+    bare_name, separator, suffix = name.rpartition("@")
+    if not separator or not bare_name:
+        return name, revision
+    if not suffix or revision not in (None, suffix):
+        why = f"`@{suffix}` and `--revision {revision}`" if suffix else "nothing follows the @"
+        raise usage_error(f"`{name}` names no single revision", why, f"`{bare_name}@{revision or 'main'}`")
+    return bare_name, suffix
+
+
+def _path_reason(name: str) -> str:
+    """Return why a text must be a path; an empty string if it may be a name."""
+    start = next((start for start in _PATH_STARTS if name.startswith(start)), None)
+    if start is not None:
+        return f"begins with `{start}`"
+    if name in (".", ".."):
+        return f"is `{name}`"
+    if name.endswith("/"):
+        return "ends with `/`"
+    return "has more than one `/`" if name.count("/") > 1 else ""
+
+
+def _visible_folders(cwd: Path) -> list[Path]:
+    """List the folders, except hidden ones and partial outputs."""
+    children = [child for child in sorted(cwd.iterdir()) if child.is_dir()]
+    return [child for child in children if not child.name.startswith(".") and not child.name.endswith(PARTIAL_SUFFIX)]
+
+
+def _missing_path_error(path: str, reason: str, cwd: Path) -> PrepError:
+    parent = (cwd / os.path.expanduser(path)).parent
+    where = "here" if parent.resolve() == cwd.resolve() else f"in {parent}"
+    names = [folder.name for folder in _visible_folders(parent)] if parent.is_dir() else []
+    listed = ", ".join(names[:MAX_LISTED_FOLDERS]) + (" …" if len(names) > MAX_LISTED_FOLDERS else "")
+    return usage_error(
+        f"`{path}` does not exist",
+        f"it looks like a path because it {reason}",
+        f"folders {where}: {listed}" if names else "",
+    )
+
+
+def _unknown_name_error(name: str, cwd: Path) -> PrepError:
+    suggestion = suggest(name, [*ALIASES_BY_NAME, *(folder.name for folder in _visible_folders(cwd))])
+    return usage_error(
+        f"no checkpoint called `{name}`",
+        "not a folder here, not an alias, and a hub id has the form owner/name",
+        f"did you mean `{suggestion}`?" if suggestion else "`prep models` lists the aliases",
+    )
