@@ -19,8 +19,8 @@ At its peak a step needs
 Without rematerialization the derivative of each operation determines the saved activations:
 
     scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap. Blockwise attention
-                         saves B*H*T*4; its transient scores are those of a tile, four times, and the gradients of
-                         keys and values in float32
+                         saves B*H*T*4; transient are the scores of a tile, four times, the gradients of keys and
+                         values in float32, and copies of queries, keys, values and gradients in tiles
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
     residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp;
                          and the unsplit input of each block, B*T*D*c
@@ -315,7 +315,8 @@ class _LayerStack:
     def _transient_scores_nbytes(self) -> int:
         """Return the bytes of scores that exist only during a layer's backward pass."""
         if self.inputs.attention_tile is not None:
-            return TILE_COPIES * self.score_nbytes + FLOAT32 * self._kv_size()
+            tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
+            return TILE_COPIES * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
     def _expert_nbytes(self) -> int:

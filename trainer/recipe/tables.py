@@ -64,8 +64,8 @@ class Model(BaseModel):
     )
     attention_kernel: Literal["reference", "blockwise"] = Field(
         default="reference",
-        description="reference: the scores of all queries and keys at once; blockwise: tile by tile, with memory linear "
-        "in the length",
+        description="reference: the scores of all queries and keys at once; blockwise: tile by tile, with memory "
+        "linear in the length",
         examples=["blockwise"],
     )
     q_chunk_size: PositiveInt | Literal[-1] = Field(
