@@ -1,19 +1,23 @@
 """Set environment variables before jax is imported; jax reads them once. Commands started by tests inherit them.
 
 Tests spend more time on compilation than on computation, so XLA compiles with few optimizations, and all processes
-share one compilation cache. Tests of the demo reset these variables.
+share one compilation cache. Tests of the demo reset these variables. Tests start hundreds of processes: Python writes
+bytecode even if PYTHONDONTWRITEBYTECODE is set, so that not every process compiles the packages.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from importlib.metadata import version
 
 FAST_COMPILE_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 FLAGS, CACHE = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 if version("jaxlib").startswith("0.10."):  # an unknown flag ends the process; other versions were not tried
     user_flags = os.environ.get(FLAGS, "").split()
@@ -21,6 +25,8 @@ if version("jaxlib").startswith("0.10."):  # an unknown flag ends the process; o
     os.environ[FLAGS] = " ".join(flags)
 if CACHE not in os.environ:
     cache_folder = tempfile.TemporaryDirectory(prefix="prep-tests-")  # deleted when this process exits
-    os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    # of an entry that another process is still writing, which is compiled again; commands must not print it
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry:UserWarning")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # background job of a shell: commands would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from prepcli.testing.tiny_transformers import Tensors
+from prepcli.testing.torch_transformers import exact_log
 from trainer.models.parameters import HFConfig
 
 LENGTHS = (5, 1, 50)  # lengths of prompts, below and beyond sliding windows and the positions of pretraining
@@ -38,10 +39,11 @@ def greedy_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
 
     encodes = model.config.is_encoder_decoder
     tokens = torch.tensor([prompt])
-    output = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), do_sample=False, num_beams=1, max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=None, pad_token_id=0, use_cache=not encodes,
-    )  # fmt: skip
+    with exact_log():
+        output = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, num_beams=1,
+            max_new_tokens=MAX_NEW_TOKENS, eos_token_id=None, pad_token_id=0, use_cache=not encodes,
+        )  # fmt: skip
     return output[0, 1 if encodes else len(prompt) :].tolist()
 
 

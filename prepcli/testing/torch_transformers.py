@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,27 @@ def torch_class(config: Any) -> Any:
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
+@contextmanager
+def exact_log() -> Iterator[None]:
+    """Replace `torch.log` by the logarithm computed in float64 and rounded to the argument's dtype.
+
+    transformers computes the relative position buckets of T5 from `torch.log`. In float32 its last bit depends on the
+    CPU, and one bit changes the bucket of some distances.
+    """
+    import torch
+
+    native_log = torch.log
+
+    def rounded_log(values: Any) -> Any:
+        return native_log(values.double()).to(values.dtype)
+
+    torch.log = rounded_log
+    try:
+        yield
+    finally:
+        torch.log = native_log
+
+
 def _forward_logits(model: Any, batch: Tensors, **options: Any) -> Any:
     """Compute the logits of a batch's tokens, with its source if it has one."""
     import torch
@@ -116,7 +138,8 @@ def _forward_logits(model: Any, batch: Tensors, **options: Any) -> Any:
     if "source" not in ids:
         return model(ids["tokens"], use_cache=False, **options).logits
     source = {"input_ids": ids["source"], "attention_mask": ids["present"]}
-    return model(decoder_input_ids=ids["tokens"], use_cache=False, **source).logits
+    with exact_log():
+        return model(decoder_input_ids=ids["tokens"], use_cache=False, **source).logits
 
 
 def to_file_tensors(model: Any, named: dict[str, Any]) -> dict[str, Any]:

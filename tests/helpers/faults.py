@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from contextlib import chdir
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -21,17 +24,35 @@ COMMANDS = {
 }
 
 
-def make_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `model` and `init` in a folder, and change to that folder."""
-    monkeypatch.chdir(folder)
-    make_checkpoint(Path("model"))
-    assert main(["save-init", "./model", "--out", "init", "--pad-vocab", "8", "-q"]) == 0
+@dataclass(frozen=True)
+class FaultSources:
+    """A folder with `model` and `init`, and the outputs of commands without faults."""
+
+    folder: Path
+    outputs: dict[tuple[str, ...], dict[str, bytes]] = field(default_factory=dict)
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the sources with their times, which outputs record."""
+        for name in ("model", "init"):
+            shutil.copytree(self.folder / name, folder / name)
+
+    def expected(self, command: Sequence[str]) -> dict[str, bytes]:
+        """Return the files that a command writes without faults; the first call runs the command."""
+        key = tuple(command)
+        if key not in self.outputs:
+            with chdir(self.folder):
+                assert main([*command, "--out", "whole", "-q"]) == 0
+                self.outputs[key] = read_files(Path("whole"))
+                shutil.rmtree("whole")
+        return self.outputs[key]
 
 
-def expected_output(name: str) -> dict[str, bytes]:
-    """Return the output of the command without faults."""
-    assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
-    return read_files(Path("whole"))
+def make_sources(folder: Path) -> FaultSources:
+    """Make `model` and `init` in a folder."""
+    make_checkpoint(folder / "model")
+    with chdir(folder):
+        assert main(["save-init", "./model", "--out", "init", "--pad-vocab", "8", "-q"]) == 0
+    return FaultSources(folder)
 
 
 class Killed(BaseException):

@@ -13,8 +13,10 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +30,7 @@ from trainer.models.parameters import HFConfig
 ATOL = 2e-5
 MAX_ROUNDING_ERRORS = 20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
 BATCH_SIZE = 2
-CLEAR_EVERY = 25  # samples; compiled functions of each would otherwise stay in memory, about 5 MB per sample
+CHILD_SAMPLES = 50  # samples per child process; a sample leaves up to 190 MB in memory
 COLUMNS = ("samples", "equal", "rejected", "torch computes", "torch fails", "wrong", "seed")
 TABLE_HEADER = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
 
@@ -109,15 +111,25 @@ def _torch_computes(config: HFConfig) -> bool:
         return False
 
 
-def run_samples(family: str, seed: int, numbers: Iterable[int]) -> Iterator[tuple[int, Sample, FuzzResult]]:
-    """Yield each sample of a family with its outcome."""
-    import jax
+def run_chunk(family: str, seed: int, numbers: Sequence[int]) -> list[tuple[int, Sample, FuzzResult]]:
+    """Return the number, sample and outcome of each sample of a family, computed in this process."""
+    samples = ((number, make_sample(family, seed, number)) for number in numbers)
+    return [(number, sample, compare_sample(sample)) for number, sample in samples]
 
-    for count, number in enumerate(numbers, 1):
-        sample = make_sample(family, seed, number)
-        yield number, sample, compare_sample(sample)
-        if count % CLEAR_EVERY == 0:
-            jax.clear_caches()
+
+def run_samples(family: str, seed: int, numbers: Sequence[int]) -> Iterator[tuple[int, Sample, FuzzResult]]:
+    """Yield the number, sample and outcome of each sample of a family.
+
+    Samples run in child processes of at most `CHILD_SAMPLES` each, because the compiled functions of a sample stay in
+    memory.
+    """
+    chunks = [numbers[start : start + CHILD_SAMPLES] for start in range(0, len(numbers), CHILD_SAMPLES)]
+    children = ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=silence_transformers, max_tasks_per_child=1
+    )
+    with children:
+        for chunk in chunks:
+            yield from children.submit(run_chunk, family, seed, chunk).result()
 
 
 def format_row(family: str, results: Sequence[FuzzResult], seed: int) -> str:
@@ -169,7 +181,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--number", type=int, help="run this sample alone")
     parser.add_argument("--verbose", action="store_true", help="print every sample that is not equal")
     options = parser.parse_args(arguments)
-    silence_transformers()
     numbers = range(options.count) if options.number is None else [options.number]
     print(TABLE_HEADER, flush=True)
     wrong = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -9,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
@@ -33,18 +35,46 @@ SEVERAL_PROCESSES: tuple[tuple[tuple[str, ...], ...], ...] = (
 
 
 @dataclass(frozen=True)
+class UndisturbedRun:
+    """A command that ran without kills.
+
+    Attributes:
+        out: Its output.
+        report: What it prints with `--json`.
+        took_s: Its duration.
+    """
+
+    out: Path
+    report: dict[str, Any]
+    took_s: float
+
+
+@dataclass(frozen=True)
 class KillSetup:
-    """A model on disk, its init, and an undisturbed run of each command.
+    """A model on disk, its init, and undisturbed runs of the commands.
 
     Attributes:
         folder: Folder of the model and the init.
-        expected: Output of each command.
-        took_s: Duration of each command.
+        runs: The undisturbed runs so far, by command.
     """
 
     folder: Path
-    expected: dict[str, Path]
-    took_s: dict[str, float]
+    runs: dict[str, UndisturbedRun] = field(default_factory=dict)
+
+    def undisturbed(self, name: str) -> UndisturbedRun:
+        """Return the undisturbed run of a command; the first call runs the command."""
+        if name not in self.runs:
+            started_s = time.monotonic()
+            process = subprocess.run(
+                command_line(name, f"{name}-whole", "--json"), cwd=self.folder, check=True, capture_output=True
+            )
+            took_s = time.monotonic() - started_s
+            self.runs[name] = UndisturbedRun(self.folder / f"{name}-whole", json.loads(process.stdout), took_s)
+        return self.runs[name]
+
+    def expected_files(self, name: str) -> dict[str, bytes]:
+        """Return the bytes of all files of a command's output, by relative path."""
+        return read_files(self.undisturbed(name).out)
 
 
 def command_line(name: str, out: str, *more: str) -> list[str]:
@@ -58,13 +88,7 @@ def make_setup(folder: Path) -> KillSetup:
     make_checkpoint(folder / "model", GPT_NEO, **LARGE)
     subprocess.run([sys.executable, "-m", "prepcli", "save-init", "./model", "--out", "init", "--pad-vocab", "8"],
                    cwd=folder, check=True, capture_output=True)  # fmt: skip
-    expected, took_s = {}, {}
-    for name in COMMANDS:
-        started_s = time.monotonic()
-        subprocess.run(command_line(name, f"{name}-whole"), cwd=folder, check=True, capture_output=True)
-        took_s[name] = time.monotonic() - started_s
-        expected[name] = folder / f"{name}-whole"
-    return KillSetup(folder, expected, took_s)
+    return KillSetup(folder)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -83,7 +107,8 @@ def run_and_kill(
     setup: KillSetup, name: str, out: str, launch: Sequence[Sequence[str]], rng: random.Random
 ) -> list[int]:
     """Run the processes of a launch, kill each at a random moment, and return their exit codes."""
-    latest_s = max(1.5 * setup.took_s[name], setup.took_s[name] + 0.5 * (len(launch) - 1))
+    took_s = setup.undisturbed(name).took_s
+    latest_s = max(1.5 * took_s, took_s + 0.5 * (len(launch) - 1))
     moments = sorted((rng.uniform(0.2, 1.0) * latest_s, index) for index in range(len(launch)))
     started_s, processes = time.monotonic(), [start_command(setup, name, out, *more) for more in launch]
     for moment_s, index in moments:
@@ -107,14 +132,14 @@ def check_killed(
     for _ in range(kills):
         codes = run_and_kill(setup, name, out.name, rng.choice(launches), rng)
         assert set(codes) <= {0, -signal.SIGKILL}
-        assert out.exists() <= (published_names(out) == published_names(setup.expected[name]))
+        assert out.exists() <= (published_names(out) == published_names(setup.undisturbed(name).out))
         if out.exists():
             break
     processes = [start_command(setup, name, out.name, *more) for more in rng.choice(launches)]
     for process in processes:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0, err.decode()
-    assert read_files(out) == read_files(setup.expected[name])
+    assert read_files(out) == setup.expected_files(name)
     assert not out.with_name(out.name + ".partial").exists()
     assert read_files(setup.folder / COMMANDS[name][1]) == source
     shutil.rmtree(out)

@@ -118,8 +118,9 @@ def relative_position_buckets(bias_config: RelativePositionBias) -> np.ndarray:
     """Compute the bucket of each distance, key position minus query position.
 
     In each direction the first half of the buckets hold one distance each; the width of the second half grows with
-    the logarithm of the distance. The logarithm is the exact one rounded to float32, as in torch: NumPy's float32
-    logarithm differs from it by one unit in the last place for some values.
+    the logarithm of the distance. The logarithm is the exact one rounded to float32, the same on every machine. The
+    float32 logarithms of NumPy and torch differ from it by one unit in the last place for some values. transformers
+    uses that of torch, which depends on the CPU: a few distances may have the neighbouring bucket there.
 
     Returns:
         int32 [2 * max_distance + 1], for distances from -max_distance to max_distance. Larger distances share the

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prepcli.cli.main import main
 from prepcli.commands import demo as module
 from prepcli.commands.demo import MARKER, demo
 from prepcli.console.ui import Ui
@@ -21,6 +20,7 @@ from prepcli.demo.page import REPORT
 from prepcli.demo.steps import DemoStep
 from prepcli.demo.tiny_model import VOCABULARY
 from prepcli.errors import FAILED, OK, USAGE, PrepError
+from tests import CACHE, FLAGS
 from tests.helpers.tiny_checkpoints import read_tensors, same_bits
 
 README = Path(__file__).parents[3] / "README.md"
@@ -37,47 +37,61 @@ def text(stream: object) -> str:
     return stream.getvalue()
 
 
-def test_demo_runs_all_steps(tmp_path: Path) -> None:
-    out, ui = tmp_path / "out", make_ui(as_json=True)
+def run_demo(out: Path, expected_commands: Sequence[str]) -> list[dict[str, Any]]:
+    """Run the demo with `--json`, check the reports of its steps, and return them."""
+    ui = make_ui(as_json=True)
     assert ui.finish(demo(out, ui)) == OK
     report = json.loads(text(ui.out))
     assert report["ok"]
     assert report["output"] == str(out)
     steps = report["steps"]
     commands = [re.sub(r"^(JAX_NUM_CPU_DEVICES=8 )?prep ", "", step["command"]).split(" ")[0] for step in steps]
-    assert commands == COMMANDS + TRAINING
+    assert commands == [*expected_commands]
     assert all(step["ok"] and step["seconds"] > 0 and step["bytes"] > 0 for step in steps)
+    stderr = text(ui.err)
+    assert all(f"[{number}/{len(steps)}] {step['step']}\n" in stderr for number, step in enumerate(steps, 1))
+    assert all(f"$ {step['command']}\n" in stderr for step in steps if step["command"])
+    return steps
+
+
+def check_conversions(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a conversion was killed and resumed within its memory, and that the export equals the model."""
     assert steps[2]["result"].startswith("killed at ")
     assert steps[2]["bytes"] < steps[4]["bytes"] == steps[1]["bytes"]
     assert all(0 < steps[i]["peak"] <= 32 << 20 < steps[i]["bytes"] for i in (3, 4))
-    stderr = text(ui.err)
-    assert all(f"[{number}/14] {step['step']}\n" in stderr for number, step in enumerate(steps, 1))
-    assert all(f"$ {step['command']}\n" in stderr for step in steps if step["command"])
-    check_training(out, steps)
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-hf")
     assert before.keys() == after.keys()
     assert all(same_bits(before[name], after[name]) for name in before)
     assert (out / "tiny-padded" / "config.json").read_text() != (out / "tiny" / "config.json").read_text()
-    picture = [
-        sys.executable,
-        "-m",
-        "prepcli",
-        "inspect",
-        "tiny-padded-init",
-        "--shards",
-        "embed.tokens",
-        "--mesh",
-        "1,2,4",
-    ]
-    drawn = subprocess.run(picture, cwd=out, capture_output=True, text=True, check=True).stdout
-    assert drawn in README.read_text(), "the README shows what the demo's model looks like"
+
+
+def test_demo_runs_all_conversions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_tasks", conversion.conversion_steps)
+    monkeypatch.setattr(module, "write_page", lambda out, steps: None)
+    check_conversions(tmp_path / "out", run_demo(tmp_path / "out", COMMANDS))
+    monkeypatch.chdir(tmp_path / "out")
+    capsys.readouterr()
+    assert main(["inspect", "tiny-padded-init", "--shards", "embed.tokens", "--mesh", "1,2,4"]) == OK
+    assert capsys.readouterr().out in README.read_text(), "the README shows what the demo's model looks like"
+
+
+@pytest.mark.slow
+def test_demo_runs_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.ci/run` runs the demo too, as the README does; the demo checks the results of its steps."""
+    for name in (FLAGS, CACHE):  # the demo computes more than it compiles, and has its own cache
+        monkeypatch.delenv(name, raising=False)
+    steps = run_demo(tmp_path / "out", [*COMMANDS, *TRAINING])
+    check_conversions(tmp_path / "out", steps)
+    check_training(tmp_path / "out", steps)
 
 
 def check_training(out: Path, steps: Sequence[Mapping[str, Any]]) -> None:
     """Check that training was killed, resumed, and ended like the undisturbed run, with changed weights."""
-    assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 24 steps", steps[9]["result"])
-    assert re.match(r"killed after step \d+, step (8|16) is durable", steps[10]["result"])
-    assert steps[11]["result"].endswith("step 24 is byte for byte equal to the undisturbed run")
+    assert re.match(r"loss 5\.\d+ -> [234]\.\d+ in 12 steps", steps[9]["result"])
+    assert re.match(r"killed after step \d+, step (4|8) is durable", steps[10]["result"])
+    assert steps[11]["result"].endswith("step 12 is byte for byte equal to the undisturbed run")
     losses = [training.logged_losses(out, run) for run in (training.KILLED, training.UNBROKEN)]
     assert losses[0] == losses[1]
     before, after = read_tensors(out / "tiny"), read_tensors(out / "tiny-learned")

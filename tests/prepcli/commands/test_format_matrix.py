@@ -1,12 +1,18 @@
-"""Bit-exact conversions from every supported source format to every output format."""
+"""Bit-exact conversions from every supported source format to every output format.
+
+The default suite converts each pair in one dtype, and each format in every dtype; the slow tests have all cases.
+"""
 
 from __future__ import annotations
 
+from contextlib import chdir
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder, write_meta_folder
 from tests.helpers.zarr_items import StorageForm, write_zarr_item
@@ -31,16 +37,21 @@ SINKS = {
     "easylm": ("export", "--layout", "easylm"),
 }
 ORBAX_SOURCES = ("init", "init-zstd", "unscanned", "zarr3")  # converted with reshard instead of save-init
+DTYPES = ("float32", "bfloat16", "float16")
 PAIRS = [(source, sink) for source in SOURCES for sink in SINKS if (source, sink) != ("hf", "hf")]
+CASES = [(dtype, source, sink) for dtype in DTYPES for source, sink in PAIRS]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
-def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def is_fast(case: tuple[str, str, str]) -> bool:
+    """Return whether the default suite has the case: the dtypes take turns along the sources and the sinks."""
+    dtype, source, sink = case
+    return dtype == DTYPES[(SOURCES.index(source) + list(SINKS).index(sink)) % len(DTYPES)]
+
+
+def make_formats(root: Path, dtype: str) -> Path:
     """Make the same LLaMA in every format that needs no PyTorch."""
-    root = tmp_path_factory.mktemp("matrix")
-    tensors = make_checkpoint(root / "hf", CONFIG, request.param, tied=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
+    tensors = make_checkpoint(root / "hf", CONFIG, dtype, tied=False)
+    with chdir(root):
         for name, (command, source, *options) in CONVERTED.items():
             run_ok(command, source, *options, "--out", name)
     leaves = expected_leaves(CONFIG, tensors, True, 0)
@@ -53,9 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return root
 
 
-@pytest.fixture(scope="module")
-def of_torch(folder: Path) -> Path:
-    pytest.importorskip("torch")
+def make_torch_formats(folder: Path) -> Path:
+    """Add the formats that need PyTorch."""
     tensors = {name: to_torch(value) for name, value in read_tensors(folder / "hf").items()}
     write_bin_folder(folder / "hf", folder / "bin", tensors, num_files=2)
     write_bin_folder(folder / "hf", folder / "bin-legacy", tensors, legacy=True)
@@ -63,13 +73,26 @@ def of_torch(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("source", "sink"), PAIRS, ids=[f"{source}-to-{sink}" for source, sink in PAIRS])
+class FormatFolders:
+    """Folders with the same LLaMA in every format, one per dtype, made when a test needs them."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.folder = cache(lambda dtype: make_formats(factory.mktemp(dtype), dtype))
+        self.folder_with_torch = cache(lambda dtype: make_torch_formats(self.folder(dtype)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> FormatFolders:
+    return FormatFolders(tmp_path_factory)
+
+
+@pytest.mark.parametrize(("dtype", "source", "sink"), slow_except(CASES, is_fast))
 def test_conversion_is_bit_exact(
-    folder: Path, source: str, sink: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    folders: FormatFolders, dtype: str, source: str, sink: str, monkeypatch: pytest.MonkeyPatch
 ):
     if source in TORCH:
-        request.getfixturevalue("of_torch")
-    monkeypatch.chdir(folder)
+        pytest.importorskip("torch")
+    monkeypatch.chdir(folders.folder_with_torch(dtype) if source in TORCH else folders.folder(dtype))
     command, *options = SINKS[sink]
     if command == "save-init" and source in ORBAX_SOURCES:
         command = "reshard"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,16 @@ from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 HEAVY_MODULES = ("jax", "jaxlib", "orbax", "tensorstore", "flax", "torch", "transformers", "safetensors")
-SCRIPT = (
-    "import sys; from prepcli.cli.main import main; code = main(sys.argv[2:]);"
-    "loaded = [name for name in sys.argv[1].split(',') if name in sys.modules];"
-    "sys.exit(code or (f'imported {loaded}' if loaded else 0))"
-)
+SCRIPT = """
+import json, sys
+from prepcli.cli.main import main
+modules, commands = map(json.loads, sys.argv[1:])
+for words in commands:
+    if code := main(words):
+        sys.exit(code)
+    if loaded := [name for name in modules if name in sys.modules]:
+        sys.exit(f"{words} imported {loaded}")
+"""
 COMMANDS = [
     ["pad-vocab", "./m", "--init", "mean"],
     ["save-init", "./m", "--mesh", "1,2,4", "--pad-vocab", "auto"],
@@ -42,15 +49,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_conversions_import_no_framework(folder: Path, words: list[str]):
-    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join(HEAVY_MODULES), *words, "-q"],
-                         cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip
-    assert run.returncode == 0, run.stderr
+def check_imports(folder: Path, modules: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
+    """Run commands in one new process, and check after each that none of the modules was imported."""
+    arguments = [json.dumps(modules), json.dumps([[*words, "-q"] for words in commands])]
+    process = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+def test_conversions_import_no_framework(folder: Path):
+    check_imports(folder, HEAVY_MODULES, COMMANDS)
 
 
 def test_dry_run_imports_no_array_library(folder: Path):
-    words = ["save-init", "./m", "--dry-run", "--out", "x", "-q"]
-    run = subprocess.run([sys.executable, "-c", SCRIPT, ",".join((*HEAVY_MODULES, "tensorstore", "ml_dtypes")), *words],
-                         cwd=folder, capture_output=True, text=True, check=False)  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    check_imports(folder, (*HEAVY_MODULES, "ml_dtypes"), [["save-init", "./m", "--dry-run", "--out", "x"]])

@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prepcli.cli.main import main
+from prepcli.remote import remote_files
 from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 PREP_SCRIPT = """
@@ -31,27 +35,30 @@ LAST_WRITES = ["PUT bucket/out/commit_success.txt", "PUT bucket/out/prep-manifes
 
 @dataclass(frozen=True)
 class StoreSite:
-    """Object store and a working folder."""
+    """Object store, which the environment names, and the working folder."""
 
     store: FakeObjectStore
     cwd: Path
-
-    def start_prep(self, *arguments: str) -> subprocess.Popen[str]:
-        inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "GOOGLE_", "PREP_"))
-        }
-        return subprocess.Popen(
-            [sys.executable, "-c", PREP_SCRIPT, *arguments, "--json"],
-            env=inherited | self.store.environment(),
-            cwd=self.cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    capsys: pytest.CaptureFixture[str]
 
     def run_prep(self, *arguments: str) -> dict[str, Any]:
-        out, err = self.start_prep(*arguments).communicate()
-        assert "secret" not in out + err, "a token is nobody's business"
+        """Run a command in this process, and return its JSON."""
+        self.capsys.readouterr()
+        main([*arguments, "--json"])
+        captured = self.capsys.readouterr()
+        return self._parse(captured.out, captured.err)
+
+    def start_prep(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command in its own process."""
+        command = [sys.executable, "-c", PREP_SCRIPT, *arguments, "--json"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run_process(self, *arguments: str) -> dict[str, Any]:
+        """Run a command in its own process, and return its JSON."""
+        return self._parse(*self.start_prep(*arguments).communicate())
+
+    def _parse(self, out: str, err: str) -> dict[str, Any]:
+        assert "secret" not in out + err, "the token leaked"
         return json.loads(out)
 
     def writes(self) -> list[str]:
@@ -67,34 +74,25 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model `m` of 13 MB and its init `init`."""
     folder = tmp_path_factory.mktemp("home")
     make_checkpoint(folder / "m", vocab_size=4001, hidden_size=256, num_heads=4)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PREP_SCRIPT,
-            "save-init",
-            "./m",
-            "--mesh",
-            "1,2,2",
-            "--pad-vocab",
-            "8",
-            "--out",
-            "init",
-            "-q",
-        ],
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0
+    with chdir(folder):
+        run_ok("save-init", "./m", "--mesh", "1,2,2", "--pad-vocab", "8", "--out", "init")
     return folder
 
 
 @pytest.fixture
-def site(home: Path, tmp_path: Path) -> Iterator[StoreSite]:
+def site(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[StoreSite]:
     objects = {f"bucket/models/m/{name}": data for name, data in read_files(home / "m").items()}
     objects |= {f"bucket/init/{name}": data for name, data in read_files(home / "init").items()}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
+        monkeypatch.delenv(name)
     with serve_objects(objects) as store:
-        yield StoreSite(store, tmp_path)
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        yield StoreSite(store, tmp_path, capsys)
 
 
 SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-vocab", "8")
@@ -102,7 +100,7 @@ SAVE_INIT = ("save-init", "gs://bucket/models/m", "--mesh", "1,2,2", "--pad-voca
 
 def test_bucket_folder_converts_like_a_local_one(site: StoreSite, home: Path):
     site.store.faults.rate, site.store.faults.kinds = 0.3, READ_FAULTS
-    report = site.run_prep(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
+    report = site.run_process(*SAVE_INIT, "--out", "streamed", "--memory", "32MiB")
     assert report["ok"], report
     assert report["memory"]["peak"] <= 32 << 20
     assert sum(map(bool, site.store.faults.injected)) >= 1
@@ -235,7 +233,7 @@ def test_killed_upload_resumes(site: StoreSite, home: Path):
 
 
 def test_workers_write_and_one_process_uploads(site: StoreSite, home: Path):
-    report = site.run_prep(
+    report = site.run_process(
         "reshard",
         "gs://bucket/init",
         "--mesh",

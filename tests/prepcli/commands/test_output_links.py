@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.faults import make_sources
 
 FILES = (
     ".prep/lock",
@@ -25,9 +24,7 @@ FILES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_sources(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("sources")
 
 
 def save_init_refuses_link(capsys: pytest.CaptureFixture[str]) -> bool:

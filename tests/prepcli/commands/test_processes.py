@@ -23,16 +23,11 @@ from tests.helpers.killing import (
     KillSetup,
     check_killed,
     command_line,
-    make_setup,
     read_files,
     start_command,
 )
 from tests.helpers.run_cli import run_failing
-
-
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> KillSetup:
-    return make_setup(tmp_path_factory.mktemp("processes"))
+from tests.helpers.slow_cases import slow_except
 
 
 def wait_for_exit(*processes: subprocess.Popen[bytes], code: int = 0) -> list[tuple[str, str]]:
@@ -60,13 +55,12 @@ def shares(count: int) -> list[str]:
     return [f"{count}/{index}" for index in range(count)]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["pad-vocab", "compress"]))
 def test_processes_write_the_same_bytes_without_extra_reads(setup: KillSetup, name: str):
-    expected_nbytes = json.loads(run(setup, name, "alone", "--json")[0])["bytes"]
-    shutil.rmtree(setup.folder / "alone")
+    expected_nbytes = setup.undisturbed(name).report["bytes"]
     processes = [start_command(setup, name, "out", "--json", "--processes", share) for share in shares(3)]
     reports = [json.loads(out) for out, _ in wait_for_exit(*processes)]
-    assert read_files(setup.folder / "out") == read_files(setup.expected[name])
+    assert read_files(setup.folder / "out") == setup.expected_files(name)
     for key in ("read", "written", "moved"):
         assert sum(report["bytes"][key] for report in reports) == expected_nbytes[key]
         assert max(report["bytes"][key] for report in reports) < expected_nbytes[key] * 0.6
@@ -74,11 +68,11 @@ def test_processes_write_the_same_bytes_without_extra_reads(setup: KillSetup, na
     shutil.rmtree(setup.folder / "out")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["export", "cast"]))
 def test_workers_write_the_same_bytes(setup: KillSetup, name: str):
     report, stderr = run(setup, name, "out", "--json", "--workers", "2", "--memory", "200MiB", "--progress", "lines")
-    assert read_files(setup.folder / "out") == read_files(setup.expected[name])
-    fields, total = json.loads(report), sum(len(data) for data in read_files(setup.expected[name]).values())
+    assert read_files(setup.folder / "out") == setup.expected_files(name)
+    fields, total = json.loads(report), sum(map(len, setup.expected_files(name).values()))
     assert total * 0.9 < fields["bytes"]["written"] <= total or name == "compress"
     assert 0 < fields["memory"]["peak"] <= fields["memory"]["budget"] == 200 << 20
     ends = [line for line in stderr.splitlines() if " done in " in line and "%" in line]
@@ -87,10 +81,11 @@ def test_workers_write_the_same_bytes(setup: KillSetup, name: str):
     shutil.rmtree(setup.folder / "out")
 
 
+@pytest.mark.slow
 def test_more_processes_than_tensors_are_supported(setup: KillSetup):
     words = ["--memory", "1GiB", "--workers", "6"]
     run(setup, "save-init", "out", *words)
-    assert read_files(setup.folder / "out") == read_files(setup.expected["save-init"])
+    assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
 
 
@@ -119,11 +114,11 @@ def test_share_comes_from_the_launchers_variables(setup: KillSetup):
     ]
     outputs = wait_for_exit(*processes)
     assert "process 1 of 2, as SLURM says" in outputs[1][1]
-    assert read_files(setup.folder / "out") == read_files(setup.expected["export"])
+    assert read_files(setup.folder / "out") == setup.expected_files("export")
     shutil.rmtree(setup.folder / "out")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["reshard"]))
 def test_processes_survive_kills_at_random_moments(setup: KillSetup, name: str):
     check_killed(setup, name, kills=2, seed=2, launches=SEVERAL_PROCESSES)
 
@@ -139,9 +134,9 @@ def test_other_process_count_reuses_durable_bytes(setup: KillSetup):
         process.kill()
         process.wait(timeout=60)
     report = json.loads(run(setup, "save-init", "out", "--json", "--workers", "2", "--memory", "200MiB")[0])
-    total_nbytes = sum(len(data) for data in read_files(setup.expected["save-init"]).values())
+    total_nbytes = sum(len(data) for data in setup.expected_files("save-init").values())
     assert report["bytes"]["written"] < total_nbytes * 0.6
-    assert read_files(setup.folder / "out") == read_files(setup.expected["save-init"])
+    assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
 
 
@@ -178,7 +173,7 @@ def test_running_processes_exclude_other_runs(setup: KillSetup):
     _, different = run(setup, "save-init", "out", "--processes", "2/1", "--no-scan", code=1)
     assert "belongs to another run" in different
     wait_for_exit(start_command(setup, "save-init", "out", "--processes", "2/1", "--restart"), first)
-    assert read_files(setup.folder / "out") == read_files(setup.expected["save-init"])
+    assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
 
 
@@ -264,7 +259,7 @@ def start_with_stopped_workers(setup: KillSetup, out: str) -> tuple[subprocess.P
 
 def check_goes_on(setup: KillSetup, out: str) -> None:
     run(setup, "save-init", out, "--workers", "2", "--memory", "200MiB")
-    assert read_files(setup.folder / out) == read_files(setup.expected["save-init"])
+    assert read_files(setup.folder / out) == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / out)
 
 
@@ -280,7 +275,9 @@ def test_workers_die_with_their_parent(setup: KillSetup):
     check_goes_on(setup, "orphans")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), slow_except([(signal.SIGTERM, 75), (signal.SIGINT, 130)], [(signal.SIGTERM, 75)])
+)
 def test_signals_reach_the_workers(setup: KillSetup, number: signal.Signals, code: int):
     process, workers = start_with_stopped_workers(setup, "signalled")
     process.send_signal(number)

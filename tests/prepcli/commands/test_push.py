@@ -16,6 +16,7 @@ from prepcli.errors import PrepError
 from prepcli.execution.hub_push import PushTarget, parse_push_target
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
@@ -107,7 +108,7 @@ def test_push_keeps_weights_of_another_format(init: Path, tmp_path: Path):
     assert "flax_model.msgpack.index.json" in remote_files
 
 
-@pytest.mark.parametrize("broken", ["PUT /lfs/", "/commit/", "/preupload/", "/repos/create"])
+@pytest.mark.parametrize("broken", slow_except(["PUT /lfs/", "/commit/", "/preupload/", "/repos/create"], ["/commit/"]))
 def test_failed_push_can_be_repeated(init: Path, tmp_path: Path, broken: str):
     arguments = ("export", str(init), "--out", "hf", "--push", "o/m")
     with serve_push_hub() as hub:
@@ -123,19 +124,19 @@ def test_failed_push_can_be_repeated(init: Path, tmp_path: Path, broken: str):
         assert hub.repos["o/m"].branches["main"] == read_files(tmp_path / "hf")
 
 
-@pytest.mark.parametrize(
-    ("status", "why"),
-    [
-        (401, "HTTP 401 from the hub: the token is invalid"),
-        (403, "HTTP 403 from the hub: the token has no write access"),
-        (404, "HTTP 404 from the hub: unknown owner, repository or branch"),
-    ],
-)
-def test_push_reports_refusals_of_the_hub(init: Path, tmp_path: Path, status: int, why: str):
+REFUSALS = {
+    401: "HTTP 401 from the hub: the token is invalid",
+    403: "HTTP 403 from the hub: the token has no write access",
+    404: "HTTP 404 from the hub: unknown owner, repository or branch",
+}
+
+
+@pytest.mark.parametrize("status", slow_except(REFUSALS, [403]))
+def test_push_reports_refusals_of_the_hub(init: Path, tmp_path: Path, status: int):
     with serve_push_hub() as hub:
         hub.failing_requests, hub.status = "/repos/create", status
         error = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m")["error"]
-    assert error["why"] == f"{why}; the export in hf is complete"
+    assert error["why"] == f"{REFUSALS[status]}; the export in hf is complete"
 
 
 def test_push_checks_requirements_before_the_export(init: Path, tmp_path: Path):

@@ -16,8 +16,9 @@ from prepcli.engine import pipeline
 from prepcli.engine.files import Files
 from prepcli.execution import compress, execute, finalize
 from tests.helpers.faults import COMMANDS as PLAIN
-from tests.helpers.faults import Killed, expected_output, kill, make_sources, run_until_killed
+from tests.helpers.faults import FaultSources, Killed, kill, run_until_killed
 from tests.helpers.killing import read_files
+from tests.helpers.slow_cases import slow_except
 from tests.prepcli.commands.test_rot import flip_bit
 
 COMMANDS = {
@@ -27,18 +28,11 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_sources(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("sources")
 
 
 def run(name: str, *more: str) -> int:
     return main([*COMMANDS[name], "--out", "out", "--progress", "none", *more])
-
-
-def make_expected(name: str) -> dict[str, bytes]:
-    assert main([*COMMANDS[name], "--out", "whole", "-q"]) == 0
-    return read_files(Path("whole"))
 
 
 def data_files(partial: Path) -> list[Path]:
@@ -59,8 +53,8 @@ def flip_all_bytes(partial: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_resume_rewrites_flipped_bytes(capsys, monkeypatch, name: str):
-    expected, partial = make_expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
+def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatch, name: str):
+    expected, partial = sources.expected(COMMANDS[name]), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     draw = random.Random(7)
     for path, position in draw.sample(list(nonzero_positions(partial)), 3):
@@ -76,10 +70,10 @@ def test_resume_rewrites_flipped_bytes(capsys, monkeypatch, name: str):
     assert read_files(Path("out")) == expected
 
 
-@pytest.mark.parametrize("name", ["save-init", "cast"])
+@pytest.mark.parametrize("name", slow_except(["save-init", "cast"], ["save-init"]))
 @pytest.mark.parametrize("file", ["journal.0", "division.json", "run.json", "source.json", "lock"])
-def test_resume_never_trusts_a_damaged_run_file(capsys, monkeypatch, name: str, file: str):
-    expected, partial = make_expected(name), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
+def test_resume_never_trusts_a_damaged_run_file(sources: FaultSources, capsys, monkeypatch, name: str, file: str):
+    expected, partial = sources.expected(COMMANDS[name]), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")
     note, draw = partial / ".prep" / file, random.Random(3)
     for position in draw.sample(range(note.stat().st_size), 3):
@@ -93,16 +87,17 @@ def test_resume_never_trusts_a_damaged_run_file(capsys, monkeypatch, name: str, 
         shutil.copytree("before", partial)
 
 
-def test_resume_reads_back_bytes_of_other_processes(capsys, monkeypatch):
-    expected = make_expected("save-init")
+def test_resume_reads_back_bytes_of_other_processes(sources: FaultSources, capsys, monkeypatch):
+    expected = sources.expected(COMMANDS["save-init"])
     partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
     flip_all_bytes(partial)
     assert run("save-init", "--workers", "2") == 0
     assert read_files(Path("out")) == expected
 
 
-def test_resume_clears_gaps_between_tensors(monkeypatch):
-    expected, partial = make_expected("save-init"), run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
+def test_resume_clears_gaps_between_tensors(sources: FaultSources, monkeypatch):
+    expected = sources.expected(COMMANDS["save-init"])
+    partial = run_until_killed(monkeypatch, COMMANDS["save-init"], syncs=5)
     for path in (partial / "d").iterdir():
         size = path.stat().st_size
         path.write_bytes(b"\xff" * size)
@@ -110,8 +105,8 @@ def test_resume_clears_gaps_between_tensors(monkeypatch):
     assert read_files(Path("out")) == expected
 
 
-def test_resume_writes_only_the_damaged_tensors(capsys, monkeypatch):
-    total = sum(map(len, expected_output("pad-vocab").values()))
+def test_resume_writes_only_the_damaged_tensors(sources: FaultSources, capsys, monkeypatch):
+    total = sum(map(len, sources.expected(COMMANDS["pad-vocab"]).values()))
     with monkeypatch.context() as patched:
         patched.setattr(execute, "finalize_output", kill)
         with pytest.raises(Killed):
@@ -166,8 +161,8 @@ def test_source_change_with_restored_time_is_an_error(capsys, monkeypatch):
     assert not Path("out").exists()
 
 
-def test_touched_source_is_used(capsys, monkeypatch):
-    expected = expected_output("pad-vocab")
+def test_touched_source_is_used(sources: FaultSources, capsys, monkeypatch):
+    expected = sources.expected(COMMANDS["pad-vocab"])
     with monkeypatch.context() as patched:
         at_first_sync(patched, lambda: replace_by_copy(shard()))
         assert run("pad-vocab") == 0
@@ -196,8 +191,10 @@ def punch_hole(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [punch_hole, lambda path: os.truncate(path, 4096)])
-def test_output_truncated_while_written_is_an_error(capsys, monkeypatch, spoil: Callable[[Path], object]):
-    expected, real_run = expected_output("save-init"), pipeline.run
+def test_output_truncated_while_written_is_an_error(
+    sources: FaultSources, capsys, monkeypatch, spoil: Callable[[Path], object]
+):
+    expected, real_run = sources.expected(COMMANDS["save-init"]), pipeline.run
 
     def cut(*args, **options) -> pipeline.PipelineResult:
         outcome = real_run(*args, **options)
@@ -212,8 +209,8 @@ def test_output_truncated_while_written_is_an_error(capsys, monkeypatch, spoil: 
     assert read_files(Path("out")) == expected
 
 
-def test_output_change_while_finalizing_is_an_error(capsys, monkeypatch):
-    expected, real_finalize = expected_output("save-init"), execute.finalize_output
+def test_output_change_while_finalizing_is_an_error(sources: FaultSources, capsys, monkeypatch):
+    expected, real_finalize = sources.expected(COMMANDS["save-init"]), execute.finalize_output
 
     def change(*args, **options) -> None:
         real_finalize(*args, **options)
@@ -227,8 +224,8 @@ def test_output_change_while_finalizing_is_an_error(capsys, monkeypatch):
     assert read_files(Path("out")) == expected
 
 
-def test_compressed_chunks_are_read_back(monkeypatch):
-    expected = make_expected("compress")
+def test_compressed_chunks_are_read_back(sources: FaultSources, monkeypatch):
+    expected = sources.expected(COMMANDS["compress"])
     with monkeypatch.context() as patched:
         patched.setattr(compress, "MARK_NBYTES", 4096)
         patched.setattr(finalize, "write_item_metadata", kill)

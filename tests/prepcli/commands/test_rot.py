@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.faults import COMMANDS, expected_output, make_sources
+from tests.helpers.faults import COMMANDS
+from tests.helpers.run_cli import run_ok
 
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_sources(tmp_path, monkeypatch)
+pytestmark = pytest.mark.usefixtures("sources")
 
 
 def flip_bit(path: Path, offset: int) -> None:
@@ -37,7 +35,7 @@ def tensor_byte_ranges(path: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
-    expected_output("pad-vocab")
+    run_ok(*COMMANDS["pad-vocab"], "--out", "whole")
     draw = random.Random(2)
     places = [
         (p, *t) for p in sorted(Path("whole").glob("*.safetensors")) for t in tensor_byte_ranges(p) if t[1] < t[2]
@@ -56,7 +54,7 @@ def test_verify_names_the_tensor_of_a_flipped_bit(capsys):
 
 @pytest.mark.parametrize("name", ["reshard", "export"])
 def test_flipped_bit_in_source_stops_conversion(capsys, name: str):
-    expected_output(name)
+    run_ok(*COMMANDS[name], "--out", "whole")
     draw = random.Random(3)
     for path in sorted(Path("init/d").iterdir()):
         before = path.read_bytes()

@@ -111,7 +111,7 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
-    report = train_json(capsys, "--set", "train.steps=4")[1]
+    report = train_json(capsys)[1]
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK
     model = transformers.AutoModelForCausalLM.from_pretrained("learned", dtype=torch.float32).eval()
     words = Path("text.txt").read_text().split()
@@ -311,11 +311,11 @@ def test_restart_deletes_steps_only_after_checks(work_dir: Path, capsys: pytest.
 
 
 def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    words = ("--set", "checkpoint.optimizer_state=false", "--set", "train.steps=3")
+    words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "-q", *words]) == OK
     capsys.readouterr()
     code, report = train_json(capsys, *words)
-    assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/3", 3)
+    assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/12", 12)
 
 
 def test_converted_init_follows_the_mesh(work_dir: Path, capsys: pytest.CaptureFixture[str]):

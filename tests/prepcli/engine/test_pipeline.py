@@ -24,6 +24,7 @@ from prepcli.planning import coverage
 from prepcli.planning.plan import Contiguous, Fill, Stream
 from prepcli.planning.slabs import PAGE, split_streams
 from tests.helpers.plans import dividing_chunks, make_save_plan, reverse_streams
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.strategies import complete_tables, leaf_by_numpy
 from trainer.models.axis_map import AxisMap, bind_row, parse_row
 
@@ -34,60 +35,68 @@ def make_budget(slab_nbytes: int) -> Budget:
     return Budget(1 << 30, slab_nbytes, 6)
 
 
-@QUIET
-@given(complete_tables(), st.data())
-def test_save_and_export_round_trip(tmp_path_factory, rows: tuple[AxisMap, ...], data):
-    tmp = tmp_path_factory.mktemp("engine")
-    shift, limit = data.draw(st.integers(0, 9)) * 4, data.draw(st.sampled_from([4, 20, 64, 4096, 1 << 20]))
-    save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift)
-    plan, tensors = save_plan.plan, save_plan.tensors
-    coverage.check(plan, lambda: split_streams(plan.streams, limit))
-    source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
-    with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        sink.policy = WritePolicy(0, has_direct=data.draw(st.booleans()))
-        result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
-    for number, row in enumerate(rows):
-        assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
-    assert list(result.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
+@pytest.mark.parametrize("count", slow_except((15, 60), (15,)))
+def test_save_and_export_round_trip(tmp_path_factory, count: int):
+    @settings(QUIET, max_examples=count)
+    @given(complete_tables(), st.data())
+    def check(rows: tuple[AxisMap, ...], data):
+        tmp = tmp_path_factory.mktemp("engine")
+        shift, limit = data.draw(st.integers(0, 9)) * 4, data.draw(st.sampled_from([4, 20, 64, 4096, 1 << 20]))
+        save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift)
+        plan, tensors = save_plan.plan, save_plan.tensors
+        coverage.check(plan, lambda: split_streams(plan.streams, limit))
+        source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
+        with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
+            sink.policy = WritePolicy(0, has_direct=data.draw(st.booleans()))
+            result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
+        for number, row in enumerate(rows):
+            assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
+        assert list(result.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
 
-    copy = tmp / "back"
-    with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
-        exported = pipeline.run(
-            reverse_streams(plan.streams), reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
-        )
-    assert copy.read_bytes()[shift:] == source.read_bytes()[shift:]
-    assert exported.digests == result.digests
+        copy = tmp / "back"
+        with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
+            exported = pipeline.run(
+                reverse_streams(plan.streams), reader, sink=sink, budget=make_budget(limit), progress=NullProgress()
+            )
+        assert copy.read_bytes()[shift:] == source.read_bytes()[shift:]
+        assert exported.digests == result.digests
+
+    check()
 
 
-@QUIET
-@given(complete_tables(), st.sampled_from(["float16", "bfloat16"]), st.data())
-def test_cast_while_saving_and_exporting(tmp_path_factory, rows: tuple[AxisMap, ...], cast: str, data):
-    tmp = tmp_path_factory.mktemp("cast")
-    shift, limit = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([4, 20, 64, 4096]))
-    save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift, cast)
-    plan = save_plan.plan
-    coverage.check(plan, lambda: split_streams(plan.streams, limit))
-    source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
-    with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
-    written = {name: tensor.astype(numpy_dtype(cast)) for name, tensor in save_plan.tensors.items()}
-    bits = {name: tensor.view(np.int16) for name, tensor in written.items()}
-    for number, row in enumerate(rows):
-        assert np.array_equal(save_plan.read_leaf(paths, number).view(np.int16), leaf_by_numpy(row, bits))
-    for text, name in zip(result.digests.values(), save_plan.tensors):
-        digest = parse_stream_digest(text)
-        assert digest.read == xxhash.xxh3_128_hexdigest(save_plan.tensors[name].tobytes())
-        assert digest.written == xxhash.xxh3_128_hexdigest(written[name].tobytes())
-        changed = written[name].astype(np.float32) != save_plan.tensors[name]
-        assert digest.counts
-        assert (digest.counts.values, digest.counts.changed) == (changed.size, changed.sum())
+@pytest.mark.parametrize("count", slow_except((15, 60), (15,)))
+def test_cast_while_saving_and_exporting(tmp_path_factory, count: int):
+    @settings(QUIET, max_examples=count)
+    @given(complete_tables(), st.sampled_from(["float16", "bfloat16"]), st.data())
+    def check(rows: tuple[AxisMap, ...], cast: str, data):
+        tmp = tmp_path_factory.mktemp("cast")
+        shift, limit = data.draw(st.integers(0, 9)), data.draw(st.sampled_from([4, 20, 64, 4096]))
+        save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows], shift, cast)
+        plan = save_plan.plan
+        coverage.check(plan, lambda: split_streams(plan.streams, limit))
+        source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
+        with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
+            result = pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
+        written = {name: tensor.astype(numpy_dtype(cast)) for name, tensor in save_plan.tensors.items()}
+        bits = {name: tensor.view(np.int16) for name, tensor in written.items()}
+        for number, row in enumerate(rows):
+            assert np.array_equal(save_plan.read_leaf(paths, number).view(np.int16), leaf_by_numpy(row, bits))
+        for text, name in zip(result.digests.values(), save_plan.tensors):
+            digest = parse_stream_digest(text)
+            assert digest.read == xxhash.xxh3_128_hexdigest(save_plan.tensors[name].tobytes())
+            assert digest.written == xxhash.xxh3_128_hexdigest(written[name].tobytes())
+            changed = written[name].astype(np.float32) != save_plan.tensors[name]
+            assert digest.counts
+            assert (digest.counts.values, digest.counts.changed) == (changed.size, changed.sum())
 
-    wider = tuple(replace(s, dtype=cast, cast_to="float32") for s in reverse_streams(plan.streams))
-    copy = tmp / "back"
-    with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
-        pipeline.run(wider, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
-    expected = b"".join(tensor.astype(np.float32).tobytes() for tensor in written.values())
-    assert copy.read_bytes()[shift:] == expected
+        wider = tuple(replace(s, dtype=cast, cast_to="float32") for s in reverse_streams(plan.streams))
+        copy = tmp / "back"
+        with Files(paths) as reader, Files([copy], [source.stat().st_size]) as sink:
+            pipeline.run(wider, reader, sink=sink, budget=make_budget(limit), progress=NullProgress())
+        expected = b"".join(tensor.astype(np.float32).tobytes() for tensor in written.values())
+        assert copy.read_bytes()[shift:] == expected
+
+    check()
 
 
 @QUIET
@@ -122,42 +131,48 @@ class Killed(BaseException):
     """A simulated signal."""
 
 
-@QUIET
-@given(complete_tables(), st.data())
-def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, rows: tuple[AxisMap, ...], data):
-    tmp = tmp_path_factory.mktemp("resume")
-    save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])
-    plan, tensors = save_plan.plan, save_plan.tensors
-    source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
-    count = sum(1 for _ in split_streams(plan.streams, 8))
-    stop = data.draw(st.integers(0, count))
+@pytest.mark.parametrize("count", slow_except((15, 60), (15,)))
+def test_killed_run_resumes_to_the_same_bytes(tmp_path_factory, count: int):
+    @settings(QUIET, max_examples=count)
+    @given(complete_tables(), st.data())
+    def check(rows: tuple[AxisMap, ...], data):
+        tmp = tmp_path_factory.mktemp("resume")
+        save_plan = make_save_plan(rows, [data.draw(dividing_chunks(row.leaf_shape)) for row in rows])
+        plan, tensors = save_plan.plan, save_plan.tensors
+        source, paths = save_plan.write_source(tmp), save_plan.data_files(tmp)
+        count = sum(1 for _ in split_streams(plan.streams, 8))
+        stop = data.draw(st.integers(0, count))
 
-    class Stopping(NullProgress):
-        remaining = stop
+        class Stopping(NullProgress):
+            remaining = stop
 
-        def advance(self, written_bytes: int) -> None:
-            self.remaining -= 1
-            if self.remaining < 0:
-                raise Killed
+            def advance(self, written_bytes: int) -> None:
+                self.remaining -= 1
+                if self.remaining < 0:
+                    raise Killed
 
-    journal = Journal(tmp / "journal", "run")
-    with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        try:
-            pipeline.run(plan.streams, reader, sink=sink, budget=make_budget(8), progress=Stopping(), journal=journal)
-        except Killed:
-            assert journal.done_nbytes < sum(s.nbytes for s in plan.streams)
-    journal.close()
-    with (tmp / "journal").open("ab") as torn:
-        torn.write(b'{"done": 99')
-    journal = Journal(tmp / "journal", "run")
-    with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
-        result = pipeline.run(
-            plan.streams, reader, sink=sink, budget=make_budget(64), progress=NullProgress(), journal=journal
-        )
-    journal.close()
-    for number, row in enumerate(rows):
-        assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
-    assert list(result.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
+        journal = Journal(tmp / "journal", "run")
+        with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
+            try:
+                pipeline.run(
+                    plan.streams, reader, sink=sink, budget=make_budget(8), progress=Stopping(), journal=journal
+                )
+            except Killed:
+                assert journal.done_nbytes < sum(s.nbytes for s in plan.streams)
+        journal.close()
+        with (tmp / "journal").open("ab") as torn:
+            torn.write(b'{"done": 99')
+        journal = Journal(tmp / "journal", "run")
+        with Files([source]) as reader, Files(paths, save_plan.layout.file_sizes) as sink:
+            result = pipeline.run(
+                plan.streams, reader, sink=sink, budget=make_budget(64), progress=NullProgress(), journal=journal
+            )
+        journal.close()
+        for number, row in enumerate(rows):
+            assert np.array_equal(save_plan.read_leaf(paths, number), leaf_by_numpy(row, tensors))
+        assert list(result.digests.values()) == [xxhash.xxh3_128_hexdigest(t.tobytes()) for t in tensors.values()]
+
+    check()
 
 
 def test_a_journal_of_another_run_is_refused(tmp_path):
@@ -226,8 +241,17 @@ def test_rows_larger_than_a_slab_are_split(tmp_path):
     assert np.array_equal(save_plan.read_leaf(paths), save_plan.tensors["w"])
 
 
-@pytest.mark.parametrize("chunk", [(300, 200), (75, 200), (30, 50), (7, 200)])
-@pytest.mark.parametrize("limit", [1 << 20, 100_000, 5_000, 900])
+@pytest.mark.parametrize(
+    ("chunk", "limit"),
+    slow_except(
+        [
+            (chunk, limit)
+            for limit in (1 << 20, 100_000, 5_000, 900)
+            for chunk in ((300, 200), (75, 200), (30, 50), (7, 200))
+        ],
+        [((300, 200), 1 << 20), ((75, 200), 100_000), ((30, 50), 5_000), ((7, 200), 100_000)],
+    ),
+)
 def test_transposes_in_slabs_of_any_size(tmp_path, chunk: tuple[int, int], limit: int):
     row = bind_row(parse_row("mlp embed <- w: embed mlp"), {"mlp": 300, "embed": 200})
     save_plan = make_save_plan([row], [chunk])

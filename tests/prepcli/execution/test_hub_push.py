@@ -17,12 +17,14 @@ from prepcli.errors import PrepError
 from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.remote.retries import RetryPolicy
 from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub
+from tests.helpers.slow_cases import slow_except
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(1000)}
 TARGET = PushTarget("o/m", "side")
 STEPS = ("GET /api/whoami", "POST /api/repos/create", "/branch/", "GET /api/models/o/m/tree", "/preupload/")
 LARGE_STEPS = ("/info/lfs/", "PUT /lfs/", "/commit/")
 NONSENSE = {"html": b"<html>log in</html>", "list": b"[]", "null": b"null", "empty": b"", "noise": b"\xff\x00{"}
+STATUSES = (401, 403, 404, 409, 413, 429, 500, 503)
 HARMLESS = {
     "GET /api/whoami",
     "POST /api/repos/create",
@@ -56,8 +58,13 @@ def check_and_push(folder: Path, notes: list[str], timeout_s: float = 1.0) -> st
     return push_folder(folder, TARGET, progress=NullProgress(), retry_policy=patience)
 
 
-@pytest.mark.parametrize("step", [*STEPS, *LARGE_STEPS])
-@pytest.mark.parametrize("stall", ["silent", "close"])
+@pytest.mark.parametrize(
+    ("step", "stall"),
+    slow_except(
+        [(step, stall) for stall in ("silent", "close") for step in (*STEPS, *LARGE_STEPS)],
+        lambda case: case[0] in ("GET /api/whoami", "PUT /lfs/", "/commit/"),
+    ),
+)
 def test_push_reports_a_stall_once(hub: FakePushHub, folder: Path, step: str, stall: str):
     hub.failing_requests, hub.stall, notes = step, stall, list[str]()
     with pytest.raises(PrepError) as caught:
@@ -71,8 +78,13 @@ def test_push_reports_a_stall_once(hub: FakePushHub, folder: Path, step: str, st
     assert hub.repos["o/m"].branches["side"] == FILES
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE)
-@pytest.mark.parametrize("step", [step for step in (*STEPS, *LARGE_STEPS) if step not in HARMLESS])
+@pytest.mark.parametrize(
+    ("step", "nonsense"),
+    slow_except(
+        [(step, nonsense) for step in (*STEPS, *LARGE_STEPS) if step not in HARMLESS for nonsense in NONSENSE],
+        lambda case: case[1] == "list" or case[0] == "/commit/",
+    ),
+)
 def test_push_reports_a_malformed_answer_once(hub: FakePushHub, folder: Path, step: str, nonsense: str):
     hub.failing_requests, hub.body = step, NONSENSE[nonsense]
     if (step, nonsense) == ("GET /api/models/o/m/tree", "list"):
@@ -85,8 +97,13 @@ def test_push_reports_a_malformed_answer_once(hub: FakePushHub, folder: Path, st
     assert caught.value.why == "the hub's answer is malformed"
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 409, 413, 429, 500, 503])
-@pytest.mark.parametrize("step", ["/preupload/", "PUT /lfs/", "/commit/"])
+@pytest.mark.parametrize(
+    ("step", "status"),
+    slow_except(
+        [(step, status) for step in ("/preupload/", "PUT /lfs/", "/commit/") for status in STATUSES],
+        lambda case: case[0] == "PUT /lfs/" or case[1] in (401, 503),
+    ),
+)
 def test_push_reports_the_status_of_a_refusal(hub: FakePushHub, folder: Path, step: str, status: int):
     hub.failing_requests, hub.status = step, status
     with pytest.raises(PrepError) as caught:

@@ -16,6 +16,7 @@ from prepcli.execution.staging import open_staging, remove_work_folder
 from prepcli.planning.plan import Contiguous, Plan, Stream
 from prepcli.planning.shares import Share
 from tests.helpers.interleaving import ANY, COARSE, FINE, Process, World, explore, simulated, step
+from tests.helpers.slow_cases import slow_except
 
 STREAMS = 3
 LOCATION = (Contiguous(0, 0),)
@@ -175,20 +176,21 @@ def check_failed_one_ends_well(world: World) -> None:
     check_complete(world)
 
 
-FAILS = [pytest.param(n, restart, id=f"{n}{' restart' * restart}") for n in range(2) for restart in (False, True)]
+FAILS = [(fails, restart) for fails in range(2) for restart in (False, True)]
 
 
 def test_processes_end_well_together(tmp_path: Path):
     assert explore_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 100
 
 
-@pytest.mark.parametrize(("fails", "restart"), FAILS)
+@pytest.mark.parametrize(("fails", "restart"), slow_except(FAILS, ((0, False), (1, True))))
 def test_failure_reaches_every_process(tmp_path: Path, fails: int, restart: bool):
     explore_lives(tmp_path, lambda: attempt(2, fails=fails, restart=restart), check_failure_reaches_all, Depth())
 
 
-def test_killed_process_is_reported_as_missing(tmp_path: Path):
-    explore_lives(tmp_path, lambda: attempt(2), check_killed, Depth(kills=1))
+@pytest.mark.parametrize("switches", slow_except((1, ANY), (1,)))
+def test_killed_process_is_reported_as_missing(tmp_path: Path, switches: int):
+    explore_lives(tmp_path, lambda: attempt(2), check_killed, Depth(kills=1, switches=switches))
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from prepcli.formats.msgpack import (
     sniff_msgpack_kind,
 )
 from tests.helpers.golden_flax import FILES, FOLDER, decode_msgpack
+from tests.helpers.slow_cases import slow_except
 
 F32 = msgpack.ExtType(1, msgpack.packb(([2, 3], "float32", bytes(24))))
 PIECE = msgpack.ExtType(1, msgpack.packb(([3], "float32", bytes(12))))
@@ -257,7 +258,7 @@ def check_fuzzed(path: Path, seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", slow_except(range(8), (0,)))
 def test_read_msgpack_header_fuzzed(tmp_path: Path, part: int):
-    read_well = sum(check_fuzzed(tmp_path / "x", seed) for seed in range(part * 500, part * 500 + 500))
-    assert 0 < read_well < 500
+    read_well = sum(check_fuzzed(tmp_path / "x", seed) for seed in range(part * 250, part * 250 + 250))
+    assert 0 < read_well < 250

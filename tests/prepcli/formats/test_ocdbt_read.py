@@ -27,6 +27,7 @@ from tests.helpers.ocdbt_oracle import (
     read_all_entries,
     write_entries,
 )
+from tests.helpers.slow_cases import slow_except
 
 NODE, TOP = bytes.fromhex("0cdb20de"), bytes.fromhex("0cdb3a2a")
 KEYS = st.one_of(st.binary(max_size=5), st.integers(0, 4000).map(lambda i: b"layers.w/%d.%d" % divmod(i, 60)))
@@ -55,20 +56,25 @@ def bytes_at(folder: Path, place: ValueLocation) -> bytes:
         return file.read(place.nbytes)
 
 
-@settings(max_examples=120, deadline=None)
-@given(config=CONFIGS, commits=st.lists(VALUES, min_size=1, max_size=4))
-def test_read_ocdbt_index_matches_tensorstore(tmp_path_factory, config, commits):
+@pytest.mark.parametrize("count", slow_except((25, 120), (25,)))
+def test_read_ocdbt_index_matches_tensorstore(tmp_path_factory, count: int):
     """Read every configuration: versions, tree heights, compression, inline and indirect values."""
-    folder = tmp_path_factory.mktemp("db")
-    store = open_database(folder, config)
-    expected: dict[bytes, bytes] = {}
-    for values in commits:
-        with ts.Transaction() as transaction:
-            for key, value in values.items():
-                store.with_transaction(transaction)[key] = value
-        expected |= values
-    assert list(read_ocdbt_index(folder)) == read_all_entries(folder)
-    assert read_values(folder) == expected == {key: store[key] for key in store.list().result()}
+
+    @settings(max_examples=count, deadline=None)
+    @given(config=CONFIGS, commits=st.lists(VALUES, min_size=1, max_size=4))
+    def check(config, commits):
+        folder = tmp_path_factory.mktemp("db")
+        store = open_database(folder, config)
+        expected: dict[bytes, bytes] = {}
+        for values in commits:
+            with ts.Transaction() as transaction:
+                for key, value in values.items():
+                    store.with_transaction(transaction)[key] = value
+            expected |= values
+        assert list(read_ocdbt_index(folder)) == read_all_entries(folder)
+        assert read_values(folder) == expected == {key: store[key] for key in store.list().result()}
+
+    check()
 
 
 def test_read_newest_of_many_versions(tmp_path):
@@ -320,51 +326,63 @@ def tensorstore_entries(folder: Path, nbytes: int) -> list[OcdbtEntry] | None:
         return None
 
 
-@settings(max_examples=1500, deadline=None)
-@given(which=st.integers(0, 100), mutations=MUTATIONS, compressed=st.booleans())
-def test_mutated_leaf_matches_tensorstore_or_is_rejected(tmp_path_factory, bodies, which, mutations, compressed):
-    folder = tmp_path_factory.getbasetemp() / "mutated"
-    folder.mkdir(exist_ok=True)
-    height, body = bodies[which % len(bodies)]
-    frame = framed(NODE, mutated(body, mutations), compressed)
-    write_node(folder, frame, height)
-    try:
-        entries = list(read_ocdbt_index(folder))
-    except PrepError as error:
-        outside = "must lie inside" in error.why
-        assert height or outside or tensorstore_entries(folder, len(frame)) is None
-    else:
-        assert height == 0
-        assert tensorstore_entries(folder, len(frame)) in (
-            None,
-            entries,
-        )  # TensorStore also checks fields that the reader ignores
+@pytest.mark.parametrize("count", slow_except((150, 1500), (150,)))
+def test_mutated_leaf_matches_tensorstore_or_is_rejected(tmp_path_factory, bodies, count: int):
+    @settings(max_examples=count, deadline=None)
+    @given(which=st.integers(0, 100), mutations=MUTATIONS, compressed=st.booleans())
+    def check(which, mutations, compressed):
+        folder = tmp_path_factory.getbasetemp() / "mutated"
+        folder.mkdir(exist_ok=True)
+        height, body = bodies[which % len(bodies)]
+        frame = framed(NODE, mutated(body, mutations), compressed)
+        write_node(folder, frame, height)
+        try:
+            entries = list(read_ocdbt_index(folder))
+        except PrepError as error:
+            outside = "must lie inside" in error.why
+            assert height or outside or tensorstore_entries(folder, len(frame)) is None
+        else:
+            assert height == 0
+            assert tensorstore_entries(folder, len(frame)) in (
+                None,
+                entries,
+            )  # TensorStore also checks fields that the reader ignores
+
+    check()
 
 
-@settings(max_examples=500, deadline=None)
-@given(mutations=MUTATIONS, numbered=st.booleans())
-def test_mutated_manifest_is_read_or_rejected(tmp_path_factory, mutations, numbered):
-    folder = tmp_path_factory.getbasetemp() / f"manifest-{numbered}"
-    if not folder.exists():
-        open_database(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = b"v"
-        for path in folder.glob("manifest.*"):
-            path.rename(folder / f"kept-{path.name}")
-    kept = sorted(folder.glob("kept-*"))
-    for path in kept:
-        frame = path.read_bytes()
-        body = mutated(body_of(frame), mutations) if path == kept[0] else body_of(frame)
-        (folder / path.name.removeprefix("kept-")).write_bytes(framed(TOP, body))
-    with contextlib.suppress(PrepError):
-        assert list(read_ocdbt_index(folder)) in ([(b"k", b"v")], [])
+@pytest.mark.parametrize("count", slow_except((60, 500), (60,)))
+def test_mutated_manifest_is_read_or_rejected(tmp_path_factory, count: int):
+    @settings(max_examples=count, deadline=None)
+    @given(mutations=MUTATIONS, numbered=st.booleans())
+    def check(mutations, numbered):
+        folder = tmp_path_factory.getbasetemp() / f"manifest-{numbered}"
+        if not folder.exists():
+            open_database(folder, {"manifest_kind": "numbered" if numbered else "single"})[b"k"] = b"v"
+            for path in folder.glob("manifest.*"):
+                path.rename(folder / f"kept-{path.name}")
+        kept = sorted(folder.glob("kept-*"))
+        for path in kept:
+            frame = path.read_bytes()
+            body = mutated(body_of(frame), mutations) if path == kept[0] else body_of(frame)
+            (folder / path.name.removeprefix("kept-")).write_bytes(framed(TOP, body))
+        with contextlib.suppress(PrepError):
+            assert list(read_ocdbt_index(folder)) in ([(b"k", b"v")], [])
+
+    check()
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.binary(max_size=200), name=st.sampled_from([OCDBT_MANIFEST, "node"]))
-def test_random_bytes_are_rejected(tmp_path_factory, data, name):
-    folder = tmp_path_factory.getbasetemp() / "random"
-    folder.mkdir(exist_ok=True)
-    write_node(folder, framed(NODE, inlined(2, b"", b"")))
-    (folder / name).write_bytes(data)
-    with pytest.raises(PrepError):
-        list(read_ocdbt_index(folder))
-    (folder / OCDBT_MANIFEST).unlink()
+@pytest.mark.parametrize("count", slow_except((40, 300), (40,)))
+def test_random_bytes_are_rejected(tmp_path_factory, count: int):
+    @settings(max_examples=count, deadline=None)
+    @given(data=st.binary(max_size=200), name=st.sampled_from([OCDBT_MANIFEST, "node"]))
+    def check(data, name):
+        folder = tmp_path_factory.getbasetemp() / "random"
+        folder.mkdir(exist_ok=True)
+        write_node(folder, framed(NODE, inlined(2, b"", b"")))
+        (folder / name).write_bytes(data)
+        with pytest.raises(PrepError):
+            list(read_ocdbt_index(folder))
+        (folder / OCDBT_MANIFEST).unlink()
+
+    check()

@@ -30,9 +30,10 @@ from tests.helpers.pickle_builder import (
     make_zip_file,
     mutate,
 )
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.torch_reading import read_content, read_error, tensor_bytes
 
-FUZZED = 1500
+FUZZED = 500
 TOLD = json.loads((FOLDER / "tensors.json").read_text())
 FILES = sorted(FOLDER.glob("*.bin"))
 
@@ -171,11 +172,11 @@ def test_torchscript_is_rejected(tmp_path: Path) -> None:
 SEEDS = [path.read_bytes() for path in FILES]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except(range(3), (0,)))
 def test_mutated_files_are_read_in_bounds_or_rejected(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     reasons = set()
-    for i in range(FUZZED // 3):
+    for i in range(FUZZED):
         content = fuzzed(rng, i)
         try:
             header = read_content(tmp_path, content)

@@ -36,9 +36,10 @@ from tests.helpers.pickle_builder import (
     make_pickle,
     mutate,
 )
+from tests.helpers.slow_cases import slow_except
 
 EXPECTED = {"collections.OrderedDict", "builtins.set", "builtins.complex", "torch._utils._rebuild_tensor_v2", "a.B"}
-FUZZED = 1500
+FUZZED = 500
 
 
 def read(data: bytes) -> UnpickledObject:
@@ -230,10 +231,10 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
-def test_bombs_reach_the_opcode_limit(data: bytes) -> None:
+@pytest.mark.parametrize("name", slow_except(BOMBS, ("opcodes", "copies of pairs")))
+def test_bombs_reach_the_opcode_limit(name: str) -> None:
     with pytest.raises(ValueError, match="opcodes"):
-        read(data)
+        read(BOMBS[name])
 
 
 NESTED = {
@@ -257,11 +258,11 @@ SEEDS = [
 ] + [make_pickle(encode_mapping({"w": encode_call("a.B", encode_text("x") + b"Q", encode_int(3))}))]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except(range(3), (0,)))
 def test_mutated_pickles_are_read_or_rejected(seed: int) -> None:
     rng = random.Random(seed)
     reasons = set()
-    for i in range(FUZZED // 3):
+    for i in range(FUZZED):
         reasons.add(reason(mutate(SEEDS[i % len(SEEDS)], rng) if i % 10 else rng.randbytes(rng.randrange(60))))
     assert "" in reasons
     assert len(reasons) > 20

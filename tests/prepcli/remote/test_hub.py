@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,19 +52,22 @@ from prepcli.sources.locate import locate
 from prepcli.errors import PrepError
 from prepcli.console.progress import JsonProgress
 from prepcli.remote.retries import retry_policy_from_env
-warnings, events = [], io.StringIO()
-answer = {"warnings": warnings}
-try:
-    policy = retry_policy_from_env(os.environ, str)
-    options = {"offline": "--offline" in sys.argv, "progress": JsonProgress(events), "retry_policy": policy}
-    located = locate(sys.argv[1], access=Access(warn=warnings.append, **options))
-    headers = located.headers
-    answer |= {"path": str(headers.path), "revision": headers.commit, "kind": located.kind}
-except PrepError as error:
-    answer |= {"error": [error.what, error.why, error.hint, error.code]}
-answer["events"] = [json.loads(line) for line in events.getvalue().splitlines()]
-print(json.dumps(answer))
+names, is_offline = json.loads(sys.argv[1]), "--offline" in sys.argv
+for name in names:
+    warnings, events = [], io.StringIO()
+    answer = {"warnings": warnings}
+    try:
+        policy = retry_policy_from_env(os.environ, str)
+        options = {"offline": is_offline, "progress": JsonProgress(events), "retry_policy": policy}
+        located = locate(name, access=Access(warn=warnings.append, **options))
+        headers = located.headers
+        answer |= {"path": str(headers.path), "revision": headers.commit, "kind": located.kind}
+    except PrepError as error:
+        answer |= {"error": [error.what, error.why, error.hint, error.code]}
+    answer["events"] = [json.loads(line) for line in events.getvalue().splitlines()]
+    print(json.dumps(answer))
 """
+Answer = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,15 @@ class LocateRunner:
     variables: dict[str, str]
     cwd: Path
 
-    def __call__(self, name: str, *options: str, **variables: str) -> dict[str, object]:
+    def __call__(self, name: str, *options: str, **variables: str) -> Answer:
+        (answer,) = self.locate_all([name], *options, **variables)
+        return answer
+
+    def locate_all(self, names: Sequence[str], *options: str, **variables: str) -> list[Answer]:
+        """Locate several models, one after another in one process."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
         process = subprocess.run(
-            [sys.executable, "-c", SCRIPT, name, *options],
+            [sys.executable, "-c", SCRIPT, json.dumps(names), *options],
             env={**inherited, **self.variables, **variables},
             cwd=self.cwd,
             capture_output=True,
@@ -84,7 +93,7 @@ class LocateRunner:
             check=False,
         )
         assert (process.returncode, process.stderr) == (0, "")
-        return json.loads(process.stdout)
+        return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -100,23 +109,24 @@ def run_locate(hub: FakeHub, tmp_path: Path) -> LocateRunner:
     return LocateRunner(hub.environment(tmp_path / "home"), tmp_path)
 
 
+def check_download_events(events: object) -> None:
+    """Check that the progress of a download is in bytes."""
+    assert isinstance(events, list)
+    nbytes = len(WEIGHTS) + len(GOOD["tokenizer.json"])  # config.json is fetched before
+    assert [(event["event"], event["task"], event["done"], event["total"]) for event in events] == [
+        ("begin", "download", 0, nbytes), ("end", "download", nbytes, nbytes),
+    ]  # fmt: skip
+
+
 def test_download_fetches_only_needed_files(run_locate: LocateRunner, hub: FakeHub) -> None:
     answer = run_locate("o/good")
+    check_download_events(answer["events"])
     path = Path(str(answer["path"]))
     assert (answer["kind"], answer["revision"], answer["warnings"]) == ("safetensors", COMMIT, [])
     assert {file.name: file.read_bytes() for file in path.iterdir()} == {
         name: GOOD[name] for name in ("config.json", "model.safetensors", "tokenizer.json")
     }
     assert not [request for request in hub.requests if "README" in request or ".bin" in request]
-
-
-def test_download_reports_progress_in_bytes(run_locate: LocateRunner) -> None:
-    events = run_locate("o/good")["events"]
-    assert isinstance(events, list)
-    nbytes = len(WEIGHTS) + len(GOOD["tokenizer.json"])  # config.json is fetched before
-    assert [(event["event"], event["task"], event["done"], event["total"]) for event in events] == [
-        ("begin", "download", 0, nbytes), ("end", "download", nbytes, nbytes),
-    ]  # fmt: skip
 
 
 def test_download_reuses_the_cache(run_locate: LocateRunner, hub: FakeHub) -> None:
@@ -151,8 +161,9 @@ def test_offline_fails_if_cached_weights_are_missing(run_locate: LocateRunner) -
 
 
 def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
-    assert run_locate(f"o/good@{COMMIT}")["revision"] == COMMIT
-    assert run_locate("o/good@v9")["error"] == [
+    good, unknown = run_locate.locate_all([f"o/good@{COMMIT}", "o/good@v9"])
+    assert good["revision"] == COMMIT
+    assert unknown["error"] == [
         "o/good has no revision `v9`",
         "HTTP 404 from the hub",
         "see its page for revisions",
@@ -160,51 +171,38 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("o/gated", ["cannot read o/gated", "HTTP 401 from the hub: access must be granted to your account",
-                     "open its page, then `hf auth login`", 1]),
-        ("o/refused", ["cannot read o/refused", "HTTP 403 from the hub: access must be granted to your account",
-                       "open its page, then `hf auth login`", 1]),
-        ("o/private", ["cannot read o/private", "HTTP 401 from the hub: it is private, or there is no such model",
-                       "open its page, then `hf auth login`", 1]),
-        ("o/nothing", ["cannot read o/nothing", "not a folder here, and HTTP 404 from the hub: there is no such model",
-                       "check the spelling", 1]),
-        ("o/ill", ["cannot read o/ill", "HTTP 503 from the hub",
-                   "try again later; a download continues where it stopped", 1]),
-        ("o/empty", ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1]),
-    ],
-)  # fmt: skip
-def test_download_explains_http_errors(run_locate: LocateRunner, name: str, error: list[object]) -> None:
-    assert run_locate(name)["error"] == error
+def test_download_explains_http_errors(run_locate: LocateRunner) -> None:
+    expected = {
+        "o/gated": ["cannot read o/gated", "HTTP 401 from the hub: access must be granted to your account",
+                    "open its page, then `hf auth login`", 1],
+        "o/refused": ["cannot read o/refused", "HTTP 403 from the hub: access must be granted to your account",
+                      "open its page, then `hf auth login`", 1],
+        "o/private": ["cannot read o/private", "HTTP 401 from the hub: it is private, or there is no such model",
+                      "open its page, then `hf auth login`", 1],
+        "o/nothing": ["cannot read o/nothing", "not a folder here, and HTTP 404 from the hub: there is no such model",
+                      "check the spelling", 1],
+        "o/ill": ["cannot read o/ill", "HTTP 503 from the hub",
+                  "try again later; a download continues where it stopped", 1],
+        "o/empty": ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1],
+    }  # fmt: skip
+    answers = run_locate.locate_all([*expected])
+    assert {name: answer["error"] for name, answer in zip(expected, answers)} == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("o/gguf", "o/gguf is in GGUF format"),
-        ("o/lora", "o/lora is an adapter, not a model"),
-        ("o/gptq", "o/gptq is quantised"),
-        ("o/older", "o/older is quantised"),
-        ("o/huge", "not enough room for o/huge"),
-    ],
-)
-def test_unsupported_model_fails_before_the_download(
-    run_locate: LocateRunner, hub: FakeHub, name: str, what: str
-) -> None:
-    error = run_locate(name)["error"]
-    assert isinstance(error, list)
-    assert error[0] == what
-    assert error[3] == 1
+def test_unsupported_model_fails_before_the_download(run_locate: LocateRunner, hub: FakeHub, tmp_path: Path) -> None:
+    expected = {
+        "o/gguf": "o/gguf is in GGUF format",
+        "o/lora": "o/lora is an adapter, not a model",
+        "o/gptq": "o/gptq is quantised",
+        "o/older": "o/older is quantised",
+        "o/huge": "not enough room for o/huge",
+    }
+    errors: list[Any] = [answer["error"] for answer in run_locate.locate_all([*expected])]
+    assert [error[0] for error in errors] == [*expected.values()]
+    assert {error[3] for error in errors} == {1}
     assert not [request for request in hub.requests if "/resolve/" in request and "config.json" not in request]
-
-
-def test_full_disk_error_states_sizes(run_locate: LocateRunner, tmp_path: Path) -> None:
-    error = run_locate("o/huge")["error"]
-    assert isinstance(error, list)
-    assert error[1].startswith(f"needs 1048576.00 TiB, {tmp_path / 'home' / 'hub'} has ")
-    assert error[1].endswith(" free")
+    assert errors[-1][1].startswith(f"needs 1048576.00 TiB, {tmp_path / 'home' / 'hub'} has ")
+    assert errors[-1][1].endswith(" free")
 
 
 def test_unreachable_hub_is_an_error(tmp_path: Path) -> None:
@@ -232,13 +230,14 @@ def test_unreachable_hub_falls_back_to_the_cache_and_warns(tmp_path: Path, troub
 
 
 def test_download_selects_other_formats_without_safetensors(run_locate: LocateRunner) -> None:
-    for name, kind, files in (
-        ("o/bin", "torch", ["config.json", "pytorch_model.bin"]),
-        ("o/meta", "meta", ["consolidated.00.pth", "params.json", "tokenizer.model"]),
-        ("o/flax", "flax", ["config.json", "flax_model.msgpack"]),
-    ):
-        for options in ((), ("--offline",)):
-            answer = run_locate(name, *options)
+    expected = {
+        "o/bin": ("torch", ["config.json", "pytorch_model.bin"]),
+        "o/meta": ("meta", ["consolidated.00.pth", "params.json", "tokenizer.model"]),
+        "o/flax": ("flax", ["config.json", "flax_model.msgpack"]),
+    }
+    for options in ((), ("--offline",)):
+        answers = run_locate.locate_all([*expected], *options)
+        for answer, (kind, files) in zip(answers, expected.values()):
             assert answer["kind"] == kind
             assert sorted(path.name for path in Path(str(answer["path"])).iterdir()) == files
 

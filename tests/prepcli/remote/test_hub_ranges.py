@@ -9,7 +9,7 @@ from email.utils import formatdate
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
@@ -18,6 +18,7 @@ from prepcli.remote.hub_ranges import HubRangeReader, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, read_range
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import FAULT_KINDS, FakeFileStore, FaultInjector, serve_ranges
+from tests.helpers.slow_cases import slow_except
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
 ZEROS = bytes(300_000)
@@ -219,18 +220,22 @@ ANSWERS = st.builds(
 )
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ANSWERS, min_size=1, max_size=6), st.integers(0, 30))
-def test_arbitrary_answers_give_bytes_or_a_prep_error(monkeypatch, answers: list[Answer], offset: int):
-    monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: Session(list(answers)))
-    monkeypatch.setattr("huggingface_hub.utils.build_hf_headers", lambda **_: {})
-    monkeypatch.setattr(remote_files, "MAX_RETRY_AFTER_S", 0.0)
-    monkeypatch.setattr(remote_files, "MAX_STALLED_TRIES", 3)
-    into = np.zeros(10, np.uint8)
-    with suppress(PrepError):
-        read_range(
-            HubRangeReader("o/m", COMMIT, "http://hub"),
-            RemoteFile("f", 40, "sha256:" + "1" * 64),
-            offset=offset,
-            into=into,
-        )
+@pytest.mark.parametrize("count", slow_except((150, 1500), (150,)))
+def test_arbitrary_answers_give_bytes_or_a_prep_error(monkeypatch, count: int):
+    @settings(max_examples=count, deadline=None)
+    @given(st.lists(ANSWERS, min_size=1, max_size=6), st.integers(0, 30))
+    def check(answers: list[Answer], offset: int):
+        monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: Session(list(answers)))
+        monkeypatch.setattr("huggingface_hub.utils.build_hf_headers", lambda **_: {})
+        monkeypatch.setattr(remote_files, "MAX_RETRY_AFTER_S", 0.0)
+        monkeypatch.setattr(remote_files, "MAX_STALLED_TRIES", 3)
+        into = np.zeros(10, np.uint8)
+        with suppress(PrepError):
+            read_range(
+                HubRangeReader("o/m", COMMIT, "http://hub"),
+                RemoteFile("f", 40, "sha256:" + "1" * 64),
+                offset=offset,
+                into=into,
+            )
+
+    check()

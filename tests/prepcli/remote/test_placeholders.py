@@ -41,6 +41,7 @@ from prepcli.sources.bucket_folders import BucketFolder
 from prepcli.sources.detect import detect
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.opening import open_source
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
 
 
@@ -288,7 +289,7 @@ def count_rejected(files: dict[str, bytes], count: int, seed: int) -> int:
     return rejected
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except(range(12), (0,)))
 def test_fuzzed_checkpoint_opens_or_raises_prep_error(folder: Path, item: Path, seed: int):
-    assert count_rejected(contents(folder), 300, seed) > 100
-    assert count_rejected(contents(item), 200, seed) > 50
+    assert count_rejected(contents(folder), 75, seed) > 25
+    assert count_rejected(contents(item), 50, seed) > 12

@@ -23,6 +23,7 @@ from prepcli.planning.tensors import itemsize
 from prepcli.sources import decoded_arrays as decoded_module
 from prepcli.sources.decoded_arrays import DecodedArray, DecodedArrayReader
 from tests.helpers.orbax_items import NOW_NS, chunk_bytes, random_array
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.zarr_items import STORAGE_FORMS, StorageForm, write_zarr_item
 
 META = ArrayMeta(("params", "w"), (7, 10), "float32", (2, 4))
@@ -197,25 +198,32 @@ def test_missing_file_is_named_in_the_error(tmp_path: Path):
         read_bytes(reader, 0, 4)
 
 
-@settings(max_examples=1600, deadline=None)
-@given(data=st.data(), form=st.sampled_from([f for f in STORAGE_FORMS if f.codec_names]))
-def test_fuzzed_chunks_raise_prep_error_or_read(tmp_path_factory, data: st.DataObject, form: StorageForm):
+@pytest.mark.parametrize("count", slow_except((150, 1600), (150,)))
+def test_fuzzed_chunks_raise_prep_error_or_read(tmp_path_factory, count: int):
     """Damaged stored chunks may only raise a PrepError, and never return too many bytes."""
-    folder = tmp_path_factory.getbasetemp() / "changed" / str(STORAGE_FORMS.index(form))
-    if not folder.exists():
-        write_zarr_item(folder, ARRAYS, form)
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("_METADATA", "zarr.json"))
-    file = data.draw(st.sampled_from(files), label="file")
-    old = file.read_bytes()
-    start = data.draw(st.integers(0, len(old)), label="start")
-    end = data.draw(st.sampled_from([start, start + 1, start + 5, len(old)]), label="end")
-    file.write_bytes(old[:start] + data.draw(st.binary(max_size=6), label="new") + old[end:])
-    try:
-        with contextlib.suppress(PrepError):
-            reader, meta = open_array(folder, META.name)
-            read_bytes(reader, 0, math.prod(meta.grid) * META.chunk_nbytes)
-    finally:
-        file.write_bytes(old)
+
+    @settings(max_examples=count, deadline=None)
+    @given(data=st.data(), form=st.sampled_from([f for f in STORAGE_FORMS if f.codec_names]))
+    def check(data: st.DataObject, form: StorageForm):
+        folder = tmp_path_factory.getbasetemp() / "changed" / str(STORAGE_FORMS.index(form))
+        if not folder.exists():
+            write_zarr_item(folder, ARRAYS, form)
+        files = sorted(
+            path for path in folder.rglob("*") if path.is_file() and path.name not in ("_METADATA", "zarr.json")
+        )
+        file = data.draw(st.sampled_from(files), label="file")
+        old = file.read_bytes()
+        start = data.draw(st.integers(0, len(old)), label="start")
+        end = data.draw(st.sampled_from([start, start + 1, start + 5, len(old)]), label="end")
+        file.write_bytes(old[:start] + data.draw(st.binary(max_size=6), label="new") + old[end:])
+        try:
+            with contextlib.suppress(PrepError):
+                reader, meta = open_array(folder, META.name)
+                read_bytes(reader, 0, math.prod(meta.grid) * META.chunk_nbytes)
+        finally:
+            file.write_bytes(old)
+
+    check()
 
 
 def test_read_blocks_are_small():

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from prepcli.testing import kit
-from prepcli.testing.checks import CHECKS, Check, check_step_on_mesh
+from prepcli.testing.checks import CHECKS, check_bfloat16_storage, check_coverage, check_forward, check_step_on_mesh
 from prepcli.testing.kit import CheckResult, run_checks
 from prepcli.testing.subject import FamilyUnderTest
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA
 from tests.helpers.tiny_configs import ODD_HEADS
 from trainer.models.architecture import ArchConfig
@@ -31,20 +32,25 @@ def subject(tmp_path_factory: pytest.TempPathFactory):
     return cache(lambda family: FamilyUnderTest(CONFIGS[family], tmp_path_factory.mktemp(family)))
 
 
-def is_slow(check: Check, family: str) -> bool:
-    """Return whether golden files make this check too, or a similar family trains the step in every run."""
-    return check.in_golden_files or (check.run is check_step_on_mesh and family not in ("gpt_neo", "mixtral", "t5"))
+# families whose rows or layers differ most; `coverage` compares the rows of all families with their tensors
+FAST_FAMILIES = ("gpt2", "opt", "gemma3_text", "qwen3_moe", "t5")
 
 
-@pytest.mark.parametrize(
-    ("check", "family"),
-    [
-        pytest.param(check, family, id=f"{check.name}-{family}", marks=[pytest.mark.slow] * is_slow(check, family))
-        for family in CONFIGS
-        for check in CHECKS
-    ],
-)
-def test_family_passes_check(check: Check, family: str, subject):
+def is_fast(case: tuple[str, str]) -> bool:
+    """Return whether the default suite makes a check: golden files do not make it, and no similar family is fast."""
+    check, family = BY_NAME[case[0]], case[1]
+    if check.in_golden_files or check.run is check_forward:
+        return False
+    if check.run is check_step_on_mesh:
+        return family in ("mixtral", "t5")
+    if check.run is check_bfloat16_storage:
+        return family in ("gpt2", "gemma3_text")
+    return check.run is check_coverage or family in FAST_FAMILIES
+
+
+@pytest.mark.parametrize(("name", "family"), slow_except(((name, f) for f in CONFIGS for name in BY_NAME), is_fast))
+def test_family_passes_check(name: str, family: str, subject):
+    check = BY_NAME[name]
     if check.needs_torch:
         pytest.importorskip("torch")
         pytest.importorskip("transformers")

@@ -23,6 +23,7 @@ from prepcli.testing.tiny_transformers import (
     with_padded_vocab,
 )
 from tests.golden import make_decoders, make_greedy
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import AMBIGUOUS, GOLDEN, T5
 from tests.trainer.distributed.test_sharding import CONFIGS, shard_params
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
@@ -48,9 +49,10 @@ UNPADDED_CONFIGS: dict[str, dict[str, Any]] = {
     "t5": T5 | {"num_heads": 4, "num_decoder_layers": 2},
 }
 # one model for each kind of layer and each rotary embedding that depends on the length
-FAST_MODELS = ("gpt_neo", "gemma3_text", "phi3-longrope", "llama-dynamic", "t5")
+FAST_MODELS = ("gpt_neo", "phi3-longrope", "llama-dynamic", "t5")
+# one model for each kind of layer
+FAST_STEPS = (*FAST_MODELS, "gpt2", "gptj", "opt-350m", "gemma2", "gemma3_text", "qwen3_moe")
 SLOTS = LENGTHS[-1] + MAX_NEW_TOKENS - 1
-SLOW = pytest.mark.slow
 
 
 @cache
@@ -100,7 +102,7 @@ def right_pad_sources(rows: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     return {"source": tokens, "present": np.arange(SLOTS) < SLOTS - start_slots[:, None]}
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", slow_except(GOLDEN, FAST_STEPS))
 def test_decode_step_logits_match_transformers(name: str):
     """The batch has rows of 7 and 4 tokens, which end in the same slot."""
     golden = make_decoders.load(name)
@@ -126,7 +128,10 @@ def test_decode_step_applies_layer_score_scale():
     np.testing.assert_allclose(np.moveaxis(np.asarray(logits), 0, 1), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "phi3-longrope"])  # it recomputes its cache
+WITHOUT_RECOMPUTATION = [name for name in GOLDEN if name != "phi3-longrope"]  # it recomputes its cache
+
+
+@pytest.mark.parametrize("name", slow_except(WITHOUT_RECOMPUTATION, lambda name: name in FAST_STEPS))
 def test_greedy_tokens_maximize_decode_step_logits(name: str):
     """Each token of transformers is the most likely one after its prompt and the earlier tokens."""
     config, tensors = make_greedy.greedy_model(name)
@@ -154,7 +159,7 @@ def generate(model_generator: Generator, prompts: Rows, first_row: int = 0, min_
     return model_generator.generate([[0]] * len(prompts), prompts, first_row=first_row, min_rows=min_rows)
 
 
-@pytest.mark.parametrize("name", [name if name in FAST_MODELS else pytest.param(name, marks=SLOW) for name in GOLDEN])
+@pytest.mark.parametrize("name", slow_except(GOLDEN, FAST_MODELS))
 def test_greedy_tokens_match_transformers(name: str):
     """Sequences exceed the positions of pretraining of rotary embeddings that depend on the length."""
     config, tensors = make_greedy.greedy_model(name)
@@ -175,7 +180,7 @@ def test_greedy_file_has_tokens_of_every_config():
         assert {len(tokens) for tokens in entry["tokens"]} == {MAX_NEW_TOKENS}
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", slow_except(GOLDEN, FAST_MODELS))
 def test_greedy_file_matches_installed_transformers(name: str):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -205,13 +210,13 @@ def padded_generator(
     return make_generator(tiny, params, config, forward_config)
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=SLOW) for name in ("t5", "gpt_neo"))])
+@pytest.mark.parametrize("name", slow_except(("llama", "t5", "gpt_neo"), ("llama",)))
 def test_sampled_tokens_do_not_depend_on_mesh(name: str):
     sharding = make_sharding_context(parse_mesh("1,2,4"))
     assert generate(padded_generator(name, sharding), PROMPTS) == sampled_on_one_device(name)
 
 
-@pytest.mark.parametrize("stored", [{"scan": False}, pytest.param({"scan_axis": 1}, marks=SLOW)])
+@pytest.mark.parametrize("stored", slow_except(({"scan": False}, {"scan_axis": 1}), ({"scan": False},)))
 def test_sampled_tokens_do_not_depend_on_layer_storage(stored: dict[str, Any]):
     assert generate(padded_generator("gpt_neo", **stored), PROMPTS) == sampled_on_one_device("gpt_neo")
 

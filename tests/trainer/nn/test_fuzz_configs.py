@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,21 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.helpers import fuzz_configs, fuzz_samples  # noqa: E402
-from tests.helpers.fuzz_configs import FuzzResult, compare_sample, format_row, run_samples  # noqa: E402
+from tests.helpers.fuzz_configs import (  # noqa: E402
+    CHILD_SAMPLES,
+    FuzzResult,
+    compare_sample,
+    format_row,
+    run_chunk,
+    run_samples,
+)
 from tests.helpers.fuzz_samples import BASE_CONFIGS, Sample, make_sample  # noqa: E402
 from tests.helpers.tiny_configs import LLAMA, MISTRAL  # noqa: E402
 from trainer.models.errors import PrepError  # noqa: E402
 from trainer.models.registry import FAMILIES  # noqa: E402
 
 SEED = int(os.environ.get("PREP_FUZZ_SEED", "1"))
-CHUNKS, CHUNK_SIZE = 20, 50  # 1,000 samples of each family
+CHUNKS = 1000 // CHILD_SAMPLES
 FAST_FAMILIES = ("llama",)  # not slow; the first sample of each shape takes seconds to compile
 
 
@@ -33,15 +40,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def wrong_samples(family: str, seed: int, numbers: range) -> dict[int, str]:
+def wrong_samples(results: Iterable[tuple[int, Sample, FuzzResult]]) -> dict[int, str]:
     """Return number -> reason of the samples with other logits than transformers, or with a traceback."""
-    results = run_samples(family, seed, numbers)
     return {number: f"{sample}: {result.why}" for number, sample, result in results if result.outcome == "wrong"}
 
 
 @pytest.mark.parametrize("family", FAST_FAMILIES)
 def test_samples_are_equal_or_rejected(family: str):
-    assert wrong_samples(family, 0, range(4)) == {}
+    assert wrong_samples(run_chunk(family, 0, range(4))) == {}
 
 
 @pytest.mark.slow
@@ -49,7 +55,14 @@ def test_samples_are_equal_or_rejected(family: str):
 @pytest.mark.parametrize("family", BASE_CONFIGS)
 def test_thousand_samples_are_equal_or_rejected(family: str, chunk: int):
     """Run 1,000 samples; the variable PREP_FUZZ_SEED selects other samples."""
-    assert wrong_samples(family, SEED, range(chunk * CHUNK_SIZE, (chunk + 1) * CHUNK_SIZE)) == {}
+    numbers = range(chunk * CHILD_SAMPLES, (chunk + 1) * CHILD_SAMPLES)
+    assert wrong_samples(run_samples(family, SEED, numbers)) == {}
+
+
+@pytest.mark.slow
+def test_run_samples_keeps_numbers_across_processes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fuzz_configs, "CHILD_SAMPLES", 2)
+    assert list(run_samples("llama", 0, range(3, 6))) == run_chunk("llama", 0, range(3, 6))
 
 
 def test_base_configs_cover_all_families():

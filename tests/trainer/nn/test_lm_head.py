@@ -203,8 +203,8 @@ def test_gradients_of_bias_and_softcap_match_formula(softcap: float, padded: int
     def chunked(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
         return loss_sums(x, w, targets, token_weights, LMHead(6, 3, ONE_DEVICE, softcap), b).loss
 
-    expected_loss, expected = jax.value_and_grad(formula, (0, 1, 2))(hidden, weight, bias)
-    loss, gradients = jax.value_and_grad(chunked, (0, 1, 2))(hidden, weight, bias)
+    expected_loss, expected = jax.jit(jax.value_and_grad(formula, (0, 1, 2)))(hidden, weight, bias)
+    loss, gradients = jax.jit(jax.value_and_grad(chunked, (0, 1, 2)))(hidden, weight, bias)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for gradient, expected_gradient in zip(gradients, expected):
         np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=2e-5)

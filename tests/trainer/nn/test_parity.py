@@ -19,6 +19,7 @@ from prepcli.testing.tiny_transformers import (
 )
 from tests.golden import make_decoders
 from tests.golden.make_decoders import LENGTHS, Golden, load
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN, NEWER_FAMILIES
 from trainer.models.registry import FAMILIES
 from trainer.nn.model_spec import ForwardConfig
@@ -39,6 +40,10 @@ VARIANTS = [  # name, whether layers are stacked, on which axis, whether they ar
     ("t5", True, 1, True, "nothing_saveable"),
     ("t5-gated", False, 0, False, "none"),
 ]
+FAST_GRADIENTS = (  # one for each kind of layer; logits are compared for all
+    *(("gpt2", 3), ("gpt_neo", 0), ("gptj", 3), ("opt-350m", 3), ("gemma2", 3), ("qwen3_moe", 3)),
+    *(("phi3-longrope", 3), ("t5-gated", 3)),
+)
 CANCELLED = ("self_attn.k_proj.bias",)  # without rotary embedding, softmax cancels it
 
 
@@ -78,7 +83,7 @@ def test_logits_match_transformers(name: str):
     assert abs(model_logits(tiny.model, params, golden.long) - golden.long_logits).max() <= LOGITS_ATOL
 
 
-@pytest.mark.parametrize(("name", "num_padding_rows"), PADDED)
+@pytest.mark.parametrize(("name", "num_padding_rows"), slow_except(PADDED, FAST_GRADIENTS))
 def test_loss_and_gradients_match_torch(name: str, num_padding_rows: int):
     """Padding rows of the vocabulary change nothing, whatever their values, and have gradients of exactly 0."""
     golden = load_cached(name)
@@ -101,7 +106,10 @@ def test_loss_and_gradients_match_torch(name: str, num_padding_rows: int):
     assert max_gradient_error(golden, gradients) <= GRADIENTS_RTOL
 
 
-@pytest.mark.parametrize(("name", "is_stacked", "axis", "is_scanned", "remat_policy"), VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "is_stacked", "axis", "is_scanned", "remat_policy"),
+    slow_except(VARIANTS, (VARIANTS[3], VARIANTS[5], VARIANTS[6])),
+)
 def test_gradients_do_not_depend_on_scan_or_remat(
     name: str, is_stacked: bool, axis: int, is_scanned: bool, remat_policy: str
 ):
@@ -126,7 +134,10 @@ def test_every_tensor_has_a_gradient(name: str):
         assert np.linalg.norm(gradient) > 1e-3 or is_cancelled, tensor
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "llama", "gemma2", "mixtral", "t5"])
+BFLOAT16 = ("gpt2", "gpt_neo", "llama", "gemma2", "mixtral", "t5")
+
+
+@pytest.mark.parametrize("name", slow_except(BFLOAT16, ("gemma2", "mixtral")))
 def test_bfloat16_results_are_close_to_float32(name: str):
     golden = load_cached(name)
     tiny = tiny_transformer(golden.config)

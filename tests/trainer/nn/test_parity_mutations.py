@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from prepcli.testing.tiny_transformers import model_logits, tiny_transformer
 from tests.golden.make_decoders import load
+from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_parity import LOGITS_ATOL, max_logit_error
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
 from trainer.models.rope_config import Rope
@@ -157,8 +158,22 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }
 
+FAST = (  # one for each part of the architecture
+    *(("gpt2", "epsilon 2 % off"), ("gpt_neo", "window 1 larger"), ("gpt_neo", "scaled scores")),
+    *(("gptj", "half-split rotary pairs"), ("opt", "positions from row 0"), ("opt", "norms after")),
+    *(("gemma", "norm scale without offset"), ("gemma2", "another score softcap"), ("gemma3_text", "swapped ropes")),
+    *(("llama-yarn", "no attention factor"), ("mixtral", "one expert per token"), ("t5", "unscaled LM head input")),
+    *(("t5", "bidirectional buckets"), ("t5-gated", "exact gelu of the encoder")),
+    *(("llama-dynamic", "another factor"), ("phi3-longrope", "another long factor"), ("t5", "one bucket less")),
+)
 
-@pytest.mark.parametrize(("name", "mistake"), MUTATIONS)
+
+def in_suite(mutations: Mapping[tuple[str, str], Mutation]) -> list[Any]:
+    """Return the cases of mutations; those that are not fast are slow."""
+    return slow_except(mutations, lambda case: case in FAST)
+
+
+@pytest.mark.parametrize(("name", "mistake"), in_suite(MUTATIONS))
 def test_mutation_changes_short_logits(name: str, mistake: str):
     golden = load(name)
     tiny = tiny_transformer(golden.config)
@@ -167,7 +182,11 @@ def test_mutation_changes_short_logits(name: str, mistake: str):
     assert max_logit_error(golden, logits) > LOGITS_ATOL
 
 
-@pytest.mark.parametrize(("name", "mistake"), LONG_MUTATIONS)
+def test_fast_mutations_exist():
+    assert {*FAST} <= MUTATIONS.keys() | LONG_MUTATIONS.keys()
+
+
+@pytest.mark.parametrize(("name", "mistake"), in_suite(LONG_MUTATIONS))
 def test_mutation_changes_long_logits(name: str, mistake: str):
     golden = load(name)
     tiny = tiny_transformer(golden.config)

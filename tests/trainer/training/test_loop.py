@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import runs
+from tests.helpers.slow_cases import slow_except
 from trainer.models.errors import PrepError
 from trainer.training.checkpoint import restore_state
 from trainer.training.loop import Job, Loop
@@ -89,7 +90,7 @@ def test_loop_takes_all_steps(uninterrupted: FinishedRun):
     assert uninterrupted.callbacks.lines[-1]["tokens"] == STEPS * 8 * runs.LENGTH
 
 
-@pytest.mark.parametrize("stop", range(1, STEPS))
+@pytest.mark.parametrize("stop", slow_except(range(1, STEPS), (1, 5, 6, 19)))  # an epoch ends in step 6
 def test_loop_resumes_bit_exactly_after_any_step(
     stop: int, setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
@@ -150,9 +151,8 @@ def test_loop_stopped_before_first_step_saves_nothing(setup: runs.StepSetup, tmp
     assert (result.step, result.stop_reason, store.steps()) == (0, "SIGTERM", [])
 
 
-def test_eval_limit_takes_the_first_sequences(tmp_path: Path):
-    setup = runs.make_setup()
-    run = FinishedRun(tmp_path, runs.make_job(setup, batch_size=4, steps=1, eval_limit=2))
+def test_eval_limit_takes_the_first_sequences(setup: runs.StepSetup, tmp_path: Path):
+    run = FinishedRun(tmp_path, runs.make_job(setup, steps=1, eval_limit=2))
     assert run.callbacks.evaluations[0]["eval_tokens"] == 2 * (runs.LENGTH - 1)
 
 
@@ -163,16 +163,14 @@ def with_nan_params(state: TrainState) -> TrainState:
     return {**state, "params": params}
 
 
-def test_loop_ends_after_consecutive_nonfinite_steps(tmp_path: Path):
-    setup = runs.make_setup()
+def test_loop_ends_after_consecutive_nonfinite_steps(setup: runs.StepSetup, tmp_path: Path):
     with pytest.raises(PrepError, match="no finite loss in 3 steps, up to step 3") as caught:
         FinishedRun(tmp_path, runs.make_job(setup, save_every=10), state=with_nan_params(runs.make_state(setup)))
     assert caught.value.hint == "a new run, with a lower `optimizer.lr` or more warm-up"
     assert [line["loss"] for line in read_metrics(tmp_path / METRICS_FILE)] == [None] * 3
 
 
-def test_loop_does_not_save_nonfinite_state(tmp_path: Path):
-    setup = runs.make_setup()
+def test_loop_does_not_save_nonfinite_state(setup: runs.StepSetup, tmp_path: Path):
     store = runs.MemoryStore()
     with pytest.raises(PrepError, match="the state after step 1 is not finite"):
         FinishedRun(tmp_path, runs.make_job(setup, save_every=1), store, with_nan_params(runs.make_state(setup)))

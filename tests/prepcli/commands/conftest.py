@@ -1,0 +1,30 @@
+"""Checkpoints that several modules share, made once per pytest process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.faults import FaultSources, make_sources
+from tests.helpers.killing import KillSetup, make_setup
+
+
+@pytest.fixture(scope="session")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> KillSetup:
+    """Return a model of 72 MB, its init, and undisturbed runs of the commands that convert them."""
+    return make_setup(tmp_path_factory.mktemp("kill"))
+
+
+@pytest.fixture(scope="session")
+def fault_sources(tmp_path_factory: pytest.TempPathFactory) -> FaultSources:
+    """Return the sources of the commands in `tests.helpers.faults`, in a folder that tests only copy."""
+    return make_sources(tmp_path_factory.mktemp("fault-sources"))
+
+
+@pytest.fixture
+def sources(fault_sources: FaultSources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultSources:
+    """Copy the sources to the working folder of a test."""
+    fault_sources.copy_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return fault_sources
