@@ -63,7 +63,7 @@ def test_memory_table_shows_the_attention_scores():
 def test_memory_table_shows_the_scores_of_a_tile():
     tiled = replace(RUN_13B, attention_tile=(512, 1024))
     text = " ".join(memory_table(tiled, estimate_memory(tiled), 80 * GIB).split())
-    assert "of it scores [2, 10, 512, 1024] 40 MiB" in text
+    assert "of it scores [2, 10, 512, 1024] 40.0 MiB" in text
 
 
 def test_memory_warning_suggests_settings():

@@ -143,12 +143,16 @@ def _pad(x: Array, count: int, fill: int | bool = 0) -> Array:
 
 def _pad_labels(labels: _Labels, count: int, segment_id: int) -> _Labels:
     """Give all labels a row axis, and append padding: no query is visible from a key that is invalid."""
-    positions, segment_ids, valid = (None if label is None else jnp.atleast_2d(label) for label in labels)
     return _Labels(
-        None if positions is None else _pad(positions, count, segment_id),
-        None if segment_ids is None else _pad(segment_ids, count, segment_id),
-        None if valid is None else _pad(valid, count, False),
+        _pad_label(labels.positions, count, segment_id),
+        _pad_label(labels.segment_ids, count, segment_id),
+        _pad_label(labels.valid, count, False),
     )
+
+
+def _pad_label(label: Array | None, count: int, fill: int | bool) -> Array | None:
+    """Return a label as [B or 1, T], with padding."""
+    return None if label is None else _pad(label if label.ndim == 2 else label[None], count, fill)
 
 
 def _cut(x: Array, size: int) -> Array:
@@ -161,8 +165,7 @@ def _join(tiles: Array) -> Array:
     return jnp.moveaxis(tiles, 0, 1).reshape(tiles.shape[1], -1, *tiles.shape[3:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
+def _attend_tiles(
     config: _TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: _Constants
 ) -> Array:
     """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]; T and S are multiples of the tile sizes."""
@@ -267,6 +270,7 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
     return _join(dq_tiles), _join(k_tiles).astype(saved.k.dtype), _join(v_tiles).astype(saved.v.dtype), d_table, None
 
 
+_attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
 
 
