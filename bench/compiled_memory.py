@@ -86,6 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rows", type=int, help="batch size (default: one sequence per data-parallel shard)")
     parser.add_argument("--dtype", default="float32", help="dtype of the computation (default: %(default)s)")
+    parser.add_argument("--kernel", default="reference", help="attention kernel (default: %(default)s)")
+    parser.add_argument("--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)")
+    parser.add_argument("--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)")
+    parser.add_argument("--ffn-chunk", type=int, default=-1, help="tokens of an MLP chunk (default: all)")
     parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
     return parser
 
@@ -98,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.memory_estimate import MemoryInputs, estimate_memory
     from trainer.models.registry import FAMILIES
+    from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig, build_model
 
     sharding = make_sharding_context(mesh) if mesh.n_devices > 1 else ShardingContext()
@@ -108,11 +113,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'tokens':>8}  {'remat':<32}{columns}")
     for seq_length in map(int, options.tokens.split(",")):
         for remat in options.remat.split(","):
-            compiled = compile_step(
-                model, ForwardConfig(dtype=options.dtype, remat_policy=remat, sharding=sharding), rows, seq_length
+            forward_config = ForwardConfig(
+                dtype=options.dtype,
+                remat_policy=remat,
+                sharding=sharding,
+                attention_options=AttentionOptions(options.kernel, options.q_chunk, options.k_chunk),
+                ffn_chunk_size=options.ffn_chunk,
             )
+            compiled = compile_step(model, forward_config, rows, seq_length)
             run = MemoryInputs(
-                model.arch_config, model.leaves, sharding.mesh, sharding.rules, rows, seq_length, remat_policy=remat
+                model.arch_config,
+                model.leaves,
+                sharding.mesh,
+                sharding.rules,
+                rows,
+                seq_length,
+                remat_policy=remat,
+                ffn_chunk_size=options.ffn_chunk,
+                attention_tile=None if options.kernel == "reference" else (options.q_chunk, options.k_chunk),
             )
             expected = estimate_memory(run).activations
             sizes = f"{compiled.temp_nbytes >> 20:>10,}{expected >> 20:>11,}{compiled.argument_nbytes >> 20:>26,}"

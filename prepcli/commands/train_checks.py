@@ -82,7 +82,10 @@ def host_memory() -> dict[str, int | None]:
 
 def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes: int | None) -> str:
     """Return the estimate of one device's memory as a table."""
-    shape = [run.local_batch_size, run.local_extent("heads"), run.seq_length, max(run.seq_length, run.source_length)]
+    lengths = (run.seq_length, max(run.seq_length, run.source_length))
+    tile = run.attention_tile or (-1, -1)
+    sizes_of_scores = (length if size == -1 else min(size, length) for size, length in zip(tile, lengths))
+    shape = [run.local_batch_size, run.local_extent("heads"), *sizes_of_scores]
     chunk = run.seq_length if run.head_chunk_size == -1 else min(run.head_chunk_size, run.seq_length)
     sizes = {
         "parameters": estimated.parameters,
@@ -129,6 +132,7 @@ def memory_warning(run: MemoryInputs, estimated: MemoryEstimate, available_nbyte
 def _memory_hints(run: MemoryInputs) -> str:
     """Return the settings that reduce memory, the cheapest first."""
     hints = [] if run.remat_policy == "nothing_saveable" else ['`model.remat_policy = "nothing_saveable"`']
+    hints += [] if run.attention_tile else ['`model.attention_kernel = "blockwise"`']
     hints += ["more `batch.accumulate`"] if run.local_batch_size > 1 else []
     return ", ".join([*hints, "a shorter `data.seq_length`", "more mp or fsdp in `mesh`"])
 

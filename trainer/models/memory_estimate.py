@@ -18,11 +18,14 @@ At its peak a step needs
 
 Without rematerialization the derivative of each operation determines the saved activations:
 
-    scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap
+    scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap. Blockwise attention
+                         saves B*H*T*4; transient are the scores of a tile, four times, the gradients of keys and
+                         values in float32, and copies of queries, keys, values and gradients in tiles
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
     residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp;
                          and the unsplit input of each block, B*T*D*c
-    MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
+    MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated; T is the length of
+                         a chunk if the MLP is computed in chunks
 
 With a rematerialization policy a layer saves its input and the matrix products that the policy names.
 
@@ -46,6 +49,7 @@ FLOAT32 = 4
 STATE_COPIES = 3  # a parameter and its two moments
 GRADIENT_COPIES = 2  # a gradient and the update
 LOGIT_COPIES = 3
+TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
 ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the derivative of an MLP without a gate needs
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
 }  # fmt: skip
@@ -70,6 +74,8 @@ class MemoryInputs:
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
+        ffn_chunk_size: Tokens per row whose hidden units of the MLP exist at the same time; -1 for all.
+        attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled.
     """
 
     arch_config: ArchConfig
@@ -82,6 +88,8 @@ class MemoryInputs:
     itemsize: int = FLOAT32
     remat_policy: str = "none"
     head_chunk_size: int = 512
+    ffn_chunk_size: int = -1
+    attention_tile: tuple[int, int] | None = None
 
     @property
     def num_experts(self) -> int:
@@ -150,7 +158,7 @@ class MemoryEstimate:
         saved: Activations saved by all layers for the backward pass, and the layers' weights.
         layer: Working set of one layer's backward pass.
         head: Working set of the LM head and the loss.
-        scores: Attention scores of one layer, float32 [B, H, T, S]; part of `layer`.
+        scores: Attention scores of one layer or tile, float32 [B, H, T, S]; part of `layer`.
     """
 
     parameters: int
@@ -194,8 +202,8 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
 
 def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     """Return the working set of the LM head and the loss."""
-    chunk_size = inputs.seq_length if inputs.head_chunk_size == -1 else min(inputs.head_chunk_size, inputs.seq_length)
-    num_logits = inputs.local_batch_size * chunk_size * inputs.local_extent("vocab")
+    chunk_length = _chunk_length(inputs.head_chunk_size, inputs.seq_length)
+    num_logits = inputs.local_batch_size * chunk_length * inputs.local_extent("vocab")
     head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
     return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
 
@@ -277,27 +285,39 @@ class _LayerStack:
     @property
     def working_set_nbytes(self) -> int:
         """Bytes of the working set of a layer's backward pass."""
-        score_copies = 1 if self.inputs.remat_policy in SAVES_ALL else 2
         return (
             window_period(self.arch_config.sliding_windows) * self._saved_without_remat_nbytes()
             + self._expert_nbytes()
-            + self.score_nbytes * score_copies
+            + self._transient_scores_nbytes()
             + self._gathered_nbytes()
         )
 
     def _saved_without_remat_nbytes(self) -> int:
         """Return the bytes that a layer saves without rematerialization."""
         inputs, residual_size, num_attentions = self.inputs, self._residual_size(), len(self.kv_lengths)
-        num_scores = sum(map(self._score_size, self.kv_lengths.values()))
-        softcap_nbytes = FLOAT32 if self.arch_config.attn_logit_softcap != NO_SOFTCAP else 0
-        scores = num_scores * (FLOAT32 + inputs.itemsize + softcap_nbytes)
         heads = 2 * inputs.itemsize * (self._query_size() + self._kv_size() // 2) * num_attentions
         num_norms = NORMS_PER_BLOCK[self.arch_config.block_type] + num_attentions - 1
         num_shards = inputs.num_residual_shards(self.seq_length)
         norms = num_norms * residual_size * (2 * FLOAT32 + inputs.itemsize) // num_shards
         block_inputs = (1 + num_attentions) * residual_size * inputs.itemsize
         hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes()
-        return scores + heads + norms + block_inputs + hidden
+        return self._saved_scores_nbytes() + heads + norms + block_inputs + hidden
+
+    def _saved_scores_nbytes(self) -> int:
+        """Return the bytes of scores that the derivative of attention needs, or of their log-sum-exp and tiles."""
+        if self.inputs.attention_tile is not None:
+            normalizers = FLOAT32 * self._query_size() // self.inputs.local_extent("head_dim")
+            return normalizers * len(self.kv_lengths)
+        num_scores = sum(map(self._score_size, self.kv_lengths.values()))
+        softcap_nbytes = FLOAT32 if self.arch_config.attn_logit_softcap != NO_SOFTCAP else 0
+        return num_scores * (FLOAT32 + self.inputs.itemsize + softcap_nbytes)
+
+    def _transient_scores_nbytes(self) -> int:
+        """Return the bytes of scores that exist only during a layer's backward pass."""
+        if self.inputs.attention_tile is not None:
+            tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
+            return TILE_COPIES * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
+        return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
     def _expert_nbytes(self) -> int:
         """Return the bytes of one expert's hidden units; 0 without experts. One expert is computed at a time."""
@@ -345,9 +365,17 @@ class _LayerStack:
         return 2 * inputs.local_batch_size * self.seq_length * num_heads * inputs.local_extent("head_dim")
 
     def _mlp_hidden_size(self) -> int:
-        """Return the elements of an MLP's hidden units [B, T, F]."""
-        return self.inputs.local_batch_size * self.seq_length * self.inputs.local_extent("mlp")
+        """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""
+        length = _chunk_length(self.inputs.ffn_chunk_size, self.seq_length)
+        return self.inputs.local_batch_size * length * self.inputs.local_extent("mlp")
 
     def _score_size(self, kv_length: int) -> int:
-        """Return the elements of scores [B, H, T, S]."""
-        return self.inputs.local_batch_size * self.inputs.local_extent("heads") * self.seq_length * kv_length
+        """Return the elements of scores [B, H, T, S], or of a tile's."""
+        q_size, k_size = self.inputs.attention_tile or (-1, -1)
+        num_scores = _chunk_length(q_size, self.seq_length) * _chunk_length(k_size, kv_length)
+        return self.inputs.local_batch_size * self.inputs.local_extent("heads") * num_scores
+
+
+def _chunk_length(chunk_size: int, length: int) -> int:
+    """Return the tokens of a chunk; -1 stands for all."""
+    return length if chunk_size == -1 else min(chunk_size, length)

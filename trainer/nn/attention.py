@@ -43,8 +43,9 @@ def attention(
         kv = project_kv(x if encoder_states is None else encoder_states, weights, context)
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, sharding)
-    kernel = KERNELS[context.attention_kernel]
-    mixed = kernel(q, _repeat_kv(q, kv, sharding), context.arch_config, context.mask)
+    kernel = KERNELS[context.attention_options.kernel]
+    kv = _repeat_kv(q, kv, sharding)
+    mixed = kernel(q, kv, context.arch_config, context.mask, context.attention_options)
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
     return linear(mixed, weights["o"], "bthe,dhe->btd"), kv_cache
 

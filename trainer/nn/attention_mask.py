@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION
+from trainer.nn.score_bias import ScoreBias
 
 CosSin = tuple[Array, Array]  # rotary cosine and sine: [T, rotary_dim / 2] or [B, T, rotary_dim / 2]
 KV_CACHE_DIMS = ("layers", "batch", "seq", "kv_heads", "head_dim")
@@ -94,36 +95,55 @@ class EncoderOutput(NamedTuple):
 class AttentionMask:
     """The keys that each query of a layer attends to, and the adjustments of queries, keys and scores.
 
-    With positions, a query attends to keys up to its own position, and within `window` positions. Without positions
-    it attends to all valid keys.
+    A query attends to valid keys of its own segment. If the mask is causal and has positions, these are keys up to the
+    query's position, within `window` positions.
 
     Attributes:
         q_positions: int32 [T], or [B, T] if rows differ.
         kv_positions: int32 [S], or [B, S] if rows differ.
         kv_valid: bool [B, S], false for padding, which no query attends to.
-        bias: float32 [H, T, S], or [B, H, T, S] if rows differ; added to scores.
+        q_segment_ids: int32 [B, T], the document of each query; None if a row is one document.
+        kv_segment_ids: int32 [B, S], the document of each key; None if a row is one document.
+        bias: Added to scores; requires positions.
         cos_sin: Rotary cosine and sine of queries and of their own keys.
         layer_score_scale: float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`.
         window: Number of positions that a query attends to, itself included; `FULL_ATTENTION` for no limit.
+        is_causal: Whether positions limit the visible keys; false in an encoder.
     """
 
     q_positions: Array | None = None
     kv_positions: Array | None = None
     kv_valid: Array | None = None
-    bias: Array | None = None
+    q_segment_ids: Array | None = None
+    kv_segment_ids: Array | None = None
+    bias: ScoreBias | None = None
     cos_sin: CosSin | None = None
     layer_score_scale: Array | None = None
     window: int = FULL_ATTENTION
+    is_causal: bool = True
 
     def materialize(self) -> Array | None:
         """Compute the mask as bool [T, S] or [B, T, S], true for visible keys; None if all keys are visible."""
-        kv_valid = None if self.kv_valid is None else self.kv_valid[:, None, :]
-        if self.q_positions is None or self.kv_positions is None:
-            return kv_valid
-        distance = self.q_positions[..., :, None] - self.kv_positions[..., None, :]
-        visible = distance >= 0
-        visible = visible if self.window == FULL_ATTENTION else visible & (distance < self.window)
-        return visible if kv_valid is None else visible & kv_valid
+        visible = None
+        if self.is_causal and self.q_positions is not None and self.kv_positions is not None:
+            distance = self.q_positions[..., :, None] - self.kv_positions[..., None, :]
+            visible = distance >= 0
+            visible = visible if self.window == FULL_ATTENTION else visible & (distance < self.window)
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            visible = _and(visible, self.q_segment_ids[:, :, None] == self.kv_segment_ids[:, None, :])
+        return visible if self.kv_valid is None else _and(visible, self.kv_valid[:, None, :])
+
+    def score_bias(self) -> Array | None:
+        """Compute the score bias, float32 [H, T, S] or [B, H, T, S]; None if there is none."""
+        if self.bias is None:
+            return None
+        assert self.q_positions is not None
+        assert self.kv_positions is not None
+        return self.bias.materialize(self.q_positions, self.kv_positions)
+
+
+def _and(visible: Array | None, other: Array) -> Array:
+    return other if visible is None else visible & other
 
 
 def causal_mask(length: int) -> AttentionMask:

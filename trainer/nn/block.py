@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jax import Array
@@ -15,6 +16,7 @@ from trainer.nn.context import LayerContext
 from trainer.nn.mlp import mlp
 from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm
+from trainer.nn.token_chunks import map_token_chunks
 
 
 def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[Array, KVCache | None]:
@@ -42,8 +44,8 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
 
     def feed_forward(x: Array) -> Array:
         x = sharding.constrain(x, "batch", "seq", "embed")
-        run_mlp = moe_mlp if arch_config.experts_per_token else mlp
-        return run_mlp(x, weights["mlp"], arch_config, sharding)
+        run_mlp = partial(moe_mlp if arch_config.experts_per_token else mlp, arch_config=arch_config, sharding=sharding)
+        return map_token_chunks(run_mlp, x, weights["mlp"], context.ffn_chunk_size)
 
     def apply_norm(name: str, x: Array) -> Array:
         return norm(x, weights.get(name, {}), arch_config)

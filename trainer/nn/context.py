@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache
+from trainer.nn.kernels.options import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class LayerContext:
         sharding: The device mesh and its rules.
         kv_cache: Cache that keys and values are appended to; None to attend to the layer's input alone.
         encoder_output: Input of cross-attention; None without an encoder.
-        attention_kernel: Name of the kernel that computes attention, a key of `trainer.nn.kernels.KERNELS`.
+        attention_options: The kernel that computes attention, and its tiles.
+        ffn_chunk_size: Tokens per row whose hidden units of the MLP exist at the same time; -1 for all.
     """
 
     arch_config: ArchConfig
@@ -27,4 +29,5 @@ class LayerContext:
     sharding: ShardingContext = field(default_factory=ShardingContext)
     kv_cache: KVCache | None = None
     encoder_output: EncoderOutput | None = None
-    attention_kernel: str = "reference"
+    attention_options: AttentionOptions = field(default_factory=AttentionOptions)
+    ffn_chunk_size: int = -1

@@ -10,6 +10,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
+from trainer.nn.kernels.options import AttentionOptions
 
 REMAT_NONE = "none"
 REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
@@ -20,6 +21,7 @@ REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; 
     "dots_with_no_batch_dims_saveable",
     "checkpoint_dots_with_no_batch_dims",
 )
+SAVES_SCORES = ("everything_saveable", "dots_saveable", "checkpoint_dots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,11 @@ class ForwardConfig:
         remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
-        attention_kernel: Name of the attention kernel, a key of `trainer.nn.kernels.KERNELS`.
+        attention_options: The attention kernel and its tiles.
+        ffn_chunk_size: Tokens per row whose hidden units of the MLP exist at the same time; -1 for all.
 
     Raises:
-        PrepError: `remat_policy` is unknown (a usage error).
+        PrepError: `remat_policy` is unknown, or does not go with the attention kernel (usage errors).
     """
 
     dtype: str = "float32"
@@ -67,14 +70,19 @@ class ForwardConfig:
     remat_policy: str = REMAT_NONE
     head_chunk_size: int = 512
     sharding: ShardingContext = field(default_factory=ShardingContext)
-    attention_kernel: str = "reference"
+    attention_options: AttentionOptions = field(default_factory=AttentionOptions)
+    ffn_chunk_size: int = -1
 
     def __post_init__(self) -> None:
-        """Check the rematerialization policy."""
+        """Check the rematerialization policy, alone and with the attention kernel."""
         if self.remat_policy not in (REMAT_NONE, *REMAT_POLICIES):
             supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
             what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
             raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
+        if self.attention_options.kernel != "reference" and self.remat_policy in SAVES_SCORES:
+            what = f"`model.remat_policy = {self.remat_policy}` does not go with blockwise attention"
+            why = "the policy saves the scores of all tiles"
+            raise usage_error(what, why, '`model.remat_policy = "nothing_saveable"`')
 
 
 def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool = True, scan_axis: int = 0) -> ModelSpec:

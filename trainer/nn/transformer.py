@@ -28,7 +28,8 @@ from trainer.nn.linear import linear
 from trainer.nn.lm_head import LMHead, LossSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.norms import norm
-from trainer.nn.position_encoding import relative_position_bias, rotary_cos_sin
+from trainer.nn.position_encoding import rotary_cos_sin
+from trainer.nn.score_bias import ScoreBias
 
 
 def encode(
@@ -58,8 +59,8 @@ def encode(
         raise PrepError(f"{model.family.name} has no encoder", "it is a decoder-only model")
     params = cast_params(params, forward_config.dtype)
     positions = jnp.arange(source_tokens.shape[1])
-    bias = _relative_position_bias(params[ENCODER], positions, positions, arch_config, forward_config)
-    mask = AttentionMask(kv_valid=source_mask, bias=bias)
+    mask = AttentionMask(q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False)
+    mask = _with_score_bias(mask, params[ENCODER], arch_config, forward_config)
     run_layer = partial(_run_layer, arch_config, forward_config, mask, {}, None)
     carry = (embed_tokens(params, source_tokens, model, forward_config), None)
     x, _ = _run_stack(carry, params, ENCODER, model, arch_config, forward_config, run_layer)
@@ -201,10 +202,7 @@ def run_decoder(
         has = "no encoder" if arch_config.encoder is None else "an encoder"
         passed = "missing" if encoder_output is None else "passed"
         raise ValueError(f"{model.family.name} has {has}, but encoder_output is {passed}")
-    if mask.q_positions is not None and mask.kv_positions is not None:
-        stack = params[stack_name] if stack_name else params
-        bias = _relative_position_bias(stack, mask.q_positions, mask.kv_positions, arch_config, forward_config)
-        mask = dataclasses.replace(mask, bias=bias)
+    mask = _with_score_bias(mask, params[stack_name] if stack_name else params, arch_config, forward_config)
     run_layer = partial(_run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output)
     x, kv_cache = _run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_layer)
     x = _project(x, params, "project_out")
@@ -230,15 +228,21 @@ def _run_stack(
     return norm(x, stack.get("final_norm", {}), arch_config) if arch_config.has_final_norm else x, kv_cache
 
 
-def _relative_position_bias(
-    params: Tree, q_positions: Array, kv_positions: Array, arch_config: ArchConfig, forward_config: ForwardConfig
-) -> Array | None:
-    """Return the score bias [H, T, S] or [B, H, T, S] of relative positions; None if the family has none."""
+def _with_score_bias(
+    mask: AttentionMask, params: Tree, arch_config: ArchConfig, forward_config: ForwardConfig
+) -> AttentionMask:
+    """Add the bias of scores by relative position, if the family has one.
+
+    The reference kernel needs all of it in every layer, so it is computed once.
+    """
     if arch_config.relative_position_bias is None:
-        return None
+        return mask
     table = params["relative_positions"]["weight"]
-    bias = relative_position_bias(table, q_positions, kv_positions, arch_config.relative_position_bias)
-    return forward_config.sharding.constrain(bias, *("batch",) * (bias.ndim - 3), "heads", "seq", "seq")
+    bias = ScoreBias(table, arch_config.relative_position_bias, forward_config.sharding)
+    mask = dataclasses.replace(mask, bias=bias)
+    if forward_config.attention_options.kernel != "reference":
+        return mask
+    return dataclasses.replace(mask, bias=dataclasses.replace(bias, whole=mask.score_bias()))
 
 
 def _project(x: Array, params: Tree, name: str) -> Array:
@@ -350,6 +354,7 @@ def _run_layer(
             forward_config.sharding,
             kv_cache=kv_cache,
             encoder_output=encoder_output,
-            attention_kernel=forward_config.attention_kernel,
+            attention_options=forward_config.attention_options,
+            ffn_chunk_size=forward_config.ffn_chunk_size,
         ),
     )

@@ -14,7 +14,10 @@ from trainer.recipe.text_fields import DEFAULT_FIELDS, parse_fields
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
 MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3.4e38
-INT32_KEYS = ("train.steps", "train.max_skipped", "data.seq_length", "data.source_length", "model.head_chunk_size")
+INT32_KEYS = (
+    *("train.steps", "train.max_skipped", "data.seq_length", "data.source_length"),
+    *(f"model.{name}_chunk_size" for name in ("head", "ffn", "q", "k")),
+)
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 
 

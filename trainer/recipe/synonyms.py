@@ -30,6 +30,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "activation_checkpoint.mode", "remat", "remat_block", "remat_attention", "checkpoint_policy",
     ),
     "model.head_chunk_size": ("loss_chunk_size", "scan_loss_chunk_size"),
+    "model.ffn_chunk_size": ("scan_mlp_chunk_size", "mlp_chunk_size"),
+    "model.attention_kernel": ("attn_implementation", "attention_type", "flash_attention_block_size"),
+    "model.q_chunk_size": ("scan_query_chunk_size", "query_chunk_size"),
+    "model.k_chunk_size": ("scan_key_chunk_size", "key_chunk_size"),
     "data.type": ("dataset_type", "data_type"),
     "data.path": (
         "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",

@@ -57,6 +57,23 @@ class Model(BaseModel):
     head_chunk_size: PositiveInt | Literal[-1] = Field(
         default=512, description="tokens per row whose logits and loss are computed at a time; -1: all", examples=[512]
     )
+    ffn_chunk_size: PositiveInt | Literal[-1] = Field(
+        default=-1,
+        description="tokens per row whose hidden units of the MLP are computed at a time; -1: all",
+        examples=[2048],
+    )
+    attention_kernel: Literal["reference", "blockwise"] = Field(
+        default="reference",
+        description="reference: the scores of all queries and keys at once; blockwise: tile by tile, with memory "
+        "linear in the length",
+        examples=["blockwise"],
+    )
+    q_chunk_size: PositiveInt | Literal[-1] = Field(
+        default=512, description="queries of a tile of blockwise attention; -1: all", examples=[1024]
+    )
+    k_chunk_size: PositiveInt | Literal[-1] = Field(
+        default=512, description="keys of a tile of blockwise attention; -1: all", examples=[1024]
+    )
 
 
 class Data(BaseModel):

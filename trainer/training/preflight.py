@@ -54,7 +54,15 @@ def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, w
         itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
         remat_policy=recipe.model.remat_policy,
         head_chunk_size=recipe.model.head_chunk_size,
+        ffn_chunk_size=recipe.model.ffn_chunk_size,
+        attention_tile=_attention_tile(recipe),
     )
+
+
+def _attention_tile(recipe: Recipe) -> tuple[int, int] | None:
+    """Return the queries and keys of a tile; None if the scores of all exist at the same time."""
+    model = recipe.model
+    return None if model.attention_kernel == "reference" else (model.q_chunk_size, model.k_chunk_size)
 
 
 def context_warnings(recipe: Recipe, model: ModelSpec) -> Iterator[str]:

@@ -17,6 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
@@ -36,6 +37,10 @@ CHANGEABLE_ON_RESUME = frozenset(
         "model.scan_layers",
         "model.remat_policy",
         "model.head_chunk_size",
+        "model.ffn_chunk_size",
+        "model.attention_kernel",
+        "model.q_chunk_size",
+        "model.k_chunk_size",
         "data.cache",
         "batch.size",
         "batch.per_device",
@@ -270,7 +275,11 @@ def build_job(
         scan_layers=recipe.model.scan_layers,
         remat_policy=recipe.model.remat_policy,
         head_chunk_size=recipe.model.head_chunk_size,
+        ffn_chunk_size=recipe.model.ffn_chunk_size,
         sharding=sharding,
+        attention_options=AttentionOptions(
+            recipe.model.attention_kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size
+        ),
     )
     return Job(
         setup=StepSetup(model, forward_config, optimizer, shape.accumulate),

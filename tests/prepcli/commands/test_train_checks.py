@@ -60,18 +60,25 @@ def test_memory_table_shows_the_attention_scores():
     assert lines[-1].split() == ["available", "80.00", "GiB"]
 
 
+def test_memory_table_shows_the_scores_of_a_tile():
+    tiled = replace(RUN_13B, attention_tile=(512, 1024))
+    text = " ".join(memory_table(tiled, estimate_memory(tiled), 80 * GIB).split())
+    assert "of it scores [2, 10, 512, 1024] 40.0 MiB" in text
+
+
 def test_memory_warning_suggests_settings():
     doubt = memory_warning(RUN_13B, estimate_memory(RUN_13B), 80 * GIB)
     assert doubt.startswith("a step needs about ")
     assert "80.00 GiB are available" in doubt
-    for key in ("model.remat_policy", "batch.accumulate", "data.seq_length", "mesh"):
+    for key in ("model.remat_policy", "model.attention_kernel", "batch.accumulate", "data.seq_length", "mesh"):
         assert f"`{key}" in doubt
 
 
 def test_memory_warning_omits_settings_already_used():
-    spent = replace(RUN_13B, micro_batch_size=8, remat_policy="nothing_saveable")
-    doubt = memory_warning(spent, estimate_memory(spent), GIB * 40)
+    spent = replace(RUN_13B, micro_batch_size=8, remat_policy="nothing_saveable", attention_tile=(512, 512))
+    doubt = memory_warning(spent, estimate_memory(spent), GIB * 20)
     assert "accumulate" not in doubt
+    assert "attention_kernel" not in doubt
     assert "remat_policy" not in doubt
 
 
@@ -79,7 +86,7 @@ def test_memory_warning_is_empty_for_a_run_that_fits():
     small = replace(RUN_13B, seq_length=64, micro_batch_size=8)
     estimated = estimate_memory(small)
     assert memory_warning(small, estimated, estimated.peak) == ""
-    assert memory_warning(small, estimated, None) == "", "nobody says what there is"
+    assert memory_warning(small, estimated, None) == "", "the memory is unknown"
     assert memory_fields(estimated, estimated.peak)["fits"] is True
     assert memory_fields(estimated, estimated.peak - 1)["fits"] is False
     assert memory_fields(estimated, None)["fits"] is None

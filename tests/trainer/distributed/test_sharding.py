@@ -32,6 +32,7 @@ from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.partition import DEFAULT_RULES, merge_rules, partition_spec
 from trainer.nn import transformer
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -71,7 +72,7 @@ def one_device_results(name: str) -> tuple[float, dict[str, np.ndarray]]:
     return loss_and_gradients(name, ShardingContext())
 
 
-def loss_and_gradients(name: str, sharding: ShardingContext) -> tuple[float, dict[str, np.ndarray]]:
+def loss_and_gradients(name: str, sharding: ShardingContext, **options: Any) -> tuple[float, dict[str, np.ndarray]]:
     """Compute the mean loss and the gradient of each tensor on a mesh."""
     config = CONFIGS[name]
     tiny = tiny_transformer(config)
@@ -83,7 +84,7 @@ def loss_and_gradients(name: str, sharding: ShardingContext) -> tuple[float, dic
             key: jax.device_put(array, sharding.activation_sharding(array.shape, "batch", "seq"))
             for key, array in batch.items()
         }
-    forward_config = ForwardConfig(head_chunk_size=4, remat_policy="nothing_saveable", sharding=sharding)
+    forward_config = ForwardConfig(head_chunk_size=4, remat_policy="nothing_saveable", sharding=sharding, **options)
     run = jax.jit(jax.value_and_grad(lambda p, b: mean_loss(p, b, tiny, forward_config)))
     loss, gradients = run(params, batch)
     return float(loss), tiny.tensors_from_params(gradients)
@@ -98,7 +99,17 @@ def loss_and_gradients(name: str, sharding: ShardingContext) -> tuple[float, dic
 )
 def test_loss_and_gradients_do_not_depend_on_mesh(name: str, mesh: str):
     """On mesh 1,2,4 the two key and value heads of LLaMA are not split over the four devices of mp."""
-    loss, gradients = loss_and_gradients(name, make_sharding_context(parse_mesh(mesh)))
+    check_equals_one_device(name, mesh)
+
+
+def test_chunked_layers_on_a_mesh_match_dense_ones_on_one_device():
+    attention_options = AttentionOptions("blockwise", 4, 8)
+    check_equals_one_device("llama", "1,2,4", attention_options=attention_options, ffn_chunk_size=4)
+
+
+def check_equals_one_device(name: str, mesh: str, **options: Any) -> None:
+    """Compare loss and gradients on a mesh with those of one device."""
+    loss, gradients = loss_and_gradients(name, make_sharding_context(parse_mesh(mesh)), **options)
     expected_loss, expected = one_device_results(name)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     errors = {tensor: relative_error(gradients[tensor], gradient) for tensor, gradient in expected.items()}

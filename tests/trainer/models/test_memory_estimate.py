@@ -111,6 +111,16 @@ def test_activations_grow_with_length_like_xla_plan(length: int, remat_policy: s
     assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("length", "ffn_chunk_size", "temp_mib"),
+    [(8192, 1024, 448), (32768, -1, 2763), (32768, 1024, 1526), (131072, 1024, 5972)],
+)
+def test_blockwise_attention_grows_linearly_like_xla_plan(length: int, ffn_chunk_size: int, temp_mib: int):
+    options = {"remat_policy": "nothing_saveable", "attention_tile": (512, 512), "ffn_chunk_size": ffn_chunk_size}
+    memory = estimate("llama", SMALL, seq_length=length, **options)
+    assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.15)
+
+
 def test_scores_of_13b_at_32k_take_40_gib_per_layer():
     memory = estimate("llama", LLAMA_13B, "1,8,4", micro_batch_size=8, seq_length=32768)
     assert memory.scores == 10 * 32768**2 * 4, "1 row x 10 heads x queries x keys, float32"

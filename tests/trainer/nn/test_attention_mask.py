@@ -11,10 +11,11 @@ from jax import Array
 
 from tests.trainer.nn.test_attention import HEAD_DIM, D, T, attend, make_arch, random_weights
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import FULL_ATTENTION
+from trainer.models.architecture import FULL_ATTENTION, RelativePositionBias
 from trainer.nn.attention import attention, project_kv
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, causal_mask, empty_kv_cache
 from trainer.nn.context import LayerContext
+from trainer.nn.score_bias import ScoreBias
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, T, D)).astype(np.float32)
@@ -89,7 +90,9 @@ def test_bias_is_added_to_scores():
     """With a large bias each query attends to a single key."""
     visible_key = RNG.integers(0, T, (4, T))
     bias = jnp.where(jnp.arange(T) == visible_key[..., None], 1e4, 0.0)
-    output = attend_with_mask(jnp.asarray(X), AttentionMask(bias=bias))
+    positions, score_bias = jnp.arange(T), ScoreBias(jnp.zeros((1, 4)), RelativePositionBias(4, 8, True), whole=bias)
+    mask = AttentionMask(q_positions=positions, kv_positions=positions, bias=score_bias, is_causal=False)
+    output = attend_with_mask(jnp.asarray(X), mask)
     v = np.einsum("bsd,hed->bshe", X, WEIGHTS["v"]["weight"]) + WEIGHTS["v"]["bias"]
     mixed = np.stack([v[:, visible_key[head], head // 2] for head in range(4)], axis=2)
     expected = np.einsum("bthe,dhe->btd", mixed, WEIGHTS["o"]["weight"]) + WEIGHTS["o"]["bias"]

@@ -71,8 +71,8 @@ FILES = {
         "x.toml:14: unknown key `train.seed` - `seed = 1`, above the first table",
     ),
     "unknown key similar to a known one": (
-        replaced('path = "m-init"', 'path = "m-init"\nq_chunk_size = 2048'),
-        "x.toml:4: unknown key `model.q_chunk_size` - did you mean `head_chunk_size = 2048`?",
+        replaced('path = "m-init"', 'path = "m-init"\nhead_chunks_size = 2048'),
+        "x.toml:4: unknown key `model.head_chunks_size` - did you mean `head_chunk_size = 2048`?",
     ),
     "text for a number": (
         replaced("seq_length = 8", 'seq_length = "2k"'),

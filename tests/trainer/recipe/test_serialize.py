@@ -15,6 +15,7 @@ DIGESTS = {  # SHA-256 of the complete recipes
     "gpt-neo-1.3b.toml": "9f23b87a348e23f813824c3dfad897fad01b4b578805ff05a6767f305ddf69cd",
     "llama-7b.toml": "6a7d2c054fb164929d38972474487ef1eeb9de7f46d1a051af1aefff09836bd0",
 }
+ADDED_KEYS = ("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size")  # later than the digests
 STORED = """\
 name = "flan-t5-base"
 seed = 32
@@ -26,6 +27,10 @@ dtype = "float32"                               # default
 scan_layers = true                              # default
 remat_policy = "nothing_saveable"
 head_chunk_size = 512                           # default
+ffn_chunk_size = -1                             # default
+attention_kernel = "reference"                  # default
+q_chunk_size = 512                              # default
+k_chunk_size = 512                              # default
 
 [data]
 type = "json"
@@ -82,7 +87,8 @@ optimizer_state = true                          # default
 @pytest.mark.parametrize("name", DIGESTS)
 def test_complete_recipe_keeps_its_digest(name: str):
     loaded = load_recipe(RECIPES / name)
-    text = recipe_to_toml(loaded.recipe, loaded.origins)
+    lines = recipe_to_toml(loaded.recipe, loaded.origins).splitlines(keepends=True)
+    text = "".join(line for line in lines if line.partition(" ")[0] not in ADDED_KEYS)
     assert hashlib.sha256(text.encode()).hexdigest() == DIGESTS[name]
 
 

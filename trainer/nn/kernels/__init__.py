@@ -8,7 +8,9 @@ from jax import Array
 
 from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.kernels.blockwise import blockwise_attention
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.reference import reference_attention
 
-AttentionKernel = Callable[[Array, KV, ArchConfig, AttentionMask], Array]
-KERNELS: Mapping[str, AttentionKernel] = {"reference": reference_attention}
+AttentionKernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
+KERNELS: Mapping[str, AttentionKernel] = {"reference": reference_attention, "blockwise": blockwise_attention}

@@ -10,11 +10,14 @@ from jax import Array, nn
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.kernels.options import AttentionOptions
 
 MASKED_SCORE = -1e30  # finite, so that the softmax of a row without any visible key is not nan
 
 
-def reference_attention(q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask) -> Array:
+def reference_attention(
+    q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask, options: AttentionOptions
+) -> Array:
     """Compute softmax(q k^T * scale) v in float32 (Vaswani et al. 2017, equation 1).
 
     In einsum subscripts `k` is a key and value head and `g` a query head of its group.
@@ -24,6 +27,7 @@ def reference_attention(q: Array, kv: KV, arch_config: ArchConfig, mask: Attenti
         kv: Keys and values [B, S, K, E]; K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
         mask: Visible keys, score bias and the layer's score scale.
+        options: Unused: there are no tiles.
 
     Returns:
         [B, T, H, E] in the dtype of the values.
@@ -37,8 +41,8 @@ def reference_attention(q: Array, kv: KV, arch_config: ArchConfig, mask: Attenti
         scores = scores * mask.layer_score_scale
     if arch_config.attn_logit_softcap != NO_SOFTCAP:
         scores = arch_config.attn_logit_softcap * jnp.tanh(scores / arch_config.attn_logit_softcap)
-    if mask.bias is not None:
-        scores = scores + mask.bias.reshape(-1, *scores.shape[1:])
+    if (bias := mask.score_bias()) is not None:
+        scores = scores + bias.reshape(-1, *scores.shape[1:])
     if (visible := mask.materialize()) is not None:
         scores = jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED_SCORE)
     probabilities = nn.softmax(scores, axis=-1).astype(v.dtype)

@@ -1,0 +1,267 @@
+"""Tests of blockwise attention against attention in float64, within error bounds derived from the operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from tests.trainer.nn.test_attention import make_arch
+from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, RelativePositionBias
+from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.kernels.blockwise import blockwise_attention
+from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.position_encoding import relative_position_buckets
+from trainer.nn.score_bias import ScoreBias
+
+UNIT_ROUNDOFF = 2.0**-24  # of float32
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A random problem: float32 arrays q [B, T, H, E], k and v [B, S, K, E], output gradient, and the options."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    output_gradient: np.ndarray
+    mask: dict[str, Any]
+    bias_table: np.ndarray | None
+    bias_config: RelativePositionBias
+    softcap: float
+    options: AttentionOptions
+
+
+def draw_problem(seed: int) -> Draw:
+    """Draw shapes, mask, tile sizes, softcap and bias."""
+    rng = np.random.default_rng(seed)
+    num_rows, num_queries, num_kv_heads, group, head_dim = (
+        int(n) for n in rng.integers((1, 1, 1, 1, 1), (3, 24, 3, 4, 9))
+    )
+    is_causal = bool(rng.integers(2))
+    num_keys = num_queries if is_causal else int(rng.integers(1, 24))
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    mask: dict[str, Any] = {"is_causal": is_causal, "window": int(rng.choice([FULL_ATTENTION, 1, 3, 7]))}
+    mask |= {"q_positions": np.arange(num_queries), "kv_positions": np.arange(num_keys)}
+    if rng.integers(2):
+        mask["kv_valid"] = rng.random((num_rows, num_keys)) < 0.7
+    if rng.integers(2):
+        mask["q_segment_ids"] = np.sort(rng.integers(0, 3, (num_rows, num_queries)), axis=1)
+        mask["kv_segment_ids"] = (
+            mask["q_segment_ids"] if is_causal else np.sort(rng.integers(0, 3, (num_rows, num_keys)), axis=1)
+        )
+    num_heads = num_kv_heads * group
+    return Draw(
+        q=normal(num_rows, num_queries, num_heads, head_dim),
+        k=normal(num_rows, num_keys, num_kv_heads, head_dim),
+        v=normal(num_rows, num_keys, num_kv_heads, head_dim),
+        output_gradient=normal(num_rows, num_queries, num_heads, head_dim),
+        mask=mask,
+        bias_table=normal(8, num_heads) if rng.integers(2) else None,
+        bias_config=RelativePositionBias(8, 16, bool(rng.integers(2))),
+        softcap=float(rng.choice([NO_SOFTCAP, 2.0])),
+        options=AttentionOptions("blockwise", *(int(rng.choice([-1, 1, 3, 8, 64])) for _ in range(2))),
+    )
+
+
+def run_blockwise(draw: Draw) -> tuple[Array, dict[str, Array]]:
+    """Return the output and the gradients of q, k, v and the bias table."""
+    arch_config = dataclasses.replace(make_arch(), attn_logit_softcap=draw.softcap, attn_scale=scale_of(draw))
+
+    def attend(inputs: dict[str, Array]) -> Array:
+        table = inputs.get("bias_table")
+        bias = None if table is None else ScoreBias(table, draw.bias_config)
+        mask = AttentionMask(**{key: as_jax(value) for key, value in draw.mask.items()}, bias=bias)
+        return blockwise_attention(inputs["q"], KV(inputs["k"], inputs["v"]), arch_config, mask, draw.options)
+
+    output, pullback = jax.vjp(attend, float32_inputs(draw))
+    return output, pullback(jnp.asarray(draw.output_gradient))[0]
+
+
+def as_jax(value: Any) -> Any:
+    """Return an array as a jax array, and any other value as it is."""
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def float32_inputs(draw: Draw) -> dict[str, Array]:
+    """Return the arrays that have a gradient."""
+    inputs = {"q": draw.q, "k": draw.k, "v": draw.v}
+    return {name: jnp.asarray(x) for name, x in inputs.items()} | (
+        {} if draw.bias_table is None else {"bias_table": jnp.asarray(draw.bias_table)}
+    )
+
+
+def scale_of(draw: Draw) -> float:
+    """Return the scale of scores."""
+    return 1 / math.sqrt(draw.q.shape[-1])
+
+
+def visible_keys(draw: Draw) -> np.ndarray:
+    """Return the rule of visible keys, written out: bool [B, 1, 1, T, S]."""
+    mask, (num_rows, num_queries), num_keys = draw.mask, draw.q.shape[:2], draw.k.shape[1]
+    visible = np.ones((num_rows, num_queries, num_keys), bool)
+    distance = np.arange(num_queries)[:, None] - np.arange(num_keys)
+    if mask["is_causal"]:
+        visible &= distance >= 0
+        if mask["window"] != FULL_ATTENTION:
+            visible &= distance < mask["window"]
+    if "kv_valid" in mask:
+        visible &= mask["kv_valid"][:, None, :]
+    if "q_segment_ids" in mask:
+        visible &= mask["q_segment_ids"][:, :, None] == mask["kv_segment_ids"][:, None, :]
+    return visible[:, None, None]
+
+
+def exact_attention(draw: Draw) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Compute output and gradients in float64, and a bound of the float32 error of each.
+
+    Error analysis to first order in the unit roundoff u (Higham 2002, section 3.1): a dot product of n terms has an
+    error of at most n u times the dot product of absolute values. A score thus has an error of s = (E + 6) u scale
+    |q| |k| + 4 u (softcap + |bias|), a probability a relative error of 2 max(s) + (S + 8) u, the sums over keys of
+    online softmax are rescaled at most S times (2 S u), and the terms of each gradient add the errors of their factors.
+    """
+    q, k, v, d_output = (x.astype(np.float64) for x in (draw.q, draw.k, draw.v, draw.output_gradient))
+    num_rows, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads = k.shape[1:3]
+    q, d_output = (x.reshape(num_rows, num_queries, num_kv_heads, -1, head_dim) for x in (q, d_output))
+    scale, visible = scale_of(draw), visible_keys(draw)
+    scores = np.einsum("btkge,bske->bkgts", q, k) * scale
+    derivative = np.full_like(scores, scale)
+    if draw.softcap != NO_SOFTCAP:
+        derivative *= 1 - np.tanh(scores / draw.softcap) ** 2
+        scores = draw.softcap * np.tanh(scores / draw.softcap)
+    one_hot = np.zeros((num_queries, num_keys, 8))
+    if draw.bias_table is not None:
+        maximum = draw.bias_config.max_distance
+        distance = np.clip(np.arange(num_keys) - np.arange(num_queries)[:, None], -maximum, maximum)
+        one_hot = np.eye(8)[relative_position_buckets(draw.bias_config)[distance + maximum]]
+        bias = np.einsum("tsn,nh->hts", one_hot, draw.bias_table.astype(np.float64))
+        scores += bias.reshape(num_kv_heads, -1, num_queries, num_keys)
+    masked = np.where(visible, scores, -np.inf)
+    weights = np.exp(masked - masked.max(-1, keepdims=True, initial=-1e30))
+    total = weights.sum(-1, keepdims=True)
+    probabilities = weights / np.where(total == 0, 1, total)
+    d_probabilities = np.einsum("btkge,bske->bkgts", d_output, v)
+    row_dots = (probabilities * d_probabilities).sum(-1, keepdims=True)
+    d_scores = probabilities * (d_probabilities - row_dots)
+    d_dots = d_scores * derivative
+
+    absolute_dots = np.einsum("btkge,bske->bkgts", abs(q), abs(k)) * scale
+    score_error = (head_dim + 6) * UNIT_ROUNDOFF * absolute_dots + 8 * UNIT_ROUNDOFF * (abs(scores) + draw_bias(draw))
+    relative = 2 * np.where(visible, score_error, 0).max(-1, keepdims=True) + (3 * num_keys + 12) * UNIT_ROUNDOFF
+    absolute_d = np.einsum("btkge,bske->bkgts", abs(d_output), abs(v))
+    absolute_rows = (probabilities * absolute_d).sum(-1, keepdims=True)
+    d_error = (
+        probabilities * (absolute_d + absolute_rows) * (2 * relative + (2 * head_dim + num_keys + 8) * UNIT_ROUNDOFF)
+    )
+    d_dots_error = d_error * derivative + abs(d_scores) * scale * 4 * (score_error + UNIT_ROUNDOFF)
+    terms = (num_queries * q.shape[3] + num_keys) * UNIT_ROUNDOFF
+
+    def merge(x: np.ndarray) -> np.ndarray:
+        return x.reshape(num_rows, num_queries, num_heads, head_dim)
+
+    output = merge(np.einsum("bkgts,bske->btkge", probabilities, v))
+    gradients = {
+        "q": merge(np.einsum("bkgts,bske->btkge", d_dots, k)),
+        "k": np.einsum("bkgts,btkge->bske", d_dots, q),
+        "v": np.einsum("bkgts,btkge->bske", probabilities, d_output),
+        "bias_table": np.einsum("bkgts,tsn->nkg", d_scores, one_hot).reshape(8, -1),
+    }
+    bounds = {
+        "output": merge(np.einsum("bkgts,bske->btkge", probabilities * (relative + terms), abs(v))),
+        "q": merge(np.einsum("bkgts,bske->btkge", d_dots_error + terms * abs(d_dots), abs(k))),
+        "k": np.einsum("bkgts,btkge->bske", d_dots_error + terms * abs(d_dots), abs(q)),
+        "v": np.einsum("bkgts,btkge->bske", probabilities * (relative + terms), abs(d_output)),
+        "bias_table": np.einsum("bkgts,tsn->nkg", d_error + num_rows * terms * abs(d_scores), one_hot).reshape(8, -1),
+    }
+    return output, gradients, bounds
+
+
+def draw_bias(draw: Draw) -> float:
+    """Return the largest bias."""
+    return 0.0 if draw.bias_table is None else float(abs(draw.bias_table).max())
+
+
+def check_draw(seed: int) -> None:
+    """Compare output and gradients with float64 within the bounds."""
+    draw = draw_problem(seed)
+    output, gradients = run_blockwise(draw)
+    expected_output, expected, bounds = exact_attention(draw)
+    for name, actual in {"output": output, **gradients}.items():
+        reference = expected_output if name == "output" else expected[name]
+        assert (abs(np.asarray(actual, np.float64) - reference) <= bounds[name] + 1e-30).all(), (seed, name)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_output_and_gradients_match_float64(seed: int):
+    check_draw(seed)
+
+
+@pytest.mark.slow
+def test_output_and_gradients_match_float64_often():
+    for seed in range(24, 600):
+        check_draw(seed)
+        if seed % 50 == 0:
+            jax.clear_caches()
+
+
+@pytest.mark.parametrize(("window", "poisoned"), [(FULL_ATTENTION, slice(8, 16)), (3, slice(0, 4))])
+def test_tiles_without_visible_keys_are_not_computed(window: int, poisoned: slice):
+    """A computed tile with keys of nan would turn the results to nan, although its probabilities are 0."""
+    q, k, v = (jnp.asarray(np.random.default_rng(n).standard_normal((1, 16, 2, 4)), jnp.float32) for n in range(3))
+    queries = q[:, :8] if window == FULL_ATTENTION else q[:, 8:]
+    positions = jnp.arange(8) if window == FULL_ATTENTION else jnp.arange(8, 16)
+    mask = AttentionMask(q_positions=positions, kv_positions=jnp.arange(16), window=window)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return blockwise_attention(q, KV(k, v), make_arch(), mask, AttentionOptions("blockwise", 4, 4)).sum()
+
+    poison = [x.at[:, poisoned].set(jnp.nan) for x in (k, v)]
+    clean = jax.value_and_grad(attend, argnums=(0, 1, 2))(queries, k, v)
+    poisoned_results = jax.value_and_grad(attend, argnums=(0, 1, 2))(queries, *poison)
+    assert jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), poisoned_results) == jax.tree.map(
+        lambda _: True, poisoned_results
+    )
+    assert float(clean[0]) == float(poisoned_results[0])
+
+
+def test_layers_in_a_scan_save_no_array_of_all_scores():
+    """JAX moves values that depend on loop constants out of a scan: masks of all tiles would be kept at once."""
+    length, num_layers = 256, 3
+    q = jnp.zeros((1, length, 1, 2))
+    positions = jnp.arange(length)
+    mask = AttentionMask(q_positions=positions, kv_positions=positions, window=100)
+
+    def loss(x: Array) -> Array:
+        def layer(x: Array, _: None) -> tuple[Array, None]:
+            options = AttentionOptions("blockwise", 16, 16)
+            return x + blockwise_attention(x, KV(x, x), make_arch(), mask, options), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, None, length=num_layers)[0].sum()
+
+    largest = max_elements(jax.make_jaxpr(jax.grad(loss))(q).jaxpr)
+    assert largest < length**2 / 4, "arrays of tokens and tiles only"
+
+
+def max_elements(jaxpr: Any) -> int:
+    """Return the elements of the largest array of a jaxpr, inner ones included."""
+    largest = 0
+    for equation in jaxpr.eqns:
+        largest = max([largest, *(math.prod(variable.aval.shape) for variable in equation.outvars)])
+        for value in jax.tree.leaves(
+            equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                largest = max(largest, max_elements(inner))
+    return largest

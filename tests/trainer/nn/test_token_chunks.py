@@ -1,0 +1,50 @@
+"""Tests of functions of tokens that are applied chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from trainer.nn.token_chunks import map_token_chunks
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((2, 13, 6)), jnp.float32)
+WEIGHTS = {
+    name: jnp.asarray(RNG.standard_normal(shape), jnp.float32) for name, shape in {"up": (6, 9), "down": (9, 4)}.items()
+}
+
+
+def feed_forward(x: Array, weights: Mapping[str, Array]) -> Array:
+    """Compute two layers [B, c, 6] -> [B, c, 4]."""
+    return jax.nn.silu(x @ weights["up"]) @ weights["down"]
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 1, 4, 13, 100])
+def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
+    def loss(x: Array, weights: Mapping[str, Array]) -> tuple[Array, Array]:
+        output = map_token_chunks(feed_forward, x, weights, chunk_size)
+        return jnp.square(output).sum(), output
+
+    gradients, output = jax.grad(loss, argnums=(0, 1), has_aux=True)(X, WEIGHTS)
+    expected, expected_output = jax.grad(
+        lambda x, weights: (jnp.square(feed_forward(x, weights)).sum(), feed_forward(x, weights)),
+        argnums=(0, 1),
+        has_aux=True,
+    )(X, WEIGHTS)
+    np.testing.assert_allclose(output, expected_output, rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected)
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32():
+    """4,096 equal terms: a sum in bfloat16 stops growing at 256 of them."""
+    x, weight = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)
+
+    def loss(weight: Array) -> Array:
+        return map_token_chunks(lambda chunk, w: chunk @ w, x, weight, 1).astype(jnp.float32).sum()
+
+    assert float(jax.grad(loss)(weight)[0, 0]) == 4096

@@ -1,0 +1,33 @@
+"""The attention kernel of a run and the sizes of its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.models.errors import usage_error
+
+KERNEL_NAMES = ("reference", "blockwise")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The way of computing attention; it changes results by rounding only.
+
+    Attributes:
+        kernel: One of `KERNEL_NAMES`.
+        q_chunk_size: Queries of a tile; -1 for all.
+        k_chunk_size: Keys of a tile; -1 for all.
+
+    Raises:
+        PrepError: `kernel` is unknown (a usage error).
+    """
+
+    kernel: str = "reference"
+    q_chunk_size: int = 512
+    k_chunk_size: int = 512
+
+    def __post_init__(self) -> None:
+        """Check the name of the kernel."""
+        if self.kernel not in KERNEL_NAMES:
+            what = f"unknown `model.attention_kernel` {self.kernel!r:.60}"
+            raise usage_error(what, f"supported: {', '.join(KERNEL_NAMES)}", '`model.attention_kernel = "blockwise"`')

@@ -1,0 +1,42 @@
+"""The relative position bias of attention scores, computed for any tile of queries and keys.
+
+Axes: B rows of the batch, T queries, S keys, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jax import Array
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import RelativePositionBias
+from trainer.nn.position_encoding import relative_position_bias
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBias:
+    """A bias that depends on the positions of a query and a key.
+
+    Attributes:
+        table: Bias by bucket [buckets, H].
+        config: Buckets of distances.
+        sharding: The device mesh and its rules.
+        whole: The bias of all queries and keys, if it was computed once for all layers.
+    """
+
+    table: Array
+    config: RelativePositionBias
+    sharding: ShardingContext = field(default_factory=ShardingContext)
+    whole: Array | None = None
+
+    def materialize(self, q_positions: Array, kv_positions: Array) -> Array:
+        """Compute the bias of queries at [T] or [B, T] and keys at [S] or [B, S].
+
+        Returns:
+            float32 [H, T, S], or [B, H, T, S] if rows differ.
+        """
+        if self.whole is not None:
+            return self.whole
+        bias = relative_position_bias(self.table, q_positions, kv_positions, self.config)
+        return self.sharding.constrain(bias, *("batch",) * (bias.ndim - 3), "heads", "seq", "seq")
