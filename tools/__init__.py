@@ -1,1 +1,1 @@
-"""Generators of pictures in the docs, and what tests share with them."""
+"""Generators of docs pages and diagrams, and the import graph that tests use too."""

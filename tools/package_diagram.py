@@ -54,7 +54,7 @@ def reachable(imports: Imports, package: str) -> set[str]:
 
 
 def without_implied(imports: Imports) -> dict[str, set[str]]:
-    """Return the imports without those that follow from others."""
+    """Return the transitive reduction of the imports."""
     implied = {
         package: {name for other in names for name in reachable(imports, other)} for package, names in imports.items()
     }

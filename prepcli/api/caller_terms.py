@@ -44,7 +44,7 @@ def to_callers_terms(text: str, annotations: Mapping[str, Any]) -> str:
 
 
 def _translate_span(span: str, annotations: Mapping[str, Any]) -> str:
-    """Return options or a command, in backticks: in Python, or unchanged if a part of it is unknown."""
+    """Translate options or a command in backticks to Python; unchanged if a part of it is unknown."""
     with contextlib.suppress(ValueError, KeyError):
         words = shlex.split(span)
         if words and words[0].startswith("--"):

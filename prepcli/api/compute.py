@@ -153,7 +153,7 @@ def train(
     Args:
         recipe: A TOML file; docs/reference/recipes.md lists its keys.
         out: Folder of the run; default: `runs/NAME`.
-        overrides: Change, or changes, of recipe keys, such as "train.steps=10".
+        overrides: One or more changes of recipe keys, such as "train.steps=10".
         restart: Delete the steps of an earlier run.
         stop_after: Stop after this many steps; 0: at the end of the recipe.
         offline: Use only the hub's cache.

@@ -93,7 +93,7 @@ def save_init(
     progress: Progress | None = None,
     **options: Unpack[SaveInitOptions],
 ) -> Conversion:
-    """Write an Orbax checkpoint of the parameters of a Hugging Face folder, whose chunks are the shards of a mesh.
+    """Convert a Hugging Face folder to an Orbax checkpoint whose chunks are the shards of a mesh.
 
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.

@@ -59,7 +59,7 @@ class DropOptions(TypedDict, total=False):
     """Which source tensors may be ignored.
 
     Attributes:
-        drop: Pattern, or patterns, of names to ignore, such as "*.rotary_emb.inv_freq".
+        drop: One or more patterns of names to ignore, such as "*.rotary_emb.inv_freq".
         untie: Keep a head that differs from the embedding it should equal; default: False.
     """
 
@@ -99,7 +99,7 @@ class LayoutOptions(ConversionOptions, total=False):
     Attributes:
         mesh: "dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are its shards; default:
             chunks of at most 4 MiB.
-        rules: Change, or changes, of partition rules, such as "embed=none" or "kv_heads=mp|none".
+        rules: One or more changes of partition rules, such as "embed=none" or "kv_heads=mp|none".
         scan: Stack all layers in one leaf; default: as in the source, True for a Hugging Face folder.
         scan_axis: Axis of the stack; default: as in the source, 0 for a Hugging Face folder.
         compress: "zstd" or "zstd:LEVEL"; default: uncompressed.

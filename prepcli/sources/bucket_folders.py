@@ -46,9 +46,9 @@ def open_bucket_folder(reference: BucketUrl, access: Access) -> BucketFolder:
     """
     name = reference.display_name
     if access.offline:
-        raise usage_error(f"`--offline` with `{name}`", "an object store needs the network", COPY_HINT)
+        raise usage_error(f"cannot read `{name}` with `--offline`", "an object store needs the network", COPY_HINT)
     if not access.allow_urls:
-        raise usage_error(f"`{name}` is a URL", "this command reads local folders", COPY_HINT)
+        raise usage_error(f"`{name}` is a URL", "this command does not read URLs", COPY_HINT)
     return BucketFolder(name, Bucket(reference.url, retry_policy=access.retry_policy))
 
 

@@ -76,16 +76,16 @@ TRAINING_FILES = Refusal(
     "name the folder that the model itself was saved to",
 )
 
-Select = Callable[[Sequence[str]], Sequence[str]]  # from the names at the top to those of one format
+Select = Callable[[Sequence[str]], Sequence[str]]  # top-level names -> names that a rule applies to
 
 
 def _matching(*patterns: str) -> Select:
-    """Return a selection of the names that match a lower-case pattern."""
+    """Return a function that selects the names that match a pattern, ignoring case."""
     return lambda names: [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)]
 
 
 def _if(matches: Callable[[Sequence[str]], bool]) -> Select:
-    """Return a selection of all names if they match together, else of none."""
+    """Return a function that selects all names if `matches(names)`, else none."""
     return lambda names: names if matches(names) else ()
 
 
@@ -141,7 +141,11 @@ def detect_file(path: Path, display_name: str) -> Kind:
     verdict, found = apply_rules([path.name])
     if isinstance(verdict, Refusal) and verdict in (GGUF, DISTRIBUTED):
         raise verdict.error(found, display_name)
-    raise PrepError(f"{display_name} is a file", "a checkpoint is a folder", f"name its folder: `{path.parent}`")
+    raise PrepError(
+        f"{display_name} is a file",
+        "only Flax and EasyLM checkpoints are single files",
+        f"name its folder: `{path.parent}`",
+    )
 
 
 def apply_rules(names: Sequence[str]) -> tuple[Kind | Refusal | None, Sequence[str]]:
@@ -181,7 +185,7 @@ def _quantisation_method(config: Any) -> str:
     if not quantisation:
         return ""
     method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    return str(method or "of an unnamed method")
+    return str(method or "not named")
 
 
 def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:

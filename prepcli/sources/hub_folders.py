@@ -46,7 +46,9 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
     is_offline = prepare_hub(access.offline, access.retry_policy)
     if is_offline and access.stream:
         why = "--offline" if access.offline else f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
-        raise PrepError(f"cannot stream {hub_id}", f"{why} asks for no network", "without `--stream` the cache is used")
+        raise PrepError(
+            f"cannot stream {hub_id}", f"{why} disables network access", "without `--stream` the cache is used"
+        )
     with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
         if is_offline:
             return _cached_folder(repo)
@@ -60,7 +62,7 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
 
 
 def _cached_folder(repo: HubRepo) -> LocalFolder:
-    """Return the snapshot of a completely cached model; raise FileNotFoundError if a file is missing."""
+    """Return the cached snapshot of a model; raise FileNotFoundError if there is none, or none with weights."""
     path = cached_snapshot(repo.display_name, repo.revision)
     folder = LocalFolder(repo.display_name, path, commit=path.name)
     names = folder.names()

@@ -101,7 +101,7 @@ def parse_reference(
             path may follow an EasyLM part, as in `params::PATH`.
         revision: Revision on the hub.
         step: Step of the training run `name`.
-        cwd: Folder that relative paths start from; the working directory by default.
+        cwd: Folder that relative paths start from, without `step`; the working directory by default.
 
     Raises:
         PrepError: It is no known name or path, or has no such revision or step (usage).
@@ -131,10 +131,14 @@ def default_checkpoint(cwd: Path, accept: Callable[[Path], bool] = Path.is_dir) 
         return candidates[0]
     if not candidates:
         raise usage_error(
-            "no checkpoint was named", f"no folder here holds a {MANIFEST_FILE}", "name a folder, alias or hub id"
+            "no checkpoint was named",
+            f"no suitable folder here has a {MANIFEST_FILE}",
+            "name a folder, alias or hub id",
         )
     names = ", ".join(f"./{path.name}" for path in candidates)
-    raise usage_error("no checkpoint was named", f"{len(candidates)} folders here could be meant", f"one of: {names}")
+    raise usage_error(
+        "no checkpoint was named", f"{len(candidates)} folders here have a {MANIFEST_FILE}", f"name one of: {names}"
+    )
 
 
 def _has_manifest(folder: Path) -> bool:
@@ -179,13 +183,13 @@ def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
 
 
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
-    """Split `NAME@REVISION`; raise PrepError if it contradicts `--revision`."""
+    """Split `NAME@REVISION`; raise PrepError if REVISION is empty or contradicts `--revision`."""
     bare_name, separator, suffix = name.rpartition("@")
     if not separator or not bare_name:
         return name, revision
     if not suffix or revision not in (None, suffix):
         why = f"`@{suffix}` and `--revision {revision}`" if suffix else "nothing follows the @"
-        raise usage_error(f"`{name}` names no single revision", why, f"`{bare_name}@{revision or 'main'}`")
+        raise usage_error(f"invalid revision in `{name}`", why, f"`{bare_name}@{revision or 'main'}`")
     return bare_name, suffix
 
 

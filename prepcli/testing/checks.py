@@ -74,7 +74,7 @@ class Check:
         name: Name in the table.
         run: Returns a figure for the table. Raises SkippedCheckError if it cannot run, FailedCheckError if it
             fails; any other exception is a failure too.
-        in_golden_files: Whether golden files check the same for the supported families, in every run of the tests.
+        in_golden_files: Whether the default tests cover this check by golden files for the supported families.
         needs_torch: Whether the check compares with transformers.
     """
 
@@ -91,7 +91,7 @@ def _require(condition: object, reason: str) -> None:
 
 
 def check_coverage(subject: FamilyUnderTest) -> str:
-    """Count how often the rows map each element of the tensors and of the leaves: once."""
+    """Check that the rows map each element of the tensors and of the leaves exactly once."""
     leaves = {path: np.zeros(leaf.shape, np.int32) for path, leaf in subject.decoder.model.leaves.items()}
     tensors = {
         location.tensor: np.zeros(location.axis_map.source_shape, np.int32) for location in subject.decoder.locations
@@ -105,12 +105,13 @@ def check_coverage(subject: FamilyUnderTest) -> str:
 
 
 def check_round_trip(subject: FamilyUnderTest) -> str:
-    """Convert a checkpoint to an init and back, and that init again: every bit is the same in both directions."""
+    """Convert a checkpoint to an init, back, and to an init again; both formats must keep every bit."""
     init = subject.convert(save_init, subject.folder, "written-init")
     back = subject.convert(export, init, "written-back")
     tensors = read_checkpoint(back)
     _require(
-        tensors.keys() == subject.tensors.keys(), f"other tensors: {sorted(tensors.keys() ^ subject.tensors.keys())}"
+        tensors.keys() == subject.tensors.keys(),
+        f"tensors in only one checkpoint: {sorted(tensors.keys() ^ subject.tensors.keys())}",
     )
     changed = [name for name, tensor in subject.tensors.items() if not _same_bits(tensor, tensors[name])]
     _require(not changed, f"{', '.join(changed[:4])} changed")
@@ -123,7 +124,7 @@ def check_params(subject: FamilyUnderTest) -> str:
     """Compare the parameters that prep loads with those that NumPy computes from the rows."""
     loaded = flatten_tree(load_params(subject.folder))
     expected = flatten_tree(subject.params)
-    _require(loaded.keys() == expected.keys(), f"other leaves: {sorted(loaded.keys() ^ expected.keys())}")
+    _require(loaded.keys() == expected.keys(), f"leaves in only one tree: {sorted(loaded.keys() ^ expected.keys())}")
     changed = [path for path, leaf in expected.items() if not _same_bits(np.asarray(leaf), np.asarray(loaded[path]))]
     _require(not changed, f"{', '.join(changed[:4])} differs")
     return f"{len(loaded)} leaves"
@@ -163,7 +164,7 @@ def check_padded_batch(subject: FamilyUnderTest) -> str:
 
 
 def check_long_sequence(subject: FamilyUnderTest) -> str:
-    """Compare the logits of a sequence longer than windows and pretraining."""
+    """Compare the logits of a sequence longer than the window and the pretraining context."""
     return _check_logits(subject, (LONG_LENGTH,))
 
 
@@ -176,7 +177,7 @@ def check_gradients(subject: FamilyUnderTest) -> str:
     loss, param_gradients = loss_and_gradients(
         padded.model, padded.params_from_tensors(tensors), batch, ForwardConfig(head_chunk_size=16)
     )
-    _require(abs(loss / expected_loss - 1) <= LOSS_RTOL, f"loss {loss}, of transformers {expected_loss}")
+    _require(abs(loss / expected_loss - 1) <= LOSS_RTOL, f"the loss is {loss}, transformers computes {expected_loss}")
     gradients = padded.tensors_from_params(param_gradients)
     errors = {}
     for name, gradient in expected.items():
@@ -203,7 +204,7 @@ def check_padded_vocabulary(subject: FamilyUnderTest) -> str:
     padded = load_torch_model(subject.convert(pad_vocab, subject.saved_folder, "padded", multiple=8, init="normal"))
     vocab, batch = subject.sizes["vocab"], subject.batch(2, 60)
     rows = padded.get_output_embeddings().weight.shape[0]
-    _require(rows == vocab + -vocab % 8, f"{rows} rows of the head")
+    _require(rows == vocab + -vocab % 8, f"the padded head has {rows} rows")
     before, after = (torch_logits(model, batch, (60, 60))[..., :vocab] for model in (subject.torch_model, padded))
     _require(np.array_equal(before, after), f"logits differ by {abs(before - after).max():.1e}")
     return f"{vocab} to {rows}"
@@ -239,7 +240,7 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
 
 
 def check_greedy_tokens(subject: FamilyUnderTest) -> str:
-    """Compare greedy decoding, by models with small embeddings."""
+    """Compare greedy decoding of models with small embeddings, which vary their output."""
     config, decoder = subject.config, subject.decoder
     tensors = with_small_embeddings(config, subject.tensors)
     entry = greedy_samples(torch_model(config, tensors), subject.sizes["vocab"])
@@ -255,7 +256,7 @@ def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     else:
         generated = generator.generate(prompts)
     for prompt, tokens, expected in zip(prompts, generated, entry["tokens"]):
-        _require(tokens == expected, f"after {len(prompt)} tokens {tokens}, of transformers {expected}")
+        _require(tokens == expected, f"from {len(prompt)} tokens: {tokens}, transformers generates {expected}")
     return f"{len(generated)} x {MAX_NEW_TOKENS}"
 
 
@@ -303,7 +304,7 @@ def _check_same_checkpoint(saved: Path, exported: Path) -> str:
     import torch
 
     before, after = (load_torch_model(folder, "auto").state_dict() for folder in (saved, exported))
-    _require(before.keys() == after.keys(), "other tensors")
+    _require(before.keys() == after.keys(), "the names of tensors differ")
     different = [n for n, t in before.items() if t.dtype != after[n].dtype or not torch.equal(t, after[n])]
     _require(not different, f"{', '.join(different[:4])} changed")
     configs = [json.loads((folder / "config.json").read_text()) for folder in (saved, exported)]

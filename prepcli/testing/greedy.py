@@ -29,7 +29,7 @@ def with_small_embeddings(config: HFConfig, tensors: Tensors) -> Tensors:
 def greedy_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
     """Generate tokens without end tokens.
 
-    The cache of transformers has as many layers as the encoder, so that a deeper decoder is run without a cache.
+    Encoder-decoder models run without a KV cache: the one of transformers has the layers of the encoder.
 
     Args:
         model: A model of transformers.

@@ -40,7 +40,7 @@ class FamilyUnderTest:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Atom -> extent of the first config."""
+        """Size of each named axis of the first config, such as `heads`."""
         return family_of(self.config).sizes(self.config)
 
     @cached_property
@@ -50,7 +50,7 @@ class FamilyUnderTest:
 
     @cached_property
     def decoder(self) -> TinyTransformer:
-        """The model of prep."""
+        """The tiny model in prep."""
         return tiny_transformer(self.config)
 
     @cached_property

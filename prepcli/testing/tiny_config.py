@@ -53,7 +53,7 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
 
     Args:
         config: Fields of config.json.
-        num_heads: Heads of the tiny model, or its key/value heads if several query heads share one.
+        num_heads: Number of heads; with grouped-query attention (1 < kv_heads < heads) of key and value heads.
 
     Raises:
         PrepError: The family is not supported, or the config is invalid, or a size has no known field.
@@ -82,7 +82,7 @@ def _num_elements(family: Family, config: HFConfig) -> int:
 
 
 def _with_learned_positions(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with learned positions for the longest check; rotary models need no more positions."""
+    """Raise the number of learned positions to the length of the longest check; other models are unchanged."""
     if not family.arch_config(config).has_learned_positions:
         return config
     fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
@@ -148,7 +148,7 @@ def _layer_kinds(config: HFConfig) -> list[Any]:
 
 
 def _with_valid_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with those of DEFAULT_CHANGES that the family accepts."""
+    """Return the config with the first of DEFAULT_CHANGES that the family accepts."""
     for changes in DEFAULT_CHANGES:
         try:
             family.arch_config(config | changes)

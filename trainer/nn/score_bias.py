@@ -22,21 +22,21 @@ class ScoreBias:
         table: Bias by bucket [buckets, H].
         config: Buckets of distances.
         sharding: The device mesh and its rules.
-        whole: The bias of all queries and keys, if it was computed once for all layers.
+        precomputed: Bias of all queries and keys, computed once for all layers; None: computed from positions.
     """
 
     table: Array
     config: RelativePositionBias
     sharding: ShardingContext = field(default_factory=ShardingContext)
-    whole: Array | None = None
+    precomputed: Array | None = None
 
     def materialize(self, q_positions: Array, kv_positions: Array) -> Array:
-        """Compute the bias of queries at [T] or [B, T] and keys at [S] or [B, S].
+        """Compute the bias for query positions [T] or [B, T] and key positions [S] or [B, S].
 
         Returns:
             float32 [H, T, S], or [B, H, T, S] if rows differ.
         """
-        if self.whole is not None:
-            return self.whole
+        if self.precomputed is not None:
+            return self.precomputed
         bias = relative_position_bias(self.table, q_positions, kv_positions, self.config)
         return self.sharding.constrain(bias, *("batch",) * (bias.ndim - 3), "heads", "seq", "seq")

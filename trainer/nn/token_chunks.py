@@ -1,6 +1,6 @@
 """Apply a function to chunks of tokens, one after another, to bound the memory of its intermediate arrays.
 
-Axes: B rows, T tokens, N chunks, c tokens of a chunk, D and F widths.
+Axes: B rows, T tokens, N chunks, c tokens per row of a chunk, D and F widths.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def _with_score_bias(
     mask = dataclasses.replace(mask, bias=bias)
     if forward_config.attention_options.kernel != "reference":
         return mask
-    return dataclasses.replace(mask, bias=dataclasses.replace(bias, whole=mask.score_bias()))
+    return dataclasses.replace(mask, bias=dataclasses.replace(bias, precomputed=mask.score_bias()))
 
 
 def _project(x: Array, params: Tree, name: str) -> Array:

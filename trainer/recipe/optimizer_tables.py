@@ -1,7 +1,7 @@
 """The recipe table `[optimizer]`: a tagged union of one table per optimizer, each with its own keys.
 
 A new optimizer needs a table, an entry in `OPTIMIZER_TABLES`, a member in `AnyOptimizerTable`, and an entry in
-`trainer.training.optimizers`. Its `type` is required: only the default optimizer's has a default.
+`trainer.training.optimizers`. Its `type` has no default: only `AdamWTable.type` has one, so that it may be omitted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ OPTIMIZER_TABLES: Mapping[str, type[OptimizerTable]] = {"adamw": AdamWTable}
 
 
 def _optimizer_type(value: Any) -> str:
-    """Return the type of an `[optimizer]` table; the default if it is absent, or unknown, which validation reports."""
+    """Return the type of an `[optimizer]` table; the default if it is absent or unknown, which validation reports."""
     name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
     return name if isinstance(name, str) and name in OPTIMIZER_TABLES else DEFAULT_OPTIMIZER
 

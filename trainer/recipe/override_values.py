@@ -15,7 +15,7 @@ BARE_TEXT = re.compile(r"[\w./,:+-]+")
 
 
 def parse_override_value(text: str, key_schema: Mapping[str, Any] | None) -> Any:
-    """Return the value that VALUE stands for.
+    """Parse VALUE as TOML, or keep it as text.
 
     VALUE is text if it is not valid TOML, or if the key takes text and VALUE is TOML of another type: `mesh=8`.
 
@@ -48,7 +48,7 @@ def override_argument(key: str, toml_value: str, key_schema: Mapping[str, Any]) 
 
 
 def _reads_back(argument: str, value: Any, key_schema: Mapping[str, Any]) -> bool:
-    """Return whether `--set` gets the value from an argument whose quotes a shell has removed."""
+    """Return whether `--set` reads the value from the argument that a shell passes on."""
     words = shlex.split(argument)
     if len(words) != 1 or SHELL_EXPANDS.search(argument):
         return False

@@ -56,10 +56,10 @@ def evaluate(
     batch_size: int,
     limit: int = 0,
 ) -> EvaluationResult:
-    """Evaluate parameters on a dataset; sums are float64, so the batch size hardly changes the result.
+    """Compute loss and accuracy on a dataset; sums of batches are added in float64.
 
     Args:
-        params: Parameters in float32, sharded like those of `sharding`.
+        params: Float32 parameters, sharded by the partition rules of `sharding`.
         dataset: The rows to evaluate on.
         eval_step: Computes the sums of a batch, from `jit_eval_step`.
         sharding: The device mesh of the batches.

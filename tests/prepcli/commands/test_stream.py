@@ -166,7 +166,7 @@ def test_stream_is_rejected_offline(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         for offline in ({"HF_HUB_OFFLINE": "1"}, {}):
             report = site.run_prep(*SAVE_INIT, "--stream", *([] if offline else ["--offline"]), **offline)
-            why = "HF_HUB_OFFLINE=1 asks for no network" if offline else "--offline asks for no network"
+            why = "HF_HUB_OFFLINE=1 disables network access" if offline else "--offline disables network access"
             assert report["error"]["what"] == "cannot stream o/good"
             assert report["error"]["why"] == why
         assert site.hub.requests == []

@@ -118,7 +118,7 @@ def test_file_instead_of_folder_is_an_error(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"quantization_config": {"load_in_8bit": True}}, "of an unnamed method"),
+        ({"quantization_config": {"load_in_8bit": True}}, "not named"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
     ],

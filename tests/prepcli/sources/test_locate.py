@@ -126,10 +126,10 @@ def test_revision_may_contain_slashes(cwd: Path, downloads: list[object]) -> Non
 
 def test_conflicting_revisions_are_an_error(cwd: Path) -> None:
     assert locate_error("llama-13b@v1", revision="v2") == (
-        "`llama-13b@v1` names no single revision", "`@v1` and `--revision v2`", "`llama-13b@v2`", USAGE,
+        "invalid revision in `llama-13b@v1`", "`@v1` and `--revision v2`", "`llama-13b@v2`", USAGE,
     )  # fmt: skip
     assert locate_error("llama-13b@") == (
-        "`llama-13b@` names no single revision", "nothing follows the @", "`llama-13b@main`", USAGE,
+        "invalid revision in `llama-13b@`", "nothing follows the @", "`llama-13b@main`", USAGE,
     )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_default_checkpoint_fails_without_a_prep_folder(cwd: Path) -> None:
     with pytest.raises(PrepError) as caught:
         default_checkpoint(cwd)
     assert error_fields(caught.value) == (
-        "no checkpoint was named", f"no folder here holds a {MANIFEST_FILE}", "name a folder, alias or hub id", USAGE,
+        "no checkpoint was named", f"no suitable folder here has a {MANIFEST_FILE}", "name a folder, alias or hub id", USAGE,
     )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ def test_default_checkpoint_lists_several_candidates(cwd: Path) -> None:
     with pytest.raises(PrepError) as caught:
         default_checkpoint(cwd)
     assert error_fields(caught.value) == (
-        "no checkpoint was named", "2 folders here could be meant", "one of: ./a-1x64x4, ./b-init", USAGE,
+        "no checkpoint was named", f"2 folders here have a {MANIFEST_FILE}", "name one of: ./a-1x64x4, ./b-init", USAGE,
     )  # fmt: skip
     assert default_checkpoint(cwd, lambda folder: folder.name.endswith("-init")) == cwd / "b-init"
 

@@ -90,7 +90,10 @@ def test_bias_is_added_to_scores():
     """With a large bias each query attends to a single key."""
     visible_key = RNG.integers(0, T, (4, T))
     bias = jnp.where(jnp.arange(T) == visible_key[..., None], 1e4, 0.0)
-    positions, score_bias = jnp.arange(T), ScoreBias(jnp.zeros((1, 4)), RelativePositionBias(4, 8, True), whole=bias)
+    positions, score_bias = (
+        jnp.arange(T),
+        ScoreBias(jnp.zeros((1, 4)), RelativePositionBias(4, 8, True), precomputed=bias),
+    )
     mask = AttentionMask(q_positions=positions, kv_positions=positions, bias=score_bias, is_causal=False)
     output = attend_with_mask(jnp.asarray(X), mask)
     v = np.einsum("bsd,hed->bshe", X, WEIGHTS["v"]["weight"]) + WEIGHTS["v"]["bias"]

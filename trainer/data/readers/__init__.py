@@ -1,4 +1,4 @@
-"""Readers of data files by `data.type`. Invalid input is an error with its place, never skipped."""
+"""Readers of data files by `data.type`. Invalid input raises an error with the file and line."""
 
 from __future__ import annotations
 

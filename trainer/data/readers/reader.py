@@ -1,4 +1,4 @@
-"""The interface of readers, and what they share."""
+"""The interface of readers, and their common helpers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTE_ORDER_MARK = "\ufeff"
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A separately encoded text: a document, or a part of one.
+    """A text that is tokenized by itself: a document, or a part of one.
 
     Attributes:
         text: The text.
@@ -48,7 +48,7 @@ class ReadBlocks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How data files of one type are read.
+    """The functions that read data files of one type.
 
     Attributes:
         suffix: Suffix of the files that are read from folders.

@@ -35,7 +35,7 @@ def _read_text(path: Path, blocks: Iterable[bytes], *, fields: TextFields, prefi
 def split_text(path: Path, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
     """Yield a text in chunks of at most TEXT_CHUNK_NBYTES.
 
-    The text is cut, in order of preference, in the second half of a chunk
+    Each cut is in the second half of a chunk, in this order of preference
 
     1. after a newline between two visible characters, or before one space and a visible character. The pre-tokenizers
        of GPT-2 and Llama 3 also split there, so the tokens equal the tokens of the whole text;

@@ -1,11 +1,11 @@
 """Blockwise attention: scores exist for one tile of queries and keys at a time.
 
 The forward pass is FlashAttention's online softmax (arXiv:2205.14135, algorithm 1). It saves the log-sum-exp of each
-query, from which the backward pass computes the probabilities again (arXiv:2307.08691, algorithm 2). A tile without
-visible keys is skipped in both passes. Gradients are summed in float32.
+query, from which the backward pass computes the probabilities again (arXiv:2307.08691, algorithm 2). Both passes
+skip a tile if the ranges of its positions or segments show that it has no visible key. Gradients are summed in float32.
 
-Axes: B rows, T queries, S keys, K key and value heads, G query heads of a key and value head, E head width, N tiles,
-t and s queries and keys of a tile.
+Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E head width,
+N tiles of queries or keys, t queries and s keys of a tile.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from trainer.nn.score_bias import ScoreBias
 
 LOWEST = -1e30  # initial maximum of the scores of a query; finite, so that no difference is nan
 FAR = 1 << 30  # beyond all positions
-Q_PADDING, KV_PADDING = -1, -2  # segments of padding, which match no other segment
+Q_PADDING, KV_PADDING = -1, -2  # position and segment of padding; the segments match no real segment
 
 
 @dataclass(frozen=True, slots=True)
 class _TileConfig:
-    """The static description of a call: sizes of tiles, scores and the rule of visible keys."""
+    """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys."""
 
     q_size: int
     kv_size: int
@@ -74,7 +74,10 @@ class _SoftmaxState(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs; `log_normalizer` is the log-sum-exp of scores, [N, B, K, G, t]."""
+    """Residuals of the forward pass: q and output [B, T, K, G, E], k and v [B, S, K, E], both padded to whole tiles.
+
+    `log_normalizer` [N, B, K, G, t] is the log-sum-exp of the scores.
+    """
 
     q: Array
     k: Array
@@ -141,11 +144,11 @@ def _pad(x: Array, count: int, fill: int | bool = 0) -> Array:
     return jnp.pad(x, widths, constant_values=fill) if count else x
 
 
-def _pad_labels(labels: _Labels, count: int, segment_id: int) -> _Labels:
-    """Give all labels a row axis, and append padding: no query is visible from a key that is invalid."""
+def _pad_labels(labels: _Labels, count: int, padding_id: int) -> _Labels:
+    """Add a row axis to all labels and append padding; no query sees a padding key, because it is not valid."""
     return _Labels(
-        _pad_label(labels.positions, count, segment_id),
-        _pad_label(labels.segment_ids, count, segment_id),
+        _pad_label(labels.positions, count, padding_id),
+        _pad_label(labels.segment_ids, count, padding_id),
         _pad_label(labels.valid, count, False),
     )
 
@@ -219,7 +222,7 @@ def _update_softmax(state: _SoftmaxState, scores: Array, values: Array) -> _Soft
 
 
 class _Gradients(NamedTuple):
-    """Gradients in float32: of the queries of a tile, of all tiles of keys and values, and of the bias table."""
+    """Float32 gradients: q [B, t, K, G, E] of one tile, k and v [N, B, s, K, E] of all tiles, and the bias table."""
 
     q: Array
     k_tiles: Array
@@ -343,7 +346,7 @@ def _add_bias_gradient(
 
 
 def _has_visible(config: _TileConfig, q_labels: _Labels, kv_labels: _Labels) -> Array:
-    """Return whether a query of a tile may see a key, bool []: false only if none does."""
+    """Return whether a tile may have a visible key, bool []; false only if it has none."""
     assert kv_labels.valid is not None
     visible = kv_labels.valid.any()
     if config.is_causal and q_labels.positions is not None and kv_labels.positions is not None:

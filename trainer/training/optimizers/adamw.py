@@ -38,10 +38,10 @@ class AdamW:
     clip_norm: float
 
     def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformation:
-        """Return the optax transformation from clipped gradients to updates, before the learning rate.
+        """Return the optax transformation of clipped gradients; the step computes params - learning rate * update.
 
         Args:
-            leaves: Parameters by path. Moments have their dtype, float32.
+            leaves: Parameters by path; the moments are float32 like them.
         """
         mask = unflatten_tree({path: self._is_decayed(leaf) for path, leaf in leaves.items()})
         return optax.named_chain(

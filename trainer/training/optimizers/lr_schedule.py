@@ -32,7 +32,7 @@ class LRSchedule:
     decay: int
 
     def learning_rate(self, step: Array) -> Array:
-        """Compute the float32 learning rate of an update, counted from 0."""
+        """Compute the learning rate, float32 [], of the update with index `step` (the first is 0)."""
         step = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((step - self.warmup) / max(self.decay - self.warmup, 1), 0.0, 1.0)
         remaining = {

@@ -25,7 +25,7 @@ class Optimizer(Protocol):
         ...
 
     def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformation:
-        """Return the optax transformation from clipped gradients to updates, before the learning rate.
+        """Return the optax transformation of clipped gradients; the step computes params - learning rate * update.
 
         Args:
             leaves: Parameters by path.
