@@ -217,7 +217,8 @@ def test_default_checkpoint_fails_without_a_prep_folder(cwd: Path) -> None:
     with pytest.raises(PrepError) as caught:
         default_checkpoint(cwd)
     assert error_fields(caught.value) == (
-        "no checkpoint was named", f"no suitable folder here has a {MANIFEST_FILE}", "name a folder, alias or hub id", USAGE,
+        "no checkpoint was named", f"no suitable folder here has a {MANIFEST_FILE}", "name a folder, alias or hub id",
+        USAGE,
     )  # fmt: skip
 
 
