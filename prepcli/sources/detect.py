@@ -171,7 +171,7 @@ def _check_config(folder: Folder) -> None:
     except ValueError as error:
         raise DamagedError(f"{folder.display_name} has a broken {CONFIG}", str(error)) from error
     if method := _quantisation_method(config):
-        raise _quantised(f"{CONFIG} has a quantization_config: {method}").error((), folder.display_name)
+        raise _quantised(f"{CONFIG} declares quantised weights, method: {method}").error((), folder.display_name)
 
 
 def _quantisation_method(config: Any) -> str:

@@ -116,7 +116,8 @@ class HubFolder:
     def _fetch_streamed(self, kind: Kind, names: Sequence[str]) -> Headers:
         """Fetch the small files, and the headers of the safetensors files."""
         if kind != "safetensors" or self.listing.commit is None:
-            why = "`--stream` reads safetensors, and the model has none"
+            no_weights = "`--stream` reads safetensors, and the model has none"
+            why = no_weights if kind != "safetensors" else "the hub did not report a commit"
             raise PrepError(f"cannot stream {self.display_name}", why, "without `--stream` it is downloaded first")
         weights = [name for name in names if name.endswith(".safetensors")]
         remote = self.listing.open_remote(weights, sorted({*names} - {*weights}))

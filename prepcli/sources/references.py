@@ -164,10 +164,8 @@ def _without_revision(reference: LocalPath | RunStep | BucketUrl, revision: str 
     """Return the reference; raise a usage PrepError for a revision, which only models on the hub have."""
     if revision is None:
         return reference
-    what = "" if isinstance(reference, BucketUrl) else " is a folder and"
-    raise usage_error(
-        f"`{reference.display_name}`{what} has no revision {revision}", "only models on the hub have revisions"
-    )
+    what = f"`{reference.display_name}` has no revision {revision}"
+    raise usage_error(what, "it is not on the hub, and only models on the hub have revisions")
 
 
 def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:

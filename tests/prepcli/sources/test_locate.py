@@ -136,7 +136,7 @@ def test_conflicting_revisions_are_an_error(cwd: Path) -> None:
 def test_folder_has_no_revision(cwd: Path) -> None:
     fill(cwd / "m@v1", "model.safetensors")
     assert locate("m@v1").model_name == "m@v1"
-    assert locate_error("m@v1", revision="v2")[0] == "`m@v1` is a folder and has no revision v2"
+    assert locate_error("m@v1", revision="v2")[0] == "`m@v1` has no revision v2"
 
 
 def test_unknown_name_suggests_an_alias(cwd: Path) -> None:
