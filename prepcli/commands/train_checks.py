@@ -14,6 +14,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui, format_table
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import saved_steps
+from trainer.models.chunk_sizes import WHOLE, chunk_length
 from trainer.models.memory_estimate import FLOAT32, STATE_COPIES, MemoryEstimate, MemoryInputs, estimate_memory
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe
@@ -83,10 +84,9 @@ def host_memory() -> dict[str, int | None]:
 def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes: int | None) -> str:
     """Return the estimate of one device's memory as a table."""
     lengths = (run.seq_length, max(run.seq_length, run.source_length))
-    tile = run.attention_tile or (-1, -1)
-    sizes_of_scores = (length if size == -1 else min(size, length) for size, length in zip(tile, lengths))
-    shape = [run.local_batch_size, run.local_extent("heads"), *sizes_of_scores]
-    chunk = run.seq_length if run.head_chunk_size == -1 else min(run.head_chunk_size, run.seq_length)
+    tile = run.attention_tile or (WHOLE, WHOLE)
+    shape = [run.local_batch_size, run.local_extent("heads"), *map(chunk_length, tile, lengths)]
+    chunk = chunk_length(run.head_chunk_size, run.seq_length)
     sizes = {
         "parameters": estimated.parameters,
         "moments": estimated.moments,

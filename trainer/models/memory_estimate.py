@@ -40,6 +40,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
+from trainer.models.chunk_sizes import WHOLE, chunk_length
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.parameters import DECODER, ENCODER
@@ -56,6 +57,7 @@ ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the derivative of an MLP without 
 NORMS_PER_BLOCK = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}  # by `block_type`
 SAVES_ALL = ("none", "everything_saveable")
 SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
+SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)  # of all tiles, with blockwise attention
 SAVES_WEIGHT_DOTS = ("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims")
 
 
@@ -202,8 +204,8 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
 
 def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     """Return the working set of the LM head and the loss."""
-    chunk_length = _chunk_length(inputs.head_chunk_size, inputs.seq_length)
-    num_logits = inputs.local_batch_size * chunk_length * inputs.local_extent("vocab")
+    num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, inputs.seq_length)
+    num_logits = num_tokens * inputs.local_extent("vocab")
     head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
     return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
 
@@ -366,16 +368,11 @@ class _LayerStack:
 
     def _mlp_hidden_size(self) -> int:
         """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""
-        length = _chunk_length(self.inputs.ffn_chunk_size, self.seq_length)
+        length = chunk_length(self.inputs.ffn_chunk_size, self.seq_length)
         return self.inputs.local_batch_size * length * self.inputs.local_extent("mlp")
 
     def _score_size(self, kv_length: int) -> int:
         """Return the elements of scores [B, H, T, S], or of a tile's."""
-        q_size, k_size = self.inputs.attention_tile or (-1, -1)
-        num_scores = _chunk_length(q_size, self.seq_length) * _chunk_length(k_size, kv_length)
+        q_size, k_size = self.inputs.attention_tile or (WHOLE, WHOLE)
+        num_scores = chunk_length(q_size, self.seq_length) * chunk_length(k_size, kv_length)
         return self.inputs.local_batch_size * self.inputs.local_extent("heads") * num_scores
-
-
-def _chunk_length(chunk_size: int, length: int) -> int:
-    """Return the tokens of a chunk; -1 stands for all."""
-    return length if chunk_size == -1 else min(chunk_size, length)

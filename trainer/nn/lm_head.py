@@ -17,6 +17,8 @@ from jax import Array, lax
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import NO_SOFTCAP
+from trainer.models.chunk_sizes import chunk_length
+from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 
 MASKED_LOGIT = -1e30
 
@@ -96,18 +98,12 @@ def loss_sums(
     targets = jnp.where(is_counted, targets, 0)
     hidden = jnp.where(is_counted[..., None], hidden, 0)  # a zero gradient is not enough: 0 * nan is nan
     length = hidden.shape[1]
-    chunk_size = length if head.chunk_size == -1 else min(head.chunk_size, length)
-    if num_padding := -length % chunk_size:
-        hidden, targets = _pad_tokens(hidden, num_padding), _pad_tokens(targets, num_padding)
-        token_weights = _pad_tokens(token_weights, num_padding)
+    chunk_size = chunk_length(head.chunk_size, length)
+    padded = (pad_tokens(array, -length % chunk_size) for array in (hidden, targets, token_weights))
+    hidden, targets, token_weights = padded
     head = head._replace(chunk_size=chunk_size)
     loss, correct = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
     return LossSums(loss=loss, weight=token_weights.sum(), correct=correct)
-
-
-def _pad_tokens(x: Array, num_tokens: int) -> Array:
-    """Append zeros for `num_tokens` more tokens to [B, T, ...]."""
-    return jnp.pad(x, ((0, 0), (0, num_tokens), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _chunked_loss_primal(
@@ -174,7 +170,7 @@ def _chunked_loss_bwd(
     zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight, bias))
     gradients, dhidden = lax.scan(add_chunk, zeros, chunks)
     dweight, dbias = jax.tree.map(lambda gradient, like: gradient.astype(like.dtype), gradients, (weight, bias))
-    return _join_chunks(dhidden), dweight, dbias, None, None
+    return join_chunks(dhidden), dweight, dbias, None, None
 
 
 _chunked_loss = jax.custom_vjp(_chunked_loss_primal, nondiff_argnums=(0,))
@@ -188,17 +184,6 @@ def _is_target(logits: Array, target: Array) -> Array:
 
 def _chunk_inputs(hidden: Array, targets: Array, token_weights: Array, chunk_size: int) -> tuple[Array, Array, Array]:
     """Split hidden states, targets and weights into chunks of tokens."""
-    chunks = (_split_chunks(array, chunk_size) for array in (hidden, targets, token_weights))
+    chunks = (split_chunks(array, chunk_size) for array in (hidden, targets, token_weights))
     hidden, targets, token_weights = chunks
     return hidden, targets, token_weights
-
-
-def _split_chunks(x: Array, chunk_size: int) -> Array:
-    """Reshape [B, T, ...] to [T / chunk_size, B, chunk_size, ...]; each device keeps its rows of every chunk."""
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:]), 1, 0)
-
-
-def _join_chunks(x: Array) -> Array:
-    """Reshape [chunks, B, chunk_size, ...] to [B, T, ...]."""
-    num_chunks, batch, chunk_size = x.shape[:3]
-    return jnp.moveaxis(x, 0, 1).reshape(batch, num_chunks * chunk_size, *x.shape[3:])

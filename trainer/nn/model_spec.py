@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.errors import PrepError, usage_error
+from trainer.models.memory_estimate import SAVES_SCORES
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
 from trainer.nn.kernels.options import AttentionOptions
@@ -21,7 +22,6 @@ REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; 
     "dots_with_no_batch_dims_saveable",
     "checkpoint_dots_with_no_batch_dims",
 )
-SAVES_SCORES = ("everything_saveable", "dots_saveable", "checkpoint_dots")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Apply a function to chunks of tokens, one after another, to bound the memory of its intermediate arrays.
 
-Axes: B rows, T tokens, N chunks, c tokens per row of a chunk, D and F widths.
+Axes: B rows, T tokens, N chunks, C tokens per row of a chunk, D and F widths.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from trainer.models.chunk_sizes import chunk_length
+from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
+
 TokenFunction = Callable[[Array, Any], Array]
 
 
@@ -22,7 +25,7 @@ def map_token_chunks(function: TokenFunction, x: Array, weights: Any, chunk_size
     The backward pass computes each chunk again, and sums the gradient of the weights in float32.
 
     Args:
-        function: Computes [B, c, D] and weights -> [B, c, F], each token by itself.
+        function: Computes [B, C, D] and weights -> [B, C, F], each token by itself.
         x: Tokens [B, T, D].
         weights: Tree of arrays that all tokens share.
         chunk_size: Tokens per row of a chunk; -1 for all. T need not be a multiple.
@@ -31,16 +34,16 @@ def map_token_chunks(function: TokenFunction, x: Array, weights: Any, chunk_size
         [B, T, F].
     """
     length = x.shape[1]
-    if chunk_size == -1 or chunk_size >= length:
+    chunk_size = chunk_length(chunk_size, length)
+    if chunk_size == length:
         return function(x, weights)
-    padding = -length % chunk_size
-    padded = jnp.pad(x, ((0, 0), (0, padding), (0, 0))) if padding else x
-    return _join(_map_chunks(function, _cut(padded, chunk_size), weights))[:, :length]
+    chunks = split_chunks(pad_tokens(x, -length % chunk_size), chunk_size)
+    return join_chunks(_map_chunks(function, chunks, weights))[:, :length]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _map_chunks(function: TokenFunction, chunks: Array, weights: Any) -> Array:
-    """Apply the function to each of the chunks [N, B, c, D]."""
+    """Apply the function to each of the chunks [N, B, C, D]."""
     return lax.map(lambda chunk: function(chunk, weights), chunks)
 
 
@@ -63,13 +66,3 @@ def _backward(function: TokenFunction, saved: tuple[Array, Any], gradient: Array
 
 
 _map_chunks.defvjp(_forward, _backward)
-
-
-def _cut(x: Array, size: int) -> Array:
-    """Cut [B, T, D] into chunks [N, B, c, D]."""
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, x.shape[2]), 1, 0)
-
-
-def _join(chunks: Array) -> Array:
-    """Join chunks [N, B, c, F] to [B, T, F]."""
-    return jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1, chunks.shape[3])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainer.models import mesh
 from trainer.models.errors import PrepError
+from trainer.models.memory_estimate import SAVES_SCORES
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
@@ -42,6 +43,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
     yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
     yield from _overflow_problems(recipe)
+    yield from _model_problems(recipe)
     yield from _field_problems(recipe)
     yield from _source_problems(recipe)
     yield from _batch_problems(recipe)
@@ -67,6 +69,14 @@ def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Prob
         check()
     except PrepError as error:
         yield Problem(keys, error.what, error.why, error.hint)
+
+
+def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    policy, kernel = recipe.model.remat_policy, recipe.model.attention_kernel
+    if kernel != "reference" and policy in SAVES_SCORES:
+        what = f"`model.remat_policy` is {format_value(policy)}, and `model.attention_kernel` {format_value(kernel)}"
+        hint = '`model.remat_policy = "nothing_saveable"`'
+        yield Problem(("model.remat_policy",), what, "the policy saves the scores of all tiles", hint)
 
 
 def _field_problems(recipe: Recipe) -> Iterator[Problem]:

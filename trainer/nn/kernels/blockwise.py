@@ -20,9 +20,11 @@ from jax import Array, lax
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
+from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.score_bias import ScoreBias
+from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 
 LOWEST = -1e30  # initial maximum of the scores of a query; finite, so that no difference is nan
 FAR = 1 << 30  # beyond all positions
@@ -106,8 +108,8 @@ def blockwise_attention(
     b, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = kv.keys.shape[1:3]
     config = _TileConfig(
-        q_size=_tile_size(options.q_chunk_size, num_queries),
-        kv_size=_tile_size(options.k_chunk_size, num_keys),
+        q_size=chunk_length(options.q_chunk_size, num_queries),
+        kv_size=chunk_length(options.k_chunk_size, num_keys),
         scale=arch_config.attn_scale,
         softcap=arch_config.attn_logit_softcap,
         window=mask.window,
@@ -125,23 +127,13 @@ def blockwise_attention(
     grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     output = _attend(
         config,
-        _pad(grouped_q, q_padding),
-        _pad(kv.keys, kv_padding),
-        _pad(kv.values, kv_padding),
+        pad_tokens(grouped_q, q_padding),
+        pad_tokens(kv.keys, kv_padding),
+        pad_tokens(kv.values, kv_padding),
         None if mask.bias is None else mask.bias.table,
         constants,
     )
     return output[:, :num_queries].reshape(b, num_queries, num_heads, head_dim)
-
-
-def _tile_size(chunk_size: int, length: int) -> int:
-    return length if chunk_size == -1 else min(chunk_size, length)
-
-
-def _pad(x: Array, count: int, fill: int | bool = 0) -> Array:
-    """Append `count` entries to axis 1."""
-    widths = ((0, 0), (0, count), *((0, 0) for _ in x.shape[2:]))
-    return jnp.pad(x, widths, constant_values=fill) if count else x
 
 
 def _pad_labels(labels: _Labels, count: int, padding_id: int) -> _Labels:
@@ -155,17 +147,7 @@ def _pad_labels(labels: _Labels, count: int, padding_id: int) -> _Labels:
 
 def _pad_label(label: Array | None, count: int, fill: int | bool) -> Array | None:
     """Return a label as [B or 1, T], with padding."""
-    return None if label is None else _pad(label if label.ndim == 2 else label[None], count, fill)
-
-
-def _cut(x: Array, size: int) -> Array:
-    """Cut [B, T, ...] into tiles [N, B, t, ...]."""
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
-def _join(tiles: Array) -> Array:
-    """Join tiles [N, B, t, ...] to [B, T, ...]."""
-    return jnp.moveaxis(tiles, 0, 1).reshape(tiles.shape[1], -1, *tiles.shape[3:])
+    return None if label is None else pad_tokens(label if label.ndim == 2 else label[None], count, fill)
 
 
 def _attend_tiles(
@@ -180,7 +162,7 @@ def _forward(
 ) -> tuple[Array, _Saved]:
     # Without the barrier a scan over layers would compute the masks of all tiles once, and keep them: [T, S] in memory.
     tiled_q, labels = lax.optimization_barrier((q, constants))
-    cut_q, cut_kv = partial(_cut, size=config.q_size), partial(_cut, size=config.kv_size)
+    cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
     q_tiles = jax.tree.map(cut_q, (tiled_q, labels.q_labels))
     kv_tiles = jax.tree.map(cut_kv, (k, v, labels.kv_labels))
 
@@ -205,7 +187,7 @@ def _forward(
         return None, (output, state.maximum + jnp.log(normalizer))
 
     _, (output_tiles, log_normalizer) = lax.scan(run_q_tile, None, q_tiles)
-    output = _join(output_tiles)
+    output = join_chunks(output_tiles)
     return output, _Saved(q, k, v, bias_table, constants, output, log_normalizer)
 
 
@@ -233,7 +215,7 @@ class _Gradients(NamedTuple):
 def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tuple[Any, ...]:
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)  # [B, T, K, G]
-    cut_q, cut_kv = partial(_cut, size=config.q_size), partial(_cut, size=config.kv_size)
+    cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
     q_tiles = (*jax.tree.map(cut_q, (saved.q, labels.q_labels, output_gradient, row_dots)), saved.log_normalizer)
     kv_tiles = jax.tree.map(cut_kv, (saved.k, saved.v, labels.kv_labels))
     num_kv_tiles = len(kv_tiles[0])
@@ -270,7 +252,8 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
     table_zeros = None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
     (k_tiles, v_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
     d_table = None if saved.bias_table is None else d_table.astype(saved.bias_table.dtype)
-    return _join(dq_tiles), _join(k_tiles).astype(saved.k.dtype), _join(v_tiles).astype(saved.v.dtype), d_table, None
+    dk, dv = join_chunks(k_tiles).astype(saved.k.dtype), join_chunks(v_tiles).astype(saved.v.dtype)
+    return join_chunks(dq_tiles), dk, dv, d_table, None
 
 
 _attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
