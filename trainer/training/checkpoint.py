@@ -102,10 +102,15 @@ def _host_leaf(leaf: jax.Array) -> HostLeaf:
 def _fetch(leaf: jax.Array) -> np.ndarray:
     """Copy a leaf to the host.
 
-    A JAX array caches its host copy for as long as it lives. Fetching through a temporary array frees the copy early.
+    A JAX array caches its host copy for as long as it lives. Fetching each shard through a temporary array frees the
+    copy early.
     """
-    shards = [shard.data for shard in leaf.addressable_shards]
-    return np.asarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
+    host = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.global_shards:
+        if shard.replica_id == 0:
+            data = shard.data
+            host[shard.index] = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+    return host
 
 
 def _sharded_shapes(setup: StepSetup) -> TrainState:
