@@ -235,8 +235,8 @@ def _read_factors(scaling: Mapping[str, Any], key: str, count: int) -> tuple[flo
         why = f"{key} of the rope scaling is {values!r:.60}, it must be {count} numbers, one per rotated pair"
         raise PrepError("config.json is invalid", why)
     factors = tuple(_read_number({key: value}, key) for value in values)
-    if min(factors) <= 0:
-        raise PrepError("config.json is invalid", f"{key} of the rope scaling has {min(factors):g}, it must be above 0")
+    if (smallest := min(factors, default=1.0)) <= 0:
+        raise PrepError("config.json is invalid", f"{key} of the rope scaling has {smallest:g}, it must be above 0")
     return factors
 
 

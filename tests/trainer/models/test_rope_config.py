@@ -89,6 +89,12 @@ def test_read_rope_rejects_invalid_config(config: dict[str, Any], reason: str):
         read_rope(config, DIM, max_positions=POSITIONS)
 
 
+def test_read_rope_rejects_longrope_without_pairs():
+    config = {"rope_scaling": {"type": "longrope", "factor": 3.0, "short_factor": [], "long_factor": []}}
+    with pytest.raises(PrepError, match="rotary embeddings rotate pairs, but 1 elements"):
+        read_rope(config, 1, max_positions=POSITIONS)
+
+
 @pytest.mark.parametrize(("dim", "kind"), [(3, "default"), (0, "default"), (2, "dynamic")])
 def test_rope_rejects_invalid_rotary_dim(dim: int, kind: str):
     with pytest.raises(PrepError, match="rotary embeddings"):
