@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import resource
 import sys
 import warnings
 from collections import Counter
@@ -30,7 +31,8 @@ from trainer.models.parameters import HFConfig
 ATOL = 2e-5
 MAX_ROUNDING_ERRORS = 20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
 BATCH_SIZE = 2
-CHILD_SAMPLES = 50  # samples per child process; a sample leaves up to 190 MB in memory
+CHILD_SAMPLES = 20  # samples per child process; a sample leaves up to 190 MB in memory
+CHILD_MEMORY_NBYTES = 8 << 30  # transformers makes lists as long as a config says
 COLUMNS = ("samples", "equal", "rejected", "torch computes", "torch fails", "wrong", "seed")
 TABLE_HEADER = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
 
@@ -124,9 +126,7 @@ def run_samples(family: str, seed: int, numbers: Sequence[int]) -> Iterator[tupl
     memory.
     """
     chunks = [numbers[start : start + CHILD_SAMPLES] for start in range(0, len(numbers), CHILD_SAMPLES)]
-    children = ProcessPoolExecutor(
-        1, mp_context=get_context("spawn"), initializer=silence_transformers, max_tasks_per_child=1
-    )
+    children = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=prepare_child, max_tasks_per_child=1)
     with children:
         for chunk in chunks:
             yield from children.submit(run_chunk, family, seed, chunk).result()
@@ -146,6 +146,12 @@ def format_row(family: str, results: Sequence[FuzzResult], seed: int) -> str:
         seed,
     )
     return f"{family:12}" + "".join(f"{cell:>16,}" for cell in cells)
+
+
+def prepare_child() -> None:
+    """Limit the memory of this process, and silence transformers."""
+    resource.setrlimit(resource.RLIMIT_DATA, (CHILD_MEMORY_NBYTES, CHILD_MEMORY_NBYTES))
+    silence_transformers()
 
 
 def silence_transformers() -> None:
