@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,32 +89,38 @@ class BufferPool:
     """A pool of equal buffers.
 
     Buffers are allocated when they are first needed, and the latest released is reused first, so that unneeded memory
-    is never touched.
+    is never touched. Threads wait in a `SimpleQueue`: see `prepcli.engine.worker_thread`.
     """
 
     def __init__(self, budget: Budget) -> None:
         self._nbytes = budget.slab_nbytes + 2 * PAGE
         self._free: list[ByteArray] = []
-        self._available = budget.buffer_count
-        self._change = threading.Condition()
+        self._permits = queue.SimpleQueue[None]()  # one per buffer that is free or not allocated yet
+        self._add_permits(budget.buffer_count)
 
     def acquire(self, count: int) -> list[ByteArray]:
-        """Wait until `count` buffers are free and acquire all of them at once.
+        """Wait until `count` buffers are free, and take them.
 
-        A slab that acquired its buffers one by one could wait for the second one forever.
+        Only one thread may acquire more than one buffer: each of two threads could wait for a buffer of the other.
         """
-        with self._change:
-            self._change.wait_for(lambda: self._available >= count)
-            self._available -= count
-            reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        return reused + [allocate_buffer(self._nbytes) for _ in range(count - len(reused))]
+        for _ in range(count):
+            self._permits.get()
+        return [self._take() for _ in range(count)]
 
     def release(self, buffers: list[ByteArray]) -> None:
         """Return buffers to the pool."""
-        with self._change:
-            self._free.extend(buffers)
-            self._available += len(buffers)
-            self._change.notify_all()
+        self._free.extend(buffers)
+        self._add_permits(len(buffers))
+
+    def _take(self) -> ByteArray:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return allocate_buffer(self._nbytes)
+
+    def _add_permits(self, count: int) -> None:
+        for _ in range(count):
+            self._permits.put(None)
 
 
 def anonymous_nbytes() -> int:

@@ -25,6 +25,7 @@ from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.journal import Journal, StreamPrefix
 from prepcli.engine.permute import gather, scatter, threads
 from prepcli.engine.slab_buffers import buffers_needed, needs_gather, needs_permute, page_offset_view
+from prepcli.engine.worker_thread import WorkerThread, wait_for_threads
 from prepcli.planning.plan import Stream
 from prepcli.planning.slabs import LONG_RUN_NBYTES, Slab, split_stream
 from prepcli.planning.strided_copies import StridedCopy
@@ -176,28 +177,41 @@ class _PipelineRun:
         self.result.resumed_nbytes = self.done_nbytes
         for number in sorted(self.durable_numbers.difference(stream_numbers)):
             self.on_digest(number, self.result.digests[number])
-        mover, writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        mover, writer = WorkerThread(), WorkerThread()
         try:
             for task in self._make_tasks(stream_numbers):
                 self._run_read(task, mover, writer)
                 if self.error:
                     break
-        finally:
-            self._wait_for(mover, self.permute_pool, writer)
-            if self.background_sync:
-                self.background_sync.finish(self._take_sync_point())
+            self._finish(mover, writer)
+        except BaseException as error:
+            self._set_error(error)
+            self._finish(mover, writer)  # the caller closes the files
+        mover.stop()
+        writer.stop()
         if self.error:
             raise self.error
         return self.result
 
-    def _wait_for(self, *stages: ThreadPoolExecutor) -> None:
-        """Wait for the stages to end, even if a signal interrupts the wait: their files must not be closed earlier."""
-        for stage in stages:
-            try:
-                stage.shutdown()
-            except BaseException as error:
-                self.error = self.error or error  # queued slabs are skipped
-                stage.shutdown()
+    def _set_error(self, error: BaseException) -> None:
+        """Remember the first error of the run. Slabs in later stages are skipped."""
+        self.error = self.error or error
+
+    def _finish(self, mover: WorkerThread, writer: WorkerThread) -> None:
+        """Wait for the stages to end, even if a signal interrupts the wait, and sync all written bytes."""
+        mover.submit(self.permute_pool.shutdown)
+        wait_for_threads([mover], self._set_error)
+        writer.submit(self._sync_last_point)
+        wait_for_threads([writer], self._set_error)
+
+    def _sync_last_point(self) -> None:
+        """Make all written bytes durable, also after an error."""
+        background_sync, self.background_sync = self.background_sync, None
+        try:
+            if background_sync:
+                background_sync.finish(self._take_sync_point())
+        except BaseException as error:
+            self._set_error(error)
 
     def _streams_to_read(self) -> list[int]:
         """Return the numbers of the streams to read: incomplete streams, and streams whose mean fills them.
@@ -249,18 +263,18 @@ class _PipelineRun:
                     next_stage()
                     passed_on = True
         except BaseException as error:
-            self.error = self.error or error
+            self._set_error(error)
         finally:
             if not passed_on:
                 self.buffers.release(task.buffers)
 
-    def _run_read(self, task: _SlabTask, mover: ThreadPoolExecutor, writer: ThreadPoolExecutor) -> None:
+    def _run_read(self, task: _SlabTask, mover: WorkerThread, writer: WorkerThread) -> None:
         """Run the read stage of a slab."""
-        self._run_stage(task, lambda: self._read(task), lambda: mover.submit(self._run_move, task, writer))
+        self._run_stage(task, lambda: self._read(task), lambda: mover.submit(lambda: self._run_move(task, writer)))
 
-    def _run_move(self, task: _SlabTask, writer: ThreadPoolExecutor) -> None:
+    def _run_move(self, task: _SlabTask, writer: WorkerThread) -> None:
         """Run the move stage of a slab."""
-        self._run_stage(task, lambda: self._move(task), lambda: writer.submit(self._run_write, task))
+        self._run_stage(task, lambda: self._move(task), lambda: writer.submit(lambda: self._run_write(task)))
 
     def _run_write(self, task: _SlabTask) -> None:
         """Run the write stage of a slab."""

@@ -11,7 +11,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +22,7 @@ from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.worker_thread import run_in_threads
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
@@ -141,9 +141,7 @@ class ItemReader:
         blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
         jobs = _JobQueue(_split_into_jobs(blob, parts, self.is_checked))
-        with ThreadPoolExecutor(self._num_threads) as threads:
-            futures = [threads.submit(self._run_worker, jobs) for _ in range(self._num_threads)]
-        errors = [error for future in futures if (error := future.exception())]
+        errors = run_in_threads(lambda: self._run_worker(jobs), self._num_threads, on_interruption=jobs.stop)
         if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeafError):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
             error_type = DamagedError if isinstance(errors[0], DamagedError) else PrepError

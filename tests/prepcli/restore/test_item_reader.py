@@ -6,6 +6,7 @@ import itertools
 import math
 import mmap
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from prepcli.planning.boxes import Box, full_box
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import ItemReader, open_reader
+from tests.helpers.interruptions import SimulatedSignal, run_interrupted
 from tests.helpers.orbax_items import random_array, write_item
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, same_bits
 
@@ -210,6 +212,18 @@ def count_open_files(folder: Path) -> int:
     """Count the open file descriptors of this process in a folder."""
     links = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
     return sum(link.startswith(str(folder.resolve())) for link in links)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references
+def test_read_interrupted_anywhere_ends_and_can_be_repeated(tmp_path: Path):
+    array = random_array("float32", (64, 64))
+    reader = write_and_open(tmp_path / "item", {"w": (array, (16, 16))})
+    boxes = [full_box(array.shape)]
+    num_events = run_interrupted(lambda: read_boxes(reader, "w", boxes, "float32"), None).num_events
+    for at in random.Random(0).sample(range(num_events), 60):
+        error = run_interrupted(lambda: read_boxes(reader, "w", boxes, "float32"), at).error
+        assert error is None or isinstance(error, SimulatedSignal), repr(error)
+        check_parts(array, read_boxes(reader, "w", boxes, "float32"))
 
 
 def test_files_are_closed_without_close(tmp_path: Path):

@@ -1,0 +1,101 @@
+"""Threads that run calls in order, and are safe against exceptions of signals in the main thread.
+
+Python may raise the exception of a signal, such as KeyboardInterrupt, in the main thread between any two bytecodes.
+Inside a lock written in Python (`threading.Condition`, and with it `ThreadPoolExecutor.submit` and `Future.result`) the
+exception can leave the lock acquired, and another thread then waits for it forever. After an interrupted `Thread.join`,
+a running thread counts as ended. The main thread and its worker threads therefore share only `queue.SimpleQueue`, which
+is written in C, and threads are started without `threading.Thread`, whose `start` waits for such a lock.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+from collections.abc import Callable, Iterable
+
+_Calls = queue.SimpleQueue[Callable[[], object] | None]
+
+
+class WorkerThread:
+    """A thread that runs calls in the order of their submission. It does not keep the process from ending.
+
+    Attributes:
+        errors: Exceptions of the calls. The thread continues with the next call.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        self._calls: _Calls = queue.SimpleQueue()
+        _thread.start_new_thread(_run_calls, (self._calls, self.errors))
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Run a call after the ones submitted before."""
+        self._calls.put(call)
+
+    def drain(self) -> None:
+        """Wait until all submitted calls have ended. After an interruption it may be called again."""
+        drained = queue.SimpleQueue[None]()
+        self._calls.put(lambda: drained.put(None))
+        drained.get()
+
+    def stop(self) -> None:
+        """End the thread after the submitted calls, without waiting for it."""
+        self._calls.put(None)
+
+
+def wait_for_threads(threads: Iterable[WorkerThread], on_interruption: Callable[[BaseException], object]) -> None:
+    """Wait until all submitted calls of threads have ended, one thread after another, even if signals interrupt it.
+
+    Args:
+        threads: The threads.
+        on_interruption: Called with each exception that interrupts the wait.
+    """
+    for thread in threads:
+        while True:
+            try:
+                thread.drain()
+                break
+            except BaseException as error:
+                on_interruption(error)
+
+
+def run_in_threads(
+    call: Callable[[], object], num_threads: int, *, on_interruption: Callable[[], object]
+) -> list[BaseException]:
+    """Run a call in each of several threads, and wait for all of them.
+
+    Args:
+        call: The call.
+        num_threads: Number of threads.
+        on_interruption: Called if an exception of a signal interrupts the wait, to end the calls early.
+
+    Returns:
+        The exceptions of signals, and then those of the calls.
+    """
+    interruptions: list[BaseException] = []
+
+    def interrupt(error: BaseException) -> None:
+        interruptions.append(error)
+        on_interruption()
+
+    threads: list[WorkerThread] = []
+    try:
+        for _ in range(num_threads):
+            threads.append(WorkerThread())
+            threads[-1].submit(call)
+        wait_for_threads(threads, interrupt)
+    except BaseException as error:
+        interrupt(error)
+        wait_for_threads(threads, interrupt)  # files and arrays of a call must not be closed while it runs
+    for thread in threads:
+        thread.stop()
+    return interruptions + [error for thread in threads for error in thread.errors]
+
+
+def _run_calls(calls: _Calls, errors: list[BaseException]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+        del call  # its arrays must not live until the next call

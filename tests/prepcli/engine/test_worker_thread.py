@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+
+import pytest
+
+from prepcli.engine.worker_thread import WorkerThread, run_in_threads, wait_for_threads
+from tests.helpers.interruptions import SimulatedSignal, run_interrupted
+
+
+def test_calls_run_in_order_and_stop_ends_the_thread():
+    thread, numbers, ids = WorkerThread(), list[int](), list[int]()
+    for number in range(100):
+        thread.submit(lambda number=number: numbers.append(number))
+    thread.submit(lambda: ids.append(threading.get_ident()))
+    thread.drain()
+    assert numbers == list(range(100))
+    assert ids[0] in sys._current_frames()
+    thread.stop()
+    deadline_s = time.monotonic() + 10
+    while ids[0] in sys._current_frames() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert ids[0] not in sys._current_frames()
+
+
+def test_error_of_a_call_is_kept_and_later_calls_run():
+    thread, numbers = WorkerThread(), list[int]()
+    thread.submit(lambda: numbers[5])
+    thread.submit(lambda: numbers.append(1))
+    wait_for_threads([thread], on_interruption=lambda error: None)
+    assert numbers == [1]
+    assert [type(error) for error in thread.errors] == [IndexError]
+
+
+def test_run_in_threads_returns_errors_of_all_threads():
+    counter = itertools.count()
+
+    def fail_twice() -> None:
+        if (number := next(counter)) < 2:
+            raise ValueError(number)
+
+    errors = run_in_threads(fail_twice, 4, on_interruption=lambda: None)
+    assert sorted(map(str, errors)) == ["0", "1"]
+    assert next(counter) == 4
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references
+def test_interrupted_run_in_threads_waits_for_its_calls():
+    running: list[int] = []
+    stops: list[bool] = []  # no Event: its lock could stay acquired
+
+    def work() -> None:
+        running.append(1)
+        end_s = time.monotonic() + 0.02
+        while not stops and time.monotonic() < end_s:
+            time.sleep(0.001)
+        time.sleep(0.005)
+        running.pop()
+
+    def run(errors: list[BaseException]) -> None:
+        errors += run_in_threads(work, 2, on_interruption=lambda: stops.append(True))
+
+    for at in itertools.count():
+        stops.clear()
+        errors: list[BaseException] = []
+        ended = run_interrupted(lambda errors=errors: run(errors), at)
+        if ended.num_events <= at:
+            break
+        assert not running, f"a call still runs after an exception at event {at}"
+        assert all(isinstance(error, SimulatedSignal | None) for error in (*errors, ended.error))
+    assert at > 20
