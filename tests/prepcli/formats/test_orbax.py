@@ -54,7 +54,7 @@ def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
     (tmp_path / "item/hf").mkdir()
     (tmp_path / "item/hf/config.json").write_text("{}")
     (tmp_path / "item/prep-manifest.json").write_text("{}")
-    run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_orbax_restores_item_with_multi_node_index(tmp_path):
@@ -63,7 +63,7 @@ def test_orbax_restores_item_with_multi_node_index(tmp_path):
     write_item(tmp_path / "item", arrays, node_nbytes=2000)
     index = max((tmp_path / "item/d").iterdir(), key=lambda path: path.name[:2] not in ("aa", "bb"))
     assert index.read_bytes().count(bytes.fromhex("0cdb20de")) > 5
-    run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_item_saved_by_orbax_round_trips(saved, tmp_path):

@@ -99,12 +99,12 @@ def open_remote_checkpoint(files: dict[str, bytes]) -> None:
     """Do everything with a remote checkpoint that precedes reads of its tensors."""
     folder = BucketFolder("gs://bucket/at", memory_bucket(files))
     kind = detect(folder)
-    located = LocatedCheckpoint("gs://bucket/at", "m", kind, folder.fetch_headers(kind))
+    located = LocatedCheckpoint("gs://bucket/at", "m", kind, folder.prepare_local_files(kind))
     try:
         open_source(located)
         read_contents(located)
     finally:
-        shutil.rmtree(located.headers.path)
+        shutil.rmtree(located.local_files.path)
 
 
 @pytest.mark.parametrize("padding", [0, 100, 200_000])

@@ -12,7 +12,7 @@ import pytest
 from prepcli.errors import FAILED, PrepError
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.detect import detect, detect_file
-from prepcli.sources.folders import Headers, Kind, LocalFolder
+from prepcli.sources.folders import Kind, LocalFiles, LocalFolder
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:
@@ -175,8 +175,8 @@ class ListedFolder:
     def read(self, name: str, start: int, stop: int) -> bytes:
         raise AssertionError(f"{name} was read")
 
-    def fetch_headers(self, kind: Kind) -> Headers:
-        raise AssertionError(f"headers of {kind} were fetched")
+    def prepare_local_files(self, kind: Kind) -> LocalFiles:
+        raise AssertionError(f"files of {kind} were fetched")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_detect_reads_no_file_without_a_config(names: list[str], kind: str) -> N
 
 
 def test_config_with_braces_is_quoted_in_the_error(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "{found}{0}"}}
+    config = {"quantization_config": {"quant_method": "{names}{0}"}}
     assert "{0}" in detect_error(fill(tmp_path, "model.safetensors", config=config)).why
 
 

@@ -27,7 +27,7 @@ def config_path(tmp_path: Path) -> Path:
     return path
 
 
-def test_good_family_passes(config_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_family_command_passes_valid_family(config_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["check-family", str(config_path), *FAST_OPTIONS]) == 0
     out, err = capsys.readouterr()
     assert [line.split("  ")[0] for line in out.splitlines()] == ["mistral", *FAST]
@@ -76,7 +76,7 @@ def test_broken_row_fails_with_the_reason(
 def test_skipped_checks_are_not_passed(
     config_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kit, "missing_judges", lambda: ["torch", "transformers"])
+    monkeypatch.setattr(kit, "missing_reference_packages", lambda: ["torch", "transformers"])
     assert main(["check-family", str(config_path), "--check", "logits"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert line == "logits   skipped  torch and transformers not installed: pip install 'prepcli[hf]' torch"

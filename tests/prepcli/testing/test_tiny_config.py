@@ -43,7 +43,7 @@ def test_tiny_config_keeps_a_tiny_config(name: str):
     assert scale_down(ODD_HEADS[name]) == ODD_HEADS[name]
 
 
-def test_tiny_config_raises_learned_positions():
+def test_scale_down_increases_too_few_learned_positions():
     assert scale_down(ODD_HEADS["gpt2"] | {"n_positions": 16})["n_positions"] == module.LEARNED_POSITIONS
 
 
