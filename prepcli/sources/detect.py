@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -170,22 +171,21 @@ def _check_config(folder: Folder) -> None:
         config = parse_json(text)
     except ValueError as error:
         raise DamagedError(f"{folder.display_name} has a broken {CONFIG}", str(error)) from error
-    if method := _quantisation_method(config):
-        raise _quantised(f"{CONFIG} declares quantised weights, method: {method}").error((), folder.display_name)
+    if quantisation := _find_quantisation(config):
+        raise _quantised(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
 
 
-def _quantisation_method(config: Any) -> str:
-    """Return `gptq`, `fp8`, ...; empty if not quantised. Multimodal models have the keys under text_config."""
+def _find_quantisation(config: Any) -> str:
+    """Return `quantization_config: gptq`, ...; empty if not quantised. Multimodal models have it under text_config."""
     if not isinstance(config, Mapping):
         return ""
     text_config = config.get("text_config")
     sections = [config, text_config] if isinstance(text_config, Mapping) else [config]
-    values = (section.get(key) for section in sections for key in _QUANTISATION_KEYS)
-    quantisation = next((value for value in values if value), None)
-    if not quantisation:
-        return ""
-    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    return str(method or "not named")
+    for section, key in product(sections, _QUANTISATION_KEYS):
+        if value := section.get(key):
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            return f"{key}: {method or 'no quant_method'}"
+    return ""
 
 
 def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:
