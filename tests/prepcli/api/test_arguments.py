@@ -123,7 +123,7 @@ def test_progress_without_the_methods_is_a_usage_error(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("arguments", [(3,), ("",), ("model", "out", "extra")])
-def test_positional_arguments_are_checked(arguments: tuple[Any, ...]):
+def test_save_init_checks_positional_arguments(arguments: tuple[Any, ...]):
     with pytest.raises((prep.UsageError, TypeError), match=r"`checkpoint=|positional"):
         prep.save_init(*arguments)
 

@@ -229,7 +229,7 @@ def folder_of_killed_process(environment: dict[str, str]) -> Path:
     return Path(process.stdout.strip())
 
 
-def test_folder_of_a_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_placeholder_folder_of_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     leftover = folder_of_killed_process(os.environ | {"TMPDIR": str(tmp_path)})
     assert leftover.parent == tmp_path

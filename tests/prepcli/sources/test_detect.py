@@ -61,16 +61,16 @@ def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
         (["consolidated.00.pth", "pytorch_model.bin"], "torch"),
     ],
 )
-def test_detect_torch_and_meta(tmp_path: Path, names: list[str], kind: str) -> None:
+def test_detect_separates_torch_from_meta(tmp_path: Path, names: list[str], kind: str) -> None:
     assert detect_folder(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
 
 
-def test_detect_safetensors_without_config(tmp_path: Path) -> None:
+def test_detect_accepts_safetensors_without_config(tmp_path: Path) -> None:
     assert detect_folder(fill(tmp_path, "model.safetensors")) == "safetensors"
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "state/_METADATA", "100/state/_METADATA"])
-def test_detect_orbax_item_step_or_run(tmp_path: Path, name: str) -> None:
+def test_detect_accepts_orbax_item_step_or_run(tmp_path: Path, name: str) -> None:
     assert detect_folder(fill(tmp_path, name, "manifest.ocdbt")) == "orbax"
 
 

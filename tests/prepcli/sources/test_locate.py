@@ -133,7 +133,7 @@ def test_conflicting_revisions_are_an_error(cwd: Path) -> None:
     )  # fmt: skip
 
 
-def test_folder_has_no_revision(cwd: Path) -> None:
+def test_locate_rejects_a_revision_of_a_folder(cwd: Path) -> None:
     fill(cwd / "m@v1", "model.safetensors")
     assert locate("m@v1").model_name == "m@v1"
     assert locate_error("m@v1", revision="v2")[0] == "`m@v1` has no revision v2"
